@@ -1,0 +1,94 @@
+"""Files that survive a kill: whole files appear at once, appended files hold whole lines.
+
+A whole file is written under a temporary name in its own folder, synced, then renamed; a reader sees
+the old content or the new, never a part. An appended file has one writer, each record is one
+`write` of one line, and a torn last line (the writer was killed) is ignored on read.
+Standard library only: this module also runs on a bare host Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def fsync_directory(path: str | os.PathLike[str]) -> None:
+    """Make renames inside `path` durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomic(path: str | os.PathLike[str], data: str | bytes, *, mode: int = 0o644) -> None:
+    """Write `data` to `path` whole or not at all; the file gets exactly `mode`."""
+    path = Path(path)
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fchmod(file.fileno(), mode)
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    fsync_directory(path.parent)
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write `value` as readable JSON, atomically. Floats keep full precision; NaN is written as NaN."""
+    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Read a JSON file. Raises FileNotFoundError and json.JSONDecodeError as they come."""
+    with open(path, encoding="utf-8") as file:
+        return json.load(file)
+
+
+def append_line(path: str | os.PathLike[str], record: dict[str, Any], *, durable: bool = True) -> None:
+    """Append one record as one JSON line with one write. `durable` syncs it to disk.
+
+    Where the last writer was killed inside a line, a newline is put first, so that the torn line
+    stays alone and the new one whole.
+    """
+    line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(fd).st_size
+        if size and os.pread(fd, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        written = os.write(fd, line)
+        if written != len(line):  # a full disk can take a part; say so, the reader drops the torn line
+            raise OSError(28, os.strerror(28), str(path))
+        if durable:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Yield the whole records of a file written by `append_line`; a missing file has none.
+
+    A line that is not whole JSON is skipped: it is what a killed writer left.
+    """
+    try:
+        file = open(path, encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return
+    with file:
+        for line in file:
+            if line.endswith("\n"):
+                with contextlib.suppress(json.JSONDecodeError):
+                    value = json.loads(line)
+                    if isinstance(value, dict):
+                        yield value
