@@ -1,0 +1,166 @@
+"""Megatron's indexed token files: a shard is `PREFIX.bin` (token ids) and `PREFIX.idx` (where documents lie).
+
+Layout of the .idx, little-endian, as `megatron/core/datasets/indexed_dataset.py` (megatron-core 0.16.1)
+reads it: 9 bytes magic, u64 version = 1, u8 dtype code, u64 sequences S, u64 entries of the document
+index D, then S int32 lengths (tokens), S int64 offsets (bytes into the .bin), D int64 document bounds
+(indices of sequences, the first is 0, the last is S). We write one sequence per document, so D = S + 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from relayrun.errors import InputError
+from relayrun.files import fsync_directory
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+CODES: dict[int, type[np.generic]] = {
+    1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16,
+}  # fmt: skip
+
+
+def token_dtype(vocabulary_size: int) -> type[np.generic]:
+    """Megatron's rule: uint16 below 65,500 entries of the vocabulary, int32 from there."""
+    return np.uint16 if vocabulary_size < 65_500 else np.int32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """One .bin/.idx pair, its header read and its sizes checked. `prefix` is the path without suffix."""
+
+    prefix: str
+    dtype: np.dtype[np.generic]
+    sequences: int
+    documents: int
+    tokens: int
+    bin_bytes: int
+    idx_bytes: int
+
+    @classmethod
+    def open(cls, prefix: str | os.PathLike[str]) -> Shard:
+        """Read the header of PREFIX.idx (33 bytes) and the sizes of both files.
+
+        Raises InputError if a file is missing, is not an index, or is shorter than its header says.
+        """
+        prefix = os.fspath(prefix)
+        hint = "tokenize it again, or leave this prefix out"
+        try:
+            with open(prefix + ".idx", "rb") as file:
+                header = file.read(HEADER.size)
+                idx_bytes = os.fstat(file.fileno()).st_size
+            bin_bytes = os.stat(prefix + ".bin").st_size
+        except FileNotFoundError as error:
+            raise InputError("a shard needs both its .bin and its .idx file; this one is missing",
+                             where=error.filename, hint=hint) from None  # fmt: skip
+        if len(header) < HEADER.size or header[:9] != MAGIC:
+            raise InputError("not a Megatron index", where=prefix + ".idx", hint=hint)
+        _, version, code, sequences, bounds = HEADER.unpack(header)
+        if version != 1 or code not in CODES:
+            raise InputError(f"unknown index version {version} or token type {code}", where=prefix + ".idx", hint=hint)
+        if idx_bytes != HEADER.size + 12 * sequences + 8 * bounds or bounds == 0:
+            raise InputError(f"index is torn: {idx_bytes} bytes, its header asks for "
+                             f"{HEADER.size + 12 * sequences + 8 * bounds}", where=prefix + ".idx", hint=hint)  # fmt: skip
+        dtype = np.dtype(CODES[code])
+        tokens = bin_bytes // dtype.itemsize
+        if sequences:  # the last sequence must end inside the .bin; a cut shard may leave bytes behind it
+            with open(prefix + ".idx", "rb") as file:
+                file.seek(HEADER.size + 4 * (sequences - 1))
+                (length,) = struct.unpack("<i", file.read(4))
+                file.seek(HEADER.size + 4 * sequences + 8 * (sequences - 1))
+                (offset,) = struct.unpack("<q", file.read(8))
+            end = offset + length * dtype.itemsize
+            if end > bin_bytes:
+                raise InputError(f"token file is torn: {bin_bytes} bytes, its index asks for {end}",
+                                 where=prefix + ".bin", hint=hint)  # fmt: skip
+            tokens = end // dtype.itemsize
+        else:
+            tokens = 0
+        return cls(prefix=prefix, dtype=dtype, sequences=sequences, documents=bounds - 1,
+                   tokens=tokens, bin_bytes=bin_bytes, idx_bytes=idx_bytes)  # fmt: skip
+
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Tokens of each sequence, shape [sequences], memory-mapped."""
+        return np.memmap(self.prefix + ".idx", np.dtype("<i4"), "r", HEADER.size, (self.sequences,))
+
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """Byte offset of each sequence in the .bin, shape [sequences], memory-mapped."""
+        return np.memmap(self.prefix + ".idx", np.dtype("<i8"), "r",
+                         HEADER.size + 4 * self.sequences, (self.sequences,))  # fmt: skip
+
+    def ids(self) -> npt.NDArray[np.generic]:
+        """All token ids, shape [tokens], memory-mapped."""
+        return np.memmap(self.prefix + ".bin", self.dtype, "r", 0, (self.tokens,))
+
+
+class ShardWriter:
+    """Writes one shard; nothing stands under its final names before `finish`.
+
+    Temporary names end in `.tmp`, so that no tool takes them for a shard. `finish` syncs both files
+    and renames the .bin first: an .idx under its final name always has its whole .bin.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: type[np.generic]) -> None:
+        self.prefix = os.fspath(prefix)
+        self.dtype = np.dtype(dtype)
+        self.tokens = 0
+        self._lengths: list[npt.NDArray[np.int32]] = []
+        Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+        self._bin = open(self.prefix + ".bin.tmp", "wb")  # noqa: SIM115 - closed by finish or abort
+
+    @property
+    def documents(self) -> int:
+        return sum(len(lengths) for lengths in self._lengths)
+
+    def add(self, ids: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
+        """Append documents: `ids` is their concatenation, `lengths` the tokens of each, shape [documents]."""
+        array = np.ascontiguousarray(ids, dtype=self.dtype)
+        counts = np.array(lengths, dtype=np.int32)  # a copy: the caller may reuse its buffer
+        if int(counts.sum(dtype=np.int64)) != array.size:
+            raise ValueError(f"lengths sum to {counts.sum(dtype=np.int64)}, but there are {array.size} ids")
+        self._bin.write(array.data)
+        self._lengths.append(counts)
+        self.tokens += array.size
+
+    def finish(self) -> bool:
+        """Publish the shard. Returns False, and leaves nothing, if no document was added."""
+        if not self.documents:
+            self.abort()
+            return False
+        try:
+            lengths = np.concatenate(self._lengths).astype("<i4")
+            offsets = np.zeros(len(lengths), dtype="<i8")
+            np.cumsum(lengths[:-1].astype("<i8") * self.dtype.itemsize, out=offsets[1:])
+            code = next(code for code, dtype in CODES.items() if np.dtype(dtype) == self.dtype)
+            with open(self.prefix + ".idx.tmp", "wb") as idx:
+                idx.write(HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1))
+                idx.write(lengths.data)
+                idx.write(offsets.data)
+                idx.write(np.arange(len(lengths) + 1, dtype="<i8").data)
+                idx.flush()
+                os.fsync(idx.fileno())
+            self._bin.flush()
+            os.fsync(self._bin.fileno())
+            self._bin.close()
+        except BaseException:
+            self.abort()
+            raise
+        os.replace(self.prefix + ".bin.tmp", self.prefix + ".bin")
+        os.replace(self.prefix + ".idx.tmp", self.prefix + ".idx")
+        fsync_directory(Path(self.prefix).parent)
+        return True
+
+    def abort(self) -> None:
+        """Drop what was written."""
+        with contextlib.suppress(OSError):  # a full disk fails again when the buffer is flushed
+            self._bin.close()
+        for name in (".bin.tmp", ".idx.tmp"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.prefix + name)
