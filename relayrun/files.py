@@ -81,11 +81,9 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
     A line that is not whole JSON is skipped: it is what a killed writer left.
     """
-    try:
-        file = open(path, encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+    if not os.path.exists(path):
         return
-    with file:
+    with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             if line.endswith("\n"):
                 with contextlib.suppress(json.JSONDecodeError):

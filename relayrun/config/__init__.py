@@ -1,0 +1,3 @@
+"""What a run is: the typed schema, its composition from YAML files, and its revisions."""
+
+from relayrun.config.schema import RunConfig as RunConfig

@@ -1,0 +1,260 @@
+"""What a run is: every setting with its unit, its default and what it is called elsewhere.
+
+A field name is the one that Megatron or Slurm use, where they have one. Unknown names are errors;
+`relayrun.config.compose` turns them into one that names the file, the line and the nearest valid name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+
+
+def parse_time(value: Any) -> int:
+    """Slurm's time formats to seconds: `MM`, `MM:SS`, `HH:MM:SS`, `D-HH`, `D-HH:MM`, `D-HH:MM:SS`.
+
+    A plain number is minutes, as for `sbatch --time`. Raises ValueError.
+    """
+    text = str(value).strip()
+    days, dash, rest = text.rpartition("-")
+    parts = rest.split(":")
+    if (dash and not days.isdecimal()) or not all(part.isdecimal() for part in parts) or len(parts) > 3:
+        raise ValueError(f"{value!r} is no Slurm time; write MM, HH:MM:SS or D-HH:MM:SS")
+    numbers = [int(part) for part in parts]
+    if dash:
+        hours, minutes, seconds = (numbers + [0, 0])[:3]
+        return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds
+    if len(numbers) == 3:
+        return (numbers[0] * 60 + numbers[1]) * 60 + numbers[2]
+    return numbers[0] * 60 + (numbers[1] if len(numbers) == 2 else 0)
+
+
+def format_time(seconds: int) -> str:
+    """Seconds as Slurm's `D-HH:MM:SS`."""
+    minutes, second = divmod(seconds, 60)
+    hours, minute = divmod(minutes, 60)
+    day, hour = divmod(hours, 24)
+    return f"{day}-{hour:02}:{minute:02}:{second:02}"
+
+
+def _time_text(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError(f"{value!r} is no Slurm time; write MM, HH:MM:SS or D-HH:MM:SS")
+    if parse_time(value) <= 0:
+        raise ValueError("the time limit must be positive")
+    return str(value).strip()
+
+
+SlurmTime = Annotated[str, BeforeValidator(_time_text)]
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A part of the config: no unknown names, no silent conversion, no change after reading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Model(Section):
+    """A Llama: RMSNorm, SwiGLU, rotary positions, grouped-query attention (arXiv 2407.21783)."""
+
+    num_layers: Positive
+    hidden_size: Positive
+    ffn_hidden_size: Positive
+    num_attention_heads: Positive
+    num_query_groups: Positive
+    """Key-value heads; equal to num_attention_heads for plain multi-head attention."""
+    rotary_base: Positive = 500_000
+    norm_epsilon: float = 1e-5
+    init_method_std: float = 0.02
+    hidden_dropout: Fraction = 0.0
+    attention_dropout: Fraction = 0.0
+    untie_embeddings_and_output_weights: bool = True
+    make_vocab_size_divisible_by: Positive = 128
+    """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Self:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(f"hidden_size {self.hidden_size} is no multiple of "
+                             f"num_attention_heads {self.num_attention_heads}")  # fmt: skip
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(f"num_attention_heads {self.num_attention_heads} is no multiple of "
+                             f"num_query_groups {self.num_query_groups}")  # fmt: skip
+        return self
+
+
+class Data(Section):
+    """Which tokens are read. Relative paths start at the folder that holds `launchers/`."""
+
+    tokenizer: str
+    """Folder or file of the tokenizer the shards were made with (for its size and its end of document)."""
+    datasets: list[str] = Field(min_length=1)
+    """Folders of .bin/.idx shards; links are followed. All shards together are one stream of tokens."""
+    validation: dict[Annotated[str, Field(pattern=_NAME)], list[str]] = {}
+    """Held-out sets by name, each a list of folders; never part of training."""
+
+
+class Training(Section):
+    """How long and in which batches."""
+
+    steps: Positive
+    """Iterations (optimizer steps) until the run is done."""
+    micro_batch_size: Positive
+    """Samples that one data-parallel rank runs at a time."""
+    global_batch_size: Positive
+    """Samples of one iteration over all ranks; the rest is gradient accumulation."""
+    seq_length: Positive
+    """Tokens of one sample."""
+    seed: NonNegative = 28
+    """Of weights, dropout and data order."""
+    eval_interval: NonNegative = 0
+    """Iterations between evaluations on the validation sets; the last iteration always evaluates. 0: only then."""
+    eval_steps: Positive = 8
+    """Global batches per validation set and evaluation."""
+    threads: NonNegative = 0
+    """CPU threads of a rank (torch.set_num_threads); 0 leaves torch's own choice."""
+
+
+class Optimizer(Section):
+    """Adam with decoupled weight decay, and the learning rate's way. Names as in Megatron's arguments."""
+
+    lr: Annotated[float, Field(gt=0)]
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
+    lr_warmup_steps: NonNegative = 0
+    lr_decay_steps: Positive | None = None
+    """Iterations until min_lr is reached; default: training.steps."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    adam_beta1: Fraction = 0.9
+    adam_beta2: Fraction = 0.95
+    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    clip_grad: Annotated[float, Field(ge=0)] = 1.0
+
+
+class Checkpoint(Section):
+    """When the state is made durable. A leave (time, signal, trigger, last step) always saves too."""
+
+    interval: Positive
+    """Iterations between saves."""
+    keep_last: Positive = 3
+    """Published checkpoints that are kept; older ones are removed."""
+
+
+class Parallel(Section):
+    """How the model is split over ranks; what is left of the ranks is data-parallel."""
+
+    tensor_model_parallel_size: Positive = 1
+    pipeline_model_parallel_size: Positive = 1
+    use_distributed_optimizer: bool = False
+
+
+class Chain(Section):
+    """How one job follows the other."""
+
+    auto_requeue: bool = False
+    """Queue a successor behind every job until the run is done. Costs node hours unattended: off by default."""
+    max_failed_attempts: Positive = 3
+    """Attempts in a row without a new durable iteration, after which the chain stops."""
+    lead: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
+    """Seconds before the job's end at which rank 0 saves and leaves; auto: min(600, a quarter of the limit)."""
+    signal_lead: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
+    """Seconds before the end at which Slurm sends SIGUSR2, the backstop; auto: three quarters of the lead."""
+
+
+class Job(Section):
+    """What one job asks of the scheduler; names are Slurm's."""
+
+    time: SlurmTime
+    nodes: Positive = 1
+    ntasks_per_node: Positive = 1
+    """Ranks per node, one per GPU where there are GPUs."""
+    cpus_per_task: Positive = 1
+    gpus_per_node: NonNegative = 0
+    mem: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    reservation: str | None = None
+    constraint: str | None = None
+    exclude: str | None = None
+    exclusive: bool = False
+
+
+class Cluster(Section):
+    """What a site needs; a file of configs/clusters/."""
+
+    name: Annotated[str, Field(pattern=_NAME)]
+    scheduler: Literal["slurm", "local"]
+    job: dict[str, Any] = {}
+    """Defaults of the `job` section at this site (account, partition, ...)."""
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = {}
+    """Variables of every rank. They override relayrun's own defaults. Never put secrets here."""
+    modules: list[str] = []
+    """`module load` names, loaded in the batch script."""
+    srun_options: list[str] = []
+    """Options of srun alone: container image, mounts (`--environment=...`, `--container-image=...`)."""
+    command_prefix: list[str] = []
+    """Put before the program of every rank, for example `numactl --membind=0-3`."""
+    python: str | None = None
+    """Python of the ranks; default: the one that submits."""
+    host_python: str = "python3"
+    """Python of the batch script, 3.11 or newer; needs the standard library alone."""
+    read_only_paths: list[str] = []
+    """Nothing may be written below these."""
+
+
+class RunConfig(Section):
+    """One experiment."""
+
+    project: Annotated[str, Field(pattern=_NAME)]
+    name: Annotated[str, Field(pattern=_NAME)]
+    run_dir: str | None = None
+    """Default: logs/runs/<project>/<name>."""
+    model: Model
+    data: Data
+    training: Training
+    optimizer: Optimizer
+    checkpoint: Checkpoint
+    parallel: Parallel = Parallel()
+    chain: Chain = Chain()
+    job: Job
+    cluster: Cluster
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one job."""
+        return self.job.nodes * self.job.ntasks_per_node
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.world_size // (
+            self.parallel.tensor_model_parallel_size * self.parallel.pipeline_model_parallel_size
+        )
+
+    @model_validator(mode="after")
+    def _layout(self) -> Self:
+        tensor, pipeline = self.parallel.tensor_model_parallel_size, self.parallel.pipeline_model_parallel_size
+        if self.world_size % (tensor * pipeline):
+            raise ValueError(
+                f"{self.world_size} ranks (job.nodes x job.ntasks_per_node) are no multiple of "
+                f"tensor x pipeline parallel size {tensor} x {pipeline}"
+            )
+        if self.model.num_layers % pipeline:
+            raise ValueError(f"model.num_layers {self.model.num_layers} is no multiple of "
+                             f"parallel.pipeline_model_parallel_size {pipeline}")  # fmt: skip
+        if self.model.num_query_groups % tensor:
+            raise ValueError(f"model.num_query_groups {self.model.num_query_groups} is no multiple of "
+                             f"parallel.tensor_model_parallel_size {tensor}")  # fmt: skip
+        batch = self.training.micro_batch_size * self.data_parallel_size
+        if self.training.global_batch_size % batch:
+            raise ValueError(
+                f"training.global_batch_size {self.training.global_batch_size} is no multiple of "
+                f"micro_batch_size x data-parallel size = {self.training.micro_batch_size} x {self.data_parallel_size}"
+            )
+        return self

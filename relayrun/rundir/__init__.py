@@ -1,0 +1,1 @@
+"""The run directory: names, records and triggers. Standard library only."""

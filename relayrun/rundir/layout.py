@@ -1,0 +1,148 @@
+"""The run directory: the only place that knows file names.
+
+    config/0001.yaml ...         resolved config, one file per revision
+    plan.json                    what the supervisor needs
+    job.sbatch                   the rendered job, submitted by every attempt
+    manifest.json                the frozen, ordered list of shards
+    attempts/0007/               begin.json end.json            written by the supervisor
+                                 outcome.json commits.jsonl metrics.jsonl events.jsonl   written by rank 0
+                                 stop                           asks the ranks to save and leave
+    attempts.jsonl metrics.jsonl merged views, written by the supervisor
+    checkpoints/iter_0000100/    published by rename from .staging/<attempt>/
+    triggers/  debug/<attempt>/  code/  STOP
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class AttemptDir:
+    """Files of one attempt: one start of the run inside one Slurm job."""
+
+    path: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.path.name)
+
+    @property
+    def begin(self) -> Path:
+        """Written by the supervisor before the ranks start; fields in `rundir.records.Begin`."""
+        return self.path / "begin.json"
+
+    @property
+    def end(self) -> Path:
+        """Written by the supervisor after the ranks have gone."""
+        return self.path / "end.json"
+
+    @property
+    def outcome(self) -> Path:
+        """Written by rank 0 when it leaves on purpose."""
+        return self.path / "outcome.json"
+
+    @property
+    def commits(self) -> Path:
+        """A line per published checkpoint, by rank 0."""
+        return self.path / "commits.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        """A line per iteration, by rank 0."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def stop(self) -> Path:
+        """Its existence asks the ranks to save and leave; its text says why."""
+        return self.path / "stop"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Names inside one run directory. Nothing here reads or writes, except where the name says so."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def job_script(self) -> Path:
+        return self.path / "job.sbatch"
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / "manifest.json"
+
+    @property
+    def attempts(self) -> Path:
+        return self.path / "attempts"
+
+    @property
+    def attempts_view(self) -> Path:
+        return self.path / "attempts.jsonl"
+
+    @property
+    def metrics_view(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tracker(self) -> Path:
+        """The newest published iteration as a number, under the name that Megatron gives it."""
+        return self.checkpoints / "latest_checkpointed_iteration.txt"
+
+    @property
+    def triggers(self) -> Path:
+        return self.path / "triggers"
+
+    @property
+    def debug(self) -> Path:
+        return self.path / "debug"
+
+    @property
+    def stop(self) -> Path:
+        """Its existence ends the chain; its first line says why."""
+        return self.path / "STOP"
+
+    def config_revision(self, revision: int) -> Path:
+        return self.config / f"{revision:04}.yaml"
+
+    def revisions(self) -> list[int]:
+        """Numbers of the config revisions there are, rising."""
+        return _numbers(self.config, re.compile(r"(\d{4,})\.yaml"))
+
+    def attempt(self, number: int) -> AttemptDir:
+        return AttemptDir(self.attempts / f"{number:04}")
+
+    def attempt_numbers(self) -> list[int]:
+        """Numbers of the attempts that have a directory, rising."""
+        return _numbers(self.attempts, re.compile(r"(\d{4,})"))
+
+    def checkpoint(self, iteration: int) -> Path:
+        return self.checkpoints / f"iter_{iteration:07}"
+
+    def staging(self, attempt: int) -> Path:
+        return self.checkpoints / ".staging" / f"{attempt:04}"
+
+
+def _numbers(folder: Path, pattern: re.Pattern[str]) -> list[int]:
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))

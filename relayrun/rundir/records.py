@@ -1,0 +1,152 @@
+"""The records of an attempt, each with one writer.
+
+| file | writer | read by |
+|---|---|---|
+| begin.json | supervisor, before the ranks start | ranks, later attempts |
+| commits.jsonl | rank 0, after a checkpoint is published | supervisor, later attempts |
+| outcome.json | rank 0, when it leaves on purpose | supervisor |
+| end.json | supervisor, after the ranks have gone | later attempts, people |
+
+An attempt freezes its base (the checkpoint it starts from) in begin.json. What is durable follows from
+the records alone: the last commit of the newest attempt, or else that attempt's base. So a commit that
+an older attempt makes after a newer one began is never seen. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from relayrun.errors import RunDirError
+from relayrun.files import append_line, read_json, read_lines, write_json
+from relayrun.rundir.layout import AttemptDir, RunDir
+
+Outcome = Literal["done", "saved", "exit", "fatal"]
+"""How rank 0 left: the last step is durable; saved to be resumed; saved because of the exit trigger
+(the chain ends); cannot go on, and another attempt would fail in the same way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A dataclass that is one JSON object."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """Read it; None where there is no file. Raises RunDirError if it is not what it should be."""
+        try:
+            return cls.of(read_json(path))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            raise RunDirError(f"unreadable record: {error}", where=path) from None
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> Self:
+        """From a JSON object; names this version does not know are left out."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: item for name, item in value.items() if name in known})
+
+    def write(self, path: Path) -> None:
+        write_json(path, asdict(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begin(Record):
+    """What an attempt starts from. Times are seconds since 1970."""
+
+    attempt: int
+    job_id: str
+    job_name: str
+    nodes: str
+    """Slurm's list of the nodes, compressed."""
+    config_revision: int
+    base_iteration: int
+    """Iteration of the checkpoint to start from; 0: from the beginning."""
+    base_path: str | None
+    """Its folder; None where base_iteration is 0."""
+    start_time: float
+    job_end_time: float | None
+    """When the time limit is reached; None without a limit."""
+    lead: float
+    """Seconds before job_end_time at which rank 0 saves and leaves."""
+    previous_end: str | None = None
+    """Why the attempt before this one ended, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit(Record):
+    """A published checkpoint."""
+
+    iteration: int
+    path: str
+    consumed_samples: int
+    time: float
+    seconds: float
+    """From the start of the save to the rename."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Left(Record):
+    """outcome.json: rank 0 left on purpose."""
+
+    outcome: Outcome
+    reason: str
+    iteration: int
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class End(Record):
+    """What the supervisor saw when the ranks had gone."""
+
+    attempt: int
+    cause: str
+    """done, saved, exit, fatal, failed or cancelled."""
+    reason: str
+    exit_code: int
+    durable_iteration: int
+    progress: bool
+    """Whether this attempt raised the durable iteration."""
+    end_time: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Durable:
+    """The checkpoint from which the next attempt starts."""
+
+    iteration: int
+    path: str | None
+
+
+def commits(attempt: AttemptDir) -> list[Commit]:
+    """Published checkpoints of one attempt, oldest first."""
+    return [Commit.of(line) for line in read_lines(attempt.commits)]
+
+
+def append_commit(attempt: AttemptDir, commit: Commit) -> None:
+    append_line(attempt.commits, asdict(commit))
+
+
+def durable(run: RunDir) -> Durable:
+    """The newest checkpoint that the records of the newest attempt vouch for, and that is still there.
+
+    A commit whose folder is gone is passed over, then the base counts.
+    """
+    for number in reversed(run.attempt_numbers()):
+        attempt = run.attempt(number)
+        begin = Begin.read(attempt.begin)
+        if begin is None:  # killed before it began: it owns nothing
+            continue
+        for commit in reversed(commits(attempt)):
+            if Path(commit.path).is_dir():
+                return Durable(iteration=commit.iteration, path=commit.path)
+        if begin.base_path is not None and not Path(begin.base_path).is_dir():
+            raise RunDirError(
+                f"the checkpoint that attempt {number} started from is gone: {begin.base_path}",
+                where=run.path,
+                hint="put it back, or start a new run",
+            )
+        return Durable(iteration=begin.base_iteration, path=begin.base_path)
+    return Durable(iteration=0, path=None)
