@@ -65,9 +65,10 @@ class Shard:
         _, version, code, sequences, bounds = HEADER.unpack(header)
         if version != 1 or code not in CODES:
             raise InputError(f"unknown index version {version} or token type {code}", where=prefix + ".idx", hint=hint)
-        if idx_bytes != HEADER.size + 12 * sequences + 8 * bounds or bounds == 0:
-            raise InputError(f"index is torn: {idx_bytes} bytes, its header asks for "
-                             f"{HEADER.size + 12 * sequences + 8 * bounds}", where=prefix + ".idx", hint=hint)  # fmt: skip
+        wanted = HEADER.size + 12 * sequences + 8 * bounds
+        if idx_bytes != wanted or bounds == 0:
+            raise InputError(f"index is torn: {idx_bytes} bytes, its header asks for {wanted}",
+                             where=prefix + ".idx", hint=hint)  # fmt: skip
         dtype = np.dtype(CODES[code])
         tokens = bin_bytes // dtype.itemsize
         if sequences:  # the last sequence must end inside the .bin; a cut shard may leave bytes behind it

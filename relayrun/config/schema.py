@@ -25,7 +25,7 @@ def parse_time(value: Any) -> int:
         raise ValueError(f"{value!r} is no Slurm time; write MM, HH:MM:SS or D-HH:MM:SS")
     numbers = [int(part) for part in parts]
     if dash:
-        hours, minutes, seconds = (numbers + [0, 0])[:3]
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
         return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds
     if len(numbers) == 3:
         return (numbers[0] * 60 + numbers[1]) * 60 + numbers[2]

@@ -1,0 +1,36 @@
+"""`python3 -m relayrun.chain begin|watch|end|tasks`, called by launchers/lib/job.sh."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from relayrun.chain import supervisor, tasks
+from relayrun.errors import run_main
+from relayrun.rundir.layout import RunDir
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["tasks"]:
+        return tasks.main(sys.argv[2:])
+    parser = argparse.ArgumentParser(prog="relayrun.chain", description="The supervisor beside the ranks.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("begin", "watch", "end"):
+        command = commands.add_parser(name)
+        command.add_argument("--run-dir", type=Path, required=True)
+        if name != "begin":
+            command.add_argument("--attempt", type=int, required=True)
+        if name == "end":
+            command.add_argument("--exit-code", type=int, required=True)
+    options = parser.parse_args()
+    run = RunDir(options.run_dir)
+    if options.command == "begin":
+        return supervisor.begin(run)
+    if options.command == "watch":
+        return supervisor.watch(run, options.attempt)
+    return supervisor.end(run, options.attempt, options.exit_code)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

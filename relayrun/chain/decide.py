@@ -1,0 +1,128 @@
+"""What a chain does next, as pure functions of facts: no files, no clock, no scheduler.
+
+The law: an attempt that raises the durable iteration earns its successor. One that does not is a failed
+attempt; after `max_failed_attempts` in a row the chain stops. A finished run, an exit trigger, a fatal
+error and a cancelled job stop it at once. Exit codes decide nothing: only what rank 0 left and what is
+durable count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from relayrun.rundir.records import Outcome
+
+Action = Literal["run", "stop", "continue", "retry", "end"]
+"""run: start the ranks. stop: end the chain, write STOP, leave nothing queued. continue: the successor
+goes on. retry: a successor goes on after a delay. end: this job was the only one; nothing is queued."""
+
+BACKOFF_SECONDS = 30
+BACKOFF_CEILING_SECONDS = 1800
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What to do, why, and for `retry` after how many seconds."""
+
+    action: Action
+    reason: str
+    delay: int = 0
+    submit_successor: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeginFacts:
+    """What is known before the ranks of a job start."""
+
+    stopped: str | None
+    """The reason in STOP, where the chain was stopped."""
+    durable_iteration: int
+    total_steps: int
+    exit_trigger: str | None
+    """Who touched triggers/exit."""
+    predecessor_cancelled: bool
+    """The job of the newest attempt was cancelled and could not record it."""
+    failed_attempts: int
+    """Attempts in a row, up to now, without durable progress."""
+    max_failed_attempts: int
+    auto_requeue: bool
+    successor_pending: bool
+    """A job of this chain is already queued behind this one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndFacts:
+    """What is known after the ranks of a job have gone."""
+
+    outcome: Outcome | None
+    """What rank 0 left; None where it left nothing (crash, kill, node failure)."""
+    outcome_reason: str
+    exit_code: int
+    cancelled: bool
+    base_iteration: int
+    durable_iteration: int
+    total_steps: int
+    failed_attempts: int
+    """Attempts in a row before this one without durable progress."""
+    max_failed_attempts: int
+    auto_requeue: bool
+
+
+def at_begin(facts: BeginFacts) -> Decision:
+    """Whether to start the ranks, and whether to queue a successor behind them."""
+    if facts.stopped is not None:
+        return Decision(action="stop", reason=facts.stopped)
+    if facts.durable_iteration >= facts.total_steps:
+        return Decision(action="stop", reason=f"done: iteration {facts.durable_iteration} is durable")
+    if facts.exit_trigger is not None:
+        return Decision(action="stop", reason=f"exit trigger by {facts.exit_trigger}, before this job began")
+    if facts.predecessor_cancelled:
+        return Decision(action="stop", reason="the job before this one was cancelled")
+    if facts.failed_attempts >= facts.max_failed_attempts:
+        return Decision(action="stop", reason=_too_many(facts.failed_attempts))
+    return Decision(
+        action="run",
+        reason=f"from iteration {facts.durable_iteration}",
+        submit_successor=facts.auto_requeue and not facts.successor_pending,
+    )
+
+
+def at_end(facts: EndFacts) -> Decision:
+    """Whether the successor goes on, goes on later, or must not start."""
+    if facts.outcome == "done" and facts.durable_iteration >= facts.total_steps:
+        return Decision(action="stop", reason=f"done: iteration {facts.durable_iteration} is durable")
+    if facts.outcome == "exit":
+        return Decision(action="stop", reason=facts.outcome_reason)
+    if facts.outcome == "fatal":
+        return Decision(action="stop", reason=f"fatal: {facts.outcome_reason}")
+    if facts.cancelled:
+        return Decision(action="stop", reason="the job was cancelled")
+    reason = facts.outcome_reason or f"failed: the ranks left no outcome (exit code {facts.exit_code})"
+    if facts.durable_iteration > facts.base_iteration:
+        return Decision(action="continue" if facts.auto_requeue else "end", reason=reason)
+    failed = facts.failed_attempts + 1
+    reason = f"{reason}; no new durable iteration"
+    if not facts.auto_requeue:
+        return Decision(action="end", reason=reason)
+    if failed >= facts.max_failed_attempts:
+        return Decision(action="stop", reason=f"{_too_many(failed)}; the last: {reason}")
+    delay = min(BACKOFF_SECONDS * 2 ** (failed - 1), BACKOFF_CEILING_SECONDS)
+    return Decision(action="retry", reason=reason, delay=delay)
+
+
+def default_lead(time_limit: int) -> float:
+    """Seconds for a first attempt, of which nothing is measured yet: a quarter of the limit, at most 600."""
+    return min(600.0, time_limit / 4)
+
+
+def default_signal_lead(lead: float) -> int:
+    """Seconds for `--signal`, the backstop of rank 0's own clock.
+
+    Slurm may send it up to 60 s early, so it is set 60 s later than the deadline inside, where there is room.
+    """
+    return max(1, round(max(lead - 60, lead / 2)))
+
+
+def _too_many(failed: int) -> str:
+    return f"{failed} attempt{'s' if failed > 1 else ''} in a row without a new durable iteration"

@@ -1,0 +1,265 @@
+"""The local scheduler: a chain of jobs on one machine, with Slurm's signals and no daemon.
+
+The queue is a folder of the run directory; a job is one JSON file. `submit` only writes it. `run_queue`,
+held by the terminal that submitted, starts one job at a time (a singleton, like on Slurm) and treats it
+as Slurm does: SIGUSR2 to the batch script `signal_lead` seconds before the limit, SIGTERM to everything
+at the limit, SIGKILL after KILL_WAIT. If that terminal dies, the job gets SIGTERM, saves and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from relayrun.chain.plan import Plan
+from relayrun.chain.scheduler import Job, clean_environment
+from relayrun.chain.tasks import die_with_parent
+from relayrun.errors import SchedulerError
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.records import Record
+
+KILL_WAIT = 30.0
+"""Seconds from SIGTERM at the time limit to SIGKILL; Slurm's default."""
+
+JOB_ID_VARIABLE = "RELAYRUN_LOCAL_JOB_ID"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalJob(Record):
+    """One job of the queue; states have Slurm's names. Times are seconds since 1970."""
+
+    id: str
+    name: str
+    script: str
+    log_folder: str
+    time_limit: int
+    signal_lead: int
+    eligible_time: float
+    """Not started before this (`--begin`)."""
+    state: str = "PENDING"
+    pid: int | None = None
+    start_time: float | None = None
+    end_time: float | None = None
+    """When the limit is reached; once the job has ended, when it did."""
+    exit_code: int | None = None
+    cancel_requested: bool = False
+
+
+class LocalScheduler:
+    """A `Scheduler` for one run directory."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._folder = run.path / "local"
+
+    def current_job_id(self) -> str:
+        job_id = os.environ.get(JOB_ID_VARIABLE)
+        if not job_id:
+            raise SchedulerError(f"not inside a local job: {JOB_ID_VARIABLE} is not set")
+        return job_id
+
+    def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
+        if options:
+            raise SchedulerError(f"the local scheduler takes no options, but was given: {', '.join(options)}")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with self._locked():
+            number = max((int(job.id) for job in self._all()), default=0) + 1
+            job = LocalJob(
+                id=str(number),
+                name=plan.job_name,
+                script=str(script),
+                log_folder=plan.log_folder,
+                time_limit=plan.time_limit,
+                signal_lead=plan.signal_lead,
+                eligible_time=time.time() + delay,
+            )
+            self._write(job)
+        return job.id
+
+    def cancel(self, job_id: str) -> None:
+        if not self._path(job_id).exists():
+            return
+        with self._locked():
+            job = self._read(job_id)
+            if job.state == "PENDING":
+                self._write(replace(job, state="CANCELLED", end_time=time.time()))
+            elif job.state == "RUNNING":
+                self._write(replace(job, cancel_requested=True))
+
+    def query(self, job_id: str) -> Job | None:
+        if not self._path(job_id).exists():
+            return None
+        job = self._read(job_id)
+        state = job.state
+        if state == "RUNNING" and not self._running():
+            state = "NODE_FAIL"  # whoever ran the queue was killed, and the job with it
+        if state == "RUNNING" and job.cancel_requested:
+            state = "CANCELLED"
+        return Job(id=job.id, name=job.name, state=state, nodes="localhost", end_time=job.end_time)
+
+    def jobs(self, plan: Plan) -> list[Job]:
+        jobs = [self.query(job.id) for job in self._all()]
+        return [job for job in jobs if job is not None and job.live]
+
+    def task_command(self, plan: Plan) -> list[str]:
+        return [plan.host_python, "-m", "relayrun.chain", "tasks", f"--ntasks={plan.ntasks}", "--"]
+
+    def signal_command(self, job_id: str) -> list[str]:
+        return []
+
+    def rendezvous(self, job: Job) -> dict[str, str]:
+        return {}  # the task starter picks a free port
+
+    def run_queue(self, on_event: Callable[[str], None], poll: Callable[[], None] = lambda: None) -> None:
+        """Run the queued jobs, one after the other, until none is left. `poll` is called several times a second.
+
+        KeyboardInterrupt cancels the running job and what is queued, waits for the end, and is raised again.
+        Raises SchedulerError if somebody runs this queue already.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with open(self._folder / "runner.lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SchedulerError("this run's jobs are being run by another terminal", where=self._folder) from None
+            self._bury_orphans()
+            try:
+                while pending := [job for job in self._all() if job.state == "PENDING"]:
+                    job = pending[0]
+                    if time.time() < job.eligible_time:
+                        poll()
+                        time.sleep(0.1)
+                        continue
+                    self._run_job(job, on_event, poll)
+            except KeyboardInterrupt:
+                for job in self._all():
+                    self.cancel(job.id)
+                raise
+
+    def _run_job(self, job: LocalJob, on_event: Callable[[str], None], poll: Callable[[], None]) -> None:
+        Path(job.log_folder).mkdir(parents=True, exist_ok=True)
+        base = Path(job.log_folder) / f"{job.name}-{job.id}"
+        with open(f"{base}.out", "ab") as out, open(f"{base}.err", "ab") as err:
+            started = time.time()
+            process = subprocess.Popen(
+                ["bash", job.script],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=clean_environment(os.environ) | {JOB_ID_VARIABLE: job.id},
+                start_new_session=True,
+                preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+            )
+        with self._locked():
+            job = replace(job, state="RUNNING", pid=process.pid, start_time=started, end_time=started + job.time_limit)
+            self._write(job)
+        on_event(f"job {job.id} started")
+        state = "COMPLETED"
+        try:
+            state = self._watch(job, process, started, on_event, poll)
+        except KeyboardInterrupt:
+            on_event(f"job {job.id}: interrupted; saving and ending")
+            state = "CANCELLED"
+            _signal_group(process, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(KILL_WAIT)
+            raise
+        finally:
+            _signal_group(process, signal.SIGKILL)
+            code = process.wait()
+            if state == "COMPLETED" and code:
+                state = "FAILED"
+            with self._locked():
+                self._write(replace(self._read(job.id), state=state, exit_code=code, end_time=time.time()))
+            on_event(f"job {job.id} ended: {state}")
+
+    def _watch(
+        self,
+        job: LocalJob,
+        process: subprocess.Popen[bytes],
+        started: float,
+        on_event: Callable[[str], None],
+        poll: Callable[[], None],
+    ) -> str:
+        """Send the signals when they are due, until the batch script ends; return the job's state."""
+        signal_at: float | None = started + job.time_limit - job.signal_lead
+        term_at: float | None = started + job.time_limit
+        kill_at: float | None = None
+        state = "COMPLETED"
+        while process.poll() is None:
+            now = time.time()
+            if signal_at is not None and now >= signal_at:
+                on_event(f"job {job.id}: SIGUSR2, {job.signal_lead} s before the time limit")
+                process.send_signal(signal.SIGUSR2)
+                signal_at = None
+            if term_at is not None and (now >= term_at or self._read(job.id).cancel_requested):
+                state = "TIMEOUT" if now >= term_at else "CANCELLED"
+                on_event(f"job {job.id}: SIGTERM ({state.lower()})")
+                _signal_group(process, signal.SIGTERM)
+                signal_at = term_at = None
+                kill_at = now + KILL_WAIT
+            if kill_at is not None and now >= kill_at:
+                _signal_group(process, signal.SIGKILL)
+            poll()
+            time.sleep(0.1)
+        return state
+
+    def _bury_orphans(self) -> None:
+        """A job that still counts as running when a new runner starts has lost its own."""
+        for job in self._all():
+            if job.state == "RUNNING":
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    if job.pid is not None and os.getsid(job.pid) == job.pid:
+                        os.killpg(job.pid, signal.SIGKILL)
+                with self._locked():
+                    self._write(replace(job, state="NODE_FAIL", end_time=time.time()))
+
+    def _running(self) -> bool:
+        """Whether somebody runs the queue now."""
+        try:
+            with open(self._folder / "runner.lock") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return False
+        except BlockingIOError:
+            return True
+        except FileNotFoundError:
+            return False
+
+    def _path(self, job_id: str) -> Path:
+        return self._folder / f"job-{int(job_id):04}.json"
+
+    def _read(self, job_id: str) -> LocalJob:
+        job = LocalJob.read(self._path(job_id))
+        if job is None:
+            raise SchedulerError(f"there is no local job {job_id}", where=self._folder)
+        return job
+
+    def _write(self, job: LocalJob) -> None:
+        job.write(self._path(job.id))
+
+    def _all(self) -> list[LocalJob]:
+        return [self._read(path.stem.removeprefix("job-")) for path in sorted(self._folder.glob("job-*.json"))]
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with open(self._folder / "queue.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+    """To the batch script and all it started; they share its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def print_event(text: str) -> None:
+    """An event of the queue, for a person."""
+    print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)

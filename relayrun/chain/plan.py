@@ -1,0 +1,71 @@
+"""plan.json: all that the supervisor needs to know of a run, in plain JSON, without the schema."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from relayrun.errors import RunDirError
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.records import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Record):
+    """Written by an explicit submit; read by every job of the chain."""
+
+    run: str
+    """project/name, for people."""
+    job_name: str
+    """Slurm's job name; unique to the run directory, for `--dependency=singleton`."""
+    scheduler: Literal["slurm", "local"]
+    total_steps: int
+    config_revision: int
+    submitted_after_attempt: int
+    """Highest attempt at the last explicit submit; older attempts no longer count as failed ones."""
+
+    auto_requeue: bool
+    max_failed_attempts: int
+    time_limit: int
+    """Seconds."""
+    lead: float
+    """Seconds before the end of the job at which rank 0 saves and leaves."""
+    signal_lead: int
+    """Seconds before the end of the job at which the scheduler sends SIGUSR2 to the batch script."""
+
+    nodes: int
+    ntasks_per_node: int
+    cpus_per_task: int
+    sbatch_options: dict[str, str | None]
+    """Further options of sbatch by their long names without dashes; None: an option without a value."""
+    srun_options: list[str]
+    command_prefix: list[str]
+    program: list[str]
+    """What a rank executes; `--attempt N` is put behind it."""
+    environment: dict[str, str]
+    modules: list[str]
+
+    host_python: str
+    package_root: str
+    """Folder that holds `relayrun/` and `launchers/`."""
+    log_folder: str
+
+    @classmethod
+    def load(cls, run: RunDir) -> Plan:
+        """Read the plan of a run. Raises RunDirError where there is none."""
+        plan = cls.read(run.plan)
+        if plan is None:
+            raise RunDirError("this is no run directory: it has no plan.json", where=run.path,
+                              hint="give the directory that `relayrun submit` printed")  # fmt: skip
+        return plan
+
+    @property
+    def ntasks(self) -> int:
+        return self.nodes * self.ntasks_per_node
+
+
+def job_name(project: str, name: str, run: Path) -> str:
+    """A job name that no other run has: another project, name or directory gives another one."""
+    return f"{project}-{name}-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"

@@ -1,0 +1,99 @@
+"""Scripts from data: the job that every attempt submits, and the environment of one attempt.
+
+Only quoted data is rendered; the logic is `launchers/lib/job.sh`, the same for every run.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from relayrun.chain.plan import Plan
+from relayrun.errors import ConfigError
+from relayrun.rundir.layout import RunDir
+
+
+def job_script(plan: Plan, run: RunDir) -> str:
+    """The sbatch script of a run."""
+    options: dict[str, str | None] = {
+        "job-name": plan.job_name,
+        "time": _slurm_time(plan.time_limit),
+        "nodes": str(plan.nodes),
+        "ntasks-per-node": str(plan.ntasks_per_node),
+        "cpus-per-task": str(plan.cpus_per_task),
+        **plan.sbatch_options,
+        "output": f"{_literal(plan.log_folder)}/%x-%j.out",
+        "error": f"{_literal(plan.log_folder)}/%x-%j.err",
+        "open-mode": "append",
+        # a second line of defence: rank 0 leaves by its own clock first. To the batch script alone (B:),
+        # which asks the ranks to save; Slurm may send it up to 60 s early.
+        "signal": f"B:USR2@{plan.signal_lead}",
+        # after a node failure the successor goes on; the same job coming back would make two
+        "no-requeue": None,
+    }
+    lines = ["#!/usr/bin/env bash", f"# {plan.run}: rendered by relayrun; a submit writes it anew"]
+    lines += ["#SBATCH --" + name + ("" if value is None else f"={_quote(value)}") for name, value in options.items()]
+    lines += [
+        "set -euo pipefail",
+        *exports(
+            {
+                "RELAYRUN_RUN_DIR": str(run.path),
+                "RELAYRUN_ROOT": plan.package_root,
+                "RELAYRUN_HOST_PYTHON": plan.host_python,
+            }
+        ),
+        "# shellcheck source=/dev/null",
+        'source "${RELAYRUN_ROOT}/launchers/lib/job.sh"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def attempt_environment(
+    *,
+    environment: Mapping[str, str],
+    modules: Sequence[str],
+    task_command: Sequence[str],
+    signal_command: Sequence[str],
+) -> str:
+    """job.env of an attempt, sourced by job.sh: variables and three arrays."""
+    return "\n".join(
+        [
+            *exports(environment),
+            f"modules=({shlex.join(modules)})",
+            f"task_command=({shlex.join(task_command)})",
+            f"signal_command=({shlex.join(signal_command)})",
+        ]
+    ) + "\n"  # fmt: skip
+
+
+def exports(variables: Mapping[str, str]) -> list[str]:
+    """`export NAME=value` lines. Names are checked by the schema."""
+    return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+
+
+def task_command(plan: Plan, starter: Sequence[str], attempt: int) -> list[str]:
+    """The whole command that starts the ranks of an attempt."""
+    rank = Path(plan.package_root) / "launchers" / "lib" / "rank.sh"
+    return [*starter, "bash", str(rank), *plan.command_prefix, *plan.program, f"--attempt={attempt}"]
+
+
+def _slurm_time(seconds: int) -> str:
+    minutes, second = divmod(seconds, 60)
+    hours, minute = divmod(minutes, 60)
+    day, hour = divmod(hours, 24)
+    return f"{day}-{hour:02}:{minute:02}:{second:02}"
+
+
+def _literal(path: str) -> str:
+    """A path inside a Slurm file name pattern, where `%` begins a field."""
+    if "\n" in path:
+        raise ConfigError("a path with a line break cannot stand in a job script", where=repr(path))
+    return path.replace("%", "%%")
+
+
+def _quote(value: str) -> str:
+    """Quote for an #SBATCH line: Slurm knows "..." with backslash escapes; plain text stays plain."""
+    if value and all(char.isalnum() or char in "-_./:,@%+=[]" for char in value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

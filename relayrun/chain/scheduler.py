@@ -1,0 +1,198 @@
+"""What a chain asks of a scheduler, and Slurm's answers. The only module that starts Slurm commands."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from relayrun.chain.plan import Plan
+from relayrun.errors import SchedulerError
+from relayrun.rundir.layout import RunDir
+
+LIVE_STATES = frozenset({"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One job as the scheduler knows it. Times are seconds since 1970."""
+
+    id: str
+    name: str
+    state: str
+    nodes: str = ""
+    end_time: float | None = None
+    """When its time limit is reached; None while it is pending or without a limit."""
+    options: Mapping[str, str] | None = None
+    """Options that hold for successors (Slurm: read back with scontrol)."""
+
+    @property
+    def live(self) -> bool:
+        """Queued or running."""
+        return self.state in LIVE_STATES
+
+
+class Scheduler(Protocol):
+    """Slurm, or the local scheduler. Every method may raise SchedulerError."""
+
+    def current_job_id(self) -> str:
+        """Id of the job that this process runs in."""
+
+    def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
+        """Queue `script` as a singleton of its job name, not before `delay` seconds; return its id."""
+
+    def cancel(self, job_id: str) -> None:
+        """Cancel one job by id; it is no error if it has already gone."""
+
+    def query(self, job_id: str) -> Job | None:
+        """The job, or None where the scheduler does not know it any more."""
+
+    def jobs(self, plan: Plan) -> list[Job]:
+        """Queued and running jobs of the chain."""
+
+    def task_command(self, plan: Plan) -> list[str]:
+        """What stands before a rank's program so that it is started once per rank."""
+
+    def signal_command(self, job_id: str) -> list[str]:
+        """Sends SIGUSR2 to all ranks; empty where the batch script signals the task starter itself."""
+
+    def rendezvous(self, job: Job) -> dict[str, str]:
+        """MASTER_ADDR and MASTER_PORT, where the scheduler knows them before the ranks start."""
+
+
+def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without the variables of the surrounding job, which would give a new job wrong defaults."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name == "SLURM_CONF" or not name.startswith(("SLURM_", "SBATCH_", "SRUN_", "RELAYRUN_"))
+    }
+
+
+class Slurm:
+    """Slurm through its commands. A command that fails is tried again: controllers restart."""
+
+    def __init__(self, *, attempts: int = 6, pause: float = 2.0) -> None:
+        self._attempts = attempts
+        self._pause = pause
+
+    def current_job_id(self) -> str:
+        job_id = os.environ.get("SLURM_JOB_ID")
+        if not job_id:
+            raise SchedulerError("not inside a Slurm job: SLURM_JOB_ID is not set")
+        return job_id
+
+    def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
+        command = ["sbatch", "--parsable", "--dependency=singleton"]
+        if delay:
+            command.append(f"--begin=now+{delay}")
+        command += [f"--{name}={value}" for name, value in options.items()]
+        # not `--`: sbatch takes the rest as the script and its arguments anyway
+        return self._run([*command, str(script)]).strip().split(";")[0]
+
+    def test(self, script: Path) -> None:
+        """Ask Slurm whether it would accept the script; queues nothing. Raises SchedulerError."""
+        self._run(["sbatch", "--test-only", str(script)], attempts=1)
+
+    def cancel(self, job_id: str) -> None:
+        job = self.query(job_id)
+        if job is not None and job.live:
+            self._run(["scancel", job_id])
+
+    def query(self, job_id: str) -> Job | None:
+        try:
+            text = self._run(["scontrol", "show", "job", "--oneliner", job_id])
+        except SchedulerError as error:
+            if "Invalid job id" in error.message:
+                return None
+            raise
+        return parse_job(text)
+
+    def jobs(self, plan: Plan) -> list[Job]:
+        text = self._run(["squeue", "--noheader", "--me", f"--name={plan.job_name}", "--format=%i|%j|%T"])
+        rows = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
+        return [Job(id=row[0], name=row[1], state=row[2]) for row in rows]
+
+    def task_command(self, plan: Plan) -> list[str]:
+        return [
+            "srun",
+            "--kill-on-bad-exit=1",
+            "--export=ALL",
+            f"--nodes={plan.nodes}",
+            f"--ntasks-per-node={plan.ntasks_per_node}",
+            f"--cpus-per-task={plan.cpus_per_task}",  # srun does not inherit it from sbatch
+            *plan.srun_options,
+        ]
+
+    def signal_command(self, job_id: str) -> list[str]:
+        return ["scancel", "--signal=USR2", job_id]
+
+    def rendezvous(self, job: Job) -> dict[str, str]:
+        hosts = self._run(["scontrol", "show", "hostnames", job.nodes]).split()
+        # one port per job: jobs that share a node must not meet
+        return {"MASTER_ADDR": hosts[0], "MASTER_PORT": str(20_000 + int(job.id) % 20_000)}
+
+    def _run(self, command: Sequence[str], *, attempts: int | None = None) -> str:
+        """Run a Slurm command and return what it printed; retry what looks like an unreachable controller."""
+        attempts = attempts or self._attempts
+        for attempt in range(attempts):
+            try:
+                result = subprocess.run(
+                    command, capture_output=True, text=True, env=clean_environment(os.environ), check=False
+                )
+            except FileNotFoundError:
+                raise SchedulerError(f"{command[0]} is not installed here",
+                                     hint="submit from a login node of the cluster, or use `cluster: local`",
+                                     ) from None  # fmt: skip
+            if result.returncode == 0:
+                return result.stdout
+            message = result.stderr.strip() or f"exit code {result.returncode}"
+            if not _UNREACHABLE.search(message) or attempt + 1 == attempts:
+                break
+            time.sleep(self._pause * 2**attempt)
+        raise SchedulerError(f"{command[0]}: {message}")
+
+
+_UNREACHABLE = re.compile(r"Unable to contact|Connection refused|timed out|Zero Bytes|Transport endpoint|backup", re.I)
+
+
+def parse_job(text: str) -> Job:
+    """Parse one line of `scontrol show job --oneliner`."""
+    fields = dict(re.findall(r"(?:^|\s)([A-Za-z][A-Za-z0-9/:_]*)=(\S*)", text))
+    nodes = fields.get("NodeList", "")
+    return Job(
+        id=fields["JobId"],
+        name=fields.get("JobName", ""),
+        state=fields.get("JobState", "UNKNOWN"),
+        nodes="" if nodes == "(null)" else nodes,
+        end_time=_timestamp(fields.get("EndTime", "")) if fields.get("TimeLimit") != "UNLIMITED" else None,
+        options={option: fields[name] for name, option in _KEPT.items() if fields.get(name, "(null)") != "(null)"},
+    )
+
+
+_KEPT = {
+    "TimeLimit": "time", "Partition": "partition", "Account": "account", "QOS": "qos", "Reservation": "reservation",
+    "Features": "constraint", "ExcNodeList": "exclude",
+}  # fmt: skip
+"""Fields of scontrol whose values hold for successors, with the option that sets them."""
+
+
+def _timestamp(text: str) -> float | None:
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None
+
+
+def for_plan(plan: Plan, run: RunDir) -> Scheduler:
+    """The scheduler that a plan names."""
+    if plan.scheduler == "slurm":
+        return Slurm()
+    from relayrun.chain.local import LocalScheduler  # it imports this module
+
+    return LocalScheduler(run)

@@ -1,0 +1,91 @@
+"""The local task starter: what srun is on Slurm, on one machine.
+
+    python -m relayrun.chain tasks --ntasks 2 -- PROGRAM ARG ...
+
+Starts PROGRAM once per rank with srun's variables (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS) and a free
+MASTER_PORT. Like `srun --kill-on-bad-exit`: the first rank that fails ends the others. SIGUSR2 and SIGTERM
+are handed on to every rank. A rank dies with its starter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+KILL_SECONDS = 2.0
+"""From SIGTERM to SIGKILL for the ranks that are left when one has failed."""
+
+
+def die_with_parent(signal_number: int) -> None:
+    """Ask Linux to send this process `signal_number` when its parent ends. Holds across exec."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, int(signal_number), 0, 0, 0)
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def start_tasks(ntasks: int, command: Sequence[str]) -> int:
+    """Run `command` as `ntasks` ranks; return 0, or the exit code of the first that failed."""
+    ranks: list[subprocess.Popen[bytes]] = []
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.send_signal(number)
+
+    signal.signal(signal.SIGUSR2, forward)
+    signal.signal(signal.SIGTERM, forward)
+    shared = os.environ | {
+        "SLURM_NTASKS": str(ntasks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    for number in range(ntasks):
+        ranks.append(  # noqa: PERF401 - one by one: a signal may come between two starts
+            subprocess.Popen(
+                command,
+                env=shared | {"SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)},
+                stdin=subprocess.DEVNULL,
+                preexec_fn=lambda: die_with_parent(signal.SIGKILL),
+            )
+        )
+    first_failure = 0
+    kill_at: float | None = None
+    while any(rank.poll() is None for rank in ranks):
+        failed = next(((n, rank) for n, rank in enumerate(ranks) if rank.poll()), None)
+        if failed is not None and kill_at is None:
+            number, rank = failed
+            first_failure = _exit_code(rank.returncode)
+            print(f"error: task {number} ended with exit code {first_failure}; ending the others", file=sys.stderr)
+            forward(signal.SIGTERM, None)
+            kill_at = time.monotonic() + KILL_SECONDS
+        if kill_at is not None and time.monotonic() > kill_at:
+            forward(signal.SIGKILL, None)
+        time.sleep(0.05)
+    return first_failure or max(_exit_code(rank.returncode) for rank in ranks)
+
+
+def _exit_code(returncode: int) -> int:
+    """As a shell reports it: 128 + signal for a killed process."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="relayrun.chain tasks")
+    parser.add_argument("--ntasks", type=int, required=True)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args(argv)
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    return start_tasks(options.ntasks, command)

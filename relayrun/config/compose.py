@@ -1,0 +1,166 @@
+"""From YAML files and `--set` overrides to one RunConfig.
+
+A run config may `include` other files (paths from its own folder, in order, later ones win, its own
+settings win over all) and names its cluster, a file of `configs/clusters/`. Every error names the file,
+the line and, for an unknown name, the nearest one that there is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from relayrun.config import yamlfile
+from relayrun.config.schema import RunConfig
+from relayrun.config.yamlfile import Location, Settings
+from relayrun.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The folder that holds `launchers/` and `configs/`; relative paths in a config start here."""
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Compose and check the run config at `path`; `overrides` are `name.name=value` texts.
+
+    Paths in the result are absolute. Raises ConfigError.
+    """
+    settings = _read_with_includes(path, ())
+    overridden = _overrides(overrides)
+    settings.merge(overridden)
+    _insert_cluster(settings, path)
+    settings.merge(overridden)  # an override of a part of the cluster holds over its file
+    return validate(settings)
+
+
+def validate(settings: Settings) -> RunConfig:
+    """Check composed settings against the schema and make their paths absolute."""
+    try:
+        config = RunConfig.model_validate(settings.values)
+    except ValidationError as error:
+        lines = [_explain(detail, settings) for detail in error.errors()]
+        raise ConfigError("\n       ".join(lines)) from None
+    data = config.data
+    return config.model_copy(
+        update={
+            "run_dir": _absolute(config.run_dir or f"logs/runs/{config.project}/{config.name}"),
+            "data": data.model_copy(
+                update={
+                    "tokenizer": _absolute(data.tokenizer),
+                    "datasets": [_absolute(folder) for folder in data.datasets],
+                    "validation": {
+                        name: [_absolute(folder) for folder in folders] for name, folders in data.validation.items()
+                    },
+                }
+            ),
+        }
+    )
+
+
+def dump(config: RunConfig) -> str:
+    """A resolved config as YAML text; reading it gives the same config."""
+    return yamlfile.dump(config.model_dump(mode="json"))
+
+
+def read_resolved(path: Path) -> RunConfig:
+    """Read a config revision that `dump` wrote."""
+    return validate(yamlfile.read(path))
+
+
+def _absolute(path: str) -> str:
+    return str(ROOT / Path(path).expanduser())
+
+
+def _read_with_includes(path: Path, chain: tuple[Path, ...]) -> Settings:
+    path = path.resolve()
+    if path in chain:
+        raise ConfigError("the files include each other: " + " -> ".join(map(str, (*chain, path))), where=path)
+    own = yamlfile.read(path)
+    includes = own.values.pop("include", [])
+    if not isinstance(includes, list) or not all(isinstance(name, str) for name in includes):
+        raise ConfigError("include is a list of file names", where=own.place(("include",)))
+    result = Settings()
+    for name in includes:
+        result.merge(_read_with_includes(path.parent / name, (*chain, path)))
+    result.merge(own)
+    return result
+
+
+def _overrides(texts: Sequence[str]) -> Settings:
+    result = Settings()
+    for text in texts:
+        name, equals, value = text.partition("=")
+        location = tuple(name.split("."))
+        if not equals or not all(location):
+            raise ConfigError(f"{text!r} is no override; write NAME.NAME=VALUE", where="--set")
+        nested: Any = yamlfile.parse_value(value)
+        for part in reversed(location):
+            nested = {part: nested}
+        result.merge(Settings(nested, {location: f"--set {text}"}))
+    return result
+
+
+def _insert_cluster(settings: Settings, path: Path) -> None:
+    """Replace a cluster's name by its file, and put the site's job defaults under the run's own."""
+    name = settings.values.get("cluster")
+    if isinstance(name, str):
+        folder = next((up / "clusters" for up in path.resolve().parents if (up / "clusters").is_dir()), None)
+        folder = folder or ROOT / "configs" / "clusters"
+        file = folder / f"{name}.yaml"
+        if not file.is_file():
+            known = sorted(entry.stem for entry in folder.glob("*.yaml"))
+            raise ConfigError(f"unknown cluster {name!r}; there are: {', '.join(known)}",
+                              where=settings.place(("cluster",)))  # fmt: skip
+        cluster = yamlfile.read(file)
+        settings.values["cluster"] = cluster.values
+        settings.places.update({("cluster", *location): place for location, place in cluster.places.items()})
+    defaults = settings.values.get("cluster")
+    if isinstance(defaults, dict) and isinstance(job := defaults.get("job"), dict):
+        own = settings.values.setdefault("job", {})
+        if isinstance(own, dict):
+            for option in job.keys() - own.keys():
+                own[option] = job[option]
+                settings.places[("job", option)] = settings.place(("cluster", "job", option)) or ""
+
+
+def _explain(detail: Any, settings: Settings) -> str:
+    location: Location = tuple(str(part) for part in detail["loc"])
+    name = ".".join(location)
+    place = settings.place(location)
+    message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "extra_forbidden":
+        names = _fields_at(location[:-1])
+        near = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
+        message = "unknown setting; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}")
+    elif detail["type"] == "missing":
+        message = "this setting is missing"
+    elif "input" in detail and not isinstance(detail["input"], dict):
+        message += f", not {detail['input']!r}"
+    prefix = f"{place}: " if place else ""
+    return f"{prefix}{name}: {message}" if name else f"{prefix}{message}"
+
+
+def _fields_at(location: Location) -> list[str]:
+    """Names of the settings of the section at `location`."""
+    section: Any = RunConfig
+    for part in location:
+        field = section.model_fields.get(part)
+        if field is None:
+            return []
+        section = _section_of(field.annotation)
+        if section is None:
+            return []
+    return sorted(section.model_fields)
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        candidates = typing.get_args(annotation)
+    else:
+        candidates = (annotation,)
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)

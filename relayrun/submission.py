@@ -1,0 +1,174 @@
+"""From a run config to a queued job: the run directory is made or brought up to date, then one job is queued.
+
+A submit is refused while the chain lives, and after it ended (exit trigger, last step, too many failed
+attempts) unless `resume` is given. Submitting a changed config adds a revision; every attempt records the
+one it used.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from relayrun import preflight
+from relayrun.chain import decide, render
+from relayrun.chain.plan import Plan, job_name
+from relayrun.chain.scheduler import Slurm, for_plan
+from relayrun.config import compose
+from relayrun.config.schema import RunConfig, parse_time
+from relayrun.data.manifest import Manifest
+from relayrun.data.prefixes import find_prefixes
+from relayrun.errors import InputError, RunDirError
+from relayrun.files import write_atomic
+from relayrun.rundir import triggers
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.records import durable
+from relayrun.tokenization.tokenizer import vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted:
+    """What a submit made."""
+
+    run: RunDir
+    plan: Plan
+    job_id: str
+
+
+def submit(config: RunConfig, *, resume: bool = False) -> Submitted:
+    """Check, prepare the run directory, queue one job. Raises RelayrunError; then nothing was queued."""
+    preflight.check(config)
+    run = RunDir(Path(config.run_dir or ""))
+    manifest = build_manifest(config)
+    run.path.mkdir(parents=True, exist_ok=True)
+    with _locked(run):
+        _refuse_while_live(run)
+        _refuse_after_end(run, resume)
+        _freeze_manifest(run, manifest)
+        plan = make_plan(config, run, revision=_add_revision(run, config))
+        triggers.create_folder(run)
+        for name in triggers.NAMES:
+            if (old := triggers.look(run, name)) is not None:
+                triggers.acknowledge(run, old, iteration=durable(run).iteration,
+                                     result="stale: touched before this submit")  # fmt: skip
+        plan.write(run.plan)
+        write_atomic(run.job_script, render.job_script(plan, run), mode=0o755)
+        scheduler = for_plan(plan, run)
+        if isinstance(scheduler, Slurm):
+            scheduler.test(run.job_script)
+            Path(plan.log_folder).mkdir(parents=True, exist_ok=True)
+        run.stop.unlink(missing_ok=True)
+        return Submitted(run=run, plan=plan, job_id=scheduler.submit(plan, run.job_script, options={}))
+
+
+def make_plan(config: RunConfig, run: RunDir, *, revision: int) -> Plan:
+    """The supervisor's part of a config."""
+    time_limit = parse_time(config.job.time)
+    lead = decide.default_lead(time_limit) if config.chain.lead == "auto" else float(config.chain.lead)
+    signal_lead = config.chain.signal_lead
+    job, cluster = config.job, config.cluster
+    options: dict[str, str | None] = {
+        name: value
+        for name in ("account", "partition", "qos", "reservation", "constraint", "exclude", "mem")
+        if (value := getattr(job, name)) is not None
+    }
+    if job.gpus_per_node:
+        options["gpus-per-node"] = str(job.gpus_per_node)
+    if job.exclusive:
+        options["exclusive"] = None
+    return Plan(
+        run=f"{config.project}/{config.name}",
+        job_name=job_name(config.project, config.name, run.path),
+        scheduler=cluster.scheduler,
+        total_steps=config.training.steps,
+        config_revision=revision,
+        submitted_after_attempt=max(run.attempt_numbers(), default=0),
+        auto_requeue=config.chain.auto_requeue,
+        max_failed_attempts=config.chain.max_failed_attempts,
+        time_limit=time_limit,
+        lead=lead,
+        signal_lead=decide.default_signal_lead(lead) if signal_lead == "auto" else signal_lead,
+        nodes=job.nodes,
+        ntasks_per_node=job.ntasks_per_node,
+        cpus_per_task=job.cpus_per_task,
+        sbatch_options=options,
+        srun_options=cluster.srun_options,
+        command_prefix=cluster.command_prefix,
+        program=[cluster.python or sys.executable, "-m", "relayrun.training", f"--run-dir={run.path}"],
+        environment=cluster.environment,
+        modules=cluster.modules,
+        host_python=sys.executable if cluster.scheduler == "local" else cluster.host_python,
+        package_root=str(compose.ROOT),
+        log_folder=str(compose.ROOT / "logs" / "slurm" / "training"),
+    )
+
+
+def build_manifest(config: RunConfig) -> Manifest:
+    """Find the shards that a config names. Raises InputError."""
+    size, eod = vocabulary(config.data.tokenizer)
+    return Manifest.build(
+        find_prefixes([Path(folder) for folder in config.data.datasets]),
+        {
+            name: find_prefixes([Path(folder) for folder in folders])
+            for name, folders in config.data.validation.items()
+        },
+        vocabulary_size=size,
+        eod=eod,
+        tokenizer=config.data.tokenizer,
+    )
+
+
+def _refuse_while_live(run: RunDir) -> None:
+    if not run.plan.exists():
+        return
+    plan = Plan.load(run)
+    live = for_plan(plan, run).jobs(plan)
+    if live:
+        jobs = ", ".join(f"{job.id} ({job.state.lower()})" for job in live)
+        raise RunDirError(f"this run has jobs already: {jobs}", where=run.path,
+                          hint=f"let them run, or touch {run.triggers / 'exit'} and submit again")  # fmt: skip
+
+
+def _refuse_after_end(run: RunDir, resume: bool) -> None:
+    if run.stop.exists() and not resume:
+        reason = run.stop.read_text(encoding="utf-8").partition("\n")[0]
+        raise RunDirError(f"the chain of this run has ended: {reason}", where=run.stop,
+                          hint="submit with --resume to go on all the same")  # fmt: skip
+
+
+def _freeze_manifest(run: RunDir, manifest: Manifest) -> None:
+    """The first submit freezes the list of shards; a later one must find the same."""
+    if not run.manifest.exists():
+        manifest.write(run.manifest)
+        return
+    frozen = Manifest.read(run.manifest)
+    frozen.verify()
+    if frozen != manifest:
+        raise InputError("the shards are not those that this run began with", where=run.manifest,
+                         hint="restore the data folders, or start a run with another name")  # fmt: skip
+
+
+def _add_revision(run: RunDir, config: RunConfig) -> int:
+    """Write the config as a new revision, unless it is the newest one already."""
+    run.config.mkdir(exist_ok=True)
+    revisions = run.revisions()
+    if revisions and compose.read_resolved(run.config_revision(revisions[-1])) == config:
+        return revisions[-1]
+    number = max(revisions, default=0) + 1
+    write_atomic(run.config_revision(number), compose.dump(config))
+    return number
+
+
+@contextmanager
+def _locked(run: RunDir) -> Iterator[None]:
+    """One submit at a time."""
+    with open(run.path / ".submit.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunDirError("another submit of this run is under way", where=run.path) from None
+        yield
