@@ -1,0 +1,118 @@
+"""Deals the global samples to the data-parallel ranks, and reads ahead.
+
+The iteration that begins with `c` consumed samples trains on the samples c .. c + global_batch_size - 1,
+whatever the layout. They are dealt in rows: accumulation step s, rank r, row m of its micro-batch is
+
+    sample c + (s * data_parallel_size + r) * micro_batch_size + m
+
+so that every accumulation step, over all ranks, is one contiguous run of sample numbers.
+
+One thread prepares the next two iterations; there are no worker processes, since copying a sample
+between processes costs more than reading it. The only state is the number of consumed samples.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from queue import Empty, Queue
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from relayrun.data.order import SampleOrder
+from relayrun.errors import ConfigError
+
+DEPTH = 2
+"""Iterations read ahead."""
+CLOSE_SECONDS = 10.0
+
+Batch = list[npt.NDArray[np.int64]]
+"""One rank's share of an iteration: per accumulation step int64 [micro_batch_size, seq_length + 1]."""
+
+
+class BatchReader(Iterator[Batch]):
+    """Endless iterator over the share of one data-parallel rank, beginning at `consumed_samples`.
+
+    Raises ConfigError if the global batch is no multiple of micro_batch_size x data_parallel_size. An
+    error of the reading thread is raised by `next`, after the iterations that were read whole before it.
+    Call `close` (or use it as a context manager) to end the thread.
+    """
+
+    def __init__(
+        self,
+        order: SampleOrder,
+        *,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        micro_batch_size: int,
+        global_batch_size: int,
+        consumed_samples: int,
+    ) -> None:
+        if not 0 <= data_parallel_rank < data_parallel_size:
+            raise ValueError(f"data-parallel rank {data_parallel_rank} of {data_parallel_size}")
+        if min(micro_batch_size, global_batch_size) < 1 or consumed_samples < 0:
+            raise ValueError(f"batch sizes must be positive and consumed_samples not negative, not "
+                             f"{micro_batch_size}, {global_batch_size}, {consumed_samples}")  # fmt: skip
+        if global_batch_size % (micro_batch_size * data_parallel_size):
+            raise ConfigError(f"global_batch_size {global_batch_size} is no multiple of micro_batch_size x "
+                              f"data-parallel size = {micro_batch_size} x {data_parallel_size}")  # fmt: skip
+        self.consumed_samples = consumed_samples
+        """Number of the first sample that `next` has not returned yet, over all ranks."""
+        self._order = order
+        self._rank = data_parallel_rank
+        self._size = data_parallel_size
+        self._micro_batch_size = micro_batch_size
+        self._global_batch_size = global_batch_size
+        self._queue: Queue[Batch | BaseException] = Queue(DEPTH)
+        self._error: BaseException | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._read_ahead, args=(consumed_samples,), daemon=True,
+                                        name=f"batches-{order.name}")  # fmt: skip
+        self._thread.start()
+
+    def __next__(self) -> Batch:
+        if self._closing.is_set():
+            raise RuntimeError("this BatchReader is closed")
+        if self._error is None:
+            item = self._queue.get()
+            if not isinstance(item, BaseException):
+                self.consumed_samples += self._global_batch_size
+                return item
+            self._error = item
+        raise self._error
+
+    def close(self) -> None:
+        """End the thread. A read that hangs in the file system is left alone after 10 s: the thread is a daemon."""
+        self._closing.set()
+        try:
+            while True:  # room for what the thread is about to put; it looks at `_closing` after that
+                self._queue.get_nowait()
+        except Empty:
+            self._thread.join(CLOSE_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read_ahead(self, consumed: int) -> None:
+        try:
+            while not self._closing.is_set():
+                self._queue.put(self._read(consumed))
+                consumed += self._global_batch_size
+        except BaseException as error:
+            self._queue.put(error)
+
+    def _read(self, consumed: int) -> Batch:
+        step = self._size * self._micro_batch_size
+        first = consumed + self._rank * self._micro_batch_size
+        return [
+            np.stack([self._order.sample(k) for k in range(at, at + self._micro_batch_size)])
+            for at in range(first, first + self._global_batch_size, step)
+        ]

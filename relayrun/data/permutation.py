@@ -1,0 +1,127 @@
+"""A keyed permutation of 0..n-1 in closed form: shuffling without an index.
+
+Algorithm: write x as (left, right) = divmod(x, b) with a = ceil(sqrt(n)) values of left and
+b = ceil(n / a) of right. Eight Feistel rounds alternate `left += F(right) mod a` and
+`right += F(left) mod b`, each with its own 64-bit key; F is a multiply-xorshift mixer. A round can be
+undone by subtracting, so whatever F is, the rounds are a bijection of 0..ab-1. An image of n or more is
+sent through again (cycle-walking) until it is below n, which keeps it a bijection. Modular addition in
+place of xor (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, generalised
+Feistel) fits the domain to n: ab < n + a, so that walking is rare at every n, where a power of four would
+cost up to four walks.
+
+Cost: no memory beyond eight integers, no set-up but one hash; a few microseconds for one index in
+Python, a tenth of that in numpy.
+
+Rejected: a shuffled index array (8 bytes per window, seconds to build at 10^9, and another length is
+another order); a linear congruence (lag-1 correlation is plain to see); four rounds (in the index
+shuffle of grain they leave a lag-1 correlation of 0.40 at n = 1,000,003, where eight are within noise).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+ROUNDS = 8
+_MASK = (1 << 64) - 1
+_MULTIPLY_1 = 0xBF58476D1CE4E5B9  # the two odd multipliers of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)
+_MULTIPLY_2 = 0x94D049BB133111EB
+
+
+def permutation_key(seed: int, name: str, epoch: int) -> bytes:
+    """The key for one epoch of one data set: 64 bytes, BLAKE2b of the three as a JSON list."""
+    return hashlib.blake2b(json.dumps([seed, name, epoch]).encode(), digest_size=8 * ROUNDS).digest()
+
+
+class Permutation:
+    """A bijection of range(n), 1 <= n <= 2^62, chosen by `key` (64 bytes, see `permutation_key`).
+
+    `p(i)` is where i goes, `p.inverse(p(i)) == i`, `p.map(array)` does many at once. Raises
+    ValueError for an n or a key outside of this, IndexError for an i outside of range(n).
+    """
+
+    def __init__(self, n: int, key: bytes) -> None:
+        if not 1 <= n <= 1 << 62:
+            raise ValueError(f"n must lie in 1..2^62, not {n}")
+        if len(key) != 8 * ROUNDS:
+            raise ValueError(f"the key must have {8 * ROUNDS} bytes, not {len(key)}")
+        self.n = n
+        self._a = math.isqrt(n - 1) + 1
+        self._b = -(-n // self._a)
+        self._keys = [int.from_bytes(key[at : at + 8], "little") for at in range(0, len(key), 8)]
+
+    def __call__(self, i: int) -> int:
+        self._check(i)
+        while True:
+            i = self._forward(i)
+            if i < self.n:
+                return i
+
+    def inverse(self, i: int) -> int:
+        self._check(i)
+        while True:
+            i = self._backward(i)
+            if i < self.n:
+                return i
+
+    def map(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """The images of many indices, int64, of the same shape."""
+        i = np.array(indices, dtype=np.int64, order="C")
+        if i.size and not (i.min() >= 0 and i.max() < self.n):
+            raise IndexError(f"an index is outside of range({self.n})")
+        flat = i.reshape(-1).view(np.uint64)
+        flat[:] = self._forward_many(flat)
+        while (outside := np.flatnonzero(flat >= self.n)).size:
+            flat[outside] = self._forward_many(flat[outside])
+        return i
+
+    def _check(self, i: int) -> None:
+        if not 0 <= i < self.n:
+            raise IndexError(f"{i} is outside of range({self.n})")
+
+    def _forward(self, i: int) -> int:
+        left, right = divmod(i, self._b)
+        keys = iter(self._keys)
+        for key in keys:
+            left = (left + _mix(right, key)) % self._a
+            right = (right + _mix(left, next(keys))) % self._b
+        return left * self._b + right
+
+    def _backward(self, i: int) -> int:
+        left, right = divmod(i, self._b)
+        keys = reversed(self._keys)
+        for key in keys:
+            right = (right - _mix(left, key)) % self._b
+            left = (left - _mix(right, next(keys))) % self._a
+        return left * self._b + right
+
+    def _forward_many(self, i: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        a, b = np.uint64(self._a), np.uint64(self._b)
+        left, right = i // b, i % b
+        keys = iter(self._numpy_keys)
+        for key in keys:
+            left = (left + _mix_many(right, key)) % a
+            right = (right + _mix_many(left, next(keys))) % b
+        return left * b + right
+
+    @cached_property
+    def _numpy_keys(self) -> npt.NDArray[np.uint64]:
+        return np.array(self._keys, dtype=np.uint64)
+
+
+def _mix(half: int, key: int) -> int:
+    """63 well mixed bits of half and key (63, so that adding a half stays below 2^64 in numpy)."""
+    x = ((half ^ key) * _MULTIPLY_1) & _MASK
+    x = ((x ^ (x >> 32)) * _MULTIPLY_2) & _MASK
+    return (x ^ (x >> 29)) >> 1
+
+
+def _mix_many(half: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.uint64]:
+    x = (half ^ key) * np.uint64(_MULTIPLY_1)
+    x = (x ^ (x >> np.uint64(32))) * np.uint64(_MULTIPLY_2)
+    return (x ^ (x >> np.uint64(29))) >> np.uint64(1)

@@ -1,0 +1,92 @@
+"""Fixed windows over the shards of a data set, read straight from the .bin files, without an index.
+
+All shards in manifest order are one stream of tokens. Window i is the tokens
+[i * seq_length, (i + 1) * seq_length], both ends included: seq_length inputs and, one further, as many
+labels. Neighbours share one token, as in Megatron's GPTDataset, so over one epoch every token but the
+first is a label exactly once; only the last (tokens - 1) % seq_length tokens are left out.
+
+Windows cross the borders of documents and of shards. Shards are an accident of how many workers
+tokenized; cutting at them would drop up to a window for each, and change the samples with the split.
+
+Files are read with `pread`, not mapped: memory does not grow with what was read, and a shard that
+was truncated is an error that names it, where a map would end the process with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from functools import lru_cache, partial
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from relayrun.data.manifest import DatasetManifest, ShardEntry
+from relayrun.errors import InputError
+
+OPEN_FILES = 128
+"""Shards of one data set that are held open; many systems allow a process 1,024 files in all."""
+
+
+class WindowDataset:
+    """Windows of `seq_length` + 1 tokens. Thread-safe; holds at most `open_files` files open."""
+
+    def __init__(self, manifest: DatasetManifest, seq_length: int, *, open_files: int = OPEN_FILES) -> None:
+        if seq_length < 1:
+            raise ValueError(f"seq_length must be positive, not {seq_length}")
+        self.manifest = manifest
+        self.seq_length = seq_length
+        self._starts = list(accumulate((shard.tokens for shard in manifest.shards), initial=0))
+        self._file = lru_cache(open_files)(partial(_open, manifest.shards))
+
+    def __len__(self) -> int:
+        """Windows in one epoch."""
+        return max(0, self._starts[-1] - 1) // self.seq_length
+
+    def read(self, i: int) -> npt.NDArray[np.int64]:
+        """Token ids of window i, int64 [seq_length + 1].
+
+        Raises IndexError outside of 0..len-1, InputError if a shard has become shorter, OSError if it
+        cannot be read.
+        """
+        if not 0 <= i < len(self):
+            raise IndexError(f"window {i} is outside of range({len(self)})")
+        window = np.empty(self.seq_length + 1, dtype=np.int64)
+        start = i * self.seq_length
+        shard = bisect_right(self._starts, start) - 1
+        filled = 0
+        while filled < len(window):
+            within = start + filled - self._starts[shard]
+            count = min(len(window) - filled, self._starts[shard + 1] - self._starts[shard] - within)
+            if count:
+                window[filled : filled + count] = self._file(shard).read(within, count)
+            filled += count
+            shard += 1
+        return window
+
+
+class _TokenFile:
+    """An open .bin. Closed when the last user lets go of it, so that one thread cannot close it on another."""
+
+    def __init__(self, shard: ShardEntry) -> None:
+        self._fd = -1
+        self._path = shard.prefix + ".bin"
+        self._dtype = np.dtype(shard.dtype).newbyteorder("<")
+        self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, start: int, count: int) -> npt.NDArray[np.generic]:
+        size = count * self._dtype.itemsize
+        data = os.pread(self._fd, size, start * self._dtype.itemsize)
+        if len(data) != size:
+            raise InputError(f"token file has become shorter: no token {start + len(data) // self._dtype.itemsize}",
+                             where=self._path, hint="put the shard back as it was")  # fmt: skip
+        return np.frombuffer(data, dtype=self._dtype)
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+
+def _open(shards: tuple[ShardEntry, ...], number: int) -> _TokenFile:
+    return _TokenFile(shards[number])
