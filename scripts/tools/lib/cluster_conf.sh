@@ -1,0 +1,111 @@
+# shellcheck shell=bash
+# The configuration of one test cluster below its folder. Sourced by test_cluster.sh.
+#   nodes (the node names, one a line; written first, marks the folder as a cluster's)
+#   etc/slurm.conf etc/gres.conf etc/gpu0..   state/ spool/ run/ log/ plugins/
+
+readonly CLUSTER_FOLDERS=(etc state spool run log plugins)
+
+# Refuses a folder that Slurm could not work in, or that holds something else than a cluster.
+conf_check_folder() {
+  local -r dir="$1"
+  # Slurm cuts the path of a GPU at a blank, and gives the others a meaning: comments, host lists, %n, plugin folders.
+  if [[ "$dir" == *[][:space:][:cntrl:]\[\"\'\#%,:\\\*\?\{\}]* ]]; then
+    fail "$dir: Slurm cannot work in a folder whose path has a blank or one of [ ] \" ' # % , : \\ * ? { }; name another"
+  fi
+  # The step sockets spool/nX/nX_JOB.STEP must fit the 107 bytes of a unix socket's address.
+  local -r bytes="$(printf '%s' "$dir" | wc -c)"
+  ((bytes <= 72)) || fail "$dir: the path has $bytes bytes; a cluster's unix sockets allow 72; take a shorter one"
+  if [[ -e "$dir" && ! -d "$dir" ]]; then
+    fail "$dir: not a folder"
+  fi
+  if [[ -d "$dir" && ! -e "$dir/nodes" && -n "$(ls -A -- "$dir")" ]]; then
+    fail "$dir: holds files that are not a test cluster's; take an empty or new folder"
+  fi
+}
+
+# conf_write DIR PORT_BASE NODES CPUS GPUS KILL_WAIT GRACE: removes what an earlier cluster left there, writes the new.
+conf_write() {
+  local -r dir="$1" base="$2" nodes="$3" cpus="$4" gpus="$5" kill_wait="$6" grace="$7"
+  local -r last=$((nodes - 1))
+  local -r user="$(id -un)"
+  local folder node gpu plugins
+  for ((node = 0; node < nodes; node++)); do
+    printf 'n%d\n' "$node"
+  done >"$dir/nodes"
+  for folder in "${CLUSTER_FOLDERS[@]}"; do
+    rm -rf -- "${dir:?}/$folder"
+    mkdir -p -- "$dir/$folder"
+  done
+  # The GPUs must be character devices (else CUDA_VISIBLE_DEVICES stays empty); links to one need no mknod.
+  for ((gpu = 0; gpu < gpus; gpu++)); do
+    ln -s /dev/null "$dir/etc/gpu$gpu"
+  done
+  # Debian ships the mpi/pmix plugin without its library: left out, for it fills every log with errors.
+  plugins="$(slurm_plugin_dir)" || fail "no folder with Slurm's plugins"
+  ln -s "$plugins"/*.so "$dir/plugins/"
+  rm -f -- "$dir"/plugins/mpi_pmix*
+  printf 'NodeName=n[0-%d] Name=gpu File=%s/etc/gpu[0-%d]\n' "$last" "$dir" "$((gpus - 1))" >"$dir/etc/gres.conf"
+  for ((node = 0; node < nodes; node++)); do
+    mkdir -- "$dir/spool/n$node"
+  done
+  conf_slurm "$dir" "$base" "$nodes" "$cpus" "$gpus" "$kill_wait" "$grace" "$user" >"$dir/etc/slurm.conf"
+}
+
+conf_slurm() {
+  local -r dir="$1" base="$2" nodes="$3" cpus="$4" gpus="$5" kill_wait="$6" grace="$7" user="$8"
+  local -r last=$((nodes - 1))
+  cat <<END
+ClusterName=test$base
+SlurmctldHost=localhost(127.0.0.1)
+SlurmctldPort=$base
+SlurmUser=$user
+SlurmdUser=$user
+AuthType=auth/munge
+CredType=cred/munge
+PluginDir="$dir/plugins"
+StateSaveLocation="$dir/state"
+SlurmdSpoolDir="$dir/spool/%n"
+SlurmctldPidFile="$dir/run/slurmctld.pid"
+SlurmdPidFile="$dir/run/slurmd-%n.pid"
+SlurmctldLogFile="$dir/log/slurmctld.log"
+SlurmdLogFile="$dir/log/slurmd-%n.log"
+SlurmctldDebug=verbose
+MailProg=/bin/true
+
+# One machine, no cgroups; every node believes that it has what is written below.
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+GresTypes=gpu
+
+# Tests wait for faults: seconds, not the minutes of a real site.
+AuthInfo=cred_expire=5
+ReturnToService=2
+SlurmdTimeout=10
+SlurmctldTimeout=10
+MessageTimeout=5
+TCPTimeout=2
+InactiveLimit=0
+KillWait=$kill_wait
+MinJobAge=3600
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,sched_min_interval=100000,bf_interval=2,bf_continue,bf_window=43200,batch_sched_delay=0
+PriorityType=priority/basic
+
+# A job in high takes the nodes of one in low, which gets its --signal, GraceTime seconds, and is requeued.
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+
+NodeName=n[0-$last] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[$((base + 1))-$((base + nodes))] CPUs=$cpus RealMemory=16000 Gres=gpu:$gpus Feature=test State=UNKNOWN
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=10
+PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=20 PreemptMode=OFF
+PartitionName=low Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=$grace
+END
+}

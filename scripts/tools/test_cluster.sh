@@ -1,0 +1,232 @@
+#!/usr/bin/env bash
+# A throw-away Slurm on this machine: real slurmctld, slurmd and munge, several nodes with pretended GPUs.
+#
+#   test_cluster.sh up [DIR]              starts a fresh cluster in DIR; the last line printed is the one to run next
+#   test_cluster.sh down [DIR]            ends it with all its jobs; the logs stay in DIR/log
+#   test_cluster.sh env [DIR]             prints "export SLURM_CONF=..."
+#   test_cluster.sh status [DIR]          daemons, nodes and queue; exit status 1 where a daemon does not run
+#   test_cluster.sh kill-node DIR nX      SIGKILL of that node's slurmd (its job processes go on, as after a crash)
+#   test_cluster.sh start-node DIR nX
+#   test_cluster.sh stop-ctld DIR         the controller ends and keeps its queue
+#   test_cluster.sh start-ctld DIR
+#
+# DIR: .test-cluster in the repository, if not given. Options of `up`, or variables of the environment:
+#   --nodes N        CLUSTER_NODES      4     nodes n0, n1, ...
+#   --cpus N         CLUSTER_CPUS       8     CPUs of a node (pretended)
+#   --gpus N         CLUSTER_GPUS       4     GPUs of a node (pretended: links to /dev/null)
+#   --kill-wait S    CLUSTER_KILL_WAIT  3     seconds between SIGTERM and SIGKILL at the time limit
+#   --grace S        CLUSTER_GRACE      10    seconds that a preempted job in the partition `low` has
+#   --port-base P    CLUSTER_PORT_BASE  auto  NODES+1 TCP ports from P on; found and reserved, if not given
+# Partitions: debug (default), high and low (a job in high takes the nodes of one in low, which is requeued).
+# Needs scripts/tools/install_slurm.sh once. As root, jobs of any user run; else only one's own.
+set -euo pipefail
+umask 022
+# What the caller's shell holds for another cluster must not steer this one's commands.
+unset "${!SLURM_@}" "${!SBATCH_@}" "${!SQUEUE_@}" "${!SINFO_@}" "${!SCANCEL_@}"
+
+here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
+# shellcheck source=scripts/tools/lib/slurm.sh
+source "$here/lib/slurm.sh"
+# shellcheck source=scripts/tools/lib/cluster_conf.sh
+source "$here/lib/cluster_conf.sh"
+# shellcheck source=scripts/tools/lib/cluster_ports.sh
+source "$here/lib/cluster_ports.sh"
+# shellcheck source=scripts/tools/lib/cluster_processes.sh
+source "$here/lib/cluster_processes.sh"
+
+nodes="${CLUSTER_NODES:-4}"
+cpus="${CLUSTER_CPUS:-8}"
+gpus="${CLUSTER_GPUS:-4}"
+kill_wait="${CLUSTER_KILL_WAIT:-3}"
+grace="${CLUSTER_GRACE:-10}"
+port_base="${CLUSTER_PORT_BASE:-auto}"
+
+usage() {
+  sed -n '2,/^set /s/^#[ ]\{0,1\}//p' "${BASH_SOURCE[0]}"
+}
+
+# number NAME VALUE LEAST MOST
+number() {
+  if [[ ! "$2" =~ ^(0|[1-9][0-9]{0,5})$ ]] || (($2 < $3 || $2 > $4)); then
+    fail "$1: '$2' is not a number from $3 to $4"
+  fi
+}
+
+check_settings() {
+  number --nodes "$nodes" 1 64
+  number --cpus "$cpus" 1 1024
+  number --gpus "$gpus" 1 64
+  number --kill-wait "$kill_wait" 0 3600
+  number --grace "$grace" 0 3600
+  [[ "$port_base" == auto ]] || number --port-base "$port_base" 1024 $((65535 - nodes))
+}
+
+# Refuses a folder in which no cluster was ever started.
+require_cluster() {
+  [[ -e "$1/nodes" ]] || fail "$1: no cluster was started here; start one: test_cluster.sh up $1"
+}
+
+require_node() {
+  grep -qxF -e "$2" "$1/nodes" || fail "$1: no node $2; it has $(paste -sd ' ' "$1/nodes")"
+}
+
+# Prints one line a daemon, "NAME up|down"; status 1 if one is down.
+daemons() {
+  local -r dir="$1"
+  local node status=0
+  if daemon_pid "$dir" slurmctld >/dev/null; then echo "slurmctld up"; else echo "slurmctld down" && status=1; fi
+  while read -r node; do
+    if daemon_pid "$dir" slurmd "$node" >/dev/null; then echo "$node up"; else echo "$node down" && status=1; fi
+  done <"$dir/nodes"
+  return "$status"
+}
+
+# Waits until all nodes are idle.
+wait_idle() {
+  local -r dir="$1"
+  local try states
+  for ((try = 0; try < 300; try++)); do
+    states="$(sinfo -h -N -p debug -o %T 2>/dev/null | sort | uniq -c | xargs)" || true
+    [[ "$states" != "$nodes idle" ]] || return 0
+    sleep 0.1
+  done
+  tail -n 8 -- "$dir"/log/* >&2 || true
+  fail "the nodes are not idle after 30 s (${states:-slurmctld does not answer}); the logs above are in $dir/log"
+}
+
+# Starts the controller with the queue that it had, and waits until it answers.
+start_ctld() {
+  local try
+  daemon_start "$1" slurmctld ""
+  for ((try = 0; try < 100; try++)); do
+    ! scontrol ping >/dev/null 2>&1 || return 0
+    sleep 0.1
+  done
+  fail "slurmctld runs and does not answer; see $1/log/slurmctld.log"
+}
+
+write_conf() {
+  conf_write "$1" "$2" "$nodes" "$cpus" "$gpus" "$kill_wait" "$grace"
+}
+
+up() {
+  local -r dir="$1"
+  local missing node
+  missing="$(slurm_missing | paste -sd ',')"
+  [[ -z "$missing" ]] || fail "Slurm is not complete; missing: $missing; install it: scripts/tools/install_slurm.sh"
+  if [[ -e "$dir/etc/slurm.conf" && -n "$(cluster_processes "$dir/etc/slurm.conf")" ]]; then
+    daemons "$dir" >/dev/null || fail "$dir: parts of this cluster run and parts do not; end it: test_cluster.sh down $dir"
+    echo "$dir: this cluster is already up; nothing was started or changed" >&2
+    print_env "$dir"
+    return 0
+  fi
+  munge_up
+  # From here on an error or an interrupt must not leave half a cluster.
+  starting="$dir"
+  trap '[[ ! -e "$starting/etc/slurm.conf" ]] || down "$starting"' EXIT
+  ports_locked ports_reserve "$port_base" $((nodes + 1)) "$dir" write_conf "$dir"
+  daemon_start "$dir" slurmctld "" -c
+  while read -r node; do
+    daemon_start "$dir" slurmd "$node"
+  done <"$dir/nodes"
+  wait_idle "$dir"
+  trap - EXIT
+  echo "$dir: $nodes nodes are up; to use the cluster, run:" >&2
+  print_env "$dir"
+}
+
+down() {
+  local -r dir="$1"
+  local node
+  if [[ ! -e "$dir/etc/slurm.conf" ]]; then
+    echo "$dir: no cluster here" >&2
+    return 0
+  fi
+  daemon_stop "$dir" TERM slurmctld
+  [[ ! -e "$dir/nodes" ]] || while read -r node; do
+    daemon_stop "$dir" KILL slurmd "$node"
+  done <"$dir/nodes"
+  processes_end "$dir/etc/slurm.conf"
+  ports_locked ports_release "$dir"
+}
+
+print_env() {
+  printf 'export SLURM_CONF=%q\n' "$1/etc/slurm.conf"
+}
+
+show_status() {
+  local -r dir="$1"
+  local status=0
+  daemons "$dir" || status=1
+  if daemon_pid "$dir" slurmctld >/dev/null; then
+    sinfo && squeue
+  fi
+  return "$status"
+}
+
+# locked DIR COMMAND...: one start or stop at a time in a folder (file descriptor 9).
+locked() {
+  local -r dir="$1"
+  shift
+  if [[ ! -d "$dir" ]]; then
+    "$@"
+    return
+  fi
+  exec 9<"$dir"
+  flock 9
+  "$@"
+}
+
+main() {
+  local -a words=()
+  while (($# > 0)); do
+    case "$1" in
+      --nodes | --cpus | --gpus | --kill-wait | --grace | --port-base)
+        [[ $# -ge 2 ]] || fail "$1 needs a value"
+        local name="${1#--}"
+        printf -v "${name//-/_}" '%s' "$2"
+        shift
+        ;;
+      -h | --help)
+        usage
+        return 0
+        ;;
+      -*) fail "unknown option $1; test_cluster.sh --help lists them" ;;
+      *) words+=("$1") ;;
+    esac
+    shift
+  done
+  local -r verb="${words[0]:-}"
+  local -r node="${words[2]:-}"
+  local dir="${words[1]:-$here/../../.test-cluster}"
+  case "$verb" in
+    up | down | env | status) ((${#words[@]} <= 2)) || fail "usage: test_cluster.sh $verb [DIR]" ;;
+    kill-node | start-node) ((${#words[@]} == 3)) || fail "usage: test_cluster.sh $verb DIR NODE" ;;
+    stop-ctld | start-ctld) ((${#words[@]} == 2)) || fail "usage: test_cluster.sh $verb DIR" ;;
+    *)
+      usage >&2
+      fail "unknown command: ${verb:-(none)}"
+      ;;
+  esac
+  dir="$(realpath -m -- "$dir")"
+  export SLURM_CONF="$dir/etc/slurm.conf"
+  [[ "$verb" == up || "$verb" == down ]] || require_cluster "$dir"
+  [[ -z "$node" ]] || require_node "$dir" "$node"
+  case "$verb" in
+    up)
+      check_settings
+      conf_check_folder "$dir"
+      mkdir -p -- "$dir"
+      locked "$dir" up "$dir"
+      ;;
+    down) locked "$dir" down "$dir" ;;
+    env) print_env "$dir" ;;
+    status) show_status "$dir" ;;
+    kill-node) locked "$dir" daemon_stop "$dir" KILL slurmd "$node" ;;
+    start-node) locked "$dir" daemon_start "$dir" slurmd "$node" ;;
+    stop-ctld) locked "$dir" daemon_stop "$dir" TERM slurmctld ;;
+    start-ctld) locked "$dir" start_ctld "$dir" ;;
+  esac
+}
+
+main "$@"
