@@ -41,7 +41,10 @@ def run_submit(options: argparse.Namespace) -> int:
     config = compose.load(options.config, options.overrides)
     if options.dry_run:
         run = RunDir(Path(config.run_dir or ""))
-        print(render.job_script(submission.make_plan(config, run, revision=max(run.revisions(), default=0) + 1), run), end="")
+        print(
+            render.job_script(submission.make_plan(config, run, revision=max(run.revisions(), default=0) + 1), run),
+            end="",
+        )
         return 0
     submitted = submission.submit(config, resume=options.resume)
     print(f"job {submitted.job_id} ({submitted.plan.job_name})\nrun directory {submitted.run.path}\n"

@@ -112,10 +112,7 @@ def build_manifest(config: RunConfig) -> Manifest:
     size, eod = vocabulary(config.data.tokenizer)
     return Manifest.build(
         find_prefixes([Path(folder) for folder in config.data.datasets]),
-        {
-            name: find_prefixes([Path(folder) for folder in folders])
-            for name, folders in config.data.validation.items()
-        },
+        {name: find_prefixes([Path(folder) for folder in folders]) for name, folders in config.data.validation.items()},
         vocabulary_size=size,
         eod=eod,
         tokenizer=config.data.tokenizer,

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from relayrun.chain import render
+from relayrun.chain.plan import Plan, job_name
+from relayrun.rundir import triggers
+from relayrun.rundir.layout import RunDir
+
+PROGRAM = Path(__file__).with_name("relay_program.py")
+ROOT = Path(__file__).resolve().parents[2]
+
+MakeRun = Callable[..., tuple[RunDir, Plan]]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    """Prepare a run directory whose ranks are the stand-in program; keyword arguments override the plan."""
+
+    def make(*arguments: str, folder: str = "run", **changes: object) -> tuple[RunDir, Plan]:
+        run = RunDir(tmp_path / folder)
+        run.path.mkdir()
+        triggers.create_folder(run)
+        values: dict[str, object] = {
+            "run": "test/chain",
+            "job_name": job_name("test", "chain", run.path),
+            "scheduler": "local",
+            "total_steps": 20,
+            "config_revision": 1,
+            "submitted_after_attempt": 0,
+            "auto_requeue": True,
+            "max_failed_attempts": 3,
+            "time_limit": 60,
+            "lead": 1.0,
+            "signal_lead": 1,
+            "nodes": 1,
+            "ntasks_per_node": 2,
+            "cpus_per_task": 1,
+            "sbatch_options": {},
+            "srun_options": [],
+            "command_prefix": [],
+            "program": [sys.executable, str(PROGRAM), f"--run-dir={run.path}", *arguments],
+            "environment": {},
+            "modules": [],
+            "host_python": sys.executable,
+            "package_root": str(ROOT),
+            "log_folder": str(tmp_path / "logs"),
+        }
+        plan = Plan.of(values | changes)
+        plan.write(run.plan)
+        run.job_script.write_text(render.job_script(plan, run))
+        return run, plan
+
+    return make

@@ -1,0 +1,76 @@
+"""A stand-in for the training program in tests of the chain: it keeps its contract and does nothing else.
+
+Counts steps; leaves at the deadline, at a stop file, at SIGUSR2; commits an empty folder as a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from relayrun.files import append_line
+from relayrun.rundir import triggers
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.records import Begin, Commit, Left, append_commit
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--run-dir", type=Path)
+parser.add_argument("--attempt", type=int)
+parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--step-seconds", type=float, default=0.1)
+parser.add_argument("--crash-at", type=int, default=-1, help="exit 7 at this iteration, in every attempt")
+parser.add_argument("--fatal-at", type=int, default=-1)
+options = parser.parse_args()
+
+asked: list[str] = []
+signal.signal(signal.SIGUSR2, lambda *_: asked.append("SIGUSR2"))
+signal.signal(signal.SIGTERM, lambda *_: asked.append("SIGTERM"))
+run = RunDir(options.run_dir)
+attempt = run.attempt(options.attempt)
+begin = Begin.read(attempt.begin)
+assert begin is not None
+rank = int(os.environ["RANK"])
+iteration = begin.base_iteration
+
+
+def leave(outcome: str, reason: str) -> None:
+    if rank == 0:
+        path = run.checkpoint(iteration)
+        if iteration > begin.base_iteration:
+            path.mkdir(parents=True, exist_ok=True)
+            commit = Commit(
+                iteration=iteration, path=str(path), consumed_samples=iteration, time=time.time(), seconds=0.0
+            )
+            append_commit(attempt, commit)
+        Left(outcome=outcome, reason=reason, iteration=iteration, time=time.time()).write(attempt.outcome)  # type: ignore[arg-type]
+    sys.exit(0)
+
+
+while True:
+    if asked:
+        leave("saved", asked[0])
+    if attempt.stop.exists():
+        leave("saved", "stop file")
+    if triggers.look(run, "exit"):
+        trigger = triggers.look(run, "exit")
+        if rank == 0 and trigger:
+            triggers.acknowledge(run, trigger, iteration=iteration, result="saved")
+        leave("exit", "exit trigger")
+    if begin.job_end_time is not None and time.time() > begin.job_end_time - begin.lead:
+        leave("saved", "time limit near")
+    if iteration >= options.steps:
+        leave("done", "last step")
+    if iteration == options.crash_at:
+        sys.exit(7)
+    if iteration == options.fatal_at:
+        if rank == 0:
+            Left(outcome="fatal", reason="loss is NaN", iteration=iteration, time=time.time()).write(attempt.outcome)
+        sys.exit(3)
+    time.sleep(options.step_seconds)
+    iteration += 1
+    if rank == 0:
+        append_line(attempt.metrics, {"iteration": iteration, "attempt": options.attempt}, durable=False)

@@ -1,0 +1,187 @@
+"""The chain on one machine: the real job script, supervisor and signals around the stand-in program."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from relayrun.chain import supervisor
+from relayrun.chain.local import LocalScheduler
+from relayrun.chain.plan import Plan
+from relayrun.files import read_lines
+from relayrun.rundir import triggers
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.records import Begin, End, durable
+
+from .conftest import MakeRun
+
+
+def run_chain(run: RunDir, plan: Plan) -> list[str]:
+    scheduler = LocalScheduler(run)
+    scheduler.submit(plan, run.job_script, options={})
+    events: list[str] = []
+    scheduler.run_queue(events.append)
+    assert scheduler.jobs(plan) == []
+    return events
+
+
+def ends(run: RunDir) -> list[End]:
+    records = [End.read(run.attempt(number).end) for number in run.attempt_numbers()]
+    assert all(record is not None for record in records)
+    return [record for record in records if record is not None]
+
+
+def logs(run: RunDir) -> str:
+    return "".join(path.read_text() for path in sorted((run.path.parent / "logs").iterdir()))
+
+
+def test_a_run_goes_through_as_many_jobs_as_its_time_limit_asks_for(make_run: MakeRun) -> None:
+    run, plan = make_run("--steps=40", total_steps=40, time_limit=4, lead=1.0, signal_lead=1)
+    run_chain(run, plan)
+    records = ends(run)
+    assert len(records) >= 2, logs(run)
+    assert [record.cause for record in records] == ["saved"] * (len(records) - 1) + ["done"]
+    assert run.stop.read_text().startswith("done: iteration 40")
+    assert durable(run).iteration == 40
+    assert [line["iteration"] for line in read_lines(run.metrics_view)] == list(range(1, 41))
+    bases = [Begin.read(run.attempt(n).begin) for n in run.attempt_numbers()]
+    assert [begin.base_iteration for begin in bases if begin] == [0, *(r.durable_iteration for r in records[:-1])]
+
+
+def test_the_signal_asks_to_leave_where_the_deadline_inside_does_not(make_run: MakeRun) -> None:
+    run, plan = make_run("--steps=30", total_steps=30, time_limit=5, lead=0.0, signal_lead=3)
+    events = run_chain(run, plan)
+    assert any("SIGUSR2" in event for event in events)
+    assert ends(run)[0].reason in ("SIGUSR2", "stop file")
+    assert ends(run)[-1].cause == "done"
+
+
+def test_no_successor_without_auto_requeue(make_run: MakeRun) -> None:
+    run, plan = make_run("--steps=100", total_steps=100, time_limit=4, auto_requeue=False)
+    run_chain(run, plan)
+    assert [record.cause for record in ends(run)] == ["saved"]
+    assert not run.stop.exists()
+
+
+def test_a_crash_loop_stops_after_the_failed_attempts_allowed(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, plan = make_run("--crash-at=0", max_failed_attempts=2)
+    scheduler = LocalScheduler(run)
+    scheduler.submit(plan, run.job_script, options={})
+    started = time.monotonic()
+
+    def skip_backoff() -> None:  # the second job waits 30 s; bring it forward
+        for path in (run.path / "local").glob("job-*.json"):
+            job = json.loads(path.read_text())
+            if job["state"] == "PENDING" and job["eligible_time"] > time.time() + 20:
+                assert job["eligible_time"] < time.time() + 31
+                path.write_text(json.dumps(job | {"eligible_time": 0}))
+
+    scheduler.run_queue(lambda _event: None, skip_backoff)
+    assert time.monotonic() - started < 25
+    records = ends(run)
+    assert [record.cause for record in records] == ["failed", "failed"]
+    assert records[0].exit_code == 7
+    assert run.stop.read_text().startswith("2 attempts in a row without a new durable iteration")
+    assert scheduler.jobs(plan) == []
+
+
+def test_a_fatal_error_stops_at_once(make_run: MakeRun) -> None:
+    run, plan = make_run("--fatal-at=3")
+    run_chain(run, plan)
+    assert [record.cause for record in ends(run)] == ["fatal"]
+    assert run.stop.read_text().startswith("fatal: loss is NaN")
+
+
+def test_exit_trigger_ends_the_chain_and_is_acknowledged(make_run: MakeRun) -> None:
+    run, plan = make_run("--steps=200", total_steps=200)
+    timer = threading.Timer(2.0, triggers.touch, (run, "exit"))
+    timer.start()
+    run_chain(run, plan)
+    timer.join()
+    assert [record.cause for record in ends(run)] == ["exit"]
+    assert not (run.triggers / "exit").exists()
+    assert json.loads((run.triggers / "exit.done").read_text())["result"] == "saved"
+    assert run.stop.exists()
+
+
+def test_exit_trigger_between_two_jobs_is_obeyed_by_the_next(make_run: MakeRun) -> None:
+    run, plan = make_run("--steps=60", total_steps=60, time_limit=4)
+    scheduler = LocalScheduler(run)
+    scheduler.submit(plan, run.job_script, options={})
+
+    def touch_between(event: str) -> None:
+        if event == "job 1 ended: COMPLETED":
+            triggers.touch(run, "exit")
+
+    scheduler.run_queue(touch_between)
+    assert len(ends(run)) == 1
+    done = json.loads((run.triggers / "exit.done").read_text())
+    assert done["iteration"] == durable(run).iteration > 0
+    assert run.stop.read_text().startswith("exit trigger by ")
+
+
+def test_a_killed_batch_script_is_closed_by_its_successor(make_run: MakeRun) -> None:
+    run, plan = make_run("--steps=30", total_steps=30)
+    killed = False
+
+    def kill_first(run: RunDir = run) -> None:
+        nonlocal killed
+        job = json.loads((run.path / "local" / "job-0001.json").read_text())
+        if not killed and job["state"] == "RUNNING" and (run.path / "attempts/0001/metrics.jsonl").exists():
+            os.kill(job["pid"], signal.SIGKILL)
+            killed = True
+
+    scheduler = LocalScheduler(run)
+    scheduler.submit(plan, run.job_script, options={})
+    scheduler.run_queue(lambda _event: None, kill_first)
+    records = ends(run)
+    assert killed
+    assert [record.cause for record in records] == ["failed", "done"]
+    assert records[0].exit_code == -1
+
+
+def test_a_cancelled_job_stops_the_chain(make_run: MakeRun) -> None:
+    run, plan = make_run("--steps=200", total_steps=200)
+    scheduler = LocalScheduler(run)
+    job_id = scheduler.submit(plan, run.job_script, options={})
+    timer = threading.Timer(2.5, scheduler.cancel, (job_id,))
+    timer.start()
+    scheduler.run_queue(lambda _event: None)
+    assert [record.cause for record in ends(run)] == ["cancelled"]
+    assert run.stop.read_text().startswith("the job was cancelled")
+
+
+@pytest.mark.parametrize("folder", ["with blank", "it's", 'double"quote', "dollar$HOME `id`", "ünï→code", "-dash"])
+def test_any_run_directory_name_works(make_run: MakeRun, folder: str) -> None:
+    run, plan = make_run("--steps=2", folder=folder, total_steps=2)
+    run_chain(run, plan)
+    assert [record.cause for record in ends(run)] == ["done"], logs(run)
+
+
+def test_begin_outside_a_job_is_one_clear_error(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _plan = make_run()
+    monkeypatch.delenv("RELAYRUN_LOCAL_JOB_ID", raising=False)
+    with pytest.raises(Exception, match="not inside a local job"):
+        supervisor.begin(run)
+
+
+def test_no_process_is_left_behind(make_run: MakeRun) -> None:
+    run, plan = make_run("--steps=2", total_steps=2)
+    run_chain(run, plan)
+    time.sleep(0.3)
+    left = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(run.path).encode() in entry.read_bytes():
+                left.append(entry.read_bytes())
+        except OSError:
+            continue
+    assert left == []

@@ -1,0 +1,102 @@
+"""The pure decisions, over all facts: they never run away and never forget."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relayrun.chain.decide import BeginFacts, Decision, EndFacts, at_begin, at_end, default_lead, default_signal_lead
+
+ITERATIONS = st.integers(0, 50)
+
+BEGIN = st.builds(
+    BeginFacts,
+    stopped=st.none() | st.just("done"),
+    durable_iteration=ITERATIONS,
+    total_steps=st.integers(1, 50),
+    exit_trigger=st.none() | st.just("ann"),
+    predecessor_cancelled=st.booleans(),
+    failed_attempts=st.integers(0, 10),
+    max_failed_attempts=st.integers(1, 5),
+    auto_requeue=st.booleans(),
+    successor_pending=st.booleans(),
+)
+END = st.builds(
+    EndFacts,
+    outcome=st.none() | st.sampled_from(["done", "saved", "exit", "fatal"]),
+    outcome_reason=st.text(max_size=5),
+    exit_code=st.integers(-1, 255),
+    cancelled=st.booleans(),
+    base_iteration=ITERATIONS,
+    durable_iteration=ITERATIONS,
+    total_steps=st.integers(1, 50),
+    failed_attempts=st.integers(0, 10),
+    max_failed_attempts=st.integers(1, 5),
+    auto_requeue=st.booleans(),
+)
+
+
+@given(BEGIN)
+def test_begin_stops_for_every_reason_and_queues_at_most_one_successor(facts: BeginFacts) -> None:
+    decision = at_begin(facts)
+    must_stop = (
+        facts.stopped is not None
+        or facts.durable_iteration >= facts.total_steps
+        or facts.exit_trigger is not None
+        or facts.predecessor_cancelled
+        or facts.failed_attempts >= facts.max_failed_attempts
+    )
+    assert (decision.action == "stop") == must_stop
+    assert decision.submit_successor == (not must_stop and facts.auto_requeue and not facts.successor_pending)
+    assert decision.reason
+
+
+@given(END)
+def test_end_lets_nothing_run_on_that_made_no_progress_too_often(facts: EndFacts) -> None:
+    decision = at_end(facts)
+    if facts.outcome in ("exit", "fatal") or facts.cancelled:
+        assert decision.action == "stop"
+    if decision.action in ("continue", "retry"):
+        assert facts.auto_requeue
+    if decision.action == "continue":
+        assert facts.durable_iteration > facts.base_iteration
+    if decision.action == "retry":
+        assert facts.failed_attempts + 1 < facts.max_failed_attempts
+        assert 30 <= decision.delay <= 1800
+    assert not decision.submit_successor
+    assert isinstance(decision, Decision)
+
+
+@given(
+    st.lists(st.tuples(st.none() | st.just("saved"), st.integers(0, 3)), min_size=1, max_size=40),
+    st.integers(1, 5),
+)
+def test_every_history_ends_in_progress_or_stop_within_k_attempts(
+    attempts: list[tuple[str | None, int]], allowed: int
+) -> None:
+    durable = failed = 0
+    for outcome, gained in attempts:
+        begin = BeginFacts(
+            stopped=None, durable_iteration=durable, total_steps=1000, exit_trigger=None, predecessor_cancelled=False,
+            failed_attempts=failed, max_failed_attempts=allowed, auto_requeue=True, successor_pending=False,
+        )  # fmt: skip
+        assert at_begin(begin).action == "run"
+        end = EndFacts(
+            outcome=outcome, outcome_reason="", exit_code=1, cancelled=False, base_iteration=durable,  # type: ignore[arg-type]
+            durable_iteration=durable + gained, total_steps=1000, failed_attempts=failed,
+            max_failed_attempts=allowed, auto_requeue=True,
+        )  # fmt: skip
+        action = at_end(end).action
+        failed = 0 if gained else failed + 1
+        durable += gained
+        assert (action == "continue") == (gained > 0)
+        assert (action == "stop") == (failed >= allowed)
+        if action == "stop":
+            break
+
+
+@given(st.integers(1, 10**6))
+def test_leads_leave_room_for_work_and_for_the_save(time_limit: int) -> None:
+    lead = default_lead(time_limit)
+    assert 0 < lead <= min(600, time_limit / 4)
+    assert 1 <= default_signal_lead(lead) <= max(1, round(lead))

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from relayrun.config import compose, yamlfile
+from relayrun.config.schema import format_time, parse_time
+from relayrun.errors import ConfigError
+
+RUN = """
+project: demo
+name: a
+model: {num_layers: 2, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 4, num_query_groups: 2}
+data: {tokenizer: x, datasets: [d]}
+training:
+  steps: 4
+  micro_batch_size: 2
+  global_batch_size: 4
+  seq_length: 8
+optimizer: {lr: 1e-5}
+checkpoint: {interval: 5}
+job: {time: 12:00:00, ntasks_per_node: 2}
+cluster: {name: here, scheduler: local}
+"""
+
+
+@pytest.fixture
+def run_yaml(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN)
+    return path
+
+
+def error_of(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        compose.load(path, overrides)
+    return str(caught.value)
+
+
+def test_a_resolved_config_reads_back_as_it_was_by_us_and_by_plain_yaml(run_yaml: Path, tmp_path: Path) -> None:
+    config = compose.load(run_yaml, ["name='1e5'"])  # a name that YAML readers take for a number
+    text = compose.dump(config)
+    (tmp_path / "out.yaml").write_text(text)
+    assert compose.read_resolved(tmp_path / "out.yaml") == config
+    assert yaml.safe_load(text) == config.model_dump(mode="json")
+    assert config.optimizer.lr == 1e-5
+    assert config.name == "1e5"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-5", 1e-5), ("12:00:00", "12:00:00"), ("no", "no"), ("010", "010"), ("true", True), ("~", None),
+     ("", None), ("1_000", 1000), ("2026-01-01", "2026-01-01"), (".5", 0.5), ("'1'", "1"), ("[a, 1]", ["a", 1])],
+)  # fmt: skip
+def test_yaml_values_without_surprises(text: str, value: object) -> None:
+    assert yamlfile.parse_value(text) == value
+    assert type(yamlfile.parse_value(text)) is type(value)
+
+
+def test_an_unknown_name_is_an_error_with_file_line_and_nearest_name(run_yaml: Path) -> None:
+    run_yaml.write_text(RUN.replace("  steps", "  stepz"))
+    message = error_of(run_yaml)
+    assert f"{run_yaml}:7: training.stepz: unknown setting; did you mean 'steps'?" in message
+    assert "training.steps: this setting is missing" in message
+
+
+def test_an_override_is_checked_like_a_file(run_yaml: Path) -> None:
+    assert compose.load(run_yaml, ["training.steps=50"]).training.steps == 50
+    assert "--set job.tiem=5: job.tiem: unknown setting; did you mean 'time'?" in error_of(run_yaml, "job.tiem=5")
+    assert "write NAME.NAME=VALUE" in error_of(run_yaml, "training.steps")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.global_batch_size=5", "training.global_batch_size 5 is no multiple of micro_batch_size"),
+        ("training.seq_length=no", "training.seq_length: Input should be a valid integer, not 'no'"),
+        ("chain.auto_requeue=yes", "chain.auto_requeue: Input should be a valid boolean, not 'yes'"),
+        ("job.time=soon", "'soon' is no Slurm time"),
+        ("job.time=0", "the time limit must be positive"),
+        ("parallel.tensor_model_parallel_size=4", "2 ranks (job.nodes x job.ntasks_per_node) are no multiple of"),
+        ("model.num_query_groups=3", "num_attention_heads 4 is no multiple of num_query_groups 3"),
+        ("project=../x", "project: String should match pattern"),
+        ("cluster=nowhere", "unknown cluster 'nowhere'; there are:"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(run_yaml: Path, override: str, message: str) -> None:
+    assert message in error_of(run_yaml, override)
+
+
+def test_includes_are_merged_in_order_and_loops_are_named(run_yaml: Path, tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("optimizer: {lr: 1.0, weight_decay: 0.5}\n")
+    run_yaml.write_text("include: [base.yaml]\n" + RUN)
+    config = compose.load(run_yaml)
+    assert (config.optimizer.lr, config.optimizer.weight_decay) == (1e-5, 0.5)
+    (tmp_path / "base.yaml").write_text("include: [run.yaml]\n")
+    assert "the files include each other" in error_of(run_yaml)
+
+
+def test_a_cluster_file_gives_job_defaults_that_the_run_overrides(run_yaml: Path, tmp_path: Path) -> None:
+    (tmp_path / "clusters").mkdir()
+    (tmp_path / "clusters" / "big.yaml").write_text(
+        "name: big\nscheduler: slurm\njob: {partition: normal, cpus_per_task: 72}\n"
+    )
+    run_yaml.write_text(RUN.replace("cluster: {name: here, scheduler: local}", "cluster: big"))
+    config = compose.load(run_yaml, ["job.partition=debug"])
+    assert (config.job.partition, config.job.cpus_per_task, config.cluster.name) == ("debug", 72, "big")
+
+
+def test_a_name_given_twice_and_broken_yaml_name_their_line(run_yaml: Path) -> None:
+    run_yaml.write_text(RUN + "name: b\n")
+    assert f"{run_yaml}:15: name is given twice" in error_of(run_yaml)
+    run_yaml.write_text("project: [a\n")
+    assert f"{run_yaml}:2: not valid YAML" in error_of(run_yaml)
+    assert "there is no such config file" in error_of(run_yaml.with_name("none.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("5", 300), ("1:30", 90), ("12:00:00", 43200), ("1-0", 86400), ("1-2:03", 93780), ("2-03:04:05", 183845)],
+)
+def test_slurm_times(text: str, seconds: int) -> None:
+    assert parse_time(text) == seconds
+    assert parse_time(format_time(seconds)) == seconds
