@@ -1,0 +1,58 @@
+# Two commands matter: `make demo` (the whole way on this machine) and `make test` (set-up and all tests).
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+SHELL_FILES = $(shell git ls-files '*.sh')
+
+.PHONY: help setup demo test test-long check format bench cluster-up cluster-down clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+setup: $(VENV)/.ready ## create .venv/ with everything (torch first, at the version of constraints.txt)
+
+$(VENV)/.ready: pyproject.toml constraints.txt scripts/tools/setup.sh
+	scripts/tools/setup.sh $(VENV)
+
+demo: setup ## raw text to a trained model on this machine, without Slurm (about 6 minutes)
+	$(BIN)/python -m relayrun.demo $(DEMO)
+
+test: setup slurm ## set-up and all tests
+	$(PYTEST) -m "not long"
+
+test-long: setup slurm ## the tests that take long
+	$(PYTEST) -m long
+
+check: setup ## style, types, and the fast tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/shellcheck $(SHELL_FILES)
+	$(BIN)/shfmt -i 2 -ci -d $(SHELL_FILES)
+	$(PYTEST) -q -m "not slow and not slurm and not long"
+
+format: setup ## put the files into the form that `check` asks for
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/shfmt -i 2 -ci -w $(SHELL_FILES)
+
+bench: setup ## all benchmarks; results go to benchmarks/results/
+	for script in benchmarks/*.py; do $(BIN)/python "$$script"; done
+
+# Slurm from Debian's packages, for the tests; RELAYRUN_NO_SLURM=1 goes without.
+.PHONY: slurm
+slurm:
+	@if [[ "$${RELAYRUN_NO_SLURM:-}" != 1 ]]; then scripts/tools/install_slurm.sh; fi
+
+cluster-up: setup slurm ## a real four-node Slurm on this machine, in .test-cluster/
+	scripts/tools/test_cluster.sh up
+
+cluster-down: ## stop it
+	scripts/tools/test_cluster.sh down
+
+clean: ## remove what make and the demo made
+	rm -rf $(VENV) demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

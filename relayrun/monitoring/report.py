@@ -1,0 +1,144 @@
+"""The report of a run: a table of its attempts, the loss curve in the terminal and as PNG.
+
+Everything is read from the run directory's records; nothing is measured here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from relayrun.files import read_lines
+from relayrun.rundir import views
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.records import Begin, End
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptRow:
+    """What one attempt did. `tokens` counts what it computed, also what was computed again later."""
+
+    number: int
+    cause: str
+    reason: str
+    first_iteration: int
+    last_iteration: int
+    durable_iteration: int | None
+    tokens: int
+    seconds: float | None
+    tokens_per_second: float | None
+    """Mean over its iterations, weighted by tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A run as its records tell it."""
+
+    run: RunDir
+    attempts: list[AttemptRow]
+    iterations: list[int]
+    losses: list[float]
+    validation: dict[str, list[tuple[int, float]]]
+    """For each validation set (iteration, mean loss in nats per token), oldest first."""
+
+
+def read_report(run: RunDir) -> Report:
+    """Gather a run's records."""
+    lines = views.merged_metrics(run)
+    steps = [line for line in lines if "loss" in line]
+    validation: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        for name, loss in line.get("validation", {}).items():
+            validation.setdefault(name, []).append((line["iteration"], loss))
+    return Report(
+        run=run,
+        attempts=[row for number in run.attempt_numbers() if (row := _attempt(run, number)) is not None],
+        iterations=[line["iteration"] for line in steps],
+        losses=[line["loss"] for line in steps],
+        validation=validation,
+    )
+
+
+def _attempt(run: RunDir, number: int) -> AttemptRow | None:
+    attempt = run.attempt(number)
+    begin, end = Begin.read(attempt.begin), End.read(attempt.end)
+    if begin is None:
+        return None
+    steps: list[dict[str, Any]] = [line for line in read_lines(attempt.metrics) if "loss" in line]
+    seconds = sum(line["step_seconds"] for line in steps)
+    tokens = round(sum(line["tokens_per_second"] * line["step_seconds"] for line in steps))
+    return AttemptRow(
+        number=number,
+        cause=end.cause if end else "unknown",
+        reason=end.reason if end else "has not ended, or was killed",
+        first_iteration=steps[0]["iteration"] if steps else begin.base_iteration,
+        last_iteration=steps[-1]["iteration"] if steps else begin.base_iteration,
+        durable_iteration=end.durable_iteration if end else None,
+        tokens=tokens,
+        seconds=end.end_time - begin.start_time if end else None,
+        tokens_per_second=tokens / seconds if seconds else None,
+    )
+
+
+def attempts_table(report: Report) -> Table:
+    """The attempts with cause of end, iterations, tokens and tokens/s."""
+    table = Table(title=f"attempts of {report.run.path.name}")
+    for name in ("attempt", "ended", "why", "iterations", "durable", "tokens", "wall s", "tokens/s"):
+        table.add_column(name, justify="left" if name in ("ended", "why") else "right")
+    for row in report.attempts:
+        table.add_row(
+            str(row.number),
+            row.cause,
+            row.reason,
+            f"{row.first_iteration}–{row.last_iteration}",
+            "" if row.durable_iteration is None else str(row.durable_iteration),
+            f"{row.tokens:,}",
+            "" if row.seconds is None else f"{row.seconds:.0f}",
+            "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
+        )
+    return table
+
+
+def terminal_curve(report: Report, *, width: int = 90, height: int = 20) -> str:
+    """The loss curve as text, with a mark where an attempt began."""
+    import plotext
+
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.plot_size(width, height)
+    plotext.plot(report.iterations, report.losses, marker="braille", label="training loss")
+    for name, points in report.validation.items():
+        plotext.scatter([point[0] for point in points], [point[1] for point in points], marker="o", label=name)
+    for row in report.attempts[1:]:
+        plotext.vline(row.first_iteration)
+    plotext.xlabel("iteration")
+    plotext.ylabel("nats per token")
+    return str(plotext.uncolorize(plotext.build()))
+
+
+def write_png(report: Report, path: Path) -> None:
+    """The loss curve as a picture; each attempt has its own shade of background."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 4.5), dpi=130)
+    axes.plot(report.iterations, report.losses, linewidth=1.1, label="training loss")
+    for name, points in report.validation.items():
+        axes.plot([point[0] for point in points], [point[1] for point in points], "o-", markersize=4, label=name)
+    for row in report.attempts:
+        shade = "0.93" if row.number % 2 else "1.0"
+        axes.axvspan(row.first_iteration - 0.5, row.last_iteration + 0.5, color=shade, zorder=0)
+        axes.annotate(f"attempt {row.number}", (row.first_iteration, axes.get_ylim()[1]), fontsize=7, va="bottom")
+    axes.set_xlabel("iteration")
+    axes.set_ylabel("nats per token")
+    axes.legend(loc="upper right")
+    figure.tight_layout()
+    temporary = path.with_name(f".tmp-{path.name}")
+    figure.savefig(temporary, format="png")
+    pyplot.close(figure)
+    temporary.replace(path)
