@@ -1,0 +1,35 @@
+#!/usr/bin/env python3
+"""Tokenize the files of one dump into Megatron shards (.bin and .idx)."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from relayrun.errors import run_main
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokenizer-name-or-path", required=True, metavar="T",
+                        help="a tokenizer.json, a folder that holds one, or a hub name")  # fmt: skip
+    parser.add_argument("--output-folder", required=True, metavar="O", help="gets the shards")
+    parser.add_argument("--dataset", required=True, metavar="D", help="folder that the paths start at")
+    parser.add_argument("--paths-file", required=True, metavar="P", help="paths below D, one a line")
+    parser.add_argument("--n-tasks", type=int, default=8, metavar="N",
+                        help="number of shards, at most one per file (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--n-workers", type=int, default=-1, metavar="N",
+                        help="shards made at a time; -1: as many as tasks (default)")  # fmt: skip
+    parser.add_argument("--column", default="text", help="column of the text (default: %(default)s)")
+    parser.add_argument("--eos-token", metavar="TOKEN", help="ends every document (default: the tokenizer's own)")
+    parser.add_argument("--logging-dir", metavar="L", help="datatrove's logs (default: logs in O)")
+    options = vars(parser.parse_args())
+
+    from relayrun.tokenization.pipeline import tokenize  # datatrove: a second, not paid for --help
+
+    print(tokenize(**options).summary())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))
