@@ -1,7 +1,7 @@
 """A keyed permutation of 0..n-1 in closed form: shuffling without an index.
 
 Algorithm: write x as (left, right) = divmod(x, b) with a = ceil(sqrt(n)) values of left and
-b = ceil(n / a) of right. Eight Feistel rounds alternate `left += F(right) mod a` and
+b = ceil(n / a) of right. Twelve Feistel rounds alternate `left += F(right) mod a` and
 `right += F(left) mod b`, each with its own 64-bit key; F is a multiply-xorshift mixer. A round can be
 undone by subtracting, so whatever F is, the rounds are a bijection of 0..ab-1. An image of n or more is
 sent through again (cycle-walking) until it is below n, which keeps it a bijection. Modular addition in
@@ -9,12 +9,14 @@ place of xor (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA
 Feistel) fits the domain to n: ab < n + a, so that walking is rare at every n, where a power of four would
 cost up to four walks.
 
-Cost: no memory beyond eight integers, no set-up but one hash; a few microseconds for one index in
-Python, a tenth of that in numpy.
+Cost: no memory beyond twelve integers, no set-up but one hash; about 5 µs for one index in Python,
+below 0.1 µs an index for many at once in numpy, at any n.
 
 Rejected: a shuffled index array (8 bytes per window, seconds to build at 10^9, and another length is
 another order); a linear congruence (lag-1 correlation is plain to see); four rounds (in the index
-shuffle of grain they leave a lag-1 correlation of 0.40 at n = 1,000,003, where eight are within noise).
+shuffle of grain they leave a lag-1 correlation of 0.40 at n = 1,000,003); eight (clean at that n, but with
+halves of three values it shows over many epochs: at n = 8, who follows whom is off by 2 %, 26 standard
+deviations over 100,000 keys; twelve are within noise from n = 3).
 """
 
 from __future__ import annotations
@@ -27,19 +29,19 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-ROUNDS = 8
+ROUNDS = 12
 _MASK = (1 << 64) - 1
 _MULTIPLY_1 = 0xBF58476D1CE4E5B9  # the two odd multipliers of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)
 _MULTIPLY_2 = 0x94D049BB133111EB
 
 
 def permutation_key(seed: int, name: str, epoch: int) -> bytes:
-    """The key for one epoch of one data set: 64 bytes, BLAKE2b of the three as a JSON list."""
-    return hashlib.blake2b(json.dumps([seed, name, epoch]).encode(), digest_size=8 * ROUNDS).digest()
+    """The key for one epoch of one data set: 96 bytes, SHAKE-256 of the three as a JSON list."""
+    return hashlib.shake_256(json.dumps([seed, name, epoch]).encode()).digest(8 * ROUNDS)
 
 
 class Permutation:
-    """A bijection of range(n), 1 <= n <= 2^62, chosen by `key` (64 bytes, see `permutation_key`).
+    """A bijection of range(n), 1 <= n <= 2^62, chosen by `key` (96 bytes, see `permutation_key`).
 
     `p(i)` is where i goes, `p.inverse(p(i)) == i`, `p.map(array)` does many at once. Raises
     ValueError for an n or a key outside of this, IndexError for an i outside of range(n).

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relayrun.data.batches import BatchReader
+from relayrun.data.manifest import DatasetManifest
+from relayrun.data.order import SampleOrder
+from relayrun.errors import ConfigError, InputError
+from relayrun.indexed import ShardWriter
+
+
+@pytest.fixture
+def order(tmp_path: Path) -> SampleOrder:
+    writer = ShardWriter(tmp_path / "s", np.uint16)
+    writer.add(np.arange(401), [401])
+    writer.finish()
+    return SampleOrder(DatasetManifest.build([tmp_path / "s"]), seq_length=4, seed=5)
+
+
+def reader(order: SampleOrder, **settings: int) -> BatchReader:
+    defaults = {"data_parallel_rank": 0, "data_parallel_size": 1, "micro_batch_size": 2,
+                "global_batch_size": 12, "consumed_samples": 0}  # fmt: skip
+    return BatchReader(order, **{**defaults, **settings})
+
+
+def test_step_rank_and_row_get_the_documented_sample(order: SampleOrder) -> None:
+    for rank in range(3):
+        with reader(order, data_parallel_rank=rank, data_parallel_size=3, consumed_samples=95) as batches:
+            for iteration in range(3):
+                batch = next(batches)
+                assert len(batch) == 2
+                for step, rows in enumerate(batch):
+                    assert rows.dtype == np.int64
+                    assert rows.shape == (2, 5)
+                    for m, row in enumerate(rows):
+                        k = 95 + 12 * iteration + (step * 3 + rank) * 2 + m
+                        assert row.tolist() == order.sample(k).tolist()
+                assert batches.consumed_samples == 95 + 12 * (iteration + 1)
+
+
+def test_is_an_iterator(order: SampleOrder) -> None:
+    with reader(order) as batches:
+        assert iter(batches) is batches
+        taken = [batch for batch, _ in zip(batches, range(4), strict=False)]
+    assert len(taken) == 4
+
+
+def test_reads_ahead_two_iterations_and_no_more(order: SampleOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    three = threading.Event()
+    sample = order.sample
+
+    def counting(k: int) -> np.ndarray:
+        asked.append(k)
+        if len(asked) == 36:
+            three.set()
+        return sample(k)
+
+    monkeypatch.setattr(order, "sample", counting)
+    with reader(order):
+        assert three.wait(10)
+        threading.Event().wait(0.05)
+        assert asked == list(range(36))  # two in the queue, the third in the hand of the thread
+
+
+def test_a_layout_that_does_not_divide_the_batch_is_refused(order: SampleOrder) -> None:
+    with pytest.raises(ConfigError, match="12 is no multiple of micro_batch_size x data-parallel size = 2 x 4"):
+        reader(order, data_parallel_size=4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"data_parallel_rank": 1}, {"data_parallel_rank": -1}, {"micro_batch_size": 0}, {"consumed_samples": -1}],
+)
+def test_impossible_numbers_are_refused(order: SampleOrder, settings: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"data-parallel rank|batch sizes"):
+        reader(order, **settings)
+
+
+def test_an_error_of_the_thread_comes_out_of_next_each_time(order: SampleOrder, tmp_path: Path) -> None:
+    os.truncate(tmp_path / "s.bin", 0)
+    with reader(order) as batches:
+        for _ in range(2):
+            with pytest.raises(InputError, match=r"s\.bin: token file has become shorter"):
+                next(batches)
+
+
+def test_iterations_before_an_error_are_still_given(order: SampleOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = order.sample
+
+    def failing(k: int) -> np.ndarray:
+        if k >= 30:
+            raise OSError(5, "Input/output error")
+        return sample(k)
+
+    monkeypatch.setattr(order, "sample", failing)
+    with reader(order) as batches:
+        next(batches)
+        next(batches)
+        with pytest.raises(OSError, match="Input/output error"):
+            next(batches)
+        assert batches.consumed_samples == 24
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_close_ends_the_thread_and_may_be_called_twice(order: SampleOrder, taken: int) -> None:
+    before = threading.active_count()
+    batches = reader(order)
+    for _ in range(taken):
+        next(batches)
+    batches.close()
+    batches.close()
+    assert threading.active_count() == before
+    with pytest.raises(RuntimeError, match="closed"):
+        next(batches)
+
+
+def test_close_after_an_error_ends_the_thread(order: SampleOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = threading.active_count()
+    monkeypatch.setattr(order, "sample", lambda k: 1 / 0)
+    batches = reader(order)
+    batches.close()
+    assert threading.active_count() == before

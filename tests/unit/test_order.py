@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relayrun.data.manifest import DatasetManifest
+from relayrun.data.order import SampleOrder
+from relayrun.errors import FatalTrainingError, InputError
+from relayrun.indexed import ShardWriter
+
+
+def dataset(folder: Path, sizes: list[int]) -> DatasetManifest:
+    first = 0
+    for i, size in enumerate(sizes):
+        writer = ShardWriter(folder / f"s{i}", np.uint16)
+        writer.add(np.arange(first, first + size), [size])
+        writer.finish()
+        first += size
+    return DatasetManifest.build([folder / f"s{i}" for i in range(len(sizes))])
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> DatasetManifest:
+    return dataset(tmp_path, [150, 151, 100])  # 100 windows of 4
+
+
+def test_every_epoch_has_every_window_once_in_another_order(manifest: DatasetManifest) -> None:
+    order = SampleOrder(manifest, seq_length=4, seed=1)
+    assert order.windows_per_epoch == 100
+    epochs = []
+    for epoch in range(3):
+        located = [order.locate(k) for k in range(epoch * 100, epoch * 100 + 100)]
+        assert [(e, position) for e, position, _ in located] == [(epoch, position) for position in range(100)]
+        epochs.append([window for _, _, window in located])
+        assert sorted(epochs[-1]) == list(range(100))
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_a_sample_is_its_window(manifest: DatasetManifest) -> None:
+    order = SampleOrder(manifest, seq_length=4, seed=1)
+    for k in (0, 1, 99, 100, 250):
+        window = order.locate(k)[2]
+        assert order.sample(k).tolist() == list(range(4 * window, 4 * window + 5))
+
+
+def test_the_order_depends_on_seed_and_name_alone(manifest: DatasetManifest) -> None:
+    def windows(**settings: object) -> list[int]:
+        order = SampleOrder(manifest, seq_length=4, **{"seed": 1, **settings})  # type: ignore[arg-type]
+        return [order.locate(k)[2] for k in range(100)]
+
+    assert windows() == windows()
+    assert windows() != windows(seed=2)
+    assert windows() != windows(name="other")
+
+
+def test_the_order_never_changes_between_versions(manifest: DatasetManifest) -> None:
+    """A checkpoint of an older relayrun must go on with the same samples."""
+    order = SampleOrder(manifest, seq_length=4, seed=28)
+    assert [order.locate(k)[2] for k in (*range(6), 10**12)] == [82, 90, 91, 3, 34, 68, 87]
+
+
+def test_without_shuffle_every_epoch_is_the_stream(manifest: DatasetManifest) -> None:
+    order = SampleOrder(manifest, seq_length=4, seed=1, shuffle=False)
+    assert [order.locate(k)[2] for k in range(200)] == [*range(100), *range(100)]
+
+
+def test_samples_are_numbered_from_zero(manifest: DatasetManifest) -> None:
+    with pytest.raises(IndexError, match="sample -1"):
+        SampleOrder(manifest, seq_length=4, seed=1).sample(-1)
+
+
+def test_a_data_set_below_one_sample_is_refused(manifest: DatasetManifest) -> None:
+    assert SampleOrder(manifest, seq_length=400, seed=1).windows_per_epoch == 1
+    with pytest.raises(InputError, match="401 tokens, fewer than one sample: seq_length 401 needs 402"):
+        SampleOrder(manifest, seq_length=401, seed=1)
+
+
+def test_the_state_survives_json_and_returns_its_samples(manifest: DatasetManifest) -> None:
+    state = json.loads(json.dumps(SampleOrder(manifest, seq_length=4, seed=1).state(12_345)))
+    assert SampleOrder(manifest, seq_length=4, seed=1).check_state(state) == 12_345
+    assert len(json.dumps(state)) < 300
+
+
+def test_a_state_of_other_data_or_order_is_refused_and_each_difference_named(
+    manifest: DatasetManifest, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    state = SampleOrder(dataset(tmp_path / "other", [500]), seq_length=8, seed=2).state(10)
+    with pytest.raises(FatalTrainingError) as caught:
+        SampleOrder(manifest, seq_length=4, seed=1).check_state(state)
+    text = str(caught.value)
+    for part in ("seed was 2, is 1", "seq_length was 8, is 4", "tokens was 500, is 401", "fingerprint was '", "->"):
+        assert part in text
+    state = SampleOrder(manifest, seq_length=4, seed=1).state(10)
+    with pytest.raises(FatalTrainingError, match=r"repeated: seed was 1, is 3\n") as caught:
+        SampleOrder(manifest, seq_length=4, seed=3).check_state(state)
+    assert "seq_length" not in str(caught.value)
+    with pytest.raises(FatalTrainingError, match="shuffle was True, is False"):
+        SampleOrder(manifest, seq_length=4, seed=1, shuffle=False).check_state(state)
+
+
+@pytest.mark.parametrize("consumed", [None, -1, "7", 1.5, True])
+def test_a_damaged_state_is_refused(manifest: DatasetManifest, consumed: object) -> None:
+    order = SampleOrder(manifest, seq_length=4, seed=1)
+    with pytest.raises(FatalTrainingError, match="damaged"):
+        order.check_state({**order.state(0), "consumed_samples": consumed})
+    with pytest.raises(FatalTrainingError, match="damaged"):
+        order.check_state({})
