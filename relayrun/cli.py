@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"relayrun {relayrun.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     add_submit(commands.add_parser("submit", help="submit a training run"))
+    launch = commands.add_parser("launch", help="what the sbatch scripts of launchers/ call")
+    launch.add_argument("config", type=Path)
+    launch.add_argument("--dry-run", action="store_true", help="print the job script; write nothing")
+    launch.set_defaults(run=run_launch)
     options = parser.parse_args(argv)
     return run_main(lambda: int(options.run(options)))
 
@@ -34,23 +39,31 @@ def add_submit(parser: argparse.ArgumentParser) -> None:
 def run_submit(options: argparse.Namespace) -> int:
     """Submit, or print, one run."""
     from relayrun import submission
-    from relayrun.chain import local, render
+    from relayrun.chain import local
     from relayrun.config import compose
-    from relayrun.rundir.layout import RunDir
 
     config = compose.load(options.config, options.overrides)
     if options.dry_run:
-        run = RunDir(Path(config.run_dir or ""))
-        print(
-            render.job_script(submission.make_plan(config, run, revision=max(run.revisions(), default=0) + 1), run),
-            end="",
-        )
+        print(submission.dry_run(config), end="")
         return 0
     submitted = submission.submit(config, resume=options.resume)
     print(f"job {submitted.job_id} ({submitted.plan.job_name})\nrun directory {submitted.run.path}\n"
           f"logs {submitted.plan.log_folder}", flush=True)  # fmt: skip
     if submitted.plan.scheduler == "local":
         local.LocalScheduler(submitted.run).run_queue(local.print_event)
+    return 0
+
+
+def run_launch(options: argparse.Namespace) -> int:
+    """Inside the first job of a Bash launcher: its settings are in the environment. Prints the run directory."""
+    from relayrun import settings, submission
+    from relayrun.config import compose
+
+    config = compose.load(compose.ROOT / options.config, settings.overrides(os.environ))
+    if options.dry_run:
+        print(submission.dry_run(config), end="")
+        return 0
+    print(submission.adopt_job(config, resume=settings.flag(os.environ, "RESUME")).path)
     return 0
 
 

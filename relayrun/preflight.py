@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from relayrun.config.schema import RunConfig
-from relayrun.errors import ConfigError, InputError
+from relayrun.errors import ConfigError
 
 
 def check(config: RunConfig) -> None:
@@ -14,9 +14,6 @@ def check(config: RunConfig) -> None:
 
     The schema has judged the numbers already; here are the things that lie outside the config.
     """
-    tokenizer = Path(config.data.tokenizer)
-    if not tokenizer.exists():
-        raise InputError("the tokenizer is not there", where=tokenizer, hint="set data.tokenizer")
     run_dir = Path(config.run_dir or "")
     for place in config.cluster.read_only_paths:
         protected = Path(os.path.realpath(place))

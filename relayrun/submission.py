@@ -27,7 +27,7 @@ from relayrun.files import write_atomic
 from relayrun.rundir import triggers
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import durable
-from relayrun.tokenization.tokenizer import vocabulary
+from relayrun.tokenization.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,33 @@ class Submitted:
 
 def submit(config: RunConfig, *, resume: bool = False) -> Submitted:
     """Check, prepare the run directory, queue one job. Raises RelayrunError; then nothing was queued."""
+    with _prepared(config, resume=resume) as (run, plan):
+        scheduler = for_plan(plan, run)
+        if isinstance(scheduler, Slurm):
+            Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # a job without it dies without a log
+            scheduler.test(run.job_script)
+        return Submitted(run=run, plan=plan, job_id=scheduler.submit(plan, run.job_script, options={}))
+
+
+def adopt_job(config: RunConfig, *, resume: bool = False) -> RunDir:
+    """Make the job that this process runs in the first of a chain: what a Bash launcher's job does.
+
+    The options that the job was submitted with win over the config's. Raises RelayrunError.
+    """
+    scheduler = Slurm()
+    job = scheduler.query(scheduler.current_job_id())
+    if job is None:
+        raise RunDirError("Slurm does not know the job that this runs in")
+    nodes = config.job.model_copy(update={"nodes": job.num_nodes})
+    config = RunConfig.model_validate(config.model_copy(update={"job": nodes}).model_dump())
+    with _prepared(config, resume=resume) as (run, plan):
+        scheduler.rename(job.id, plan.job_name)  # under the lock: a second first job sees this one
+        return run
+
+
+@contextmanager
+def _prepared(config: RunConfig, *, resume: bool) -> Iterator[tuple[RunDir, Plan]]:
+    """The run directory made or brought up to date, and locked. STOP is lifted when the block succeeds."""
     preflight.check(config)
     run = RunDir(Path(config.run_dir or ""))
     manifest = build_manifest(config)
@@ -50,19 +77,25 @@ def submit(config: RunConfig, *, resume: bool = False) -> Submitted:
         _refuse_after_end(run, resume)
         _freeze_manifest(run, manifest)
         plan = make_plan(config, run, revision=_add_revision(run, config))
-        triggers.create_folder(run)
-        for name in triggers.NAMES:
-            if (old := triggers.look(run, name)) is not None:
-                triggers.acknowledge(run, old, iteration=durable(run).iteration,
-                                     result="stale: touched before this submit")  # fmt: skip
+        _acknowledge_stale(run)
         plan.write(run.plan)
         write_atomic(run.job_script, render.job_script(plan, run), mode=0o755)
-        scheduler = for_plan(plan, run)
-        if isinstance(scheduler, Slurm):
-            scheduler.test(run.job_script)
-            Path(plan.log_folder).mkdir(parents=True, exist_ok=True)
+        stop = run.stop.read_text(encoding="utf-8") if run.stop.exists() else None
         run.stop.unlink(missing_ok=True)
-        return Submitted(run=run, plan=plan, job_id=scheduler.submit(plan, run.job_script, options={}))
+        try:
+            yield run, plan
+        except BaseException:
+            if stop is not None:
+                write_atomic(run.stop, stop)
+            raise
+
+
+def _acknowledge_stale(run: RunDir) -> None:
+    """A trigger that is older than an explicit submit was not meant for it."""
+    triggers.create_folder(run)
+    for name in triggers.NAMES:
+        if (old := triggers.look(run, name)) is not None:
+            triggers.acknowledge(run, old, iteration=durable(run).iteration, result="stale: touched before this submit")
 
 
 def make_plan(config: RunConfig, run: RunDir, *, revision: int) -> Plan:
@@ -107,14 +140,20 @@ def make_plan(config: RunConfig, run: RunDir, *, revision: int) -> Plan:
     )
 
 
+def dry_run(config: RunConfig) -> str:
+    """The job script that a submit would write."""
+    run = RunDir(Path(config.run_dir or ""))
+    return render.job_script(make_plan(config, run, revision=max(run.revisions(), default=0) + 1), run)
+
+
 def build_manifest(config: RunConfig) -> Manifest:
     """Find the shards that a config names. Raises InputError."""
-    size, eod = vocabulary(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data.tokenizer)
     return Manifest.build(
         find_prefixes([Path(folder) for folder in config.data.datasets]),
         {name: find_prefixes([Path(folder) for folder in folders]) for name, folders in config.data.validation.items()},
-        vocabulary_size=size,
-        eod=eod,
+        vocabulary_size=tokenizer.size,
+        eod=tokenizer.eos_id,
         tokenizer=config.data.tokenizer,
     )
 

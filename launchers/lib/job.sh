@@ -8,8 +8,8 @@ ulimit -c 0
 readonly CHAIN_ENDS=10 # exit code of `begin` when the ranks must not start
 attempt_dir=""
 task=""
-asked=""       # why the ranks were asked to leave, before there was somebody to ask
-interrupted="" # a trap ran since the last wait
+asked="${asked:-}" # why the ranks were asked to leave, before there was somebody to ask
+interrupted=""     # a trap ran since the last wait
 
 supervisor() {
   local -r verb="$1"

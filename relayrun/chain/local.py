@@ -108,7 +108,11 @@ class LocalScheduler:
         jobs = [self.query(job.id) for job in self._all()]
         return [job for job in jobs if job is not None and job.live]
 
-    def task_command(self, plan: Plan) -> list[str]:
+    def rename(self, job_id: str, name: str) -> None:
+        with self._locked():
+            self._write(replace(self._read(job_id), name=name))
+
+    def task_command(self, plan: Plan, job: Job) -> list[str]:
         return [plan.host_python, "-m", "relayrun.chain", "tasks", f"--ntasks={plan.ntasks}", "--"]
 
     def signal_command(self, job_id: str) -> list[str]:

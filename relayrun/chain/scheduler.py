@@ -7,7 +7,7 @@ import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -26,10 +26,12 @@ class Job:
     name: str
     state: str
     nodes: str = ""
+    """Slurm's list of the nodes, compressed."""
+    num_nodes: int = 1
     end_time: float | None = None
     """When its time limit is reached; None while it is pending or without a limit."""
-    options: Mapping[str, str] | None = None
-    """Options that hold for successors (Slurm: read back with scontrol)."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Options of sbatch by their long names, read back from the job, that hold for its successors."""
 
     @property
     def live(self) -> bool:
@@ -55,7 +57,10 @@ class Scheduler(Protocol):
     def jobs(self, plan: Plan) -> list[Job]:
         """Queued and running jobs of the chain."""
 
-    def task_command(self, plan: Plan) -> list[str]:
+    def rename(self, job_id: str, name: str) -> None:
+        """Give a job the name of its chain."""
+
+    def task_command(self, plan: Plan, job: Job) -> list[str]:
         """What stands before a rank's program so that it is started once per rank."""
 
     def signal_command(self, job_id: str) -> list[str]:
@@ -118,14 +123,18 @@ class Slurm:
         rows = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
         return [Job(id=row[0], name=row[1], state=row[2]) for row in rows]
 
-    def task_command(self, plan: Plan) -> list[str]:
+    def rename(self, job_id: str, name: str) -> None:
+        self._run(["scontrol", "update", f"JobId={job_id}", f"JobName={name}"])
+
+    def task_command(self, plan: Plan, job: Job) -> list[str]:
+        cpus = job.options.get("cpus-per-task", str(plan.cpus_per_task))
         return [
             "srun",
             "--kill-on-bad-exit=1",
             "--export=ALL",
-            f"--nodes={plan.nodes}",
+            f"--nodes={job.num_nodes}",
             f"--ntasks-per-node={plan.ntasks_per_node}",
-            f"--cpus-per-task={plan.cpus_per_task}",  # srun does not inherit it from sbatch
+            f"--cpus-per-task={cpus}",  # srun does not inherit it from sbatch
             *plan.srun_options,
         ]
 
@@ -164,22 +173,30 @@ _UNREACHABLE = re.compile(r"Unable to contact|Connection refused|timed out|Zero 
 def parse_job(text: str) -> Job:
     """Parse one line of `scontrol show job --oneliner`."""
     fields = dict(re.findall(r"(?:^|\s)([A-Za-z][A-Za-z0-9/:_]*)=(\S*)", text))
-    nodes = fields.get("NodeList", "")
+    known = {name: value for name, value in fields.items() if value not in ("", "(null)")}
+    options = {option: known[name] for name, option in _KEPT.items() if name in known}
+    if "MinMemoryCPU" in known:
+        options["mem-per-cpu"] = known["MinMemoryCPU"]
+    elif known.get("MinMemoryNode", "0") != "0":
+        options["mem"] = known["MinMemoryNode"]
+    if gpus := re.search(r"(?:gres[:/])?gpu[:=](\S+)", known.get("TresPerNode", "")):
+        options["gpus-per-node"] = gpus[1]
     return Job(
         id=fields["JobId"],
-        name=fields.get("JobName", ""),
-        state=fields.get("JobState", "UNKNOWN"),
-        nodes="" if nodes == "(null)" else nodes,
-        end_time=_timestamp(fields.get("EndTime", "")) if fields.get("TimeLimit") != "UNLIMITED" else None,
-        options={option: fields[name] for name, option in _KEPT.items() if fields.get(name, "(null)") != "(null)"},
+        name=known.get("JobName", ""),
+        state=known.get("JobState", "UNKNOWN"),
+        nodes=known.get("NodeList", ""),
+        num_nodes=int(known.get("NumNodes", "1").partition("-")[0]),
+        end_time=_timestamp(known.get("EndTime", "")) if known.get("TimeLimit") != "UNLIMITED" else None,
+        options=options,
     )
 
 
 _KEPT = {
-    "TimeLimit": "time", "Partition": "partition", "Account": "account", "QOS": "qos", "Reservation": "reservation",
-    "Features": "constraint", "ExcNodeList": "exclude",
+    "NumNodes": "nodes", "TimeLimit": "time", "Partition": "partition", "Account": "account", "QOS": "qos",
+    "Reservation": "reservation", "Features": "constraint", "ExcNodeList": "exclude", "CPUs/Task": "cpus-per-task",
 }  # fmt: skip
-"""Fields of scontrol whose values hold for successors, with the option that sets them."""
+"""Fields of scontrol whose values hold for successors, with the option that sets them. Memory and GPUs too."""
 
 
 def _timestamp(text: str) -> float | None:

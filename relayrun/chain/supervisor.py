@@ -37,6 +37,8 @@ def begin(run: RunDir) -> int:
     job = scheduler.query(job_id)
     if job is None:
         raise SchedulerError(f"the scheduler does not know the job {job_id} that this runs in")
+    if job.name != plan.job_name:  # the first job of a Bash launcher: from here on a singleton of its chain
+        scheduler.rename(job_id, plan.job_name)
     cancelled = _close_predecessor(run, scheduler)
     base = durable(run)
     failed = failed_attempts(run, plan)
@@ -66,7 +68,7 @@ def begin(run: RunDir) -> int:
     Begin(
         attempt=attempt.number,
         job_id=job_id,
-        job_name=job.name,
+        job_name=plan.job_name,
         nodes=job.nodes,
         config_revision=plan.config_revision,
         base_iteration=base.iteration,
@@ -74,13 +76,14 @@ def begin(run: RunDir) -> int:
         start_time=now,
         job_end_time=job.end_time,
         lead=plan.lead,
+        options=dict(job.options),
         previous_end=_previous_end(run, attempt.number),
     ).write(attempt.begin)
     run.debug.joinpath(attempt.path.name).mkdir(parents=True, exist_ok=True)
     write_atomic(attempt.path / "job.env", _environment(plan, scheduler, job, attempt.number))
     views.write_views(run)
     if decision.submit_successor:
-        successor = scheduler.submit(plan, run.job_script, options={})
+        successor = scheduler.submit(plan, run.job_script, options=job.options)
         _log(f"queued job {successor} behind this one")
     _log(f"attempt {attempt.number}, job {job_id}: {decision.reason}")
     print(attempt.path)
@@ -122,7 +125,8 @@ def end(run: RunDir, number: int, exit_code: int) -> int:
         _stop_chain(run, plan, scheduler, decision.reason, own_job=own)
     elif decision.action == "retry":
         _cancel_others(plan, scheduler, own)
-        successor = scheduler.submit(plan, run.job_script, options={}, delay=decision.delay)
+        options = started.options if (started := Begin.read(attempt.begin)) else {}
+        successor = scheduler.submit(plan, run.job_script, options=options, delay=decision.delay)
         _log(f"queued job {successor}, not before {decision.delay} s from now")
     return 0 if record.cause in ("done", "saved", "exit") else 1
 
@@ -222,7 +226,7 @@ def _environment(plan: Plan, scheduler: Scheduler, job: Job, attempt: int) -> st
     return render.attempt_environment(
         environment=environment,
         modules=plan.modules,
-        task_command=render.task_command(plan, scheduler.task_command(plan), attempt),
+        task_command=render.task_command(plan, scheduler.task_command(plan, job), attempt),
         signal_command=scheduler.signal_command(job.id),
     )
 

@@ -51,7 +51,7 @@ def validate(settings: Settings) -> RunConfig:
             "run_dir": _absolute(config.run_dir or f"logs/runs/{config.project}/{config.name}"),
             "data": data.model_copy(
                 update={
-                    "tokenizer": _absolute(data.tokenizer),
+                    "tokenizer": _absolute_or_name(data.tokenizer),
                     "datasets": [_absolute(folder) for folder in data.datasets],
                     "validation": {
                         name: [_absolute(folder) for folder in folders] for name, folders in data.validation.items()
@@ -74,6 +74,12 @@ def read_resolved(path: Path) -> RunConfig:
 
 def _absolute(path: str) -> str:
     return str(ROOT / Path(path).expanduser())
+
+
+def _absolute_or_name(text: str) -> str:
+    """A path where there is one; otherwise a name of the Hugging Face hub."""
+    path = _absolute(text)
+    return path if Path(path).exists() else text
 
 
 def _read_with_includes(path: Path, chain: tuple[Path, ...]) -> Settings:

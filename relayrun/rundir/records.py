@@ -15,7 +15,7 @@ an older attempt makes after a newer one began is never seen. Standard library o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -45,7 +45,7 @@ class Record:
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Self:
         """From a JSON object; names this version does not know are left out."""
-        known = {field.name for field in fields(cls)}
+        known = {entry.name for entry in fields(cls)}
         return cls(**{name: item for name, item in value.items() if name in known})
 
     def write(self, path: Path) -> None:
@@ -71,6 +71,8 @@ class Begin(Record):
     """When the time limit is reached; None without a limit."""
     lead: float
     """Seconds before job_end_time at which rank 0 saves and leaves."""
+    options: dict[str, str] = field(default_factory=dict)
+    """sbatch options of the job, which hold for its successors."""
     previous_end: str | None = None
     """Why the attempt before this one ended, in words."""
 

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# What the sbatch scripts of this folder source behind their settings block. The first job of a run prepares
+# the run directory from the settings; its successors are rendered jobs that need no settings.
+#
+#   sbatch launchers/submit-demo.sh             submit
+#   bash launchers/submit-demo.sh --dry-run     print the job that every attempt will be; nothing is submitted
+set -euo pipefail
+
+RELAYRUN_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+export RELAYRUN_ROOT RELAYRUN_HOST_PYTHON="${HOST_PYTHON:-python3}"
+
+prepare() { # arguments of `relayrun launch`; PYTHON has relayrun's packages
+  PYTHONPATH="${RELAYRUN_ROOT}" "${PYTHON:-${RELAYRUN_ROOT}/.venv/bin/python}" -m relayrun.cli launch "${CONFIG}" "$@"
+}
+
+if [[ -z "${SLURM_JOB_ID:-}" ]]; then
+  if [[ "${1:-}" == --dry-run ]]; then
+    prepare --dry-run
+    exit 0
+  fi
+  echo "error: not inside a Slurm job; submit with: sbatch ${0@Q} (or print the job with --dry-run)" >&2
+  exit 1
+fi
+
+# From any working directory the logs lie in one place; Slurm's own output file holds only this line.
+logs="${RELAYRUN_ROOT}/logs/slurm/training"
+mkdir -p "${logs}"
+echo "logs: ${logs}/${SLURM_JOB_NAME}-${SLURM_JOB_ID}.out and .err"
+exec >>"${logs}/${SLURM_JOB_NAME}-${SLURM_JOB_ID}.out" 2>>"${logs}/${SLURM_JOB_NAME}-${SLURM_JOB_ID}.err"
+
+asked="" # a signal during the preparation, for job.sh
+trap 'asked="SIGUSR2"' USR2
+trap 'asked="SIGTERM"' TERM
+RELAYRUN_RUN_DIR="$(prepare)"
+export RELAYRUN_RUN_DIR
+source "${RELAYRUN_ROOT}/launchers/lib/job.sh"

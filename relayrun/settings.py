@@ -1,0 +1,73 @@
+"""The settings block of the Bash launchers: variables of the environment to overrides of a run config.
+
+`MBS=2 sbatch launchers/submit-demo.sh` is `--set training.micro_batch_size=2`; both ways end in the same job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from relayrun.errors import ConfigError
+
+OVERRIDES = {
+    "PROJECT_NAME": "project",
+    "EXP_NAME": "name",
+    "RUN_DIR": "run_dir",
+    "CLUSTER": "cluster",
+    "TOKENIZER": "data.tokenizer",
+    "DATASETS": "data.datasets",
+    "MBS": "training.micro_batch_size",
+    "GBS": "training.global_batch_size",
+    "SEQ_LEN": "training.seq_length",
+    "TRAINING_STEPS": "training.steps",
+    "CHECKPOINT_STEPS": "checkpoint.interval",
+    "AUTO_JOB_REQUEUE": "chain.auto_requeue",
+}
+"""Setting to the name in the run config. An empty setting leaves the config's own value."""
+
+NOT_BUILT = {
+    "LOG_NCCL": "false",
+    "NSYS_PROFILER": "false",
+    "MOCK_DATA": "false",
+    "BACKUP_CODEBASE": "false",
+    "MEGATRON_LM_DIR": "",
+    "DATASET_CACHE_DIR": "",
+}
+"""Settings that users of such launchers know and whose function is not there yet, with their defaults."""
+
+_TEXTS = frozenset({"PROJECT_NAME", "EXP_NAME", "RUN_DIR", "CLUSTER", "TOKENIZER"})
+
+
+def overrides(environment: Mapping[str, str]) -> list[str]:
+    """The `name=value` overrides of a settings block.
+
+    Raises ConfigError for a setting whose function is not built, if it is set away from its default.
+    """
+    for name, default in NOT_BUILT.items():
+        value = environment.get(name, default)
+        if value.lower() not in (default, ""):
+            raise ConfigError(f"{name}={value} is not supported yet",
+                              where="settings block", hint=f"leave {name}={default or '(empty)'}")  # fmt: skip
+    return [f"{name}={_yaml(setting, value)}" for setting, name in OVERRIDES.items()
+            if (value := environment.get(setting, "")) != ""]  # fmt: skip
+
+
+def flag(environment: Mapping[str, str], name: str) -> bool:
+    """A setting that is `true` or `false` (the default)."""
+    value = environment.get(name, "").lower()
+    if value not in ("", "true", "false"):
+        raise ConfigError(f"{name}={value} is neither true nor false", where="settings block")
+    return value == "true"
+
+
+def _yaml(setting: str, value: str) -> str:
+    """As YAML: texts quoted, whatever is in them; DATASETS is a list with commas; the rest as it stands."""
+    if setting == "DATASETS":
+        return "[" + ", ".join(_quoted(folder.strip()) for folder in value.split(",") if folder.strip()) + "]"
+    if setting in _TEXTS:
+        return _quoted(value)
+    return value.lower() if value.lower() in ("true", "false") else value
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
