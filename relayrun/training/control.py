@@ -1,0 +1,91 @@
+"""What the ranks do after a step: rank 0 looks, everybody agrees.
+
+| cause | seen by | then | outcome |
+|---|---|---|---|
+| SIGUSR2, SIGTERM | any rank | save, leave | saved |
+| `attempts/N/stop` | rank 0 | save, leave | saved |
+| the time limit less the lead | rank 0 | save, leave | saved |
+| `triggers/exit` | rank 0 | save, leave, end the chain | exit |
+| `triggers/save` | rank 0 | save, go on | |
+
+One small all-reduce per step (gloo, on the host) carries it; no rank decides for itself.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+
+from relayrun.rundir import triggers
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.records import Begin, Outcome
+from relayrun.rundir.triggers import Trigger
+from relayrun.training.parallel import Ranks
+from relayrun.training.signals import SignalFlag
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What all ranks agreed on."""
+
+    leave: Outcome | None = None
+    save: bool = False
+    """Somebody touched triggers/save."""
+    reason: str = ""
+    """Why to leave, in words; complete on rank 0 alone."""
+
+
+class Control:
+    """Looks for reasons to save or to leave."""
+
+    def __init__(self, run: RunDir, begin: Begin, ranks: Ranks, flag: SignalFlag) -> None:
+        self._run = run
+        self._attempt = run.attempt(begin.attempt)
+        self._ranks = ranks
+        self._flag = flag
+        self._deadline = None if begin.job_end_time is None else begin.job_end_time - begin.lead
+        self._exit: Trigger | None = None
+        self._save: Trigger | None = None
+        self._answered: set[Trigger] = set()
+
+    def look(self) -> Order:
+        """Agree with the other ranks. Called by all of them, as often on each."""
+        reasons: list[str] = []
+        if self._ranks.rank == 0:
+            reasons = self._reasons()
+            self._exit, self._save = self._trigger("exit"), self._trigger("save")
+        leave = bool(reasons) or self._flag.received is not None
+        leave_now, exit_now, save_now = self._ranks.any([leave, self._exit is not None, self._save is not None])
+        if exit_now:
+            reason = f"exit trigger by {self._exit.user}" if self._exit is not None else ""
+            return Order(leave="exit", save=bool(save_now), reason=reason)
+        if leave_now:
+            reason = "; ".join(reasons) or (self._flag.received.name if self._flag.received else "signal to another rank")
+            return Order(leave="saved", save=bool(save_now), reason=reason)
+        return Order(save=bool(save_now))
+
+    def acknowledge(self, iteration: int, result: str) -> None:
+        """Answer the triggers that the last `look` saw."""
+        for trigger in (self._save, self._exit):
+            if trigger is not None:
+                self._answered.add(trigger)  # if the file cannot be removed, it must not count for ever
+                try:
+                    triggers.acknowledge(self._run, trigger, iteration=iteration, result=result)
+                except OSError as error:
+                    print(f"warning: trigger {trigger.name} not acknowledged: {error}", file=sys.stderr, flush=True)
+        self._save = self._exit = None
+
+    def _trigger(self, name: triggers.Name) -> Trigger | None:
+        trigger = triggers.look(self._run, name)
+        return None if trigger in self._answered else trigger
+
+    def _reasons(self) -> list[str]:
+        """Why to leave, as rank 0 sees it: the signal first, since the others usually come with it."""
+        reasons = [] if self._flag.received is None else [self._flag.received.name]
+        if self._deadline is not None and time.time() >= self._deadline:
+            reasons.append("time limit near")
+        if self._attempt.stop.exists():
+            text = self._attempt.stop.read_text(encoding="utf-8", errors="replace").strip()
+            reasons.append(f"stop file: {text}" if text else "stop file")
+        return reasons

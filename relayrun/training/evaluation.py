@@ -1,0 +1,49 @@
+"""The loss on held-out text: the same windows every time, dropout off, nothing of training touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from relayrun.config.schema import Training
+from relayrun.data.order import SampleOrder
+from relayrun.training.model import MicroBatch, Model
+from relayrun.training.parallel import Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The validation sets of a run and what of them is evaluated."""
+
+    orders: dict[str, SampleOrder]
+    training: Training
+    ranks: Ranks
+
+    def run(self, model: Model) -> dict[str, float]:
+        """Mean loss in nats per token, by name of the set. Called by all ranks together."""
+        model.ddp.eval()
+        try:
+            with torch.no_grad():
+                return {name: self._loss(model, order) for name, order in self.orders.items()}
+        finally:
+            model.ddp.train()
+
+    def _loss(self, model: Model, order: SampleOrder) -> float:
+        """Samples 0 .. eval_steps x global batch - 1, each window at most once."""
+        wanted = min(self.training.eval_steps * self.training.global_batch_size, order.windows_per_epoch)
+        own = range(self.ranks.data_parallel_rank, wanted, self.ranks.data_parallel_size)
+        batches = [self._batch(order, own[at : at + self.training.micro_batch_size])
+                   for at in range(0, len(own), self.training.micro_batch_size)]  # fmt: skip
+        losses = model.run(batches, train=False) if batches else []
+        total, count = self.ranks.sum_over_samples([sum(losses), float(len(own))])
+        return total / count
+
+    def _batch(self, order: SampleOrder, samples: range) -> MicroBatch:
+        """A whole micro-batch: pipeline stages exchange fixed shapes, so a short one is filled up, weight 0."""
+        size = self.training.micro_batch_size
+        tokens = [order.sample(k) for k in samples]
+        weights = np.zeros(size, dtype=np.float32)
+        weights[: len(tokens)] = 1
+        return MicroBatch(tokens=np.stack(tokens + [tokens[-1]] * (size - len(tokens))), weights=weights)

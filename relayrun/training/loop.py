@@ -1,0 +1,212 @@
+"""One attempt on one rank: set up, train until something says leave, save, say how it went."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+from pydantic import ValidationError
+
+from relayrun.config.schema import RunConfig
+from relayrun.data.batches import BatchReader
+from relayrun.data.manifest import Manifest
+from relayrun.data.order import SampleOrder
+from relayrun.errors import ConfigError, FatalTrainingError
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.records import Begin, Left, Outcome
+from relayrun.training import device_shim, parallel
+from relayrun.training.checkpoint import Checkpointer, SaveFailed
+from relayrun.training.control import Control
+from relayrun.training.evaluation import Evaluation
+from relayrun.training.metrics import Metrics, Step
+from relayrun.training.model import MicroBatch, Model
+from relayrun.training.optimizer import Optimizer
+from relayrun.training.parallel import Ranks
+from relayrun.training.signals import SignalFlag
+
+LEAVE_TRIES = 3
+"""How often a save is tried when leaving; a save in between is tried once and left for the next occasion."""
+
+VALIDATION_SEED = 0
+"""Fixed, so that runs with other seeds are evaluated on the same windows."""
+
+
+class LeaveFailed(Exception):
+    """The state could not be saved when leaving; the attempt has failed."""
+
+
+@dataclass
+class Position:
+    """How far training is."""
+
+    iteration: int
+    consumed_samples: int
+
+
+class Training:
+    """The state of one attempt on this rank."""
+
+    def __init__(self, run: RunDir, begin: Begin, config: RunConfig, ranks: Ranks, flag: SignalFlag) -> None:
+        self.config = config
+        self.ranks = ranks
+        manifest = Manifest.read(run.manifest)
+        settings = config.training
+        order = SampleOrder(manifest.train, seq_length=settings.seq_length, seed=settings.seed)
+        self.evaluation = Evaluation(
+            orders={
+                name: SampleOrder(dataset, seq_length=settings.seq_length, seed=VALIDATION_SEED, name=name)
+                for name, dataset in manifest.validation.items()
+            },
+            training=settings,
+            ranks=ranks,
+        )
+        self.control = Control(run, begin, ranks, flag)
+        self.metrics = Metrics(run.attempt(begin.attempt).metrics, ranks, total_steps=settings.steps)
+        self.model = Model(config, ranks, manifest.vocabulary_size)
+        self.optimizer = Optimizer(config, self.model)
+        self.checkpointer = Checkpointer(
+            run,
+            begin.attempt,
+            ranks=ranks,
+            model=self.model,
+            optimizer=self.optimizer,
+            order=order,
+            keep_last=config.checkpoint.keep_last,
+            distributed_optimizer=config.parallel.use_distributed_optimizer,
+        )
+        self.position = Position(0, 0)
+        if begin.base_path is not None:
+            self.position = Position(*self.checkpointer.load(Path(begin.base_path)))
+            if self.position.iteration != begin.base_iteration:
+                raise FatalTrainingError(
+                    f"holds iteration {self.position.iteration}, the record of this attempt says {begin.base_iteration}",
+                    where=begin.base_path,
+                )
+        self.saved_iteration = self.position.iteration
+        self.metrics.say(
+            f"attempt {begin.attempt}: {self.model.parameters():,} parameters on {ranks.world_size} ranks "
+            f"({ranks.layout}, {ranks.device.type}), from "
+            + (f"iteration {self.position.iteration} ({begin.base_path})" if begin.base_path else "the beginning")
+        )
+        self.reader = BatchReader(
+            order,
+            data_parallel_rank=ranks.data_parallel_rank,
+            data_parallel_size=ranks.data_parallel_size,
+            micro_batch_size=settings.micro_batch_size,
+            global_batch_size=settings.global_batch_size,
+            consumed_samples=self.position.consumed_samples,
+        )
+
+    def run(self) -> Left:
+        """Train until done or asked to leave; return how it ended. The state is durable then.
+
+        Raises LeaveFailed if the last save did not work, FatalTrainingError on a loss that is no number.
+        """
+        self.model.ddp.train()
+        steps = self.config.training.steps
+        while True:
+            order = self.control.look()
+            at = self.position.iteration
+            if at >= steps:
+                return self._leave("done", f"iteration {at} of {steps} reached")
+            if order.leave is not None:
+                return self._leave(order.leave, order.reason)
+            if order.save and at:  # before the first iteration there is nothing to save: answered after it
+                self.control.acknowledge(at, self._save())
+            elif at % self.config.checkpoint.interval == 0:
+                self._save()
+            self._step()
+            interval = self.config.training.eval_interval
+            at = self.position.iteration
+            if at == steps or (interval and at % interval == 0):
+                self._evaluate()
+
+    def _step(self) -> None:
+        settings = self.config.training
+        started = time.perf_counter()
+        lr = self.optimizer.lr
+        self.optimizer.zero_grad()
+        losses = self.model.run([MicroBatch(tokens=tokens) for tokens in next(self.reader)], train=True)
+        grad_norm = self.optimizer.step()
+        loss = self.ranks.sum_over_samples([sum(losses)])[0] / settings.global_batch_size
+        self.position.iteration += 1
+        self.position.consumed_samples += settings.global_batch_size
+        seconds = time.perf_counter() - started
+        self.metrics.step(
+            Step(
+                iteration=self.position.iteration,
+                loss=loss,
+                grad_norm=grad_norm,
+                lr=lr,
+                consumed_samples=self.position.consumed_samples,
+                consumed_tokens=self.position.consumed_samples * settings.seq_length,
+                tokens_per_second=settings.global_batch_size * settings.seq_length / seconds,
+                step_seconds=seconds,
+                time=time.time(),
+            )
+        )
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise FatalTrainingError(
+                f"iteration {self.position.iteration}: loss {loss}, gradient norm {grad_norm}; nothing was saved since "
+                f"iteration {self.saved_iteration}",
+                hint="lower the learning rate, or look at the data of this iteration",
+            )
+
+    def _evaluate(self) -> None:
+        if self.evaluation.orders:
+            self.metrics.evaluation(self.position.iteration, self.evaluation.run(self.model))
+
+    def _save(self) -> str:
+        """Save if this iteration is not durable yet; return what came of it, in words. Failures are loud."""
+        at = self.position.iteration
+        if at == self.saved_iteration:
+            return f"iteration {at} is durable already"
+        try:
+            commit = self.checkpointer.save(at, self.position.consumed_samples)
+        except SaveFailed as error:
+            self.metrics.say(f"SAVE FAILED at iteration {at}: {error}")
+            return f"failed: {error}"
+        self.saved_iteration = at
+        self.metrics.say(f"saved iteration {at} in {commit.seconds:.1f} s: {commit.path}")
+        return "saved"
+
+    def _leave(self, outcome: Outcome, reason: str) -> Left:
+        at = self.position.iteration
+        for _ in range(LEAVE_TRIES):
+            result = self._save()
+            if self.saved_iteration == at:
+                break
+        if self.saved_iteration != at:  # triggers stay: an exit asked for must reach the next attempt
+            raise LeaveFailed(f"iteration {at} could not be saved ({LEAVE_TRIES} tries): {result}")
+        self.control.acknowledge(at, result)
+        return Left(outcome=outcome, reason=reason, iteration=at, time=time.time())
+
+
+def train(run: RunDir, begin: Begin, flag: SignalFlag) -> None:
+    """Run the attempt; on return its outcome is written. Raises what `Training` and `read_config` raise."""
+    config = read_config(run.config_revision(begin.config_revision))
+    device_shim.install()
+    if config.training.threads:
+        torch.set_num_threads(config.training.threads)
+    ranks = parallel.start(config.parallel)
+    training = Training(run, begin, config, ranks, flag)
+    left = training.run()
+    training.reader.close()
+    training.metrics.say(f"leaving at iteration {left.iteration}: {left.outcome} ({left.reason})")
+    if ranks.rank == 0:
+        left.write(run.attempt(begin.attempt).outcome)
+    parallel.stop()
+
+
+def read_config(path: Path) -> RunConfig:
+    """The resolved config of one revision. Raises ConfigError if it does not fit the schema."""
+    try:
+        # by way of JSON: the schema is strict, and JSON's rules are those it was written with
+        return RunConfig.model_validate_json(json.dumps(yaml.safe_load(path.read_text(encoding="utf-8"))))
+    except (ValidationError, yaml.YAMLError) as error:
+        raise ConfigError(f"not a valid config: {error}", where=path) from None

@@ -1,0 +1,87 @@
+"""What a run measures: a line per iteration in the attempt's metrics.jsonl, and now and then one on the console.
+
+Rank 0 writes. Lines of an iteration hold `iteration, loss, grad_norm, lr, consumed_samples, consumed_tokens,
+tokens_per_second, step_seconds, time`; those of an evaluation `iteration, validation, time`, where
+`validation` maps the name of a set to its loss. Floats have full precision (Python's repr), losses are in
+nats per token. A line is not synced to disk: losing the last ones with a node costs nothing, since the
+iterations after the last checkpoint are computed again.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from relayrun.files import append_line
+from relayrun.training.parallel import Ranks
+
+EVERY = 10
+"""Iterations between lines on the console."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one iteration did."""
+
+    iteration: int
+    loss: float
+    """Mean over all tokens of the global batch, before the update."""
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    """That the update used."""
+    consumed_samples: int
+    """After this iteration, since the beginning of the run."""
+    consumed_tokens: int
+    tokens_per_second: float
+    """Over all ranks."""
+    step_seconds: float
+    time: float
+    """Seconds since 1970, at the end of the step."""
+
+
+class Metrics:
+    """Writes them; does nothing on ranks other than 0."""
+
+    def __init__(self, path: Path, ranks: Ranks, *, total_steps: int) -> None:
+        self._path = path
+        self._active = ranks.rank == 0
+        self._total_steps = total_steps
+        self._started = time.monotonic()
+        self._steps = 0
+        self._unwritten: list[dict[str, Any]] = []
+
+    def step(self, step: Step) -> None:
+        if not self._active:
+            return
+        self._write(asdict(step))
+        self._steps += 1
+        if self._steps == 1 or step.iteration % EVERY == 0 or step.iteration == self._total_steps:
+            self.say(
+                f"iteration {step.iteration:>7}/{self._total_steps} | loss {step.loss:.4f} | "
+                f"grad norm {step.grad_norm:.3f} | lr {step.lr:.3e} | {step.tokens_per_second:,.0f} tokens/s"
+            )
+
+    def evaluation(self, iteration: int, losses: dict[str, float]) -> None:
+        if not self._active:
+            return
+        self._write({"iteration": iteration, "validation": losses, "time": time.time()})
+        self.say(f"iteration {iteration:>7} | validation: " + ", ".join(f"{n} {x:.4f}" for n, x in losses.items()))
+
+    def _write(self, record: dict[str, Any]) -> None:
+        """Append a line. On a full disk training goes on, and the lines are kept until there is room."""
+        self._unwritten.append(record)
+        try:
+            while self._unwritten:
+                append_line(self._path, self._unwritten[0], durable=False)
+                self._unwritten.pop(0)
+        except OSError as error:
+            self.say(f"warning: {len(self._unwritten)} metrics lines not written: {error}")
+
+    def say(self, text: str) -> None:
+        """A line on the console, with the time since the start of this program."""
+        if self._active:
+            minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
+            print(f"[{minutes // 60:02}:{minutes % 60:02}:{seconds:02}] {text}", flush=True)

@@ -1,0 +1,167 @@
+"""The Llama as megatron-core's GPTModel, and one pass of a batch through it.
+
+RMSNorm, SwiGLU, rotary positions, grouped-query attention (arXiv 2407.21783), all in fp32. The layer spec
+is megatron-core's local one, which needs torch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as functional
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+
+from relayrun.config.schema import RunConfig
+from relayrun.training import parallel
+from relayrun.training.parallel import Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What one rank runs at a time."""
+
+    tokens: npt.NDArray[np.int64]
+    """[micro_batch_size, seq_length + 1]"""
+    weights: npt.NDArray[np.float32] | None = None
+    """[micro_batch_size], of the samples' losses; None: each counts once."""
+
+
+class Model:
+    """One pipeline stage of the Llama on this rank, with megatron-core's gradient buffers around it."""
+
+    def __init__(self, config: RunConfig, ranks: Ranks, vocabulary_size: int) -> None:
+        """Build and initialise it from the run's seed; the generators are then seeded for training."""
+        self.padded_vocabulary_size = padded(
+            vocabulary_size, config.model.make_vocab_size_divisible_by * ranks.tensor_size
+        )
+        self.seq_length = config.training.seq_length
+        self._ranks = ranks
+        transformer = _transformer_config(config, ranks)
+        parallel.seed_weights(ranks, config.training.seed)
+        gpt = GPTModel(
+            config=transformer,
+            transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
+            vocab_size=self.padded_vocabulary_size,
+            max_sequence_length=self.seq_length,
+            pre_process=ranks.pipeline_rank == 0,
+            post_process=ranks.is_last_stage,
+            share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
+            position_embedding_type="rope",
+            rotary_base=config.model.rotary_base,
+        )
+        gpt.model_type = ModelType.encoder_or_decoder  # the schedules ask for it
+        gpt.to(ranks.device)
+        parallel.seed_dropout(ranks, config.training.seed)
+        self.ddp = DistributedDataParallel(
+            config=transformer,
+            ddp_config=DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+            ),
+            module=gpt,
+        )
+        self._positions = torch.arange(self.seq_length, device=ranks.device)
+        # True where attention must not look; given explicitly, or every layer of every step builds its own
+        self._mask = torch.ones(
+            1, 1, self.seq_length, self.seq_length, dtype=torch.bool, device=ranks.device
+        ).triu(diagonal=1)  # fmt: skip
+
+    def parameters(self) -> int:
+        """Parameters of the whole model: summed over its stages and tensor-parallel parts, padding included.
+
+        A tied output layer on another stage than the embeddings is counted once.
+        """
+        own = 0
+        if self._ranks.data_parallel_rank == 0:
+            for parameter in self.ddp.parameters():
+                split = getattr(parameter, "tensor_model_parallel", False)
+                if (split or self._ranks.tensor_rank == 0) and not getattr(parameter, "shared", False):
+                    own += parameter.numel()
+        return sum(self._ranks.gather(own))
+
+    def zero_grad(self) -> None:
+        self.ddp.zero_grad_buffer()
+
+    def run(self, batches: Sequence[MicroBatch], *, train: bool) -> list[float]:
+        """Run the micro-batches; return their losses (sum over samples of weight x mean over tokens).
+
+        With `train`, gradients of the mean loss over the global batch are accumulated, reduced over the
+        data-parallel ranks, and left in the gradient buffers. The list is empty except on the last
+        pipeline stage.
+        """
+        losses: list[torch.Tensor] = get_forward_backward_func()(
+            forward_step_func=self._forward,
+            data_iterator=iter(batches),
+            model=[self.ddp],
+            num_microbatches=len(batches),
+            seq_length=self.seq_length,
+            micro_batch_size=len(batches[0].tokens),
+            forward_only=not train,
+        )
+        return torch.stack(losses).tolist() if losses else []
+
+    def _forward(
+        self, batches: Iterator[MicroBatch], ddp: torch.nn.Module
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
+        batch = next(batches)
+        device = self._ranks.device
+        tokens = torch.from_numpy(batch.tokens).to(device, non_blocking=True)
+        weights = None if batch.weights is None else torch.from_numpy(batch.weights).to(device)
+        loss = ddp(
+            input_ids=tokens[:, :-1].contiguous(),
+            position_ids=self._positions.expand(len(tokens), -1),
+            attention_mask=self._mask,
+            labels=tokens[:, 1:].contiguous(),
+        )
+        return loss, partial(_loss, weights=weights)
+
+
+def _loss(loss: torch.Tensor, *, weights: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per-token losses [batch, sequence] → (mean for the gradient, sum over samples for the report)."""
+    samples = loss.float().mean(dim=1)
+    total = samples.sum() if weights is None else (samples * weights).sum()
+    return samples.mean(), total.detach().double()
+
+
+def padded(size: int, multiple: int) -> int:
+    """`size` rounded up to a multiple."""
+    return -(-size // multiple) * multiple
+
+
+def _transformer_config(config: RunConfig, ranks: Ranks) -> TransformerConfig:
+    model = config.model
+    on_gpu = ranks.device.type == "cuda"
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_epsilon,
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        add_bias_linear=False,
+        init_method_std=model.init_method_std,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        tensor_model_parallel_size=ranks.tensor_size,
+        pipeline_model_parallel_size=ranks.pipeline_size,
+        pipeline_dtype=torch.float32,
+        params_dtype=torch.float32,
+        use_cpu_initialization=not on_gpu,
+        # compiled by torch on first use; on a CPU that takes longer than the runs that go there
+        bias_activation_fusion=on_gpu,
+        bias_dropout_fusion=on_gpu,
+        finalize_model_grads_func=finalize_model_grads,
+    )

@@ -1,0 +1,146 @@
+"""Adam and the learning rate's way, as megatron-core builds them, with its distributed optimizer cured.
+
+megatron-core 0.16.1 keeps Adam's `step` where TransformerEngine or Apex keep it. Over torch.optim, which
+is what a plain `pip install` has, its DistributedOptimizer cannot resume: three faults, each cured by
+one method of `TorchDistributedOptimizer`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from relayrun.config.schema import RunConfig
+from relayrun.errors import FatalTrainingError
+from relayrun.training.model import Model
+
+
+class TorchDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]  # megatron-core has no types
+    """megatron-core's DistributedOptimizer over torch.optim.AdamW, so that a resume is exact."""
+
+    def initialize_state(self) -> None:
+        """Give every parameter the state that torch would give it in its first step.
+
+        Fault: `state_dict` (distrib_optimizer.py:642) asserts that there is one common step, so it fails
+        on an optimizer that has not stepped yet, which is what a resume loads into.
+        """
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                self.optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+    def _set_main_param_and_optimizer_states(
+        self, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
+    ) -> None:
+        """Copy loaded tensors into a parameter and its state.
+
+        Fault: the original (distrib_optimizer.py:911) wants a tensor for every key of the state, `step` too,
+        which no checkpoint format holds per parameter: KeyError. The step is in place already, so it is
+        handed its own value.
+        """
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        super()._set_main_param_and_optimizer_states(model_param, {"step": state["step"], **tensors})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load it.
+
+        Fault: the original (distrib_optimizer.py:824-828) gives all parameters one step tensor. AdamW then
+        counts it up once per parameter: the run goes on without an error, with wrong bias corrections.
+        """
+        super().load_state_dict(state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+
+class Optimizer:
+    """Adam over the model's gradient buffers, and the schedule of its learning rate."""
+
+    def __init__(self, config: RunConfig, model: Model) -> None:
+        """Raises FatalTrainingError if the schedule is impossible."""
+        settings = config.optimizer
+        decay_steps = settings.lr_decay_steps or config.training.steps
+        if settings.lr_warmup_steps >= decay_steps or settings.min_lr > settings.lr:
+            raise FatalTrainingError(
+                f"optimizer: lr_warmup_steps {settings.lr_warmup_steps} must be below lr_decay_steps {decay_steps}, "
+                f"and min_lr {settings.min_lr} not above lr {settings.lr}"
+            )
+        self._model = model
+        self.inner: MegatronOptimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=settings.lr,
+                min_lr=settings.min_lr,
+                weight_decay=settings.weight_decay,
+                adam_beta1=settings.adam_beta1,
+                adam_beta2=settings.adam_beta2,
+                adam_eps=settings.adam_eps,
+                clip_grad=settings.clip_grad or float("inf"),  # 0 would also leave the norm out of the metrics
+                use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+                params_dtype=torch.float32,
+            ),
+            [model.ddp],
+            use_gloo_process_groups=False,
+        )
+        if not HAVE_APEX_OR_TE:
+            cure(self.inner)
+        self._settings_of_groups = [_settings(group) for group in self.inner.param_groups]
+        self.schedule = OptimizerParamScheduler(
+            self.inner,
+            init_lr=0.0 if settings.lr_warmup_steps else settings.lr,
+            max_lr=settings.lr,
+            min_lr=settings.min_lr,
+            lr_warmup_steps=settings.lr_warmup_steps,
+            lr_decay_steps=decay_steps,
+            lr_decay_style=settings.lr_decay_style,
+            start_wd=settings.weight_decay,
+            end_wd=settings.weight_decay,
+            wd_incr_steps=decay_steps,
+            wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,  # the config revision decides, not what was saved
+        )
+
+    @property
+    def lr(self) -> float:
+        """The rate of the next step."""
+        return float(self.inner.param_groups[0]["lr"])
+
+    def zero_grad(self) -> None:
+        self._model.zero_grad()
+        self.inner.zero_grad()
+
+    def step(self) -> float:
+        """Clip, step, and move the schedule on; return the norm of the gradient before clipping."""
+        _, norm, _ = self.inner.step()
+        self.schedule.step(increment=1)
+        return float(norm)
+
+    def load(self, state: dict[str, Any], schedule: dict[str, Any]) -> None:
+        """Load what a checkpoint held. Hyperparameters stay those of this attempt's config revision."""
+        self.inner.load_state_dict(state)
+        for group, settings in zip(self.inner.param_groups, self._settings_of_groups, strict=True):
+            group.update(settings)
+        self.schedule.load_state_dict(schedule)
+
+
+def cure(optimizer: MegatronOptimizer) -> None:
+    """Turn the distributed optimizers inside `optimizer` into TorchDistributedOptimizer, in place.
+
+    megatron-core builds them deep inside get_megatron_optimizer, with no place for another class.
+    """
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(inner, DistributedOptimizer) and not inner.is_stub_optimizer:
+            inner.__class__ = TorchDistributedOptimizer
+            inner.initialize_state()
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "step")}

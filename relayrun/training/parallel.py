@@ -1,0 +1,168 @@
+"""The ranks of one attempt: process groups, this rank's place in them, and agreement between them."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from relayrun.config.schema import Parallel
+from relayrun.errors import FatalTrainingError
+
+T = TypeVar("T")
+
+TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for the others in one collective before it gives up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """This rank's place, and the groups it talks in."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    cpu_group: dist.ProcessGroup
+    """All ranks, over gloo: small agreements on the host that never wait for a GPU."""
+    data_parallel_rank: int
+    data_parallel_size: int
+    tensor_rank: int
+    tensor_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    is_last_stage: bool
+    """Whether this rank computes the loss."""
+
+    @property
+    def layout(self) -> str:
+        return f"DP{self.data_parallel_size} x TP{self.tensor_size} x PP{self.pipeline_size}"
+
+    def any(self, flags: list[int]) -> list[int]:
+        """Element-wise maximum of `flags` over all ranks, the same on each of them."""
+        tensor = torch.tensor(flags, dtype=torch.int64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.cpu_group)
+        result: list[int] = tensor.tolist()
+        return result
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, in rank order, on every rank. For rare use: it pickles."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.cpu_group)
+        return values
+
+    def on_first_rank(self, action: Callable[[], T], failure: type[Exception]) -> T:
+        """Run `action` on rank 0; return its result on every rank.
+
+        Where it raises, every rank raises: FatalTrainingError as it is, anything else as `failure`.
+        """
+        answer: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                answer[0] = action()
+            except Exception as error:
+                fatal = isinstance(error, FatalTrainingError)
+                answer[1] = (fatal, str(error) if fatal else f"{type(error).__name__}: {error}")
+        dist.broadcast_object_list(answer, src=0, group=self.cpu_group)
+        if answer[1] is not None:
+            fatal, text = answer[1]
+            raise FatalTrainingError(text) if fatal else failure(text)
+        result: T = answer[0]
+        return result
+
+    def sum_over_samples(self, values: list[float]) -> list[float]:
+        """Sum what the data-parallel replicas measured (float64), in rank order; the same on every rank.
+
+        Only values of the last pipeline stage count. The order is fixed, so a sum does not depend on how
+        the backend reduces.
+        """
+        own = torch.tensor(values, dtype=torch.float64, device=self.device)
+        parts = [torch.empty_like(own) for _ in range(self.data_parallel_size)]
+        dist.all_gather(parts, own, group=parallel_state.get_data_parallel_group())
+        total = torch.stack(parts).sum(dim=0)
+        if self.pipeline_size > 1:
+            last = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast(total, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+        result: list[float] = total.tolist()
+        return result
+
+
+def stop() -> None:
+    """Leave the process groups, all ranks together."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def start(parallel: Parallel) -> Ranks:
+    """Join the other ranks (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT in the environment).
+
+    nccl where there is CUDA, gloo otherwise. Raises FatalTrainingError if the number of ranks does not
+    fit the layout.
+    """
+    world_size = int(os.environ["WORLD_SIZE"])
+    model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    if world_size % model_parallel:
+        raise FatalTrainingError(f"{world_size} ranks cannot be split into tensor x pipeline parallel size "
+                                 f"{parallel.tensor_model_parallel_size} x {parallel.pipeline_model_parallel_size}",
+                                 hint="change job.nodes, job.ntasks_per_node or the parallel section")  # fmt: skip
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
+        cpu_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+        cpu_group = dist.group.WORLD
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
+        create_gloo_process_groups=False,
+    )
+    return Ranks(
+        rank=dist.get_rank(),
+        world_size=world_size,
+        device=device,
+        cpu_group=cpu_group,
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        is_last_stage=parallel_state.is_pipeline_last_stage(),
+    )
+
+
+def seed_weights(ranks: Ranks, seed: int) -> None:
+    """Seed every generator for the weights: the same over data-parallel replicas, another per pipeline stage."""
+    _seed(_mix(seed, 0, ranks.pipeline_rank))
+
+
+def seed_dropout(ranks: Ranks, seed: int) -> None:
+    """Seed every generator for training: another per data-parallel replica and pipeline stage.
+
+    Ranks that share a replica and a stage (tensor parallel) keep a common generator for what they
+    compute alike; megatron-core adds one per tensor rank for the rest.
+    """
+    _seed(_mix(seed, 1 + ranks.data_parallel_rank, ranks.pipeline_rank))
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _mix(*numbers: int) -> int:
+    """A 32-bit seed from several numbers; nearby inputs give unrelated seeds."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])

@@ -1,0 +1,87 @@
+"""From a staged checkpoint to one that counts: rank 0's part of a save.
+
+A checkpoint is written whole below `.staging/<attempt>/`, then renamed. What makes it count is the line in
+commits.jsonl after the rename; the tracker file is for other programs. An attempt that is no longer the
+newest must not publish: a later one has begun from an older checkpoint and owns the run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from relayrun.errors import FatalTrainingError
+from relayrun.files import fsync_directory, write_atomic
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.records import Begin, Commit, append_commit, commits
+
+_NAME = re.compile(r"iter_(\d{7,})")
+
+
+def prepare(run: RunDir, attempt: int, iteration: int) -> Path:
+    """Make the folder to write into, empty."""
+    folder = run.staging(attempt) / run.checkpoint(iteration).name
+    if folder.exists():  # what a failed save of this attempt left
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def publish(run: RunDir, attempt: int, commit: Commit, staged: Path) -> None:
+    """Make a complete staged checkpoint durable and give it its final name, then record it.
+
+    Raises FatalTrainingError if a newer attempt has begun.
+    """
+    _sync(staged)
+    newest = run.attempt_numbers()[-1]
+    if newest != attempt:
+        raise FatalTrainingError(f"superseded: attempt {newest} has begun, so attempt {attempt} publishes nothing",
+                                 where=run.path)  # fmt: skip
+    target = Path(commit.path)
+    if target.exists():  # of an attempt that died, or lost its right to it; nothing vouches for it
+        aside = run.checkpoints / ".superseded" / f"{target.name}-{attempt:04}"
+        aside.parent.mkdir(exist_ok=True)
+        os.rename(target, aside)
+    os.rename(staged, target)
+    fsync_directory(run.checkpoints)
+    append_commit(run.attempt(attempt), commit)
+    write_atomic(run.tracker, f"{commit.iteration}\n")
+
+
+def prune(run: RunDir, attempt: int, keep_last: int) -> None:
+    """Remove the oldest checkpoints of this run's line beyond `keep_last`, and what dead attempts staged.
+
+    In line are this attempt's own commits and what lies at or below its base. A folder that cannot be
+    removed is reported and left.
+    """
+    begin = Begin.read(run.attempt(attempt).begin)
+    base = begin.base_iteration if begin is not None else 0
+    own = {commit.iteration for commit in commits(run.attempt(attempt))}
+    found = [int(match[1]) for name in os.listdir(run.checkpoints) if (match := _NAME.fullmatch(name))]
+    line = sorted((iteration for iteration in found if iteration <= base or iteration in own), reverse=True)
+    staging = run.staging(attempt)
+    for iteration in line[keep_last:]:
+        doomed = staging / f"removing-{iteration}"
+        try:
+            os.rename(run.checkpoint(iteration), doomed)  # at once: no half a checkpoint under its name
+            shutil.rmtree(doomed)
+        except OSError as error:
+            print(f"warning: old checkpoint not removed: {error}", file=sys.stderr, flush=True)
+    for other in staging.parent.iterdir():
+        if other.name.isdecimal() and int(other.name) < attempt:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            fd = os.open(os.path.join(directory, name), os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        fsync_directory(directory)
+    fsync_directory(folder.parent)

@@ -1,0 +1,191 @@
+"""Runs of the real training program: two ranks over gloo, a tiny Llama, random tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from relayrun.config.schema import RunConfig
+from relayrun.data.manifest import Manifest
+from relayrun.files import read_lines
+from relayrun.indexed import ShardWriter
+from relayrun.rundir import triggers
+from relayrun.rundir.layout import AttemptDir, RunDir
+from relayrun.rundir.records import Begin, Commit, Left, commits, durable
+
+VOCABULARY = 300
+RANKS = 2
+
+
+def write_shards(folder: Path, *, shards: int, documents: int, seed: int) -> list[str]:
+    """Documents of random length over a skewed vocabulary."""
+    generator = np.random.default_rng(seed)
+    prefixes = []
+    for number in range(shards):
+        lengths = generator.integers(20, 400, documents)
+        ids = np.minimum(generator.geometric(0.03, lengths.sum()), VOCABULARY - 1)
+        prefix = str(folder / f"shard{number}")
+        writer = ShardWriter(prefix, np.uint16)
+        writer.add(ids, lengths)
+        writer.finish()
+        prefixes.append(prefix)
+    return prefixes
+
+
+@dataclass
+class Attempt:
+    """Ranks of one attempt that are running or have ended."""
+
+    directory: AttemptDir
+    processes: list[subprocess.Popen[bytes]]
+    log: Path
+
+    def wait(self, timeout: float = 120) -> list[int]:
+        """Exit codes of the ranks. Fails the test, and ends them, if they take too long."""
+        end = time.monotonic() + timeout
+        try:
+            return [process.wait(max(0.1, end - time.monotonic())) for process in self.processes]
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the ranks hang:\n{self.output()}")
+        finally:
+            for process in self.processes:
+                process.kill()
+                process.wait()
+
+    def wait_for_iteration(self, iteration: int, timeout: float = 120) -> None:
+        end = time.monotonic() + timeout
+        while not any(line["iteration"] >= iteration for line in read_lines(self.directory.metrics)):
+            if time.monotonic() > end or all(process.poll() is not None for process in self.processes):
+                self.wait(0)
+                pytest.fail(f"iteration {iteration} was not reached:\n{self.output()}")
+            time.sleep(0.01)
+
+    def signal(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            process.send_signal(number)
+
+    def output(self) -> str:
+        return self.log.read_text()
+
+    @property
+    def outcome(self) -> Left | None:
+        return Left.read(self.directory.outcome)
+
+    @property
+    def commits(self) -> list[Commit]:
+        return commits(self.directory)
+
+    def steps(self) -> dict[int, dict[str, Any]]:
+        return {line["iteration"]: line for line in read_lines(self.directory.metrics) if "loss" in line}
+
+    def evaluations(self) -> dict[int, dict[str, float]]:
+        return {line["iteration"]: line["validation"] for line in read_lines(self.directory.metrics)
+                if "validation" in line}  # fmt: skip
+
+
+@dataclass
+class Harness:
+    """A run directory, and the supervisor's part of it."""
+
+    run: RunDir
+    config: dict[str, Any]
+    revision: int = 1
+    attempts: list[Attempt] = field(default_factory=list)
+
+    def write_config(self) -> None:
+        config = RunConfig.model_validate_json(json.dumps(self.config))
+        self.run.config_revision(self.revision).write_text(yaml.safe_dump(config.model_dump(mode="json")))
+
+    def begin(self, **changes: Any) -> AttemptDir:
+        """Open the next attempt from what is durable."""
+        base = durable(self.run)
+        number = max(self.run.attempt_numbers(), default=0) + 1
+        attempt = self.run.attempt(number)
+        attempt.path.mkdir(parents=True)
+        values: dict[str, Any] = {
+            "attempt": number, "job_id": str(number), "job_name": "test", "nodes": "localhost",
+            "config_revision": self.revision, "base_iteration": base.iteration, "base_path": base.path,
+            "start_time": time.time(), "job_end_time": None, "lead": 0.0,
+        }  # fmt: skip
+        Begin(**(values | changes)).write(attempt.begin)
+        return attempt
+
+    def start(self, attempt: AttemptDir | None = None, **changes: Any) -> Attempt:
+        """Start the ranks, SIGUSR2 ignored, as the launchers do."""
+        attempt = attempt or self.begin(**changes)
+        log = attempt.path / "log"
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        processes = []
+        for rank in range(RANKS):
+            environment = os.environ | {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+            }  # fmt: skip
+            with log.open("ab") as output:
+                processes.append(
+                    subprocess.Popen(
+                        ["bash", "-c", 'trap "" USR2; exec "$@"', "rank", sys.executable, "-m", "relayrun.training",
+                         "--run-dir", str(self.run.path), "--attempt", str(attempt.number)],
+                        env=environment, stdout=output, stderr=subprocess.STDOUT,
+                    )
+                )  # fmt: skip
+        started = Attempt(attempt, processes, log)
+        self.attempts.append(started)
+        return started
+
+    def train(self, **changes: Any) -> Attempt:
+        """Run an attempt to its end, which must be a good one."""
+        attempt = self.start(**changes)
+        assert attempt.wait() == [0] * RANKS, attempt.output()
+        return attempt
+
+
+@pytest.fixture(scope="session")
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Harness]:
+    """`harness(section={name: value})` makes a run with these settings changed; the data are shared."""
+    data = tmp_path_factory.mktemp("data")
+    manifest = Manifest.build(
+        write_shards(data / "train", shards=3, documents=40, seed=1),
+        {"held-out": write_shards(data / "held-out", shards=1, documents=12, seed=2)},
+        vocabulary_size=VOCABULARY, eod=0, tokenizer="none",
+    )  # fmt: skip
+
+    def make(**sections: dict[str, Any]) -> Harness:
+        run = RunDir(tmp_path_factory.mktemp("run"))
+        for folder in (run.config, run.attempts, run.checkpoints):
+            folder.mkdir()
+        triggers.create_folder(run)
+        manifest.write(run.manifest)
+        config: dict[str, Any] = {
+            "project": "tests", "name": "tiny",
+            "model": {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4,
+                      "num_query_groups": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1},
+            "data": {"tokenizer": "none", "datasets": ["none"]},
+            "training": {"steps": 20, "micro_batch_size": 2, "global_batch_size": 8, "seq_length": 64, "threads": 1},
+            "optimizer": {"lr": 1e-3, "lr_warmup_steps": 2},
+            "checkpoint": {"interval": 1000},
+            "job": {"time": "10", "ntasks_per_node": RANKS},
+            "cluster": {"name": "test", "scheduler": "local"},
+        }  # fmt: skip
+        for name, changes in sections.items():
+            config[name] = config.get(name, {}) | changes
+        made = Harness(run, config)
+        made.write_config()
+        return made
+
+    return make
