@@ -142,6 +142,14 @@ def test_an_index_that_is_not_the_token_file_in_order_is_refused(
         build([str(tmp_path / "s")])
 
 
+def test_an_index_is_checked_across_its_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relayrun.data.manifest._CHUNK", 3)
+    assert build([shard(tmp_path / "s", [2, 1, 5, 3, 0, 4, 6])]).train.tokens == 21
+    raw_index(tmp_path / "s", [2, 1, 5, 3, 0, 4, 5], [0, 4, 6, 16, 22, 22, 32])
+    with pytest.raises(InputError, match="sequence 6 of the index"):
+        build([str(tmp_path / "s")])
+
+
 def test_an_index_cut_at_its_end_leaves_the_rest_of_the_token_file_out(tmp_path: Path) -> None:
     (tmp_path / "s.bin").write_bytes(bytes(20))
     raw_index(tmp_path / "s", [4, 3], [0, 8])
