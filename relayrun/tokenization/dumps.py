@@ -122,7 +122,7 @@ def prepare(
     metadata = MetadataFolder(metadata_folder)
     metadata.path.mkdir(parents=True, exist_ok=True)
     with metadata.hold():
-        _refuse_while_jobs_run(metadata)
+        metadata.refuse_live_jobs()
         finished = metadata.finished()
         if finished and metadata.raw_link.is_symlink() and os.readlink(metadata.raw_link) != dataset:
             raise InputError(f"finished dumps of this folder belong to {os.readlink(metadata.raw_link)}",
@@ -150,13 +150,6 @@ def estimated_hours(size: int, *, seconds_per_gb: float) -> float:
 def linked_twice(files: Sequence[DataFile]) -> int:
     """How many of `files` are reached by more than one path, and so would be tokenized more than once."""
     return len(files) - len({file.identity for file in files})
-
-
-def _refuse_while_jobs_run(metadata: MetadataFolder) -> None:
-    active = metadata.live_jobs()
-    if active:
-        raise RelayrunError(f"dumps of this folder are pending or running as Slurm jobs {', '.join(active)}",
-                            where=metadata.path, hint="wait for them, or cancel them with scancel")  # fmt: skip
 
 
 def _refuse_to_change_half_done(metadata: MetadataFolder, contents: dict[int, bytes]) -> None:

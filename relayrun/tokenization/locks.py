@@ -12,8 +12,10 @@ _NO_LOCKS_HERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 @contextlib.contextmanager
-def locked(path: str | os.PathLike[str], *, wait: bool = True) -> Iterator[bool]:
-    """Hold the lock on `path` (made if missing); yields False if `wait` is False and somebody else holds it.
+def locked(path: str | os.PathLike[str], *, wait: bool = True, shared: bool = False) -> Iterator[bool]:
+    """Hold the lock on `path` (made if missing), alone or with other `shared` holders.
+
+    Yields False if `wait` is False and somebody else holds it.
 
     On a file system without locks (some Lustre mounts) it yields True: our appends are single writes,
     and the other guards (job ids, records) hold there too.
@@ -22,7 +24,7 @@ def locked(path: str | os.PathLike[str], *, wait: bool = True) -> Iterator[bool]
     try:
         held = True
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             held = False
         except OSError as error:

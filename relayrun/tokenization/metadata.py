@@ -6,7 +6,7 @@
     tokenized-dir-link            -> OUTPUT/TOKENIZER_NAME/DATASET_NAME
     tokenize-T-D.csv              one row per finished dump
     jobs.jsonl                    Slurm ids of submitted jobs
-    .lock                         held while dumps are prepared, submitted or tokenized on this machine
+    .lock                         held alone while dumps are prepared or submitted, shared while one is tokenized
 
 A paths file is taken literally: a line is a path, blanks, quotes and undecodable bytes included
 (`os.fsencode`), and only a newline ends it.
@@ -137,6 +137,12 @@ class MetadataFolder:
                                     where=self.path, hint="wait until it has ended")  # fmt: skip
             yield
 
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """While dumps are tokenized; several may be, but nobody prepares or submits meanwhile."""
+        with locked(self.path / ".lock", shared=True):
+            yield
+
     def record_job(self, job_id: str, dump: int) -> None:
         """Remember that Slurm job `job_id` (an array element as `12_3`) tokenizes dump `dump`."""
         append_line(self._jobs, {"slurm_job_id": job_id, "dump": dump})
@@ -150,6 +156,12 @@ class MetadataFolder:
         ids = [str(record["slurm_job_id"]) for record in read_lines(self._jobs) if record.get("dump") in unfinished]
         jobs = [(job_id, Slurm().query(job_id)) for job_id in dict.fromkeys(ids)]
         return [job_id for job_id, job in jobs if job is not None and job.live]
+
+    def refuse_live_jobs(self) -> None:
+        """Raises RelayrunError while Slurm jobs of this folder are queued or running."""
+        if live := self.live_jobs():
+            raise RelayrunError(f"dumps of this folder are pending or running as Slurm jobs {', '.join(live)}",
+                                where=self.path, hint="wait for them, or cancel them with scancel")  # fmt: skip
 
 
 def _numbers(folder: Path) -> list[int]:

@@ -1,0 +1,48 @@
+"""What the Bash launchers call: `python -m relayrun.tokenization begin | record JOB DUMP | run DUMP`.
+
+Settings come from the environment, see `settings.ENVIRONMENT`.
+
+    begin    check the settings, make the folders; print, a line each, the folder of the jobs' logs, the name
+             of the jobs, and the numbers of the dumps to submit
+    record   remember that Slurm job JOB tokenizes dump DUMP
+    run      tokenize dump DUMP here
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from relayrun.errors import run_main
+from relayrun.tokenization.jobs import begin, tokenize_dump
+from relayrun.tokenization.metadata import MetadataFolder
+from relayrun.tokenization.settings import settings_from_environment
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m relayrun.tokenization", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("begin")
+    record = commands.add_parser("record")
+    record.add_argument("job")
+    record.add_argument("dump", type=int)
+    run = commands.add_parser("run")
+    run.add_argument("dump", type=int)
+    options = parser.parse_args()
+    settings = settings_from_environment(os.environ)
+    metadata = MetadataFolder(settings.metadata_folder)
+    if options.command == "begin":
+        with metadata.hold():
+            metadata.refuse_live_jobs()
+            indices = begin(settings)
+        print(settings.job_logs, settings.name, *indices, sep="\n")
+    elif options.command == "record":
+        metadata.record_job(options.job, options.dump)
+    else:
+        tokenize_dump(settings, options.dump)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -1,0 +1,246 @@
+"""Every dump of a dataset: as processes of this machine or as Slurm jobs, both through submitit.
+
+A job tokenizes one dump, adds a row to the CSV and moves the dump's paths file to `completed-dumps`. A job
+that was killed is submitted again; it goes on with the shards that are missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import math
+import os
+import socket
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from relayrun.config.schema import parse_time
+from relayrun.errors import InputError, RelayrunError, SchedulerError
+from relayrun.files import write_atomic
+from relayrun.tokenization.locks import locked
+from relayrun.tokenization.metadata import MetadataFolder, replace_link
+from relayrun.tokenization.settings import SlurmOptions, TokenizationSettings
+
+CSV_COLUMNS = (
+    "slurm_job_id", "node", "start", "end", "paths_file", "output_folder", "dataset_total_size",
+    "processed_total_size", "number_of_workers_per_node", "time", "bw", "total_tokens_processed", "throughput",
+)  # fmt: skip
+"""dataset_total_size: bytes of the dump's files; processed_total_size: bytes of its .bin files; time: seconds;
+bw: MB (10^6 bytes) of input per second; total_tokens_processed: counted; throughput: tokens per second."""
+
+ERROR_FILE = "error.txt"
+"""In the logs of a dump that failed: the one message."""
+
+_LOCAL_LIMIT_MINUTES = 60 * 24 * 30  # submitit kills local jobs after two minutes unless told otherwise
+_POLL_SECONDS = 0.2
+
+
+def begin(settings: TokenizationSettings) -> list[int]:
+    """Check what can be checked before any job starts, make the folders, and return the dumps to tokenize.
+
+    Folders for logs are made here because a Slurm job whose output folder is missing dies without a log.
+    Raises InputError where no dump is left, or finished dumps of this metadata folder went elsewhere.
+    """
+    from relayrun.tokenization.tokenizer import load_tokenizer
+
+    metadata = MetadataFolder(settings.metadata_folder)
+    indices = metadata.pending()
+    if not indices:
+        raise InputError("there is no dump to tokenize", where=metadata.dumps, hint="prepare_dumps.py makes them")
+    load_tokenizer(settings.tokenizer, eos_token=settings.eos_token)
+    output = settings.dataset_output
+    link = metadata.tokenized_link
+    if metadata.finished() and link.is_symlink() and os.readlink(link) != str(output):
+        raise InputError(f"finished dumps of this folder went to {os.readlink(link)}, not to {output}", where=link,
+                         hint="use another metadata folder, or the same output folder and names")  # fmt: skip
+    output.mkdir(parents=True, exist_ok=True)
+    settings.job_logs.mkdir(parents=True, exist_ok=True)
+    for index in indices:
+        settings.dump_logs(index).mkdir(parents=True, exist_ok=True)
+        (settings.dump_logs(index) / ERROR_FILE).unlink(missing_ok=True)
+    replace_link(link, str(output))
+    return indices
+
+
+def tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
+    """Tokenize dump `index`, add its row to the CSV, and move its paths file to the finished ones.
+
+    Returns the row. A RelayrunError or OSError is left as one message in the dump's logs, too.
+    """
+    logs = settings.dump_logs(index)
+    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        return _tokenize_dump(settings, index)
+    except (RelayrunError, OSError) as error:
+        with contextlib.suppress(OSError):
+            write_atomic(logs / ERROR_FILE, f"{error}\n".encode("utf-8", "backslashreplace"))
+        raise
+
+
+def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
+    from relayrun.tokenization.pipeline import tokenize
+
+    metadata = MetadataFolder(settings.metadata_folder)
+    with metadata.in_use():
+        start = datetime.now()
+        paths_file, output = metadata.paths_file(index), settings.dump_output(index)
+        result = tokenize(
+            tokenizer_name_or_path=settings.tokenizer,
+            output_folder=output,
+            dataset=metadata.raw_link,
+            paths_file=paths_file,
+            n_tasks=settings.tasks,
+            n_workers=settings.workers,
+            column=settings.column,
+            eos_token=settings.eos_token,
+            logging_dir=settings.dump_logs(index),
+        )
+        print(result.summary(), flush=True)
+        seconds = max(result.seconds, 1e-3)
+        row = {
+            "slurm_job_id": _job_id(),
+            "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+            "start": start.isoformat(timespec="seconds"),
+            "end": datetime.now().isoformat(timespec="seconds"),
+            "paths_file": str(metadata.completed / paths_file.name),
+            "output_folder": str(output),
+            "dataset_total_size": result.input_bytes,
+            "processed_total_size": result.output_bytes,
+            "number_of_workers_per_node": result.workers,
+            "time": round(seconds, 3),
+            "bw": round(result.input_bytes / 1e6 / seconds, 3),
+            "total_tokens_processed": result.tokens,
+            "throughput": round(result.tokens / seconds, 1),
+        }
+        append_row(settings.csv, row)  # before the move: a kill between them adds a second row, but loses none
+        metadata.finish(index)
+    return row
+
+
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    """Append one row under a lock, with the header where the file is new, in one write; synced."""
+    with locked(path), open(path, "rb+") as file:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, CSV_COLUMNS, lineterminator="\n")
+        if file.seek(0, os.SEEK_END) == 0:
+            writer.writeheader()
+        else:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":  # a killed writer's torn line stays alone
+                text.write("\n")
+        writer.writerow(row)
+        file.write(text.getvalue().encode("utf-8", "backslashreplace"))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def submit_dumps(
+    settings: TokenizationSettings,
+    *,
+    executor: str = "slurm",
+    max_parallel: int = 4,
+    slurm: SlurmOptions | None = None,
+    wait: bool = True,
+) -> list[int]:
+    """Tokenize all dumps of a metadata folder, `max_parallel` at a time; return their numbers.
+
+    executor: `local` runs processes of this machine and waits for them; `slurm` submits a job array, one node
+    per dump, and waits if `wait`. Raises RelayrunError naming the dumps that failed, with the first message;
+    SchedulerError where Slurm refuses.
+    """
+    settings = settings.absolute(os.getcwd())
+    metadata = MetadataFolder(settings.metadata_folder)
+    if not metadata.path.is_dir():
+        raise InputError("there is no such metadata folder", where=metadata.path, hint="prepare_dumps.py makes it")
+    if executor == "local":
+        with metadata.in_use():
+            indices = begin(settings)
+            _run_local(settings, indices, max_parallel)
+    else:
+        with metadata.hold():
+            metadata.refuse_live_jobs()
+            indices = begin(settings)
+            ids = _submit_slurm(settings, indices, max_parallel, slurm or SlurmOptions())
+            for job_id, index in zip(ids, indices, strict=True):
+                metadata.record_job(job_id, index)
+        print(f"submitted {len(ids)} dumps as Slurm job {ids[0].split('_')[0]}; logs: {settings.job_logs}", flush=True)
+        if not wait:
+            return indices
+        while metadata.live_jobs():
+            time.sleep(10 * _POLL_SECONDS)
+    _raise_failures(settings, sorted(set(indices) & set(metadata.pending())), len(indices))
+    return indices
+
+
+def _run_local(settings: TokenizationSettings, indices: Sequence[int], max_parallel: int) -> None:
+    import submitit
+
+    executor = submitit.LocalExecutor(settings.job_logs)
+    executor.update_parameters(timeout_min=_LOCAL_LIMIT_MINUTES)
+    running: dict[int, Any] = {}
+    waiting = list(indices)
+    try:
+        while waiting or running:
+            while waiting and len(running) < max_parallel:
+                index = waiting.pop(0)
+                running[index] = executor.submit(tokenize_dump, settings, index)
+            for index in [index for index, job in running.items() if job.done()]:
+                job = running.pop(index)
+                job._process.wait()  # reap it: submitit leaves that to the garbage collector
+                state = "failed" if index in MetadataFolder(settings.metadata_folder).pending() else "done"
+                print(f"dump {index} {state} ({len(indices) - len(waiting) - len(running)}/{len(indices)})", flush=True)
+            time.sleep(_POLL_SECONDS)
+    finally:
+        for job in running.values():
+            job.cancel()
+
+
+def _submit_slurm(
+    settings: TokenizationSettings, indices: Sequence[int], max_parallel: int, options: SlurmOptions
+) -> list[str]:
+    import submitit
+
+    try:
+        executor = submitit.SlurmExecutor(settings.job_logs / "submitit")
+    except RuntimeError as error:
+        raise SchedulerError(f"Slurm is not installed here: {error}",
+                             hint="submit from a login node, or use the local executor") from None  # fmt: skip
+    log = settings.job_logs / "R-%x-%j"
+    plain = options.model_dump(exclude={"time", "additional_parameters"}, exclude_none=True)
+    executor.update_parameters(
+        **plain | {"exclusive": options.exclusive or None},
+        job_name=settings.name,
+        time=math.ceil(parse_time(options.time) / 60),
+        nodes=1,
+        ntasks_per_node=1,
+        array_parallelism=max_parallel,
+        use_srun=False,  # one task: without srun the job's own output files hold everything
+        additional_parameters={"output": f"{log}.out", "error": f"{log}.err", **options.additional_parameters},
+    )
+    try:
+        jobs = executor.map_array(tokenize_dump, [settings] * len(indices), indices)
+    except submitit.core.utils.UncompletedJobError as error:
+        lines = [line for line in str(error).splitlines() if "error" in line.lower()]
+        raise SchedulerError(f"sbatch refused: {lines[-1] if lines else error}") from None
+    return [str(job.job_id) for job in jobs]
+
+
+def _raise_failures(settings: TokenizationSettings, failed: Sequence[int], total: int) -> None:
+    if not failed:
+        return
+    message = "its job was killed, or died before it began"
+    with contextlib.suppress(FileNotFoundError):
+        message = (settings.dump_logs(failed[0]) / ERROR_FILE).read_text(encoding="utf-8").strip()
+    numbers = ", ".join(map(str, failed))
+    raise RelayrunError(f"{len(failed)} of {total} dumps failed (dump {numbers}). Dump {failed[0]}: {message}",
+                        hint=f"logs: {settings.job_logs}; submit again when it is mended: what is done is kept",
+                        )  # fmt: skip
+
+
+def _job_id() -> str:
+    array, element = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{element}" if array else os.environ.get("SLURM_JOB_ID", "local")

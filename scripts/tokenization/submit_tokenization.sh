@@ -1,0 +1,39 @@
+#!/bin/bash
+# Tokenizes a dataset on Slurm: one job, on one node, for every dump that prepare_dumps.py made.
+#   TOKENIZER=... TOKENIZER_NAME=... scripts/tokenization/submit_tokenization.sh
+# Options for all jobs (partition, account, time) stand in tokenize.sh, or in sbatch's own variables, for
+# example SBATCH_PARTITION. The same from YAML, with a limit on jobs at a time: launchers/submit_tokenization.py.
+set -euo pipefail
+
+# Settings: edit them here, or give them in the environment.
+export TOKENIZER="${TOKENIZER:-}"                                           # tokenizer.json, its folder, or a hub name
+export TOKENIZER_NAME="${TOKENIZER_NAME:-}"                                 # names the output folder and the jobs
+export DATASET_NAME="${DATASET_NAME:-}"                                     # likewise
+export COLUMN_KEY="${COLUMN_KEY:-text}"                                     # column of the text
+export EOS_TOKEN="${EOS_TOKEN:-}"                                           # ends a document; empty: the tokenizer's own
+export NUMBER_OF_DATATROVE_TASKS="${NUMBER_OF_DATATROVE_TASKS:-20}"         # shards of a dump
+export NUMBER_OF_DATATROVE_WORKERS="${NUMBER_OF_DATATROVE_WORKERS:--1}"     # shards at a time; -1: all tasks
+export PATH_TO_PREPROCESSING_METADATA="${PATH_TO_PREPROCESSING_METADATA:-}" # as written by prepare_dumps.py
+export PATH_TO_OUTPUT_FOLDER="${PATH_TO_OUTPUT_FOLDER:-}"                   # gets TOKENIZER_NAME/DATASET_NAME/dump-i
+export PATH_TO_LOGS="${PATH_TO_LOGS:-}"                                     # empty: logs/ beside scripts/
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+venv_python=$here/../../.venv/bin/python
+if [[ -z ${PYTHON:-} ]]; then
+  PYTHON=python3
+  [[ ! -x $venv_python ]] || PYTHON=$venv_python
+fi
+export PYTHON
+
+plan=$("$PYTHON" -m relayrun.tokenization begin)
+mapfile -t lines <<<"$plan"
+logs=${lines[0]}
+name=${lines[1]}
+for dump in "${lines[@]:2}"; do
+  job=$(sbatch --parsable --job-name="$name" --output="$logs/R-%x-%j.out" --error="$logs/R-%x-%j.err" \
+    "$here/tokenize.sh" "$dump")
+  job=${job%%;*} # a federation adds the name of the cluster
+  "$PYTHON" -m relayrun.tokenization record "$job" "$dump"
+  echo "dump $dump: Slurm job $job"
+done
+echo "logs: $logs"

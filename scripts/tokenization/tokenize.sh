@@ -1,0 +1,11 @@
+#!/bin/bash
+# The job of one dump; submit_tokenization.sh submits it with the dump's number and its settings in the environment.
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --exclusive
+#SBATCH --time=12:00:00
+#SBATCH --no-requeue
+# --no-requeue: a dump that was killed goes on when it is submitted again; nothing runs twice behind your back.
+set -euo pipefail
+
+exec "${PYTHON:-python3}" -m relayrun.tokenization run "${1:?the number of the dump}"
