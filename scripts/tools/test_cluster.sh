@@ -52,6 +52,12 @@ number() {
   fi
 }
 
+# option --NAME VALUE: sets the variable of that name.
+option() {
+  local -r name="${1#--}"
+  printf -v "${name//-/_}" '%s' "$2"
+}
+
 check_settings() {
   number --nodes "$nodes" 1 64
   number --cpus "$cpus" 1 1024
@@ -183,10 +189,10 @@ main() {
     case "$1" in
       --nodes | --cpus | --gpus | --kill-wait | --grace | --port-base)
         [[ $# -ge 2 ]] || fail "$1 needs a value"
-        local name="${1#--}"
-        printf -v "${name//-/_}" '%s' "$2"
+        option "$1" "$2"
         shift
         ;;
+      --nodes=* | --cpus=* | --gpus=* | --kill-wait=* | --grace=* | --port-base=*) option "${1%%=*}" "${1#*=}" ;;
       -h | --help)
         usage
         return 0

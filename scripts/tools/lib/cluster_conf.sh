@@ -95,7 +95,7 @@ InactiveLimit=0
 KillWait=$kill_wait
 MinJobAge=3600
 SchedulerType=sched/backfill
-SchedulerParameters=sched_interval=1,sched_min_interval=100000,bf_interval=2,bf_continue,bf_window=43200,batch_sched_delay=0
+SchedulerParameters=sched_interval=1,sched_min_interval=100000,bf_interval=1,bf_continue,bf_window=43200,batch_sched_delay=0
 PriorityType=priority/basic
 
 # A job in high takes the nodes of one in low, which gets its --signal, GraceTime seconds, and is requeued.

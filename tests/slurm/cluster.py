@@ -1,0 +1,217 @@
+"""A throw-away Slurm for tests: `scripts/tools/test_cluster.sh` as a Python object.
+
+Every command runs with a clean environment and a home of its own, so that nothing of the developer's (settings,
+credentials, another cluster's SLURM_*) reaches a job.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts/tools/test_cluster.sh"
+
+FINAL_STATES = frozenset(
+    ["BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"]
+)
+
+T = TypeVar("T")
+
+
+class QueuedJob(NamedTuple):
+    """One line of squeue; `id` as Slurm writes it, for an array element `12_3`."""
+
+    id: str
+    name: str
+    state: str
+
+
+class TestCluster:
+    """One cluster in the folder `path`, at most 72 bytes long and without blanks; nodes n0, n1, ...
+
+    Work happens in `path/work` (the default working directory, where job outputs land) with the home `path/home`.
+    Jobs of another user than the caller's need a path that this user can pass through; pytest's folders are 0700.
+
+    Args:
+        path: the cluster's folder, empty or not there.
+        nodes, cpus, gpus: count of nodes; CPUs and GPUs of each, all pretended.
+        kill_wait: seconds between SIGTERM and SIGKILL at a job's time limit.
+        grace: seconds that a preempted job of the partition `low` has.
+    """
+
+    __test__ = False  # not a class of tests, whatever its name
+
+    def __init__(
+        self, path: Path, *, nodes: int = 4, cpus: int = 8, gpus: int = 4, kill_wait: int = 3, grace: int = 10
+    ) -> None:
+        self.path = path.resolve()
+        self.conf = self.path / "etc/slurm.conf"
+        self.work = self.path / "work"
+        self.settings = [
+            f"--nodes={nodes}",
+            f"--cpus={cpus}",
+            f"--gpus={gpus}",
+            f"--kill-wait={kill_wait}",
+            f"--grace={grace}",
+        ]
+        tools = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]
+        self.env = {
+            "PATH": os.pathsep.join(tools),
+            "HOME": str(self.path / "home"),
+            "LANG": "C.UTF-8",
+            "SLURM_CONF": str(self.conf),
+        }
+
+    def up(self) -> None:
+        """Start the cluster and wait until its nodes are idle; after an error or an interrupt nothing of it runs."""
+        try:
+            self._script("up", *self.settings)
+        except BaseException:
+            self.down()
+            raise
+        self.work.mkdir(exist_ok=True)
+        (self.path / "home").mkdir(exist_ok=True)
+
+    def down(self) -> None:
+        """End the cluster and every process of its jobs. Idempotent; its logs stay."""
+        self._script("down")
+
+    def kill_node(self, node: str) -> None:
+        """SIGKILL the node's slurmd; Slurm notices after 10 to 20 s. The processes of its jobs go on meanwhile."""
+        self._script("kill-node", node)
+
+    def start_node(self, node: str) -> None:
+        self._script("start-node", node)
+
+    def stop_ctld(self) -> None:
+        """End the controller; commands fail, running steps go on."""
+        self._script("stop-ctld")
+
+    def start_ctld(self) -> None:
+        """Start the controller with the queue it had; returns when it answers."""
+        self._script("start-ctld")
+
+    def run(
+        self,
+        argv: Sequence[str | Path],
+        *,
+        check: bool = True,
+        timeout: float = 60,
+        cwd: Path | None = None,
+        env: dict[str, str] | None = None,
+        stdin: str | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command beside the cluster.
+
+        Args:
+            check: raise AssertionError with the whole output when the exit status is not 0.
+            timeout: seconds until subprocess.TimeoutExpired.
+            cwd: default is `work`.
+            env: variables on top of the clean environment.
+            stdin: text for its standard input, by default empty.
+        """
+        done = subprocess.run(
+            list(map(str, argv)),
+            cwd=cwd or self.work,
+            env=self.env | (env or {}),
+            input=stdin or "",
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        if check and done.returncode != 0:
+            raise AssertionError(
+                f"exit status {done.returncode} of {done.args}\nstdout: {done.stdout}\nstderr: {done.stderr}"
+            )
+        return done
+
+    def sbatch(self, argv: Sequence[str | Path], *, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
+        """Submit with these arguments of sbatch; return the job's id."""
+        return self.run(["sbatch", "--parsable", *argv], cwd=cwd, env=env).stdout.strip().split(";")[0]
+
+    def job(self, job_id: str) -> dict[str, str]:
+        """What the controller knows of one job, also after its end: `JobState`, `Restarts`, `NodeList`, `StdOut`, ...
+
+        A value with blanks is kept whole, unless it holds ` Word=` itself.
+        """
+        return parse_fields(self.run(["scontrol", "show", "job", "-o", job_id]).stdout)
+
+    def output(self, job_id: str) -> str:
+        """What the job wrote to its standard output so far."""
+        path = Path(self.job(job_id)["StdOut"])
+        return path.read_text() if path.exists() else ""
+
+    def queue(self) -> list[QueuedJob]:
+        """Jobs that pend or run, array elements one by one, in the order of their ids."""
+        lines = self.run(["squeue", "--noheader", "--array", "--sort=i", "--format=%i %T %j"]).stdout.splitlines()
+        fields = (line.split(" ", 2) for line in lines)
+        return [QueuedJob(job_id, name, state) for job_id, state, name in fields]
+
+    def node_state(self, node: str) -> str:
+        """`IDLE`, `ALLOCATED`, `DOWN*`, ...; a star means that the node does not answer."""
+        return parse_fields(self.run(["scontrol", "show", "node", "-o", node]).stdout)["State"]
+
+    def wait_until(self, predicate: Callable[[], T], timeout: float = 30, interval: float = 0.2, what: str = "") -> T:
+        """Call `predicate` every `interval` seconds until it returns something true; return that.
+
+        After `timeout` seconds: AssertionError that says `what` did not happen, with the queue.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            value = predicate()
+            if value:
+                return value
+            if time.monotonic() > deadline:
+                queue = self.run(["squeue", "--all"], check=False)
+                raise AssertionError(
+                    f"did not happen within {timeout} s: {what or predicate}\n{queue.stdout}{queue.stderr}"
+                )
+            time.sleep(interval)
+
+    def wait_job(self, job_id: str, timeout: float = 60) -> str:
+        """Wait until the job has ended for good; return its state. A controller that is down is waited for."""
+
+        def final_state() -> str | None:
+            shown = self.run(["scontrol", "show", "job", "-o", job_id], check=False)
+            state = parse_fields(shown.stdout).get("JobState") if shown.returncode == 0 else None
+            return state if state in FINAL_STATES else None
+
+        return self.wait_until(final_state, timeout, what=f"the end of job {job_id}") or ""
+
+    def wait_running(self, job_id: str, timeout: float = 30) -> None:
+        self.wait_until(
+            lambda: self.job(job_id)["JobState"] == "RUNNING", timeout, 0.1, what=f"the start of job {job_id}"
+        )
+
+    def tail_logs(self, lines: int = 15) -> str:
+        """The last lines of every daemon's log, for the report of a failed test."""
+        parts = []
+        for log in sorted((self.path / "log").glob("*.log")):
+            text = log.read_text(errors="replace").splitlines()[-lines:]
+            parts.append("\n".join([f"== {log}", *text]))
+        return "\n".join(parts)
+
+    def _script(self, verb: str, *arguments: str) -> None:
+        done = subprocess.run(
+            [SCRIPT, verb, self.path, *arguments],
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        if done.returncode != 0:
+            raise AssertionError(f"{SCRIPT.name} {verb}: exit status {done.returncode}\n{done.stderr}")
+
+
+def parse_fields(line: str) -> dict[str, str]:
+    """The `Key=value Key=value` of `scontrol show -o`; keys are capitalised, values may hold blanks."""
+    parts = re.split(r"(?:^|\s)([A-Z][\w:/]*)=", line.strip())
+    return {key: value.strip() for key, value in zip(parts[1::2], parts[2::2], strict=True)}
