@@ -1,0 +1,85 @@
+"""Which shards lie below some folders. Standard library only, so that launchers may ask at no cost.
+
+A prefix is the path of a shard without `.bin` or `.idx`. Prefixes are absolute (jobs start in other
+directories), links in them are kept as they are, and they come sorted: the order of a directory
+listing differs between machines and from day to day, and the order of the data must not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from relayrun.data.folders import ASIDE
+from relayrun.errors import InputError
+
+SUFFIXES = (".bin", ".idx")
+
+
+def find_prefixes(paths: Sequence[Path]) -> list[str]:
+    """Return every prefix below the folders `paths`, sorted, each once.
+
+    Links are followed. A real folder is read once, under the first name that leads to it: a loop of
+    links ends, and two links to one folder do not put its shards into the data twice. Links to
+    single files are taken as they are.
+    Raises InputError if a folder is missing, holds no shard, or holds a .bin without its .idx (or
+    the other way round).
+    """
+    seen: set[tuple[int, int]] = set()
+    prefixes: set[str] = set()
+    for root in sorted(Path(path).absolute() for path in paths):
+        if not root.is_dir():
+            what = "not a folder" if root.exists() else "no such folder"
+            raise InputError(what, where=root, hint="give folders that hold .bin and .idx files")
+        found = set(_walk(os.fspath(root), seen))
+        if not found and not any(_walk(os.fspath(root), set())):  # not even when read without the others
+            raise InputError("no .bin and .idx files below this folder", where=root,
+                             hint="tokenize into it first, or leave it out")  # fmt: skip
+        prefixes |= found
+    return sorted(prefixes)
+
+
+def one_line(prefixes: Sequence[str]) -> str:
+    """The prefixes separated by spaces, as Megatron's `--data-path $(...)` takes them.
+
+    Raises InputError if one holds a blank: a shell would split it.
+    """
+    for prefix in prefixes:
+        if prefix.split() != [prefix]:
+            raise InputError("this prefix holds a blank and cannot stand in a space-separated line",
+                             where=repr(prefix), hint="use --json or --null")  # fmt: skip
+    return " ".join(prefixes)
+
+
+def _walk(root: str, seen: set[tuple[int, int]]) -> Iterator[str]:
+    """Yield the prefixes below `root`; `seen` holds (device, inode) of the folders that were read."""
+    waiting = [root]
+    while waiting:
+        folder = waiting.pop()
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in seen:
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders: list[str] = []
+        stems: dict[str, set[str]] = {suffix: set() for suffix in SUFFIXES}
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                stem, suffix = entry.name[:-4], entry.name[-4:]
+                if entry.is_dir():
+                    if not entry.name.startswith(ASIDE):
+                        folders.append(entry.path)
+                elif suffix in SUFFIXES and stem:
+                    if not entry.is_file():
+                        raise InputError("not a file, or a link that leads nowhere", where=entry.path,
+                                         hint="mend or remove it")  # fmt: skip
+                    stems[suffix].add(stem)
+        bins, indices = stems.values()
+        if bins != indices:
+            alone = min(bins ^ indices)
+            missing = alone + (".idx" if alone in bins else ".bin")
+            raise InputError("a shard needs both its .bin and its .idx file; this one is missing",
+                             where=os.path.join(folder, missing),
+                             hint="wait until it is written, tokenize it again, or remove its other half")  # fmt: skip
+        yield from (os.path.join(folder, stem) for stem in bins)
+        waiting.extend(sorted(folders, reverse=True))

@@ -1,0 +1,166 @@
+"""Prefixes below folders: found, sorted, followed through links, never twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relayrun.data.folders import ASIDE, replaced_folder
+from relayrun.data.prefixes import find_prefixes, one_line
+from relayrun.errors import InputError
+from relayrun.indexed import ShardWriter
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "tools" / "create_data_config.py"
+NAMES = ["a'; echo foo", "-dash", 'quote"d', "größe 数据", "new\nline", ".hidden", "x.bin", "$HOME"]
+
+
+def shard(prefix: Path, tokens: int = 3) -> str:
+    writer = ShardWriter(prefix, np.uint16)
+    writer.add(np.arange(tokens), [tokens])
+    assert writer.finish()
+    return str(prefix)
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run([sys.executable, SCRIPT, *arguments], cwd=cwd, capture_output=True, check=False)
+
+
+def test_prefixes_of_any_name_and_depth_come_sorted(tmp_path: Path) -> None:
+    expected = sorted(shard(tmp_path / "d" / name / "deep" / name) for name in NAMES)
+    expected = sorted([*expected, shard(tmp_path / "d" / "top")])
+    (tmp_path / "d" / "notes.txt").write_text("no shard")
+    (tmp_path / "d" / "half.bin.tmp").write_text("being written")
+    assert find_prefixes([tmp_path / "d"]) == expected
+
+
+def test_file_names_that_are_not_utf8_are_found_and_printed(tmp_path: Path) -> None:
+    name = os.fsdecode(b"latin-\xe9")
+    prefix = shard(tmp_path / name)
+    assert find_prefixes([tmp_path]) == [prefix]
+    assert run("-p", ".", cwd=tmp_path).stdout == os.fsencode(prefix) + b"\n"
+    assert json.loads(run("-p", ".", "--json", cwd=tmp_path).stdout) == [prefix]
+
+
+def test_links_are_followed_loops_end_and_a_folder_counts_once(tmp_path: Path) -> None:
+    far = shard(tmp_path / "far" / "s")
+    near = shard(tmp_path / "d" / "n")
+    (tmp_path / "d" / "linked").symlink_to(tmp_path / "far")
+    (tmp_path / "d" / "linked_too").symlink_to(tmp_path / "far")
+    (tmp_path / "d" / "loop").symlink_to(tmp_path / "d")
+    (tmp_path / "far" / "back").symlink_to(tmp_path / "d")
+    for suffix in (".bin", ".idx"):
+        (tmp_path / "d" / f"file{suffix}").symlink_to(far + suffix)
+    assert find_prefixes([tmp_path / "d"]) == [str(tmp_path / "d" / "file"), str(tmp_path / "d" / "linked" / "s"), near]
+
+
+def test_the_same_folder_twice_or_nested_counts_once(tmp_path: Path) -> None:
+    inner = shard(tmp_path / "a" / "b" / "s")
+    for paths in (["a", "a"], ["a", "a/b"], ["a/b", "a"], ["a/", "a"]):
+        assert find_prefixes([tmp_path / path for path in paths]) == [inner]
+
+
+def test_paths_are_absolute_but_links_in_them_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard(tmp_path / "real" / "s")
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.chdir(tmp_path)
+    assert find_prefixes([Path("link")]) == [str(tmp_path / "link" / "s")]
+
+
+@pytest.mark.parametrize("lost", [".bin", ".idx"])
+def test_half_a_shard_is_an_error_that_names_the_other_half(tmp_path: Path, lost: str) -> None:
+    prefix = shard(tmp_path / "s")
+    os.unlink(prefix + lost)
+    with pytest.raises(InputError, match=f"s{lost}: a shard needs both"):
+        find_prefixes([tmp_path])
+
+
+def test_a_link_that_leads_nowhere_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "s.bin").symlink_to("gone")
+    with pytest.raises(InputError, match=r"s\.bin: not a file, or a link that leads nowhere"):
+        find_prefixes([tmp_path])
+
+
+def test_missing_empty_and_wrong_folders_are_errors(tmp_path: Path) -> None:
+    shard(tmp_path / "good" / "s")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    for name, message in (("gone", "no such folder"), ("empty", "no .bin and .idx files"), ("file", "not a folder")):
+        with pytest.raises(InputError, match=message):
+            find_prefixes([tmp_path / "good", tmp_path / name])
+
+
+def test_a_folder_that_is_being_built_is_not_read(tmp_path: Path) -> None:
+    prefix = shard(tmp_path / "s")
+    shard(tmp_path / f"{ASIDE}0" / "s")
+    assert find_prefixes([tmp_path]) == [prefix]
+
+
+def test_blanks_are_refused_in_one_line() -> None:
+    assert one_line(["/a/b", "/c"]) == "/a/b /c"
+    with pytest.raises(InputError, match="/c d.*blank.*--json or --null|(?s:.*--null)"):
+        one_line(["/a/b", "/c d"])
+
+
+def test_the_door_prints_one_line_json_or_null(tmp_path: Path) -> None:
+    a, b = shard(tmp_path / "a" / "s"), shard(tmp_path / "b" / "s")
+    assert run("-p", "b,  a", cwd=tmp_path).stdout == f"{a} {b}\n".encode()
+    assert run("--paths", "b", "-p", "a,", cwd=tmp_path).stdout == f"{a} {b}\n".encode()
+    spaced = shard(tmp_path / "c" / "with blank")
+    refused = run("-p", "a,c", cwd=tmp_path)
+    assert (refused.returncode, refused.stdout) == (1, b"")
+    assert spaced.encode() in refused.stderr
+    assert json.loads(run("-p", "a,c", "--json", cwd=tmp_path).stdout) == [a, spaced]
+    assert run("-p", "a,c", "--null", cwd=tmp_path).stdout == f"{a}\0{spaced}\0".encode()
+
+
+def test_the_door_reports_a_missing_folder_without_a_traceback(tmp_path: Path) -> None:
+    result = run("-p", "gone", cwd=tmp_path)
+    assert result.returncode == 1
+    assert result.stdout == b""
+    assert result.stderr.decode().startswith(f"error: {tmp_path}/gone: no such folder")
+    assert run("-p", " , ", cwd=tmp_path).returncode == 2
+
+
+def test_the_door_imports_nothing_heavy() -> None:
+    code = ("import sys, relayrun.data.prefixes\n"
+            "print(sorted({'torch', 'datatrove', 'numpy', 'transformers'} & sys.modules.keys()))")  # fmt: skip
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"
+
+
+def test_a_replaced_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    final = tmp_path / "deep" / "final"
+    with replaced_folder(final) as building:
+        (building / "one").write_text("1")
+        assert not final.exists()
+    with pytest.raises(RuntimeError, match="stop"), replaced_folder(final) as building:
+        (building / "two").write_text("2")
+        raise RuntimeError("stop")
+    assert os.listdir(final) == ["one"]
+    with replaced_folder(final) as building:
+        (building / "three").write_text("3")
+    assert os.listdir(final) == ["three"]
+    assert os.listdir(final.parent) == ["final"]
+
+
+def test_what_a_killed_run_left_aside_is_removed_but_not_what_a_live_one_builds(tmp_path: Path) -> None:
+    (tmp_path / f"{ASIDE}dead" / "sub").mkdir(parents=True)
+    with replaced_folder(tmp_path / "live") as building:
+        with replaced_folder(tmp_path / "other"):
+            pass
+        assert building.exists()
+    assert sorted(os.listdir(tmp_path)) == ["live", "other"]
+
+
+def test_a_link_to_a_folder_keeps_pointing_to_the_replaced_one(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "link").symlink_to("store")
+    with replaced_folder(tmp_path / "link") as building:
+        (building / "one").write_text("1")
+    assert (tmp_path / "link").is_symlink()
+    assert os.listdir(tmp_path / "store") == ["one"]
