@@ -144,7 +144,8 @@ up() {
 down() {
   local -r dir="$1"
   local node
-  if [[ ! -e "$dir/etc/slurm.conf" ]]; then
+  # Its folder may be gone and its processes not.
+  if [[ ! -e "$dir/etc/slurm.conf" && -z "$(cluster_processes "$dir/etc/slurm.conf")" ]]; then
     echo "$dir: no cluster here" >&2
     return 0
   fi
@@ -154,6 +155,7 @@ down() {
   done <"$dir/nodes"
   processes_end "$dir/etc/slurm.conf"
   ports_locked ports_release "$dir"
+  echo "$dir: the cluster is down; its logs are in $dir/log" >&2
 }
 
 print_env() {

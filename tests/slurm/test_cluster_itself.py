@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import time
 from itertools import pairwise
@@ -138,6 +139,14 @@ def test_down_ends_all_of_one_cluster_and_nothing_of_another(cluster: TestCluste
         bystander.kill()
         bystander.wait()
     cluster.run(["scancel", jobs[1]])
+
+
+def test_down_ends_a_cluster_whose_folder_was_deleted(make_cluster: MakeCluster) -> None:
+    doomed = make_cluster(nodes=1)
+    start_escaping_job(doomed)
+    shutil.rmtree(doomed.path)
+    doomed.down()
+    assert processes(doomed) == {}
 
 
 def test_clusters_that_start_at_the_same_moment_share_no_port(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -69,7 +69,7 @@ daemon_stop() {
 # The children of a killed job wrapper escape Slurm's process tracking; their environment still names the job.
 cluster_processes() {
   local -r conf="$1"
-  local -r cluster="$(sed -n 's/^ClusterName=//p' "$conf")"
+  local -r cluster="$(sed -n 's/^ClusterName=//p' "$conf" 2>/dev/null)"
   local pid file found=" "
   while read -r file; do
     pid="${file//[!0-9]/}"
@@ -82,8 +82,10 @@ cluster_processes() {
     grep -lzxsF -e "SLURM_CONF=$conf" /proc/[0-9]*/environ || true
   )
   [[ "$found" != " " ]] || return 0
-  ps -eo pid=,ppid=,stat= | awk -v found="$found" -v self="$BASHPID" '
-    { parent[$1] = $2; zombie[$1] = $3 ~ /^Z/ }
+  # Lines: /proc/PID/status:PPid: PPID and /proc/PID/status:State: LETTER (word)
+  { grep -sE '^(PPid|State):' /proc/[0-9]*/status || true; } | awk -F '[/: \t]+' -v found="$found" -v self="$BASHPID" '
+    $5 == "PPid" { parent[$3] = $6 }
+    $5 == "State" { zombie[$3] = $6 == "Z" }
     END {
       for (up = self; up > 1; up = parent[up]) mine[up] = 1
       for (pid in zombie)
@@ -97,6 +99,7 @@ cluster_processes() {
 
 # process_is_of_job PID CONF CLUSTER: its environment says that a node of this cluster started it.
 # A SLURM_CONF alone is not enough (a person's shell has it), nor is one beside the job id of another cluster.
+# CLUSTER is empty where the configuration was deleted under a running cluster.
 process_is_of_job() {
   local -r environ="/proc/$1/environ" conf="$2" cluster="$3"
   local name=""
@@ -104,7 +107,7 @@ process_is_of_job() {
   { read -r name <"/proc/$1/comm"; } 2>/dev/null || return 1
   [[ "$name" != slurmstepd ]] || return 0
   grep -qzsE '^(SLURM_JOB_ID|SLURMD_NODENAME)=.' "$environ" || return 1
-  grep -qzxsF -e "SLURM_CLUSTER_NAME=$cluster" "$environ" || ! grep -qzsE '^SLURM_CLUSTER_NAME=' "$environ"
+  [[ -z "$cluster" ]] || grep -qzxsF -e "SLURM_CLUSTER_NAME=$cluster" "$environ" || ! grep -qzsE '^SLURM_CLUSTER_NAME=' "$environ"
 }
 
 # processes_end CONF: kills all that cluster_processes names until none is left.
