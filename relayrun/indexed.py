@@ -46,7 +46,7 @@ class Shard:
 
     @classmethod
     def open(cls, prefix: str | os.PathLike[str]) -> Shard:
-        """Read the header of PREFIX.idx (33 bytes) and the sizes of both files.
+        """Read the header of PREFIX.idx (34 bytes) and the sizes of both files.
 
         Raises InputError if a file is missing, is not an index, or is shorter than its header says.
         """

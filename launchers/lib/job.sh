@@ -26,7 +26,8 @@ ask_to_leave() {
   printf '%s\n' "${asked}" >"${attempt_dir}/stop" || true # a full disk must not end this script
   [[ -n "${task}" ]] || return 0
   if ((${#signal_command[@]})); then
-    "${signal_command[@]}" || true
+    # with SIGTERM Slurm signals the steps itself, and takes no more orders for a job that it ends
+    [[ "${asked}" == SIGTERM ]] || "${signal_command[@]}" || true
   else
     kill -USR2 "${task}" 2>/dev/null || true
   fi

@@ -104,6 +104,10 @@ class LocalScheduler:
             state = "CANCELLED"
         return Job(id=job.id, name=job.name, state=state, nodes="localhost", end_time=job.end_time)
 
+    def cancelled(self, job_id: str) -> bool:
+        job = self.query(job_id)
+        return job is not None and job.state == "CANCELLED"
+
     def jobs(self, plan: Plan) -> list[Job]:
         jobs = [self.query(job.id) for job in self._all()]
         return [job for job in jobs if job is not None and job.live]

@@ -33,6 +33,10 @@ class Job:
     options: Mapping[str, str] = field(default_factory=dict)
     """Options of sbatch by their long names, read back from the job, that hold for its successors."""
 
+    at_limit: bool = False
+    """It has run as long as its time limit allows."""
+    preempted: bool = False
+
     @property
     def live(self) -> bool:
         """Queued or running."""
@@ -53,6 +57,9 @@ class Scheduler(Protocol):
 
     def query(self, job_id: str) -> Job | None:
         """The job, or None where the scheduler does not know it any more."""
+
+    def cancelled(self, job_id: str) -> bool:
+        """Whether somebody cancelled the job; also right inside that job's own last seconds."""
 
     def jobs(self, plan: Plan) -> list[Job]:
         """Queued and running jobs of the chain."""
@@ -118,6 +125,20 @@ class Slurm:
             raise
         return parse_job(text)
 
+    def cancelled(self, job_id: str) -> bool:
+        job = self.query(job_id)
+        if job is None:
+            return False
+        if job.state != "COMPLETING":
+            return job.state == "CANCELLED"
+        # Until its batch script is gone a job that Slurm ends is COMPLETING, whatever the cause. It was
+        # cancelled if it was neither its time limit, nor a preemption, nor one of its nodes.
+        return not job.at_limit and not job.preempted and not self._node_is_down(job.nodes)
+
+    def _node_is_down(self, nodes: str) -> bool:
+        states = self._run(["sinfo", "--noheader", f"--nodes={nodes}", "--format=%T"]).split()
+        return any(state.rstrip("*").startswith(("down", "fail")) or state.endswith("*") for state in states)
+
     def jobs(self, plan: Plan) -> list[Job]:
         text = self._run(["squeue", "--noheader", "--me", f"--name={plan.job_name}", "--format=%i|%j|%T"])
         rows = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
@@ -181,14 +202,18 @@ def parse_job(text: str) -> Job:
         options["mem"] = known["MinMemoryNode"]
     if gpus := re.search(r"(?:gres[:/])?gpu[:=](\S+)", known.get("TresPerNode", "")):
         options["gpus-per-node"] = gpus[1]
+    start, end = _timestamp(known.get("StartTime", "")), _timestamp(known.get("EndTime", ""))
+    limit = _duration(known.get("TimeLimit", ""))
     return Job(
         id=fields["JobId"],
         name=known.get("JobName", ""),
         state=known.get("JobState", "UNKNOWN"),
         nodes=known.get("NodeList", ""),
         num_nodes=int(known.get("NumNodes", "1").partition("-")[0]),
-        end_time=_timestamp(known.get("EndTime", "")) if known.get("TimeLimit") != "UNLIMITED" else None,
+        end_time=end if limit is not None else None,
         options=options,
+        at_limit=start is not None and end is not None and limit is not None and end - start >= limit,
+        preempted=known.get("PreemptTime", "None") != "None",
     )
 
 
@@ -204,6 +229,15 @@ def _timestamp(text: str) -> float | None:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:
         return None
+
+
+def _duration(text: str) -> int | None:
+    """Slurm's `[D-]HH:MM:SS` in seconds; None for UNLIMITED."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if match is None:
+        return None
+    day, hour, minute, second = (int(part or 0) for part in match.groups())
+    return ((day * 24 + hour) * 60 + minute) * 60 + second
 
 
 def for_plan(plan: Plan, run: RunDir) -> Scheduler:

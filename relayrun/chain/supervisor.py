@@ -117,7 +117,7 @@ def end(run: RunDir, number: int, exit_code: int) -> int:
     if run.attempt_numbers()[-1] != number:
         _log(f"attempt {number} has been overtaken; its end changes nothing")
         return 0
-    record, decision = _close(run, plan, attempt, exit_code, lambda job_id: _was_cancelled(scheduler, job_id))
+    record, decision = _close(run, plan, attempt, exit_code, scheduler.cancelled)
     views.write_views(run)
     _log(f"attempt {number} ended: {record.cause}: {record.reason}; durable iteration {record.durable_iteration}")
     own = scheduler.current_job_id()
@@ -179,22 +179,22 @@ def _close(
 
 
 def _close_predecessor(run: RunDir, scheduler: Scheduler) -> bool:
-    """Write the end that a killed batch script left out; return whether its job had been cancelled."""
+    """Write the end that a killed batch script left out; return whether its job had been cancelled.
+
+    Asked also where an end is there: a script can be killed, or misled, in the last seconds of its job.
+    """
     numbers = run.attempt_numbers()
     if not numbers:
         return False
     attempt = run.attempt(numbers[-1])
     started = Begin.read(attempt.begin)
-    if started is None or attempt.end.exists():
+    plan = Plan.load(run)
+    if started is None or attempt.number <= plan.submitted_after_attempt:
         return False
-    cancelled = _was_cancelled(scheduler, started.job_id)
-    _close(run, Plan.load(run), attempt, -1, lambda _job_id: cancelled)
+    cancelled = scheduler.cancelled(started.job_id)
+    if not attempt.end.exists():
+        _close(run, plan, attempt, -1, lambda _job_id: cancelled)
     return cancelled
-
-
-def _was_cancelled(scheduler: Scheduler, job_id: str) -> bool:
-    job = scheduler.query(job_id)
-    return job is not None and job.state.startswith("CANCELLED")
 
 
 def _new_attempt(run: RunDir) -> AttemptDir:

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=relayrun-demo
+#SBATCH --time=00:04:00
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=1
+#
+# The backstop of rank 0's own clock: to the batch script alone (B:), which asks the ranks to save and leave.
+# Slurm sends it up to 60 s early. Where jobs last hours, 600 is a good value.
+#SBATCH --signal=B:SIGUSR2@60
+#
+# After a node failure the queued successor goes on; the same job coming back would make two.
+#SBATCH --no-requeue
+set -euo pipefail
+
+# Settings: edit them here, or give them in the environment: MBS=4 sbatch launchers/submit-demo.sh
+export CONFIG="${CONFIG:-configs/runs/demo-slurm.yaml}" # what no setting names is set there
+export DATASETS="${DATASETS:-demo-output/mixture}"      # folders of .bin/.idx shards, separated by commas
+export MBS="${MBS:-8}"
+export GBS="${GBS:-16}"
+export SEQ_LEN="${SEQ_LEN:-256}"
+export TRAINING_STEPS="${TRAINING_STEPS:-120}"
+export CHECKPOINT_STEPS="${CHECKPOINT_STEPS:-50}"
+export AUTO_JOB_REQUEUE="${AUTO_JOB_REQUEUE:-true}" # a successor behind every job; costs node hours unattended
+export LOG_NCCL="${LOG_NCCL:-false}"
+export NSYS_PROFILER="${NSYS_PROFILER:-false}"
+export MOCK_DATA="${MOCK_DATA:-false}"
+export BACKUP_CODEBASE="${BACKUP_CODEBASE:-false}"
+export MEGATRON_LM_DIR="${MEGATRON_LM_DIR:-}"
+export DATASET_CACHE_DIR="${DATASET_CACHE_DIR:-}"
+export PROJECT_NAME="${PROJECT_NAME:-relayrun}"
+export EXP_NAME="${EXP_NAME:-demo-slurm}"
+
+# In a job this file is a copy in Slurm's spool; Slurm knows where it was submitted from.
+self="${BASH_SOURCE[0]}"
+[[ -z "${SLURM_JOB_ID:-}" ]] || self="$(scontrol show job "${SLURM_JOB_ID}" | sed -n 's/^ *Command=//p')"
+# shellcheck source=lib/launch.sh
+source "$(dirname "${self}")/lib/launch.sh"

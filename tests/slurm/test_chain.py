@@ -1,0 +1,123 @@
+"""The chain on a real Slurm: real jobs, signals and time limits around the stand-in program."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from relayrun.chain.plan import Plan
+from relayrun.rundir import triggers
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.records import Begin, End, durable
+from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
+
+from .cluster import TestCluster
+
+pytestmark = pytest.mark.slurm
+
+SLURM = {
+    "scheduler": "slurm",
+    "nodes": 2,
+    "ntasks_per_node": 1,
+    "time_limit": 120,
+    "environment": {"MASTER_ADDR": "127.0.0.1"},
+}
+
+
+def start(cluster: TestCluster, run: RunDir, *options: str) -> str:
+    (run.path.parent / "logs").mkdir(exist_ok=True)
+    return cluster.sbatch([*options, run.job_script])
+
+
+def wait_for_end(cluster: TestCluster, run: RunDir, plan: Plan, timeout: float = 90) -> None:
+    """Until no job of the chain is left; never more than one pending job on the way."""
+
+    def over() -> bool:
+        jobs = [job for job in cluster.queue() if job.name == plan.job_name]
+        pending = [job for job in jobs if job.state == "PENDING"]
+        assert len(pending) <= 1, jobs
+        return not jobs
+
+    cluster.wait_until(over, timeout=timeout, interval=0.5)
+
+
+def ends(run: RunDir) -> list[End]:
+    return [end for number in run.attempt_numbers() if (end := End.read(run.attempt(number).end)) is not None]
+
+
+def logs(run: RunDir) -> str:
+    return "".join(f"--- {path.name}\n{path.read_text()}" for path in sorted((run.path.parent / "logs").glob("*")))
+
+
+def wait_for_iteration(cluster: TestCluster, run: RunDir, attempt: int = 1) -> None:
+    cluster.wait_until(lambda: run.attempt(attempt).metrics.exists(), timeout=30, interval=0.2)
+
+
+def test_signals_carry_a_run_through_its_jobs_until_it_is_done(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
+    run, plan = make_run("--steps=60", total_steps=60, **SLURM)
+    start(cluster, run)
+    wait_for_iteration(cluster, run)
+    time.sleep(1)
+    cluster.run(["scancel", "--signal=USR2", "--batch", Begin.read(run.attempt(1).begin).job_id])  # type: ignore[union-attr]
+    wait_for_end(cluster, run, plan)
+    assert [end.cause for end in ends(run)] == ["saved", "done"], logs(run)
+    assert ends(run)[0].reason in ("SIGUSR2", "stop file")
+    assert durable(run).iteration == 60
+    assert run.stop.read_text().startswith("done: iteration 60")
+
+
+def test_options_of_the_command_line_hold_for_successors(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
+    run, plan = make_run("--steps=1000", total_steps=1000, **SLURM)
+    given = {"nodes": "1", "time": "5", "partition": "high", "exclude": "n3", "mem": "100M", "cpus-per-task": "2",
+             "gpus-per-node": "3"}  # fmt: skip
+    start(cluster, run, *(f"--{name}={value}" for name, value in given.items()))
+    wait_for_iteration(cluster, run)
+    for attempt in (1, 2):
+        begin = Begin.read(run.attempt(attempt).begin)
+        assert begin is not None
+        job = cluster.job(begin.job_id)
+        assert (job["NumNodes"].split("-")[0], job["TimeLimit"], job["Partition"]) == ("1", "00:05:00", "high"), job
+        assert (job["ExcNodeList"], job["MinMemoryNode"], job["CPUs/Task"]) == ("n3", "100M", "2"), job
+        assert job["TresPerNode"] in ("gres:gpu:3", "gres/gpu:3"), job
+        if attempt == 1:
+            cluster.run(["scancel", "--signal=USR2", "--batch", begin.job_id])
+            wait_for_iteration(cluster, run, attempt=2)
+    triggers.touch(run, "exit")
+    wait_for_end(cluster, run, plan)
+    assert ends(run)[-1].cause == "exit", logs(run)
+
+
+def test_cancel_stops_the_chain_and_touches_nothing_else(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
+    other = cluster.sbatch(["--job-name=other", "--wrap=sleep 100"])
+    run, plan = make_run("--steps=1000", total_steps=1000, **SLURM)
+    twin, twin_plan = make_run("--steps=1000", folder="twin", total_steps=1000, **SLURM)
+    assert twin_plan.job_name != plan.job_name
+    start(cluster, run)
+    start(cluster, twin)
+    wait_for_iteration(cluster, run)
+    wait_for_iteration(cluster, twin)
+    cluster.run(["scancel", Begin.read(run.attempt(1).begin).job_id])  # type: ignore[union-attr]
+    wait_for_end(cluster, run, plan)
+    assert [end.cause for end in ends(run)] == ["cancelled"], logs(run)
+    assert run.stop.read_text().startswith("the job was cancelled")
+    assert not twin.stop.exists()
+    assert [job.state for job in cluster.queue() if job.name == twin_plan.job_name] != []
+    triggers.touch(twin, "exit")
+    wait_for_end(cluster, twin, twin_plan)
+    assert json.loads((twin.triggers / "exit.done").read_text())["result"] == "saved"
+    assert cluster.job(other)["JobState"] == "RUNNING"
+    cluster.run(["scancel", other])
+
+
+@pytest.mark.parametrize("folder", ["with blank", "it's", 'double"quote', "dollar$HOME `id`", "ünï→code", "50%x"])
+def test_any_run_directory_name_works(cluster: TestCluster, make_run: MakeRun, folder: str, tmp_path: Path) -> None:  # noqa: F811
+    log_folder = tmp_path / folder / "logs"
+    run, plan = make_run("--steps=2", folder=folder, total_steps=2, log_folder=str(log_folder), **SLURM)
+    log_folder.mkdir()
+    start(cluster, run)
+    wait_for_end(cluster, run, plan)
+    assert [end.cause for end in ends(run)] == ["done"], sorted(tmp_path.rglob("*"))
+    assert any(path.suffix == ".err" and path.stat().st_size for path in log_folder.iterdir())
