@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -138,6 +139,31 @@ def test_a_failed_run_leaves_the_former_mixture_as_it_was(tmp_path: Path) -> Non
     with pytest.raises(InputError, match=r"00001_tokens\.bin: token file is torn"):
         create_mixture([a], [1], tmp_path / "m")
     assert links(tmp_path / "m") == before
+    assert sorted(os.listdir(tmp_path)) == ["a", "m"]
+
+
+def test_a_kill_in_the_middle_leaves_the_former_mixture_and_the_next_run_tidies_up(tmp_path: Path) -> None:
+    a = dataset(tmp_path / "a", [10] * 6)
+    create_mixture([a], [1], tmp_path / "m")
+    before = links(tmp_path / "m")
+    shard(a / "dump_0" / "new", 10)
+    code = """
+import os, signal, sys
+import relayrun.data.mixture as mixture
+made, symlink = [], os.symlink
+def killing(*arguments):
+    symlink(*arguments)
+    made.append(arguments)
+    if len(made) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+os.symlink = killing
+mixture.create_mixture([mixture.Path("a")], [1], mixture.Path("m"))
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == -signal.SIGKILL
+    assert links(tmp_path / "m") == before
+    assert len(os.listdir(tmp_path)) == 3  # what the killed run built stands aside
+    create_mixture([a], [1], tmp_path / "m")
+    assert len(links(tmp_path / "m")) == 2 * 7
     assert sorted(os.listdir(tmp_path)) == ["a", "m"]
 
 
