@@ -19,7 +19,7 @@ from relayrun.chain import decide, render
 from relayrun.chain.plan import Plan, job_name
 from relayrun.chain.scheduler import Slurm, for_plan
 from relayrun.config import compose
-from relayrun.config.schema import RunConfig, parse_time
+from relayrun.config.schema import RunConfig
 from relayrun.data.manifest import Manifest
 from relayrun.data.prefixes import find_prefixes
 from relayrun.errors import InputError, RunDirError
@@ -27,6 +27,7 @@ from relayrun.files import write_atomic
 from relayrun.rundir import triggers
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import durable
+from relayrun.slurmtime import parse_time
 from relayrun.tokenization.tokenizer import load_tokenizer
 
 

@@ -12,13 +12,14 @@ from pathlib import Path
 from relayrun.chain.plan import Plan
 from relayrun.errors import ConfigError
 from relayrun.rundir.layout import RunDir
+from relayrun.slurmtime import format_time
 
 
 def job_script(plan: Plan, run: RunDir) -> str:
     """The sbatch script of a run."""
     options: dict[str, str | None] = {
         "job-name": plan.job_name,
-        "time": _slurm_time(plan.time_limit),
+        "time": format_time(plan.time_limit),
         "nodes": str(plan.nodes),
         "ntasks-per-node": str(plan.ntasks_per_node),
         "cpus-per-task": str(plan.cpus_per_task),
@@ -76,13 +77,6 @@ def task_command(plan: Plan, starter: Sequence[str], attempt: int) -> list[str]:
     """The whole command that starts the ranks of an attempt."""
     rank = Path(plan.package_root) / "launchers" / "lib" / "rank.sh"
     return [*starter, "bash", str(rank), *plan.command_prefix, *plan.program, f"--attempt={attempt}"]
-
-
-def _slurm_time(seconds: int) -> str:
-    minutes, second = divmod(seconds, 60)
-    hours, minute = divmod(minutes, 60)
-    day, hour = divmod(hours, 24)
-    return f"{day}-{hour:02}:{minute:02}:{second:02}"
 
 
 def _literal(path: str) -> str:

@@ -14,6 +14,7 @@ from typing import Protocol
 from relayrun.chain.plan import Plan
 from relayrun.errors import SchedulerError
 from relayrun.rundir.layout import RunDir
+from relayrun.slurmtime import parse_time
 
 LIVE_STATES = frozenset({"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED"})
 
@@ -203,7 +204,7 @@ def parse_job(text: str) -> Job:
     if gpus := re.search(r"(?:gres[:/])?gpu[:=](\S+)", known.get("TresPerNode", "")):
         options["gpus-per-node"] = gpus[1]
     start, end = _timestamp(known.get("StartTime", "")), _timestamp(known.get("EndTime", ""))
-    limit = _duration(known.get("TimeLimit", ""))
+    limit = None if known.get("TimeLimit", "UNLIMITED") == "UNLIMITED" else parse_time(known["TimeLimit"])
     return Job(
         id=fields["JobId"],
         name=known.get("JobName", ""),
@@ -229,15 +230,6 @@ def _timestamp(text: str) -> float | None:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:
         return None
-
-
-def _duration(text: str) -> int | None:
-    """Slurm's `[D-]HH:MM:SS` in seconds; None for UNLIMITED."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
-    if match is None:
-        return None
-    day, hour, minute, second = (int(part or 0) for part in match.groups())
-    return ((day * 24 + hour) * 60 + minute) * 60 + second
 
 
 def for_plan(plan: Plan, run: RunDir) -> Scheduler:

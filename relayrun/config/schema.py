@@ -10,40 +10,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from relayrun.slurmtime import parse_time
+
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-
-
-def parse_time(value: Any) -> int:
-    """Slurm's time formats to seconds: `MM`, `MM:SS`, `HH:MM:SS`, `D-HH`, `D-HH:MM`, `D-HH:MM:SS`.
-
-    A plain number is minutes, as for `sbatch --time`. Raises ValueError.
-    """
-    text = str(value).strip()
-    days, dash, rest = text.rpartition("-")
-    parts = rest.split(":")
-    if (dash and not days.isdecimal()) or not all(part.isdecimal() for part in parts) or len(parts) > 3:
-        raise ValueError(f"{value!r} is no Slurm time; write MM, HH:MM:SS or D-HH:MM:SS")
-    numbers = [int(part) for part in parts]
-    if dash:
-        hours, minutes, seconds = [*numbers, 0, 0][:3]
-        return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds
-    if len(numbers) == 3:
-        return (numbers[0] * 60 + numbers[1]) * 60 + numbers[2]
-    return numbers[0] * 60 + (numbers[1] if len(numbers) == 2 else 0)
-
-
-def format_time(seconds: int) -> str:
-    """Seconds as Slurm's `D-HH:MM:SS`."""
-    minutes, second = divmod(seconds, 60)
-    hours, minute = divmod(minutes, 60)
-    day, hour = divmod(hours, 24)
-    return f"{day}-{hour:02}:{minute:02}:{second:02}"
 
 
 def _time_text(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ValueError(f"{value!r} is no Slurm time; write MM, HH:MM:SS or D-HH:MM:SS")
-    if parse_time(value) <= 0:
+    if parse_time(str(value)) <= 0:
         raise ValueError("the time limit must be positive")
     return str(value).strip()
 

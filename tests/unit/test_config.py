@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from relayrun.config import compose, yamlfile
-from relayrun.config.schema import format_time, parse_time
 from relayrun.errors import ConfigError
+from relayrun.slurmtime import format_time, parse_time
 
 RUN = """
 project: demo

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from relayrun.chain.scheduler import Slurm, clean_environment, parse_job
+from relayrun.errors import SchedulerError
+
+LINE = (
+    "JobId=17 JobName=relayrun-demo-1a2b3c4d UserId=ann(1000) Priority=1 QOS=long JobState=RUNNING Reason=None "
+    "Dependency=(null) Requeue=0 Restarts=0 RunTime=00:00:04 TimeLimit=1-00:02:00 TimeMin=N/A "
+    "StartTime=2026-11-21T04:48:32 EndTime=2026-11-22T04:50:32 PreemptEligibleTime=2026-11-21T04:48:32 "
+    "PreemptTime=None Partition=debug Account=(null) ExcNodeList=n3 NodeList=n[0-1] BatchHost=n0 NumNodes=2 "
+    "NumCPUs=4 NumTasks=2 CPUs/Task=2 MinCPUsNode=2 MinMemoryNode=100M Features=(null) Reservation=res "
+    "TresPerNode=gres:gpu:3 Command=/home/ann/a b/job.sbatch WorkDir=/home/ann"
+)
+
+
+def test_a_job_is_read_back_with_the_options_that_hold_for_successors() -> None:
+    job = parse_job(LINE)
+    assert (job.id, job.name, job.state, job.nodes, job.num_nodes) == (
+        "17", "relayrun-demo-1a2b3c4d", "RUNNING", "n[0-1]", 2,
+    )  # fmt: skip
+    assert job.options == {
+        "nodes": "2", "time": "1-00:02:00", "partition": "debug", "qos": "long", "reservation": "res",
+        "exclude": "n3", "cpus-per-task": "2", "mem": "100M", "gpus-per-node": "3",
+    }  # fmt: skip
+    assert job.live
+    assert not job.preempted
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "at_limit"),
+    [("2026-11-21T04:00:00", "2026-11-22T04:02:00", True), ("2026-11-21T04:00:00", "2026-11-21T05:00:00", False)],
+)
+def test_a_job_at_its_limit_is_told_from_one_that_was_ended_earlier(start: str, end: str, at_limit: bool) -> None:
+    line = LINE.replace("StartTime=2026-11-21T04:48:32", f"StartTime={start}", 1)
+    assert parse_job(line.replace("EndTime=2026-11-22T04:50:32", f"EndTime={end}")).at_limit is at_limit
+
+
+def test_typed_gpus_and_newer_slurm_are_read() -> None:
+    assert parse_job(LINE.replace("gres:gpu:3", "gres/gpu:a100:4")).options["gpus-per-node"] == "a100:4"
+
+
+def test_an_unlimited_job_has_no_end() -> None:
+    job = parse_job(LINE.replace("1-00:02:00", "UNLIMITED").replace("2026-11-22T04:50:32", "Unknown"))
+    assert job.end_time is None
+    assert not job.at_limit
+
+
+def test_a_new_job_inherits_nothing_from_the_surrounding_one() -> None:
+    environment = {"SLURM_JOB_ID": "1", "SBATCH_PARTITION": "x", "SRUN_CPUS_PER_TASK": "2", "RELAYRUN_RUN_DIR": "r",
+                   "SLURM_CONF": "/etc/slurm.conf", "PATH": "/bin", "WANDB_API_KEY": "k"}  # fmt: skip
+    assert set(clean_environment(environment)) == {"SLURM_CONF", "PATH", "WANDB_API_KEY"}
+
+
+def fake_command(folder: Path, name: str, script: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def test_an_unreachable_controller_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = tmp_path / "count"
+    fake_command(
+        tmp_path, "scontrol",
+        f'echo x >> {count}; [ $(wc -l < {count}) -lt 3 ] && '
+        f'{{ echo "Unable to contact slurm controller (connect failure)" >&2; exit 1; }}; echo "{LINE}"',
+    )  # fmt: skip
+    monkeypatch.setenv("PATH", str(tmp_path) + os.pathsep + os.environ["PATH"])
+    job = Slurm(pause=0.01).query("17")
+    assert job is not None
+    assert job.id == "17"
+    assert count.read_text().count("x") == 3
+
+
+def test_a_refusal_is_not_repeated_and_says_what_slurm_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_command(tmp_path, "sbatch", f'echo x >> {tmp_path}/count; echo "invalid partition specified" >&2; exit 1')
+    fake_command(tmp_path, "scontrol", 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1')
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path) + os.pathsep + "/bin")
+    with pytest.raises(SchedulerError, match="sbatch: invalid partition specified"):
+        Slurm(pause=0.01).test(Path("job"))
+    assert (tmp_path / "count").read_text().count("x") == 1
+    assert Slurm(pause=0.01).query("1") is None
+
+
+def test_missing_slurm_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SchedulerError, match="sbatch is not installed here"):
+        Slurm().test(Path("job"))
