@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from pathlib import Path
 
 from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError
@@ -34,6 +35,9 @@ def main(flag: SignalFlag) -> int:
         if begin is None:
             raise RelayrunError("this attempt has not begun", where=attempt.begin)
         base = begin.base_iteration
+        # megatron-core says at every import and config that TransformerEngine and Apex are not there
+        warnings.filterwarnings("ignore", "(Transformer Engine and )?Apex (is|are) not installed", UserWarning)
+        warnings.filterwarnings("ignore", "full scope is deprecated", UserWarning)
         from relayrun.training.loop import train  # imports torch and megatron-core: seconds
 
         train(run, begin, flag)

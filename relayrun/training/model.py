@@ -1,7 +1,7 @@
 """The Llama as megatron-core's GPTModel, and one pass of a batch through it.
 
 RMSNorm, SwiGLU, rotary positions, grouped-query attention (arXiv 2407.21783), all in fp32. The layer spec
-is megatron-core's local one, which needs torch alone.
+is megatron-core's local one, which needs torch alone, with another core attention.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 
 from relayrun.config.schema import RunConfig
 from relayrun.training import parallel
+from relayrun.training.attention import CausalAttention
 from relayrun.training.parallel import Ranks
 
 
@@ -50,7 +51,7 @@ class Model:
         parallel.seed_weights(ranks, config.training.seed)
         gpt = GPTModel(
             config=transformer,
-            transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
+            transformer_layer_spec=_layer_spec(),
             vocab_size=self.padded_vocabulary_size,
             max_sequence_length=self.seq_length,
             pre_process=ranks.pipeline_rank == 0,
@@ -71,10 +72,6 @@ class Model:
             module=gpt,
         )
         self._positions = torch.arange(self.seq_length, device=ranks.device)
-        # True where attention must not look; given explicitly, or every layer of every step builds its own
-        self._mask = torch.ones(
-            1, 1, self.seq_length, self.seq_length, dtype=torch.bool, device=ranks.device
-        ).triu(diagonal=1)  # fmt: skip
 
     def parameters(self) -> int:
         """Parameters of the whole model: summed over its stages and tensor-parallel parts, padding included.
@@ -120,7 +117,7 @@ class Model:
         loss = ddp(
             input_ids=tokens[:, :-1].contiguous(),
             position_ids=self._positions.expand(len(tokens), -1),
-            attention_mask=self._mask,
+            attention_mask=None,  # CausalAttention needs none
             labels=tokens[:, 1:].contiguous(),
         )
         return loss, partial(_loss, weights=weights)
@@ -136,6 +133,12 @@ def _loss(loss: torch.Tensor, *, weights: torch.Tensor | None) -> tuple[torch.Te
 def padded(size: int, multiple: int) -> int:
     """`size` rounded up to a multiple."""
     return -(-size // multiple) * multiple
+
+
+def _layer_spec() -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec.submodules.self_attention.submodules.core_attention = CausalAttention
+    return spec
 
 
 def _transformer_config(config: RunConfig, ranks: Ranks) -> TransformerConfig:

@@ -1,0 +1,49 @@
+"""Causal attention on torch's scaled_dot_product_attention, in the place of megatron-core's own.
+
+megatron-core's DotProductAttention keeps scores and probabilities of [batch, heads, sequence, sequence] for
+every layer. torch picks a flash kernel, on GPUs and on CPUs, which keeps none: memory grows with the
+sequence, not with its square. With attention dropout on a CPU torch has no such kernel and computes the
+matrix after all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+
+
+class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
+    """A `core_attention` for megatron-core's layer specs; the arguments are those it passes."""
+
+    def __init__(self, config: TransformerConfig, *, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__(config=config)
+        self._scale = softmax_scale
+        self._dropout = config.attention_dropout
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
+        """query [sequence, batch, heads, channels], key and value [sequence, batch, groups, channels] →
+        [sequence, batch, heads * channels]. Heads and groups are those of this tensor-parallel rank."""
+        sequence, batch, heads, channels = query.shape
+        repeat = heads // key.shape[2]
+        if repeat > 1:
+            key, value = key.repeat_interleave(repeat, dim=2), value.repeat_interleave(repeat, dim=2)
+        dropout = self._dropout if self.training else 0.0
+        query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        if dropout:
+            with get_cuda_rng_tracker().fork():  # heads are split over tensor-parallel ranks: each its own masks
+                out = self._attend(query, key, value, dropout)
+        else:
+            out = self._attend(query, key, value, 0.0)
+        return out.permute(2, 0, 1, 3).reshape(sequence, batch, heads * channels)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True, scale=self._scale
+        )
