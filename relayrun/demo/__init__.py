@@ -1,0 +1,1 @@
+"""The demo: real text that every machine has, and what is made of it."""

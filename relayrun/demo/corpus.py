@@ -1,0 +1,322 @@
+"""The demo's text and its tokenizer: documentation and sources of Python and of the installed packages.
+
+Three folders of parquet files (snappy, columns `text` and `path`, the path relative to the library):
+
+- `docs`: prose. README and licence files, descriptions of packages, the topics of `pydoc`, and the
+  docstrings of modules that consist of docstrings to a fifth or more.
+- `code`: the other modules as they are.
+- `heldout`: about 2 in 100 documents of both, chosen by a hash of their content.
+
+A text that occurs several times (licences do) is taken once, so no held-out document is also trained
+on. Files that nobody could learn from (tables of numbers, encoded data) are skipped. The same
+installation gives the same files: the walk is sorted, and the order comes from a keyed hash.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import re
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from relayrun.data.folders import replaced_folder
+from relayrun.errors import ConfigError, InputError
+from relayrun.files import write_atomic, write_json
+
+BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
+SPECIAL = (BEGIN, END)
+SAMPLE = 8_000_000  # characters that the tokenizer is trained on
+SETS = ("docs", "code", "heldout")
+RECORD = "corpus.json"
+DOCS_SHARE = 0.6
+HELDOUT_SHARE = 0.02
+PARTS = 4
+SMALLEST, LARGEST = 200, 2_000_000
+PROSE = (".md", ".rst", ".txt", ".po")
+SOURCE = (".py", ".pyi")
+LICENCES = ("LICENSE", "LICENCE", "COPYING", "NOTICE", "AUTHORS", "README", "CHANGELOG")
+TOPICS = "python/pydoc_data/topics.py"
+SKIPPED = ("__pycache__", "site-packages", "dist-packages")
+LISTS = ("top_level.txt", "entry_points.txt", "SOURCES.txt", "requirements.txt")
+Described = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+TRIPLE = re.compile(r'"""(.*?)"""', re.DOTALL)
+UNBROKEN = re.compile(r"\S{400}")
+LETTERS = re.compile(r"[^\W\d_]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSet:
+    """A folder of parquet files."""
+
+    folder: Path
+    documents: int
+    bytes: int
+    """Of text, as UTF-8."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """What `build_corpus` made."""
+
+    docs: TextSet
+    code: TextSet
+    heldout: TextSet
+
+    @property
+    def training_bytes(self) -> int:
+        """Bytes of text in `docs` and `code`."""
+        return self.docs.bytes + self.code.bytes
+
+
+@dataclass
+class _Gathering:
+    """The documents of one set while files are read, as (path, text)."""
+
+    wanted: int
+    documents: list[tuple[str, str]] = field(default_factory=list)
+    bytes: int = 0
+
+    @property
+    def full(self) -> bool:
+        return self.bytes >= self.wanted
+
+
+def build_corpus(output: Path, *, megabytes: float = 24, seed: int = 0,
+                 progress: Callable[[int, int], None] = lambda done, wanted: None) -> Corpus:  # fmt: skip
+    """Write `docs`, `code` (together `megabytes` million bytes of text, 3 to 2) and `heldout` below `output`.
+
+    The folder appears at once; a former corpus there is replaced. `progress` gets the bytes gathered
+    and the bytes wanted. A small installation gives less than wanted: look at `training_bytes`.
+    Raises ConfigError if `megabytes` is not positive, InputError if `output` holds something else or
+    the installation has no text.
+    """
+    if not megabytes > 0:
+        raise ConfigError(f"a corpus needs a positive size, not {megabytes:g} MB")
+    _check_output(output)
+    wanted = int(megabytes * 1e6)
+    sets = {
+        "docs": _Gathering(wanted=int(wanted * DOCS_SHARE)),
+        "code": _Gathering(wanted=wanted - int(wanted * DOCS_SHARE)),
+        "heldout": _Gathering(wanted=0),
+    }
+    seen: set[bytes] = set()
+    for kind, path, text in _documents(_ordered(_library_files(), seed), sets):
+        data = text.encode()
+        digest = hashlib.sha256(data).digest()
+        if sets[kind].full or digest in seen or not SMALLEST <= len(data) <= LARGEST or not learnable(text):
+            continue
+        seen.add(digest)
+        held = int.from_bytes(digest[:4], "big") < HELDOUT_SHARE * 2**32
+        target = sets["heldout" if held else kind]
+        target.documents.append((path, text))
+        target.bytes += len(data)
+        progress(min(sets["docs"].bytes + sets["code"].bytes, wanted), wanted)
+    for name, gathering in sets.items():
+        if not gathering.documents:
+            raise InputError(f"this Python installation gave no text for the set '{name}'",
+                             where=sysconfig.get_path("stdlib"), hint="ask for more megabytes")  # fmt: skip
+    made = {
+        name: TextSet(folder=output / name, documents=len(gathering.documents), bytes=gathering.bytes)
+        for name, gathering in sets.items()
+    }
+    with replaced_folder(output) as building:
+        for name, gathering in sets.items():
+            documents = sorted(gathering.documents, key=lambda document: _keyed(document[0], seed))
+            _write_parquet(building / name, documents, parts=1 if name == "heldout" else PARTS)
+        counts = {name: {"documents": s.documents, "bytes": s.bytes} for name, s in made.items()}
+        write_json(building / RECORD, {"seed": seed, "megabytes": megabytes, "sets": counts})
+    return Corpus(**made)
+
+
+def train_tokenizer(folders: Sequence[Path], output: Path, *, vocabulary_size: int = 4096) -> Path:
+    """Train a byte-level BPE on the parquet files below `folders`; return `output`.
+
+    `output` becomes a folder that `transformers.AutoTokenizer.from_pretrained` opens: tokenizer.json
+    and its two settings files, with BEGIN as token 0 and END as token 1. It adds neither to a text.
+    The training text is the first SAMPLE characters of the documents, an equal share a folder; the same
+    files give the same tokenizer, whatever the number of threads (a test compares the bytes).
+    Raises ConfigError if the vocabulary is too small for the 256 bytes, InputError if there is no text.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    if vocabulary_size < 256 + len(SPECIAL):
+        raise ConfigError(f"a byte-level vocabulary needs {256 + len(SPECIAL)} entries or more, not {vocabulary_size}")
+    sample: list[str] = []
+    for folder in folders:
+        left = share = SAMPLE // len(folders)
+        for text in _texts(folder):
+            sample.append(text[:20_000])  # no long document outweighs the others
+            left -= len(sample[-1])
+            if left <= 0:
+                break
+        if left == share:
+            raise InputError("no parquet files with text below this folder", where=folder)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sample, trainer)
+    output.mkdir(parents=True, exist_ok=True)
+    names = {"bos_token": BEGIN, "eos_token": END}
+    write_json(output / "special_tokens_map.json", names)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    write_json(output / "tokenizer_config.json", settings | names)
+    write_atomic(output / "tokenizer.json", tokenizer.to_str(pretty=True))
+    return output
+
+
+def learnable(text: str) -> bool:
+    """Whether a text is language or code, rather than data: decided by its lines and its characters."""
+    if "\0" in text or UNBROKEN.search(text) or max(map(len, text.split("\n"))) > 2000:
+        return False
+    visible = len("".join(text.split()))
+    digits = sum(map(text.count, "0123456789"))
+    return digits < 0.25 * visible and sum(map(len, LETTERS.findall(text))) > 0.5 * visible
+
+
+def docstrings(source: str, module: str) -> str:
+    """The docstrings of a module, each under the name of what it describes. Raises SyntaxError, ValueError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of invalid escapes in other people's modules
+        tree = ast.parse(source)
+    pieces = []
+    waiting: list[tuple[str, ast.AST]] = [(module, tree)]
+    while waiting:
+        name, node = waiting.pop()
+        text = ast.get_docstring(node) if isinstance(node, Described) else None
+        if text:
+            pieces.append(f"{name}\n\n{text}\n")
+        below: list[tuple[str, ast.AST]] = []
+        for child in getattr(node, "body", []):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                below.append((f"{name}.{child.name}", child))
+            elif isinstance(child, ast.If | ast.Try | ast.With):
+                below.append((name, child))
+        waiting.extend(reversed(below))
+    return "\n\n".join(pieces)
+
+
+def topics(source: str) -> list[tuple[str, str]]:
+    """The help texts of `pydoc`: a module with one dictionary of strings."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            texts = ast.literal_eval(node.value)
+            return [(name, text) for name, text in texts.items() if isinstance(text, str)]
+    return []
+
+
+def _library_files() -> Iterator[tuple[str, str]]:
+    """Yield (relative path, path) of the text files of the standard library and of the packages."""
+    paths = sysconfig.get_paths()
+    roots = {"python": paths["stdlib"], "packages": paths["purelib"], "packages-platform": paths["platlib"]}
+    if os.path.realpath(paths["platlib"]) == os.path.realpath(paths["purelib"]):
+        del roots["packages-platform"]
+    for label, root in roots.items():
+        for folder, folders, names in os.walk(root):
+            folders[:] = sorted(
+                name for name in folders if name not in SKIPPED and not name.startswith((".", "relayrun"))
+            )
+            for name in sorted(names):
+                text = name.endswith(PROSE + SOURCE) or name == "METADATA" or name.startswith(LICENCES)
+                if text and name not in LISTS and not name.startswith("__editable__"):
+                    path = os.path.join(folder, name)
+                    yield f"{label}/{os.path.relpath(path, root)}", path
+
+
+def _ordered(files: Iterator[tuple[str, str]], seed: int) -> list[tuple[str, str]]:
+    """Prose first, for it is rare; inside both kinds a seeded order that depends on nothing but the paths."""
+    return sorted(files, key=lambda file: (file[0].endswith(SOURCE) and file[0] != TOPICS, _keyed(file[0], seed)))
+
+
+def _keyed(path: str, seed: int) -> bytes:
+    return hashlib.sha256(f"{seed}/".encode() + os.fsencode(path)).digest()
+
+
+def _documents(files: Sequence[tuple[str, str]], sets: dict[str, _Gathering]) -> Iterator[tuple[str, str, str]]:
+    """Yield (set, path, text) until the training sets are full."""
+    for relative, path in files:
+        if sets["docs"].full and sets["code"].full:
+            return
+        text = _read(path)
+        if text is None or not relative.isprintable():
+            continue
+        if relative == TOPICS:
+            yield from (("docs", f"{relative}#{name}", topic) for name, topic in topics(text))
+        elif relative.endswith(SOURCE):
+            if sum(map(len, TRIPLE.findall(text))) < 0.2 * len(text):
+                yield "code", relative, text
+            elif not sets["docs"].full:
+                module = os.path.splitext(relative)[0].partition("/")[2].replace("/", ".").removesuffix(".__init__")
+                try:
+                    yield "docs", relative, docstrings(text, module)
+                except (SyntaxError, ValueError, RecursionError):  # tests of the parser, templates
+                    continue
+        elif os.path.basename(path) == "METADATA":  # headers, a blank line, the description
+            yield "docs", relative, text.partition("\n\n")[2]
+        else:
+            yield "docs", relative, text
+
+
+def _read(path: str) -> str | None:
+    """The text of a file, or None if it is too small, too large, unreadable or not UTF-8."""
+    try:
+        if not SMALLEST <= os.stat(path).st_size <= LARGEST:
+            return None
+        with open(path, encoding="utf-8", newline="") as file:
+            return file.read().removeprefix("\ufeff")
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _texts(folder: Path) -> Iterator[str]:
+    """The texts of the parquet files below a folder, in the order of their names."""
+    import pyarrow.parquet as pq
+
+    for file in sorted(folder.rglob("*.parquet")):
+        yield from pq.read_table(file, columns=["text"])["text"].to_pylist()
+
+
+def _write_parquet(folder: Path, documents: Sequence[tuple[str, str]], *, parts: int) -> None:
+    """Write documents, (path, text), in order to `parts` files of about equal size in text."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir()
+    total = sum(len(text) for _, text in documents)
+    groups: list[list[tuple[str, str]]] = [[] for _ in range(parts)]
+    before = 0
+    for path, text in documents:
+        groups[before * parts // total].append((path, text))
+        before += len(text)
+    for number, group in enumerate(groups):
+        table = pa.table({
+            "text": pa.array([text for _, text in group], pa.string()),
+            "path": pa.array([path for path, _ in group], pa.string()),
+        })  # fmt: skip
+        pq.write_table(table, folder / f"part-{number:03d}.parquet", compression="snappy")
+
+
+def _check_output(output: Path) -> None:
+    """Refuse to replace a folder that is not a former corpus. Raises InputError."""
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise InputError("the output exists and is not a folder", where=output)
+    ours = re.compile(rf"{re.escape(RECORD)}|({'|'.join(SETS)})/part-\d{{3}}\.parquet")
+    for folder, _, names in os.walk(output):
+        for name in names:
+            relative = os.path.relpath(os.path.join(folder, name), output)
+            if not ours.fullmatch(relative):
+                raise InputError(f"the output holds something that is no part of a corpus: {relative}",
+                                 where=output, hint="move it away, or choose another output")  # fmt: skip

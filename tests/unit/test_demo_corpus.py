@@ -1,0 +1,161 @@
+"""The demo's corpus: real, learnable, deterministic, nothing held out that is trained on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pydoc_data.topics
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from relayrun.demo.corpus import BEGIN, END, Corpus, build_corpus, docstrings, learnable, topics, train_tokenizer
+from relayrun.errors import ConfigError, InputError
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return build_corpus(tmp_path_factory.mktemp("demo") / "corpus", megabytes=3)
+
+
+def rows(folder: Path) -> list[tuple[str, str]]:
+    return [
+        (row["path"], row["text"])
+        for file in sorted(folder.iterdir())
+        for row in pq.read_table(file).select(["path", "text"]).to_pylist()
+    ]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_the_sets_have_the_wanted_sizes_and_say_so(corpus: Corpus) -> None:
+    for made, least in ((corpus.docs, 1_800_000), (corpus.code, 1_200_000), (corpus.heldout, 200)):
+        texts = [text for _, text in rows(made.folder)]
+        assert made.documents == len(texts)
+        assert made.bytes == sum(len(text.encode()) for text in texts)
+        assert made.bytes >= least
+    assert corpus.training_bytes >= 3_000_000
+    assert sorted(os.listdir(corpus.docs.folder)) == [f"part-00{i}.parquet" for i in range(4)]
+    record = json.loads((corpus.docs.folder.parent / "corpus.json").read_text())
+    assert record["sets"]["code"] == {"documents": corpus.code.documents, "bytes": corpus.code.bytes}
+
+
+def test_files_are_snappy_of_about_equal_size_and_hold_text_and_path(corpus: Corpus) -> None:
+    for made in (corpus.docs, corpus.code, corpus.heldout):
+        for file in made.folder.iterdir():
+            metadata = pq.ParquetFile(file).metadata
+            assert metadata.schema.names == ["text", "path"]
+            assert metadata.row_group(0).column(0).compression == "SNAPPY"
+            assert metadata.num_rows > 0
+
+
+def test_no_document_stands_twice_or_in_two_sets(corpus: Corpus) -> None:
+    texts = [text for made in (corpus.docs, corpus.code, corpus.heldout) for _, text in rows(made.folder)]
+    assert len({hashlib.sha256(text.encode()).digest() for text in texts}) == len(texts)
+
+
+def test_the_text_is_learnable_and_paths_are_relative(corpus: Corpus) -> None:
+    home = str(Path(sys.prefix))
+    for made in (corpus.docs, corpus.code, corpus.heldout):
+        for path, text in rows(made.folder):
+            assert learnable(text)
+            assert 200 <= len(text.encode()) <= 2_000_000
+            assert path.startswith(("python/", "packages/", "packages-platform/"))
+            assert home not in path
+            assert "relayrun" not in path
+    assert all(path.endswith((".py", ".pyi")) for path, _ in rows(corpus.code.folder))
+
+
+def test_the_same_installation_gives_the_same_bytes_and_a_former_corpus_is_replaced(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    seen: list[tuple[int, int]] = []
+    build_corpus(tmp_path / "c", megabytes=3, seed=5)
+    other = contents(tmp_path / "c")
+    build_corpus(tmp_path / "c", megabytes=3, progress=lambda done, wanted: seen.append((done, wanted)))
+    assert contents(tmp_path / "c") == contents(corpus.docs.folder.parent)
+    assert contents(tmp_path / "c") != other
+    assert seen == sorted(seen)
+    assert seen[-1] == (3_000_000, 3_000_000)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_an_output_that_is_no_corpus_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "mine.parquet").write_text("mine")
+    with pytest.raises(InputError, match=r"no part of a corpus: docs/mine\.parquet"):
+        build_corpus(tmp_path, megabytes=1)
+    with pytest.raises(InputError, match="not a folder"):
+        build_corpus(tmp_path / "docs" / "mine.parquet", megabytes=1)
+    for megabytes in (0.0, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match="positive size"):
+            build_corpus(tmp_path / "new", megabytes=megabytes)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Plain words, and a few more of them.\n" * 10, True),
+        ("größe 数据 данные\n" * 10, True),
+        ("for x in range(10):\n    print(f'{x}')\n" * 10, True),
+        ("0.123 4.567 8.901\n" * 30, False),
+        ("QUJD" * 200, False),
+        ("word " * 500, False),
+        ("a\0b" * 100, False),
+        ("{}()[];:,.!?<>=+-*/ " * 30, False),
+    ],
+)
+def test_learnable(text: str, expected: bool) -> None:
+    assert learnable(text) is expected
+
+
+def test_docstrings_come_in_order_under_their_names() -> None:
+    source = '"""Module."""\nif True:\n    class A:\n        """A."""\n        def f(self):\n            """F."""\n'
+    source += 'async def g():\n    r"""G \\d."""\ndef bare(): ...\n'
+    assert docstrings(source, "m") == "m\n\nModule.\n\n\nm.A\n\nA.\n\n\nm.A.f\n\nF.\n\n\nm.g\n\nG \\d.\n"
+
+
+def test_the_topics_of_pydoc_are_read_without_running_them() -> None:
+    assert dict(topics(Path(pydoc_data.topics.__file__).read_text())) == pydoc_data.topics.topics
+    assert topics("import os\n") == []
+
+
+def test_the_tokenizer_opens_with_transformers_and_gives_the_text_back(corpus: Corpus, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    output = train_tokenizer([corpus.docs.folder, corpus.code.folder], tmp_path / "t", vocabulary_size=1024)
+    assert output == tmp_path / "t"
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    assert len(tokenizer) == 1024
+    assert (tokenizer.bos_token, tokenizer.bos_token_id) == (BEGIN, 0)
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == (END, 1)
+    for text in [
+        "def f(x):\n\treturn x  # größe 数据 🎉",
+        " leading, trailing ",
+        *(t for _, t in rows(corpus.heldout.folder)),
+    ]:
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer(END)["input_ids"] == [1]
+
+
+def test_the_tokenizer_is_the_same_whatever_the_threads_and_hash_seed(corpus: Corpus, tmp_path: Path) -> None:
+    code = ("import sys; from pathlib import Path; from relayrun.demo.corpus import train_tokenizer\n"
+            "train_tokenizer([Path(sys.argv[1])], Path(sys.argv[2]))")  # fmt: skip
+    for number in ("1", "2"):
+        environment = os.environ | {"RAYON_NUM_THREADS": number, "PYTHONHASHSEED": number}
+        subprocess.run([sys.executable, "-c", code, corpus.docs.folder, tmp_path / number], env=environment, check=True)
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+
+
+def test_a_tokenizer_without_text_or_room_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no parquet files with text"):
+        train_tokenizer([tmp_path], tmp_path / "t")
+    with pytest.raises(ConfigError, match="258 entries or more, not 256"):
+        train_tokenizer([tmp_path], tmp_path / "t", vocabulary_size=256)
+    assert not (tmp_path / "t").exists()
