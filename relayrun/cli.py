@@ -41,6 +41,7 @@ def run_submit(options: argparse.Namespace) -> int:
     from relayrun import submission
     from relayrun.chain import local
     from relayrun.config import compose
+    from relayrun.monitoring.follow import Follower
 
     config = compose.load(options.config, options.overrides)
     if options.dry_run:
@@ -50,7 +51,8 @@ def run_submit(options: argparse.Namespace) -> int:
     print(f"job {submitted.job_id} ({submitted.plan.job_name})\nrun directory {submitted.run.path}\n"
           f"logs {submitted.plan.log_folder}", flush=True)  # fmt: skip
     if submitted.plan.scheduler == "local":
-        local.LocalScheduler(submitted.run).run_queue(local.print_event)
+        follower = Follower(submitted.run, total_steps=submitted.plan.total_steps)
+        local.LocalScheduler(submitted.run).run_queue(local.print_event, follower.poll)
     return 0
 
 

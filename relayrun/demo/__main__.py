@@ -1,0 +1,155 @@
+"""`make demo`: raw text to a trained model on one machine, through the doors that a user would take.
+
+    python -m relayrun.demo [--size 3m] [--megabytes 24] [--steps N]
+
+Everything lies in demo-output/ and logs/runs/relayrun/demo; a second demo removes the first one's.
+Exits 1 if the model has not learned: its held-out loss must lie well below the unigram entropy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from relayrun.chain.plan import Plan
+from relayrun.config import compose, yamlfile
+from relayrun.config.schema import RunConfig
+from relayrun.demo import corpus, unigram
+from relayrun.errors import RelayrunError, run_main
+from relayrun.monitoring import report
+from relayrun.rundir.layout import RunDir
+
+ROOT = compose.ROOT
+OUTPUT = ROOT / "demo-output"
+MARKER = OUTPUT / ".made-by-relayrun-demo"
+CONFIG = ROOT / "configs" / "runs" / "demo.yaml"
+MARGIN = 0.3
+"""Nats per token that the held-out loss must lie below the unigram entropy."""
+
+console = Console(stderr=True, highlight=False)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make demo", description="Raw text to a trained model on this machine.")
+    parser.add_argument("--size", choices=sorted(path.stem.removeprefix("llama-") for path in
+                        (ROOT / "configs/models").glob("llama-*m.yaml")), default="3m")  # fmt: skip
+    parser.add_argument("--megabytes", type=float, default=24.0, help="text of the corpus")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="NAME=VALUE",
+                        help="override a setting of configs/runs/demo.yaml")  # fmt: skip
+    options = parser.parse_args()
+    started = time.monotonic()
+    model = yamlfile.read(ROOT / "configs" / "models" / f"llama-{options.size}.yaml").values["model"]
+    overrides = [*(f"model.{name}={json.dumps(value)}" for name, value in model.items()), *options.overrides]
+    config = compose.load(CONFIG, overrides)
+    run = RunDir(Path(config.run_dir or ""))
+    clear_former(run)
+
+    headline("1. text: documentation and sources of this Python installation, as parquet")
+    made = corpus.build_corpus(OUTPUT / "text", megabytes=options.megabytes)
+    console.print(str(made))
+    headline("2. tokenizer: byte-level BPE, trained on this text")
+    tokenizer = corpus.train_tokenizer([OUTPUT / "text" / name for name in ("docs", "code")], OUTPUT / "tokenizer")
+    console.print(str(tokenizer))
+
+    headline("3. tokens: dumps, tokenized with datatrove as jobs")
+    for name, dumps in (("docs", 2), ("code", 2), ("heldout", 1)):
+        folder = OUTPUT / "dumps" / name
+        run_door("scripts/tokenization/prepare_dumps.py", "--dataset-folder", OUTPUT / "text" / name,
+                 "--preprocessing-metadata-folder", folder, "--n-dumps", dumps)  # fmt: skip
+        run_door("launchers/submit_tokenization.py", write_tokenization_config(name, folder, tokenizer))
+
+    headline("4. mixture: a folder of links, 70 % documentation and 30 % code")
+    tokens = OUTPUT / "tokens" / "demo"
+    run_door("scripts/tools/create_data_mixture.py", "--folders", tokens / "docs", tokens / "code",
+             "--weights", 0.7, 0.3, "--output", OUTPUT / "mixture")  # fmt: skip
+
+    headline("5. training: a Llama on two ranks, through as many jobs as the time limit asks for")
+    run_door("launchers/submit.py", CONFIG, *(f"--set={text}" for text in overrides))
+
+    headline("6. report")
+    return show(run, config, seconds=time.monotonic() - started)
+
+
+def write_tokenization_config(dataset: str, metadata_folder: Path, tokenizer: Path) -> Path:
+    """The YAML of one dataset's tokenization, as a user would write it."""
+    path = OUTPUT / f"tokenization-{dataset}.yaml"
+    settings = {
+        "tokenizer": str(tokenizer),
+        "tokenizer_name": "demo",
+        "dataset_name": dataset,
+        "metadata_folder": str(metadata_folder),
+        "output_folder": str(OUTPUT / "tokens"),
+        "tasks": 4,
+        "workers": 2,
+        "executor": "local",
+        "max_parallel": 1,
+    }
+    path.write_text(yamlfile.dump(settings), encoding="utf-8")
+    return path
+
+
+def show(run: RunDir, config: RunConfig, *, seconds: float) -> int:
+    """Print what was made; return 1 if the model has not learned."""
+    summary = report.read_report(run)
+    output = Console(highlight=False)
+    output.width = max(output.width, 110)
+    output.print(report.attempts_table(summary))
+    print(report.terminal_curve(summary))
+    picture = run.path / "loss.png"
+    report.write_png(summary, picture)
+    iteration, loss = summary.validation["heldout"][-1]
+    entropy = unigram.entropy(config, run, "heldout")
+    learned = loss <= entropy - MARGIN
+    print(f"held-out loss {loss:.4f} nats per token at iteration {iteration}; unigram entropy of the same text "
+          f"{entropy:.4f}; difference {entropy - loss:.4f} (at least {MARGIN} wanted): "
+          f"{'learned' if learned else 'NOT LEARNED'}")  # fmt: skip
+    for what, path in (
+        ("text", OUTPUT / "text"),
+        ("tokens", OUTPUT / "tokens"),
+        ("mixture", OUTPUT / "mixture"),
+        ("run directory", run.path),
+        ("loss curve", picture),
+        ("logs", ROOT / "logs/slurm/training"),
+    ):
+        print(f"{what:14} {path}")
+    print(f"{seconds:.0f} s in all")
+    return 0 if learned else 1
+
+
+def clear_former(run: RunDir) -> None:
+    """Remove what an earlier demo made, and nothing else. Raises RelayrunError."""
+    if OUTPUT.exists():
+        if not MARKER.exists():
+            raise RelayrunError("this folder was not made by the demo", where=OUTPUT, hint="move it away")
+        shutil.rmtree(OUTPUT)
+    OUTPUT.mkdir()
+    MARKER.touch()
+    if run.path.exists():
+        plan = Plan.load(run)
+        if plan.run != "relayrun/demo":
+            raise RelayrunError("this run directory is not the demo's", where=run.path, hint="move it away")
+        shutil.rmtree(run.path)
+
+
+def run_door(door: str, *arguments: object) -> None:
+    """Run one of the project's doors as a user would, and show the command. Raises RelayrunError."""
+    command = [sys.executable, str(ROOT / door), *map(str, arguments)]
+    console.print("[bold]$[/] " + shlex.join([door, *command[2:]]), soft_wrap=True)
+    if subprocess.run(command, cwd=ROOT, check=False).returncode:
+        raise RelayrunError("this step of the demo failed; its message stands above", where=door)
+
+
+def headline(text: str) -> None:
+    console.print(f"\n[bold]== {text}[/]")
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -1,0 +1,59 @@
+"""Rendered scripts, compared whole. `UPDATE_GOLDEN=1 pytest tests/golden` writes them anew, for review."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+SHELLCHECK = Path(sys.executable).parent / "shellcheck"
+
+SCRIPTS = {
+    "demo.sbatch": [sys.executable, "launchers/submit.py", "configs/runs/demo.yaml", "--dry-run"],
+    "demo-slurm.sbatch": ["bash", "launchers/submit-demo.sh", "--dry-run"],
+    "llama3-8b.sbatch": ["bash", "launchers/submit-llama3-8b.sh", "--dry-run"],
+    "odd-names.sbatch": [
+        sys.executable, "launchers/submit.py", "configs/runs/demo-slurm.yaml", "--dry-run",
+        "--set", """run_dir=/tmp/it's a "run" dir/$HOME `id` 50%""",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_rendered_job_is_the_golden_file(name: str, tmp_path: Path) -> None:
+    environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable}
+    result = subprocess.run(
+        SCRIPTS[name], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    # the job's name holds a hash of the run directory's path, which differs from checkout to checkout
+    text = result.stdout.replace(str(ROOT), "/ROOT").replace(sys.executable, "/PYTHON")
+    lines = [
+        line[: line.rindex("-")] + "-HASH" if line.startswith("#SBATCH --job-name=") else line
+        for line in text.splitlines()
+    ]
+    text = "\n".join(lines) + "\n"
+    if os.environ.get("UPDATE_GOLDEN"):
+        (HERE / name).write_text(text)
+    assert text == (HERE / name).read_text()
+    script = tmp_path / name
+    script.write_text(result.stdout)
+    subprocess.run([SHELLCHECK, "--shell=bash", script], check=True)
+
+
+def test_both_launchers_end_in_the_same_job() -> None:
+    """The Bash launcher's settings are its YAML's values, so the two renderings differ in nothing."""
+    environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable}
+    outputs = [
+        subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+        for command in (
+            ["bash", "launchers/submit-demo.sh", "--dry-run"],
+            [sys.executable, "launchers/submit.py", "configs/runs/demo-slurm.yaml", "--dry-run"],
+        )
+    ]
+    assert outputs[0] == outputs[1]
