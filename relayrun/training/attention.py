@@ -25,9 +25,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         self._scale = softmax_scale
         self._dropout = config.attention_dropout
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
-    ) -> torch.Tensor:
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """query [sequence, batch, heads, channels], key and value [sequence, batch, groups, channels] →
         [sequence, batch, heads * channels]. Heads and groups are those of this tensor-parallel rank."""
         sequence, batch, heads, channels = query.shape

@@ -19,9 +19,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
@@ -35,7 +34,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from relayrun.data.order import SampleOrder
 from relayrun.errors import FatalTrainingError
@@ -45,6 +46,8 @@ from relayrun.training import publish, random_state
 from relayrun.training.model import Model
 from relayrun.training.optimizer import Optimizer
 from relayrun.training.parallel import Ranks
+
+T = TypeVar("T")
 
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
@@ -150,7 +153,7 @@ class Checkpointer:
             ),
         }  # fmt: skip
 
-    def _on_first_rank(self, action: Callable[[], Any]) -> Any:
+    def _on_first_rank(self, action: Callable[[], T]) -> T:
         """Do it on rank 0; return its result, or raise what it met, on every rank."""
         return self._ranks.on_first_rank(action, SaveFailed)
 
@@ -165,9 +168,9 @@ class InProcessStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Raises CheckpointException on every rank if one of them failed."""
         by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        torch_checkpoint.save(
+        state_dict_saver.save(
             mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir),
+            storage_writer=FileSystemWriter(checkpoint_dir),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
             process_group=self._group,
         )
@@ -176,7 +179,7 @@ class InProcessStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # 
 def check_complete(folder: Path) -> None:
     """Raise OSError unless every byte range that the checkpoint's metadata names is on disk."""
     ends: dict[str, int] = {}
-    for item in torch_checkpoint.FileSystemReader(folder).read_metadata().storage_data.values():
+    for item in FileSystemReader(folder).read_metadata().storage_data.values():
         ends[item.relative_path] = max(ends.get(item.relative_path, 0), item.offset + item.length)
     for name, end in {**ends, "common.pt": 1, "metadata.json": 1}.items():
         size = (folder / name).stat().st_size

@@ -13,16 +13,20 @@ One small all-reduce per step (gloo, on the host) carries it; no rank decides fo
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from relayrun.rundir import triggers
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, Outcome
 from relayrun.rundir.triggers import Trigger
-from relayrun.training.parallel import Ranks
 from relayrun.training.signals import SignalFlag
+
+if TYPE_CHECKING:  # it imports torch
+    from relayrun.training.parallel import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +59,16 @@ class Control:
         if self._ranks.rank == 0:
             reasons = self._reasons()
             self._exit, self._save = self._trigger("exit"), self._trigger("save")
-        leave = bool(reasons) or self._flag.received is not None
-        leave_now, exit_now, save_now = self._ranks.any([leave, self._exit is not None, self._save is not None])
+        received = 0 if self._flag.received is None else self._flag.received.value
+        signalled, asked, exit_now, save_now = self._ranks.any(
+            [received, bool(reasons), self._exit is not None, self._save is not None]
+        )
         if exit_now:
             reason = f"exit trigger by {self._exit.user}" if self._exit is not None else ""
             return Order(leave="exit", save=bool(save_now), reason=reason)
-        if leave_now:
-            reason = "; ".join(reasons) or (self._flag.received.name if self._flag.received else "signal to another rank")
-            return Order(leave="saved", save=bool(save_now), reason=reason)
+        if signalled or asked:
+            words = [signal.Signals(signalled).name] if signalled else []
+            return Order(leave="saved", save=bool(save_now), reason="; ".join(words + reasons))
         return Order(save=bool(save_now))
 
     def acknowledge(self, iteration: int, result: str) -> None:
@@ -81,8 +87,8 @@ class Control:
         return None if trigger in self._answered else trigger
 
     def _reasons(self) -> list[str]:
-        """Why to leave, as rank 0 sees it: the signal first, since the others usually come with it."""
-        reasons = [] if self._flag.received is None else [self._flag.received.name]
+        """Why to leave, apart from signals, as rank 0 sees it."""
+        reasons = []
         if self._deadline is not None and time.time() >= self._deadline:
             reasons.append("time limit near")
         if self._attempt.stop.exists():

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from relayrun.config.schema import RunConfig
 from relayrun.data.batches import BatchReader
 from relayrun.data.manifest import Manifest
 from relayrun.data.order import SampleOrder
-from relayrun.errors import ConfigError, FatalTrainingError
+from relayrun.errors import ConfigError, FatalTrainingError, InputError, RelayrunError
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, Left, Outcome
 from relayrun.training import device_shim, parallel
@@ -36,7 +37,7 @@ VALIDATION_SEED = 0
 """Fixed, so that runs with other seeds are evaluated on the same windows."""
 
 
-class LeaveFailed(Exception):
+class LeaveFailed(RelayrunError):
     """The state could not be saved when leaving; the attempt has failed."""
 
 
@@ -55,6 +56,7 @@ class Training:
         self.config = config
         self.ranks = ranks
         manifest = Manifest.read(run.manifest)
+        ranks.on_first_rank(partial(check_data, manifest), InputError)
         settings = config.training
         order = SampleOrder(manifest.train, seq_length=settings.seq_length, seed=settings.seed)
         self.evaluation = Evaluation(
@@ -84,7 +86,7 @@ class Training:
             self.position = Position(*self.checkpointer.load(Path(begin.base_path)))
             if self.position.iteration != begin.base_iteration:
                 raise FatalTrainingError(
-                    f"holds iteration {self.position.iteration}, the record of this attempt says {begin.base_iteration}",
+                    f"holds iteration {self.position.iteration}, but this attempt begins at {begin.base_iteration}",
                     where=begin.base_path,
                 )
         self.saved_iteration = self.position.iteration
@@ -165,7 +167,7 @@ class Training:
         """Save if this iteration is not durable yet; return what came of it, in words. Failures are loud."""
         at = self.position.iteration
         if at == self.saved_iteration:
-            return f"iteration {at} is durable already"
+            return f"nothing trained since iteration {at}"
         try:
             commit = self.checkpointer.save(at, self.position.consumed_samples)
         except SaveFailed as error:
@@ -201,6 +203,21 @@ def train(run: RunDir, begin: Begin, flag: SignalFlag) -> None:
     if ranks.rank == 0:
         left.write(run.attempt(begin.attempt).outcome)
     parallel.stop()
+
+
+def check_data(manifest: Manifest) -> None:
+    """Raises FatalTrainingError if a shard is not what it was, InputError if files are only missing.
+
+    A missing file may be a file system that is away for a while: the next attempt may find it again.
+    """
+    try:
+        manifest.verify()
+    except InputError as error:
+        datasets = (manifest.train, *manifest.validation.values())
+        found = [line for dataset in datasets for shard in dataset.shards for line in shard.differences()]
+        if all(line.endswith(": missing") for line in found):
+            raise
+        raise FatalTrainingError(error.message, hint=error.hint) from None
 
 
 def read_config(path: Path) -> RunConfig:

@@ -12,10 +12,12 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from relayrun.files import append_line
-from relayrun.training.parallel import Ranks
+
+if TYPE_CHECKING:  # it imports torch
+    from relayrun.training.parallel import Ranks
 
 EVERY = 10
 """Iterations between lines on the console."""

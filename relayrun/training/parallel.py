@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from relayrun.config.schema import Parallel
-from relayrun.errors import FatalTrainingError
+from relayrun.errors import FatalTrainingError, RelayrunError
 
 T = TypeVar("T")
 
@@ -69,7 +69,8 @@ class Ranks:
                 answer[0] = action()
             except Exception as error:
                 fatal = isinstance(error, FatalTrainingError)
-                answer[1] = (fatal, str(error) if fatal else f"{type(error).__name__}: {error}")
+                known = isinstance(error, RelayrunError)
+                answer[1] = (fatal, str(error) if known else f"{type(error).__name__}: {error}")
         dist.broadcast_object_list(answer, src=0, group=self.cpu_group)
         if answer[1] is not None:
             fatal, text = answer[1]

@@ -47,32 +47,39 @@ def publish(run: RunDir, attempt: int, commit: Commit, staged: Path) -> None:
         os.rename(target, aside)
     os.rename(staged, target)
     fsync_directory(run.checkpoints)
-    append_commit(run.attempt(attempt), commit)
-    write_atomic(run.tracker, f"{commit.iteration}\n")
+    append_commit(run.attempt(attempt), commit)  # from here on it counts, so nothing below may fail the save
+    try:
+        write_atomic(run.tracker, f"{commit.iteration}\n")
+    except OSError as error:
+        _warn(f"{run.tracker.name} not written: {error}")
 
 
 def prune(run: RunDir, attempt: int, keep_last: int) -> None:
     """Remove the oldest checkpoints of this run's line beyond `keep_last`, and what dead attempts staged.
 
-    In line are this attempt's own commits and what lies at or below its base. A folder that cannot be
-    removed is reported and left.
+    In line are this attempt's own commits and what lies at or below its base. What cannot be removed is
+    reported and left.
     """
     begin = Begin.read(run.attempt(attempt).begin)
     base = begin.base_iteration if begin is not None else 0
     own = {commit.iteration for commit in commits(run.attempt(attempt))}
-    found = [int(match[1]) for name in os.listdir(run.checkpoints) if (match := _NAME.fullmatch(name))]
-    line = sorted((iteration for iteration in found if iteration <= base or iteration in own), reverse=True)
     staging = run.staging(attempt)
-    for iteration in line[keep_last:]:
-        doomed = staging / f"removing-{iteration}"
-        try:
+    try:
+        found = [int(match[1]) for name in os.listdir(run.checkpoints) if (match := _NAME.fullmatch(name))]
+        line = sorted((iteration for iteration in found if iteration <= base or iteration in own), reverse=True)
+        for iteration in line[keep_last:]:
+            doomed = staging / f"removing-{iteration}"
             os.rename(run.checkpoint(iteration), doomed)  # at once: no half a checkpoint under its name
             shutil.rmtree(doomed)
-        except OSError as error:
-            print(f"warning: old checkpoint not removed: {error}", file=sys.stderr, flush=True)
-    for other in staging.parent.iterdir():
-        if other.name.isdecimal() and int(other.name) < attempt:
-            shutil.rmtree(other, ignore_errors=True)
+        for other in staging.parent.iterdir():
+            if other.name.isdecimal() and int(other.name) < attempt:
+                shutil.rmtree(other)
+    except OSError as error:
+        _warn(f"old checkpoints not removed: {error}")
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def _sync(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,13 @@ def write_shards(folder: Path, *, shards: int, documents: int, seed: int) -> lis
         writer.finish()
         prefixes.append(prefix)
     return prefixes
+
+
+def prepare_rank(file_limit: int | None) -> None:
+    """In the child, before Python starts anew."""
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    if file_limit is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
 
 
 @dataclass
@@ -123,8 +132,8 @@ class Harness:
         Begin(**(values | changes)).write(attempt.begin)
         return attempt
 
-    def start(self, attempt: AttemptDir | None = None, **changes: Any) -> Attempt:
-        """Start the ranks, SIGUSR2 ignored, as the launchers do."""
+    def start(self, attempt: AttemptDir | None = None, *, file_limit: int | None = None, **changes: Any) -> Attempt:
+        """Start the ranks, SIGUSR2 ignored, as the launchers do. Rank 1 can write no file above `file_limit` bytes."""
         attempt = attempt or self.begin(**changes)
         log = attempt.path / "log"
         with socket.socket() as free:
@@ -136,12 +145,14 @@ class Harness:
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
             }  # fmt: skip
+            limit = file_limit if rank == 1 else None
             with log.open("ab") as output:
                 processes.append(
                     subprocess.Popen(
-                        ["bash", "-c", 'trap "" USR2; exec "$@"', "rank", sys.executable, "-m", "relayrun.training",
+                        [sys.executable, "-m", "relayrun.training",
                          "--run-dir", str(self.run.path), "--attempt", str(attempt.number)],
                         env=environment, stdout=output, stderr=subprocess.STDOUT,
+                        preexec_fn=partial(prepare_rank, limit),
                     )
                 )  # fmt: skip
         started = Attempt(attempt, processes, log)

@@ -1,0 +1,151 @@
+"""The training program from outside: what it obeys, what it leaves, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relayrun.data.manifest import Manifest
+from relayrun.indexed import ShardWriter
+from relayrun.rundir import triggers
+from relayrun.rundir.records import durable
+
+Make = Callable[..., Any]
+
+pytestmark = pytest.mark.slow
+
+
+def answer(run: Any, name: str) -> dict[str, Any]:
+    path = run.triggers / f"{name}.done"
+    end = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    return json.loads(path.read_text())
+
+
+def test_triggers_save_and_exit_are_obeyed_and_answered(harness: Make) -> None:
+    made = harness(training={"steps": 100_000})
+    triggers.touch(made.run, "save")  # there before the ranks are
+    attempt = made.start()
+    first = answer(made.run, "save")
+    assert (first["iteration"], first["result"]) == (1, "saved")
+    attempt.wait_for_iteration(first["iteration"] + 2)
+    assert not (made.run.triggers / "save").exists()
+    triggers.touch(made.run, "exit")
+    assert attempt.wait() == [0, 0], attempt.output()
+    left = attempt.outcome
+    assert left.outcome == "exit"
+    assert left.reason.startswith("exit trigger by ")
+    last = answer(made.run, "exit")
+    assert (last["iteration"], last["result"]) == (left.iteration, "saved")
+    assert not (made.run.triggers / "exit").exists()
+    assert [commit.iteration for commit in attempt.commits] == [1, left.iteration]
+    assert durable(made.run).iteration == left.iteration
+    assert made.run.tracker.read_text().strip() == str(left.iteration)
+
+
+def test_asked_to_leave_before_the_first_iteration_it_leaves_and_resumes_as_if_nothing_was(harness: Make) -> None:
+    """A signal while Python starts is ignored, one during the imports is remembered; the stop file always counts."""
+    made = harness(training={"steps": 3})
+    attempt = made.start()
+    attempt.signal(signal.SIGUSR2)
+    attempt.directory.stop.write_text("SIGUSR2\n")
+    assert attempt.wait() == [0, 0], attempt.output()
+    left = attempt.outcome
+    assert (left.outcome, left.iteration) == ("saved", 0)
+    assert "stop file: SIGUSR2" in left.reason
+    assert attempt.steps() == {}
+    assert attempt.commits == []
+
+    done = made.train()
+    assert done.outcome.outcome == "done"
+    assert [commit.iteration for commit in done.commits] == [3]
+
+
+def test_evaluation_changes_nothing_in_training(harness: Make) -> None:
+    settings = {"steps": 12}
+    plain = harness(training=settings).train()
+    evaluated = harness(training=settings | {"eval_interval": 1, "eval_steps": 3}).train()
+    assert len(evaluated.evaluations()) == 12
+    assert list(plain.evaluations()) == [12], "the last iteration always evaluates"
+    for iteration, step in plain.steps().items():
+        assert step["loss"].hex() == evaluated.steps()[iteration]["loss"].hex()
+        assert step["grad_norm"].hex() == evaluated.steps()[iteration]["grad_norm"].hex()
+
+
+def test_an_overtaken_attempt_publishes_nothing(harness: Make) -> None:
+    made = harness(training={"steps": 100_000})
+    attempt = made.start()
+    attempt.wait_for_iteration(2)
+    made.begin()
+    triggers.touch(made.run, "save")
+    assert attempt.wait() == [3, 3], attempt.output()
+    left = attempt.outcome
+    assert left.outcome == "fatal"
+    assert "superseded: attempt 2 has begun" in left.reason
+    assert attempt.commits == []
+    assert [path.name for path in made.run.checkpoints.iterdir()] == [".staging"]
+
+
+def test_a_save_that_fails_on_one_rank_stops_nothing_until_the_end(harness: Make) -> None:
+    """Rank 1 may write no file above 8 kB: its part of the checkpoint fails, rank 0's does not."""
+    made = harness(training={"steps": 10}, checkpoint={"interval": 4})
+    attempt = made.start(file_limit=8192)
+    assert attempt.wait() == [1, 1], attempt.output()
+    assert sorted(attempt.steps()) == list(range(1, 11))
+    output = attempt.output()
+    for iteration, times in ((4, 1), (8, 1), (10, 3)):
+        assert output.count(f"SAVE FAILED at iteration {iteration}: rank 1: ") == times
+    assert "iteration 10 could not be saved" in output
+    assert "Traceback" not in output
+    assert attempt.outcome is None
+    assert attempt.commits == []
+    assert durable(made.run).iteration == 0
+
+
+def test_a_loss_that_is_no_number_is_fatal_and_not_saved(harness: Make) -> None:
+    made = harness(optimizer={"lr": 1e30, "lr_warmup_steps": 0})
+    attempt = made.start()
+    assert attempt.wait() == [3, 3], attempt.output()
+    assert attempt.outcome.outcome == "fatal"
+    assert "nan" in attempt.outcome.reason
+    assert attempt.commits == []
+
+
+def test_other_data_than_the_checkpoint_saw_are_fatal(harness: Make, tmp_path: Path) -> None:
+    made = harness(training={"steps": 4})
+    writer = ShardWriter(tmp_path / "shard", np.uint16)
+    writer.add(np.arange(600) % 300, [600])
+    writer.finish()
+    first = made.train()
+    made.config["training"]["steps"] = 8
+    made.revision = 2
+    made.write_config()
+
+    original = made.run.manifest.read_text()
+    Manifest.build([tmp_path / "shard"], {}, vocabulary_size=300, eod=0, tokenizer="none").write(made.run.manifest)
+    other = made.start()
+    assert other.wait() == [3, 3], other.output()
+    assert other.outcome.outcome == "fatal"
+    assert "fingerprint" in other.outcome.reason
+    assert other.outcome.iteration == 4
+
+    made.run.manifest.write_text(original)
+    shutil.rmtree(other.directory.path)
+    prefix = Manifest.read(made.run.manifest).train.shards[0].prefix
+    Path(f"{prefix}.bin").rename(tmp_path / "away")
+    try:
+        missing = made.start()
+        assert missing.wait() == [1, 1], missing.output()
+        assert missing.outcome is None, "a file system may be away for a while: not fatal"
+    finally:
+        (tmp_path / "away").rename(f"{prefix}.bin")
+    assert first.outcome.outcome == "done"

@@ -1,0 +1,137 @@
+"""What makes the ranks save or leave, as rank 0 sees it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayrun.rundir import triggers
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.records import Begin
+from relayrun.training.control import Control, Order
+from relayrun.training.metrics import Metrics, Step
+from relayrun.training.signals import SignalFlag
+
+
+class OneRank:
+    """A world of one; `others` is what another rank would add to an agreement."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.others: list[int] | None = None
+
+    def any(self, flags: list[int]) -> list[int]:
+        return [max(pair) for pair in zip(flags, self.others or flags, strict=True)]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path)
+    run.attempt(1).path.mkdir(parents=True)
+    triggers.create_folder(run)
+    return run
+
+
+def control(run: RunDir, ranks: Any = None, flag: SignalFlag | None = None, **changes: Any) -> Control:
+    values: dict[str, Any] = {
+        "attempt": 1, "job_id": "1", "job_name": "x", "nodes": "n", "config_revision": 1, "base_iteration": 0,
+        "base_path": None, "start_time": 0.0, "job_end_time": None, "lead": 0.0,
+    }  # fmt: skip
+    return Control(run, Begin(**(values | changes)), ranks or OneRank(), flag or SignalFlag())
+
+
+def test_without_a_reason_training_goes_on(run: RunDir) -> None:
+    assert control(run).look() == Order()
+
+
+def test_the_deadline_is_the_end_of_the_job_less_the_lead(run: RunDir) -> None:
+    now = time.time()
+    assert control(run, job_end_time=now + 100, lead=50.0).look() == Order()
+    assert control(run, job_end_time=now + 100, lead=100.0).look() == Order(leave="saved", reason="time limit near")
+
+
+@pytest.mark.parametrize(("text", "reason"), [("asked\n", "stop file: asked"), ("", "stop file")])
+def test_the_stop_file_says_why(run: RunDir, text: str, reason: str) -> None:
+    run.attempt(1).stop.write_text(text)
+    assert control(run).look() == Order(leave="saved", reason=reason)
+
+
+def test_a_signal_to_any_rank_is_named(run: RunDir) -> None:
+    ranks = OneRank()
+    ranks.others = [signal.SIGTERM.value, 0, 0, 0]
+    assert control(run, ranks).look() == Order(leave="saved", reason="SIGTERM")
+
+
+def test_the_exit_trigger_ends_the_chain_whatever_else_there_is(run: RunDir) -> None:
+    run.attempt(1).stop.write_text("asked")
+    triggers.touch(run, "exit")
+    seen = control(run).look()
+    assert seen.leave == "exit"
+    assert seen.reason.startswith("exit trigger by ")
+
+
+def test_a_save_trigger_is_answered_once_although_it_cannot_be_removed(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", "save.done")
+
+    watching = control(run)
+    triggers.touch(run, "save")
+    monkeypatch.setattr(triggers, "acknowledge", refuse)
+    assert watching.look() == Order(save=True)
+    watching.acknowledge(5, "saved")
+    assert "trigger save not acknowledged" in capsys.readouterr().err
+    assert watching.look() == Order()
+    os.utime(run.triggers / "save", (1, 1))  # touched again
+    assert watching.look() == Order(save=True)
+
+
+def test_a_handler_does_nothing_in_a_forked_child() -> None:
+    flag = SignalFlag()
+    old = [(number, signal.getsignal(number)) for number in (signal.SIGUSR2, signal.SIGTERM)]
+    flag.install()
+    try:
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0 if flag.received is None else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert flag.received is signal.SIGUSR2
+    finally:
+        for number, handler in old:
+            signal.signal(number, handler)
+
+
+def step(iteration: int) -> Step:
+    return Step(iteration=iteration, loss=1 / 3, grad_norm=0.1 + 0.2, lr=1e-3, consumed_samples=8 * iteration,
+                consumed_tokens=512 * iteration, tokens_per_second=1.0, step_seconds=1.0, time=0.0)  # fmt: skip
+
+
+def test_metrics_keep_every_bit_of_a_float(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "metrics.jsonl", OneRank(), total_steps=1)  # type: ignore[arg-type]
+    metrics.step(step(1))
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert line["loss"].hex() == (1 / 3).hex()
+    assert line["grad_norm"].hex() == (0.1 + 0.2).hex()
+
+
+def test_metrics_that_cannot_be_written_are_written_later(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path, OneRank(), total_steps=3)  # type: ignore[arg-type]
+    metrics.step(step(1))
+    path.rename(tmp_path / "aside")
+    path.mkdir()  # as good as a full disk
+    metrics.step(step(2))
+    path.rmdir()
+    (tmp_path / "aside").rename(path)
+    metrics.step(step(3))
+    assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2, 3]

@@ -1,0 +1,117 @@
+"""A staged checkpoint becomes one that counts, or nothing changes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from relayrun.errors import FatalTrainingError
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.records import Begin, Commit, commits, durable
+from relayrun.training import publish
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path)
+    run.checkpoints.mkdir()
+    return run
+
+
+def begin(run: RunDir, attempt: int, base: int = 0) -> None:
+    run.attempt(attempt).path.mkdir(parents=True)
+    Begin(
+        attempt=attempt, job_id="1", job_name="x", nodes="n", config_revision=1, base_iteration=base,
+        base_path=str(run.checkpoint(base)) if base else None, start_time=0.0, job_end_time=None, lead=0.0,
+    ).write(run.attempt(attempt).begin)  # fmt: skip
+
+
+def save(run: RunDir, attempt: int, iteration: int, keep_last: int = 100) -> None:
+    staged = publish.prepare(run, attempt, iteration)
+    (staged / "data").write_text(f"{attempt} {iteration}")
+    commit = Commit(iteration=iteration, path=str(run.checkpoint(iteration)), consumed_samples=iteration * 8,
+                    time=time.time(), seconds=0.0)  # fmt: skip
+    publish.publish(run, attempt, commit, staged)
+    publish.prune(run, attempt, keep_last)
+
+
+def names(run: RunDir) -> list[str]:
+    return sorted(path.name for path in run.checkpoints.iterdir() if path.name.startswith("iter_"))
+
+
+def test_a_published_checkpoint_has_its_name_its_commit_and_the_tracker(run: RunDir) -> None:
+    begin(run, 1)
+    save(run, 1, 7)
+    assert (run.checkpoint(7) / "data").read_text() == "1 7"
+    assert [(commit.iteration, commit.consumed_samples) for commit in commits(run.attempt(1))] == [(7, 56)]
+    assert run.tracker.read_text() == "7\n"
+    assert durable(run).path == str(run.checkpoint(7))
+    assert list(run.staging(1).iterdir()) == []
+
+
+def test_an_attempt_that_is_no_longer_the_newest_publishes_nothing(run: RunDir) -> None:
+    begin(run, 1)
+    save(run, 1, 5)
+    begin(run, 2, base=5)
+    with pytest.raises(FatalTrainingError, match="superseded: attempt 2 has begun"):
+        save(run, 1, 9)
+    assert names(run) == ["iter_0000005"]
+    assert run.tracker.read_text() == "5\n"
+    assert durable(run).iteration == 5
+
+
+def test_what_nobody_vouches_for_is_moved_aside(run: RunDir) -> None:
+    begin(run, 1)
+    run.checkpoint(6).mkdir()
+    (run.checkpoint(6) / "data").write_text("leftover")
+    save(run, 1, 6)
+    assert (run.checkpoint(6) / "data").read_text() == "1 6"
+    assert (run.checkpoints / ".superseded" / "iter_0000006-0001" / "data").read_text() == "leftover"
+
+
+def test_a_failed_save_leaves_nothing_in_the_way_of_the_next(run: RunDir) -> None:
+    begin(run, 1)
+    (publish.prepare(run, 1, 4) / "half").write_text("torn")
+    save(run, 1, 4)
+    assert [path.name for path in run.checkpoint(4).iterdir()] == ["data"]
+
+
+def test_only_the_newest_are_kept(run: RunDir) -> None:
+    begin(run, 1)
+    for iteration in (2, 4, 6, 8):
+        save(run, 1, iteration, keep_last=3)
+    assert names(run) == ["iter_0000004", "iter_0000006", "iter_0000008"]
+    begin(run, 2, base=8)
+    save(run, 2, 10, keep_last=2)
+    assert names(run) == ["iter_0000008", "iter_0000010"]
+
+
+def test_removal_touches_neither_other_folders_nor_checkpoints_outside_of_the_line(run: RunDir) -> None:
+    begin(run, 1)
+    save(run, 1, 4)
+    begin(run, 2, base=4)
+    (run.checkpoints / "mine").mkdir()
+    run.checkpoint(20).mkdir()  # what an attempt that lost its right had published further on
+    save(run, 2, 6, keep_last=2)
+    assert names(run) == ["iter_0000004", "iter_0000006", "iter_0000020"]
+    assert (run.checkpoints / "mine").is_dir()
+
+
+def test_what_dead_attempts_staged_is_removed(run: RunDir) -> None:
+    begin(run, 1)
+    (publish.prepare(run, 1, 4) / "half").write_text("torn")
+    begin(run, 2)
+    save(run, 2, 6)
+    assert not run.staging(1).exists()
+
+
+def test_a_commit_stands_although_the_tracker_cannot_be_written(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin(run, 1)
+    run.tracker.mkdir()
+    save(run, 1, 7)
+    assert durable(run).iteration == 7
+    assert "warning: latest_checkpointed_iteration.txt not written" in capsys.readouterr().err
