@@ -74,11 +74,13 @@ def find_files(
                 )
                 try:
                     status = entry.stat()
-                except (FileNotFoundError, OSError) as error:
-                    if wanted and entry.is_symlink():
+                except OSError as error:
+                    if not wanted:
+                        continue
+                    if entry.is_symlink():
                         raise InputError(f"this link leads nowhere ({error.strerror})",
                                          where=printable(entry.path)) from None  # fmt: skip
-                    continue
+                    raise
                 identity = (status.st_dev, status.st_ino)
                 if stat.S_ISDIR(status.st_mode):
                     if identity not in ancestors:

@@ -52,28 +52,29 @@ class KillAwareExecutor(LocalPipelineExecutor):  # type: ignore[misc]  # datatro
         workers = min(self.workers, len(ranks))
         errors = self._run_here(ranks, on_task_done) if workers <= 1 else self._run_pool(ranks, workers, on_task_done)
         if errors:
-            defects = [error for error in errors if not isinstance(error, (RelayrunError, OSError))]
-            first = (defects or errors)[0]
+            in_order = [errors[rank] for rank in sorted(errors)]
+            defects = [error for error in in_order if not isinstance(error, (RelayrunError, OSError))]
+            first = (defects or in_order)[0]
             if len(errors) > 1 and isinstance(first, RelayrunError):
                 note = f"{len(errors)} of {len(ranks)} tasks failed, this is the first error"
                 first.hint = f"{first.hint}\n     {note}" if first.hint else note
             raise first
 
-    def _run_here(self, ranks: Sequence[int], on_task_done: OnTaskDone) -> list[Exception]:
-        errors: list[Exception] = []
+    def _run_here(self, ranks: Sequence[int], on_task_done: OnTaskDone) -> dict[int, Exception]:
+        errors: dict[int, Exception] = {}
         for rank in ranks:
             try:
                 totals = _run_task(copy.deepcopy(self), rank)
             except Exception as error:
-                errors.append(error)
+                errors[rank] = error
             else:
                 on_task_done(rank, totals)
         return errors
 
-    def _run_pool(self, ranks: Sequence[int], workers: int, on_task_done: OnTaskDone) -> list[Exception]:
+    def _run_pool(self, ranks: Sequence[int], workers: int, on_task_done: OnTaskDone) -> dict[int, Exception]:
         context = multiprocessing.get_context("spawn")  # a fork would copy the locks of Arrow's threads
         lifeline, our_end = context.Pipe(duplex=False)
-        errors: list[Exception] = []
+        errors: dict[int, Exception] = {}
         pool = concurrent.futures.ProcessPoolExecutor(
             workers, mp_context=context, initializer=_begin_worker, initargs=(lifeline,)
         )
@@ -89,7 +90,7 @@ class KillAwareExecutor(LocalPipelineExecutor):  # type: ignore[misc]  # datatro
                         hint="run again: finished tasks are kept, and fewer workers need less memory",
                     ) from None
                 except Exception as error:
-                    errors.append(error)
+                    errors[futures[future]] = error
                 else:
                     on_task_done(futures[future], totals)
         except BaseException:

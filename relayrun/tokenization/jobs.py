@@ -16,11 +16,11 @@ import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from relayrun.config.schema import parse_time
 from relayrun.errors import InputError, RelayrunError, SchedulerError
 from relayrun.files import write_atomic
+from relayrun.slurmtime import parse_time
 from relayrun.tokenization.locks import locked
 from relayrun.tokenization.metadata import MetadataFolder, replace_link
 from relayrun.tokenization.settings import SlurmOptions, TokenizationSettings
@@ -91,7 +91,7 @@ def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]
         result = tokenize(
             tokenizer_name_or_path=settings.tokenizer,
             output_folder=output,
-            dataset=metadata.raw_link,
+            dataset=os.path.realpath(metadata.raw_link),  # messages name files of the dataset, not of the link
             paths_file=paths_file,
             n_tasks=settings.tasks,
             n_workers=settings.workers,
@@ -141,7 +141,7 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
 def submit_dumps(
     settings: TokenizationSettings,
     *,
-    executor: str = "slurm",
+    executor: Literal["local", "slurm"] = "slurm",
     max_parallel: int = 4,
     slurm: SlurmOptions | None = None,
     wait: bool = True,
@@ -160,7 +160,7 @@ def submit_dumps(
         with metadata.in_use():
             indices = begin(settings)
             _run_local(settings, indices, max_parallel)
-    else:
+    elif executor == "slurm":
         with metadata.hold():
             metadata.refuse_live_jobs()
             indices = begin(settings)
@@ -172,6 +172,8 @@ def submit_dumps(
             return indices
         while metadata.live_jobs():
             time.sleep(10 * _POLL_SECONDS)
+    else:
+        raise InputError(f"unknown executor {executor!r}; there are: local, slurm")
     _raise_failures(settings, sorted(set(indices) & set(metadata.pending())), len(indices))
     return indices
 
@@ -179,7 +181,7 @@ def submit_dumps(
 def _run_local(settings: TokenizationSettings, indices: Sequence[int], max_parallel: int) -> None:
     import submitit
 
-    executor = submitit.LocalExecutor(settings.job_logs)
+    executor = submitit.LocalExecutor(settings.job_logs / "submitit")
     executor.update_parameters(timeout_min=_LOCAL_LIMIT_MINUTES)
     running: dict[int, Any] = {}
     waiting = list(indices)
@@ -222,10 +224,11 @@ def _submit_slurm(
         additional_parameters={"output": f"{log}.out", "error": f"{log}.err", **options.additional_parameters},
     )
     try:
-        jobs = executor.map_array(tokenize_dump, [settings] * len(indices), indices)
+        with contextlib.redirect_stderr(io.StringIO()):  # submitit repeats there what it raises
+            jobs = executor.map_array(tokenize_dump, [settings] * len(indices), indices)
     except submitit.core.utils.UncompletedJobError as error:
-        lines = [line for line in str(error).splitlines() if "error" in line.lower()]
-        raise SchedulerError(f"sbatch refused: {lines[-1] if lines else error}") from None
+        said = [line.partition("error: ")[2] for line in str(error).splitlines() if line.startswith("sbatch: error: ")]
+        raise SchedulerError(f"sbatch refused: {'; '.join(said) or error}") from None
     return [str(job.job_id) for job in jobs]
 
 

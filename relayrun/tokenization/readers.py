@@ -87,7 +87,8 @@ def _read_parquet(path: str, column: str) -> Iterator[str | None]:
             raise InputError(f"column {column!r} holds {kind}, not text", where=printable(path))
         # one thread: the workers share the cores already
         for batch in file.iter_batches(batch_size=ROWS_PER_BATCH, columns=[column], use_threads=False):
-            yield from batch.column(column).to_pylist()
+            for value in batch.column(column):  # one by one: a list would hold every text twice
+                yield value.as_py()
 
 
 def _read_jsonl(path: str, column: str, compression: str | None) -> Iterator[str | None]:

@@ -69,6 +69,8 @@ def load_tokenizer(name_or_path: str, *, eos_token: str | None = None) -> Docume
     if file.is_file():
         tokenizer, size = _from_file(file), 0
         eos_token = eos_token or _configured_eos(file.parent) or _usual_eos(tokenizer, name_or_path)
+    elif path.is_absolute() or name_or_path.startswith(".") or path.suffix == ".json":
+        raise InputError("there is no such tokenizer file", where=file)
     else:
         tokenizer, size, configured = _from_transformers(name_or_path)
         eos_token = eos_token or configured or _usual_eos(tokenizer, name_or_path)

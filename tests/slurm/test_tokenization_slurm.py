@@ -1,0 +1,175 @@
+"""Dumps as Slurm jobs: both launchers give the shards that the local way gives."""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from relayrun.errors import RelayrunError
+from relayrun.tokenization.dumps import prepare
+from relayrun.tokenization.jobs import tokenize_dump
+from relayrun.tokenization.metadata import MetadataFolder
+from relayrun.tokenization.settings import TokenizationSettings
+
+from .cluster import ROOT, TestCluster
+
+pytestmark = pytest.mark.slurm
+
+BASH = ROOT / "scripts/tokenization/submit_tokenization.sh"
+PYTHON = ROOT / "launchers/submit_tokenization.py"
+DUMPS = 3
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A dataset in a folder with blanks, its tokenizer, and the shards of every dump, made without Slurm."""
+
+    folder: Path
+    tokenizer: Path
+    expected: dict[str, bytes]
+
+    def settings(self, name: str) -> TokenizationSettings:
+        """A fresh metadata folder and output `name`, with all dumps prepared."""
+        prepare(self.folder / "data", self.folder / name / "meta", n_dumps=DUMPS)
+        return TokenizationSettings(
+            tokenizer=str(self.tokenizer), tokenizer_name="T", dataset_name=name, tasks=2, workers=2,
+            metadata_folder=str(self.folder / name / "meta"), output_folder=str(self.folder / name / "out"),
+            logs=str(self.folder / name / "logs"),
+        )  # fmt: skip
+
+
+def shards(settings: TokenizationSettings) -> dict[str, bytes]:
+    output = settings.dataset_output
+    return {str(file.relative_to(output)): file.read_bytes() for file in sorted(output.rglob("*_tokens.*"))}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    folder = tmp_path_factory.mktemp("a ' b")
+    sources = sorted(Path(os.__file__).parent.glob("*.py"))[:60]
+    texts = [source.read_text(encoding="utf-8", errors="replace") for source in sources]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<|endoftext|>"]
+    tokenizer.train_from_iterator(
+        texts[:5], trainers.BpeTrainer(vocab_size=500, special_tokens=special, show_progress=False)
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "data").mkdir()
+    for number in range(6):
+        pq.write_table(pa.table({"text": texts[number::6]}), folder / "data" / f" {number} ü.parquet")
+    made = Dataset(folder, folder / "tokenizer.json", {})
+    local = made.settings("local")
+    for index in range(DUMPS):
+        tokenize_dump(local, index)
+    return Dataset(made.folder, made.tokenizer, shards(local))
+
+
+def environment(settings: TokenizationSettings) -> dict[str, str]:
+    return {
+        "TOKENIZER": settings.tokenizer, "TOKENIZER_NAME": settings.tokenizer_name,
+        "DATASET_NAME": settings.dataset_name, "PATH_TO_PREPROCESSING_METADATA": settings.metadata_folder,
+        "PATH_TO_OUTPUT_FOLDER": settings.output_folder, "PATH_TO_LOGS": settings.logs,
+        "NUMBER_OF_DATATROVE_TASKS": "2", "PYTHON": sys.executable,
+    }  # fmt: skip
+
+
+def write_config(settings: TokenizationSettings, *, max_parallel: int) -> Path:
+    config = Path(settings.metadata_folder, "config.yaml")
+    lines = [f'{name}: "{value}"' if isinstance(value, str) else f"{name}: {value}"
+             for name, value in settings if value is not None]  # fmt: skip
+    config.write_text("\n".join([*lines, f"max_parallel: {max_parallel}", "slurm: {time: 5, partition: debug}", ""]))
+    return config
+
+
+def assert_all_done(settings: TokenizationSettings, expected: dict[str, bytes], cluster: TestCluster) -> list[str]:
+    """Shards, links, CSV and logs; returns the job ids of the CSV."""
+    metadata = MetadataFolder(settings.metadata_folder)
+    assert (metadata.pending(), metadata.finished()) == ([], list(range(DUMPS)))
+    assert shards(settings) == expected
+    assert os.readlink(metadata.tokenized_link) == str(settings.dataset_output)
+    with settings.csv.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == DUMPS
+    assert {row["node"] for row in rows} <= {"n0", "n1", "n2", "n3"}
+    logs = sorted(path.name for path in settings.job_logs.glob("R-*"))
+    assert len(logs) == 2 * DUMPS
+    assert all(name.startswith(f"R-{settings.name}-") for name in logs)
+    assert all("tokens" in file.read_text() for file in settings.job_logs.glob("R-*.out"))
+    assert len(list(Path(settings.logs, "datatrove/T", settings.dataset_name).glob("dump-*/logs/task_*.log"))) == 6
+    return [row["slurm_job_id"] for row in rows]
+
+
+def test_the_bash_launcher_gives_the_shards_of_the_local_way(cluster: TestCluster, dataset: Dataset) -> None:
+    settings = dataset.settings("bash")
+    done = cluster.run([BASH], env=environment(settings), cwd=Path("/"))
+    submitted = [line.rpartition(" ")[2] for line in done.stdout.splitlines() if line.startswith("dump ")]
+    assert len(submitted) == DUMPS
+    for job in submitted:
+        assert cluster.wait_job(job, timeout=120) == "COMPLETED"
+        assert cluster.job(job)["NumNodes"] == "1"
+    assert sorted(assert_all_done(settings, dataset.expected, cluster)) == sorted(submitted)
+
+
+def test_the_python_launcher_gives_the_shards_of_the_local_way(cluster: TestCluster, dataset: Dataset) -> None:
+    settings = dataset.settings("python")
+    config = write_config(settings, max_parallel=2)
+    cluster.run([sys.executable, PYTHON, config, "--wait"], timeout=180, cwd=Path("/"))
+    ids = assert_all_done(settings, dataset.expected, cluster)
+    (array,) = {job.partition("_")[0] for job in ids}
+    assert sorted(ids) == [f"{array}_{element}" for element in range(DUMPS)]
+
+
+def test_pending_and_running_jobs_keep_the_dumps_from_being_prepared_anew(
+    cluster: TestCluster, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = dataset.settings("held")
+    config = write_config(settings, max_parallel=1)
+    blocker = cluster.sbatch(["--nodes=4", "--exclusive", "--wrap=sleep 300"])
+    cluster.wait_running(blocker)
+    cluster.run([sys.executable, PYTHON, config])
+    monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+    with pytest.raises(RelayrunError, match="pending or running as Slurm jobs"):
+        prepare(dataset.folder / "data", settings.metadata_folder)
+    again = cluster.run([BASH], env=environment(settings), check=False)
+    assert again.returncode == 1
+    assert "pending or running as Slurm jobs" in again.stderr
+    array = cluster.queue()[-1].id.partition("_")[0]
+    cluster.run(["scancel", blocker, array])
+    cluster.wait_until(lambda: not cluster.queue(), what="the queue is empty")
+    assert len(prepare(dataset.folder / "data", settings.metadata_folder, n_dumps=DUMPS)) == DUMPS
+
+
+def test_a_failed_dump_is_one_message_and_submitting_again_completes_it(cluster: TestCluster, dataset: Dataset) -> None:
+    settings = dataset.settings("failed")
+    broken = settings.model_copy(update={"column": "nope"})
+    config = write_config(broken, max_parallel=4)
+    failed = cluster.run([sys.executable, PYTHON, config, "--wait"], timeout=180, check=False)
+    assert failed.returncode == 1
+    assert "3 of 3 dumps failed (dump 0, 1, 2). Dump 0: " in failed.stderr
+    assert "no column 'nope'; there are: text" in failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert shards(settings) == {}
+    for file in settings.job_logs.glob("R-*"):
+        file.unlink()
+    cluster.run([sys.executable, PYTHON, write_config(settings, max_parallel=4), "--wait"], timeout=180)
+    assert_all_done(settings, dataset.expected, cluster)
+
+
+def test_what_slurm_refuses_is_one_message(cluster: TestCluster, dataset: Dataset) -> None:
+    settings = dataset.settings("refused")
+    config = write_config(settings, max_parallel=4)
+    config.write_text(config.read_text().replace("partition: debug", "partition: nowhere"))
+    refused = cluster.run([sys.executable, PYTHON, config], check=False)
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("error: sbatch refused: ")
+    assert "invalid partition" in refused.stderr
+    assert "Traceback" not in refused.stderr
