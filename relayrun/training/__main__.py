@@ -35,9 +35,9 @@ def main(flag: SignalFlag) -> int:
         if begin is None:
             raise RelayrunError("this attempt has not begun", where=attempt.begin)
         base = begin.base_iteration
-        # megatron-core says at every import and config that TransformerEngine and Apex are not there
-        warnings.filterwarnings("ignore", "(Transformer Engine and )?Apex (is|are) not installed", UserWarning)
-        warnings.filterwarnings("ignore", "full scope is deprecated", UserWarning)
+        # what these two say to their own authors, at every import, config and save
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
         from relayrun.training.loop import train  # imports torch and megatron-core: seconds
 
         train(run, begin, flag)
