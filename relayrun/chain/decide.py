@@ -74,7 +74,7 @@ def at_begin(facts: BeginFacts) -> Decision:
     if facts.stopped is not None:
         return Decision(action="stop", reason=facts.stopped)
     if facts.durable_iteration >= facts.total_steps:
-        return Decision(action="stop", reason=f"done: iteration {facts.durable_iteration} is durable")
+        return Decision(action="stop", reason=f"the last iteration, {facts.durable_iteration}, is durable")
     if facts.exit_trigger is not None:
         return Decision(action="stop", reason=f"exit trigger by {facts.exit_trigger}, before this job began")
     if facts.predecessor_cancelled:
@@ -91,7 +91,7 @@ def at_begin(facts: BeginFacts) -> Decision:
 def at_end(facts: EndFacts) -> Decision:
     """Whether the successor goes on, goes on later, or must not start."""
     if facts.outcome == "done" and facts.durable_iteration >= facts.total_steps:
-        return Decision(action="stop", reason=f"done: iteration {facts.durable_iteration} is durable")
+        return Decision(action="stop", reason=f"the last iteration, {facts.durable_iteration}, is durable")
     if facts.outcome == "exit":
         return Decision(action="stop", reason=facts.outcome_reason)
     if facts.outcome == "fatal":

@@ -47,7 +47,7 @@ def test_a_run_goes_through_as_many_jobs_as_its_time_limit_asks_for(make_run: Ma
     records = ends(run)
     assert len(records) >= 2, logs(run)
     assert [record.cause for record in records] == ["saved"] * (len(records) - 1) + ["done"]
-    assert run.stop.read_text().startswith("done: iteration 40")
+    assert run.stop.read_text().startswith("the last iteration, 40, is durable")
     assert durable(run).iteration == 40
     assert [line["iteration"] for line in read_lines(run.metrics_view)] == list(range(1, 41))
     bases = [Begin.read(run.attempt(n).begin) for n in run.attempt_numbers()]

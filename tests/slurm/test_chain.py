@@ -66,7 +66,7 @@ def test_signals_carry_a_run_through_its_jobs_until_it_is_done(cluster: TestClus
     assert [end.cause for end in ends(run)] == ["saved", "done"], logs(run)
     assert ends(run)[0].reason in ("SIGUSR2", "stop file")
     assert durable(run).iteration == 60
-    assert run.stop.read_text().startswith("done: iteration 60")
+    assert run.stop.read_text().startswith("the last iteration, 60, is durable")
 
 
 def test_options_of_the_command_line_hold_for_successors(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811

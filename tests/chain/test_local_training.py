@@ -1,0 +1,51 @@
+"""The real training program through the real chain on one machine: cut by its time limit, exact to the last bit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import assert_same_bytes
+from tests.workspace import Workspace, ends, steps
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 500
+
+
+def submit(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "launchers/submit.py", str(config), *arguments],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+
+
+def test_a_run_cut_by_sigusr2_at_its_limit_equals_the_uninterrupted_run(tmp_path: Path) -> None:
+    workspace = Workspace.make(tmp_path)
+    training = {"steps": STEPS}
+    whole = submit(workspace.config("whole", training=training))
+    assert whole.returncode == 0, whole.stderr
+    reference = workspace.run("whole")
+    (uninterrupted,) = ends(reference)
+    limit = max(1, round((uninterrupted.end_time - reference.attempt(1).begin.stat().st_mtime) * 0.6))
+    # the deadline inside comes after the signal, so that the signal is what cuts
+    pieces = workspace.config("it's in pieces", training=training, job={"time": f"00:00:{limit}"},
+                              chain={"lead": 1, "signal_lead": 3}, checkpoint={"interval": 211})  # fmt: skip
+    cut = submit(pieces)
+    assert cut.returncode == 0, cut.stderr
+    run = workspace.run("it's in pieces")
+    records = ends(run)
+    assert len(records) >= 3, cut.stderr
+    assert [record.cause for record in records] == ["saved"] * (len(records) - 1) + ["done"]
+    assert all("SIGUSR2" in record.reason for record in records[:-1])
+    assert all(record.durable_iteration % 211 for record in records[:-1])
+    assert steps(run) == steps(reference)
+    assert sorted(steps(run)) == list(range(1, STEPS + 1))
+    assert assert_same_bytes(reference.checkpoint(STEPS), run.checkpoint(STEPS)) > 50
+    again = submit(pieces)
+    assert again.returncode == 1
+    assert f"the chain of this run has ended: the last iteration, {STEPS}, is durable" in again.stderr

@@ -1,0 +1,168 @@
+"""The real training program as chains of real Slurm jobs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from relayrun.chain.plan import Plan
+from relayrun.files import read_lines
+from relayrun.rundir import triggers
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.records import Begin, durable
+from tests.checkpoints import assert_same_bytes
+from tests.workspace import Workspace, ends, steps
+
+from .cluster import ROOT, TestCluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+SLURM = {
+    "name": "test",
+    "scheduler": "slurm",
+    "environment": {"MASTER_ADDR": "127.0.0.1"},  # pretended nodes have no addresses
+    "host_python": getattr(sys, "_base_executable", "python3"),  # bare: without the project's packages
+}
+TWO_NODES = {"nodes": 2, "ntasks_per_node": 1}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return Workspace.make(tmp_path_factory.mktemp("it's a workspace"))
+
+
+def submit(cluster: TestCluster, config: Path, *arguments: str, check: bool = True) -> str:
+    """`relayrun submit`; returns what it printed."""
+    done = cluster.run([sys.executable, "-m", "relayrun.cli", "submit", config, *arguments], check=check, cwd=ROOT)
+    return done.stdout + done.stderr
+
+
+def chain_jobs(cluster: TestCluster, run: RunDir) -> list[str]:
+    """States of the chain's jobs; never more than one of them waits."""
+    name = Plan.load(run).job_name
+    states = [job.state for job in cluster.queue() if job.name == name]
+    assert states.count("PENDING") <= 1, states
+    return states
+
+
+def wait_for_end(cluster: TestCluster, run: RunDir, timeout: float) -> None:
+    cluster.wait_until(lambda: not chain_jobs(cluster, run), timeout=timeout, interval=0.5)
+
+
+def wait_for_iteration(cluster: TestCluster, run: RunDir, attempt: int, timeout: float = 90) -> None:
+    cluster.wait_until(lambda: any(read_lines(run.attempt(attempt).metrics)), timeout=timeout, interval=0.2)
+
+
+def job_of(run: RunDir, attempt: int) -> str:
+    begin = Begin.read(run.attempt(attempt).begin)
+    assert begin is not None
+    return begin.job_id
+
+
+def test_jobs_cut_by_their_time_limit_equal_the_uninterrupted_run(cluster: TestCluster, workspace: Workspace) -> None:
+    count = 500
+    training = {"steps": count}
+    submit(cluster, workspace.config("whole", training=training, job=TWO_NODES | {"time": "10"}, cluster=SLURM))
+    wait_for_end(cluster, workspace.run("whole"), timeout=200)
+    reference = workspace.run("whole")
+    assert [end.cause for end in ends(reference)] == ["done"]
+    seconds = ends(reference)[0].end_time - reference.attempt(1).begin.stat().st_mtime
+    # Slurm's shortest limit is a minute; of it each job trains so long that three are needed
+    lead = max(5, round(60 - 0.55 * seconds))
+    submit(cluster, workspace.config("pieces", training=training, job=TWO_NODES | {"time": "1"}, cluster=SLURM,
+                                     chain={"lead": lead, "signal_lead": 1}, checkpoint={"interval": 211}))  # fmt: skip
+    run = workspace.run("pieces")
+    wait_for_end(cluster, run, timeout=400)
+    records = ends(run)
+    assert len(records) >= 3
+    assert [record.cause for record in records] == ["saved"] * (len(records) - 1) + ["done"]
+    assert {record.reason for record in records[:-1]} == {"time limit near"}
+    assert steps(run) == steps(reference)
+    assert sorted(steps(run)) == list(range(1, count + 1))
+    assert assert_same_bytes(reference.checkpoint(count), run.checkpoint(count)) > 50
+    assert "the chain of this run has ended" in submit(cluster, workspace.folder / "pieces.yaml", check=False)
+
+
+def test_two_runs_share_a_node_and_a_signal_during_the_imports_harms_neither(
+    cluster: TestCluster, workspace: Workspace
+) -> None:
+    job = {"nodes": 1, "ntasks_per_node": 2, "exclude": "n1,n2,n3"}
+    training = {"steps": 200}
+    for name in ("one", "two"):
+        submit(cluster, workspace.config(name, training=training, job=job, cluster=SLURM))
+    run = workspace.run("one")
+    cluster.wait_until(lambda: run.attempt(1).begin.exists(), timeout=30, interval=0.05)
+    cluster.run(["scancel", "--signal=USR2", "--full", job_of(run, 1)])  # everybody, most of them importing
+    cluster.wait_until(run.attempt(1).end.exists, timeout=60)
+    (first,) = ends(run)[:1]
+    assert (first.cause, first.exit_code, first.progress) == ("saved", 0, False)
+    successor = next(job for job in cluster.queue() if job.name == Plan.load(run).job_name)
+    cluster.run(["scontrol", "update", f"JobId={successor.id}", "StartTime=now"])  # it waits 30 s otherwise
+    wait_for_end(cluster, run, timeout=150)
+    wait_for_end(cluster, workspace.run("two"), timeout=150)
+    assert [end.cause for end in ends(run)] == ["saved", "done"]
+    assert [end.cause for end in ends(workspace.run("two"))] == ["done"]
+    assert steps(run) == steps(workspace.run("two"))
+
+
+def test_a_bash_launcher_from_anywhere_with_its_options_triggers_and_resume(
+    cluster: TestCluster, workspace: Workspace, tmp_path: Path
+) -> None:
+    config = workspace.config("unused", job=TWO_NODES, cluster=SLURM)
+    run = workspace.run("bash run")
+    settings = {
+        "CONFIG": str(config), "RUN_DIR": str(run.path), "DATASETS": str(workspace.folder / "data"), "MBS": "2",
+        "GBS": "8", "SEQ_LEN": "64", "TRAINING_STEPS": "5000", "CHECKPOINT_STEPS": "4000", "PYTHON": sys.executable,
+        "HOST_PYTHON": SLURM["host_python"], "EXP_NAME": "from-bash",
+    }  # fmt: skip
+    other = cluster.sbatch(["--job-name=relayrun-demo", "--wrap=sleep 300"])  # the launcher's own name
+    first = cluster.sbatch(["--nodes=1", "--time=7", ROOT / "launchers/submit-demo.sh"], cwd=tmp_path, env=settings)
+    cluster.wait_until(run.plan.exists, timeout=30)
+    wait_for_iteration(cluster, run, 1)
+    assert job_of(run, 1) == first
+    assert sorted(chain_jobs(cluster, run)) == ["PENDING", "RUNNING"]
+
+    triggers.touch(run, "save")
+    cluster.wait_until((run.triggers / "save.done").exists, timeout=30)
+    saved = json.loads((run.triggers / "save.done").read_text())
+    assert (saved["result"], run.checkpoint(saved["iteration"]).is_dir()) == ("saved", True)
+
+    cluster.run(["scancel", "--signal=USR2", "--batch", first])  # the header's backstop
+    wait_for_iteration(cluster, run, 2)
+    assert "SIGUSR2" in ends_so_far(run)[0]
+    job = cluster.job(job_of(run, 2))
+    assert (job["NumNodes"], job["TimeLimit"]) == ("1", "00:07:00")  # the command line's, not the header's
+
+    triggers.touch(run, "exit")
+    wait_for_end(cluster, run, timeout=60)
+    assert [end.cause for end in ends(run)] == ["saved", "exit"]
+    assert json.loads((run.triggers / "exit.done").read_text())["result"] == "saved"
+    at = durable(run).iteration
+
+    refused = cluster.sbatch(["--nodes=1", ROOT / "launchers/submit-demo.sh"], cwd=tmp_path, env=settings)
+    assert cluster.wait_job(refused, timeout=60) == "FAILED"
+    errors = ROOT / "logs/slurm/training" / f"relayrun-demo-{refused}.err"
+    assert "the chain of this run has ended: exit trigger by" in errors.read_text()
+
+    triggers.touch(run, "exit")  # older than the submit that follows: stale
+    time.sleep(0.1)
+    resumed = cluster.sbatch(["--nodes=1", ROOT / "launchers/submit-demo.sh"], cwd=tmp_path,
+                             env=settings | {"RESUME": "true"})  # fmt: skip
+    wait_for_iteration(cluster, run, 3)
+    assert json.loads((run.triggers / "exit.done").read_text())["result"].startswith("stale")
+    begin = Begin.read(run.attempt(3).begin)
+    assert begin is not None
+    assert (begin.job_id, begin.base_iteration) == (resumed, at)
+    cluster.run(["scancel", resumed])
+    wait_for_end(cluster, run, timeout=60)
+    assert ends(run)[-1].cause == "cancelled"
+    assert cluster.job(other)["JobState"] == "RUNNING"
+    cluster.run(["scancel", other])
+
+
+def ends_so_far(run: RunDir) -> list[str]:
+    return [end["reason"] for end in read_lines(run.attempts_view) if "reason" in end]
