@@ -57,10 +57,15 @@ class Control:
         """Agree with the other ranks. Called by all of them, as often on each."""
         reasons: list[str] = []
         if self._ranks.rank == 0:
-            reasons = self._reasons()
-            self._exit, self._save = self._trigger("exit"), self._trigger("save")
+            if self._deadline is not None and time.time() >= self._deadline:
+                reasons.append("time limit near")
+            try:
+                reasons += self._stop_file()
+                self._exit, self._save = self._trigger("exit"), self._trigger("save")
+            except OSError as error:  # a file system that fails for a moment is no reason to lose steps
+                print(f"warning: could not look for stop and triggers: {error}", file=sys.stderr, flush=True)
         received = 0 if self._flag.received is None else self._flag.received.value
-        signalled, asked, exit_now, save_now = self._ranks.any(
+        signalled, asked, exit_now, save_now = self._ranks.maximum(
             [received, bool(reasons), self._exit is not None, self._save is not None]
         )
         if exit_now:
@@ -86,12 +91,8 @@ class Control:
         trigger = triggers.look(self._run, name)
         return None if trigger in self._answered else trigger
 
-    def _reasons(self) -> list[str]:
-        """Why to leave, apart from signals, as rank 0 sees it."""
-        reasons = []
-        if self._deadline is not None and time.time() >= self._deadline:
-            reasons.append("time limit near")
-        if self._attempt.stop.exists():
-            text = self._attempt.stop.read_text(encoding="utf-8", errors="replace").strip()
-            reasons.append(f"stop file: {text}" if text else "stop file")
-        return reasons
+    def _stop_file(self) -> list[str]:
+        if not self._attempt.stop.exists():
+            return []
+        text = self._attempt.stop.read_text(encoding="utf-8", errors="replace").strip()
+        return [f"stop file: {text}" if text else "stop file"]

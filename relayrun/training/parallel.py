@@ -45,7 +45,7 @@ class Ranks:
     def layout(self) -> str:
         return f"DP{self.data_parallel_size} x TP{self.tensor_size} x PP{self.pipeline_size}"
 
-    def any(self, flags: list[int]) -> list[int]:
+    def maximum(self, flags: list[int]) -> list[int]:
         """Element-wise maximum of `flags` over all ranks, the same on each of them."""
         tensor = torch.tensor(flags, dtype=torch.int64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.cpu_group)

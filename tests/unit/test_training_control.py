@@ -27,7 +27,7 @@ class OneRank:
     def __init__(self) -> None:
         self.others: list[int] | None = None
 
-    def any(self, flags: list[int]) -> list[int]:
+    def maximum(self, flags: list[int]) -> list[int]:
         return [max(pair) for pair in zip(flags, self.others or flags, strict=True)]
 
 
@@ -61,6 +61,18 @@ def test_the_deadline_is_the_end_of_the_job_less_the_lead(run: RunDir) -> None:
 def test_the_stop_file_says_why(run: RunDir, text: str, reason: str) -> None:
     run.attempt(1).stop.write_text(text)
     assert control(run).look() == Order(leave="saved", reason=reason)
+
+
+def test_a_file_system_that_fails_hides_neither_the_deadline_nor_stops_training(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(triggers, "look", fail)
+    assert control(run).look() == Order()
+    assert control(run, job_end_time=1.0).look() == Order(leave="saved", reason="time limit near")
+    assert capsys.readouterr().err.count("Stale file handle") == 2
 
 
 def test_a_signal_to_any_rank_is_named(run: RunDir) -> None:
