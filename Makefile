@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 SHELL_FILES = $(shell git ls-files '*.sh')
 
-.PHONY: help setup demo test test-long check format bench cluster-up cluster-down clean
+.PHONY: help setup demo demo-slurm test test-long check format bench cluster-up cluster-down clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -20,6 +20,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt scripts/tools/setup.sh
 
 demo: setup ## raw text to a trained model on this machine, without Slurm (about 6 minutes)
 	$(BIN)/python -m relayrun.demo $(DEMO)
+
+demo-slurm: setup slurm ## the same as Slurm jobs, on a four-node Slurm on this machine
+	scripts/tools/demo_slurm.sh $(DEMO)
 
 test: setup slurm ## set-up and all tests
 	$(PYTEST) -m "not long"

@@ -1,8 +1,10 @@
 """`make demo`: raw text to a trained model on one machine, through the doors that a user would take.
 
-    python -m relayrun.demo [--size 3m] [--megabytes 24] [--steps N]
+    python -m relayrun.demo [--slurm] [--size 3m] [--megabytes 24] [--set NAME=VALUE]
 
-Everything lies in demo-output/ and logs/runs/relayrun/demo; a second demo removes the first one's.
+With --slurm the dumps are tokenized by jobs and the training is a chain of jobs over two nodes, on the
+cluster that SLURM_CONF names (`make demo-slurm` starts one). Everything lies in demo-output/ and
+logs/runs/relayrun/demo (demo-slurm); a second demo removes the first one's.
 Exits 1 if the model has not learned: its held-out loss must lie well below the unigram entropy.
 """
 
@@ -20,17 +22,18 @@ from pathlib import Path
 from rich.console import Console
 
 from relayrun.chain.plan import Plan
+from relayrun.chain.scheduler import for_plan
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import RunConfig
 from relayrun.demo import corpus, unigram
 from relayrun.errors import RelayrunError, run_main
 from relayrun.monitoring import report
+from relayrun.monitoring.follow import Follower
 from relayrun.rundir.layout import RunDir
 
 ROOT = compose.ROOT
 OUTPUT = ROOT / "demo-output"
 MARKER = OUTPUT / ".made-by-relayrun-demo"
-CONFIG = ROOT / "configs" / "runs" / "demo.yaml"
 MARGIN = 0.3
 """Nats per token that the held-out loss must lie below the unigram entropy."""
 
@@ -41,16 +44,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make demo", description="Raw text to a trained model on this machine.")
     parser.add_argument("--size", choices=sorted(path.stem.removeprefix("llama-") for path in
                         (ROOT / "configs/models").glob("llama-*m.yaml")), default="3m")  # fmt: skip
+    parser.add_argument("--slurm", action="store_true", help="jobs of the cluster that SLURM_CONF names")
     parser.add_argument("--megabytes", type=float, default=24.0, help="text of the corpus")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="NAME=VALUE",
-                        help="override a setting of configs/runs/demo.yaml")  # fmt: skip
+                        help="override a setting of the run's config")  # fmt: skip
     options = parser.parse_args()
     started = time.monotonic()
     model = yamlfile.read(ROOT / "configs" / "models" / f"llama-{options.size}.yaml").values["model"]
     overrides = [*(f"model.{name}={json.dumps(value)}" for name, value in model.items()), *options.overrides]
-    config = compose.load(CONFIG, overrides)
+    config_file = ROOT / "configs" / "runs" / ("demo-slurm.yaml" if options.slurm else "demo.yaml")
+    config = compose.load(config_file, overrides)
     run = RunDir(Path(config.run_dir or ""))
-    clear_former(run)
+    clear_former(run, f"{config.project}/{config.name}")
 
     headline("1. text: documentation and sources of this Python installation, as parquet")
     made = corpus.build_corpus(OUTPUT / "text", megabytes=options.megabytes)
@@ -64,7 +69,8 @@ def main() -> int:
         folder = OUTPUT / "dumps" / name
         run_door("scripts/tokenization/prepare_dumps.py", "--dataset-folder", OUTPUT / "text" / name,
                  "--preprocessing-metadata-folder", folder, "--n-dumps", dumps)  # fmt: skip
-        run_door("launchers/submit_tokenization.py", write_tokenization_config(name, folder, tokenizer))
+        executor = ("--executor", "slurm", "--wait") if options.slurm else ("--executor", "local")
+        run_door("launchers/submit_tokenization.py", write_tokenization_config(name, folder, tokenizer), *executor)
 
     headline("4. mixture: a folder of links, 70 % documentation and 30 % code")
     tokens = OUTPUT / "tokens" / "demo"
@@ -72,7 +78,9 @@ def main() -> int:
              "--weights", 0.7, 0.3, "--output", OUTPUT / "mixture")  # fmt: skip
 
     headline("5. training: a Llama on two ranks, through as many jobs as the time limit asks for")
-    run_door("launchers/submit.py", CONFIG, *(f"--set={text}" for text in overrides))
+    run_door("launchers/submit.py", config_file, *(f"--set={text}" for text in overrides))
+    if options.slurm:
+        wait_for_chain(run)
 
     headline("6. report")
     return show(run, config, seconds=time.monotonic() - started)
@@ -90,7 +98,7 @@ def write_tokenization_config(dataset: str, metadata_folder: Path, tokenizer: Pa
         "tasks": 4,
         "workers": 2,
         "executor": "local",
-        "max_parallel": 1,
+        "max_parallel": 2,
     }
     path.write_text(yamlfile.dump(settings), encoding="utf-8")
     return path
@@ -124,7 +132,21 @@ def show(run: RunDir, config: RunConfig, *, seconds: float) -> int:
     return 0 if learned else 1
 
 
-def clear_former(run: RunDir) -> None:
+def wait_for_chain(run: RunDir) -> None:
+    """Follow a chain on Slurm until none of its jobs is left."""
+    plan = Plan.load(run)
+    follower = Follower(run, total_steps=plan.total_steps)
+    seen: dict[str, str] = {}
+    while jobs := {job.id: job.state for job in for_plan(plan, run).jobs(plan)}:
+        if jobs != seen:
+            console.print(time.strftime("%H:%M:%S") + " queue: "
+                          + ", ".join(f"job {number} {state.lower()}" for number, state in jobs.items()))  # fmt: skip
+        seen = jobs
+        follower.poll()
+        time.sleep(1)
+
+
+def clear_former(run: RunDir, name: str) -> None:
     """Remove what an earlier demo made, and nothing else. Raises RelayrunError."""
     if OUTPUT.exists():
         if not MARKER.exists():
@@ -134,7 +156,7 @@ def clear_former(run: RunDir) -> None:
     MARKER.touch()
     if run.path.exists():
         plan = Plan.load(run)
-        if plan.run != "relayrun/demo":
+        if plan.run != name:
             raise RelayrunError("this run directory is not the demo's", where=run.path, hint="move it away")
         shutil.rmtree(run.path)
 
