@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 #SBATCH --job-name=relayrun-demo
-#SBATCH --time=00:04:00
+#SBATCH --time=00:02:00
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=1
 #
 # The backstop of rank 0's own clock: to the batch script alone (B:), which asks the ranks to save and leave.
 # Slurm sends it up to 60 s early. Where jobs last hours, 600 is a good value.
-#SBATCH --signal=B:SIGUSR2@60
+#SBATCH --signal=B:SIGUSR2@30
 #
 # After a node failure the queued successor goes on; the same job coming back would make two.
 #SBATCH --no-requeue
@@ -19,7 +19,7 @@ export DATASETS="${DATASETS:-demo-output/mixture}"      # folders of .bin/.idx s
 export MBS="${MBS:-8}"
 export GBS="${GBS:-16}"
 export SEQ_LEN="${SEQ_LEN:-256}"
-export TRAINING_STEPS="${TRAINING_STEPS:-120}"
+export TRAINING_STEPS="${TRAINING_STEPS:-240}"
 export CHECKPOINT_STEPS="${CHECKPOINT_STEPS:-50}"
 export AUTO_JOB_REQUEUE="${AUTO_JOB_REQUEUE:-true}" # a successor behind every job; costs node hours unattended
 export LOG_NCCL="${LOG_NCCL:-false}"

@@ -170,7 +170,7 @@ def run_door(door: str, *arguments: object) -> None:
 
 
 def headline(text: str) -> None:
-    console.print(f"\n[bold]== {text}[/]")
+    console.print(f"\n[bold]== {text}[/]", soft_wrap=True)
 
 
 if __name__ == "__main__":
