@@ -62,6 +62,21 @@ class AttemptDir:
         """Its existence asks the ranks to save and leave; its text says why."""
         return self.path / "stop"
 
+    @property
+    def heartbeats(self) -> Path:
+        """A file per node, by its first rank; see `rundir.records.Heartbeat`."""
+        return self.path / "heartbeat"
+
+    @property
+    def failures(self) -> Path:
+        """A file per rank that failed and could say so; see `rundir.records.Failure`."""
+        return self.path / "failures"
+
+    @property
+    def hang(self) -> Path:
+        """Written by the supervisor when it ends an attempt that stands still."""
+        return self.path / "hang.json"
+
 
 @dataclass(frozen=True)
 class RunDir:
@@ -113,6 +128,10 @@ class RunDir:
     @property
     def debug(self) -> Path:
         return self.path / "debug"
+
+    def stacks(self, attempt: int) -> Path:
+        """Where the ranks of an attempt write their Python stacks (`rank-0012.txt`) when they get SIGUSR1."""
+        return self.debug / f"{attempt:04}" / "stacks"
 
     @property
     def stop(self) -> Path:

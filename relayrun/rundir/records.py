@@ -71,6 +71,11 @@ class Begin(Record):
     """When the time limit is reached; None without a limit."""
     lead: float
     """Seconds before job_end_time at which rank 0 saves and leaves."""
+    lead_floor: float = 0.0
+    lead_ceiling: float = float("inf")
+    """Bounds of the lead that rank 0 measures while it runs."""
+    log: str | None = None
+    """The batch script's standard error, where it is a file: Slurm's and the starter's words."""
     options: dict[str, str] = field(default_factory=dict)
     """sbatch options of the job, which hold for its successors."""
     previous_end: str | None = None
@@ -87,6 +92,8 @@ class Commit(Record):
     time: float
     seconds: float
     """From the start of the save to the rename."""
+    files: dict[str, int] = field(default_factory=dict)
+    """Bytes of every file below `path`, by relative name: a torn checkpoint can be told without torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +103,31 @@ class Left(Record):
     outcome: Outcome
     reason: str
     iteration: int
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heartbeat(Record):
+    """heartbeat/<node>.json: a sign of life of one node, written by its first rank at most once a second."""
+
+    node: str
+    iteration: int
+    phase: str
+    """start, step, save or evaluation: what it does since `time`."""
+    time: float
+    step_p95: float | None
+    """Seconds, over the last steps; None before there are any."""
+    save_p95: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure(Record):
+    """failures/rank-0012.json: a rank's own words on its end, if it had the time to say them."""
+
+    rank: int
+    node: str
+    error: str
+    """Type and message."""
     time: float
 
 

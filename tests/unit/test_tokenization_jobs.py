@@ -186,7 +186,7 @@ def test_a_wrong_config_is_named_with_its_line(tmp_path: Path, text: str, messag
 
 def test_the_example_config_is_valid_and_its_paths_start_beside_launchers() -> None:
     config = load_config(ROOT / "configs/data/tokenization-example.yaml")
-    assert config.metadata_folder == str(ROOT / "data/my-dataset-metadata")
+    assert config.metadata_folder == str(ROOT / "data/my-text-dumps")
     assert config.slurm.time == "12:00:00"
 
 

@@ -1,0 +1,43 @@
+"""How long before the end of its job an attempt must start to leave, from what was measured.
+
+Leaving takes the step that is under way, then the save. Both the supervisor (before an attempt) and rank 0
+(while it runs) judge by this one formula. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+STEPS = 200
+SAVES = 10
+"""How many of the newest measurements count: a run changes its speed."""
+
+MARGIN = 10.0
+"""Seconds for what is not measured: the end of the processes, the supervisor's last acts."""
+
+
+def first_lead(time_limit: float) -> float:
+    """Seconds for a first attempt, of which nothing is measured yet: a quarter of the limit, at most 600."""
+    return min(600.0, time_limit / 4)
+
+
+def measured_lead(
+    step_seconds: Sequence[float], save_seconds: Sequence[float], *, floor: float, ceiling: float
+) -> float | None:
+    """Two steps and 1.5 saves at their 95th percentile, and a margin; within floor and ceiling.
+
+    None where nothing is known of steps or of saves. `save_seconds` are from the start of a save to its
+    commit. Oldest measurements first.
+    """
+    steps, saves = step_seconds[-STEPS:], save_seconds[-SAVES:]
+    if not steps or not saves:
+        return None
+    return min(max(2 * percentile(steps, 0.95) + 1.5 * percentile(saves, 0.95) + MARGIN, floor), ceiling)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of the values do not exceed. Raises ValueError if there is none."""
+    if not values:
+        raise ValueError("no values")
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]

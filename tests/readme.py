@@ -1,0 +1,55 @@
+"""README.md's commands, and a copy of the repository in which they can be run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from relayrun.demo.corpus import train_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+KINDS = ("bash", "bash make", "bash slurm")
+
+
+def blocks(kind: str) -> list[str]:
+    """Code blocks of one kind: `bash` runs here, `bash slurm` on a cluster, `bash make` is what CI runs."""
+    return re.findall(rf"^```{kind}\n(.*?)^```$", README, re.M | re.S)
+
+
+def checkout(folder: Path) -> dict[str, str]:
+    """Copy the tracked files, make the data that the README speaks of; return the environment to run in."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).exists():
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, target)
+    (folder / ".venv").symlink_to(sys.prefix)
+    for dataset, word in (("my-text", "prose"), ("my-code", "code")):
+        (folder / "data" / dataset).mkdir(parents=True)
+        for part in range(4):
+            texts = [f"{word} document {part} {number} says {'so ' * (number % 40 + 20)}" for number in range(200)]
+            pq.write_table(pa.table({"text": texts}), folder / "data" / dataset / f"part-{part}.parquet")
+    train_tokenizer([folder / "data/my-text"], folder / "data/tokenizer", vocabulary_size=300)
+    return {"PATH": os.environ["PATH"], "HOME": str(folder), "PYTHONPATH": str(folder)}
+
+
+def tokenize(folder: Path, environment: dict[str, str], dataset: str) -> None:
+    """What the README does with my-text, for another dataset."""
+    settings = folder / f"{dataset}.yaml"
+    example = (folder / "configs/data/tokenization-example.yaml").read_text(encoding="utf-8")
+    settings.write_text(example.replace("my-text", dataset), encoding="utf-8")
+    for command in (
+        ["scripts/tokenization/prepare_dumps.py", "--dataset-folder", f"data/{dataset}",
+         "--preprocessing-metadata-folder", f"data/{dataset}-dumps"],
+        ["launchers/submit_tokenization.py", str(settings), "--executor", "local"],
+    ):  # fmt: skip
+        subprocess.run([sys.executable, *command], cwd=folder, env=environment, check=True, capture_output=True)

@@ -1,0 +1,41 @@
+"""The README's commands for a cluster, on a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from relayrun.indexed import Shard
+from relayrun.rundir.layout import RunDir
+from tests.readme import blocks, checkout, tokenize
+from tests.workspace import ends
+
+from .cluster import TestCluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+def test_dumps_and_a_chain_as_jobs(cluster: TestCluster, tmp_path: Path) -> None:
+    environment = checkout(tmp_path)
+    tokenize(tmp_path, environment, "my-code")
+    cluster.run(["scripts/tokenization/prepare_dumps.py", "--dataset-folder", "data/my-text",
+                 "--preprocessing-metadata-folder", "data/my-text-dumps", "--n-dumps", "2"],
+                cwd=tmp_path, env=environment | {"PATH": cluster.env["PATH"]})  # fmt: skip
+    tokenization, training = blocks("bash slurm")
+    environment = environment | {"PATH": cluster.env["PATH"]}
+    cluster.run(["bash", "-euo", "pipefail", "-c", tokenization], cwd=tmp_path, env=environment)
+    cluster.wait_until(lambda: not cluster.queue(), timeout=120)
+    output = tmp_path / "data/tokens/my-tokenizer/my-text"
+    assert len(list(output.glob("dump-[01]/*.idx"))) == 4
+    assert sum(Shard.open(str(path)[:-4]).documents for path in output.glob("*/*.idx")) == 800
+
+    settings = {"DATASETS": str(output), "TOKENIZER": "data/tokenizer", "TRAINING_STEPS": "4", "SEQ_LEN": "64",
+                "AUTO_JOB_REQUEUE": "false"}  # fmt: skip
+    heldout = tmp_path / "demo-output/tokens/demo"
+    heldout.mkdir(parents=True)
+    (heldout / "heldout").symlink_to(tmp_path / "data/tokens/my-tokenizer/my-code")
+    cluster.run(["bash", "-euo", "pipefail", "-c", training], cwd=tmp_path, env=environment | settings)
+    cluster.wait_until(lambda: not cluster.queue(), timeout=120)
+    run = RunDir(tmp_path / "logs/runs/relayrun/demo-slurm")
+    assert [end.cause for end in ends(run)] == ["done"]
