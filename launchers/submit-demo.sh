@@ -16,11 +16,11 @@ set -euo pipefail
 # Settings: edit them here, or give them in the environment: MBS=4 sbatch launchers/submit-demo.sh
 export CONFIG="${CONFIG:-configs/runs/demo-slurm.yaml}" # what no setting names is set there
 export DATASETS="${DATASETS:-demo-output/mixture}"      # folders of .bin/.idx shards, separated by commas
-export MBS="${MBS:-8}"
-export GBS="${GBS:-16}"
+export MBS="${MBS:-4}"
+export GBS="${GBS:-8}"
 export SEQ_LEN="${SEQ_LEN:-256}"
-export TRAINING_STEPS="${TRAINING_STEPS:-240}"
-export CHECKPOINT_STEPS="${CHECKPOINT_STEPS:-50}"
+export TRAINING_STEPS="${TRAINING_STEPS:-360}"
+export CHECKPOINT_STEPS="${CHECKPOINT_STEPS:-100}"
 export AUTO_JOB_REQUEUE="${AUTO_JOB_REQUEUE:-true}" # a successor behind every job; costs node hours unattended
 export LOG_NCCL="${LOG_NCCL:-false}"
 export NSYS_PROFILER="${NSYS_PROFILER:-false}"

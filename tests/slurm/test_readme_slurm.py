@@ -30,7 +30,7 @@ def test_dumps_and_a_chain_as_jobs(cluster: TestCluster, tmp_path: Path) -> None
     assert len(list(output.glob("dump-[01]/*.idx"))) == 4
     assert sum(Shard.open(str(path)[:-4]).documents for path in output.glob("*/*.idx")) == 800
 
-    settings = {"DATASETS": str(output), "TOKENIZER": "data/tokenizer", "TRAINING_STEPS": "4", "SEQ_LEN": "64",
+    settings = {"DATASETS": str(output), "TOKENIZER": "data/tokenizer", "TRAINING_STEPS": "25", "SEQ_LEN": "64",
                 "AUTO_JOB_REQUEUE": "false"}  # fmt: skip
     heldout = tmp_path / "demo-output/tokens/demo"
     heldout.mkdir(parents=True)
