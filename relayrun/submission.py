@@ -26,7 +26,8 @@ from relayrun.errors import InputError, RunDirError
 from relayrun.files import write_atomic
 from relayrun.rundir import triggers
 from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import durable
+from relayrun.rundir.lead import first_lead
+from relayrun.rundir.lineage import durable
 from relayrun.slurmtime import parse_time
 from relayrun.tokenization.tokenizer import load_tokenizer
 
@@ -102,7 +103,8 @@ def _acknowledge_stale(run: RunDir) -> None:
 def make_plan(config: RunConfig, run: RunDir, *, revision: int) -> Plan:
     """The supervisor's part of a config."""
     time_limit = parse_time(config.job.time)
-    lead = decide.default_lead(time_limit) if config.chain.lead == "auto" else float(config.chain.lead)
+    fixed = None if config.chain.lead == "auto" else float(config.chain.lead)
+    lead = first_lead(time_limit) if fixed is None else fixed
     signal_lead = config.chain.signal_lead
     job, cluster = config.job, config.cluster
     options: dict[str, str | None] = {
@@ -122,10 +124,15 @@ def make_plan(config: RunConfig, run: RunDir, *, revision: int) -> Plan:
         config_revision=revision,
         submitted_after_attempt=max(run.attempt_numbers(), default=0),
         auto_requeue=config.chain.auto_requeue,
+        mode=config.chain.mode,
         max_failed_attempts=config.chain.max_failed_attempts,
         time_limit=time_limit,
         lead=lead,
+        lead_floor=min(config.chain.lead_floor, time_limit / 2) if fixed is None else fixed,
+        lead_ceiling=time_limit / 2 if fixed is None else fixed,
         signal_lead=decide.default_signal_lead(lead) if signal_lead == "auto" else signal_lead,
+        hang_timeout=config.chain.hang_timeout,
+        start_timeout=config.chain.start_timeout,
         nodes=job.nodes,
         ntasks_per_node=job.ntasks_per_node,
         cpus_per_task=job.cpus_per_task,

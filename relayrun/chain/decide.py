@@ -17,6 +17,9 @@ Action = Literal["run", "stop", "continue", "retry", "end"]
 """run: start the ranks. stop: end the chain, write STOP, leave nothing queued. continue: the successor
 goes on. retry: a successor goes on after a delay. end: this job was the only one; nothing is queued."""
 
+UNKNOWN = -1
+"""The exit code of an attempt whose end nobody saw."""
+
 BACKOFF_SECONDS = 30
 BACKOFF_CEILING_SECONDS = 1800
 
@@ -59,6 +62,8 @@ class EndFacts:
     """What rank 0 left; None where it left nothing (crash, kill, node failure)."""
     outcome_reason: str
     exit_code: int
+    hang: str | None
+    """Where the supervisor ended the ranks because nothing moved any more."""
     cancelled: bool
     base_iteration: int
     durable_iteration: int
@@ -98,7 +103,10 @@ def at_end(facts: EndFacts) -> Decision:
         return Decision(action="stop", reason=f"fatal: {facts.outcome_reason}")
     if facts.cancelled:
         return Decision(action="stop", reason="the job was cancelled")
-    reason = facts.outcome_reason or f"failed: the ranks left no outcome (exit code {facts.exit_code})"
+    reason = facts.hang or facts.outcome_reason or (
+        f"failed: the ranks left no outcome (exit code {facts.exit_code})" if facts.exit_code != UNKNOWN
+        else "unknown: the job ended without a word"
+    )  # fmt: skip
     if facts.durable_iteration > facts.base_iteration:
         return Decision(action="continue" if facts.auto_requeue else "end", reason=reason)
     failed = facts.failed_attempts + 1
@@ -111,9 +119,15 @@ def at_end(facts: EndFacts) -> Decision:
     return Decision(action="retry", reason=reason, delay=delay)
 
 
-def default_lead(time_limit: int) -> float:
-    """Seconds for a first attempt, of which nothing is measured yet: a quarter of the limit, at most 600."""
-    return min(600.0, time_limit / 4)
+def cause(facts: EndFacts) -> str:
+    """The end of an attempt in one word: done, saved, exit, fatal, cancelled, hang, failed or unknown."""
+    if facts.cancelled and facts.outcome in (None, "saved"):
+        return "cancelled"
+    if facts.outcome is not None:
+        return facts.outcome
+    if facts.hang is not None:
+        return "hang"
+    return "unknown" if facts.exit_code == UNKNOWN else "failed"
 
 
 def default_signal_lead(lead: float) -> int:

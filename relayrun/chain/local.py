@@ -12,10 +12,11 @@ import contextlib
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,6 +52,8 @@ class LocalJob(Record):
     """When the limit is reached; once the job has ended, when it did."""
     exit_code: int | None = None
     cancel_requested: bool = False
+    requeue_delay: int | None = None
+    """Set by `requeue`: queue it again when it ends, after so many seconds."""
 
 
 class LocalScheduler:
@@ -93,6 +96,32 @@ class LocalScheduler:
             elif job.state == "RUNNING":
                 self._write(replace(job, cancel_requested=True))
 
+    def requeue(self, job_id: str, *, delay: int = 0) -> None:
+        with self._locked():
+            self._write(replace(self._read(job_id), requeue_delay=delay))
+
+    def allow_requeue(self, job_id: str) -> None:
+        pass
+
+    def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
+        pass  # there is one node
+
+    def known_nodes(self) -> set[str]:
+        return {socket.gethostname()}
+
+    def signal_ranks(self, job_id: str, number: signal.Signals) -> None:
+        # SIGKILL cannot be handed on by the one who gets it, so the starter takes SIGQUIT for it
+        number = signal.SIGQUIT if number == signal.SIGKILL else number
+        with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError):
+            os.kill(int(self._starter_pid.read_text()), number)
+
+    def hostnames(self, nodes: str) -> list[str]:
+        return [nodes]
+
+    @property
+    def _starter_pid(self) -> Path:
+        return self._folder / "starter.pid"
+
     def query(self, job_id: str) -> Job | None:
         if not self._path(job_id).exists():
             return None
@@ -102,7 +131,8 @@ class LocalScheduler:
             state = "NODE_FAIL"  # whoever ran the queue was killed, and the job with it
         if state == "RUNNING" and job.cancel_requested:
             state = "CANCELLED"
-        return Job(id=job.id, name=job.name, state=state, nodes="localhost", end_time=job.end_time)
+        return Job(id=job.id, name=job.name, state=state, nodes=socket.gethostname(), end_time=job.end_time,
+                   requeue=True)  # fmt: skip
 
     def cancelled(self, job_id: str) -> bool:
         job = self.query(job_id)
@@ -117,7 +147,8 @@ class LocalScheduler:
             self._write(replace(self._read(job_id), name=name))
 
     def task_command(self, plan: Plan, job: Job) -> list[str]:
-        return [plan.host_python, "-m", "relayrun.chain", "tasks", f"--ntasks={plan.ntasks}", "--"]
+        return [plan.host_python, "-m", "relayrun.chain", "tasks", f"--ntasks={plan.ntasks}",
+                f"--pid-file={self._starter_pid}", "--"]  # fmt: skip
 
     def signal_command(self, job_id: str) -> list[str]:
         return []
@@ -185,8 +216,12 @@ class LocalScheduler:
             if state == "COMPLETED" and code:
                 state = "FAILED"
             with self._locked():
-                self._write(replace(self._read(job.id), state=state, exit_code=code, end_time=time.time()))
-            on_event(f"job {job.id} ended: {state}")
+                job = replace(self._read(job.id), state=state, exit_code=code, end_time=time.time())
+                if job.requeue_delay is not None and state != "CANCELLED":
+                    eligible = time.time() + job.requeue_delay
+                    job = replace(job, state="PENDING", requeue_delay=None, eligible_time=eligible)
+                self._write(job)
+            on_event(f"job {job.id} ended: {state}" + (" and is queued again" if job.state == "PENDING" else ""))
 
     def _watch(
         self,

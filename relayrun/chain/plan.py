@@ -27,13 +27,23 @@ class Plan(Record):
     """Highest attempt at the last explicit submit; older attempts no longer count as failed ones."""
 
     auto_requeue: bool
+    mode: Literal["singleton", "requeue"]
+    """How one job follows the other: a successor queued behind it, or the same job queued again."""
     max_failed_attempts: int
     time_limit: int
     """Seconds."""
     lead: float
-    """Seconds before the end of the job at which rank 0 saves and leaves."""
+    """Seconds before the end of the job at which rank 0 of a first attempt saves and leaves."""
+    lead_floor: float
+    lead_ceiling: float
+    """Bounds of what is measured later; equal where the lead is fixed."""
     signal_lead: int
     """Seconds before the end of the job at which the scheduler sends SIGUSR2 to the batch script."""
+
+    hang_timeout: float
+    """Seconds without a sign of progress, at least; ten usual steps if that is longer."""
+    start_timeout: float
+    """The same for an attempt that has not begun its first step: imports, set-up, loading."""
 
     nodes: int
     ntasks_per_node: int

@@ -30,8 +30,8 @@ def job_script(plan: Plan, run: RunDir) -> str:
         # a second line of defence: rank 0 leaves by its own clock first. To the batch script alone (B:),
         # which asks the ranks to save; Slurm may send it up to 60 s early.
         "signal": f"B:USR2@{plan.signal_lead}",
-        # after a node failure the successor goes on; the same job coming back would make two
-        "no-requeue": None,
+        # singleton: after a node failure the successor goes on, the same job coming back would make two
+        "requeue" if plan.mode == "requeue" else "no-requeue": None,
     }
     lines = ["#!/usr/bin/env bash", f"# {plan.run}: rendered by relayrun; a submit writes it anew"]
     lines += ["#SBATCH --" + name + ("" if value is None else f"={_quote(value)}") for name, value in options.items()]

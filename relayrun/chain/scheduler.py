@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,8 @@ class Job:
     """When its time limit is reached; None while it is pending or without a limit."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Options of sbatch by their long names, read back from the job, that hold for its successors."""
+    requeue: bool = False
+    """Whether `requeue` takes it."""
 
     at_limit: bool = False
     """It has run as long as its time limit allows."""
@@ -55,6 +58,24 @@ class Scheduler(Protocol):
 
     def cancel(self, job_id: str) -> None:
         """Cancel one job by id; it is no error if it has already gone."""
+
+    def requeue(self, job_id: str, *, delay: int = 0) -> None:
+        """Queue the running job again under its id, not before `delay` seconds. It may end the caller."""
+
+    def allow_requeue(self, job_id: str) -> None:
+        """Make a job that was submitted with --no-requeue one that `requeue` takes."""
+
+    def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
+        """Keep a queued job off exactly these nodes."""
+
+    def known_nodes(self) -> set[str]:
+        """Names of all nodes."""
+
+    def signal_ranks(self, job_id: str, number: signal.Signals) -> None:
+        """Send a signal to the ranks of the running job, not to its batch script."""
+
+    def hostnames(self, nodes: str) -> list[str]:
+        """A compressed list of nodes, written out in the order of the ranks."""
 
     def query(self, job_id: str) -> Job | None:
         """The job, or None where the scheduler does not know it any more."""
@@ -88,10 +109,10 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Slurm:
-    """Slurm through its commands. A command that fails is tried again: controllers restart."""
+    """Slurm through its commands. Where the controller does not answer they are tried again for `patience` seconds."""
 
-    def __init__(self, *, attempts: int = 6, pause: float = 2.0) -> None:
-        self._attempts = attempts
+    def __init__(self, *, patience: float = 600.0, pause: float = 2.0) -> None:
+        self._patience = patience
         self._pause = pause
 
     def current_job_id(self) -> str:
@@ -110,12 +131,33 @@ class Slurm:
 
     def test(self, script: Path) -> None:
         """Ask Slurm whether it would accept the script; queues nothing. Raises SchedulerError."""
-        self._run(["sbatch", "--test-only", str(script)], attempts=1)
+        self._run(["sbatch", "--test-only", str(script)])
 
     def cancel(self, job_id: str) -> None:
         job = self.query(job_id)
         if job is not None and job.live:
             self._run(["scancel", job_id])
+
+    def requeue(self, job_id: str, *, delay: int = 0) -> None:
+        self._run(["scontrol", "requeue", job_id])
+        if delay:  # where this comes too late the job starts without delay; failed attempts are counted all the same
+            self._run(["scontrol", "update", f"JobId={job_id}", f"StartTime=now+{delay}"])
+
+    def allow_requeue(self, job_id: str) -> None:
+        self._run(["scontrol", "update", f"JobId={job_id}", "Requeue=1"])
+
+    def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
+        self._run(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"])
+
+    def known_nodes(self) -> set[str]:
+        return set(self._run(["sinfo", "--noheader", "--Node", "--format=%N"]).split())
+
+    def signal_ranks(self, job_id: str, number: signal.Signals) -> None:
+        # to all steps and not to the batch script
+        self._run(["scancel", f"--signal={number.name.removeprefix('SIG')}", job_id])
+
+    def hostnames(self, nodes: str) -> list[str]:
+        return self._run(["scontrol", "show", "hostnames", nodes]).split()
 
     def query(self, job_id: str) -> Job | None:
         try:
@@ -164,14 +206,14 @@ class Slurm:
         return ["scancel", "--signal=USR2", job_id]
 
     def rendezvous(self, job: Job) -> dict[str, str]:
-        hosts = self._run(["scontrol", "show", "hostnames", job.nodes]).split()
         # one port per job: jobs that share a node must not meet
-        return {"MASTER_ADDR": hosts[0], "MASTER_PORT": str(20_000 + int(job.id) % 20_000)}
+        return {"MASTER_ADDR": self.hostnames(job.nodes)[0], "MASTER_PORT": str(20_000 + int(job.id) % 20_000)}
 
-    def _run(self, command: Sequence[str], *, attempts: int | None = None) -> str:
-        """Run a Slurm command and return what it printed; retry what looks like an unreachable controller."""
-        attempts = attempts or self._attempts
-        for attempt in range(attempts):
+    def _run(self, command: Sequence[str]) -> str:
+        """Run a Slurm command and return what it printed; try again what looks like an unreachable controller."""
+        deadline = time.monotonic() + self._patience
+        pause = self._pause
+        while True:
             try:
                 result = subprocess.run(
                     command, capture_output=True, text=True, env=clean_environment(os.environ), check=False
@@ -183,10 +225,10 @@ class Slurm:
             if result.returncode == 0:
                 return result.stdout
             message = result.stderr.strip() or f"exit code {result.returncode}"
-            if not _UNREACHABLE.search(message) or attempt + 1 == attempts:
-                break
-            time.sleep(self._pause * 2**attempt)
-        raise SchedulerError(f"{command[0]}: {message}")
+            if not _UNREACHABLE.search(message) or time.monotonic() + pause > deadline:
+                raise SchedulerError(f"{command[0]}: {message}")
+            time.sleep(pause)
+            pause = min(2 * pause, 30.0)
 
 
 _UNREACHABLE = re.compile(r"Unable to contact|Connection refused|timed out|Zero Bytes|Transport endpoint|backup", re.I)
@@ -215,6 +257,7 @@ def parse_job(text: str) -> Job:
         options=options,
         at_limit=start is not None and end is not None and limit is not None and end - start >= limit,
         preempted=known.get("PreemptTime", "None") != "None",
+        requeue=known.get("Requeue") == "1",
     )
 
 

@@ -8,25 +8,22 @@ what a killed `end` left undone.
 from __future__ import annotations
 
 import os
-import signal
-import sys
 import time
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Mapping
 
-from relayrun.chain import decide, render
+from relayrun.chain import decide, evidence, nodes, render
+from relayrun.chain.log import log
 from relayrun.chain.plan import Plan
 from relayrun.chain.scheduler import Job, Scheduler, for_plan
-from relayrun.errors import RunDirError, SchedulerError
+from relayrun.chain.watch import Watch
+from relayrun.errors import RelayrunError, RunDirError, SchedulerError
 from relayrun.files import fsync_directory, write_atomic
-from relayrun.rundir import triggers, views
+from relayrun.rundir import lead, lineage, triggers, views
 from relayrun.rundir.layout import AttemptDir, RunDir
-from relayrun.rundir.records import Begin, End, Left, durable
+from relayrun.rundir.records import Begin, End, Hang, Left
 
 CHAIN_ENDS = 10
 """Exit code of `begin` when the ranks must not start."""
-
-WATCH_SECONDS = 2.0
 
 
 def begin(run: RunDir) -> int:
@@ -34,16 +31,24 @@ def begin(run: RunDir) -> int:
     plan = Plan.load(run)
     scheduler = for_plan(plan, run)
     job_id = scheduler.current_job_id()
+    try:
+        return _begin(run, plan, scheduler, job_id)
+    except RelayrunError as error:
+        _stop_chain(run, plan, scheduler, f"this job could not begin: {error.message}", own_job=job_id)
+        raise
+
+
+def _begin(run: RunDir, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
     job = scheduler.query(job_id)
     if job is None:
         raise SchedulerError(f"the scheduler does not know the job {job_id} that this runs in")
     if job.name != plan.job_name:  # the first job of a Bash launcher: from here on a singleton of its chain
         scheduler.rename(job_id, plan.job_name)
+    if plan.mode == "requeue" and plan.auto_requeue and not job.requeue:
+        scheduler.allow_requeue(job_id)
     cancelled = _close_predecessor(run, scheduler)
-    base = durable(run)
-    failed = failed_attempts(run, plan)
+    base = lineage.chosen_by_hand(run) or lineage.durable(run)
     trigger = triggers.look(run, "exit")
-    pending = [other.id for other in scheduler.jobs(plan) if other.id != job_id]
     decision = decide.at_begin(
         decide.BeginFacts(
             stopped=_stop_reason(run),
@@ -51,10 +56,10 @@ def begin(run: RunDir) -> int:
             total_steps=plan.total_steps,
             exit_trigger=None if trigger is None else trigger.user,
             predecessor_cancelled=cancelled,
-            failed_attempts=failed,
+            failed_attempts=failed_attempts(run, plan),
             max_failed_attempts=plan.max_failed_attempts,
-            auto_requeue=plan.auto_requeue,
-            successor_pending=bool(pending),
+            auto_requeue=plan.auto_requeue and plan.mode == "singleton",
+            successor_pending=any(other.id != job_id for other in scheduler.jobs(plan)),
         )
     )
     if decision.action == "stop":
@@ -63,49 +68,17 @@ def begin(run: RunDir) -> int:
         _stop_chain(run, plan, scheduler, decision.reason, own_job=job_id)
         views.write_views(run)
         return CHAIN_ENDS
-    attempt = _new_attempt(run)
-    now = time.time()
-    Begin(
-        attempt=attempt.number,
-        job_id=job_id,
-        job_name=plan.job_name,
-        nodes=job.nodes,
-        config_revision=plan.config_revision,
-        base_iteration=base.iteration,
-        base_path=base.path,
-        start_time=now,
-        job_end_time=job.end_time,
-        lead=plan.lead,
-        options=dict(job.options),
-        previous_end=_previous_end(run, attempt.number),
-    ).write(attempt.begin)
-    run.debug.joinpath(attempt.path.name).mkdir(parents=True, exist_ok=True)
-    write_atomic(attempt.path / "job.env", _environment(plan, scheduler, job, attempt.number))
-    views.write_views(run)
+    attempt = _open_attempt(run, plan, scheduler, job, base)
     if decision.submit_successor:
-        successor = scheduler.submit(plan, run.job_script, options=job.options)
-        _log(f"queued job {successor} behind this one")
-    _log(f"attempt {attempt.number}, job {job_id}: {decision.reason}")
+        _submit_successor(run, plan, scheduler, attempt, job)
+    log(f"attempt {attempt.number}, job {job_id}: {decision.reason}")
     print(attempt.path)
     return 0
 
 
 def watch(run: RunDir, number: int) -> int:
-    """Keep the metrics view up to date until SIGTERM."""
-    attempt = run.attempt(number)
-    leaving = False
-
-    def leave(_number: int, _frame: FrameType | None) -> None:
-        nonlocal leaving
-        leaving = True
-
-    signal.signal(signal.SIGTERM, leave)
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    offset = 0
-    parent = os.getppid()
-    while not leaving and os.getppid() == parent:
-        offset = _follow(attempt, run, offset)
-        time.sleep(WATCH_SECONDS)
+    """Beside the ranks, until SIGTERM; see `chain.watch`."""
+    Watch(run, number).loop()
     return 0
 
 
@@ -115,19 +88,17 @@ def end(run: RunDir, number: int, exit_code: int) -> int:
     scheduler = for_plan(plan, run)
     attempt = run.attempt(number)
     if run.attempt_numbers()[-1] != number:
-        _log(f"attempt {number} has been overtaken; its end changes nothing")
+        log(f"attempt {number} has been overtaken; its end changes nothing")
         return 0
+    own = scheduler.current_job_id()
     record, decision = _close(run, plan, attempt, exit_code, scheduler.cancelled)
     views.write_views(run)
-    _log(f"attempt {number} ended: {record.cause}: {record.reason}; durable iteration {record.durable_iteration}")
-    own = scheduler.current_job_id()
+    log(f"attempt {number} ended: {record.cause}: {record.reason}; durable iteration {record.durable_iteration}")
     if decision.action == "stop":
-        _stop_chain(run, plan, scheduler, decision.reason, own_job=own)
-    elif decision.action == "retry":
-        _cancel_others(plan, scheduler, own)
-        options = started.options if (started := Begin.read(attempt.begin)) else {}
-        successor = scheduler.submit(plan, run.job_script, options=options, delay=decision.delay)
-        _log(f"queued job {successor}, not before {decision.delay} s from now")
+        words = evidence.excerpt(_log_of(attempt)) if record.cause in ("failed", "fatal", "hang") else ""
+        _stop_chain(run, plan, scheduler, decision.reason, own_job=own, words=words)
+    elif decision.action in ("continue", "retry"):
+        _go_on(run, plan, scheduler, attempt, own, decision)
     return 0 if record.cause in ("done", "saved", "exit") else 1
 
 
@@ -142,19 +113,109 @@ def failed_attempts(run: RunDir, plan: Plan) -> int:
     return count
 
 
+def measured_lead(run: RunDir, plan: Plan) -> float:
+    """Seconds before the end of the job at which the next attempt leaves, from what the run has measured."""
+    steps = [line["step_seconds"] for line in views.merged_metrics(run) if "step_seconds" in line]
+    saves = [commit.seconds for commit in lineage.line(run) if commit.seconds > 0]
+    measured = lead.measured_lead(steps, saves, floor=plan.lead_floor, ceiling=plan.lead_ceiling)
+    return plan.lead if measured is None else measured
+
+
+def _open_attempt(run: RunDir, plan: Plan, scheduler: Scheduler, job: Job, base: lineage.Durable) -> AttemptDir:
+    """Make the next attempt's directory; from its begin.json on it owns the run."""
+    run.attempts.mkdir(exist_ok=True)
+    number = max(run.attempt_numbers(), default=0) + 1
+    attempt = run.attempt(number)
+    attempt.path.mkdir()
+    fsync_directory(run.attempts)
+    for text in lineage.put_aside(run, base, attempt=number):
+        log(text)
+    previous = End.read(run.attempt(number - 1).end) if number > 1 else None
+    stderr = evidence.own_log()
+    Begin(
+        attempt=number,
+        job_id=job.id,
+        job_name=plan.job_name,
+        nodes=job.nodes,
+        config_revision=plan.config_revision,
+        base_iteration=base.iteration,
+        base_path=base.path,
+        start_time=time.time(),
+        job_end_time=job.end_time,
+        lead=measured_lead(run, plan),
+        lead_floor=plan.lead_floor,
+        lead_ceiling=plan.lead_ceiling,
+        log=stderr,
+        log_offset=evidence.size(stderr),
+        options=dict(job.options),
+        previous_end=None if previous is None else f"{previous.cause}: {previous.reason}",
+    ).write(attempt.begin)
+    for folder in (attempt.heartbeats, attempt.failures, run.stacks(number)):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(attempt.path / "job.env", _environment(plan, scheduler, job, number))
+    views.write_views(run)
+    return attempt
+
+
+def _submit_successor(run: RunDir, plan: Plan, scheduler: Scheduler, attempt: AttemptDir, job: Job) -> None:
+    """Queue the next job with this one's options; where that fails, `watch` tries again."""
+    try:
+        successor = scheduler.submit(plan, run.job_script, options=successor_options(run, plan, scheduler, job.options))
+        log(f"queued job {successor} behind this one")
+    except SchedulerError as error:
+        attempt.owed.touch()
+        log(f"no successor yet: {error.message}")
+
+
+def successor_options(
+    run: RunDir, plan: Plan, scheduler: Scheduler, options: Mapping[str, str]
+) -> dict[str, str]:  # fmt: skip
+    """A job's options for the next one: the nodes that a person excluded, and those that are bad now."""
+    strikes = nodes.read_strikes(run)
+    if not strikes:
+        return dict(options)
+    by_hand = set(scheduler.hostnames(options["exclude"])) if "exclude" in options else set()
+    by_hand -= {strike.node for strike in strikes}  # put there by us, and strikes expire
+    bad = nodes.excluded(strikes, nodes=plan.nodes, now=time.time())
+    left_out = sorted((by_hand | set(bad)) & scheduler.known_nodes())  # an unknown one would make sbatch fail
+    result = {name: value for name, value in options.items() if name != "exclude"}
+    return result | ({"exclude": ",".join(left_out)} if left_out else {})
+
+
+def _go_on(
+    run: RunDir, plan: Plan, scheduler: Scheduler, attempt: AttemptDir, own: str, decision: decide.Decision
+) -> None:
+    """See to it that exactly one job follows, after the delay that was decided."""
+    if plan.mode == "requeue":
+        log(f"this job is queued again, not before {decision.delay} s from now")
+        scheduler.requeue(own, delay=decision.delay)
+        return
+    started = Begin.read(attempt.begin)
+    options = successor_options(run, plan, scheduler, started.options if started else {})
+    waiting = [job.id for job in scheduler.jobs(plan) if job.id != own]
+    if decision.action == "retry" or not waiting:
+        _cancel_others(plan, scheduler, own)
+        successor = scheduler.submit(plan, run.job_script, options=options, delay=decision.delay)
+        log(f"queued job {successor}, not before {decision.delay} s from now")
+    elif options.get("exclude", "") != (started.options.get("exclude", "") if started else ""):
+        scheduler.exclude(waiting[0], options.get("exclude", "").split(","))
+        log(f"job {waiting[0]} leaves out {options.get('exclude', 'no node')}; see {run.strikes}")
+
+
 def _close(
     run: RunDir, plan: Plan, attempt: AttemptDir, exit_code: int, cancelled: Callable[[str], bool]
 ) -> tuple[End, decide.Decision]:
-    """Judge an attempt whose ranks have gone, and write its end.json."""
+    """Judge an attempt whose ranks have gone, write its end.json, and give strikes to who is to blame."""
     started = Begin.read(attempt.begin)
     if started is None:
         raise RunDirError("this attempt never began", where=attempt.path)
-    left = Left.read(attempt.outcome)
-    now = durable(run)
+    left, hang = Left.read(attempt.outcome), Hang.read(attempt.hang)
+    now = lineage.durable(run)
     facts = decide.EndFacts(
         outcome=left.outcome if left else None,
         outcome_reason=left.reason if left else "",
         exit_code=exit_code,
+        hang=hang.words if hang and not left else None,
         cancelled=cancelled(started.job_id),
         base_iteration=started.base_iteration,
         durable_iteration=now.iteration,
@@ -164,16 +225,21 @@ def _close(
         auto_requeue=plan.auto_requeue,
     )
     decision = decide.at_end(facts)
-    cause = "cancelled" if facts.cancelled and facts.outcome in (None, "saved") else (facts.outcome or "failed")
     record = End(
         attempt=attempt.number,
-        cause=cause,
+        cause=decide.cause(facts),
         reason=decision.reason,
         exit_code=exit_code,
         durable_iteration=now.iteration,
         progress=now.iteration > started.base_iteration,
         end_time=time.time(),
     )
+    if record.cause in ("failed", "unknown"):
+        ranks = int(started.options.get("nodes", plan.nodes)) * plan.ntasks_per_node
+        blame = nodes.blamed(_log_of(attempt), evidence.failures(attempt), ntasks=ranks)
+        nodes.strike(run, attempt.number, blame, now=record.end_time)
+        for node, reason in blame.items():
+            log(f"a strike for node {node}: {reason}")
     record.write(attempt.end)
     return record, decision
 
@@ -193,22 +259,14 @@ def _close_predecessor(run: RunDir, scheduler: Scheduler) -> bool:
         return False
     cancelled = scheduler.cancelled(started.job_id)
     if not attempt.end.exists():
-        _close(run, plan, attempt, -1, lambda _job_id: cancelled)
+        _close(run, plan, attempt, decide.UNKNOWN, lambda _job_id: cancelled)
     return cancelled
 
 
-def _new_attempt(run: RunDir) -> AttemptDir:
-    run.attempts.mkdir(exist_ok=True)
-    number = max(run.attempt_numbers(), default=0) + 1
-    attempt = run.attempt(number)
-    attempt.path.mkdir()
-    fsync_directory(run.attempts)
-    return attempt
-
-
-def _previous_end(run: RunDir, number: int) -> str | None:
-    record = End.read(run.attempt(number - 1).end) if number > 1 else None
-    return None if record is None else f"{record.cause}: {record.reason}"
+def _log_of(attempt: AttemptDir) -> str:
+    """What the attempt's job wrote to its standard error since the attempt began."""
+    started = Begin.read(attempt.begin)
+    return "" if started is None else evidence.tail(started.log, since=started.log_offset)
 
 
 def _environment(plan: Plan, scheduler: Scheduler, job: Job, attempt: int) -> str:
@@ -216,7 +274,7 @@ def _environment(plan: Plan, scheduler: Scheduler, job: Job, attempt: int) -> st
     environment = {
         "PYTHONPATH": plan.package_root + (":" + os.environ["PYTHONPATH"] if os.environ.get("PYTHONPATH") else ""),
         "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": str(plan.cpus_per_task),
+        "OMP_NUM_THREADS": job.options.get("cpus-per-task", str(plan.cpus_per_task)),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # megatron-core's overlap relies on the order of kernel launches
         "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
@@ -238,12 +296,18 @@ def _stop_reason(run: RunDir) -> str | None:
         return None
 
 
-def _stop_chain(run: RunDir, plan: Plan, scheduler: Scheduler, reason: str, *, own_job: str) -> None:
+def _stop_chain(
+    run: RunDir, plan: Plan, scheduler: Scheduler, reason: str, *, own_job: str, words: str = ""
+) -> None:  # fmt: skip
     """Say why in STOP first, so that a successor that starts meanwhile stops too; then cancel what is queued."""
     if _stop_reason(run) is None:
-        write_atomic(run.stop, f"{reason}\n\nThe chain has ended. To go on all the same: submit with --resume.\n")
-    _log(f"the chain ends: {reason}")
-    _cancel_others(plan, scheduler, own_job)
+        text = f"{reason.replace(chr(10), ' ')}\n\nThe chain has ended. To go on all the same: submit with --resume.\n"
+        write_atomic(run.stop, text + (f"\nThe last lines of its log:\n{words}\n" if words else ""))
+    log(f"the chain ends: {reason}")
+    try:
+        _cancel_others(plan, scheduler, own_job)
+    except SchedulerError as error:  # whatever starts will find STOP
+        log(f"queued jobs not cancelled: {error.message}")
 
 
 def _cancel_others(plan: Plan, scheduler: Scheduler, own_job: str) -> None:
@@ -251,23 +315,4 @@ def _cancel_others(plan: Plan, scheduler: Scheduler, own_job: str) -> None:
     for job in scheduler.jobs(plan):
         if job.id != own_job and job.state == "PENDING":
             scheduler.cancel(job.id)
-            _log(f"cancelled queued job {job.id}")
-
-
-def _follow(attempt: AttemptDir, run: RunDir, offset: int) -> int:
-    """Append what is new and whole in the attempt's metrics to the merged view; return the new offset."""
-    try:
-        with open(attempt.metrics, "rb") as file:
-            file.seek(offset)
-            new = file.read()
-    except FileNotFoundError:
-        return offset
-    whole = new[: new.rfind(b"\n") + 1]
-    if whole:
-        with open(run.metrics_view, "ab") as view:
-            view.write(whole)
-    return offset + len(whole)
-
-
-def _log(text: str) -> None:
-    print(f"[relayrun {time.strftime('%Y-%m-%dT%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+            log(f"cancelled queued job {job.id}")

@@ -3,8 +3,8 @@
     python -m relayrun.chain tasks --ntasks 2 -- PROGRAM ARG ...
 
 Starts PROGRAM once per rank with srun's variables (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS) and a free
-MASTER_PORT. Like `srun --kill-on-bad-exit`: the first rank that fails ends the others. SIGUSR2 and SIGTERM
-are handed on to every rank. A rank dies with its starter.
+MASTER_PORT. Like `srun --kill-on-bad-exit`: the first rank that fails ends the others. SIGUSR1, SIGUSR2 and
+SIGTERM are handed on to every rank, SIGQUIT as SIGKILL. A rank dies with its starter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
+
+from relayrun.files import write_atomic
 
 KILL_SECONDS = 2.0
 """From SIGTERM to SIGKILL for the ranks that are left when one has failed."""
@@ -43,10 +46,10 @@ def start_tasks(ntasks: int, command: Sequence[str]) -> int:
     def forward(number: int, _frame: FrameType | None) -> None:
         for rank in ranks:
             if rank.poll() is None:
-                rank.send_signal(number)
+                rank.send_signal(signal.SIGKILL if number == signal.SIGQUIT else number)
 
-    signal.signal(signal.SIGUSR2, forward)
-    signal.signal(signal.SIGTERM, forward)
+    for handled in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGQUIT):
+        signal.signal(handled, forward)
     shared = os.environ | {
         "SLURM_NTASKS": str(ntasks),
         "MASTER_ADDR": "127.0.0.1",
@@ -85,7 +88,10 @@ def _exit_code(returncode: int) -> int:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="relayrun.chain tasks")
     parser.add_argument("--ntasks", type=int, required=True)
+    parser.add_argument("--pid-file", type=Path, help="where to write the id of this process")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if options.pid_file is not None:
+        write_atomic(options.pid_file, f"{os.getpid()}\n")
     return start_tasks(options.ntasks, command)

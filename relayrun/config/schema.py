@@ -134,12 +134,21 @@ class Chain(Section):
 
     auto_requeue: bool = False
     """Queue a successor behind every job until the run is done. Costs node hours unattended: off by default."""
+    mode: Literal["singleton", "requeue"] = "singleton"
+    """singleton: a successor is queued behind every job. requeue: the job queues itself again, under the same id."""
     max_failed_attempts: Positive = 3
     """Attempts in a row without a new durable iteration, after which the chain stops."""
     lead: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
-    """Seconds before the job's end at which rank 0 saves and leaves; auto: min(600, a quarter of the limit)."""
+    """Seconds before the job's end at which rank 0 saves and leaves. auto: min(600, a quarter of the limit) for the
+    first attempt, later what steps and saves took, measured while it runs."""
+    lead_floor: Positive = 30
+    """The measured lead is never below this many seconds (nor above half the time limit)."""
     signal_lead: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
-    """Seconds before the end at which Slurm sends SIGUSR2, the backstop; auto: three quarters of the lead."""
+    """Seconds before the end at which Slurm sends SIGUSR2, the backstop; auto: 60 less than the lead, or half of it."""
+    hang_timeout: Positive = 300
+    """Seconds without progress after which the ranks are ended; ten usual steps if that is longer."""
+    start_timeout: Positive = 1800
+    """The same before the first step: imports, set-up, loading."""
 
 
 class Job(Section):

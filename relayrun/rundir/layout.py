@@ -73,6 +73,11 @@ class AttemptDir:
         return self.path / "failures"
 
     @property
+    def owed(self) -> Path:
+        """Its existence says that the successor could not be queued yet."""
+        return self.path / "successor.owed"
+
+    @property
     def hang(self) -> Path:
         """Written by the supervisor when it ends an attempt that stands still."""
         return self.path / "hang.json"
@@ -111,6 +116,11 @@ class RunDir:
     @property
     def metrics_view(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def strikes(self) -> Path:
+        """A line per node that was blamed for a failed attempt."""
+        return self.path / "nodes.jsonl"
 
     @property
     def checkpoints(self) -> Path:

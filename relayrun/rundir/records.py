@@ -7,9 +7,8 @@
 | outcome.json | rank 0, when it leaves on purpose | supervisor |
 | end.json | supervisor, after the ranks have gone | later attempts, people |
 
-An attempt freezes its base (the checkpoint it starts from) in begin.json. What is durable follows from
-the records alone: the last commit of the newest attempt, or else that attempt's base. So a commit that
-an older attempt makes after a newer one began is never seen. Standard library only.
+An attempt freezes its base (the checkpoint it starts from) in begin.json; `rundir.lineage` tells from the
+records which checkpoints count. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, Literal, Self
 
 from relayrun.errors import RunDirError
 from relayrun.files import append_line, read_json, read_lines, write_json
-from relayrun.rundir.layout import AttemptDir, RunDir
+from relayrun.rundir.layout import AttemptDir
 
 Outcome = Literal["done", "saved", "exit", "fatal"]
 """How rank 0 left: the last step is durable; saved to be resumed; saved because of the exit trigger
@@ -76,6 +75,8 @@ class Begin(Record):
     """Bounds of the lead that rank 0 measures while it runs."""
     log: str | None = None
     """The batch script's standard error, where it is a file: Slurm's and the starter's words."""
+    log_offset: int = 0
+    """Its size when the attempt began."""
     options: dict[str, str] = field(default_factory=dict)
     """sbatch options of the job, which hold for its successors."""
     previous_end: str | None = None
@@ -132,6 +133,23 @@ class Failure(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Hang(Record):
+    """hang.json: the supervisor ended an attempt that stood still."""
+
+    iteration: int
+    phase: str
+    seconds: float
+    silent: list[int]
+    """Ranks that did not answer when asked for their stacks."""
+    time: float
+
+    @property
+    def words(self) -> str:
+        who = f"ranks {', '.join(map(str, self.silent))} did not answer" if self.silent else "all ranks answered"
+        return f"hang: no progress for {self.seconds:.0f} s in {self.phase} after iteration {self.iteration}; {who}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class End(Record):
     """What the supervisor saw when the ranks had gone."""
 
@@ -146,14 +164,6 @@ class End(Record):
     end_time: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Durable:
-    """The checkpoint from which the next attempt starts."""
-
-    iteration: int
-    path: str | None
-
-
 def commits(attempt: AttemptDir) -> list[Commit]:
     """Published checkpoints of one attempt, oldest first."""
     return [Commit.of(line) for line in read_lines(attempt.commits)]
@@ -161,26 +171,3 @@ def commits(attempt: AttemptDir) -> list[Commit]:
 
 def append_commit(attempt: AttemptDir, commit: Commit) -> None:
     append_line(attempt.commits, asdict(commit))
-
-
-def durable(run: RunDir) -> Durable:
-    """The newest checkpoint that the records of the newest attempt vouch for, and that is still there.
-
-    A commit whose folder is gone is passed over, then the base counts.
-    """
-    for number in reversed(run.attempt_numbers()):
-        attempt = run.attempt(number)
-        begin = Begin.read(attempt.begin)
-        if begin is None:  # killed before it began: it owns nothing
-            continue
-        for commit in reversed(commits(attempt)):
-            if Path(commit.path).is_dir():
-                return Durable(iteration=commit.iteration, path=commit.path)
-        if begin.base_path is not None and not Path(begin.base_path).is_dir():
-            raise RunDirError(
-                f"the checkpoint that attempt {number} started from is gone: {begin.base_path}",
-                where=run.path,
-                hint="put it back, or start a new run",
-            )
-        return Durable(iteration=begin.base_iteration, path=begin.base_path)
-    return Durable(iteration=0, path=None)

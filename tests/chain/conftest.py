@@ -35,7 +35,12 @@ def make_run(tmp_path: Path) -> MakeRun:
             "auto_requeue": True,
             "max_failed_attempts": 3,
             "time_limit": 60,
+            "mode": "singleton",
             "lead": 1.0,
+            "lead_floor": 1.0,
+            "lead_ceiling": 1.0,
+            "hang_timeout": 60.0,
+            "start_timeout": 60.0,
             "signal_lead": 1,
             "nodes": 1,
             "ntasks_per_node": 2,
@@ -50,6 +55,8 @@ def make_run(tmp_path: Path) -> MakeRun:
             "package_root": str(ROOT),
             "log_folder": str(tmp_path / "logs"),
         }
+        if "lead" in changes:
+            values |= {"lead_floor": changes["lead"], "lead_ceiling": changes["lead"]}
         plan = Plan.of(values | changes)
         plan.write(run.plan)
         run.job_script.write_text(render.job_script(plan, run))

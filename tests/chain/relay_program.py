@@ -6,6 +6,7 @@ Counts steps; leaves at the deadline, at a stop file, at SIGUSR2; commits an emp
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 from relayrun.files import append_line
 from relayrun.rundir import triggers
 from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import Begin, Commit, Left, append_commit
+from relayrun.rundir.records import Begin, Commit, Heartbeat, Left, append_commit
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--run-dir", type=Path)
@@ -24,6 +25,9 @@ parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--step-seconds", type=float, default=0.1)
 parser.add_argument("--crash-at", type=int, default=-1, help="exit 7 at this iteration, in every attempt")
 parser.add_argument("--fatal-at", type=int, default=-1)
+parser.add_argument("--save-seconds", type=float, default=0.0)
+parser.add_argument("--stop-at", type=int, default=-1, help="SIGSTOP of --stop-rank at this iteration")
+parser.add_argument("--stop-rank", type=int, default=-1)
 options = parser.parse_args()
 
 asked: list[str] = []
@@ -35,15 +39,23 @@ begin = Begin.read(attempt.begin)
 assert begin is not None
 rank = int(os.environ["RANK"])
 iteration = begin.base_iteration
+run.stacks(options.attempt).mkdir(parents=True, exist_ok=True)
+stacks = open(run.stacks(options.attempt) / f"rank-{rank:04}.txt", "w")  # noqa: SIM115 - open as long as the process
+faulthandler.register(signal.SIGUSR1, file=stacks)
 
 
 def leave(outcome: str, reason: str) -> None:
     if rank == 0:
         path = run.checkpoint(iteration)
         if iteration > begin.base_iteration:
+            time.sleep(options.save_seconds)
             path.mkdir(parents=True, exist_ok=True)
             commit = Commit(
-                iteration=iteration, path=str(path), consumed_samples=iteration, time=time.time(), seconds=0.0
+                iteration=iteration,
+                path=str(path),
+                consumed_samples=iteration,
+                time=time.time(),
+                seconds=options.save_seconds,
             )
             append_commit(attempt, commit)
         Left(outcome=outcome, reason=reason, iteration=iteration, time=time.time()).write(attempt.outcome)  # type: ignore[arg-type]
@@ -64,6 +76,10 @@ while True:
         leave("saved", "time limit near")
     if iteration >= options.steps:
         leave("done", "last step")
+    if iteration == options.stop_at:
+        if rank == options.stop_rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1000)  # as in a collective that one rank never enters
     if iteration == options.crash_at:
         sys.exit(7)
     if iteration == options.fatal_at:
@@ -73,4 +89,8 @@ while True:
     time.sleep(options.step_seconds)
     iteration += 1
     if rank == 0:
-        append_line(attempt.metrics, {"iteration": iteration, "attempt": options.attempt}, durable=False)
+        line = {"iteration": iteration, "attempt": options.attempt, "step_seconds": options.step_seconds}
+        append_line(attempt.metrics, line, durable=False)
+        Heartbeat(node="n", iteration=iteration, phase="step", time=time.time(), step_p95=None, save_p95=None).write(
+            attempt.heartbeats / "n.json"
+        )

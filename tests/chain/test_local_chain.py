@@ -17,7 +17,8 @@ from relayrun.chain.plan import Plan
 from relayrun.files import read_lines
 from relayrun.rundir import triggers
 from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import Begin, End, durable
+from relayrun.rundir.lineage import durable
+from relayrun.rundir.records import Begin, End
 
 from .conftest import MakeRun
 
@@ -144,7 +145,7 @@ def test_a_killed_batch_script_is_closed_by_its_successor(make_run: MakeRun) -> 
     scheduler.run_queue(lambda _event: None, kill_first)
     records = ends(run)
     assert killed
-    assert [record.cause for record in records] == ["failed", "done"]
+    assert [record.cause for record in records] == ["unknown", "done"]
     assert records[0].exit_code == -1
 
 
@@ -157,6 +158,40 @@ def test_a_cancelled_job_stops_the_chain(make_run: MakeRun) -> None:
     scheduler.run_queue(lambda _event: None)
     assert [record.cause for record in ends(run)] == ["cancelled"]
     assert run.stop.read_text().startswith("the job was cancelled")
+
+
+def test_a_job_that_queues_itself_again_goes_the_same_way(make_run: MakeRun) -> None:
+    run, plan = make_run("--steps=40", total_steps=40, time_limit=4, mode="requeue")
+    events = run_chain(run, plan)
+    records = ends(run)
+    assert len(records) >= 2
+    assert [record.cause for record in records] == ["saved"] * (len(records) - 1) + ["done"]
+    begins = [Begin.read(run.attempt(number).begin) for number in run.attempt_numbers()]
+    assert {begin.job_id for begin in begins if begin} == {"1"}
+    assert "job 1 ended: COMPLETED and is queued again" in events
+    assert "#SBATCH --requeue" in run.job_script.read_text()
+    assert [line["iteration"] for line in read_lines(run.metrics_view)] == list(range(1, 41))
+
+
+def test_an_attempt_that_stands_still_is_ended_after_its_ranks_were_asked_for_their_stacks(make_run: MakeRun) -> None:
+    run, plan = make_run("--steps=20", "--stop-rank=1", "--stop-at=5", hang_timeout=2.0, max_failed_attempts=1)
+    run_chain(run, plan)
+    (record,) = ends(run)
+    assert record.cause == "hang"
+    assert "ranks 1 did not answer" in record.reason
+    assert "no progress for" in record.reason
+    assert 'File "' in (run.stacks(1) / "rank-0000.txt").read_text()
+    assert run.stop.read_text().startswith("1 attempt in a row without a new durable iteration")
+
+
+def test_the_lead_is_measured_by_what_the_attempts_before_took(make_run: MakeRun) -> None:
+    run, plan = make_run("--steps=40", "--save-seconds=2", total_steps=40, time_limit=60, lead=57.0)
+    plan = Plan.of(vars(plan) | {"lead_floor": 1.0, "lead_ceiling": 57.0})
+    plan.write(run.plan)
+    run_chain(run, plan)
+    leads = [begin.lead for number in run.attempt_numbers() if (begin := Begin.read(run.attempt(number).begin))]
+    assert leads[0] == 57.0
+    assert 10 + 1.5 * 2 < leads[1] < 10 + 1.5 * 2 + 5
 
 
 @pytest.mark.parametrize("folder", ["with blank", "it's", 'double"quote', "dollar$HOME `id`", "ünï→code", "-dash"])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relayrun.chain.decide import BeginFacts, Decision, EndFacts, at_begin, at_end, default_lead, default_signal_lead
+from relayrun.chain.decide import BeginFacts, Decision, EndFacts, at_begin, at_end, default_signal_lead
+from relayrun.rundir.lead import first_lead, measured_lead
 
 ITERATIONS = st.integers(0, 50)
 
@@ -26,6 +27,7 @@ END = st.builds(
     outcome=st.none() | st.sampled_from(["done", "saved", "exit", "fatal"]),
     outcome_reason=st.text(max_size=5),
     exit_code=st.integers(-1, 255),
+    hang=st.none() | st.just("hang"),
     cancelled=st.booleans(),
     base_iteration=ITERATIONS,
     durable_iteration=ITERATIONS,
@@ -82,7 +84,7 @@ def test_every_history_ends_in_progress_or_stop_within_k_attempts(
         )  # fmt: skip
         assert at_begin(begin).action == "run"
         end = EndFacts(
-            outcome=outcome, outcome_reason="", exit_code=1, cancelled=False, base_iteration=durable,  # type: ignore[arg-type]
+            outcome=outcome, outcome_reason="", exit_code=1, hang=None, cancelled=False, base_iteration=durable,  # type: ignore[arg-type]
             durable_iteration=durable + gained, total_steps=1000, failed_attempts=failed,
             max_failed_attempts=allowed, auto_requeue=True,
         )  # fmt: skip
@@ -97,6 +99,30 @@ def test_every_history_ends_in_progress_or_stop_within_k_attempts(
 
 @given(st.integers(1, 10**6))
 def test_leads_leave_room_for_work_and_for_the_save(time_limit: int) -> None:
-    lead = default_lead(time_limit)
+    lead = first_lead(time_limit)
     assert 0 < lead <= min(600, time_limit / 4)
     assert 1 <= default_signal_lead(lead) <= max(1, round(lead))
+
+
+SECONDS = st.floats(0.001, 1000)
+
+
+@given(st.lists(SECONDS, max_size=300), st.lists(SECONDS, max_size=20), st.floats(1, 100), st.floats(100, 5000))
+def test_a_measured_lead_covers_a_slow_step_and_a_slow_save_within_its_bounds(
+    steps: list[float], saves: list[float], floor: float, ceiling: float
+) -> None:
+    lead = measured_lead(steps, saves, floor=floor, ceiling=ceiling)
+    if not steps or not saves:
+        assert lead is None
+        return
+    assert lead is not None
+    assert floor <= lead <= ceiling
+    assert lead == ceiling or lead > sorted(steps[-200:])[len(steps[-200:]) // 2] + max(saves[-10:])
+
+
+def test_a_save_that_takes_twenty_seconds_longer_moves_the_deadline_by_at_least_fifteen() -> None:
+    before = measured_lead([0.5] * 50, [2.0] * 5, floor=10, ceiling=600)
+    after = measured_lead([0.5] * 50, [2.0] * 5 + [22.0], floor=10, ceiling=600)
+    assert before is not None
+    assert after is not None
+    assert after - before >= 15

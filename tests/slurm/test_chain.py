@@ -11,7 +11,8 @@ import pytest
 from relayrun.chain.plan import Plan
 from relayrun.rundir import triggers
 from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import Begin, End, durable
+from relayrun.rundir.lineage import durable
+from relayrun.rundir.records import Begin, End
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 
 from .cluster import TestCluster

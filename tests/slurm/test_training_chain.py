@@ -13,7 +13,8 @@ from relayrun.chain.plan import Plan
 from relayrun.files import read_lines
 from relayrun.rundir import triggers
 from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import Begin, durable
+from relayrun.rundir.lineage import durable
+from relayrun.rundir.records import Begin
 from tests.checkpoints import assert_same_bytes
 from tests.workspace import Workspace, ends, steps
 

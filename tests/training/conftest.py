@@ -26,7 +26,8 @@ from relayrun.files import read_lines
 from relayrun.indexed import ShardWriter
 from relayrun.rundir import triggers
 from relayrun.rundir.layout import AttemptDir, RunDir
-from relayrun.rundir.records import Begin, Commit, Left, commits, durable
+from relayrun.rundir.lineage import durable
+from relayrun.rundir.records import Begin, Commit, Left, commits
 
 VOCABULARY = 300
 RANKS = 2

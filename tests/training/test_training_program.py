@@ -16,7 +16,7 @@ import pytest
 from relayrun.data.manifest import Manifest
 from relayrun.indexed import ShardWriter
 from relayrun.rundir import triggers
-from relayrun.rundir.records import durable
+from relayrun.rundir.lineage import durable
 
 Make = Callable[..., Any]
 

@@ -70,7 +70,7 @@ def test_an_unreachable_controller_is_asked_again(tmp_path: Path, monkeypatch: p
         f'{{ echo "Unable to contact slurm controller (connect failure)" >&2; exit 1; }}; echo "{LINE}"',
     )  # fmt: skip
     monkeypatch.setenv("PATH", str(tmp_path) + os.pathsep + os.environ["PATH"])
-    job = Slurm(pause=0.01).query("17")
+    job = Slurm(patience=2, pause=0.01).query("17")
     assert job is not None
     assert job.id == "17"
     assert count.read_text().count("x") == 3
@@ -82,9 +82,9 @@ def test_a_refusal_is_not_repeated_and_says_what_slurm_said(tmp_path: Path, monk
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path) + os.pathsep + "/bin")
     with pytest.raises(SchedulerError, match="sbatch: invalid partition specified"):
-        Slurm(pause=0.01).test(Path("job"))
+        Slurm(patience=2, pause=0.01).test(Path("job"))
     assert (tmp_path / "count").read_text().count("x") == 1
-    assert Slurm(pause=0.01).query("1") is None
+    assert Slurm(patience=2, pause=0.01).query("1") is None
 
 
 def test_missing_slurm_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from relayrun.errors import FatalTrainingError
 from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import Begin, Commit, commits, durable
+from relayrun.rundir.lineage import durable
+from relayrun.rundir.records import Begin, Commit, commits
 from relayrun.training import publish
 
 

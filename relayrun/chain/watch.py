@@ -1,0 +1,135 @@
+"""Beside the ranks: keeps the merged metrics up to date, ends an attempt that stands still, pays what is owed.
+
+An attempt stands still when no node's heartbeat has changed for `hang_timeout` seconds, or ten times what a
+step (while saving: a save) usually takes, if that is longer. Time is this process's own clock, from the last
+change it saw, so that clocks of nodes need not agree. Before it is ended, every rank is asked for its Python
+stacks; who does not answer is named.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from relayrun.chain import evidence
+from relayrun.chain.log import log
+from relayrun.chain.plan import Plan
+from relayrun.chain.scheduler import Scheduler, for_plan
+from relayrun.errors import SchedulerError
+from relayrun.rundir.layout import AttemptDir, RunDir
+from relayrun.rundir.records import Begin, Hang, Heartbeat
+
+POLL_SECONDS = 1.0
+ANSWER_SECONDS = 5.0
+"""How long ranks have to write their stacks."""
+RETRY_SECONDS = 60.0
+USUAL = 10
+"""A step that takes this many times the usual one hangs."""
+
+
+def stall_limit(beats: Sequence[Heartbeat], *, hang_timeout: float, start_timeout: float) -> float:
+    """Seconds without a change after which an attempt with these heartbeats stands still."""
+    if not beats or all(beat.phase == "start" for beat in beats):
+        return max(start_timeout, hang_timeout)
+    usual = [beat.save_p95 if beat.phase == "save" else beat.step_p95 for beat in beats]
+    return max([hang_timeout, *(USUAL * seconds for seconds in usual if seconds is not None)])
+
+
+class Watch:
+    """The supervisor's part beside one attempt."""
+
+    def __init__(self, run: RunDir, number: int) -> None:
+        self.run = run
+        self.plan = Plan.load(run)
+        self.attempt = run.attempt(number)
+        self.begin = Begin.read(self.attempt.begin)
+        self.scheduler: Scheduler = for_plan(self.plan, run)
+        self._offset = 0
+        self._seen: list[Heartbeat] = []
+        self._changed = time.monotonic()
+        self._next_try = time.monotonic() + RETRY_SECONDS
+        self._leaving = False
+
+    def loop(self) -> None:
+        """Until SIGTERM, or until the batch script has gone."""
+        signal.signal(signal.SIGTERM, self._leave)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        parent = os.getppid()
+        while not self._leaving and os.getppid() == parent:
+            self._follow()
+            if not self.attempt.hang.exists():
+                self._look_for_hang()
+            self._pay()
+            time.sleep(POLL_SECONDS)
+
+    def _leave(self, _number: int, _frame: FrameType | None) -> None:
+        self._leaving = True
+
+    def _follow(self) -> None:
+        """Append what is new and whole in the attempt's metrics to the merged view."""
+        try:
+            with open(self.attempt.metrics, "rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return
+        whole = new[: new.rfind(b"\n") + 1]
+        if whole:
+            with open(self.run.metrics_view, "ab") as view:
+                view.write(whole)
+            self._offset += len(whole)
+
+    def _look_for_hang(self) -> None:
+        beats = read_heartbeats(self.attempt)
+        if beats != self._seen:
+            self._seen, self._changed = beats, time.monotonic()
+            return
+        still = time.monotonic() - self._changed
+        limit = stall_limit(beats, hang_timeout=self.plan.hang_timeout, start_timeout=self.plan.start_timeout)
+        if still > limit and not self.attempt.outcome.exists():
+            self._end_hang(beats, still)
+
+    def _end_hang(self, beats: Sequence[Heartbeat], seconds: float) -> None:
+        job_id = self.scheduler.current_job_id()
+        stacks = self.run.stacks(self.attempt.number)
+        self.scheduler.signal_ranks(job_id, signal.SIGUSR1)
+        time.sleep(ANSWER_SECONDS)
+        silent = sorted(set(range(self._ranks())) - evidence.answered(stacks))
+        hang = Hang(
+            iteration=max((beat.iteration for beat in beats), default=0),
+            phase=beats[0].phase if beats else "start",
+            seconds=seconds,
+            silent=silent,
+            time=time.time(),
+        )
+        hang.write(self.attempt.hang)
+        log(f"{hang.words}; Python stacks in {stacks}; ending the ranks")
+        self.scheduler.signal_ranks(job_id, signal.SIGKILL)
+
+    def _ranks(self) -> int:
+        nodes = int(self.begin.options.get("nodes", self.plan.nodes)) if self.begin else self.plan.nodes
+        return nodes * self.plan.ntasks_per_node
+
+    def _pay(self) -> None:
+        """Queue the successor that could not be queued when the attempt began."""
+        if not self.attempt.owed.exists() or time.monotonic() < self._next_try:
+            return
+        self._next_try = time.monotonic() + RETRY_SECONDS
+        try:
+            successor = self.scheduler.submit(
+                self.plan, self.run.job_script, options=self.begin.options if self.begin else {}
+            )
+        except SchedulerError as error:
+            log(f"still no successor: {error.message}")
+            return
+        self.attempt.owed.unlink()
+        log(f"queued job {successor} behind this one")
+
+
+def read_heartbeats(attempt: AttemptDir) -> list[Heartbeat]:
+    """The newest sign of life of every node, by name."""
+    found = [Heartbeat.read(path) for path in sorted(attempt.heartbeats.glob("*.json"))]
+    return [beat for beat in found if beat is not None]

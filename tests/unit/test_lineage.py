@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from relayrun.errors import RunDirError
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.lineage import BEGINNING, Durable, chosen_by_hand, durable, line, put_aside
+from relayrun.rundir.records import Begin, Commit, append_commit
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path)
+    made.checkpoints.mkdir()
+    return made
+
+
+def begin(run: RunDir, number: int, base: int = 0) -> None:
+    attempt = run.attempt(number)
+    attempt.path.mkdir(parents=True)
+    Begin(
+        attempt=number, job_id=str(number), job_name="j", nodes="n", config_revision=1, base_iteration=base,
+        base_path=str(run.checkpoint(base)) if base else None, start_time=0.0, job_end_time=None, lead=1.0,
+    ).write(attempt.begin)  # fmt: skip
+
+
+def commit(run: RunDir, number: int, iteration: int, time: float = 100.0) -> None:
+    folder = run.checkpoint(iteration)
+    folder.mkdir(exist_ok=True)
+    (folder / "data").write_bytes(b"12345")
+    append_commit(run.attempt(number), Commit(iteration=iteration, path=str(folder), consumed_samples=iteration,
+                                              time=time, seconds=1.0, files={"data": 5}))  # fmt: skip
+
+
+def at(run: RunDir, iteration: int) -> Durable:
+    return Durable(iteration=iteration, path=str(run.checkpoint(iteration)))
+
+
+def test_the_newest_commit_of_the_newest_attempt_counts(run: RunDir) -> None:
+    assert durable(run) == BEGINNING
+    begin(run, 1)
+    assert durable(run) == BEGINNING
+    commit(run, 1, 10)
+    commit(run, 1, 20)
+    begin(run, 2, base=20)
+    assert durable(run) == at(run, 20)
+    commit(run, 2, 30)
+    assert durable(run) == at(run, 30)
+    assert [entry.iteration for entry in line(run)] == [10, 20, 30]
+
+
+def test_what_an_overtaken_attempt_commits_is_never_seen(run: RunDir) -> None:
+    begin(run, 1)
+    commit(run, 1, 10)
+    begin(run, 2, base=10)
+    commit(run, 1, 40)  # the node of attempt 1 was not dead after all
+    assert durable(run) == at(run, 10)
+    commit(run, 2, 20)
+    assert durable(run) == at(run, 20)
+    begin(run, 3, base=20)
+    commit(run, 1, 60)
+    assert durable(run) == at(run, 20)
+
+
+def test_a_torn_checkpoint_is_put_aside_and_the_one_before_counts(run: RunDir) -> None:
+    begin(run, 1)
+    commit(run, 1, 10)
+    commit(run, 1, 20)
+    (run.checkpoint(20) / "data").write_bytes(b"123")
+    assert durable(run) == at(run, 10)
+    (moved,) = put_aside(run, durable(run), attempt=2)
+    assert "data has 3 bytes, not 5" in moved
+    assert (run.checkpoints / ".quarantine" / "iter_0000020-0002" / "data").read_bytes() == b"123"
+    assert not run.checkpoint(20).exists()
+    assert durable(run) == at(run, 10)
+
+
+def test_if_no_checkpoint_is_whole_nothing_starts_from_the_beginning(run: RunDir) -> None:
+    begin(run, 1)
+    commit(run, 1, 10)
+    (run.checkpoint(10) / "data").unlink()
+    with pytest.raises(RunDirError, match=r"iter_0000010: data is missing"):
+        durable(run)
+
+
+def test_an_older_iteration_set_by_hand_is_obeyed_and_newer_ones_are_kept_aside(run: RunDir) -> None:
+    begin(run, 1)
+    for iteration in (10, 20, 30):
+        commit(run, 1, iteration, time=100.0)
+    run.tracker.write_text("10\n")
+    os.utime(run.tracker, (50.0, 50.0))  # older than the commits: what a kill between commit and tracker left
+    assert chosen_by_hand(run) is None
+    os.utime(run.tracker, (200.0, 200.0))
+    assert chosen_by_hand(run) == at(run, 10)
+    assert len(put_aside(run, at(run, 10), attempt=2)) == 2
+    assert (run.checkpoints / ".superseded" / "iter_0000030-0002").is_dir()
+    begin(run, 2, base=10)
+    assert durable(run) == at(run, 10)
+
+
+@pytest.mark.parametrize("text", ["", "release", "15", "30", "99"])
+def test_a_tracker_that_names_no_older_checkpoint_means_nothing(run: RunDir, text: str) -> None:
+    begin(run, 1)
+    for iteration in (10, 30):
+        commit(run, 1, iteration)
+    run.tracker.write_text(text)
+    assert chosen_by_hand(run) is None
+    run.tracker.unlink()
+    assert chosen_by_hand(run) is None
+    assert durable(run) == at(run, 30)
+
+
+def test_a_checkpoint_from_elsewhere_as_base_belongs_to_the_line(run: RunDir) -> None:
+    begin(run, 1, base=50)
+    with pytest.raises(RunDirError, match="missing"):
+        durable(run)
+    run.checkpoint(50).mkdir()
+    assert durable(run) == at(run, 50)

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+
+from relayrun.chain.evidence import excerpt, tail
+from relayrun.chain.watch import stall_limit
+from relayrun.rundir.records import Heartbeat
+
+
+def beat(phase: str, step: float | None = None, save: float | None = None) -> Heartbeat:
+    return Heartbeat(node="n", iteration=1, phase=phase, time=0.0, step_p95=step, save_p95=save)
+
+
+@pytest.mark.parametrize(
+    ("beats", "limit"),
+    [
+        ([], 1800),
+        ([beat("start")], 1800),
+        ([beat("start"), beat("step")], 300),
+        ([beat("step", step=1.0)], 300),
+        ([beat("step", step=60.0)], 600),
+        ([beat("save", step=1.0, save=90.0)], 900),
+        ([beat("evaluation", step=40.0)], 400),
+    ],
+)
+def test_an_attempt_stands_still_after_ten_times_the_usual_or_the_timeout(beats: list[Heartbeat], limit: float) -> None:
+    assert stall_limit(beats, hang_timeout=300, start_timeout=1800) == limit
+
+
+def test_the_excerpt_of_a_log_has_its_last_lines_without_the_supervisors_own(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    log = tmp_path / "err"
+    log.write_text("old attempt\n" + "[relayrun 2026] attempt 2\nTraceback\n\n  File x\nValueError: bad\n")
+    assert excerpt(tail(str(log), since=len("old attempt\n"))) == "Traceback\n  File x\nValueError: bad"
+    assert tail(str(tmp_path / "none")) == ""
+    assert tail(None) == ""
