@@ -67,11 +67,11 @@ while True:
         leave("saved", asked[0])
     if attempt.stop.exists():
         leave("saved", "stop file")
-    if triggers.look(run, "exit"):
-        trigger = triggers.look(run, "exit")
-        if rank == 0 and trigger:
-            triggers.acknowledge(run, trigger, iteration=iteration, result="saved")
+    if rank == 0 and (trigger := triggers.look(run, "exit")):
+        triggers.acknowledge(run, trigger, iteration=iteration, result="saved")
         leave("exit", "exit trigger")
+    if rank and attempt.outcome.exists():  # rank 0 looks, the others follow
+        sys.exit(0)
     if begin.job_end_time is not None and time.time() > begin.job_end_time - begin.lead:
         leave("saved", "time limit near")
     if iteration >= options.steps:
