@@ -3,12 +3,14 @@
 Layout of the .idx, little-endian, as `megatron/core/datasets/indexed_dataset.py` (megatron-core 0.16.1)
 reads it: 9 bytes magic, u64 version = 1, u8 dtype code, u64 sequences S, u64 entries of the document
 index D, then S int32 lengths (tokens), S int64 offsets (bytes into the .bin), D int64 document bounds
-(indices of sequences, the first is 0, the last is S). We write one sequence per document, so D = S + 1.
+(indices of sequences, the first is 0, the last is S). We write one sequence per document, so D = S + 1, and
+none for a document without tokens, as Megatron-LM's `preprocess_data.py` does: then D is greater.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import struct
 from dataclasses import dataclass
@@ -112,7 +114,10 @@ class ShardWriter:
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype)
         self.tokens = 0
+        self.sha256: dict[str, str] = {}
+        """Of the .bin and the .idx, after `finish`."""
         self._lengths: list[npt.NDArray[np.int32]] = []
+        self._hash = hashlib.sha256()
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         self._bin = open(self.prefix + ".bin.tmp", "wb")  # noqa: SIM115 - closed by finish or abort
 
@@ -127,8 +132,21 @@ class ShardWriter:
         if int(counts.sum(dtype=np.int64)) != array.size:
             raise ValueError(f"lengths sum to {counts.sum(dtype=np.int64)}, but there are {array.size} ids")
         self._bin.write(array.data)
+        self._hash.update(array.data)
         self._lengths.append(counts)
         self.tokens += array.size
+
+    def mark(self) -> object:
+        """A place that `rollback` can return to."""
+        return self.tokens, len(self._lengths), self._hash.copy()
+
+    def rollback(self, mark: object) -> None:
+        """Drop what was added since `mark`."""
+        assert isinstance(mark, tuple)
+        self.tokens, count, self._hash = mark
+        del self._lengths[count:]
+        self._bin.truncate(self.tokens * self.dtype.itemsize)
+        self._bin.seek(self.tokens * self.dtype.itemsize)
 
     def finish(self) -> bool:
         """Publish the shard. Returns False, and leaves nothing, if no document was added."""
@@ -136,17 +154,12 @@ class ShardWriter:
             self.abort()
             return False
         try:
-            lengths = np.concatenate(self._lengths).astype("<i4")
-            offsets = np.zeros(len(lengths), dtype="<i8")
-            np.cumsum(lengths[:-1].astype("<i8") * self.dtype.itemsize, out=offsets[1:])
-            code = next(code for code, dtype in CODES.items() if np.dtype(dtype) == self.dtype)
+            idx_bytes = _index(np.concatenate(self._lengths), self.dtype)
             with open(self.prefix + ".idx.tmp", "wb") as idx:
-                idx.write(HEADER.pack(MAGIC, 1, code, len(lengths), len(lengths) + 1))
-                idx.write(lengths.data)
-                idx.write(offsets.data)
-                idx.write(np.arange(len(lengths) + 1, dtype="<i8").data)
+                idx.write(idx_bytes)
                 idx.flush()
                 os.fsync(idx.fileno())
+            self.sha256 = {"bin": self._hash.hexdigest(), "idx": hashlib.sha256(idx_bytes).hexdigest()}
             self._bin.flush()
             os.fsync(self._bin.fileno())
             self._bin.close()
@@ -165,3 +178,15 @@ class ShardWriter:
         for name in (".bin.tmp", ".idx.tmp"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.prefix + name)
+
+
+def _index(documents: npt.NDArray[np.int32], dtype: np.dtype[np.generic]) -> bytes:
+    """The .idx of documents of these lengths."""
+    lengths = documents[documents > 0].astype("<i4")
+    offsets = np.zeros(len(lengths), dtype="<i8")
+    np.cumsum(lengths[:-1].astype("<i8") * dtype.itemsize, out=offsets[1:])
+    bounds = np.zeros(len(documents) + 1, dtype="<i8")
+    np.cumsum(documents > 0, out=bounds[1:])
+    code = next(code for code, kind in CODES.items() if np.dtype(kind) == dtype)
+    header = HEADER.pack(MAGIC, 1, code, len(lengths), len(bounds))
+    return b"".join((header, lengths.tobytes(), offsets.tobytes(), bounds.tobytes()))

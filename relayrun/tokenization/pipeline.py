@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import functools
 import os
+import sys
 import time
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import write_atomic
-from relayrun.tokenization.executor import KillAwareExecutor
+from relayrun.tokenization.columns import join
+from relayrun.tokenization.engines import EngineName, select
+from relayrun.tokenization.fused import Job, OnError, Part, sample, tokenize_part
 from relayrun.tokenization.locks import locked
-from relayrun.tokenization.metadata import InputFile, paths_file_bytes, read_paths_file, stat_inputs
-from relayrun.tokenization.readers import LiteralPathsReader
+from relayrun.tokenization.metadata import InputFile, read_paths_file, stat_inputs
+from relayrun.tokenization.pool import run_tasks
 from relayrun.tokenization.record import ShardFolder, TaskRecord
-from relayrun.tokenization.tokenizer import load_tokenizer
-from relayrun.tokenization.writer import MegatronTokenWriter, shard_name
+from relayrun.tokenization.tokenizer import AppendEod, load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,9 @@ class Result:
     tokens: int
     empty_documents: int
     null_documents: int
+    routed_documents: int
+    """That the fast engine was not trusted with."""
+    skipped_files: int
     output_bytes: int
     """Of all .bin files."""
     workers: int
@@ -42,6 +49,7 @@ class Result:
             f"{self.documents:,} documents, {self.tokens:,} tokens from {self.files:,} files "
             f"({self.input_bytes / 1e9:.3f} GB) in {self.seconds:.1f} s\n"
             f"dropped: {self.empty_documents:,} empty and {self.null_documents:,} null documents"
+            + (f"\nleft out: {self.skipped_files:,} files that cannot be read" if self.skipped_files else "")
         )
 
 
@@ -55,71 +63,92 @@ def tokenize(
     n_workers: int = -1,
     column: str = "text",
     eos_token: str | None = None,
+    append_eod: AppendEod = "yes",
+    bos: bool = False,
+    special_text: bool = False,
+    keep_empty: bool = False,
+    engine: EngineName = "auto",
+    batch_documents: int = 1000,
+    batch_bytes: int = 4_000_000,
+    on_error: OnError = "stop",
+    cache_dir: str | None = None,
     logging_dir: str | os.PathLike[str] | None = None,
 ) -> Result:
     """Tokenize the files of `paths_file`, which are paths below the folder `dataset`, into `output_folder`.
 
     `n_tasks` (at most one per file) is the number of shards, `n_workers` how many are made at a time (-1: all).
-    `logging_dir` (default: `logs` in the output folder) gets datatrove's logs and a copy of the tokenizer.
-    What an earlier run has finished is kept (see `record.py`). Raises InputError or OSError for what a
-    person can mend; then every shard under a final name is whole.
+    `logging_dir` (default: `logs` in the output folder) gets a copy of the tokenizer, which the workers read.
+    What an earlier run has finished is kept, and files that the paths file lists since then get shards of
+    their own (see `record.py`). `on_error` "skip" leaves files out that cannot be read, and notes them.
+    Raises InputError or OSError for what a person can mend; then every shard under a final name is whole.
     """
     started = time.monotonic()
     if n_tasks < 1 or (n_workers < 1 and n_workers != -1):
         raise InputError("--n-tasks is at least 1, and --n-workers at least 1 or -1 for as many as tasks")
+    if batch_documents < 1 or batch_bytes < 1:
+        raise InputError("a batch holds at least one document and one byte")
     names = read_paths_file(paths_file)
-    inputs = stat_inputs(dataset, names)
-    tokenizer = load_tokenizer(tokenizer_name_or_path, eos_token=eos_token)
-    tasks = min(n_tasks, len(names))
-    workers = tasks if n_workers == -1 else min(n_workers, tasks)
+    source = os.fspath(dataset)
+    inputs = {file[0]: file for file in stat_inputs(source, names)}
     output = Path(os.path.abspath(output_folder))
     output.mkdir(parents=True, exist_ok=True)
     logs = Path(os.path.abspath(logging_dir)) if logging_dir is not None else output / "logs"
     with locked(output / ".lock", wait=False) as held:
         if not held:
             raise RelayrunError("another process is writing shards here", where=output)
+        with _one_download(cache_dir):
+            tokenizer = load_tokenizer(
+                tokenizer_name_or_path, eos_token=eos_token, append_eod=append_eod, add_bos=bos,
+                special_text=special_text, cache_dir=cache_dir,
+            )  # fmt: skip
+        framing = tokenizer.framing(keep_empty=keep_empty)
         folder = ShardFolder(output, {
             "tokenizer": tokenizer.fingerprint,
             "eos": tokenizer.eos_id,
-            "token type": tokenizer.dtype.__name__,
+            "bos": tokenizer.bos_id,
+            "token type": framing.dtype,
             "column": column,
-            "paths": hashlib.sha256(paths_file_bytes(names)).hexdigest(),
-            "shards": [shard_name(rank) for rank in range(tasks)],
-        })  # fmt: skip
-        todo = [rank for rank in range(tasks) if not folder.is_done(shard_name(rank), inputs[rank::tasks])]
-        for rank in todo:
-            folder.drop(shard_name(rank))
+            "empty documents": "kept" if keep_empty else "dropped",
+            "tasks": n_tasks,
+        }, names)  # fmt: skip
+        parts = [Part(name=name, inputs=tuple(inputs[file] for file in files)) for name, files in folder.parts.items()]
+        todo = [part for part in parts if not folder.is_done(part.name, part.inputs, source)]
+        workers = min(len(parts) if n_workers == -1 else n_workers, len(parts))
+        for part in todo:
+            folder.drop(part.name)
+            folder.tasks.pop(part.name, None)
         if todo:
             folder.write()
             logs.mkdir(parents=True, exist_ok=True)
+            definition = tokenizer.tokenizer.to_str()
             # workers read this copy: no hub, no transformers, and no change under way
-            write_atomic(logs / "tokenizer.json", tokenizer.tokenizer.to_str())
-            executor = KillAwareExecutor(
-                [
-                    LiteralPathsReader(os.fspath(dataset), names, column),
-                    MegatronTokenWriter(output, str(logs / "tokenizer.json"), eos_token=tokenizer.eos_token),
-                ],
-                tasks=tasks,
-                workers=workers,
-                logging_dir=str(logs),
+            write_atomic(logs / "tokenizer.json", definition)
+            texts = sample(column, [join(source, file[0]) for part in todo for file in part.inputs])
+            selection = select(engine, tokenizer.tokenizer, texts, _warn)
+            print(f"engine: {selection}", flush=True)
+            job = Job(
+                dataset=source,
+                output=str(output),
+                definition=str(logs / "tokenizer.json"),
+                selection=selection,
+                framing=framing,
+                column=column,
+                batch_documents=batch_documents,
+                batch_bytes=batch_bytes,
+                on_error=on_error,
             )
 
-            def on_task_done(rank: int, totals: dict[str, int]) -> None:
-                task = TaskRecord(
-                    inputs=inputs[rank::tasks],
-                    documents=totals.get("documents", 0),
-                    tokens=totals.get("tokens", 0),
-                    empty_documents=totals.get("empty documents", 0),
-                    null_documents=totals.get("null documents", 0),
-                )
-                folder.add(shard_name(rank), task)
-                print(f"task {rank} done: {task.documents:,} documents, {task.tokens:,} tokens", flush=True)
+            def on_done(part: Part, task: TaskRecord) -> None:
+                folder.add(part.name, task)
+                print(f"{part.name}: {task.documents:,} documents, {task.tokens:,} tokens", flush=True)
+                for skipped in task.skipped:
+                    _warn(f"left out: {skipped.error}")
 
             try:
-                executor.run_ranks(todo, on_task_done)
+                run_tasks(functools.partial(tokenize_part, job), todo, workers, on_done, where=output)
             finally:
                 folder.drop_temporary()
-    result = _result(folder, inputs, workers=workers, tasks_run=len(todo), seconds=time.monotonic() - started)
+    result = _result(folder, inputs.values(), workers=workers, tasks_run=len(todo), seconds=time.monotonic() - started)
     if not result.documents:
         raise InputError(f"no document with text in {len(names):,} files, so there is no shard: "
                          f"{result.empty_documents:,} empty and {result.null_documents:,} null documents",
@@ -127,7 +156,24 @@ def tokenize(
     return result
 
 
-def _result(folder: ShardFolder, inputs: list[InputFile], *, workers: int, tasks_run: int, seconds: float) -> Result:
+def _warn(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _one_download(cache_dir: str | None) -> Iterator[None]:
+    """Jobs that share a cache of the hub fetch a tokenizer one after another: the first fetches, the others find it."""
+    if cache_dir is None:
+        yield
+        return
+    os.makedirs(cache_dir, exist_ok=True)
+    with locked(os.path.join(cache_dir, ".relayrun-lock")):
+        yield
+
+
+def _result(
+    folder: ShardFolder, inputs: Collection[InputFile], *, workers: int, tasks_run: int, seconds: float
+) -> Result:
     tasks = list(folder.tasks.values())
     return Result(
         files=len(inputs),
@@ -136,6 +182,8 @@ def _result(folder: ShardFolder, inputs: list[InputFile], *, workers: int, tasks
         tokens=sum(task.tokens for task in tasks),
         empty_documents=sum(task.empty_documents for task in tasks),
         null_documents=sum(task.null_documents for task in tasks),
+        routed_documents=sum(task.routed_documents for task in tasks),
+        skipped_files=sum(len(task.skipped) for task in tasks),
         output_bytes=sum(file.stat().st_size for file in folder.path.glob("*.bin")),
         workers=workers,
         tasks_run=tasks_run,

@@ -1,7 +1,8 @@
-"""What is already tokenized: `tokenization.json` in a folder of shards.
+"""What is already tokenized: `tokenization.json` in a folder of shards, its manifest.
 
-    settings   what the shards were made with and of; a folder holds shards of one choice alone
-    shards     by task: the input files with size and time of change, documents, tokens, dropped documents
+    settings   what the shards were made with; a folder holds shards of one choice alone
+    parts      by shard: the files that it is to hold; files that join the dump later get shards of their own
+    shards     by shard that is done: a TaskRecord
 
 A task counts as done if its inputs are unchanged and its shard opens with the tokens noted here. So a run
 that was cut goes on where it was, and a file that was mended is tokenized again alone.
@@ -9,67 +10,134 @@ that was cut goes on where it was, and a file that was mended is tokenized again
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from relayrun.errors import InputError
 from relayrun.files import read_json, write_atomic
 from relayrun.indexed import Shard
+from relayrun.tokenization.columns import join, open_input
 from relayrun.tokenization.metadata import InputFile
 
 NAME = "tokenization.json"
+FORMAT = "relayrun tokenization, version 2"
+_FINGERPRINT_BYTES = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
+class Skipped:
+    """A file that was left out, with `--on-error skip`."""
+
+    file: str
+    error: str
+
+
+@dataclass(kw_only=True)
 class TaskRecord:
-    """One finished task; `tokens` is 0 where it has no shard."""
+    """One task; `tokens` is 0 where it has no shard."""
 
     inputs: list[InputFile]
-    documents: int
-    tokens: int
-    empty_documents: int
-    null_documents: int
+    fingerprints: list[str] = field(default_factory=list)
+    """Of each input, see `fingerprint`."""
+    documents: int = 0
+    tokens: int = 0
+    empty_documents: int = 0
+    null_documents: int = 0
+    routed_documents: int = 0
+    """That another engine took over from a faster one."""
+    engine: str = ""
+    engine_version: str = ""
+    sha256: dict[str, str] = field(default_factory=dict)
+    """Of the .bin and the .idx."""
+    skipped: list[Skipped] = field(default_factory=list)
+    started: float = 0.0
+    """Seconds since 1970."""
+    seconds: float = 0.0
+
+    def counts(self) -> tuple[int, int, int]:
+        """What `restore` takes back: documents of all three kinds."""
+        return self.documents, self.empty_documents, self.null_documents
+
+    def restore(self, counts: tuple[int, int, int]) -> None:
+        self.documents, self.empty_documents, self.null_documents = counts
+
+
+def fingerprint(path: str) -> str:
+    """sha256 of a file's first and last 64 KiB: the footer of a parquet file lies there."""
+    digest = hashlib.sha256()
+    with contextlib.suppress(OSError), open_input(path) as file:  # reading it will tell what is wrong
+        digest.update(file.read(_FINGERPRINT_BYTES))
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - _FINGERPRINT_BYTES))
+        digest.update(file.read())
+    return digest.hexdigest()
 
 
 class ShardFolder:
     """A folder of shards and its record. One process writes it."""
 
-    def __init__(self, path: str | os.PathLike[str], settings: dict[str, Any]) -> None:
-        """Open or begin the record. Raises InputError if the folder holds shards made in another way."""
+    def __init__(self, path: str | os.PathLike[str], settings: dict[str, Any], files: Sequence[str]) -> None:
+        """Open or begin the record. Raises InputError if the folder holds shards made in another way.
+
+        `settings["tasks"]` is the most shards that new files are dealt onto.
+        """
         self.path = Path(path)
         self.settings = settings
         self._file = self.path / NAME
+        self.parts: dict[str, list[str]] = {}
         self.tasks: dict[str, TaskRecord] = {}
         hint = "use another output folder, or delete this one to begin again"
+        known: dict[str, Any] = {}
         try:
             record = read_json(self._file)
-            known: dict[str, Any] = record["settings"]
-            tasks = {
-                name: TaskRecord(**{**task, "inputs": [tuple(file) for file in task["inputs"]]})
-                for name, task in record["shards"].items()
-            }
+            if record.get("format") != FORMAT:
+                raise InputError("the record of tokenization here is of another version", where=self._file, hint=hint)
+            known = record["settings"]
+            self.parts = record["parts"]
+            self.tasks = {name: _task(task) for name, task in record["shards"].items()}
         except FileNotFoundError:
-            known, tasks = settings, {}
+            known = settings
         except (ValueError, KeyError, TypeError, AttributeError):
             raise InputError("not a record of tokenization", where=self._file, hint=hint) from None
         different = sorted(name for name in settings.keys() | known.keys() if settings.get(name) != known.get(name))
+        if {name for part in self.parts.values() for name in part} - set(files):
+            different.append("paths")
         shards = {file.name.rsplit(".", 1)[0] for suffix in ("bin", "idx") for file in self.path.glob(f"*.{suffix}")}
         if different and shards:
             raise InputError(f"this folder holds shards of another choice of {', '.join(different)}",
                              where=self.path, hint=hint)  # fmt: skip
-        if strange := sorted(shards - set(settings["shards"])):
+        if different:
+            self.parts, self.tasks = {}, {}
+        self._deal(files)
+        if strange := sorted(shards - set(self.parts)):
             raise InputError(f"this folder holds shards that are not of this run, for example {strange[0]}",
                              where=self.path, hint=hint)  # fmt: skip
-        self.tasks = {} if different else tasks
 
-    def is_done(self, name: str, inputs: list[InputFile]) -> bool:
-        """Whether shard `name` is made of exactly these inputs, and whole."""
+    def _deal(self, files: Sequence[str]) -> None:
+        """Give every file that is in no part yet a place in a new one: file i of them in part i mod `tasks`."""
+        dealt = {name for part in self.parts.values() for name in part}
+        new = [name for name in files if name not in dealt]
+        count, first = min(self.settings["tasks"], len(new)), len(self.parts)
+        for number in range(count):
+            self.parts[shard_name(first + number)] = new[number::count]
+
+    def is_done(self, name: str, inputs: Sequence[InputFile], dataset: str) -> bool:
+        """Whether shard `name` is made of exactly these inputs, and whole.
+
+        An input whose time of change alone is another counts as unchanged if its fingerprint is the same.
+        """
         task = self.tasks.get(name)
-        if task is None or task.inputs != inputs:
+        if task is None or [file[:2] for file in task.inputs] != [file[:2] for file in inputs]:
             return False
+        for now, then, digest in zip(inputs, task.inputs, task.fingerprints, strict=True):
+            if now != then and fingerprint(join(dataset, now[0])) != digest:
+                return False
         try:
             return task.tokens == 0 or Shard.open(self.path / name).tokens == task.tokens
         except InputError:
@@ -82,7 +150,7 @@ class ShardFolder:
 
     def drop_temporary(self) -> None:
         """Remove what killed workers left."""
-        for name in self.settings["shards"]:
+        for name in self.parts:
             for suffix in (".idx.tmp", ".bin.tmp"):
                 (self.path / f"{name}{suffix}").unlink(missing_ok=True)
 
@@ -92,6 +160,22 @@ class ShardFolder:
         self.write()
 
     def write(self) -> None:
-        record = {"settings": self.settings, "shards": {name: asdict(task) for name, task in self.tasks.items()}}
+        record = {
+            "format": FORMAT,
+            "settings": self.settings,
+            "parts": self.parts,
+            "shards": {name: asdict(self.tasks[name]) for name in sorted(self.tasks)},
+        }
         # ASCII: names that are not UTF-8 come back from JSON as they were
         write_atomic(self._file, json.dumps(record, indent=1) + "\n")
+
+
+def shard_name(rank: int) -> str:
+    """Name of the shard of task `rank`, without suffix."""
+    return f"{rank:05d}_tokens"
+
+
+def _task(values: dict[str, Any]) -> TaskRecord:
+    inputs = [(str(name), int(size), int(changed)) for name, size, changed in values["inputs"]]
+    skipped = [Skipped(**file) for file in values["skipped"]]
+    return TaskRecord(**{**values, "inputs": inputs, "skipped": skipped})

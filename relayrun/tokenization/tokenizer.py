@@ -1,7 +1,7 @@
 """A Hugging Face tokenizer made ready for documents.
 
 Ids are those of `tokenizers.Tokenizer.encode(text, add_special_tokens=False)` with `encode_special_tokens`
-on: text that looks like a special token stays text, and no template (BOS) is put around a document.
+on: text that looks like a special token stays text unless asked, and no template is put around a document.
 Truncation and padding that a tokenizer.json may ask for are off.
 """
 
@@ -10,28 +10,34 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from relayrun.errors import InputError
 from relayrun.indexed import token_dtype
+from relayrun.tokenization.framing import Framing
 
 _USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|endofdocument|>")
 
 
+AppendEod = Literal["yes", "no", "auto"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class DocumentTokenizer:
-    """A tokenizer and what ends a document."""
+    """A tokenizer and what ends, and begins, a document."""
 
     tokenizer: Tokenizer
-    eos_token: str
-    eos_id: int
+    eos_token: str | None
+    """None if documents are not to be ended."""
+    eos_id: int | None
+    bos_id: int | None
+    """None if documents are not to be begun with a token."""
     size: int
     """Entries with the added tokens, `len(tokenizer)`; not below the largest id + 1 where ids have holes."""
 
@@ -45,45 +51,85 @@ class DocumentTokenizer:
         """sha256 of the serialized tokenizer: equal for equal ids."""
         return hashlib.sha256(self.tokenizer.to_str().encode()).hexdigest()
 
-    def encode(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.int32]]:
-        """Ids of all `texts`, each followed by the EOS, shape [tokens], and the length of each, shape [texts]."""
-        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        lengths = np.fromiter((len(encoding) + 1 for encoding in encodings), np.int32, len(texts))
-        ids = np.empty(int(lengths.sum(dtype=np.int64)), self.dtype)
-        start = 0
-        for encoding, length in zip(encodings, lengths.tolist(), strict=True):
-            ids[start : start + length - 1] = encoding.ids
-            ids[start + length - 1] = self.eos_id
-            start += length
-        return ids, lengths
+    def framing(self, *, keep_empty: bool = False) -> Framing:
+        """What goes around the ids of a document."""
+        return Framing(bos_id=self.bos_id, eod_id=self.eos_id, dtype=self.dtype.__name__, keep_empty=keep_empty)
 
 
-def load_tokenizer(name_or_path: str, *, eos_token: str | None = None) -> DocumentTokenizer:
+def load_tokenizer(
+    name_or_path: str,
+    *,
+    eos_token: str | None = None,
+    append_eod: AppendEod = "yes",
+    add_bos: bool = False,
+    special_text: bool = False,
+    cache_dir: str | None = None,
+) -> DocumentTokenizer:
     """Load a tokenizer.json file, a folder that holds one, or a name on the Hugging Face hub.
 
     The EOS is `eos_token`, or what the configuration beside the tokenizer names, or the one usual name
-    among its special tokens. Raises InputError if there is no such tokenizer, EOS or token.
+    among its special tokens; without any, `append_eod` "yes" is an error and "auto" a warning. The BOS is
+    what the configuration names. `special_text`: text of a special token becomes that token.
+    `cache_dir`: where hub files are kept, one download per node; the hub's token comes from the environment.
+    Raises InputError if there is no such tokenizer, EOS, BOS or token.
     """
     path = Path(name_or_path)
     file = path / "tokenizer.json" if path.is_dir() else path
+    size, configured = 0, _Configured()
     if file.is_file():
-        tokenizer, size = _from_file(file), 0
-        eos_token = eos_token or _configured_eos(file.parent) or _usual_eos(tokenizer, name_or_path)
+        tokenizer = _from_file(file)
+        configured = _Configured(eos=_configured(file.parent, "eos_token"), bos=_configured(file.parent, "bos_token"))
     elif path.is_absolute() or name_or_path.startswith(".") or path.suffix == ".json":
         raise InputError("there is no such tokenizer file", where=file)
     else:
-        tokenizer, size, configured = _from_transformers(name_or_path)
-        eos_token = eos_token or configured or _usual_eos(tokenizer, name_or_path)
+        tokenizer, size, configured = _from_transformers(name_or_path, cache_dir)
+    eos_token = _ending(tokenizer, eos_token or configured.eos, append_eod, name_or_path)
+    eos_id = tokenizer.token_to_id(eos_token) if eos_token is not None else None
+    if eos_token is not None and eos_id is None:
+        raise InputError(f"the tokenizer has no token {eos_token!r} to end documents with", where=name_or_path,
+                         hint="name one of its tokens with --eos-token")  # fmt: skip
+    bos_id = tokenizer.token_to_id(configured.bos) if add_bos and configured.bos is not None else None
+    if add_bos and bos_id is None:
+        raise InputError("the tokenizer names no token to begin documents with", where=name_or_path,
+                         hint="leave --bos out, or put a bos_token into its tokenizer_config.json")  # fmt: skip
+    if special_text:
+        tokenizer = _all_plain(tokenizer)
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    eos_id = tokenizer.token_to_id(eos_token)
-    if eos_id is None:
-        raise InputError(f"the tokenizer has no token {eos_token!r} to end documents with", where=name_or_path,
-                         hint="name one of its tokens with --eos-token")  # fmt: skip
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     size = max(size, len(vocabulary), max(vocabulary.values()) + 1)
-    return DocumentTokenizer(tokenizer=tokenizer, eos_token=eos_token, eos_id=eos_id, size=size)
+    return DocumentTokenizer(tokenizer=tokenizer, eos_token=eos_token, eos_id=eos_id, bos_id=bos_id, size=size)
+
+
+def _all_plain(tokenizer: Tokenizer) -> Tokenizer:
+    """With no added token special: then their text becomes their ids, in every engine."""
+    definition = json.loads(tokenizer.to_str())
+    for token in definition["added_tokens"]:
+        token["special"] = False
+    return Tokenizer.from_str(json.dumps(definition))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Configured:
+    """Tokens that the configuration of a tokenizer names."""
+
+    eos: str | None = None
+    bos: str | None = None
+
+
+def _ending(tokenizer: Tokenizer, named: str | None, append_eod: AppendEod, where: str) -> str | None:
+    if append_eod == "no":
+        return None
+    if named is not None:
+        return named
+    try:
+        return _usual_eos(tokenizer, where)
+    except InputError as error:
+        if append_eod == "yes":
+            raise
+        print(f"warning: no token will stand between documents: {error.message}", file=sys.stderr)
+        return None
 
 
 def _from_file(file: Path) -> Tokenizer:
@@ -93,11 +139,11 @@ def _from_file(file: Path) -> Tokenizer:
         raise InputError(f"not a tokenizer.json of the tokenizers library: {error}", where=file) from None
 
 
-def _from_transformers(name: str) -> tuple[Tokenizer, int, str | None]:
+def _from_transformers(name: str, cache_dir: str | None) -> tuple[Tokenizer, int, _Configured]:
     from transformers import AutoTokenizer  # seconds to import, and needed for hub names alone
 
     try:
-        loaded: Any = AutoTokenizer.from_pretrained(name)
+        loaded: Any = AutoTokenizer.from_pretrained(name, cache_dir=cache_dir)
     except Exception as error:  # OSError, ValueError, ImportError, ... by what is missing
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(f"no such tokenizer: {reason}", where=name,
@@ -106,14 +152,14 @@ def _from_transformers(name: str) -> tuple[Tokenizer, int, str | None]:
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise InputError("this tokenizer has no fast version (no tokenizer.json)", where=name)
-    return Tokenizer.from_str(backend.to_str()), len(loaded), loaded.eos_token
+    return Tokenizer.from_str(backend.to_str()), len(loaded), _Configured(eos=loaded.eos_token, bos=loaded.bos_token)
 
 
-def _configured_eos(folder: Path) -> str | None:
-    """`eos_token` as transformers writes it: text, or an object with its text in `content`."""
+def _configured(folder: Path, name_of_token: str) -> str | None:
+    """`eos_token` or `bos_token` as transformers writes it: text, or an object with its text in `content`."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         try:
-            value = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token")
+            value = json.loads((folder / name).read_text(encoding="utf-8")).get(name_of_token)
         except FileNotFoundError:
             continue
         except (ValueError, AttributeError):

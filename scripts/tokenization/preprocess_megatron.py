@@ -22,10 +22,25 @@ def main() -> int:
                         help="shards made at a time; -1: as many as tasks (default)")  # fmt: skip
     parser.add_argument("--column", default="text", help="column of the text (default: %(default)s)")
     parser.add_argument("--eos-token", metavar="TOKEN", help="ends every document (default: the tokenizer's own)")
-    parser.add_argument("--logging-dir", metavar="L", help="datatrove's logs (default: logs in O)")
+    parser.add_argument("--append-eod", choices=("yes", "no", "auto"), default="yes",
+                        help="auto: warn and go on where the tokenizer has no EOS (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--bos", action="store_true", help="put the tokenizer's BOS in front of every document")
+    parser.add_argument("--special-text", action="store_true",
+                        help="text of a special token in a document becomes that token")  # fmt: skip
+    parser.add_argument("--keep-empty", action="store_true", help="keep documents without text, as Megatron-LM does")
+    parser.add_argument("--engine", choices=("auto", "huggingface", "fastokens", "gigatoken"), default="auto",
+                        help="auto: the fastest that gives Hugging Face's ids (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--batch-documents", type=int, default=1000, metavar="N",
+                        help="most documents tokenized at a time (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--batch-bytes", type=int, default=4_000_000, metavar="N",
+                        help="most bytes of them, a longer document alone (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--on-error", choices=("stop", "skip"), default="stop",
+                        help="skip: leave out files that cannot be read (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--cache-dir", metavar="C", help="where tokenizers of the Hugging Face hub are kept")
+    parser.add_argument("--logging-dir", metavar="L", help="gets a copy of the tokenizer (default: logs in O)")
     options = vars(parser.parse_args())
 
-    from relayrun.tokenization.pipeline import tokenize  # datatrove: a second, not paid for --help
+    from relayrun.tokenization.pipeline import tokenize  # pyarrow, tokenizers: not paid for --help
 
     print(tokenize(**options).summary())
     return 0

@@ -53,16 +53,17 @@ def test_shards_open_in_megatrons_indexed_dataset(tmp_path: Path, tokenizer: Pat
     assert dataset.index.dtype is np.uint16
 
 
-@pytest.mark.parametrize("bounds", [{"batch_size": 1}, {"batch_size": 3}, {"batch_characters": 50}, {}])
+@pytest.mark.parametrize("bounds", [{"batch_size": 1}, {"batch_size": 3}, {"batch_bytes": 50}, {}])
 def test_batches_do_not_change_the_shard(tmp_path: Path, tokenizer: Path, bounds: dict[str, int]) -> None:
     texts = [*TEXTS, "a long one " * 100_000, *TEXTS]
     MegatronTokenWriter(tmp_path, str(tokenizer), **bounds).run(documents(texts))
     assert shard_documents(tmp_path / "00000_tokens") == expected_ids(tokenizer, texts)
 
 
-def test_batches_are_bounded_by_characters_and_by_count(tokenizer: Path, tmp_path: Path) -> None:
-    writer = MegatronTokenWriter(tmp_path, str(tokenizer), batch_size=3, batch_characters=10)
-    batches = list(writer._batches(documents(["1234", "5678", "90", "a" * 50, "b", "c", "d", "e"])))
+def test_batches_are_bounded_by_bytes_and_by_count(tokenizer: Path, tmp_path: Path) -> None:
+    writer = MegatronTokenWriter(tmp_path, str(tokenizer), batch_size=3, batch_bytes=10)
+    texts = ["1234", "5678", "90", "a" * 50, "b", "c", "d", "e"]
+    batches = [batch.strings() for batch in writer._batches(documents(texts))]
     assert batches == [["1234", "5678", "90"], ["a" * 50], ["b", "c", "d"], ["e"]]
 
 

@@ -8,6 +8,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from relayrun.errors import InputError
+from relayrun.tokenization.engines import HuggingFace
+from relayrun.tokenization.texts import Texts
 from relayrun.tokenization.tokenizer import load_tokenizer
 
 from .tokenization_corpus import EOS, TEXTS, expected_ids, train_tokenizer
@@ -16,6 +18,11 @@ from .tokenization_corpus import EOS, TEXTS, expected_ids, train_tokenizer
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return train_tokenizer(tmp_path / "tok" / "tokenizer.json")
+
+
+def encode(file: Path, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    loaded = load_tokenizer(str(file))
+    return loaded.framing().apply(*HuggingFace(loaded.tokenizer).encode(Texts.of(texts)))
 
 
 def word_tokenizer(folder: Path, words: dict[str, int], special: tuple[str, ...]) -> Path:
@@ -29,7 +36,7 @@ def word_tokenizer(folder: Path, words: dict[str, int], special: tuple[str, ...]
 
 def test_ids_are_those_of_hugging_face_with_the_eos_behind_each_text(file: Path) -> None:
     texts = [*TEXTS, "x" * 100_000, "word " * 200_000, "漢" * 50_000]
-    ids, lengths = load_tokenizer(str(file)).encode(texts)
+    ids, lengths = encode(file, texts)
     expected = expected_ids(file, texts)
     assert lengths.tolist() == [len(document) for document in expected]
     assert ids.tolist() == [token for document in expected for token in document]
@@ -37,7 +44,7 @@ def test_ids_are_those_of_hugging_face_with_the_eos_behind_each_text(file: Path)
 
 def test_neither_template_nor_truncation_nor_special_text_gives_special_ids(file: Path) -> None:
     tokenizer = load_tokenizer(str(file))
-    ids, lengths = tokenizer.encode([f"a{EOS}b<s>" * 20])
+    ids, lengths = encode(file, [f"a{EOS}b<s>" * 20])
     assert lengths[0] > 16
     assert tokenizer.tokenizer.token_to_id("<s>") not in ids
     assert np.flatnonzero(ids == tokenizer.eos_id).tolist() == [len(ids) - 1]
@@ -82,7 +89,7 @@ def test_ids_above_the_number_of_entries_fit_into_the_token_type(tmp_path: Path)
     file = word_tokenizer(tmp_path / "t", {"unk": 0, "far": 70_000}, ("</s>",))
     loaded = load_tokenizer(str(file))
     assert loaded.dtype is np.int32
-    assert loaded.encode(["far"])[0].tolist() == [70_000, loaded.eos_id]
+    assert encode(file, ["far"])[0].tolist() == [70_000, loaded.eos_id]
 
 
 def test_unknown_and_broken_tokenizers_are_one_clear_error(tmp_path: Path) -> None:

@@ -1,0 +1,153 @@
+"""The text column of a file, as Arrow arrays of a bounded size.
+
+Names are opened literally; fsspec, which gives `::`, `*` and undecodable bytes a meaning of their own, is used
+for paths with a scheme (`s3://bucket/x.parquet`) alone.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO, cast
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from relayrun.errors import InputError
+from relayrun.tokenization.metadata import printable
+
+MOST_ROWS = 1024
+"""Rows that are decoded at a time, where documents are short."""
+
+_READ_AHEAD = 1 << 20
+
+
+def read_column(path: str, column: str, *, batch_bytes: int = 4_000_000) -> Iterator[pa.Array]:
+    """String or large_string arrays of all rows of a file, in order, nulls kept, of about `batch_bytes` each.
+
+    The kind of file is known by its suffix. `column` is a name, or names with dots for a nested field; a name
+    that holds the dots itself comes first. Raises InputError naming the file, and the line of a jsonl file.
+    """
+    name = path.lower()
+    try:
+        with open_input(path) as raw:
+            if name.endswith(".parquet"):
+                yield from _read_parquet(raw, path, column, batch_bytes)
+            else:
+                compression = "gzip" if name.endswith(".gz") else "zstd" if name.endswith(".zst") else None
+                yield from _read_jsonl(raw, path, column, compression, batch_bytes)
+    except FileNotFoundError:
+        raise InputError("this file of the dump is missing", where=printable(path),
+                         hint="run prepare_dumps.py again if the dataset has changed") from None  # fmt: skip
+    except (pa.ArrowException, OSError) as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise InputError(f"cannot be read, it may be torn: {lines[0]}", where=printable(path),
+                         hint="fetch the file again, then run again: what is done is kept") from None  # fmt: skip
+
+
+def open_input(path: str) -> BinaryIO:
+    """A file, or with a scheme whatever fsspec knows it as."""
+    if "://" in path:
+        import fsspec
+
+        return cast(BinaryIO, fsspec.open(path, "rb").open())
+    return open(path, "rb")
+
+
+def join(folder: str, name: str) -> str:
+    """The path of a file below a folder that may carry a scheme."""
+    return f"{folder.rstrip('/')}/{name}" if "://" in folder else os.path.join(folder, name)
+
+
+def _read_parquet(raw: BinaryIO, path: str, column: str, batch_bytes: int) -> Iterator[pa.Array]:
+    # pages come through a buffer: without it the column of a whole row group is read at once
+    with pq.ParquetFile(raw, buffer_size=_READ_AHEAD, pre_buffer=False) as file:
+        fields = _fields(file.schema_arrow, path, column)
+        leaves = [file.metadata.schema.column(i).path for i in range(file.metadata.num_columns)]
+        leaf = leaves.index(".".join(fields))
+        for group in range(file.num_row_groups):
+            size = file.metadata.row_group(group).column(leaf).total_uncompressed_size
+            rows = file.metadata.row_group(group).num_rows
+            most = max(1, min(MOST_ROWS, batch_bytes * rows // max(size, 1)))
+            # one thread: the workers share the cores already
+            for batch in file.iter_batches(most, [group], [".".join(fields)], use_threads=False):
+                array = batch.column(fields[0])
+                for field in fields[1:]:
+                    array = pa.compute.struct_field(array, field)
+                if pa.types.is_dictionary(array.type):
+                    array = array.dictionary_decode()
+                yield array if _is_text(array.type) else array.cast(pa.large_string())
+
+
+def _fields(schema: pa.Schema, path: str, column: str) -> list[str]:
+    """The names that lead to the column."""
+    names = [column] if column in schema.names else column.split(".")
+    if names[0] not in schema.names:
+        raise _no_column(path, column, schema.names)
+    kind = schema.field(names[0]).type
+    for name in names[1:]:
+        if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
+            raise _no_column(path, column, _leaves(schema))
+        kind = kind.field(name).type
+    inner = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not (_is_text(inner) or pa.types.is_string_view(inner) or pa.types.is_null(inner)):
+        raise InputError(f"column {column!r} holds {inner}, not text", where=printable(path))
+    return names
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _leaves(schema: pa.Schema) -> list[str]:
+    names = []
+    for field in schema:
+        inner = (
+            [field.type.field(i).name for i in range(field.type.num_fields)] if pa.types.is_struct(field.type) else []
+        )
+        names += [f"{field.name}.{name}" for name in inner] or [field.name]
+    return names
+
+
+def _read_jsonl(raw: BinaryIO, path: str, column: str, compression: str | None, batch_bytes: int) -> Iterator[pa.Array]:
+    lines: BinaryIO | io.BufferedReader = raw
+    if compression is not None:  # Arrow notices a truncated stream, the zstandard package does not
+        lines = io.BufferedReader(pa.CompressedInputStream(raw, compression))
+    texts: list[str | None] = []
+    size = 0
+    for number, line in enumerate(lines, start=1):
+        if line.isspace():
+            continue
+        where = f"{printable(path)}:{number}"
+        try:
+            row: Any = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise InputError(f"this line is not JSON: {error}", where=where) from None
+        text = _value(row, column, where)
+        if texts and (size + len(line) > batch_bytes or len(texts) == MOST_ROWS):
+            yield pa.array(texts, pa.large_string())
+            texts, size = [], 0
+        texts.append(text)
+        size += len(line)
+    if texts:
+        yield pa.array(texts, pa.large_string())
+
+
+def _value(row: Any, column: str, where: str) -> str | None:
+    if not isinstance(row, dict):
+        raise InputError("this line is no JSON object", where=where)
+    value: Any = row
+    for name in [column] if column in row else column.split("."):
+        if not isinstance(value, dict) or name not in value:
+            raise _no_column(where, column, list(row))
+        value = value[name]
+    if value is not None and not isinstance(value, str):
+        raise InputError(f"{column!r} holds {type(value).__name__}, not text", where=where)
+    return value
+
+
+def _no_column(where: str, column: str, columns: Sequence[str]) -> InputError:
+    return InputError(f"no column {column!r}; there are: {', '.join(columns)}", where=printable(where),
+                      hint="name the column of the text with --column")  # fmt: skip

@@ -1,0 +1,135 @@
+"""One task of a tokenization: some files to one shard, from Arrow's buffers to the .bin without a row in between."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from relayrun.errors import InputError
+from relayrun.indexed import ShardWriter
+from relayrun.tokenization.columns import join, read_column
+from relayrun.tokenization.engines import Engine, Selection
+from relayrun.tokenization.framing import Framing
+from relayrun.tokenization.metadata import InputFile, printable, stat_inputs
+from relayrun.tokenization.record import Skipped, TaskRecord, fingerprint
+from relayrun.tokenization.texts import Texts
+
+OnError = Literal["stop", "skip"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A task: the files of one shard."""
+
+    name: str
+    """Of the shard, without suffix."""
+    inputs: tuple[InputFile, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What all tasks share; sent to every worker."""
+
+    dataset: str
+    """Folder that the paths start at."""
+    output: str
+    definition: str
+    """Path of the serialized tokenizer."""
+    selection: Selection
+    framing: Framing
+    column: str
+    batch_documents: int = 1000
+    batch_bytes: int = 4_000_000
+    on_error: OnError = "stop"
+
+
+def tokenize_part(job: Job, part: Part) -> TaskRecord:
+    """Write the shard of `part`; nothing stands under its name before it is whole. Raises InputError for a bad file."""
+    started = time.time()
+    # workers are processes: without this each of them would start a thread per core
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    engine = _engine_of_this_process(job.definition, job.selection)
+    routed = engine.routed
+    record = TaskRecord(inputs=list(part.inputs), started=started, engine=job.selection.engine,
+                        engine_version=job.selection.version)  # fmt: skip
+    shard = ShardWriter(os.path.join(job.output, part.name), np.dtype(job.framing.dtype).type)
+    try:
+        for file in part.inputs:
+            mark, before = shard.mark(), record.counts()
+            try:
+                _tokenize_file(job, file, engine, shard, record)
+            except InputError as error:
+                if job.on_error != "skip":
+                    raise
+                shard.rollback(mark)
+                record.restore(before)
+                record.skipped.append(Skipped(file=file[0], error=str(error)))
+        shard.finish()
+    except BaseException:
+        shard.abort()
+        raise
+    record.tokens, record.sha256, record.routed_documents = shard.tokens, shard.sha256, engine.routed - routed
+    record.seconds = time.time() - started
+    return record
+
+
+def _tokenize_file(job: Job, file: InputFile, engine: Engine, shard: ShardWriter, record: TaskRecord) -> None:
+    path = join(job.dataset, file[0])
+    record.fingerprints.append(fingerprint(path))
+    for array in read_column(path, job.column, batch_bytes=job.batch_bytes):
+        for texts in _batches(array, job, record):
+            ids, lengths = job.framing.apply(*engine.encode(texts))
+            record.documents += len(lengths)
+            record.empty_documents += len(texts) - len(lengths)
+            shard.add(ids, lengths)
+    if "://" not in path and stat_inputs(job.dataset, [file[0]]) != [file]:
+        raise InputError("this file was changed while it was read", where=printable(path), hint="run again")
+
+
+def _batches(array: pa.Array, job: Job, record: TaskRecord) -> Iterator[Texts]:
+    if array.null_count:
+        record.null_documents += array.null_count
+        array = array.drop_null()
+    if not job.framing.keep_empty:
+        full = pc.not_equal(pc.binary_length(array), 0)
+        if empty := len(array) - (pc.sum(full).as_py() or 0):
+            record.empty_documents += empty
+            array = array.filter(full)
+    yield from Texts.from_arrow(array).split(job.batch_bytes, job.batch_documents)
+
+
+def sample(job_column: str, paths: list[str], *, most_bytes: int = 1_000_000) -> Texts:
+    """The first texts of at most eight of the files, spread over them all; what cannot be read is left out."""
+    chosen = paths[:: max(1, len(paths) // 8)][:8]
+    texts: list[str] = []
+    for path in chosen:
+        left = most_bytes // len(chosen)
+        try:
+            for array in read_column(path, job_column, batch_bytes=left):
+                for value in array:
+                    if text := value.as_py():
+                        texts.append(text[: max(left, 1)])
+                        left -= len(texts[-1].encode())
+                    if left <= 0:
+                        break
+                if left <= 0:
+                    break
+        except InputError:  # its own task will tell
+            continue
+    return Texts.of(texts)
+
+
+@functools.lru_cache(maxsize=1)
+def _engine_of_this_process(definition: str, selection: Selection) -> Engine:
+    """Loaded once per worker, however many tasks it runs."""
+    return selection.build(Path(definition).read_text(encoding="utf-8"))

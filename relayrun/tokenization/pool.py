@@ -1,0 +1,104 @@
+"""Tasks on processes that may die.
+
+Python's `multiprocessing` pool, and datatrove's, wait for ever when a worker is killed (out of memory, for
+example). This one notices: the run ends with one error, and what other tasks have finished is kept. Workers
+leave at once when the process that started them dies: each watches a pipe whose other end closes with it.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+from relayrun.errors import RelayrunError
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+
+
+def run_tasks(
+    task: Callable[[K], T], items: Sequence[K], workers: int, on_done: Callable[[K, T], None], *, where: object
+) -> None:
+    """Call `task` for every item on `workers` processes (here if there is one); `on_done` gets each result here.
+
+    A task that fails does not stop the others; the first error, in the order of `items`, is raised at the end.
+    `task` is pickled once per item. Raises RelayrunError, naming `where`, if a worker was killed: then the tasks
+    that still ran are lost, not those done.
+    """
+    workers = min(workers, len(items))
+    errors = (_here if workers <= 1 else _on_processes)(task, items, workers, on_done, where)
+    if errors:
+        in_order = [errors[item] for item in items if item in errors]
+        defects = [error for error in in_order if not isinstance(error, (RelayrunError, OSError))]
+        first = (defects or in_order)[0]
+        if len(errors) > 1 and isinstance(first, RelayrunError):
+            note = f"{len(errors)} of {len(items)} tasks failed, this is the first error"
+            first.hint = f"{first.hint}\n     {note}" if first.hint else note
+        raise first
+
+
+def _here(
+    task: Callable[[K], T], items: Sequence[K], workers: int, on_done: Callable[[K, T], None], where: object
+) -> dict[K, Exception]:
+    errors: dict[K, Exception] = {}
+    for item in items:
+        try:
+            result = task(item)
+        except Exception as error:
+            errors[item] = error
+        else:
+            on_done(item, result)
+    return errors
+
+
+def _on_processes(
+    task: Callable[[K], T], items: Sequence[K], workers: int, on_done: Callable[[K, T], None], where: object
+) -> dict[K, Exception]:
+    context = multiprocessing.get_context("spawn")  # a fork would copy the locks of Arrow's threads
+    lifeline, our_end = context.Pipe(duplex=False)
+    errors: dict[K, Exception] = {}
+    pool = concurrent.futures.ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_begin_worker, initargs=(lifeline,)
+    )
+    try:
+        futures = {pool.submit(task, item): item for item in items}
+        for future in concurrent.futures.as_completed(futures):
+            try:
+                result = future.result()
+            except BrokenProcessPool:
+                raise RelayrunError(
+                    "a tokenization worker was killed; most often the memory is used up",
+                    where=where,
+                    hint="run again: finished tasks are kept, and fewer workers need less memory",
+                ) from None
+            except Exception as error:
+                errors[futures[future]] = error
+            else:
+                on_done(futures[future], result)
+    except BaseException:
+        our_end.close()  # workers that still run (Ctrl-C, a killed sibling) leave now
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+        our_end.close()
+        lifeline.close()
+    return errors
+
+
+def _begin_worker(lifeline: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which then lets go of the lifeline
+    threading.Thread(target=_leave_with_parent, args=(lifeline,), daemon=True).start()
+
+
+def _leave_with_parent(lifeline: Connection) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        lifeline.recv()
+    os._exit(1)
