@@ -26,8 +26,8 @@ def fsync_directory(path: str | os.PathLike[str]) -> None:
         os.close(fd)
 
 
-def write_atomic(path: str | os.PathLike[str], data: str | bytes, *, mode: int = 0o644) -> None:
-    """Write `data` to `path` whole or not at all; the file gets exactly `mode`."""
+def write_atomic(path: str | os.PathLike[str], data: str | bytes, *, mode: int = 0o644, durable: bool = True) -> None:
+    """Write `data` to `path` whole or not at all; the file gets exactly `mode`. `durable` syncs it to disk."""
     path = Path(path)
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
     try:
@@ -35,18 +35,20 @@ def write_atomic(path: str | os.PathLike[str], data: str | bytes, *, mode: int =
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fchmod(file.fileno(), mode)
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-    fsync_directory(path.parent)
+    if durable:
+        fsync_directory(path.parent)
 
 
-def write_json(path: str | os.PathLike[str], value: Any) -> None:
+def write_json(path: str | os.PathLike[str], value: Any, *, durable: bool = True) -> None:
     """Write `value` as readable JSON, atomically. Floats keep full precision; NaN is written as NaN."""
-    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable=durable)
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One rank: srun's (or the local starter's) variables to torch's, then the program in this process.
-# SIGUSR2 is ignored until the program installs its handler: it would kill a Python that still imports.
+# SIGUSR1 and SIGUSR2 are ignored until the program installs its handlers: they would kill a Python that starts.
 set -euo pipefail
-trap '' USR2
+trap '' USR1 USR2
 export RANK="${SLURM_PROCID}" LOCAL_RANK="${SLURM_LOCALID}" WORLD_SIZE="${SLURM_NTASKS}"
 exec "$@"

@@ -119,6 +119,8 @@ class Checkpoint(Section):
     """Iterations between saves."""
     keep_last: Positive = 3
     """Published checkpoints that are kept; older ones are removed."""
+    keep_every: Positive | None = None
+    """Checkpoints whose iteration is a multiple of this are never removed."""
 
 
 class Parallel(Section):
@@ -241,4 +243,18 @@ class RunConfig(Section):
                 f"training.global_batch_size {self.training.global_batch_size} is no multiple of "
                 f"micro_batch_size x data-parallel size = {self.training.micro_batch_size} x {self.data_parallel_size}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _schedule(self) -> Self:
+        optimizer, steps = self.optimizer, self.training.steps
+        decay = optimizer.lr_decay_steps
+        if optimizer.lr_warmup_steps >= (decay or steps):
+            name = "training.steps" if decay is None else "optimizer.lr_decay_steps"
+            raise ValueError(
+                f"optimizer.lr_warmup_steps {optimizer.lr_warmup_steps} must be below {name} {decay or steps}; "
+                f"set optimizer.lr_warmup_steps={(decay or steps) // 10} or more steps"
+            )
+        if optimizer.min_lr > optimizer.lr:
+            raise ValueError(f"optimizer.min_lr {optimizer.min_lr} is above optimizer.lr {optimizer.lr}")
         return self

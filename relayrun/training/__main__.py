@@ -15,11 +15,16 @@ import warnings
 from pathlib import Path
 
 from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError
-from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import Begin, Left, commits
-from relayrun.training.signals import SignalFlag
+from relayrun.rundir.layout import AttemptDir, RunDir
+from relayrun.rundir.records import Begin, Failure, Left, commits
+from relayrun.training.heartbeat import Pulse, is_first_of_node, node_name
+from relayrun.training.pace import Pace, earlier_saves
+from relayrun.training.signals import SignalFlag, dump_stacks_on_request
 
 FATAL = 3
+
+WORDS = 2000
+"""Characters of an error that a failure record keeps."""
 
 
 def main(flag: SignalFlag) -> int:
@@ -29,32 +34,51 @@ def main(flag: SignalFlag) -> int:
     arguments = parser.parse_args()
     run = RunDir(arguments.run_dir.absolute())
     attempt = run.attempt(arguments.attempt)
+    rank, node = int(os.environ["RANK"]), node_name(os.environ)
+    dump_stacks_on_request(run.stacks(attempt.number) / f"rank-{rank:04}.txt")
     base = 0
     try:
         begin = Begin.read(attempt.begin)
         if begin is None:
             raise RelayrunError("this attempt has not begun", where=attempt.begin)
         base = begin.base_iteration
+        pace = Pace(begin, earlier_saves(run, begin.attempt))
+        pulse = Pulse(attempt.heartbeats, node=node, active=is_first_of_node(), iteration=base, pace=pace)
+        pulse.beat()
         # what these two say to their own authors, at every import, config and save
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
         from relayrun.training.loop import train  # imports torch and megatron-core: seconds
 
-        train(run, begin, flag)
+        train(run, begin, flag, pace, pulse)
     except (FatalTrainingError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
-        if os.environ["RANK"] == "0":
+        record_failure(attempt, rank, node, error)
+        if rank == 0:
             saved = [commit.iteration for commit in commits(attempt)]
             left = Left(outcome="fatal", reason=str(error), iteration=max(saved, default=base), time=time.time())
             left.write(attempt.outcome)
         return FATAL
     except RelayrunError as error:
         print(f"error: {error}", file=sys.stderr)
+        record_failure(attempt, rank, node, error)
         return 1
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        record_failure(attempt, rank, node, error)
         return 1
     return 0
+
+
+def record_failure(attempt: AttemptDir, rank: int, node: str, error: BaseException) -> None:
+    """Leave this rank's own words on its end. Its first line is the cause only if its time is the first of all:
+    the other ranks then fail in their collectives."""
+    failure = Failure(rank=rank, node=node, error=f"{type(error).__name__}: {error}"[:WORDS], time=time.time())
+    try:
+        attempt.failures.mkdir(exist_ok=True)
+        failure.write(attempt.failures / f"rank-{rank:04}.json")
+    except OSError as problem:
+        print(f"warning: failure not recorded: {problem}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class Checkpointer:
 
     def __init__(
         self, run: RunDir, attempt: int, *, ranks: Ranks, model: Model, optimizer: Optimizer, order: SampleOrder,
-        keep_last: int, distributed_optimizer: bool,
+        keep_last: int, keep_every: int | None, distributed_optimizer: bool,
     ) -> None:  # fmt: skip
         self._run = run
         self._attempt = attempt
@@ -70,6 +70,7 @@ class Checkpointer:
         self._optimizer = optimizer
         self._order = order
         self._keep_last = keep_last
+        self._keep_every = keep_every
         self._common = {"layout": ranks.layout, "distributed_optimizer": distributed_optimizer}
 
     def save(self, iteration: int, consumed_samples: int) -> Commit:
@@ -107,9 +108,10 @@ class Checkpointer:
                 consumed_samples=consumed_samples,
                 time=time.time(),
                 seconds=time.monotonic() - started,
+                files=sizes(folder),
             )
             publish.publish(self._run, self._attempt, commit, folder)
-            publish.prune(self._run, self._attempt, self._keep_last)
+            publish.prune(self._run, self._attempt, self._keep_last, self._keep_every)
             return commit
 
         return self._on_first_rank(finish)
@@ -185,3 +187,8 @@ def check_complete(folder: Path) -> None:
         size = (folder / name).stat().st_size
         if size < end:
             raise OSError(f"{folder / name} has {size} bytes, its checkpoint names {end}")
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Bytes of every file below `folder`, by relative name."""
+    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -48,7 +48,9 @@ class Control:
         self._attempt = run.attempt(begin.attempt)
         self._ranks = ranks
         self._flag = flag
-        self._deadline = None if begin.job_end_time is None else begin.job_end_time - begin.lead
+        self._job_end = begin.job_end_time
+        self.lead = begin.lead
+        """Seconds before the end of the job at which to leave; may be moved at any time."""
         self._exit: Trigger | None = None
         self._save: Trigger | None = None
         self._answered: set[Trigger] = set()
@@ -57,7 +59,7 @@ class Control:
         """Agree with the other ranks. Called by all of them, as often on each."""
         reasons: list[str] = []
         if self._ranks.rank == 0:
-            if self._deadline is not None and time.time() >= self._deadline:
+            if self._job_end is not None and time.time() >= self._job_end - self.lead:
                 reasons.append("time limit near")
             try:
                 reasons += self._stop_file()

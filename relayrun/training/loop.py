@@ -24,9 +24,11 @@ from relayrun.training import device_shim, parallel
 from relayrun.training.checkpoint import Checkpointer, SaveFailed
 from relayrun.training.control import Control
 from relayrun.training.evaluation import Evaluation
+from relayrun.training.heartbeat import Pulse
 from relayrun.training.metrics import Metrics, Step
 from relayrun.training.model import MicroBatch, Model
 from relayrun.training.optimizer import Optimizer
+from relayrun.training.pace import Pace
 from relayrun.training.parallel import Ranks
 from relayrun.training.signals import SignalFlag
 
@@ -52,9 +54,13 @@ class Position:
 class Training:
     """The state of one attempt on this rank."""
 
-    def __init__(self, run: RunDir, begin: Begin, config: RunConfig, ranks: Ranks, flag: SignalFlag) -> None:
+    def __init__(
+        self, run: RunDir, begin: Begin, config: RunConfig, ranks: Ranks, flag: SignalFlag, pace: Pace, pulse: Pulse
+    ) -> None:
         self.config = config
         self.ranks = ranks
+        self.pace = pace
+        self.pulse = pulse
         manifest = Manifest.read(run.manifest)
         ranks.on_first_rank(partial(check_data, manifest), InputError)
         settings = config.training
@@ -69,7 +75,7 @@ class Training:
         )
         self.control = Control(run, begin, ranks, flag)
         self.metrics = Metrics(run.attempt(begin.attempt).metrics, ranks, total_steps=settings.steps)
-        self.model = Model(config, ranks, manifest.vocabulary_size)
+        self.model = Model(config, ranks, manifest.vocabulary_size, progress=pulse.beat)
         self.optimizer = Optimizer(config, self.model)
         self.checkpointer = Checkpointer(
             run,
@@ -79,6 +85,7 @@ class Training:
             optimizer=self.optimizer,
             order=order,
             keep_last=config.checkpoint.keep_last,
+            keep_every=config.checkpoint.keep_every,
             distributed_optimizer=config.parallel.use_distributed_optimizer,
         )
         self.position = Position(0, 0)
@@ -130,6 +137,7 @@ class Training:
 
     def _step(self) -> None:
         settings = self.config.training
+        self.pulse.enter("step", self.position.iteration)
         started = time.perf_counter()
         lr = self.optimizer.lr
         self.optimizer.zero_grad()
@@ -139,6 +147,7 @@ class Training:
         self.position.iteration += 1
         self.position.consumed_samples += settings.global_batch_size
         seconds = time.perf_counter() - started
+        self.pace.step(seconds)
         self.metrics.step(
             Step(
                 iteration=self.position.iteration,
@@ -161,6 +170,7 @@ class Training:
 
     def _evaluate(self) -> None:
         if self.evaluation.orders:
+            self.pulse.enter("evaluation", self.position.iteration)
             self.metrics.evaluation(self.position.iteration, self.evaluation.run(self.model))
 
     def _save(self) -> str:
@@ -168,6 +178,7 @@ class Training:
         at = self.position.iteration
         if at == self.saved_iteration:
             return f"nothing trained since iteration {at}"
+        self.pulse.enter("save", at)
         try:
             commit = self.checkpointer.save(at, self.position.consumed_samples)
         except SaveFailed as error:
@@ -175,7 +186,17 @@ class Training:
             return f"failed: {error}"
         self.saved_iteration = at
         self.metrics.say(f"saved iteration {at} in {commit.seconds:.1f} s: {commit.path}")
+        self.pace.save(commit.seconds)
+        self._move_deadline()
         return "saved"
+
+    def _move_deadline(self) -> None:
+        before, self.control.lead = self.control.lead, self.pace.lead
+        if abs(self.control.lead - before) > 1:
+            self.metrics.say(
+                f"lead {before:.0f} s -> {self.control.lead:.0f} s before the end of the job "
+                f"(95 % of steps within {self.pace.step_p95 or 0:.2f} s, of saves within {self.pace.save_p95:.1f} s)"
+            )
 
     def _leave(self, outcome: Outcome, reason: str) -> Left:
         at = self.position.iteration
@@ -189,14 +210,14 @@ class Training:
         return Left(outcome=outcome, reason=reason, iteration=at, time=time.time())
 
 
-def train(run: RunDir, begin: Begin, flag: SignalFlag) -> None:
+def train(run: RunDir, begin: Begin, flag: SignalFlag, pace: Pace, pulse: Pulse) -> None:
     """Run the attempt; on return its outcome is written. Raises what `Training` and `read_config` raise."""
     config = read_config(run.config_revision(begin.config_revision))
     device_shim.install()
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
     ranks = parallel.start(config.parallel)
-    training = Training(run, begin, config, ranks, flag)
+    training = Training(run, begin, config, ranks, flag, pace, pulse)
     left = training.run()
     training.reader.close()
     training.metrics.say(f"leaving at iteration {left.iteration}: {left.outcome} ({left.reason})")

@@ -40,13 +40,19 @@ class MicroBatch:
 class Model:
     """One pipeline stage of the Llama on this rank, with megatron-core's gradient buffers around it."""
 
-    def __init__(self, config: RunConfig, ranks: Ranks, vocabulary_size: int) -> None:
-        """Build and initialise it from the run's seed; the generators are then seeded for training."""
+    def __init__(
+        self, config: RunConfig, ranks: Ranks, vocabulary_size: int, *, progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """Build and initialise it from the run's seed; the generators are then seeded for training.
+
+        `progress` is called before every micro-batch.
+        """
         self.padded_vocabulary_size = padded(
             vocabulary_size, config.model.make_vocab_size_divisible_by * ranks.tensor_size
         )
         self.seq_length = config.training.seq_length
         self._ranks = ranks
+        self._progress = progress
         transformer = _transformer_config(config, ranks)
         parallel.seed_weights(ranks, config.training.seed)
         gpt = GPTModel(
@@ -110,6 +116,7 @@ class Model:
     def _forward(
         self, batches: Iterator[MicroBatch], ddp: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
+        self._progress()
         batch = next(batches)
         device = self._ranks.device
         tokens = torch.from_numpy(batch.tokens).to(device, non_blocking=True)

@@ -15,7 +15,6 @@ from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, Distribut
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from relayrun.config.schema import RunConfig
-from relayrun.errors import FatalTrainingError
 from relayrun.training.model import Model
 
 
@@ -64,14 +63,8 @@ class Optimizer:
     """Adam over the model's gradient buffers, and the schedule of its learning rate."""
 
     def __init__(self, config: RunConfig, model: Model) -> None:
-        """Raises FatalTrainingError if the schedule is impossible."""
         settings = config.optimizer
         decay_steps = settings.lr_decay_steps or config.training.steps
-        if settings.lr_warmup_steps >= decay_steps or settings.min_lr > settings.lr:
-            raise FatalTrainingError(
-                f"optimizer: lr_warmup_steps {settings.lr_warmup_steps} must be below lr_decay_steps {decay_steps}, "
-                f"and min_lr {settings.min_lr} not above lr {settings.lr}"
-            )
         self._model = model
         self.inner: MegatronOptimizer = get_megatron_optimizer(
             OptimizerConfig(

@@ -54,11 +54,12 @@ def publish(run: RunDir, attempt: int, commit: Commit, staged: Path) -> None:
         _warn(f"{run.tracker.name} not written: {error}")
 
 
-def prune(run: RunDir, attempt: int, keep_last: int) -> None:
+def prune(run: RunDir, attempt: int, keep_last: int, keep_every: int | None = None) -> None:
     """Remove the oldest checkpoints of this run's line beyond `keep_last`, and what dead attempts staged.
 
-    In line are this attempt's own commits and what lies at or below its base. What cannot be removed is
-    reported and left.
+    In line are this attempt's own commits and what lies at or below its base. Multiples of `keep_every`
+    stay for good. The newest one always stays: it was checked a moment ago, so a good one is left
+    whatever has become of the others. What cannot be removed is reported and left.
     """
     begin = Begin.read(run.attempt(attempt).begin)
     base = begin.base_iteration if begin is not None else 0
@@ -68,6 +69,8 @@ def prune(run: RunDir, attempt: int, keep_last: int) -> None:
         found = [int(match[1]) for name in os.listdir(run.checkpoints) if (match := _NAME.fullmatch(name))]
         line = sorted((iteration for iteration in found if iteration <= base or iteration in own), reverse=True)
         for iteration in line[keep_last:]:
+            if keep_every and iteration % keep_every == 0:
+                continue
             doomed = staging / f"removing-{iteration}"
             os.rename(run.checkpoint(iteration), doomed)  # at once: no half a checkpoint under its name
             shutil.rmtree(doomed)

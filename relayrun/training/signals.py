@@ -1,15 +1,19 @@
-"""SIGUSR2 and SIGTERM only set a flag; the loop looks at it after each step.
+"""SIGUSR2 and SIGTERM only set a flag; the loop looks at it after each step. SIGUSR1 dumps the Python stacks.
 
-Standard library only: the handler is installed before torch is imported, which takes seconds in which a
-signal must already be understood. A rank is started with SIGUSR2 ignored, so that none can kill it
-before that.
+Standard library only: the handlers are installed before torch is imported, which takes seconds in which a
+signal must already be understood. A rank is started with SIGUSR1 and SIGUSR2 ignored, so that none can
+kill it before that.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
+import sys
+from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 LEAVE = (signal.SIGUSR2, signal.SIGTERM)
 
@@ -29,3 +33,17 @@ class SignalFlag:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._process and self.received is None:
             self.received = signal.Signals(number)
+
+
+def dump_stacks_on_request(path: Path) -> None:
+    """Append the stacks of all threads to `path` at every SIGUSR1, also while the main thread hangs in C.
+
+    Where the file cannot be made they go to standard error.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the process lives
+    except OSError as error:
+        print(f"warning: stacks will go to standard error: {error}", file=sys.stderr, flush=True)
+        file = sys.stderr
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,10 +27,12 @@ from relayrun.indexed import ShardWriter
 from relayrun.rundir import triggers
 from relayrun.rundir.layout import AttemptDir, RunDir
 from relayrun.rundir.lineage import durable
-from relayrun.rundir.records import Begin, Commit, Left, commits
+from relayrun.rundir.records import Begin, Commit, Failure, Heartbeat, Left, commits
 
 VOCABULARY = 300
 RANKS = 2
+STARTED: list[subprocess.Popen[bytes]] = []
+"""Ranks of the test that runs."""
 
 
 def write_shards(folder: Path, *, shards: int, documents: int, seed: int) -> list[str]:
@@ -50,7 +52,8 @@ def write_shards(folder: Path, *, shards: int, documents: int, seed: int) -> lis
 
 def prepare_rank(file_limit: int | None) -> None:
     """In the child, before Python starts anew."""
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     if file_limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
 
@@ -97,6 +100,14 @@ class Attempt:
     @property
     def commits(self) -> list[Commit]:
         return commits(self.directory)
+
+    def heartbeats(self) -> list[Heartbeat]:
+        found = [Heartbeat.read(path) for path in sorted(self.directory.heartbeats.glob("*.json"))]
+        return [beat for beat in found if beat is not None]
+
+    def failures(self) -> list[Failure]:
+        found = [Failure.read(path) for path in sorted(self.directory.failures.glob("*.json"))]
+        return [failure for failure in found if failure is not None]
 
     def steps(self) -> dict[int, dict[str, Any]]:
         return {line["iteration"]: line for line in read_lines(self.directory.metrics) if "loss" in line}
@@ -156,6 +167,7 @@ class Harness:
                         preexec_fn=partial(prepare_rank, limit),
                     )
                 )  # fmt: skip
+        STARTED.extend(processes)
         started = Attempt(attempt, processes, log)
         self.attempts.append(started)
         return started
@@ -165,6 +177,15 @@ class Harness:
         attempt = self.start(**changes)
         assert attempt.wait() == [0] * RANKS, attempt.output()
         return attempt
+
+
+@pytest.fixture(autouse=True)
+def _no_rank_outlives_its_test() -> Iterator[None]:
+    yield
+    while STARTED:
+        process = STARTED.pop()
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture(scope="session")

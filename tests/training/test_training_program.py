@@ -38,6 +38,12 @@ def test_triggers_save_and_exit_are_obeyed_and_answered(harness: Make) -> None:
     first = answer(made.run, "save")
     assert (first["iteration"], first["result"]) == (1, "saved")
     attempt.wait_for_iteration(first["iteration"] + 2)
+    assert [beat.phase for beat in attempt.heartbeats()] == ["step"], "one node: one heartbeat"
+    assert attempt.heartbeats()[0].save_p95 == attempt.commits[0].seconds
+    attempt.signal(signal.SIGUSR1)
+    attempt.wait_for_iteration(attempt.heartbeats()[0].iteration + 5)
+    stacks = [path.read_text() for path in sorted(made.run.stacks(1).iterdir())]
+    assert ["loop.py" in text and "__main__.py" in text for text in stacks] == [True, True], stacks
     assert not (made.run.triggers / "save").exists()
     triggers.touch(made.run, "exit")
     assert attempt.wait() == [0, 0], attempt.output()
@@ -48,6 +54,9 @@ def test_triggers_save_and_exit_are_obeyed_and_answered(harness: Make) -> None:
     assert (last["iteration"], last["result"]) == (left.iteration, "saved")
     assert not (made.run.triggers / "exit").exists()
     assert [commit.iteration for commit in attempt.commits] == [1, left.iteration]
+    folder = made.run.checkpoint(left.iteration)
+    assert attempt.commits[-1].files == {path.name: path.stat().st_size for path in folder.iterdir()}
+    assert {"common.pt", "metadata.json", ".metadata", "__0_0.distcp", "__1_0.distcp"} <= set(attempt.commits[-1].files)
     assert durable(made.run).iteration == left.iteration
     assert made.run.tracker.read_text().strip() == str(left.iteration)
 
@@ -91,6 +100,8 @@ def test_an_overtaken_attempt_publishes_nothing(harness: Make) -> None:
     left = attempt.outcome
     assert left.outcome == "fatal"
     assert "superseded: attempt 2 has begun" in left.reason
+    assert [failure.rank for failure in attempt.failures()] == [0, 1]
+    assert all("FatalTrainingError: " in failure.error for failure in attempt.failures())
     assert attempt.commits == []
     assert [path.name for path in made.run.checkpoints.iterdir()] == [".staging"]
 

@@ -75,6 +75,12 @@ def test_an_override_is_checked_like_a_file(run_yaml: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        (
+            "optimizer.lr_warmup_steps=4",
+            "lr_warmup_steps 4 must be below training.steps 4; set optimizer.lr_warmup_steps=0",
+        ),
+        ("optimizer={lr: 1e-3, lr_warmup_steps: 50, lr_decay_steps: 30}", "must be below optimizer.lr_decay_steps 30"),
+        ("optimizer.min_lr=1e-3", "optimizer.min_lr 0.001 is above optimizer.lr 1e-05"),
         ("training.global_batch_size=5", "training.global_batch_size 5 is no multiple of micro_batch_size"),
         ("training.seq_length=no", "training.seq_length: Input should be a valid integer, not 'no'"),
         ("chain.auto_requeue=yes", "chain.auto_requeue: Input should be a valid boolean, not 'yes'"),

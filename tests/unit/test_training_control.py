@@ -57,6 +57,13 @@ def test_the_deadline_is_the_end_of_the_job_less_the_lead(run: RunDir) -> None:
     assert control(run, job_end_time=now + 100, lead=100.0).look() == Order(leave="saved", reason="time limit near")
 
 
+def test_the_deadline_moves_with_the_lead(run: RunDir) -> None:
+    watching = control(run, job_end_time=time.time() + 100, lead=50.0)
+    assert watching.look() == Order()
+    watching.lead = 101.0
+    assert watching.look() == Order(leave="saved", reason="time limit near")
+
+
 @pytest.mark.parametrize(("text", "reason"), [("asked\n", "stop file: asked"), ("", "stop file")])
 def test_the_stop_file_says_why(run: RunDir, text: str, reason: str) -> None:
     run.attempt(1).stop.write_text(text)

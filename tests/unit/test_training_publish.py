@@ -29,13 +29,13 @@ def begin(run: RunDir, attempt: int, base: int = 0) -> None:
     ).write(run.attempt(attempt).begin)  # fmt: skip
 
 
-def save(run: RunDir, attempt: int, iteration: int, keep_last: int = 100) -> None:
+def save(run: RunDir, attempt: int, iteration: int, keep_last: int = 100, keep_every: int | None = None) -> None:
     staged = publish.prepare(run, attempt, iteration)
     (staged / "data").write_text(f"{attempt} {iteration}")
     commit = Commit(iteration=iteration, path=str(run.checkpoint(iteration)), consumed_samples=iteration * 8,
                     time=time.time(), seconds=0.0)  # fmt: skip
     publish.publish(run, attempt, commit, staged)
-    publish.prune(run, attempt, keep_last)
+    publish.prune(run, attempt, keep_last, keep_every)
 
 
 def names(run: RunDir) -> list[str]:
@@ -87,6 +87,13 @@ def test_only_the_newest_are_kept(run: RunDir) -> None:
     begin(run, 2, base=8)
     save(run, 2, 10, keep_last=2)
     assert names(run) == ["iter_0000008", "iter_0000010"]
+
+
+def test_multiples_of_keep_every_and_the_newest_stay_for_good(run: RunDir) -> None:
+    begin(run, 1)
+    for iteration in (2, 4, 5, 6, 8, 10, 11):
+        save(run, 1, iteration, keep_last=1, keep_every=5)
+    assert names(run) == ["iter_0000005", "iter_0000010", "iter_0000011"]
 
 
 def test_removal_touches_neither_other_folders_nor_checkpoints_outside_of_the_line(run: RunDir) -> None:

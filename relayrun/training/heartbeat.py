@@ -1,0 +1,76 @@
+"""A sign of life per node, in attempts/N/heartbeat/NODE.json, by the node's first rank.
+
+It is written by the main thread where that makes progress, never by a thread of its own: that would beat
+on while the main thread hangs. Not synced to disk: an old beat after a crash misleads nobody, since
+the attempt is over. Standard library only, so that the first beat comes before torch is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+from relayrun.files import write_json
+from relayrun.rundir.records import Heartbeat
+from relayrun.training.pace import Pace
+
+Phase = Literal["start", "step", "save", "evaluation"]
+
+SECONDS = 1.0
+"""Between two beats of one phase."""
+
+
+def node_name(environment: Mapping[str, str]) -> str:
+    """Slurm's name of this node, or the host's where there is no Slurm."""
+    return environment.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+class Pulse:
+    """Writes the heartbeat of this node; does nothing where `active` is False."""
+
+    def __init__(self, folder: Path, *, node: str, active: bool, iteration: int, pace: Pace) -> None:
+        self._folder = folder
+        self._node = node
+        self._active = active
+        self._iteration = iteration
+        self._phase: Phase = "start"
+        self._pace = pace
+        self._last: float | None = None
+        """When it was last written, by the monotonic clock."""
+        self._failing = False
+
+    def enter(self, phase: Phase, iteration: int) -> None:
+        """The main thread now does `phase`, with `iteration` iterations behind it."""
+        if phase != self._phase:
+            self._last = None
+        self._phase, self._iteration = phase, iteration
+        self.beat()
+
+    def beat(self) -> None:
+        """The main thread came further within its phase."""
+        now = time.monotonic()
+        if not self._active or (self._last is not None and now - self._last < SECONDS):
+            return
+        self._last = now
+        beat = Heartbeat(
+            node=self._node, iteration=self._iteration, phase=self._phase, time=time.time(),
+            step_p95=self._pace.step_p95, save_p95=self._pace.save_p95,
+        )  # fmt: skip
+        try:
+            self._folder.mkdir(exist_ok=True)
+            write_json(self._folder / f"{self._node}.json", asdict(beat), durable=False)
+            self._failing = False
+        except OSError as error:  # a full disk is no reason to stop; one line says it
+            if not self._failing:
+                print(f"warning: heartbeat of {self._node} not written: {error}", file=sys.stderr, flush=True)
+            self._failing = True
+
+
+def is_first_of_node() -> bool:
+    return os.environ["LOCAL_RANK"] == "0"

@@ -1,0 +1,60 @@
+"""How long steps and saves take on this rank, and the lead that follows from it.
+
+A run changes its speed, so only the newest measurements count. Saves of earlier attempts count until this
+one has made enough of its own. Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.lead import SAVES, STEPS, measured_lead, percentile
+from relayrun.rundir.records import Begin, commits
+
+
+class Pace:
+    """Seconds of the last steps and saves."""
+
+    def __init__(self, begin: Begin, earlier_saves: Sequence[float] = ()) -> None:
+        """`earlier_saves`: seconds from start to commit, oldest first."""
+        self._begin = begin
+        self._steps: deque[float] = deque(maxlen=STEPS)
+        self._saves: deque[float] = deque(earlier_saves, maxlen=SAVES)
+
+    def step(self, seconds: float) -> None:
+        self._steps.append(seconds)
+
+    def save(self, seconds: float) -> None:
+        self._saves.append(seconds)
+
+    @property
+    def step_p95(self) -> float | None:
+        return percentile(self._steps, 0.95) if self._steps else None
+
+    @property
+    def save_p95(self) -> float | None:
+        return percentile(self._saves, 0.95) if self._saves else None
+
+    @property
+    def lead(self) -> float:
+        """Seconds before the end of the job at which to leave; what the attempt began with until steps and saves
+        are measured, and for good where its bounds leave no choice."""
+        begin = self._begin
+        if begin.lead_floor == begin.lead_ceiling:
+            return begin.lead
+        measured = measured_lead(
+            list(self._steps), list(self._saves), floor=begin.lead_floor, ceiling=begin.lead_ceiling
+        )
+        return begin.lead if measured is None else measured
+
+
+def earlier_saves(run: RunDir, attempt: int) -> list[float]:
+    """Seconds of the newest saves of the attempts before `attempt`, oldest first, at most SAVES."""
+    found: list[float] = []
+    for number in reversed([number for number in run.attempt_numbers() if number < attempt]):
+        found = [commit.seconds for commit in commits(run.attempt(number))] + found
+        if len(found) >= SAVES:
+            break
+    return found[-SAVES:]

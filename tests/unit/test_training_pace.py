@@ -1,0 +1,148 @@
+"""What a rank measures of itself: its lead, its heartbeat, its stacks, its last words."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.records import Begin, Commit, Failure, Heartbeat, append_commit
+from relayrun.training import heartbeat
+from relayrun.training.__main__ import record_failure
+from relayrun.training.heartbeat import Pulse, node_name
+from relayrun.training.pace import Pace, earlier_saves
+
+
+def begin(**changes: Any) -> Begin:
+    values: dict[str, Any] = {
+        "attempt": 1, "job_id": "1", "job_name": "x", "nodes": "n", "config_revision": 1, "base_iteration": 0,
+        "base_path": None, "start_time": 0.0, "job_end_time": 1000.0, "lead": 60.0,
+    }  # fmt: skip
+    return Begin(**(values | changes))
+
+
+def test_the_lead_is_what_the_attempt_began_with_until_a_step_and_a_save_are_measured() -> None:
+    pace = Pace(begin())
+    assert pace.lead == 60
+    pace.step(2.0)
+    assert (pace.lead, pace.step_p95, pace.save_p95) == (60, 2.0, None)
+    pace.save(4.0)
+    assert pace.lead == 2 * 2 + 1.5 * 4 + 10
+
+
+def test_a_slow_save_moves_the_lead_by_more_than_its_delay_and_within_the_bounds() -> None:
+    pace = Pace(begin(lead_floor=5.0, lead_ceiling=100.0), earlier_saves=[2.0] * 10)
+    pace.step(0.5)
+    before = pace.lead
+    pace.save(22.0)
+    assert pace.lead - before >= 20
+    pace.save(500.0)
+    assert pace.lead == 100
+
+
+def test_a_lead_with_one_bound_for_both_is_fixed() -> None:
+    pace = Pace(begin(lead=12.0, lead_floor=12.0, lead_ceiling=12.0))
+    pace.step(100.0)
+    pace.save(100.0)
+    assert pace.lead == 12
+
+
+def test_the_newest_saves_of_earlier_attempts_count(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for attempt, saves in ((1, range(8)), (2, range(8, 16)), (3, []), (4, [99])):
+        run.attempt(attempt).path.mkdir(parents=True)
+        for number in saves:
+            append_commit(run.attempt(attempt), Commit(iteration=number, path="", consumed_samples=0, time=0.0,
+                                                       seconds=float(number)))  # fmt: skip
+    assert earlier_saves(run, 4) == [float(number) for number in range(6, 16)]
+    assert earlier_saves(run, 1) == []
+
+
+def read(folder: Path) -> Heartbeat:
+    found = Heartbeat.read(folder / "n1.json")
+    assert found is not None
+    return found
+
+
+def test_a_heartbeat_is_written_at_every_new_phase_and_at_most_once_a_second_within_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "heartbeat"
+    clock = [100.0]
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock[0])
+    pace = Pace(begin())
+    pulse = Pulse(folder, node="n1", active=True, iteration=7, pace=pace)
+    pulse.beat()
+    assert (read(folder).phase, read(folder).iteration, read(folder).step_p95) == ("start", 7, None)
+    pace.step(0.25)
+    pulse.enter("step", 8)
+    assert (read(folder).phase, read(folder).iteration, read(folder).step_p95) == ("step", 8, 0.25)
+    clock[0] += 0.5
+    pulse.enter("step", 9)
+    assert read(folder).iteration == 8
+    clock[0] += 0.5
+    pulse.beat()
+    assert read(folder).iteration == 9
+    assert abs(read(folder).time - time.time()) < 60
+    pulse.enter("save", 9)
+    assert read(folder).phase == "save"
+
+
+def test_only_the_first_rank_of_a_node_writes_its_heartbeat(tmp_path: Path) -> None:
+    Pulse(tmp_path / "heartbeat", node="n1", active=False, iteration=0, pace=Pace(begin())).beat()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_heartbeat_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "heartbeat").write_text("no folder")
+    pulse = Pulse(tmp_path / "heartbeat", node="n1", active=True, iteration=0, pace=Pace(begin()))
+    pulse.enter("step", 0)
+    pulse.enter("save", 0)
+    assert capsys.readouterr().err.count("warning: heartbeat of n1 not written") == 1
+
+
+def test_the_node_is_named_as_slurm_names_it() -> None:
+    assert node_name({"SLURMD_NODENAME": "nid001"}) == "nid001"
+    assert node_name({}) == os.uname().nodename
+
+
+def test_sigusr1_dumps_the_stacks_of_all_threads_and_the_process_goes_on(tmp_path: Path) -> None:
+    stacks = tmp_path / "debug" / "rank-0003.txt"
+    program = f"""
+import pathlib, sys, threading, time
+from relayrun.training.signals import dump_stacks_on_request
+dump_stacks_on_request(pathlib.Path({str(stacks)!r}))
+def a_thread_that_waits(): time.sleep(60)
+threading.Thread(target=a_thread_that_waits, daemon=True).start()
+def the_main_thread_waits(): sys.stdin.read()
+print("ready", flush=True)
+the_main_thread_waits()
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdout.readline()
+    end = time.monotonic() + 30
+    while "the_main_thread_waits" not in stacks.read_text():  # the signal may come before the read does
+        process.send_signal(signal.SIGUSR1)
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert "a_thread_that_waits" in stacks.read_text()
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+def test_a_failure_names_rank_node_and_error(tmp_path: Path) -> None:
+    attempt = RunDir(tmp_path).attempt(1)
+    attempt.path.mkdir(parents=True)
+    record_failure(attempt, 12, "n3", RuntimeError("out of memory"))
+    found = Failure.of(json.loads((attempt.failures / "rank-0012.json").read_text()))
+    assert (found.rank, found.node, found.error) == (12, "n3", "RuntimeError: out of memory")
