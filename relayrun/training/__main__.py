@@ -15,10 +15,11 @@ import warnings
 from pathlib import Path
 
 from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError
+from relayrun.rundir import lineage
 from relayrun.rundir.layout import AttemptDir, RunDir
 from relayrun.rundir.records import Begin, Failure, Left, commits
 from relayrun.training.heartbeat import Pulse, is_first_of_node, node_name
-from relayrun.training.pace import Pace, earlier_saves
+from relayrun.training.pace import Pace
 from relayrun.training.signals import SignalFlag, dump_stacks_on_request
 
 FATAL = 3
@@ -42,7 +43,7 @@ def main(flag: SignalFlag) -> int:
         if begin is None:
             raise RelayrunError("this attempt has not begun", where=attempt.begin)
         base = begin.base_iteration
-        pace = Pace(begin, earlier_saves(run, begin.attempt))
+        pace = Pace(begin, [commit.seconds for commit in lineage.line(run) if commit.seconds > 0])
         pulse = Pulse(attempt.heartbeats, node=node, active=is_first_of_node(), iteration=base, pace=pace)
         pulse.beat()
         # what these two say to their own authors, at every import, config and save

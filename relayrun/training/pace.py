@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lead import SAVES, STEPS, measured_lead, percentile
-from relayrun.rundir.records import Begin, commits
+from relayrun.rundir.records import Begin
 
 
 class Pace:
@@ -48,13 +47,3 @@ class Pace:
             list(self._steps), list(self._saves), floor=begin.lead_floor, ceiling=begin.lead_ceiling
         )
         return begin.lead if measured is None else measured
-
-
-def earlier_saves(run: RunDir, attempt: int) -> list[float]:
-    """Seconds of the newest saves of the attempts before `attempt`, oldest first, at most SAVES."""
-    found: list[float] = []
-    for number in reversed([number for number in run.attempt_numbers() if number < attempt]):
-        found = [commit.seconds for commit in commits(run.attempt(number))] + found
-        if len(found) >= SAVES:
-            break
-    return found[-SAVES:]

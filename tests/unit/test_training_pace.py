@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import Begin, Commit, Failure, Heartbeat, append_commit
+from relayrun.rundir.records import Begin, Failure, Heartbeat
 from relayrun.training import heartbeat
 from relayrun.training.__main__ import record_failure
 from relayrun.training.heartbeat import Pulse, node_name
-from relayrun.training.pace import Pace, earlier_saves
+from relayrun.training.pace import Pace
 
 
 def begin(**changes: Any) -> Begin:
@@ -55,15 +55,9 @@ def test_a_lead_with_one_bound_for_both_is_fixed() -> None:
     assert pace.lead == 12
 
 
-def test_the_newest_saves_of_earlier_attempts_count(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    for attempt, saves in ((1, range(8)), (2, range(8, 16)), (3, []), (4, [99])):
-        run.attempt(attempt).path.mkdir(parents=True)
-        for number in saves:
-            append_commit(run.attempt(attempt), Commit(iteration=number, path="", consumed_samples=0, time=0.0,
-                                                       seconds=float(number)))  # fmt: skip
-    assert earlier_saves(run, 4) == [float(number) for number in range(6, 16)]
-    assert earlier_saves(run, 1) == []
+def test_only_the_newest_saves_count() -> None:
+    pace = Pace(begin(), earlier_saves=[500.0, *[2.0] * 10])
+    assert pace.save_p95 == 2.0
 
 
 def read(folder: Path) -> Heartbeat:
