@@ -1,0 +1,74 @@
+"""Faults inside the ranks, for drills: stands before the training program as a command prefix.
+
+    python -m relayrun.drill.inject FAULT[,FAULT...] -- PYTHON -m relayrun.training ARG...
+
+| fault | what it does |
+|---|---|
+| step-delay=S | every step takes S seconds longer |
+| crash-at=I | an exception at iteration I, on every rank, in the first attempt |
+| crash-at-once | an exception before the first step, in every attempt |
+| sleep-at=I:R | rank R sleeps for ever at iteration I of the first attempt, while the others wait in a collective |
+| publish-delay=S | S seconds between the last byte of a checkpoint and its publication, in the first attempt |
+| save-delay=S | every save takes S seconds longer |
+
+The training program knows nothing of this.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def main() -> None:
+    faults = dict(fault.partition("=")[::2] for fault in sys.argv[1].split(",") if fault)
+    module = sys.argv.index("-m") + 1
+    sys.argv = [sys.argv[module], *sys.argv[module + 1 :]]
+    first = sys.argv[-1] == "--attempt=1"
+    install(faults, first_attempt=first, rank=int(os.environ["RANK"]))
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+def install(faults: Mapping[str, str], *, first_attempt: bool, rank: int) -> None:
+    """Put the faults in place. Raises ValueError for one that is not in the table."""
+    from relayrun.training import loop, publish
+
+    step, save = loop.Training._step, loop.Training._save
+    publication = publish.publish
+
+    def faulty_step(self: Any) -> None:
+        at = self.position.iteration
+        time.sleep(float(faults.get("step-delay", 0)))
+        if "crash-at-once" in faults or (first_attempt and faults.get("crash-at") == str(at)):
+            raise RuntimeError("a fault that the drill put here")
+        if first_attempt and faults.get("sleep-at") == f"{at}:{rank}":
+            time.sleep(10_000)
+        step(self)
+
+    def faulty_save(self: Any) -> str:
+        time.sleep(float(faults.get("save-delay", 0)))
+        return save(self)
+
+    def faulty_publication(*arguments: Any) -> None:
+        if first_attempt:
+            time.sleep(float(faults.get("publish-delay", 0)))
+        publication(*arguments)
+
+    known = {"step-delay", "crash-at", "crash-at-once", "sleep-at", "publish-delay", "save-delay"}
+    if unknown := faults.keys() - known:
+        raise ValueError(f"unknown faults: {', '.join(sorted(unknown))}")
+    _replace(loop.Training, "_step", faulty_step)
+    _replace(loop.Training, "_save", faulty_save)
+    _replace(publish, "publish", faulty_publication)
+
+
+def _replace(owner: object, name: str, value: Callable[..., Any]) -> None:
+    setattr(owner, name, value)
+
+
+if __name__ == "__main__":
+    main()
