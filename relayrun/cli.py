@@ -33,6 +33,8 @@ def add_submit(parser: argparse.ArgumentParser) -> None:
                         help="override a setting: --set training.steps=50")  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="print the job script; write and submit nothing")
     parser.add_argument("--resume", action="store_true", help="go on although the chain of this run has ended")
+    parser.add_argument("--accept-data-change", action="store_true",
+                        help="go on with data that are not those the run began with (docs/data-order.md)")  # fmt: skip
     parser.set_defaults(run=run_submit)
 
 
@@ -47,7 +49,8 @@ def run_submit(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(submission.dry_run(config), end="")
         return 0
-    submitted = submission.submit(config, resume=options.resume)
+    submitted = submission.submit(config, resume=options.resume,
+                                  accept_data_change=options.accept_data_change)  # fmt: skip
     print(f"job {submitted.job_id} ({submitted.plan.job_name})\nrun directory {submitted.run.path}\n"
           f"logs {submitted.plan.log_folder}", flush=True)  # fmt: skip
     if submitted.plan.scheduler == "local":
@@ -65,7 +68,13 @@ def run_launch(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(submission.dry_run(config), end="")
         return 0
-    print(submission.adopt_job(config, resume=settings.flag(os.environ, "RESUME")).path)
+    print(
+        submission.adopt_job(
+            config,
+            resume=settings.flag(os.environ, "RESUME"),
+            accept_data_change=settings.flag(os.environ, "ACCEPT_DATA_CHANGE"),
+        ).path
+    )
     return 0
 
 

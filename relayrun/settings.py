@@ -16,6 +16,8 @@ OVERRIDES = {
     "CLUSTER": "cluster",
     "TOKENIZER": "data.tokenizer",
     "DATASETS": "data.datasets",
+    "MIXTURE": "data.mixture",
+    "DATASET_CACHE_DIR": "data.data_cache_dir",
     "MBS": "training.micro_batch_size",
     "GBS": "training.global_batch_size",
     "SEQ_LEN": "training.seq_length",
@@ -31,11 +33,12 @@ NOT_BUILT = {
     "MOCK_DATA": "false",
     "BACKUP_CODEBASE": "false",
     "MEGATRON_LM_DIR": "",
-    "DATASET_CACHE_DIR": "",
 }
 """Settings that users of such launchers know and whose function is not there yet, with their defaults."""
 
-_TEXTS = frozenset({"PROJECT_NAME", "EXP_NAME", "RUN_DIR", "CLUSTER", "TOKENIZER"})
+_TEXTS = frozenset({"PROJECT_NAME", "EXP_NAME", "RUN_DIR", "CLUSTER", "TOKENIZER", "MIXTURE", "DATASET_CACHE_DIR"})
+_OTHER_FORM = {"DATASETS": "data.mixture=null", "MIXTURE": "data.datasets=[]"}
+"""The config may have its data in the other form; a setting replaces it."""
 
 
 def overrides(environment: Mapping[str, str]) -> list[str]:
@@ -48,8 +51,11 @@ def overrides(environment: Mapping[str, str]) -> list[str]:
         if value.lower() not in (default, ""):
             raise ConfigError(f"{name}={value} is not supported yet",
                               where="settings block", hint=f"leave {name}={default or '(empty)'}")  # fmt: skip
-    return [f"{name}={_yaml(setting, value)}" for setting, name in OVERRIDES.items()
-            if (value := environment.get(setting, "")) != ""]  # fmt: skip
+    given = {setting: value for setting in OVERRIDES if (value := environment.get(setting, "")) != ""}
+    replaced = [override for setting, override in _OTHER_FORM.items() if setting in given]
+    if len(replaced) > 1:
+        raise ConfigError("give either DATASETS or MIXTURE", where="settings block")
+    return replaced + [f"{OVERRIDES[setting]}={_yaml(setting, value)}" for setting, value in given.items()]
 
 
 def flag(environment: Mapping[str, str], name: str) -> bool:

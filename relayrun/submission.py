@@ -20,9 +20,10 @@ from relayrun.chain.plan import Plan, job_name
 from relayrun.chain.scheduler import Slurm, for_plan
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
+from relayrun.data.evolution import evolve
 from relayrun.data.manifest import Manifest
-from relayrun.data.prefixes import find_prefixes
-from relayrun.errors import InputError, RunDirError
+from relayrun.data.prefixes import expand, find_prefixes
+from relayrun.errors import RunDirError
 from relayrun.files import write_atomic
 from relayrun.rundir import triggers
 from relayrun.rundir.layout import RunDir
@@ -41,9 +42,9 @@ class Submitted:
     job_id: str
 
 
-def submit(config: RunConfig, *, resume: bool = False) -> Submitted:
+def submit(config: RunConfig, *, resume: bool = False, accept_data_change: bool = False) -> Submitted:
     """Check, prepare the run directory, queue one job. Raises RelayrunError; then nothing was queued."""
-    with _prepared(config, resume=resume) as (run, plan):
+    with _prepared(config, resume=resume, accept=accept_data_change) as (run, plan):
         scheduler = for_plan(plan, run)
         if isinstance(scheduler, Slurm):
             Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # a job without it dies without a log
@@ -51,7 +52,7 @@ def submit(config: RunConfig, *, resume: bool = False) -> Submitted:
         return Submitted(run=run, plan=plan, job_id=scheduler.submit(plan, run.job_script, options={}))
 
 
-def adopt_job(config: RunConfig, *, resume: bool = False) -> RunDir:
+def adopt_job(config: RunConfig, *, resume: bool = False, accept_data_change: bool = False) -> RunDir:
     """Make the job that this process runs in the first of a chain: what a Bash launcher's job does.
 
     The options that the job was submitted with win over the config's. Raises RelayrunError.
@@ -62,13 +63,13 @@ def adopt_job(config: RunConfig, *, resume: bool = False) -> RunDir:
         raise RunDirError("Slurm does not know the job that this runs in")
     nodes = config.job.model_copy(update={"nodes": job.num_nodes})
     config = RunConfig.model_validate(config.model_copy(update={"job": nodes}).model_dump())
-    with _prepared(config, resume=resume) as (run, plan):
+    with _prepared(config, resume=resume, accept=accept_data_change) as (run, plan):
         scheduler.rename(job.id, plan.job_name)  # under the lock: a second first job sees this one
         return run
 
 
 @contextmanager
-def _prepared(config: RunConfig, *, resume: bool) -> Iterator[tuple[RunDir, Plan]]:
+def _prepared(config: RunConfig, *, resume: bool, accept: bool) -> Iterator[tuple[RunDir, Plan]]:
     """The run directory made or brought up to date, and locked. STOP is lifted when the block succeeds."""
     preflight.check(config)
     run = RunDir(Path(config.run_dir or ""))
@@ -77,7 +78,7 @@ def _prepared(config: RunConfig, *, resume: bool) -> Iterator[tuple[RunDir, Plan
     with _locked(run):
         _refuse_while_live(run)
         _refuse_after_end(run, resume)
-        _freeze_manifest(run, manifest)
+        config = _freeze_data(run, config, manifest, accept=accept)
         plan = make_plan(config, run, revision=_add_revision(run, config))
         _acknowledge_stale(run)
         plan.write(run.plan)
@@ -155,14 +156,15 @@ def dry_run(config: RunConfig) -> str:
 
 
 def build_manifest(config: RunConfig) -> Manifest:
-    """Find the shards that a config names. Raises InputError."""
+    """Find the shards that a config names; data sets are named as there, without editions. Raises InputError."""
     tokenizer = load_tokenizer(config.data.tokenizer)
     return Manifest.build(
-        find_prefixes([Path(folder) for folder in config.data.datasets]),
+        {name: expand(source.paths) if source.paths else None for name, source in config.data.sources.items()},
         {name: find_prefixes([Path(folder) for folder in folders]) for name, folders in config.data.validation.items()},
         vocabulary_size=tokenizer.size,
         eod=tokenizer.eos_id,
         tokenizer=config.data.tokenizer,
+        tokenizer_fingerprint=tokenizer.fingerprint,
     )
 
 
@@ -184,16 +186,24 @@ def _refuse_after_end(run: RunDir, resume: bool) -> None:
                           hint="submit with --resume to go on all the same")  # fmt: skip
 
 
-def _freeze_manifest(run: RunDir, manifest: Manifest) -> None:
-    """The first submit freezes the list of shards; a later one must find the same."""
-    if not run.manifest.exists():
-        manifest.write(run.manifest)
-        return
+def _freeze_data(run: RunDir, config: RunConfig, found: Manifest, *, accept: bool) -> RunConfig:
+    """The first submit freezes the data; a later one may add to them. Returns the config with its editions.
+
+    Data sets that stand in the manifest are never changed, so attempts of older revisions keep theirs.
+    """
+    revisions = run.revisions()
+    if not run.manifest.exists() or not revisions:
+        found.write(run.manifest)
+        return config
     frozen = Manifest.read(run.manifest)
-    frozen.verify()
-    if frozen != manifest:
-        raise InputError("the shards are not those that this run began with", where=run.manifest,
-                         hint="restore the data folders, or start a run with another name")  # fmt: skip
+    history = [compose.read_resolved(run.config_revision(number)) for number in reversed(revisions)]
+    trained = durable(run).path is not None
+    evolved = evolve(frozen=frozen, history=history, found=found, config=config, accept=accept, trained=trained)
+    for note in evolved.notes:
+        print(f"accepted: {note}", file=sys.stderr)
+    if evolved.manifest != frozen:
+        evolved.manifest.write(run.manifest)
+    return evolved.config
 
 
 def _add_revision(run: RunDir, config: RunConfig) -> int:

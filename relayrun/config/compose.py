@@ -16,8 +16,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from relayrun.config import yamlfile
-from relayrun.config.schema import RunConfig
+from relayrun.config import mixture, yamlfile
+from relayrun.config.schema import RunConfig, Source
 from relayrun.config.yamlfile import Location, Settings
 from relayrun.errors import ConfigError
 
@@ -35,6 +35,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     settings.merge(overridden)
     _insert_cluster(settings, path)
     settings.merge(overridden)  # an override of a part of the cluster holds over its file
+    mixture.insert(settings, ROOT)
     return validate(settings)
 
 
@@ -53,6 +54,8 @@ def validate(settings: Settings) -> RunConfig:
                 update={
                     "tokenizer": _absolute_or_name(data.tokenizer),
                     "datasets": [_absolute(folder) for folder in data.datasets],
+                    "mixture": {name: _absolute_source(source) for name, source in data.mixture.items()},
+                    "data_cache_dir": _absolute(data.data_cache_dir) if data.data_cache_dir else None,
                     "validation": {
                         name: [_absolute(folder) for folder in folders] for name, folders in data.validation.items()
                     },
@@ -74,6 +77,12 @@ def read_resolved(path: Path) -> RunConfig:
 
 def _absolute(path: str) -> str:
     return str(ROOT / Path(path).expanduser())
+
+
+def _absolute_source(source: Source) -> Source:
+    path = source.path
+    absolute = _absolute(path) if isinstance(path, str) else path and [_absolute(part) for part in path]
+    return source.model_copy(update={"path": absolute})
 
 
 def _absolute_or_name(text: str) -> str:

@@ -17,12 +17,11 @@ import threading
 from collections.abc import Iterator
 from queue import Empty, Queue
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from relayrun.data.order import SampleOrder
 from relayrun.errors import ConfigError
 
 DEPTH = 2
@@ -31,6 +30,14 @@ CLOSE_SECONDS = 10.0
 
 Batch = list[npt.NDArray[np.int64]]
 """One rank's share of an iteration: per accumulation step int64 [micro_batch_size, seq_length + 1]."""
+
+
+class Samples(Protocol):
+    """What is read: numbered samples, each int64 [seq_length + 1]."""
+
+    name: str
+
+    def sample(self, k: int) -> npt.NDArray[np.int64]: ...
 
 
 class BatchReader(Iterator[Batch]):
@@ -43,7 +50,7 @@ class BatchReader(Iterator[Batch]):
 
     def __init__(
         self,
-        order: SampleOrder,
+        order: Samples,
         *,
         data_parallel_rank: int,
         data_parallel_size: int,

@@ -1,7 +1,9 @@
-"""The frozen, ordered list of the shards that a run reads.
+"""The frozen, ordered lists of the shards that a run reads, one list for each data set.
 
-A manifest is built once, when a run is made, and written into its directory; every attempt reads it
-and never looks for shards again, so that a file that appears later cannot shift the data. Building
+The manifest is built when a run is made, and written into its directory; every attempt reads it
+and never looks for shards again, so that a file that appears later cannot shift the data. A submit with
+another mixture adds data sets to it (`data.evolution`); a data set that stands in it is never changed.
+Building
 reads every .idx once (20 bytes per document: about 0.3 s for 10^7 documents); reading and verifying
 cost a line of JSON and two `stat` calls per shard.
 
@@ -15,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +29,7 @@ from relayrun.errors import InputError
 from relayrun.files import read_json, write_json
 from relayrun.indexed import Shard
 
-VERSION = 1
+VERSION = 2
 _CHUNK = 1 << 20
 
 
@@ -112,7 +114,8 @@ class DatasetManifest:
 class Manifest:
     """Everything that decides which tokens a run may see."""
 
-    train: DatasetManifest
+    datasets: dict[str, DatasetManifest]
+    """By identity: all that the mixture has ever had (`config.schema.Source.identity`)."""
     validation: dict[str, DatasetManifest]
     vocabulary_size: int
     """Entries of the tokenizer, its special tokens included, not padded."""
@@ -120,45 +123,58 @@ class Manifest:
     """Id of the token that ends a document."""
     tokenizer: str
     """As given in the config; a label, never opened from here."""
+    tokenizer_fingerprint: str = ""
+    """Equal for equal ids; empty if it is not known."""
 
     @classmethod
     def build(
         cls,
-        train_prefixes: Sequence[str | os.PathLike[str]],
-        validation_prefixes: Mapping[str, Sequence[str | os.PathLike[str]]],
+        datasets: Mapping[str, Sequence[str | os.PathLike[str]] | None],
+        validation: Mapping[str, Sequence[str | os.PathLike[str]]],
         *,
         vocabulary_size: int,
         eod: int | None,
         tokenizer: str,
+        tokenizer_fingerprint: str = "",
     ) -> Manifest:
-        """Freeze the shards at `train_prefixes` and, by name of the set, at `validation_prefixes`.
+        """Freeze the shards of each data set and of each validation set, by name; None: it has no shards by design.
 
-        Raises InputError if a set is empty, a shard is refused (`ShardEntry.build`), a shard stands
-        twice in one set, or a training shard also stands in a validation set. Links and hard links
-        to one .bin are one shard.
+        Raises InputError if a set is empty or a shard is refused (`ShardEntry.build`), and as `check_apart`.
         """
-        sets = {"train": list(train_prefixes), **{f"validation {name!r}": list(prefixes)
-                                                   for name, prefixes in validation_prefixes.items()}}  # fmt: skip
-        built = {}
-        for name, prefixes in sets.items():
-            if not prefixes:
-                raise InputError(f"the data set {name} has no shard", hint="give folders that hold .bin and .idx files")
-            built[name] = DatasetManifest.build(prefixes)
-        train, *validation = built.items()
-        in_train = _identities(*train)
-        for name, dataset in validation:
-            shared = in_train.keys() & _identities(name, dataset).keys()
+        built: list[dict[str, DatasetManifest]] = []
+        for sets, what in ((datasets, "data set"), (validation, "validation set")):
+            for name, prefixes in sets.items():
+                if prefixes is not None and not prefixes:
+                    raise InputError(f"the {what} {name!r} has no shard",
+                                     hint="give folders that hold .bin and .idx files")  # fmt: skip
+            built.append({name: DatasetManifest.build(prefixes or []) for name, prefixes in sets.items()})
+        manifest = cls(datasets=built[0], validation=built[1], vocabulary_size=vocabulary_size, eod=eod,
+                       tokenizer=tokenizer, tokenizer_fingerprint=tokenizer_fingerprint)  # fmt: skip
+        manifest.check_apart(list(datasets))
+        return manifest
+
+    def check_apart(self, mixture: Iterable[str]) -> None:
+        """Raise InputError if a shard stands twice in a set or in the mixture, or a data set's in a validation set.
+
+        `mixture` names the data sets that are read together. Links and hard links to one .bin are one
+        shard; a data set that has left the mixture may be gone from the disk.
+        """
+        together = set(mixture)
+        in_training: dict[tuple[int, int], tuple[str, str]] = {}
+        for name, dataset in self.datasets.items():
+            for identity, prefix in _identities(name, dataset, missing_ok=name not in together).items():
+                other, first = in_training.setdefault(identity, (name, prefix))
+                if other != name and {name, other} <= together:
+                    raise InputError(f"stands in the data sets {other!r} ({first}) and {name!r}", where=prefix,
+                                     hint="name each shard once, or its tokens are repeated")  # fmt: skip
+        for name, dataset in self.validation.items():
+            held_out = _identities(f"validation {name!r}", dataset)
+            shared = in_training.keys() & held_out.keys()
             if shared:
-                first = min(in_train[identity] for identity in shared)
-                raise InputError(f"{len(shared)} training shard(s) also stand in {name}; the first is this one",
-                                 where=first, hint="held-out data must not be trained on: mend one set")  # fmt: skip
-        return cls(
-            train=built["train"],
-            validation=dict(zip(validation_prefixes, (dataset for _, dataset in validation), strict=True)),
-            vocabulary_size=vocabulary_size,
-            eod=eod,
-            tokenizer=tokenizer,
-        )
+                first = min(in_training[identity][1] for identity in shared)
+                raise InputError(f"{len(shared)} training shard(s) also stand in validation {name!r}; the first is "
+                                 "this one", where=first,
+                                 hint="held-out data must not be trained on: mend one set")  # fmt: skip
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
@@ -168,11 +184,12 @@ class Manifest:
             if value["version"] != VERSION:
                 raise ValueError(f"its version is {value['version']}, this program reads {VERSION}")
             return cls(
-                train=_dataset(value["train"]),
+                datasets={name: _dataset(part) for name, part in value["datasets"].items()},
                 validation={name: _dataset(part) for name, part in value["validation"].items()},
                 vocabulary_size=value["vocabulary_size"],
                 eod=value["eod"],
                 tokenizer=value["tokenizer"],
+                tokenizer_fingerprint=value["tokenizer_fingerprint"],
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = "it is no JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else repr(error)
@@ -184,21 +201,24 @@ class Manifest:
         write_json(path, {
             "version": VERSION,
             "tokenizer": self.tokenizer,
+            "tokenizer_fingerprint": self.tokenizer_fingerprint,
             "vocabulary_size": self.vocabulary_size,
             "eod": self.eod,
-            "train": _json(self.train),
+            "datasets": {name: _json(dataset) for name, dataset in self.datasets.items()},
             "validation": {name: _json(dataset) for name, dataset in self.validation.items()},
         })  # fmt: skip
 
-    def verify(self) -> None:
-        """Compare sizes on disk with the manifest: two `stat` calls per shard, nothing is read.
-
-        Raises InputError that names every difference.
-        """
-        found = [f"train: {line}" for shard in self.train.shards for line in shard.differences()]
+    def differences(self, mixture: Iterable[str]) -> list[str]:
+        """What differs on disk in the data sets `mixture` and the validation sets: two `stat` calls per shard."""
+        found = [f"{name}: {line}" for name in mixture for shard in self.datasets[name].shards
+                 for line in shard.differences()]  # fmt: skip
         for name, dataset in self.validation.items():
             found += [f"validation {name!r}: {line}" for shard in dataset.shards for line in shard.differences()]
-        if found:
+        return found
+
+    def verify(self, mixture: Iterable[str] | None = None) -> None:
+        """Raise InputError that names every difference of sizes on disk. `mixture` as in `differences`; None: all."""
+        if found := self.differences(self.datasets if mixture is None else mixture):
             raise InputError("\n  ".join([f"the data differ from the manifest in {len(found)} file(s):", *found]),
                              hint="put these files back as they were, or start a new run")  # fmt: skip
 
@@ -218,11 +238,16 @@ def _check_contiguous(shard: Shard) -> None:
         expected = int(ends[-1])
 
 
-def _identities(name: str, dataset: DatasetManifest) -> dict[tuple[int, int], str]:
+def _identities(name: str, dataset: DatasetManifest, *, missing_ok: bool = False) -> dict[tuple[int, int], str]:
     """(device, inode) of every .bin → prefix."""
     found: dict[tuple[int, int], str] = {}
     for shard in dataset.shards:
-        status = os.stat(shard.prefix + ".bin")
+        try:
+            status = os.stat(shard.prefix + ".bin")
+        except FileNotFoundError:
+            if missing_ok:
+                continue
+            raise
         other = found.setdefault((status.st_dev, status.st_ino), shard.prefix)
         if other is not shard.prefix:
             raise InputError(f"stands twice in {name}, also as {other}", where=shard.prefix,

@@ -1,18 +1,16 @@
-"""Which window is global sample k: a pure function of (seed, data set, k).
+"""The samples of one data set: a pure function of (seed, name of the data set, sample number).
 
-    epoch, position = divmod(k, windows_per_epoch)
-    window          = Permutation(windows_per_epoch, key(seed, name, epoch))(position)
+    epoch, i = divmod(k, windows_per_epoch)
+    window   = Permutation(windows_per_epoch, key(seed, name, epoch))(i)
 
-Samples are numbered from 0 over the whole run. Nothing in this depends on ranks, workers, batch sizes or
-the length of the run, so the state of the data is one integer; the rest of what `state` returns is
-there to refuse a resume that would see other samples under the same numbers.
+Nothing in this depends on ranks, workers, batch sizes or the length of the run. `Dataset` is what a mixture
+asks of its parts; `SampleOrder` is relayrun's own, `order: window`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import lru_cache, partial
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,79 +18,80 @@ import numpy.typing as npt
 from relayrun.data.manifest import DatasetManifest
 from relayrun.data.permutation import Permutation, permutation_key
 from relayrun.data.windows import WindowDataset
-from relayrun.errors import FatalTrainingError, InputError
+from relayrun.errors import InputError
+
+
+class Dataset(Protocol):
+    """A data set of a mixture. The order inside an epoch is its own; epochs follow each other for ever.
+
+    It must give the same sample for the same (epoch, i) in every process and at every start, and may be
+    read by several threads.
+    """
+
+    def __len__(self) -> int:
+        """Windows in one epoch, the same in every epoch."""
+
+    def read(self, epoch: int, i: int) -> npt.NDArray[np.int64]:
+        """Token ids, int64 [seq_length + 1], of window i, 0 <= i < len, of epoch 0, 1, ..."""
 
 
 class SampleOrder:
     """The samples of one data set in order; sample k is any k >= 0, epoch follows epoch.
 
     `name` separates the shuffles of data sets that share a seed. `shuffle=False` reads every epoch in
-    the order of the stream, for validation. Raises InputError if there is not one whole window.
+    the order of the stream. `split` is the share of windows, at the end of the stream, that is held out; the
+    order is over the rest, or with `held_out` over that share. Raises InputError if there is not one whole window.
     """
 
     def __init__(
-        self, manifest: DatasetManifest, *, seq_length: int, seed: int, name: str = "train", shuffle: bool = True
-    ) -> None:
+        self, manifest: DatasetManifest, *, seq_length: int, seed: int, name: str = "train", shuffle: bool = True,
+        split: float = 0.0, held_out: bool = False,
+    ) -> None:  # fmt: skip
         self.manifest = manifest
         self.seq_length = seq_length
         self.seed = seed
         self.name = name
         self.shuffle = shuffle
         self.windows = WindowDataset(manifest, seq_length)
-        self.windows_per_epoch = len(self.windows)
+        training = len(self.windows) - held_out_windows(len(self.windows), split)
+        self._first = training if held_out else 0
+        self.windows_per_epoch = len(self.windows) - training if held_out else training
         if not self.windows_per_epoch:
-            raise InputError(f"the data set {name!r} has {manifest.tokens} tokens, fewer than one sample: "
+            share = f", of which data.split {split} is held out" if split else ""
+            raise InputError(f"the data set {name!r} has {manifest.tokens} tokens{share}, fewer than one sample: "
                              f"seq_length {seq_length} needs {seq_length + 1}",
                              hint="give more data or a smaller seq_length")  # fmt: skip
         # two epochs, since readers of one order may stand on both sides of an epoch's end
         self._permutation = lru_cache(2)(partial(_epoch_permutation, self.windows_per_epoch, seed, name))
 
+    def __len__(self) -> int:
+        return self.windows_per_epoch
+
+    def window(self, epoch: int, i: int) -> int:
+        """Which window of the stream (`WindowDataset`) is number i of an epoch."""
+        if epoch < 0 or not 0 <= i < self.windows_per_epoch:
+            raise IndexError(f"epoch {epoch}, window {i}: outside of range({self.windows_per_epoch})")
+        return self._first + (self._permutation(epoch)(i) if self.shuffle else i)
+
+    def read(self, epoch: int, i: int) -> npt.NDArray[np.int64]:
+        """Token ids, int64 [seq_length + 1]; inputs are [:-1], labels [1:]."""
+        return self.windows.read(self.window(epoch, i))
+
     def locate(self, k: int) -> tuple[int, int, int]:
-        """(epoch, position in the epoch, window) of global sample k. Raises IndexError if k < 0."""
+        """(epoch, position in the epoch, window) of sample k. Raises IndexError if k < 0."""
         if k < 0:
             raise IndexError(f"sample {k}: samples are numbered from 0")
-        epoch, position = divmod(k, self.windows_per_epoch)
-        return epoch, position, self._permutation(epoch)(position) if self.shuffle else position
+        epoch, i = divmod(k, self.windows_per_epoch)
+        return epoch, i, self.window(epoch, i)
 
     def sample(self, k: int) -> npt.NDArray[np.int64]:
-        """Token ids of global sample k, int64 [seq_length + 1]; inputs are [:-1], labels [1:]."""
+        """Token ids of sample k, int64 [seq_length + 1]."""
         return self.windows.read(self.locate(k)[2])
 
-    def state(self, consumed_samples: int) -> dict[str, Any]:
-        """What a checkpoint keeps, plain JSON: the next sample is number `consumed_samples`."""
-        return {
-            "consumed_samples": consumed_samples,
-            "name": self.name,
-            "seed": self.seed,
-            "seq_length": self.seq_length,
-            "shuffle": self.shuffle,
-            "fingerprint": self.manifest.fingerprint,
-            "tokens": self.manifest.tokens,
-        }
 
-    def check_state(self, state: Mapping[str, Any]) -> int:
-        """Return the consumed samples of a `state`.
-
-        Raises FatalTrainingError, naming each difference, if it was made over other data or in another
-        order, so that sample numbers would not mean the same samples.
-        """
-        consumed = state.get("consumed_samples")
-        if not isinstance(consumed, int) or isinstance(consumed, bool) or consumed < 0:
-            raise FatalTrainingError(f"the data state of the checkpoint is damaged: consumed_samples is {consumed!r}",
-                                     hint="resume from an older checkpoint")  # fmt: skip
-        differences = [
-            f"{name} was {state.get(name)!r}, is {value!r}"
-            for name, value in self.state(consumed).items()
-            if state.get(name) != value
-        ]
-        if differences:
-            raise FatalTrainingError(
-                "the data order differs from the checkpoint's, samples would be lost or repeated: "
-                + "; ".join(differences),
-                where=f"data set {self.name!r}",
-                hint="restore these settings and the shards as they were, or start a new run",
-            )
-        return consumed
+def held_out_windows(windows: int, split: float) -> int:
+    """How many windows a share holds out: at least one, and never all."""
+    return min(max(1, round(windows * split)), windows - 1) if split and windows else 0
 
 
 def _epoch_permutation(windows: int, seed: int, name: str, epoch: int) -> Permutation:

@@ -7,6 +7,7 @@ listing differs between machines and from day to day, and the order of the data 
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -38,6 +39,33 @@ def find_prefixes(paths: Sequence[Path]) -> list[str]:
                              hint="tokenize into it first, or leave it out")  # fmt: skip
         prefixes |= found
     return sorted(prefixes)
+
+
+def expand(paths: Sequence[str]) -> list[str]:
+    """Return every prefix that folders, prefixes, or patterns (`*`, `?`, `[..]`) of either lead to, sorted, each once.
+
+    Raises InputError as `find_prefixes`, and for a path that leads to nothing.
+    """
+    folders: list[Path] = []
+    prefixes: set[str] = set()
+    for path in paths:
+        if os.path.isdir(path):
+            folders.append(Path(path))
+            continue
+        files = set(glob.glob(path)) | {match for suffix in SUFFIXES for match in glob.glob(path + suffix)}
+        below = [Path(match) for match in files if os.path.isdir(match)]
+        shards = {os.path.abspath(match[:-4]) for match in files if match.endswith(SUFFIXES) and os.path.isfile(match)}
+        if not below and not shards:
+            raise InputError("leads to no folder and to no shard", where=path,
+                             hint="give a folder, a shard without its suffix, or a pattern of either")  # fmt: skip
+        folders += below
+        prefixes |= shards
+    for prefix in prefixes:
+        for suffix in SUFFIXES:
+            if not os.path.isfile(prefix + suffix):
+                raise InputError("a shard needs both its .bin and its .idx file; this one is missing",
+                                 where=prefix + suffix)  # fmt: skip
+    return sorted(prefixes | set(find_prefixes(folders)))
 
 
 def one_line(prefixes: Sequence[str]) -> str:

@@ -5,7 +5,7 @@
     job.sbatch                   the rendered job, submitted by every attempt
     manifest.json                the frozen, ordered list of shards
     attempts/0007/               begin.json end.json            written by the supervisor
-                                 outcome.json commits.jsonl metrics.jsonl events.jsonl   written by rank 0
+                                 outcome.json data.json commits.jsonl metrics.jsonl events.jsonl   written by rank 0
                                  stop                           asks the ranks to save and leave
     attempts.jsonl metrics.jsonl merged views, written by the supervisor
     checkpoints/iter_0000100/    published by rename from .staging/<attempt>/
@@ -56,6 +56,11 @@ class AttemptDir:
     def metrics(self) -> Path:
         """A line per iteration, by rank 0."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def data(self) -> Path:
+        """The data order of this attempt (phases, data sets, counts) where it began, by rank 0."""
+        return self.path / "data.json"
 
     @property
     def stop(self) -> Path:

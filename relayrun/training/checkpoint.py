@@ -38,7 +38,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from relayrun.data.order import SampleOrder
+from relayrun.data.mixed import MixedOrder
 from relayrun.errors import FatalTrainingError
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Commit
@@ -60,7 +60,7 @@ class Checkpointer:
     """Saves and loads the state of one run, for one attempt. Every method is called by all ranks together."""
 
     def __init__(
-        self, run: RunDir, attempt: int, *, ranks: Ranks, model: Model, optimizer: Optimizer, order: SampleOrder,
+        self, run: RunDir, attempt: int, *, ranks: Ranks, model: Model, optimizer: Optimizer, order: MixedOrder,
         keep_last: int, keep_every: int | None, distributed_optimizer: bool,
     ) -> None:  # fmt: skip
         self._run = run
@@ -123,7 +123,7 @@ class Checkpointer:
         FatalTrainingError if the data or the kind of optimizer are not those of the checkpoint.
         """
         common = dist_checkpointing.load_common_state_dict(str(path))
-        consumed_samples = self._order.check_state(common["data"])
+        consumed_samples = self._order.resume(common["data"])
         if common["distributed_optimizer"] != self._common["distributed_optimizer"]:
             raise FatalTrainingError(
                 f"use_distributed_optimizer was {common['distributed_optimizer']} when this checkpoint was saved; "

@@ -15,9 +15,10 @@ from pydantic import ValidationError
 
 from relayrun.config.schema import RunConfig
 from relayrun.data.batches import BatchReader
+from relayrun.data.build import mixture_of, training_order, validation_orders
 from relayrun.data.manifest import Manifest
-from relayrun.data.order import SampleOrder
 from relayrun.errors import ConfigError, FatalTrainingError, InputError, RelayrunError
+from relayrun.files import write_json
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, Left, Outcome
 from relayrun.training import device_shim, parallel
@@ -34,9 +35,6 @@ from relayrun.training.signals import SignalFlag
 
 LEAVE_TRIES = 3
 """How often a save is tried when leaving; a save in between is tried once and left for the next occasion."""
-
-VALIDATION_SEED = 0
-"""Fixed, so that runs with other seeds are evaluated on the same windows."""
 
 
 class LeaveFailed(RelayrunError):
@@ -62,17 +60,10 @@ class Training:
         self.pace = pace
         self.pulse = pulse
         manifest = Manifest.read(run.manifest)
-        ranks.on_first_rank(partial(check_data, manifest), InputError)
+        ranks.on_first_rank(partial(check_data, manifest, mixture_of(config)), InputError)
         settings = config.training
-        order = SampleOrder(manifest.train, seq_length=settings.seq_length, seed=settings.seed)
-        self.evaluation = Evaluation(
-            orders={
-                name: SampleOrder(dataset, seq_length=settings.seq_length, seed=VALIDATION_SEED, name=name)
-                for name, dataset in manifest.validation.items()
-            },
-            training=settings,
-            ranks=ranks,
-        )
+        order = training_order(config, manifest)
+        self.evaluation = Evaluation(orders=validation_orders(config, manifest), training=settings, ranks=ranks)
         self.control = Control(run, begin, ranks, flag)
         self.metrics = Metrics(run.attempt(begin.attempt).metrics, ranks, total_steps=settings.steps)
         self.model = Model(config, ranks, manifest.vocabulary_size, progress=pulse.beat)
@@ -97,6 +88,8 @@ class Training:
                     where=begin.base_path,
                 )
         self.saved_iteration = self.position.iteration
+        if ranks.rank == 0:
+            write_json(run.attempt(begin.attempt).data, order.state(self.position.consumed_samples))
         self.metrics.say(
             f"attempt {begin.attempt}: {self.model.parameters():,} parameters on {ranks.world_size} ranks "
             f"({ranks.layout}, {ranks.device.type}), from "
@@ -226,17 +219,15 @@ def train(run: RunDir, begin: Begin, flag: SignalFlag, pace: Pace, pulse: Pulse)
     parallel.stop()
 
 
-def check_data(manifest: Manifest) -> None:
+def check_data(manifest: Manifest, mixture: list[str]) -> None:
     """Raises FatalTrainingError if a shard is not what it was, InputError if files are only missing.
 
     A missing file may be a file system that is away for a while: the next attempt may find it again.
     """
     try:
-        manifest.verify()
+        manifest.verify(mixture)
     except InputError as error:
-        datasets = (manifest.train, *manifest.validation.values())
-        found = [line for dataset in datasets for shard in dataset.shards for line in shard.differences()]
-        if all(line.endswith(": missing") for line in found):
+        if all(line.endswith(": missing") for line in manifest.differences(mixture)):
             raise
         raise FatalTrainingError(error.message, hint=error.hint) from None
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayrun.data.batches import BatchReader
+from relayrun.data.batches import BatchReader, Samples
 from relayrun.data.manifest import DatasetManifest
+from relayrun.data.mixed import MixedOrder, Part
 from relayrun.data.order import SampleOrder
 from relayrun.indexed import ShardWriter
 
@@ -41,7 +42,7 @@ def layouts(draw: st.DrawFn) -> tuple[int, int, int]:
     return draw(st.integers(1, 16)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
 
 
-def iteration(order: SampleOrder, layout: tuple[int, int, int], consumed: int, count: int) -> Iterator[np.ndarray]:
+def iteration(order: Samples, layout: tuple[int, int, int], consumed: int, count: int) -> Iterator[np.ndarray]:
     """All ranks of `layout` for `count` iterations: per iteration the samples by number, int64 [gbs, seq + 1]."""
     size, micro, steps = layout
     readers = [
@@ -64,17 +65,22 @@ def test_restarts_and_layouts_do_not_change_the_sequence(
     manifest: DatasetManifest, attempts: list[tuple[tuple[int, int, int], int]], seed: int
 ) -> None:
     """Attempts of any layout and global batch, each from the state of the one before through JSON."""
+
+    def mixed() -> MixedOrder:
+        return MixedOrder({"train": Part(dataset=SampleOrder(manifest, seq_length=SEQ_LENGTH, seed=seed),
+                                         weight=1.0, record={})}, {"seed": seed})  # fmt: skip
+
     consumed, seen = 0, []
-    saved = json.dumps(SampleOrder(manifest, seq_length=SEQ_LENGTH, seed=seed).state(0))
+    saved = json.dumps(mixed().state(0))
     for layout, count in attempts:
-        order = SampleOrder(manifest, seq_length=SEQ_LENGTH, seed=seed)
-        consumed = order.check_state(json.loads(saved))
+        order = mixed()
+        consumed = order.resume(json.loads(saved))
         for samples in iteration(order, layout, consumed, count):
             seen.append(samples)
             consumed += len(samples)
         saved = json.dumps(order.state(consumed))
-    order = SampleOrder(manifest, seq_length=SEQ_LENGTH, seed=seed)
-    expected = np.stack([order.sample(k) for k in range(consumed)])
+    plain = SampleOrder(manifest, seq_length=SEQ_LENGTH, seed=seed)
+    expected = np.stack([plain.sample(k) for k in range(consumed)])
     assert (np.concatenate(seen) == expected).all()
 
 

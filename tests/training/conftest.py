@@ -193,7 +193,7 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Harness]:
     """`harness(section={name: value})` makes a run with these settings changed; the data are shared."""
     data = tmp_path_factory.mktemp("data")
     manifest = Manifest.build(
-        write_shards(data / "train", shards=3, documents=40, seed=1),
+        {"train": write_shards(data / "train", shards=3, documents=40, seed=1)},
         {"held-out": write_shards(data / "held-out", shards=1, documents=12, seed=2)},
         vocabulary_size=VOCABULARY, eod=0, tokenizer="none",
     )  # fmt: skip

@@ -142,7 +142,8 @@ def test_other_data_than_the_checkpoint_saw_are_fatal(harness: Make, tmp_path: P
     made.write_config()
 
     original = made.run.manifest.read_text()
-    Manifest.build([tmp_path / "shard"], {}, vocabulary_size=300, eod=0, tokenizer="none").write(made.run.manifest)
+    shards = {"train": [tmp_path / "shard"]}
+    Manifest.build(shards, {}, vocabulary_size=300, eod=0, tokenizer="none").write(made.run.manifest)
     other = made.start()
     assert other.wait() == [3, 3], other.output()
     assert other.outcome.outcome == "fatal"
@@ -151,7 +152,7 @@ def test_other_data_than_the_checkpoint_saw_are_fatal(harness: Make, tmp_path: P
 
     made.run.manifest.write_text(original)
     shutil.rmtree(other.directory.path)
-    prefix = Manifest.read(made.run.manifest).train.shards[0].prefix
+    prefix = Manifest.read(made.run.manifest).datasets["train"].shards[0].prefix
     Path(f"{prefix}.bin").rename(tmp_path / "away")
     try:
         missing = made.start()

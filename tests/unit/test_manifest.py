@@ -31,7 +31,7 @@ def raw_index(prefix: Path, lengths: list[int], offsets: list[int], code: int = 
 
 
 def build(train: list[str], **validation: list[str]) -> Manifest:
-    return Manifest.build(train, validation, vocabulary_size=500, eod=3, tokenizer="some/tokenizer")
+    return Manifest.build({"train": train}, validation, vocabulary_size=500, eod=3, tokenizer="some/tokenizer")
 
 
 @pytest.fixture
@@ -41,11 +41,11 @@ def three(tmp_path: Path) -> list[str]:
 
 def test_keeps_the_given_order_and_what_each_shard_holds(three: list[str]) -> None:
     manifest = build([three[2], three[0]], held_out=[three[1]])
-    assert [entry.prefix for entry in manifest.train.shards] == [three[2], three[0]]
-    entry = manifest.train.shards[0]
+    assert [entry.prefix for entry in manifest.datasets["train"].shards] == [three[2], three[0]]
+    entry = manifest.datasets["train"].shards[0]
     assert (entry.dtype, entry.tokens, entry.documents, entry.bin_bytes) == ("uint16", 14, 2, 28)
     assert entry.idx_bytes == os.path.getsize(three[2] + ".idx")
-    assert manifest.train.tokens == 26
+    assert manifest.datasets["train"].tokens == 26
     assert manifest.validation["held_out"].tokens == 13
 
 
@@ -53,12 +53,13 @@ def test_written_and_read_is_the_same(three: list[str], tmp_path: Path) -> None:
     manifest = build(three[:2], v=three[2:])
     manifest.write(tmp_path / "manifest.json")
     assert Manifest.read(tmp_path / "manifest.json") == manifest
-    assert Manifest.read(tmp_path / "manifest.json").train.fingerprint == manifest.train.fingerprint
+    read = Manifest.read(tmp_path / "manifest.json")
+    assert read.datasets["train"].fingerprint == manifest.datasets["train"].fingerprint
 
 
 def test_relative_prefixes_become_absolute(three: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert build(["s0"]).train.shards[0].prefix == three[0]
+    assert build(["s0"]).datasets["train"].shards[0].prefix == three[0]
 
 
 def test_names_with_blanks_quotes_and_a_leading_dash(tmp_path: Path) -> None:
@@ -67,7 +68,7 @@ def test_names_with_blanks_quotes_and_a_leading_dash(tmp_path: Path) -> None:
     manifest.write(tmp_path / "manifest.json")
     again = Manifest.read(tmp_path / "manifest.json")
     again.verify()
-    assert [Path(entry.prefix).name for entry in again.train.shards] == names
+    assert [Path(entry.prefix).name for entry in again.datasets["train"].shards] == names
 
 
 def test_a_name_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
@@ -102,9 +103,9 @@ def test_a_training_shard_in_a_validation_set_is_refused_also_through_links(
 
 
 def test_an_empty_set_is_refused_by_name(three: list[str]) -> None:
-    with pytest.raises(InputError, match="train has no shard"):
+    with pytest.raises(InputError, match="data set 'train' has no shard"):
         build([])
-    with pytest.raises(InputError, match="validation 'v' has no shard"):
+    with pytest.raises(InputError, match="validation set 'v' has no shard"):
         build(three, v=[])
 
 
@@ -144,7 +145,7 @@ def test_an_index_that_is_not_the_token_file_in_order_is_refused(
 
 def test_an_index_is_checked_across_its_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("relayrun.data.manifest._CHUNK", 3)
-    assert build([shard(tmp_path / "s", [2, 1, 5, 3, 0, 4, 6])]).train.tokens == 21
+    assert build([shard(tmp_path / "s", [2, 1, 5, 3, 0, 4, 6])]).datasets["train"].tokens == 21
     raw_index(tmp_path / "s", [2, 1, 5, 3, 0, 4, 5], [0, 4, 6, 16, 22, 22, 32])
     with pytest.raises(InputError, match="sequence 6 of the index"):
         build([str(tmp_path / "s")])
@@ -153,13 +154,13 @@ def test_an_index_is_checked_across_its_pieces(tmp_path: Path, monkeypatch: pyte
 def test_an_index_cut_at_its_end_leaves_the_rest_of_the_token_file_out(tmp_path: Path) -> None:
     (tmp_path / "s.bin").write_bytes(bytes(20))
     raw_index(tmp_path / "s", [4, 3], [0, 8])
-    assert build([str(tmp_path / "s")]).train.tokens == 7
+    assert build([str(tmp_path / "s")]).datasets["train"].tokens == 7
 
 
 def test_a_shard_without_documents_is_kept(tmp_path: Path) -> None:
     (tmp_path / "empty.bin").write_bytes(b"")
     raw_index(tmp_path / "empty", [], [])
-    assert build([str(tmp_path / "empty")]).train.tokens == 0
+    assert build([str(tmp_path / "empty")]).datasets["train"].tokens == 0
 
 
 def test_verify_names_every_difference(three: list[str]) -> None:
@@ -191,11 +192,11 @@ def test_a_damaged_manifest_is_refused_by_its_path(three: list[str], tmp_path: P
         path.write_text("[]")
     else:
         if damage == "version":
-            value["version"] = 2
+            value["version"] = 1
         elif damage == "tokens":
-            value["train"]["shards"][0]["tokens"] += 1
+            value["datasets"]["train"]["shards"][0]["tokens"] += 1
         else:
-            del value["train"]["shards"][0]["dtype"]
+            del value["datasets"]["train"]["shards"][0]["dtype"]
         path.write_text(json.dumps(value))
     with pytest.raises(InputError, match="cannot be read as a manifest") as caught:
         Manifest.read(path)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 
 from relayrun.data.manifest import DatasetManifest
 from relayrun.data.order import SampleOrder
-from relayrun.errors import FatalTrainingError, InputError
+from relayrun.errors import InputError
 from relayrun.indexed import ShardWriter
 
 
@@ -78,34 +77,25 @@ def test_a_data_set_below_one_sample_is_refused(manifest: DatasetManifest) -> No
         SampleOrder(manifest, seq_length=401, seed=1)
 
 
-def test_the_state_survives_json_and_returns_its_samples(manifest: DatasetManifest) -> None:
-    state = json.loads(json.dumps(SampleOrder(manifest, seq_length=4, seed=1).state(12_345)))
-    assert SampleOrder(manifest, seq_length=4, seed=1).check_state(state) == 12_345
-    assert len(json.dumps(state)) < 300
+def test_a_split_holds_out_the_last_windows_and_trains_on_the_others(manifest: DatasetManifest) -> None:
+    training = SampleOrder(manifest, seq_length=4, seed=1, split=0.1)
+    held_out = SampleOrder(manifest, seq_length=4, seed=1, split=0.1, held_out=True)
+    assert (len(training), len(held_out)) == (90, 10)
+    for epoch in range(2):
+        assert sorted(training.window(epoch, i) for i in range(90)) == list(range(90))
+        assert sorted(held_out.window(epoch, i) for i in range(10)) == list(range(90, 100))
+    labels = {token for i in range(90) for token in training.read(0, i)[1:].tolist()}
+    assert labels.isdisjoint({token for i in range(10) for token in held_out.read(0, i)[1:].tolist()})
 
 
-def test_a_state_of_other_data_or_order_is_refused_and_each_difference_named(
-    manifest: DatasetManifest, tmp_path: Path
-) -> None:
-    (tmp_path / "other").mkdir()
-    state = SampleOrder(dataset(tmp_path / "other", [500]), seq_length=8, seed=2).state(10)
-    with pytest.raises(FatalTrainingError) as caught:
-        SampleOrder(manifest, seq_length=4, seed=1).check_state(state)
-    text = str(caught.value)
-    for part in ("seed was 2, is 1", "seq_length was 8, is 4", "tokens was 500, is 401", "fingerprint was '", "->"):
-        assert part in text
-    state = SampleOrder(manifest, seq_length=4, seed=1).state(10)
-    with pytest.raises(FatalTrainingError, match=r"repeated: seed was 1, is 3\n") as caught:
-        SampleOrder(manifest, seq_length=4, seed=3).check_state(state)
-    assert "seq_length" not in str(caught.value)
-    with pytest.raises(FatalTrainingError, match="shuffle was True, is False"):
-        SampleOrder(manifest, seq_length=4, seed=1, shuffle=False).check_state(state)
+def test_a_split_keeps_a_window_on_both_sides(manifest: DatasetManifest) -> None:
+    assert len(SampleOrder(manifest, seq_length=4, seed=1, split=1e-9, held_out=True)) == 1
+    assert len(SampleOrder(manifest, seq_length=4, seed=1, split=0.9999)) == 1
 
 
-@pytest.mark.parametrize("consumed", [None, -1, "7", 1.5, True])
-def test_a_damaged_state_is_refused(manifest: DatasetManifest, consumed: object) -> None:
+def test_an_epoch_has_no_window_outside_of_it(manifest: DatasetManifest) -> None:
     order = SampleOrder(manifest, seq_length=4, seed=1)
-    with pytest.raises(FatalTrainingError, match="damaged"):
-        order.check_state({**order.state(0), "consumed_samples": consumed})
-    with pytest.raises(FatalTrainingError, match="damaged"):
-        order.check_state({})
+    assert order.read(3, 7).tolist() == order.sample(307).tolist()
+    for epoch, i in ((0, 100), (0, -1), (-1, 0)):
+        with pytest.raises(IndexError):
+            order.read(epoch, i)

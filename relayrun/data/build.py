@@ -1,0 +1,110 @@
+"""From a config and a manifest to the order in which a run reads: the one place where data sets are made.
+
+`order: window` is `SampleOrder`; `order: megatron` and a user's own are callables by import path, which get
+one `Source`. They are imported by the ranks and by the audit only, never by a submit.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from relayrun.config.schema import RunConfig
+from relayrun.config.schema import Source as SourceConfig
+from relayrun.data.manifest import DatasetManifest, Manifest
+from relayrun.data.mixed import MixedOrder, Part
+from relayrun.data.order import Dataset, SampleOrder
+from relayrun.errors import ConfigError
+
+VALIDATION_SEED = 0
+"""Fixed, so that runs with other seeds are evaluated on the same windows."""
+
+IMPORT_PATHS = {"megatron": "relayrun.training.megatron_order:MegatronOrder"}
+"""Orders with a short name that are not `window`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What a callable that makes a data set is given."""
+
+    name: str
+    """Identity of the data set."""
+    seed: int
+    seq_length: int
+    manifest: DatasetManifest
+    """Its shards; none if the mixture gives it no path."""
+    split: float = 0.0
+    """Share of the windows, at the end, that is held out."""
+    cache_dir: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The entry's own, from the mixture."""
+
+
+def training_order(config: RunConfig, manifest: Manifest) -> MixedOrder:
+    """The samples of a run that begins. Raises InputError, ConfigError."""
+    data, training = config.data, config.training
+    parts = {}
+    for name, source in data.sources.items():
+        identity = source.identity(name)
+        order = source.order or data.order
+        parts[identity] = Part(
+            dataset=_dataset(config, identity, source, order, manifest.datasets[identity]),
+            weight=source.weight,
+            record={"fingerprint": manifest.datasets[identity].fingerprint, "order": order, "options": source.options},
+        )
+    settings = {
+        "seed": training.seed,
+        "seq_length": training.seq_length,
+        "split": data.split,
+        "vocabulary_size": manifest.vocabulary_size,
+        "eod": manifest.eod,
+        "tokenizer": manifest.tokenizer_fingerprint,
+    }
+    return MixedOrder(parts, settings)
+
+
+def validation_orders(config: RunConfig, manifest: Manifest) -> dict[str, SampleOrder]:
+    """The held-out sets: those given by path, and the share of each data set that `data.split` holds out."""
+    length, split = config.training.seq_length, config.data.split
+    orders = {name: SampleOrder(dataset, seq_length=length, seed=VALIDATION_SEED, name=name)
+              for name, dataset in manifest.validation.items()}  # fmt: skip
+    if split:
+        for name, source in config.data.sources.items():
+            orders[name] = SampleOrder(manifest.datasets[source.identity(name)], seq_length=length, name=name,
+                                       seed=VALIDATION_SEED, split=split, held_out=True)  # fmt: skip
+    return orders
+
+
+def mixture_of(config: RunConfig) -> list[str]:
+    """Identities of the data sets that a config's mixture reads."""
+    return [source.identity(name) for name, source in config.data.sources.items()]
+
+
+def _dataset(config: RunConfig, identity: str, source: SourceConfig, order: str, manifest: DatasetManifest) -> Dataset:
+    training, data = config.training, config.data
+    if order == "window":
+        return SampleOrder(manifest, seq_length=training.seq_length, seed=training.seed, name=identity,
+                           split=data.split)  # fmt: skip
+    make = _imported(IMPORT_PATHS.get(order, order), f"data set {identity!r}")
+    dataset = make(
+        Source(name=identity, seed=training.seed, seq_length=training.seq_length, manifest=manifest,
+               split=data.split, cache_dir=data.data_cache_dir, options=source.options)
+    )  # fmt: skip
+    if len(dataset) < 1:
+        raise ConfigError(f"{order} gives no window", where=f"data set {identity!r}")
+    return dataset
+
+
+def _imported(path: str, where: str) -> Callable[[Source], Dataset]:
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"order {path!r} cannot be imported: {error}", where=where,
+                          hint="write module:callable, and put its folder on PYTHONPATH") from None  # fmt: skip
+    if not callable(found):
+        raise ConfigError(f"order {path!r} is no callable", where=where)
+    made: Callable[[Source], Dataset] = found
+    return made

@@ -1,0 +1,151 @@
+"""What a submit may do to the data of a run that has begun: pure, from manifests and configs to an answer.
+
+| change | |
+|---|---|
+| weights, data sets added or left out, batch size, number of ranks | taken: this is what a mixture is for |
+| folders moved, files the same | taken |
+| other files under the same name | refused; accepted, the data set begins anew as its next edition, in a new phase |
+| files of an earlier edition are back | refused; accepted, that edition goes on where it was |
+| a new name for files that the run knows | refused; accepted, it begins at 0 and the windows come again |
+| a data set's own order or options | refused; accepted, as other files |
+| other files in a validation set | refused; accepted, they replace it |
+| tokenizer, sequence length, seed, split, of a run with a checkpoint | refused; cannot be accepted |
+
+Nothing is refused silently and nothing taken silently: a refusal names each difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from relayrun.config.schema import RunConfig, Source
+from relayrun.data.manifest import DatasetManifest, Manifest, ShardEntry
+from relayrun.errors import InputError
+
+ACCEPT = "--accept-data-change"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evolved:
+    """The data of a run as the submitted config wants them."""
+
+    config: RunConfig
+    """With the editions in its mixture."""
+    manifest: Manifest
+    notes: list[str]
+    """What was accepted, a line each."""
+
+
+def evolve(
+    *, frozen: Manifest, history: Sequence[RunConfig], found: Manifest, config: RunConfig, accept: bool, trained: bool
+) -> Evolved:
+    """Bring the manifest `frozen` of a run up to `found`, the data of the submitted `config`.
+
+    `found` names data sets as the config does, without editions; `history` are the run's config revisions,
+    the newest first; `trained` says whether it has a checkpoint. Raises InputError that names every
+    difference that is not accepted.
+    """
+    fixed = _fixed(frozen, history[0], found, config)
+    if fixed and trained:
+        raise InputError("these cannot change in a run that has trained, not even accepted:\n  " + "\n  ".join(fixed),
+                         hint="restore them, or start a run with another name")  # fmt: skip
+    changes = list(fixed)
+    datasets, sources = dict(frozen.datasets), {}
+    for name, source in config.data.sources.items():
+        edition, change = _edition(name, source, found.datasets[name], frozen, history, config.data.order)
+        sources[name] = source.model_copy(update={"edition": edition})
+        datasets[sources[name].identity(name)] = found.datasets[name]
+        changes += change
+    for name, held_out in found.validation.items():
+        before = frozen.validation.get(name)
+        if before is not None and before.fingerprint != held_out.fingerprint:
+            changes += [f"validation {name!r}: {line}" for line in _shard_differences(before, held_out)]
+    if changes and not accept:
+        how = "see docs/data-order.md for how it would go on" if trained else "it has not trained, and would begin anew"
+        raise InputError("the data are not those that this run began with:\n  " + "\n  ".join(changes),
+                         hint=f"restore them, or submit with {ACCEPT}: {how}")  # fmt: skip
+    if changes and not trained:
+        return Evolved(config=config, manifest=found, notes=changes)
+    manifest = replace(frozen, datasets=datasets, validation=found.validation, tokenizer=found.tokenizer)
+    manifest.check_apart(source.identity(name) for name, source in sources.items())
+    if any(source.edition > 1 for source in sources.values()):
+        data = config.data.model_copy(update={"datasets": [], "mixture": sources})
+        config = config.model_copy(update={"data": data})
+    return Evolved(config=config, manifest=manifest, notes=changes)
+
+
+def _edition(
+    name: str, source: Source, files: DatasetManifest, frozen: Manifest, history: Sequence[RunConfig], order: str
+) -> tuple[int, list[str]]:
+    """Which edition of a data set is meant, and what must be accepted for it. `order` is the config's default."""
+    editions: dict[int, DatasetManifest] = {}
+    while (identity := source.model_copy(update={"edition": len(editions) + 1}).identity(name)) in frozen.datasets:
+        editions[len(editions) + 1] = frozen.datasets[identity]
+    revision = next((revision for revision in history if name in revision.data.sources), None)
+    if not editions or revision is None:
+        twins = [other for other, dataset in frozen.datasets.items()
+                 if dataset.shards and dataset.fingerprint == files.fingerprint and other != name]  # fmt: skip
+        return 1, [f"{name}: has the files of {twin!r}, which the run has under that name: its windows would come again"
+                   for twin in twins[:1]]  # fmt: skip
+    last = revision.data.sources[name]
+    was, now = (last.order or revision.data.order, last.options), (source.order or order, source.options)
+    if was != now:
+        return max(editions) + 1, [f"{name}: order and options were {was}, are {now}: it would begin anew"]
+    if editions[last.edition].fingerprint == files.fingerprint:
+        return last.edition, []
+    for edition, dataset in reversed(editions.items()):
+        if dataset.fingerprint == files.fingerprint:
+            return edition, [f"{name}: has the files of its edition {edition} again, and would go on there"]
+    lines = [f"{name}: {line}" for line in _shard_differences(editions[last.edition], files)]
+    return max(editions) + 1, lines
+
+
+def _fixed(frozen: Manifest, previous: RunConfig, found: Manifest, config: RunConfig) -> list[str]:
+    """Differences in what gives every sample number its meaning, each with the reason why it must stay."""
+    before, now = previous.training, config.training
+    compared: list[tuple[str, object, object, str]] = [
+        ("tokenizer", frozen.tokenizer_fingerprint, found.tokenizer_fingerprint, "ids would mean other text"),
+        ("vocabulary size", frozen.vocabulary_size, found.vocabulary_size, "the embeddings would not fit"),
+        ("end of document", frozen.eod, found.eod, "documents would end elsewhere"),
+        ("training.seq_length", before.seq_length, now.seq_length, "positions are counted in windows of this length"),
+        ("training.seed", before.seed, now.seed, "the running epochs would be shuffled anew"),
+        ("data.split", previous.data.split, config.data.split, "windows would move into or out of training"),
+    ]
+    return [
+        f"{name} was {_short(was)}, is {_short(value)}: {why}" for name, was, value, why in compared if was != value
+    ]
+
+
+def _shard_differences(before: DatasetManifest, now: DatasetManifest) -> list[str]:
+    """What differs between two lists of shards, by file name."""
+    old, new = _by_name(before), _by_name(now)
+    lines = [f"shard {name} is gone" for name in old if name not in new]
+    lines += [f"shard {name} was added" for name in new if name not in old]
+    for name in old:
+        if name in new and (was := old[name]).fingerprint != (now_is := new[name]).fingerprint:
+            same = ", in another order or of other lengths" if was.tokens == now_is.tokens else ""
+            lines.append(f"shard {name} had {was.documents:,} documents, {was.tokens:,} tokens, now "
+                         f"{now_is.documents:,} documents, {now_is.tokens:,} tokens{same}")  # fmt: skip
+        elif name in new and old[name].bin_bytes != new[name].bin_bytes:
+            lines.append(f"shard {name}: the .bin had {old[name].bin_bytes:,} bytes, now {new[name].bin_bytes:,}")
+    if not lines:
+        lines = ["its shards stand in another order" if list(old) != list(new) else "its token type differs"]
+    return lines if len(lines) <= 20 else [*lines[:20], f"and {len(lines) - 20:,} more"]
+
+
+def _by_name(dataset: DatasetManifest) -> dict[str, ShardEntry]:
+    """By the part of the path that differs between the shards, so that a moved folder does not matter."""
+    prefixes = [shard.prefix for shard in dataset.shards]
+    common = 0
+    if len(prefixes) > 1:
+        first, last = min(prefixes), max(prefixes)
+        same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+        common = first.rfind("/", 0, same) + 1
+    elif prefixes:
+        common = prefixes[0].rfind("/") + 1
+    return {shard.prefix[common:]: shard for shard in dataset.shards}
+
+
+def _short(value: object) -> str:
+    return repr(value[:12] + "…") if isinstance(value, str) and len(value) == 64 else repr(value)

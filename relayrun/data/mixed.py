@@ -1,0 +1,132 @@
+"""Which tokens are global sample k of a run: the schedule over its data sets, and the state that a checkpoint keeps.
+
+    sample k → (data set, position) → (epoch, i) → tokens
+
+The first step is the schedule's, the second a division by the windows of an epoch, the last the data set's.
+So the state is one number, the consumed samples. The rest of it is there to be compared on load: phases,
+fingerprints, and the ledger, the count of samples of each data set, which follows from the phases and is
+stored all the same, so that a change of the arithmetic could not pass unseen.
+
+A new mixture makes a phase when a checkpoint is resumed, not before: it begins at the sample at which that
+checkpoint stands, whichever checkpoint it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from relayrun.data.order import Dataset
+from relayrun.data.schedule import Schedule, integer_weights
+from relayrun.errors import FatalTrainingError
+
+STATE_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One data set of the mixture."""
+
+    dataset: Dataset
+    weight: float
+    """In any unit."""
+    record: Mapping[str, Any]
+    """What decides its order, plain JSON; a checkpoint must have been made with the same."""
+
+
+class MixedOrder:
+    """The samples of a run in order; sample k is any k >= 0.
+
+    `settings` is what decides the order of all parts alike (seed, sequence length, tokenizer), plain JSON.
+    """
+
+    def __init__(self, parts: Mapping[str, Part], settings: Mapping[str, Any], *, name: str = "train") -> None:
+        self.name = name
+        self.parts = dict(parts)
+        self.settings = dict(settings)
+        self.weights = integer_weights({name: part.weight for name, part in parts.items()})
+        self.schedule = Schedule.of(self.weights)
+        self.records: dict[str, dict[str, Any]] = {
+            name: {**part.record, "windows": len(part.dataset)} for name, part in parts.items()
+        }
+        """Of every data set that the schedule names, also of those that have left the mixture."""
+
+    def locate(self, k: int) -> tuple[str, int, int]:
+        """(data set, epoch, i) of global sample k. Raises IndexError if k < 0."""
+        name, position = self.schedule.locate(k)
+        epoch, i = divmod(position, int(self.records[name]["windows"]))
+        return name, epoch, i
+
+    def sample(self, k: int) -> npt.NDArray[np.int64]:
+        """Token ids of global sample k, int64 [seq_length + 1]; inputs are [:-1], labels [1:].
+
+        Raises KeyError for a sample of a data set that has left the mixture.
+        """
+        name, epoch, i = self.locate(k)
+        return self.parts[name].dataset.read(epoch, i)
+
+    def state(self, consumed_samples: int) -> dict[str, Any]:
+        """What a checkpoint keeps, plain JSON: the next sample is number `consumed_samples`."""
+        return {
+            "version": STATE_VERSION,
+            "consumed_samples": consumed_samples,
+            "settings": self.settings,
+            "phases": self.schedule.to_json(),
+            "datasets": {name: self.records[name] for name in self.schedule.names},
+            "counts": self.schedule.counts(consumed_samples),
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> int:
+        """Go on from a state; return its consumed samples. A mixture that is another than the state's begins there.
+
+        Raises FatalTrainingError, naming each difference, if the state was made over other data or in
+        another order, so that sample numbers would not mean the same samples, or if its ledger is wrong.
+        """
+        consumed, phases, records = _read(state)
+        differences = [f"{name} was {_text(old)}, is {_text(self.settings.get(name))}"
+                       for name, old in state["settings"].items() if self.settings.get(name) != old]  # fmt: skip
+        for dataset, record in records.items():
+            now = self.records.get(dataset)
+            if now is not None and dataset in self.parts:
+                pairs = {name: (record.get(name), now.get(name)) for name in sorted(record.keys() | now.keys())}
+                differences += [f"{name} of data set {dataset!r} was {_text(old)}, is {_text(new)}"
+                                for name, (old, new) in pairs.items() if old != new]  # fmt: skip
+        if differences:
+            raise FatalTrainingError(
+                "the data order differs from the checkpoint's, samples would be lost or repeated: "
+                + "; ".join(differences),
+                hint="restore these settings and the shards; `relayrun submit` says which changes it accepts",
+            )
+        self.schedule = phases.with_phase(consumed, self.weights)
+        self.records = records | self.records
+        return consumed
+
+
+def _read(state: Mapping[str, Any]) -> tuple[int, Schedule, dict[str, dict[str, Any]]]:
+    """Consumed samples, schedule and records of a state. Raises FatalTrainingError if it is damaged."""
+    try:
+        if state.get("version") != STATE_VERSION:
+            raise ValueError(f"its version is {state.get('version')!r}, this program reads {STATE_VERSION}")
+        consumed = state["consumed_samples"]
+        if not isinstance(consumed, int) or isinstance(consumed, bool) or consumed < 0:
+            raise ValueError(f"consumed_samples is {consumed!r}")
+        schedule = Schedule.from_json(state["phases"])
+        counts = schedule.counts(consumed)
+        if state["counts"] != counts:
+            raise ValueError(f"its ledger counts {dict(state['counts'])}, its phases give {counts}")
+        records = {name: dict(record) for name, record in state["datasets"].items()}
+        if records.keys() != set(schedule.names):
+            raise ValueError("its data sets are not those of its phases")
+        return consumed, schedule, records
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FatalTrainingError(f"the data state of the checkpoint is damaged: {error}",
+                                 hint="resume from an older checkpoint") from None  # fmt: skip
+
+
+def _text(value: object) -> str:
+    """Fingerprints shortened."""
+    return repr(value[:12] + "…") if isinstance(value, str) and len(value) == 64 else repr(value)

@@ -1,0 +1,114 @@
+"""The forms of a mixture: written out, a file, a line; and what they lead to on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relayrun.config import compose
+from relayrun.config.schema import RunConfig
+from relayrun.data.prefixes import expand
+from relayrun.errors import ConfigError, InputError
+from relayrun.indexed import ShardWriter
+from tests.workspace import Workspace
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace.make(tmp_path)
+
+
+def load(workspace: Workspace, *overrides: str, **data: Any) -> RunConfig:
+    values = {"tokenizer": str(workspace.folder / "tokenizer.json"), **data}
+    return compose.load(workspace.config("run", data=values), overrides)
+
+
+def load_mixture(workspace: Workspace, mixture: Any, *overrides: str) -> RunConfig:
+    return load(workspace, *overrides, datasets=[], mixture=mixture)
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".json"])
+def test_a_file_means_what_it_holds(workspace: Workspace, suffix: str) -> None:
+    mixture = {"web": {"path": "/data/web*", "weight": 0.75}, "code": {"path": ["/data/c1", "/data/c2"], "weight": 2}}
+    file = workspace.folder / f"mixture{suffix}"
+    file.write_text(json.dumps(mixture, indent=1))
+    config = load_mixture(workspace, str(file))
+    assert config == load_mixture(workspace, mixture)
+    assert config.data.mixture["web"].path == "/data/web*"
+    assert config.data.mixture["code"].paths == ["/data/c1", "/data/c2"]
+    assert compose.validate(compose.yamlfile.parse(compose.dump(config), source="x")) == config
+
+
+def test_an_error_in_a_mixture_file_names_its_line(workspace: Workspace) -> None:
+    file = workspace.folder / "mixture.yaml"
+    file.write_text("web:\n  path: /data\n  wieght: 1\n")
+    with pytest.raises(ConfigError, match=r"mixture\.yaml:3: data\.mixture\.web\.wieght: unknown setting"):
+        load_mixture(workspace, str(file))
+
+
+def test_the_short_form_names_data_sets_by_their_paths(workspace: Workspace) -> None:
+    config = load_mixture(workspace, "/data/web*,0.3; /data/more code/*,7e-1")
+    assert {name: (source.path, source.weight) for name, source in config.data.mixture.items()} == {
+        "web": ("/data/web*", 0.3), "more-code": ("/data/more code/*", 0.7),
+    }  # fmt: skip
+    assert load(workspace, "data.mixture='/data/web,1'", "data.datasets=[]").data.mixture["web"].weight == 1.0
+
+
+@pytest.mark.parametrize(
+    ("mixture", "said"),
+    [
+        ("/x/a,1;/y/a,2", "two data sets are named 'a'"),
+        ("/x/a,0.3;/y/b", "'/y/b' is no PATH,WEIGHT"),
+        ("/x/a,0;/y/b,1", "with a positive weight"),
+        ("/no/such/file.yaml", "there is no mixture file"),
+        ({"a": {"path": "/x", "weight": -1}}, "greater than 0"),
+        ({"a": {"path": "/x", "weight": float("inf")}}, "valid number"),
+        ({"a": {"weight": 1}}, "mixture.a: this data set has no path"),
+        ({"a": {"path": "/x", "weight": 1, "order": "windows"}}, "none of window, megatron, module:callable"),
+        ({"a b": {"path": "/x", "weight": 1}}, "match pattern"),
+    ],
+)
+def test_a_wrong_mixture_is_refused(workspace: Workspace, mixture: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_mixture(workspace, mixture)
+    assert said in str(caught.value)
+
+
+def test_datasets_and_mixture_exclude_each_other(workspace: Workspace) -> None:
+    with pytest.raises(ConfigError, match="either datasets or mixture"):
+        load(workspace, datasets=["/x"], mixture={"a": {"path": "/y", "weight": 1}})
+    with pytest.raises(ConfigError, match="either datasets or mixture"):
+        load(workspace, datasets=[])
+    sources = load(workspace, datasets=["/x", "/y"]).data.sources
+    assert {name: source.paths for name, source in sources.items()} == {"train": ["/x", "/y"]}
+
+
+def test_a_users_own_order_needs_no_path_and_cannot_be_split(workspace: Workspace) -> None:
+    own = {"mine": {"weight": 1, "order": "package.module:Pairs", "options": {"depth": 3}}}
+    assert load_mixture(workspace, own).data.mixture["mine"].options == {"depth": 3}
+    with pytest.raises(ConfigError, match="hold data out by path"):
+        load_mixture(workspace, own, "data.split=0.1")
+
+
+def test_paths_may_be_folders_shards_and_patterns(tmp_path: Path) -> None:
+    for name in ("a/s0", "a/s1", "b/x/s0", "web0", "web1"):
+        writer = ShardWriter(tmp_path / name, np.uint16)
+        writer.add(np.arange(5), [5])
+        writer.finish()
+
+    def found(*paths: str) -> list[str]:
+        return [str(Path(prefix).relative_to(tmp_path)) for prefix in expand([f"{tmp_path}/{path}" for path in paths])]
+
+    assert found("a") == ["a/s0", "a/s1"]
+    assert found("web*") == found("web0", "web1") == found("web[01]") == ["web0", "web1"]
+    assert found("a/s*", "b") == ["a/s0", "a/s1", "b/x/s0"]
+    assert found("[ab]", "web0", "web?") == ["a/s0", "a/s1", "b/x/s0", "web0", "web1"]
+    with pytest.raises(InputError, match="leads to no folder and to no shard"):
+        found("nothing*")
+    (tmp_path / "web1.idx").unlink()
+    with pytest.raises(InputError, match=r"web1\.idx: .*missing"):
+        found("web*")
