@@ -22,6 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     launch.add_argument("config", type=Path)
     launch.add_argument("--dry-run", action="store_true", help="print the job script; write nothing")
     launch.set_defaults(run=run_launch)
+    data = commands.add_parser("data", help="what a run reads: show samples, the ledger, the difference of two runs")
+    add_data(data)
     options = parser.parse_args(argv)
     return run_main(lambda: int(options.run(options)))
 
@@ -36,6 +38,27 @@ def add_submit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accept-data-change", action="store_true",
                         help="go on with data that are not those the run began with (docs/data-order.md)")  # fmt: skip
     parser.set_defaults(run=run_submit)
+
+
+def add_data(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `relayrun data`."""
+    commands = parser.add_subparsers(dest="data_command", required=True)
+    show = commands.add_parser("show", help="samples by number: data set, document, offset, text")
+    show.add_argument("runs", nargs=1, metavar="RUN", help="a run directory, or PROJECT/NAME")
+    show.add_argument("--samples", required=True, metavar="FIRST:END", help="for example 1000:1010; END is left out")
+    show.add_argument("--full", action="store_true", help="all of the text, not its first 300 characters")
+    ledger = commands.add_parser("ledger", help="how much of each data set was read, and when it is exhausted")
+    ledger.add_argument("runs", nargs=1, metavar="RUN")
+    diff = commands.add_parser("diff", help="what differs in the data of two runs; exit code 1 if anything does")
+    diff.add_argument("runs", nargs=2, metavar="RUN")
+    parser.set_defaults(run=run_data)
+
+
+def run_data(options: argparse.Namespace) -> int:
+    """Answer from run directories."""
+    from relayrun.data import door
+
+    return door.run(options)
 
 
 def run_submit(options: argparse.Namespace) -> int:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from relayrun.config.schema import RunConfig
-from relayrun.config.schema import Source as SourceConfig
 from relayrun.data.manifest import DatasetManifest, Manifest
 from relayrun.data.mixed import MixedOrder, Part
 from relayrun.data.order import Dataset, SampleOrder
@@ -48,11 +47,11 @@ def training_order(config: RunConfig, manifest: Manifest) -> MixedOrder:
     parts = {}
     for name, source in data.sources.items():
         identity = source.identity(name)
-        order = source.order or data.order
+        fingerprint = manifest.datasets[identity].fingerprint
         parts[identity] = Part(
-            dataset=_dataset(config, identity, source, order, manifest.datasets[identity]),
+            dataset=make_dataset(config, manifest, name),
             weight=source.weight,
-            record={"fingerprint": manifest.datasets[identity].fingerprint, "order": order, "options": source.options},
+            record={"fingerprint": fingerprint, "order": source.order or data.order, "options": source.options},
         )
     settings = {
         "seed": training.seed,
@@ -82,14 +81,17 @@ def mixture_of(config: RunConfig) -> list[str]:
     return [source.identity(name) for name, source in config.data.sources.items()]
 
 
-def _dataset(config: RunConfig, identity: str, source: SourceConfig, order: str, manifest: DatasetManifest) -> Dataset:
+def make_dataset(config: RunConfig, manifest: Manifest, name: str) -> Dataset:
+    """The data set that the config calls `name`."""
     training, data = config.training, config.data
+    source = data.sources[name]
+    identity, order = source.identity(name), source.order or data.order
+    shards = manifest.datasets[identity]
     if order == "window":
-        return SampleOrder(manifest, seq_length=training.seq_length, seed=training.seed, name=identity,
-                           split=data.split)  # fmt: skip
+        return SampleOrder(shards, seq_length=training.seq_length, seed=training.seed, name=identity, split=data.split)
     make = _imported(IMPORT_PATHS.get(order, order), f"data set {identity!r}")
     dataset = make(
-        Source(name=identity, seed=training.seed, seq_length=training.seq_length, manifest=manifest,
+        Source(name=identity, seed=training.seed, seq_length=training.seq_length, manifest=shards,
                split=data.split, cache_dir=data.data_cache_dir, options=source.options)
     )  # fmt: skip
     if len(dataset) < 1:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from relayrun.data.manifest import DatasetManifest
 from relayrun.data.permutation import Permutation, permutation_key
-from relayrun.data.windows import WindowDataset
+from relayrun.data.windows import Origin, WindowDataset
 from relayrun.errors import InputError
 
 
@@ -76,6 +76,10 @@ class SampleOrder:
     def read(self, epoch: int, i: int) -> npt.NDArray[np.int64]:
         """Token ids, int64 [seq_length + 1]; inputs are [:-1], labels [1:]."""
         return self.windows.read(self.window(epoch, i))
+
+    def origins(self, epoch: int, i: int) -> list[Origin]:
+        """Where the tokens of a sample come from: documents, and offsets in them."""
+        return self.windows.origins(self.window(epoch, i))
 
     def locate(self, k: int) -> tuple[int, int, int]:
         """(epoch, position in the epoch, window) of sample k. Raises IndexError if k < 0."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
 
@@ -24,6 +25,7 @@ import numpy.typing as npt
 
 from relayrun.data.manifest import DatasetManifest, ShardEntry
 from relayrun.errors import InputError
+from relayrun.indexed import Shard
 
 OPEN_FILES = 128
 """Shards of one data set that are held open; many systems allow a process 1,024 files in all."""
@@ -52,18 +54,51 @@ class WindowDataset:
         """
         if not 0 <= i < len(self):
             raise IndexError(f"window {i} is outside of range({len(self)})")
-        window = np.empty(self.seq_length + 1, dtype=np.int64)
-        start = i * self.seq_length
+        return self.tokens(i * self.seq_length, self.seq_length + 1)
+
+    def tokens(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """`count` tokens of the stream from token `start` on, int64. Errors as `read`; the range must exist."""
+        result = np.empty(count, dtype=np.int64)
         shard = bisect_right(self._starts, start) - 1
         filled = 0
-        while filled < len(window):
+        while filled < count:
             within = start + filled - self._starts[shard]
-            count = min(len(window) - filled, self._starts[shard + 1] - self._starts[shard] - within)
-            if count:
-                window[filled : filled + count] = self._file(shard).read(within, count)
-            filled += count
+            part = min(count - filled, self._starts[shard + 1] - self._starts[shard] - within)
+            if part:
+                result[filled : filled + part] = self._file(shard).read(within, part)
+            filled += part
             shard += 1
-        return window
+        return result
+
+    def origins(self, i: int) -> list[Origin]:
+        """Where the tokens of window i come from, in order. Reads a few pages of an .idx for each shard."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"window {i} is outside of range({len(self)})")
+        found = []
+        at, end = i * self.seq_length, (i + 1) * self.seq_length + 1
+        while at < end:
+            number = bisect_right(self._starts, at) - 1
+            entry = self.manifest.shards[number]
+            itemsize = np.dtype(entry.dtype).itemsize
+            offsets = Shard.open(entry.prefix).offsets()
+            within = at - self._starts[number]
+            document = int(np.searchsorted(offsets, within * itemsize, side="right")) - 1
+            stop = int(offsets[document + 1]) // itemsize if document + 1 < len(offsets) else entry.tokens
+            count = min(end - at, stop - within)
+            found.append(Origin(prefix=entry.prefix, document=document, tokens=count,
+                                offset=within - int(offsets[document]) // itemsize))  # fmt: skip
+            at += count
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """A piece of a sample: `tokens` tokens of one document of one shard, from token `offset` of it on."""
+
+    prefix: str
+    document: int
+    offset: int
+    tokens: int
 
 
 class _TokenFile:

@@ -1,0 +1,193 @@
+"""What a run has read, and will read: answered from its directory alone, at any time, for any sample number.
+
+The data order is a pure function, so nothing was logged while training; the newest attempt's `data.json`
+holds the phases, and everything else follows. Samples beyond those that were trained are what the run will
+read if its mixture stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from relayrun.config import compose
+from relayrun.config.schema import RunConfig
+from relayrun.data.build import make_dataset, training_order
+from relayrun.data.manifest import Manifest
+from relayrun.data.mixed import MixedOrder
+from relayrun.data.order import Dataset
+from relayrun.data.windows import Origin
+from relayrun.errors import InputError
+from relayrun.files import read_json
+from relayrun.rundir import views
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.records import Begin, commits, durable
+
+COMPARED = 100_000
+"""Samples that `differences` looks at, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audited:
+    """A run's data order, with its past."""
+
+    run: RunDir
+    config: RunConfig
+    order: MixedOrder
+    datasets: dict[str, Dataset]
+    """By identity, also those that have left the mixture."""
+    iteration: int
+    consumed_samples: int
+    """At the newest durable checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One global sample."""
+
+    number: int
+    dataset: str
+    epoch: int
+    i: int
+    """Its place in the epoch."""
+    origins: list[Origin]
+    """Empty for a data set that does not say."""
+    tokens: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerRow:
+    """One data set's account."""
+
+    dataset: str
+    weight: float
+    """Share in the newest phase; 0: it has left the mixture."""
+    samples: int
+    windows: int
+    """In one epoch."""
+    exhausted_sample: int | None
+    """The sample that ends its first epoch; None if that never comes."""
+    exhausted_step: int | None
+    """The iteration that trains on that sample, at the batch size of now."""
+
+    @property
+    def epochs(self) -> float:
+        return self.samples / self.windows
+
+
+def find_run(name: str) -> RunDir:
+    """A run directory by its path, or by project/name below logs/runs. Raises InputError."""
+    for path in (Path(name).expanduser(), compose.ROOT / "logs" / "runs" / name):
+        if (path / "manifest.json").is_file():
+            return RunDir(path.absolute())
+    raise InputError("no run directory", where=name, hint="give its path, or PROJECT/NAME below logs/runs")
+
+
+def audit(run: RunDir) -> Audited:
+    """Read a run's records. Raises InputError if it has none."""
+    revisions = run.revisions()
+    if not revisions:
+        raise InputError("this run has no config", where=run.config)
+    revision, state = revisions[-1], None
+    for number in reversed(run.attempt_numbers()):
+        attempt = run.attempt(number)
+        begin = Begin.read(attempt.begin)
+        if begin is not None and attempt.data.is_file():
+            revision, state = begin.config_revision, read_json(attempt.data)
+            break
+    manifest = Manifest.read(run.manifest)
+    config = compose.read_resolved(run.config_revision(revision))
+    order = training_order(config, manifest)
+    if state is not None:
+        order.resume(state)
+    datasets: dict[str, Dataset] = {name: part.dataset for name, part in order.parts.items()}
+    for number in reversed(revisions):
+        past = config if number == revision else compose.read_resolved(run.config_revision(number))
+        for name, source in past.data.sources.items():
+            if (identity := source.identity(name)) in order.schedule.names and identity not in datasets:
+                datasets[identity] = make_dataset(past, manifest, name)
+    iteration, consumed = _durable(run)
+    return Audited(run=run, config=config, order=order, datasets=datasets, iteration=iteration,
+                   consumed_samples=consumed)  # fmt: skip
+
+
+def samples(audited: Audited, numbers: range) -> Iterator[Sample]:
+    """Locate and read global samples."""
+    for k in numbers:
+        name, epoch, i = audited.order.locate(k)
+        dataset = audited.datasets[name]
+        origins = getattr(dataset, "origins", None)
+        yield Sample(number=k, dataset=name, epoch=epoch, i=i, origins=origins(epoch, i) if origins else [],
+                     tokens=dataset.read(epoch, i))  # fmt: skip
+
+
+def ledger(audited: Audited) -> list[LedgerRow]:
+    """The account of each data set at the newest durable checkpoint. Its samples sum to the consumed samples."""
+    schedule = audited.order.schedule
+    total = sum(schedule.phases[-1].weights.values())
+    rows = []
+    for name, count in schedule.counts(audited.consumed_samples).items():
+        windows = int(audited.order.records[name]["windows"])
+        last = schedule.sample_of(name, windows - 1)
+        rows.append(
+            LedgerRow(dataset=name, weight=schedule.phases[-1].weights.get(name, 0) / total, samples=count,
+                      windows=windows, exhausted_sample=last,
+                      exhausted_step=None if last is None else _step(audited, last))
+        )  # fmt: skip
+    return rows
+
+
+def differences(a: Audited, b: Audited) -> list[str]:
+    """What differs in the data of two runs, a line each, the first different sample last; none if nothing does."""
+    lines = [f"{name}: {was!r} | {now!r}" for name, was, now in _pairs(a.order.settings, b.order.settings)]
+    lines += [f"phase {number}: {was} | {now}" for number, was, now in _pairs(_phases(a), _phases(b))]
+    for name in sorted(a.order.records.keys() | b.order.records.keys()):
+        first, second = a.order.records.get(name), b.order.records.get(name)
+        if first is None or second is None:
+            lines.append(f"data set {name!r}: only in the {'second' if first is None else 'first'}")
+        else:
+            lines += [f"data set {name!r}, {what}: {was!r} | {now!r}" for what, was, now in _pairs(first, second)]
+    end = min(max(a.consumed_samples, b.consumed_samples, 1), COMPARED)
+    for k in range(end):
+        first_place, second_place = a.order.locate(k), b.order.locate(k)
+        same_data = a.order.records[first_place[0]] == b.order.records[second_place[0]]
+        if first_place != second_place or not same_data or a.order.settings != b.order.settings:
+            return [*lines, f"first different sample: {k}: {_place(first_place)} | {_place(second_place)}"]
+    return [*lines, f"the first {end:,} samples are the same"] if lines else []
+
+
+def _durable(run: RunDir) -> tuple[int, int]:
+    """Iteration and consumed samples of the newest durable checkpoint."""
+    base = durable(run)
+    for number in reversed(run.attempt_numbers()):
+        for commit in reversed(commits(run.attempt(number))):
+            if commit.path == base.path:
+                return commit.iteration, commit.consumed_samples
+    return base.iteration, 0
+
+
+def _step(audited: Audited, sample: int) -> int:
+    """The iteration that trains on a sample: from the metrics where it has passed, else at the batch size of now."""
+    if sample < audited.consumed_samples:
+        for line in views.merged_metrics(audited.run):
+            if line.get("consumed_samples", 0) > sample:
+                return int(line["iteration"])
+    ahead = sample - audited.consumed_samples
+    return audited.iteration + ahead // audited.config.training.global_batch_size + 1
+
+
+def _phases(audited: Audited) -> dict[str, Any]:
+    return {str(number): phase for number, phase in enumerate(audited.order.schedule.to_json())}
+
+
+def _pairs(a: dict[str, Any], b: dict[str, Any]) -> Sequence[tuple[str, Any, Any]]:
+    return [(name, a.get(name), b.get(name)) for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
+
+
+def _place(place: tuple[str, int, int]) -> str:
+    return f"{place[0]}, epoch {place[1]}, number {place[2]}"

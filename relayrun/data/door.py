@@ -1,0 +1,67 @@
+"""`relayrun data show | ledger | diff`: the audit as text."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import textwrap
+
+from rich.console import Console
+from rich.table import Table
+
+from relayrun.data import audit
+from relayrun.errors import ConfigError
+from relayrun.tokenization.tokenizer import load_tokenizer
+
+CHARACTERS = 300
+"""Of each sample's text, unless --full is given."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what `relayrun data ...` asks. Raises RelayrunError."""
+    runs = [audit.audit(audit.find_run(name)) for name in options.runs]
+    if options.data_command == "show":
+        show(runs[0], numbers(options.samples), full=options.full)
+    elif options.data_command == "ledger":
+        ledger(runs[0])
+    else:
+        found = audit.differences(*runs)
+        print("\n".join(found) if found else "the data of both runs are the same")
+        return 1 if found else 0
+    return 0
+
+
+def numbers(text: str) -> range:
+    """`1000:1010`, or one number. Raises ConfigError."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if match is None or (match[2] is not None and int(match[2]) <= int(match[1])):
+        raise ConfigError(f"{text!r} is no range of samples", where="--samples", hint="write FIRST:END, as 1000:1010")
+    first = int(match[1])
+    return range(first, int(match[2]) if match[2] is not None else first + 1)
+
+
+def show(audited: audit.Audited, wanted: range, *, full: bool) -> None:
+    """A paragraph for each sample."""
+    tokenizer = load_tokenizer(audited.config.data.tokenizer)
+    for sample in audit.samples(audited, wanted):
+        trained = "" if sample.number < audited.consumed_samples else ", not trained yet"
+        print(f"sample {sample.number}: {sample.dataset}, epoch {sample.epoch}, number {sample.i}{trained}")
+        for origin in sample.origins:
+            print(f"  {origin.prefix}: document {origin.document}, offset {origin.offset}, {origin.tokens} tokens")
+        text = tokenizer.tokenizer.decode(sample.tokens[:-1].tolist(), skip_special_tokens=False)
+        print(textwrap.indent(text if full else text[:CHARACTERS], "  | "), flush=True)
+
+
+def ledger(audited: audit.Audited) -> None:
+    """A table of the data sets."""
+    rows = audit.ledger(audited)
+    table = Table(title=f"{audited.run.path.name}: {audited.consumed_samples:,} samples in {audited.iteration:,} steps")
+    for name in ("data set", "weight", "samples", "epochs", "windows", "first epoch ends at sample", "at step"):
+        table.add_column(name, justify="left" if name == "data set" else "right")
+    for row in rows:
+        end = ("never", "never") if row.exhausted_sample is None else (
+            f"{row.exhausted_sample:,}", f"{row.exhausted_step:,}")  # fmt: skip
+        table.add_row(row.dataset, f"{row.weight:.4f}" if row.weight else "left", f"{row.samples:,}",
+                      f"{row.epochs:.3f}", f"{row.windows:,}", *end)  # fmt: skip
+    table.add_row("total", "", f"{sum(row.samples for row in rows):,}", "", "", "", "")
+    Console(width=120, highlight=False).print(table)

@@ -1,0 +1,159 @@
+"""`order: megatron`: a data set in the order of megatron-core's GPTDataset, one such object for each epoch.
+
+Megatron shuffles documents, joins them to one stream, cuts it into windows and shuffles those; more than one
+epoch in one object would reorder the first when their number changes. Here each epoch is an object of its own
+with `num_samples=None`: epoch 0 has the run's seed, so it is the order of a Megatron run with that seed, and
+later epochs have seeds derived from (seed, data set, epoch). All shards of the data set are one, as if merged.
+
+Its three indices (document, sample, shuffle: about 4 bytes per document and 20 per window) are built in
+memory, or kept in `data.data_cache_dir`, where the first rank to come builds them and the others wait for its
+lock. Windows that `data.split` holds out (the end of the shards in their own order) lie in the last
+documents; these documents are left out.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import Split
+
+from relayrun.data.build import Source
+from relayrun.data.order import held_out_windows
+from relayrun.data.windows import Origin, WindowDataset
+from relayrun.errors import InputError
+from relayrun.indexed import Shard
+
+
+class MegatronOrder:
+    """A data set (see `relayrun.data.order.Dataset`). Raises InputError if there is not one whole window."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._documents = Documents(source)
+        stream = WindowDataset(source.manifest, source.seq_length)
+        held_out = held_out_windows(len(stream), source.split)
+        ends = np.cumsum(self._documents.sequence_lengths, dtype=np.int64)
+        last = (len(stream) - held_out) * source.seq_length + 1  # tokens before the labels that are held out
+        indices = np.arange(int(np.searchsorted(ends, last, side="right")) if held_out else len(ends), dtype=np.int32)
+        tokens = int(ends[len(indices) - 1]) if len(indices) else 0
+        self._length = max(0, tokens - 1) // source.seq_length
+        if not self._length:
+            raise InputError(f"the data set {source.name!r} has {tokens} tokens to train on, fewer than one sample",
+                             hint="give more data or a smaller seq_length")  # fmt: skip
+        self._epoch: Callable[[int], Epoch] = lru_cache(2)(partial(_open_epoch, source, self._documents, indices))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, epoch: int, i: int) -> npt.NDArray[np.int64]:
+        """Token ids, int64 [seq_length + 1], of sample i of Megatron's own order in this epoch."""
+        if epoch < 0 or not 0 <= i < self._length:
+            raise IndexError(f"epoch {epoch}, window {i}: outside of range({self._length})")
+        text: npt.NDArray[np.int64] = self._epoch(epoch)._query_document_sample_shuffle_indices(i)[0]
+        return text
+
+    def origins(self, epoch: int, i: int) -> list[Origin]:
+        """Where the tokens of a sample come from: documents, and offsets in them."""
+        dataset = self._epoch(epoch)
+        row = int(dataset.shuffle_index[i])
+        at, offset = (int(value) for value in dataset.sample_index[row])
+        left, found = self._source.seq_length + 1, []
+        while left:
+            document = int(dataset.document_index[at])
+            count = min(left, int(self._documents.sequence_lengths[document]) - offset)
+            if count:
+                prefix, number = self._documents.place(document)
+                found.append(Origin(prefix=prefix, document=number, offset=offset, tokens=count))
+            left, at, offset = left - count, at + 1, 0
+        return found
+
+
+def epoch_seed(seed: int, name: str, epoch: int) -> int:
+    """Of numpy's generator in GPTDataset, below 2^32: the run's own in the first epoch, derived ones later."""
+    if epoch == 0:
+        return seed % (1 << 32)
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}/{epoch}".encode()).digest()[:4], "little")
+
+
+class Documents:
+    """All shards as one low-level dataset, with what GPTDataset asks of megatron-core's IndexedDataset."""
+
+    def __init__(self, source: Source) -> None:
+        lengths = [Shard.open(shard.prefix).lengths() for shard in source.manifest.shards]
+        self.sequence_lengths = np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int32)
+        self.path_prefix = source.name
+        self._prefixes = [shard.prefix for shard in source.manifest.shards]
+        self._first = np.cumsum([0, *map(len, lengths)])
+        self._starts = np.concatenate([[0], np.cumsum(self.sequence_lengths, dtype=np.int64)])
+        self._stream = WindowDataset(source.manifest, source.seq_length)
+
+    def get(self, document: int, offset: int = 0, length: int | None = None) -> npt.NDArray[np.int64]:
+        """Tokens of one document, from `offset` on."""
+        count = int(self.sequence_lengths[document]) - offset if length is None else int(length)
+        return self._stream.tokens(int(self._starts[document]) + offset, count)
+
+    def place(self, document: int) -> tuple[str, int]:
+        """(shard, document of it)"""
+        shard = int(np.searchsorted(self._first, document, side="right")) - 1
+        return self._prefixes[shard], document - int(self._first[shard])
+
+
+class Epoch(GPTDataset):  # type: ignore[misc]  # megatron-core has no types
+    """GPTDataset with a cache that several ranks, nodes and threads may share."""
+
+    cache: str | None = None
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[Any, Any, Any]:
+        build = super()._build_document_sample_shuffle_indices
+        if self.config.relayrun_cache is None:
+            return _checked(build())
+        folder = Path(self.config.relayrun_cache)
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = [folder / f"{self.unique_description_hash}-{name}.npy" for name in ("document", "sample", "shuffle")]
+        with open(folder / f"{self.unique_description_hash}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not all(path.exists() for path in paths):
+                for path, index in zip(paths, build(), strict=True):
+                    temporary = path.with_suffix(".tmp")
+                    with temporary.open("wb") as file:
+                        np.save(file, index, allow_pickle=False)
+                    temporary.replace(path)
+        return _checked(tuple(np.load(path, mmap_mode="r", allow_pickle=False) for path in paths))
+
+
+@dataclass
+class EpochConfig(GPTDatasetConfig):  # type: ignore[misc]
+    """Without a blend megatron-core takes the data for a mock and caches nothing by itself."""
+
+    relayrun_cache: str | None = None
+
+
+def _checked(indices: Any) -> tuple[Any, Any, Any]:
+    document, sample, shuffle = indices
+    return document, sample, shuffle
+
+
+def _open_epoch(source: Source, documents: Documents, indices: npt.NDArray[np.int32], epoch: int) -> Epoch:
+    config = EpochConfig(
+        random_seed=epoch_seed(source.seed, source.name, epoch),
+        sequence_length=source.seq_length,
+        split="1",
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        tokenizer=SimpleNamespace(eod=0, vocab_size=None, unique_identifiers=source.manifest.fingerprint),
+        relayrun_cache=source.cache_dir,
+    )
+    identity = f"{source.manifest.fingerprint}/{len(indices)}"
+    return Epoch(documents, identity, indices, None, Split.train, config)
