@@ -26,7 +26,8 @@ from relayrun.errors import InputError
 from relayrun.files import read_json
 from relayrun.rundir import views
 from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import Begin, commits, durable
+from relayrun.rundir.lineage import durable, line
+from relayrun.rundir.records import Begin
 
 COMPARED = 100_000
 """Samples that `differences` looks at, at most."""
@@ -164,19 +165,16 @@ def differences(a: Audited, b: Audited) -> list[str]:
 def _durable(run: RunDir) -> tuple[int, int]:
     """Iteration and consumed samples of the newest durable checkpoint."""
     base = durable(run)
-    for number in reversed(run.attempt_numbers()):
-        for commit in reversed(commits(run.attempt(number))):
-            if commit.path == base.path:
-                return commit.iteration, commit.consumed_samples
-    return base.iteration, 0
+    consumed = [commit.consumed_samples for commit in line(run) if commit.iteration == base.iteration]
+    return base.iteration, max(0, consumed[-1]) if consumed else 0
 
 
 def _step(audited: Audited, sample: int) -> int:
     """The iteration that trains on a sample: from the metrics where it has passed, else at the batch size of now."""
     if sample < audited.consumed_samples:
-        for line in views.merged_metrics(audited.run):
-            if line.get("consumed_samples", 0) > sample:
-                return int(line["iteration"])
+        for record in views.merged_metrics(audited.run):
+            if record.get("consumed_samples", 0) > sample:
+                return int(record["iteration"])
     ahead = sample - audited.consumed_samples
     return audited.iteration + ahead // audited.config.training.global_batch_size + 1
 

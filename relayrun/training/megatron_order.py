@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -32,6 +33,8 @@ from relayrun.data.order import held_out_windows
 from relayrun.data.windows import Origin, WindowDataset
 from relayrun.errors import InputError
 from relayrun.indexed import Shard
+
+logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)  # it warns of our own cache
 
 
 class MegatronOrder:
@@ -111,12 +114,11 @@ class Documents:
 class Epoch(GPTDataset):  # type: ignore[misc]  # megatron-core has no types
     """GPTDataset with a cache that several ranks, nodes and threads may share."""
 
-    cache: str | None = None
-
     def _build_document_sample_shuffle_indices(self) -> tuple[Any, Any, Any]:
         build = super()._build_document_sample_shuffle_indices
         if self.config.relayrun_cache is None:
-            return _checked(build())
+            document, sample, shuffle = build()
+            return document, sample, shuffle
         folder = Path(self.config.relayrun_cache)
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / f"{self.unique_description_hash}-{name}.npy" for name in ("document", "sample", "shuffle")]
@@ -128,7 +130,8 @@ class Epoch(GPTDataset):  # type: ignore[misc]  # megatron-core has no types
                     with temporary.open("wb") as file:
                         np.save(file, index, allow_pickle=False)
                     temporary.replace(path)
-        return _checked(tuple(np.load(path, mmap_mode="r", allow_pickle=False) for path in paths))
+        document, sample, shuffle = (np.load(path, mmap_mode="r", allow_pickle=False) for path in paths)
+        return document, sample, shuffle
 
 
 @dataclass
@@ -136,11 +139,6 @@ class EpochConfig(GPTDatasetConfig):  # type: ignore[misc]
     """Without a blend megatron-core takes the data for a mock and caches nothing by itself."""
 
     relayrun_cache: str | None = None
-
-
-def _checked(indices: Any) -> tuple[Any, Any, Any]:
-    document, sample, shuffle = indices
-    return document, sample, shuffle
 
 
 def _open_epoch(source: Source, documents: Documents, indices: npt.NDArray[np.int32], epoch: int) -> Epoch:

@@ -1,0 +1,129 @@
+"""megatron-core's own data classes say what is right: orders, blending, masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from relayrun.data.build import Source
+from relayrun.data.manifest import DatasetManifest
+from relayrun.data.schedule import Interleave, integer_weights
+from relayrun.indexed import Shard, ShardWriter
+
+megatron = pytest.importorskip("megatron.core.datasets.gpt_dataset")
+
+
+def write(prefix: Path, lengths: Sequence[int], *, seed: int) -> str:
+    writer = ShardWriter(prefix, np.uint16)
+    writer.add(np.random.default_rng(seed).integers(0, 60_000, sum(lengths)), lengths)
+    writer.finish()
+    return str(prefix)
+
+
+DATASETS = {
+    "short": lambda generator: generator.integers(1, 30, 900),
+    "long": lambda generator: generator.integers(500, 4000, 12),
+    "mixed": lambda generator: np.maximum(1, generator.lognormal(3, 2, 300)).astype(int),
+}
+
+
+def theirs(prefix: str, seq_length: int, seed: int) -> megatron.GPTDataset:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    from megatron.core.datasets.utils import Split
+
+    config = megatron.GPTDatasetConfig(
+        random_seed=seed, sequence_length=seq_length, split="1", reset_position_ids=False, reset_attention_mask=False,
+        eod_mask_loss=False, create_attention_mask=False, tokenizer=SimpleNamespace(eod=0, vocab_size=None,
+                                                                                    unique_identifiers="none"),
+    )  # fmt: skip
+    dataset = IndexedDataset(prefix)
+    documents = np.arange(len(dataset), dtype=np.int32)
+    return megatron.GPTDataset(dataset, prefix, documents, None, Split.train, config)
+
+
+def ours(prefixes: Sequence[str], seq_length: int, seed: int, cache: Path | None = None, split: float = 0.0):  # type: ignore[no-untyped-def]
+    from relayrun.training.megatron_order import MegatronOrder
+
+    return MegatronOrder(Source(name="d", seed=seed, seq_length=seq_length, split=split,
+                                manifest=DatasetManifest.build(prefixes),
+                                cache_dir=None if cache is None else str(cache)))  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [1, 1234])
+@pytest.mark.parametrize("seq_length", [16, 129])
+@pytest.mark.parametrize("name", DATASETS)
+def test_the_whole_first_epoch_is_that_of_gptdataset(tmp_path: Path, name: str, seq_length: int, seed: int) -> None:
+    prefix = write(tmp_path / name, DATASETS[name](np.random.default_rng(5)).tolist(), seed=7)
+    order, dataset = ours([prefix], seq_length, seed), theirs(prefix, seq_length, seed)
+    assert len(order) == len(dataset) > 10
+    for i in range(len(dataset)):
+        item = dataset[i]
+        sample = order.read(0, i)
+        assert sample.dtype == np.int64
+        assert sample[:-1].tolist() == item["tokens"].tolist()
+        assert sample[1:].tolist() == item["labels"].tolist()
+
+
+def test_later_epochs_are_other_orders_of_the_same_number_of_windows(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "d", [50] * 40, seed=1)
+    order = ours([prefix], 16, 3)
+    epochs = [np.stack([order.read(epoch, i) for i in range(len(order))]) for epoch in range(3)]
+    assert len({epoch.tobytes() for epoch in epochs}) == 3
+    assert all(np.array_equal(order.read(epoch, 5), epochs[epoch][5]) for epoch in (0, 2, 1))
+
+
+def test_many_shards_are_one_as_if_merged_and_each_token_has_its_document(tmp_path: Path) -> None:
+    parts = [write(tmp_path / f"s{i}", [7 + i, 100, 3, 40 * (i + 1)], seed=i) for i in range(3)]
+    merged = ShardWriter(tmp_path / "merged", np.uint16)
+    for part in parts:
+        merged.add(Shard.open(part).ids(), Shard.open(part).lengths())
+    merged.finish()
+    one, many = ours([str(tmp_path / "merged")], 9, 2), ours(parts, 9, 2)
+    for i in range(len(one)):
+        assert one.read(1, i).tolist() == many.read(1, i).tolist()
+        tokens = []
+        for origin in many.origins(1, i):
+            shard = Shard.open(origin.prefix)
+            start = int(shard.offsets()[origin.document]) // 2 + origin.offset
+            tokens += shard.ids()[start : start + origin.tokens].tolist()
+        assert tokens == many.read(1, i).tolist()
+
+
+def test_the_cache_holds_what_would_be_built_and_serves_the_next_opening(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "d", [50] * 40, seed=1)
+    plain, cached = ours([prefix], 16, 3), ours([prefix], 16, 3, tmp_path / "cache")
+    assert all(plain.read(e, i).tolist() == cached.read(e, i).tolist() for e in (0, 1) for i in range(0, len(plain), 9))
+    files = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").glob("*.npy")}
+    assert len(files) == 6
+    again = ours([prefix], 16, 3, tmp_path / "cache")
+    assert again.read(1, 7).tolist() == plain.read(1, 7).tolist()
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").glob("*.npy")} == files
+
+
+def test_documents_of_the_held_out_windows_are_not_trained_on(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path / "d", np.uint16)
+    writer.add(np.arange(2001), [20] * 100 + [1])
+    writer.finish()
+    order = ours([str(tmp_path / "d")], 10, 3, split=0.1)  # 200 windows, 20 held out: labels from 1801 on
+    seen = np.concatenate([order.read(0, i) for i in range(len(order))])
+    assert seen.max() < 1801
+    assert len(order) > 175
+
+
+@pytest.mark.parametrize("weights", [[0.5, 0.5], [0.1, 0.9], [0.7, 0.2, 0.1], [1 / 7] * 7, [0.9] + [0.005] * 20])
+def test_blending_counts_are_within_two_of_megatrons_after_every_sample(weights: list[float]) -> None:
+    from megatron.core.datasets import helpers
+
+    size = 20_000
+    which, position = np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)
+    exact = np.asarray(weights) / sum(weights)
+    helpers.build_blending_indices(which, position, exact, len(weights), size, False)
+    names = [f"{i:02}" for i in range(len(weights))]
+    interleave = Interleave(integer_weights(dict(zip(names, exact.tolist(), strict=True))))
+    own = np.array([int(interleave.locate(k)[0]) for k in range(size)])
+    for i in range(len(weights)):
+        assert np.abs(np.cumsum(own == i) - np.cumsum(which == i)).max() <= 2
