@@ -25,9 +25,16 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         self._scale = softmax_scale
         self._dropout = config.attention_dropout
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, *_: Any,
+        **__: Any,
+    ) -> torch.Tensor:  # fmt: skip
         """query [sequence, batch, heads, channels], key and value [sequence, batch, groups, channels] →
-        [sequence, batch, heads * channels]. Heads and groups are those of this tensor-parallel rank."""
+        [sequence, batch, heads * channels]. Heads and groups are those of this tensor-parallel rank.
+
+        `visible` [batch, 1, sequence, sequence] is true where a token (row) may see another; None: all before
+        it. With it torch has no flash kernel for GPUs and takes a memory-efficient one.
+        """
         sequence, batch, heads, channels = query.shape
         repeat = heads // key.shape[2]
         if repeat > 1:
@@ -36,12 +43,14 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         if dropout:
             with get_cuda_rng_tracker().fork():  # heads are split over tensor-parallel ranks: each its own masks
-                out = self._attend(query, key, value, dropout)
+                out = self._attend(query, key, value, visible, dropout)
         else:
-            out = self._attend(query, key, value, 0.0)
+            out = self._attend(query, key, value, visible, 0.0)
         return out.permute(2, 0, 1, 3).reshape(sequence, batch, heads * channels)
 
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, dropout: float
+    ) -> torch.Tensor:
         return functional.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=True, scale=self._scale
+            query, key, value, attn_mask=visible, dropout_p=dropout, is_causal=visible is None, scale=self._scale
         )

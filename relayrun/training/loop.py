@@ -66,7 +66,7 @@ class Training:
         self.evaluation = Evaluation(orders=validation_orders(config, manifest), training=settings, ranks=ranks)
         self.control = Control(run, begin, ranks, flag)
         self.metrics = Metrics(run.attempt(begin.attempt).metrics, ranks, total_steps=settings.steps)
-        self.model = Model(config, ranks, manifest.vocabulary_size, progress=pulse.beat)
+        self.model = Model(config, ranks, manifest.vocabulary_size, eod=manifest.eod, progress=pulse.beat)
         self.optimizer = Optimizer(config, self.model)
         self.checkpointer = Checkpointer(
             run,

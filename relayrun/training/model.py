@@ -21,7 +21,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 
-from relayrun.config.schema import RunConfig
+from relayrun.config.schema import Data, RunConfig
+from relayrun.data import documents
+from relayrun.errors import ConfigError
 from relayrun.training import parallel
 from relayrun.training.attention import CausalAttention
 from relayrun.training.parallel import Ranks
@@ -41,7 +43,13 @@ class Model:
     """One pipeline stage of the Llama on this rank, with megatron-core's gradient buffers around it."""
 
     def __init__(
-        self, config: RunConfig, ranks: Ranks, vocabulary_size: int, *, progress: Callable[[], None] = lambda: None
+        self,
+        config: RunConfig,
+        ranks: Ranks,
+        vocabulary_size: int,
+        *,
+        eod: int | None = None,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
         """Build and initialise it from the run's seed; the generators are then seeded for training.
 
@@ -52,6 +60,8 @@ class Model:
         )
         self.seq_length = config.training.seq_length
         self._ranks = ranks
+        self._data = config.data
+        self._eod = _eod(config.data, eod)
         self._progress = progress
         transformer = _transformer_config(config, ranks)
         parallel.seed_weights(ranks, config.training.seed)
@@ -123,18 +133,51 @@ class Model:
         weights = None if batch.weights is None else torch.from_numpy(batch.weights).to(device)
         loss = ddp(
             input_ids=tokens[:, :-1].contiguous(),
-            position_ids=self._positions.expand(len(tokens), -1),
-            attention_mask=None,  # CausalAttention needs none
+            position_ids=self._position_ids(batch.tokens[:, :-1]),
+            attention_mask=self._visible(batch.tokens[:, :-1]),
             labels=tokens[:, 1:].contiguous(),
         )
-        return loss, partial(_loss, weights=weights)
+        mask = None
+        if self._data.eod_mask_loss:
+            mask = torch.from_numpy(documents.loss_mask(batch.tokens[:, :-1], self._eod)).to(device)
+        return loss, partial(_loss, weights=weights, mask=mask)
+
+    def _position_ids(self, inputs: npt.NDArray[np.int64]) -> torch.Tensor:
+        if not self._data.reset_position_ids:
+            return self._positions.expand(len(inputs), -1)
+        return torch.from_numpy(documents.positions(inputs, self._eod)).to(self._ranks.device)
+
+    def _visible(self, inputs: npt.NDArray[np.int64]) -> torch.Tensor | None:
+        """[batch, 1, sequence, sequence], true where a token (row) may see another; None: all before it."""
+        if not self._data.reset_attention_mask:
+            return None
+        starts = torch.from_numpy(documents.document_starts(inputs, self._eod)).to(self._ranks.device)
+        at = self._positions
+        return ((at >= starts[:, :, None]) & (at <= at[:, None])).unsqueeze(1)
 
 
-def _loss(loss: torch.Tensor, *, weights: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-token losses [batch, sequence] → (mean for the gradient, sum over samples for the report)."""
-    samples = loss.float().mean(dim=1)
+def _loss(
+    loss: torch.Tensor, *, weights: torch.Tensor | None, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per-token losses [batch, sequence] → (mean for the gradient, sum over samples for the report).
+
+    With a mask a sample's loss is the mean over its own tokens that count, so that it does not depend on
+    which samples share its micro-batch.
+    """
+    if mask is None:
+        samples = loss.float().mean(dim=1)
+    else:
+        samples = (loss.float() * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
     total = samples.sum() if weights is None else (samples * weights).sum()
     return samples.mean(), total.detach().double()
+
+
+def _eod(data: Data, eod: int | None) -> int:
+    """The end of a document; -1, which no token is, where nothing asks for it."""
+    if eod is None and (data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss):
+        raise ConfigError("reset_position_ids, reset_attention_mask and eod_mask_loss need an end-of-document token, "
+                          "and this tokenizer has none", where="data")  # fmt: skip
+    return -1 if eod is None else eod
 
 
 def padded(size: int, multiple: int) -> int:

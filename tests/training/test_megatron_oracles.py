@@ -127,3 +127,24 @@ def test_blending_counts_are_within_two_of_megatrons_after_every_sample(weights:
     own = np.array([int(interleave.locate(k)[0]) for k in range(size)])
     for i in range(len(weights)):
         assert np.abs(np.cumsum(own == i) - np.cumsum(which == i)).max() <= 2
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.4, 1.0])
+def test_masks_and_positions_are_those_of_megatron(share: float) -> None:
+    import torch
+
+    from relayrun.data import documents
+
+    generator = np.random.default_rng(3)
+    for length in (1, 2, 33):
+        inputs = np.where(generator.random((8, length)) < share, 5, generator.integers(6, 50, (8, length)))
+        starts = documents.document_starts(inputs, 5)
+        at = np.arange(length)
+        for row in range(8):
+            visible, loss_mask, position_ids = megatron._get_ltor_masks_and_position_ids(
+                torch.from_numpy(inputs[row]), 5, True, True, True, True
+            )
+            assert documents.positions(inputs, 5)[row].tolist() == position_ids.tolist()
+            assert documents.loss_mask(inputs, 5)[row].tolist() == loss_mask.tolist()
+            own = (at >= starts[row][:, None]) & (at <= at[:, None])
+            assert own.tolist() == (~visible[0]).tolist()  # Megatron's is true where a token is hidden

@@ -1,0 +1,36 @@
+"""Where documents begin inside a batch, and what follows: positions, what a token may see, whose loss counts.
+
+The rules are those of `_get_ltor_masks_and_position_ids` (megatron-core 0.16.1, datasets/gpt_dataset.py): a
+document ends with its end-of-document token, which still belongs to it; a sample's first token begins one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+
+def document_starts(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.int64]:
+    """For each token the index of the first token of its document in this row; int64 [batch, sequence], as `inputs`.
+
+    A token's position in its document is its index minus this. It may see the tokens from this index up to
+    itself.
+    """
+    batch, length = inputs.shape
+    starts = np.zeros((batch, length), dtype=np.int64)
+    if length > 1:
+        begins = np.where(inputs[:, :-1] == eod, np.arange(1, length), 0)
+        np.maximum.accumulate(begins, axis=1, out=starts[:, 1:])
+    return starts
+
+
+def positions(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.int64]:
+    """Positions that start at 0 in each document, int64 [batch, sequence]: `reset_position_ids`."""
+    result: npt.NDArray[np.int64] = np.arange(inputs.shape[1]) - document_starts(inputs, eod)
+    return result
+
+
+def loss_mask(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.float32]:
+    """1, and 0 where the input is the end of a document; float32 [batch, sequence]: `eod_mask_loss`."""
+    result: npt.NDArray[np.float32] = (inputs != eod).astype(np.float32)
+    return result
