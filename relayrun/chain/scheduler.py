@@ -47,6 +47,10 @@ class Job:
         return self.state in LIVE_STATES
 
 
+COMPLETING_SECONDS = 120.0
+"""How long a job may take to end before nobody waits for its final state any more."""
+
+
 class Scheduler(Protocol):
     """Slurm, or the local scheduler. Every method may raise SchedulerError."""
 
@@ -81,7 +85,7 @@ class Scheduler(Protocol):
         """The job, or None where the scheduler does not know it any more."""
 
     def cancelled(self, job_id: str) -> bool:
-        """Whether somebody cancelled the job; also right inside that job's own last seconds."""
+        """Whether somebody cancelled the job; also right inside that job's own last seconds. May wait for Slurm."""
 
     def jobs(self, plan: Plan) -> list[Job]:
         """Queued and running jobs of the chain."""
@@ -153,8 +157,15 @@ class Slurm:
         return set(self._run(["sinfo", "--noheader", "--Node", "--format=%N"]).split())
 
     def signal_ranks(self, job_id: str, number: signal.Signals) -> None:
-        # to all steps and not to the batch script
-        self._run(["scancel", f"--signal={number.name.removeprefix('SIG')}", job_id])
+        word = f"--signal={number.name.removeprefix('SIG')}"
+        if number != signal.SIGKILL:
+            self._run(["scancel", word, job_id])  # to all steps and not to the batch script
+            return
+        # SIGKILL to a job cancels it, batch script and all; so to each of its steps
+        steps = self._run(["squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i"]).split()
+        for step in steps:
+            if step.rpartition(".")[2].isdecimal():
+                self._run(["scancel", word, step])
 
     def hostnames(self, nodes: str) -> list[str]:
         return self._run(["scontrol", "show", "hostnames", nodes]).split()
@@ -170,13 +181,15 @@ class Slurm:
 
     def cancelled(self, job_id: str) -> bool:
         job = self.query(job_id)
-        if job is None:
-            return False
-        if job.state != "COMPLETING":
-            return job.state == "CANCELLED"
-        # Until its batch script is gone a job that Slurm ends is COMPLETING, whatever the cause. It was
-        # cancelled if it was neither its time limit, nor a preemption, nor one of its nodes.
-        return not job.at_limit and not job.preempted and not self._node_is_down(job.nodes)
+        if job_id == os.environ.get("SLURM_JOB_ID") and job is not None and job.state == "COMPLETING":
+            # Until its batch script, in which this runs, is gone, a job that Slurm ends is COMPLETING, whatever
+            # the cause. It was cancelled if it was neither its limit, nor a preemption, nor one of its nodes.
+            return not job.at_limit and not job.preempted and not self._node_is_down(job.nodes)
+        deadline = time.monotonic() + COMPLETING_SECONDS
+        while job is not None and job.state == "COMPLETING" and time.monotonic() < deadline:
+            time.sleep(1)  # a successor may start before Slurm has written down how its predecessor ended
+            job = self.query(job_id)
+        return job is not None and job.state == "CANCELLED"
 
     def _node_is_down(self, nodes: str) -> bool:
         states = self._run(["sinfo", "--noheader", f"--nodes={nodes}", "--format=%T"]).split()
