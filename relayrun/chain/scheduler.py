@@ -47,7 +47,7 @@ class Job:
         return self.state in LIVE_STATES
 
 
-COMPLETING_SECONDS = 120.0
+COMPLETING_SECONDS = 30.0
 """How long a job may take to end before nobody waits for its final state any more."""
 
 

@@ -30,6 +30,9 @@ class Stage(Protocol):
     def rank_pids(self) -> dict[int, int]:
         """Process ids of the ranks by rank."""
 
+    def step_daemons(self) -> list[int]:
+        """Process ids of the scheduler's own processes above the ranks."""
+
     def batch_pid(self) -> int:
         """Process id of the batch script."""
 
@@ -61,7 +64,7 @@ class Fault:
     what: str
     expect: Literal["resumed", "stopped"]
     causes: Sequence[str]
-    """How the attempts must end, in order; see `End.cause`. The last row may repeat."""
+    """How the attempts must end, in order; see `End.cause`. `a|b`: either."""
     act: Callable[[Stage], None] = nothing
     inject: str = ""
     """For `relayrun.drill.inject`, in every rank."""
@@ -125,19 +128,16 @@ def lose_tracker(stage: Stage) -> None:
 
 
 def overtake(stage: Stage) -> None:
-    """Stop the whole first attempt inside its save; let it go on when its successor has trained beyond."""
+    """Stop the first attempt inside its save, out of Slurm's reach; let it go on beside its successor."""
     staged = stage.run.staging(1) / "iter_0000020"
     stage.wait(lambda: (staged / "metadata.json").exists())
-    zombies = list(stage.rank_pids().values())
-    for pid in zombies:
+    daemons, zombies = stage.step_daemons(), stage.rank_pids()
+    for pid in (*daemons, *zombies.values()):
         os.kill(pid, signal.SIGSTOP)
     os.kill(stage.batch_pid(), signal.SIGKILL)
-    stage.wait(lambda: stage.run.attempt(2).begin.exists())
-    for pid in zombies:
-        try:
-            os.kill(pid, signal.SIGCONT)
-        except ProcessLookupError:  # the scheduler was quicker
-            continue
+    stage.wait_iteration(15, attempt=2)
+    for pid in (*zombies.values(), *daemons):
+        os.kill(pid, signal.SIGCONT)
 
 
 def fill_disk(stage: Stage) -> None:
@@ -176,7 +176,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(name="rank-killed", what="SIGKILL of a rank after a checkpoint", expect="resumed",
           causes=("failed", "done"), act=kill_rank),
     Fault(name="batch-script-killed", what="SIGKILL of the batch script", expect="resumed",
-          causes=("unknown", "done"), act=kill_batch_script),
+          causes=("saved|unknown", "done"), act=kill_batch_script),
     Fault(name="crash-loop", what="an exception before the first step, every time", expect="stopped",
           causes=("failed", "failed"), inject="crash-at-once", config={"chain": {"max_failed_attempts": 2}},
           act=lambda stage: stage.hurry(), says="2 attempts in a row without a new durable iteration"),
@@ -196,7 +196,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(name="disk-full", what="no space during a save, space again later", expect="resumed",
           causes=("done",), act=fill_disk, long=True),
     Fault(name="overtaken", what="an attempt stopped inside its save goes on beside its successor", expect="resumed",
-          causes=("unknown", "done"), inject="publish-delay=2", act=overtake),
+          causes=("unknown", "done"), inject="publish-delay=2", act=overtake, long=True),
     Fault(name="cancelled", what="scancel of the running job", expect="stopped", causes=("cancelled",), act=cancel,
           says="cancelled"),
     Fault(name="cancelled-unseen", what="scancel while the batch script cannot see it", expect="stopped",
