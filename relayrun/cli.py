@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import relayrun
 from relayrun.errors import run_main
+from relayrun.rundir import triggers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,6 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     launch.set_defaults(run=run_launch)
     data = commands.add_parser("data", help="what a run reads: show samples, the ledger, the difference of two runs")
     add_data(data)
+    status = commands.add_parser("status", help="where a run stands; without RUN: all runs")
+    status.add_argument("name", nargs="?", metavar="RUN", help="run directory, or project/name below logs/runs")
+    status.add_argument("--json", action="store_true")
+    status.set_defaults(run=run_status)
+    for verb, what in (("save", "write a checkpoint and go on"), ("stop", "write a checkpoint and end the chain")):
+        steer = commands.add_parser(verb, help=what)
+        steer.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+        steer.set_defaults(run=run_save if verb == "save" else run_stop)
     options = parser.parse_args(argv)
     return run_main(lambda: int(options.run(options)))
 
@@ -98,6 +108,49 @@ def run_launch(options: argparse.Namespace) -> int:
             accept_data_change=settings.flag(os.environ, "ACCEPT_DATA_CHANGE"),
         ).path
     )
+    return 0
+
+
+def run_status(options: argparse.Namespace) -> int:
+    """Print where one run, or every run, stands."""
+    from relayrun.monitoring import runs, status, status_view
+
+    now = time.time()
+    if options.name is not None:
+        run = runs.find(options.name)
+        facts = status.gather(run, status.ask(run), now=now)
+        if options.json:
+            print(status_view.dump(status_view.as_json(facts)))
+        else:
+            status_view.show(status_view.one(facts, now=now))
+        return 0
+    found = status.gather_all(runs.every(), now=now)
+    if options.json:
+        print(status_view.dump([status_view.as_json(entry) for entry in found]))
+    elif found:
+        status_view.show(status_view.many(found))
+    else:
+        print(f"no runs below {runs.RUNS}")
+    return 0
+
+
+def run_save(options: argparse.Namespace) -> int:
+    """Ask a run for a checkpoint."""
+    from relayrun.chain import steer
+    from relayrun.monitoring import runs, status
+
+    run = runs.find(options.name)
+    print(steer.save(run, status.scheduler(run)))
+    return 0
+
+
+def run_stop(options: argparse.Namespace) -> int:
+    """End a run's chain, after a checkpoint where a job runs."""
+    from relayrun.chain import steer
+    from relayrun.monitoring import runs, status
+
+    run = runs.find(options.name)
+    print(steer.stop(run, status.scheduler(run), user=triggers.user_name(os.geteuid())))
     return 0
 
 

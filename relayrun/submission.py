@@ -80,6 +80,7 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool) -> Iterator[tupl
         _refuse_after_end(run, resume)
         config = _freeze_data(run, config, manifest, accept=accept)
         plan = make_plan(config, run, revision=_add_revision(run, config))
+        triggers.create_folder(run, config.chain.triggers_group)
         _acknowledge_stale(run)
         plan.write(run.plan)
         write_atomic(run.job_script, render.job_script(plan, run), mode=0o755)
@@ -95,7 +96,6 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool) -> Iterator[tupl
 
 def _acknowledge_stale(run: RunDir) -> None:
     """A trigger that is older than an explicit submit was not meant for it."""
-    triggers.create_folder(run)
     for name in triggers.NAMES:
         if (old := triggers.look(run, name)) is not None:
             triggers.acknowledge(run, old, iteration=durable(run).iteration, result="stale: touched before this submit")

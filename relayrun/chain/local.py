@@ -138,7 +138,7 @@ class LocalScheduler:
         job = self.query(job_id)
         return job is not None and job.state == "CANCELLED"
 
-    def jobs(self, plan: Plan) -> list[Job]:
+    def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
         jobs = [self.query(job.id) for job in self._all()]
         return [job for job in jobs if job is not None and job.live]
 

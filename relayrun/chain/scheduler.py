@@ -87,8 +87,8 @@ class Scheduler(Protocol):
     def cancelled(self, job_id: str) -> bool:
         """Whether somebody cancelled the job; also right inside that job's own last seconds. May wait for Slurm."""
 
-    def jobs(self, plan: Plan) -> list[Job]:
-        """Queued and running jobs of the chain."""
+    def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
+        """Queued and running jobs of the chain: this user's, or `anyone`'s for who only looks on."""
 
     def rename(self, job_id: str, name: str) -> None:
         """Give a job the name of its chain."""
@@ -195,8 +195,9 @@ class Slurm:
         states = self._run(["sinfo", "--noheader", f"--nodes={nodes}", "--format=%T"]).split()
         return any(state.rstrip("*").startswith(("down", "fail")) or state.endswith("*") for state in states)
 
-    def jobs(self, plan: Plan) -> list[Job]:
-        text = self._run(["squeue", "--noheader", "--me", f"--name={plan.job_name}", "--format=%i|%j|%T"])
+    def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
+        whose = [] if anyone else ["--me"]
+        text = self._run(["squeue", "--noheader", *whose, f"--name={plan.job_name}", "--format=%i|%j|%T"])
         rows = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
         return [Job(id=row[0], name=row[1], state=row[2]) for row in rows]
 
@@ -288,10 +289,10 @@ def _timestamp(text: str) -> float | None:
         return None
 
 
-def for_plan(plan: Plan, run: RunDir) -> Scheduler:
-    """The scheduler that a plan names."""
+def for_plan(plan: Plan, run: RunDir, *, patience: float = 600.0) -> Scheduler:
+    """The scheduler that a plan names; `patience` in seconds is `Slurm`'s."""
     if plan.scheduler == "slurm":
-        return Slurm()
+        return Slurm(patience=patience)
     from relayrun.chain.local import LocalScheduler  # it imports this module
 
     return LocalScheduler(run)

@@ -34,7 +34,7 @@ def begin(run: RunDir) -> int:
     try:
         return _begin(run, plan, scheduler, job_id)
     except RelayrunError as error:
-        _stop_chain(run, plan, scheduler, f"this job could not begin: {error.message}", own_job=job_id)
+        stop_chain(run, plan, scheduler, f"this job could not begin: {error.message}", own_job=job_id)
         raise
 
 
@@ -51,7 +51,7 @@ def _begin(run: RunDir, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
     trigger = triggers.look(run, "exit")
     decision = decide.at_begin(
         decide.BeginFacts(
-            stopped=_stop_reason(run),
+            stopped=stop_reason(run),
             durable_iteration=base.iteration,
             total_steps=plan.total_steps,
             exit_trigger=None if trigger is None else trigger.user,
@@ -65,7 +65,7 @@ def _begin(run: RunDir, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
     if decision.action == "stop":
         if trigger is not None:
             triggers.acknowledge(run, trigger, iteration=base.iteration, result=f"the chain ends: {decision.reason}")
-        _stop_chain(run, plan, scheduler, decision.reason, own_job=job_id)
+        stop_chain(run, plan, scheduler, decision.reason, own_job=job_id)
         views.write_views(run)
         return CHAIN_ENDS
     attempt = _open_attempt(run, plan, scheduler, job, base)
@@ -96,7 +96,7 @@ def end(run: RunDir, number: int, exit_code: int) -> int:
     log(f"attempt {number} ended: {record.cause}: {record.reason}; durable iteration {record.durable_iteration}")
     if decision.action == "stop":
         words = evidence.excerpt(_log_of(attempt)) if record.cause in ("failed", "fatal", "hang") else ""
-        _stop_chain(run, plan, scheduler, decision.reason, own_job=own, words=words)
+        stop_chain(run, plan, scheduler, decision.reason, own_job=own, words=words)
     elif decision.action in ("continue", "retry"):
         _go_on(run, plan, scheduler, attempt, own, decision)
     return 0 if record.cause in ("done", "saved", "exit") else 1
@@ -289,18 +289,19 @@ def _environment(plan: Plan, scheduler: Scheduler, job: Job, attempt: int) -> st
     )
 
 
-def _stop_reason(run: RunDir) -> str | None:
+def stop_reason(run: RunDir) -> str | None:
+    """Why the chain ended; None where it has not."""
     try:
         return run.stop.read_text(encoding="utf-8").partition("\n")[0]
     except FileNotFoundError:
         return None
 
 
-def _stop_chain(
+def stop_chain(
     run: RunDir, plan: Plan, scheduler: Scheduler, reason: str, *, own_job: str, words: str = ""
 ) -> None:  # fmt: skip
     """Say why in STOP first, so that a successor that starts meanwhile stops too; then cancel what is queued."""
-    if _stop_reason(run) is None:
+    if stop_reason(run) is None:
         text = f"{reason.replace(chr(10), ' ')}\n\nThe chain has ended. To go on all the same: submit with --resume.\n"
         write_atomic(run.stop, text + (f"\nThe last lines of its log:\n{words}\n" if words else ""))
     log(f"the chain ends: {reason}")

@@ -218,6 +218,8 @@ class Chain(Section):
     """Seconds without progress after which the ranks are ended; ten usual steps if that is longer."""
     start_timeout: Positive = 1800
     """The same before the first step: imports, set-up, loading."""
+    triggers_group: str | None = None
+    """Name or number of the group that may touch triggers; default: the group of the run directory."""
 
 
 class Job(Section):

@@ -44,6 +44,8 @@ class Record:
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Self:
         """From a JSON object; names this version does not know are left out."""
+        if not isinstance(value, Mapping):
+            raise TypeError(f"{type(value).__name__} instead of an object")
         known = {entry.name for entry in fields(cls)}
         return cls(**{name: item for name, item in value.items() if name in known})
 

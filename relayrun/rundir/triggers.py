@@ -8,18 +8,24 @@ who asked, when, at which iteration, and the result. Standard library only.
 from __future__ import annotations
 
 import contextlib
+import grp
 import os
 import pwd
+import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from relayrun.errors import ConfigError, RunDirError
 from relayrun.files import write_json
 from relayrun.rundir.layout import RunDir
 
 Name = Literal["save", "exit"]
 NAMES: tuple[Name, ...] = ("save", "exit")
+
+MODE = 0o2770
+"""Of the folder: setgid, so that what one member leaves there belongs to the group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +37,43 @@ class Trigger:
     time: float
 
 
-def create_folder(run: RunDir) -> None:
-    """Make `triggers/`: writable by owner and group, the group handed on to new files, closed to others."""
+def create_folder(run: RunDir, group: str | None = None) -> None:
+    """Make `triggers/`: writable by owner and group, the group handed on to new files, closed to others.
+
+    `group` is a name or a number; None: the group of the run directory. Raises ConfigError where there is no
+    such group, or where this user is no member of it and so may not hand the folder over.
+    """
     run.triggers.mkdir(parents=True, exist_ok=True)
-    run.triggers.chmod(0o2770)
+    wanted = run.path.stat().st_gid if group is None else _gid(group)
+    found = run.triggers.stat()
+    if (found.st_gid, stat.S_IMODE(found.st_mode)) == (wanted, MODE):
+        return  # it may be a colleague's, who alone could set this
+    try:
+        os.chown(run.triggers, -1, wanted)
+        run.triggers.chmod(MODE)  # after the change of group, which takes the setgid bit away
+    except PermissionError:
+        raise ConfigError(
+            f"the triggers cannot be given to the group {group_name(wanted)}", where=run.triggers,
+            hint=f"set chain.triggers_group to a group of yours, or let {user_name(found.st_uid)} submit",
+        ) from None  # fmt: skip
 
 
 def touch(run: RunDir, name: Name) -> None:
-    """Ask for `name` on behalf of this user."""
-    (run.triggers / name).touch()
+    """Ask for `name` on behalf of this user. Raises RunDirError if the folder is not there or this user may not."""
+    try:
+        (run.triggers / name).touch()
+    except FileNotFoundError:
+        raise RunDirError("this run has no folder for triggers", where=run.triggers,
+                          hint="submit the run first; that makes it") from None  # fmt: skip
+    except PermissionError:
+        with contextlib.suppress(PermissionError):
+            if look(run, name) is not None:  # a colleague asked for the same and it is not yet answered
+                return
+        folder = run.triggers.stat()
+        raise RunDirError(
+            f"you may not write here: only the user {user_name(folder.st_uid)} and the group "
+            f"{group_name(folder.st_gid)} may", where=run.triggers, hint="ask one of them",
+        ) from None  # fmt: skip
 
 
 def look(run: RunDir, name: Name) -> Trigger | None:
@@ -48,11 +82,7 @@ def look(run: RunDir, name: Name) -> Trigger | None:
         status = os.stat(run.triggers / name, follow_symlinks=False)
     except FileNotFoundError:
         return None
-    try:
-        user = pwd.getpwuid(status.st_uid).pw_name
-    except KeyError:  # containers often lack the site's user database
-        user = str(status.st_uid)
-    return Trigger(name=name, user=user, time=status.st_mtime)
+    return Trigger(name=name, user=user_name(status.st_uid), time=status.st_mtime)
 
 
 def acknowledge(run: RunDir, trigger: Trigger, *, iteration: int, result: str) -> None:
@@ -65,6 +95,30 @@ def acknowledge(run: RunDir, trigger: Trigger, *, iteration: int, result: str) -
     if again is not None and again.time == trigger.time:
         with contextlib.suppress(FileNotFoundError):
             (run.triggers / trigger.name).unlink()
+
+
+def user_name(uid: int) -> str:
+    """The user's name, or the number as text: containers often lack the site's user database."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def group_name(gid: int) -> str:
+    """The group's name, or the number as text."""
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
+
+
+def _gid(group: str) -> int:
+    try:
+        return int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise ConfigError(f"there is no group {group!r} on this machine", where="chain.triggers_group",
+                          hint="give a name that `getent group` knows, or a number") from None  # fmt: skip
 
 
 def _done(run: RunDir, name: Name) -> Path:

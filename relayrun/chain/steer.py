@@ -1,0 +1,72 @@
+"""A person steers a chain: save now, or stop.
+
+After a stop nothing starts any more, whatever happens meanwhile. The exit trigger comes first: a job that runs,
+or starts while we look, obeys it; only where no job is there to do so is the chain ended from here.
+"""
+
+from __future__ import annotations
+
+from relayrun.chain import supervisor
+from relayrun.chain.plan import Plan
+from relayrun.chain.scheduler import Job, Scheduler
+from relayrun.errors import RunDirError, SchedulerError
+from relayrun.rundir import lineage, triggers
+from relayrun.rundir.layout import RunDir
+
+
+def save(run: RunDir, scheduler: Scheduler) -> str:
+    """Ask for a checkpoint; return what will happen, in words.
+
+    Raises RunDirError where this user may not, and where no job is there or will come to do it.
+    """
+    plan = Plan.load(run)
+    ended = supervisor.stop_reason(run)
+    if ended is not None:
+        raise RunDirError(f"the chain of this run has ended: {ended}", where=run.stop,
+                          hint="there is nothing to save")  # fmt: skip
+    try:
+        jobs = scheduler.jobs(plan, anyone=True)
+    except SchedulerError as error:
+        triggers.touch(run, "save")
+        return f"the job that runs saves after its step (the scheduler did not answer: {error.message})"
+    if not jobs:
+        raise RunDirError("no job of this run is running or queued, so there is nothing to save", where=run.path)
+    triggers.touch(run, "save")
+    answer = f"the answer will lie in {run.triggers / 'save.done'}"
+    if (job := _at_work(jobs)) is not None:
+        return f"job {job.id} saves after the step that is under way and goes on; {answer}"
+    return f"no job runs now; job {jobs[0].id} answers when it has started; {answer}"
+
+
+def stop(run: RunDir, scheduler: Scheduler, *, user: str) -> str:
+    """Ask a running attempt to save and end the chain, or end the chain here; return what will happen, in words.
+
+    Raises RunDirError where this user may not, or where this is no run.
+    """
+    plan = Plan.load(run)
+    ended = supervisor.stop_reason(run)
+    triggers.touch(run, "exit")
+    try:
+        if ended is None and (job := _at_work(scheduler.jobs(plan, anyone=True))) is not None:
+            return f"job {job.id} saves after the step that is under way, cancels what is queued and leaves"
+        try:
+            supervisor.stop_chain(run, plan, scheduler, ended or f"stopped by {user}", own_job="")
+        except PermissionError:
+            return "you may not write STOP yourself: the next job of this run finds the trigger and ends the chain"
+        left = scheduler.jobs(plan, anyone=True)
+    except SchedulerError as error:
+        return f"the job that runs, or else the next that starts, obeys (the scheduler did not answer: {error.message})"
+    if left:
+        names = ", ".join(f"{job.id} ({job.state.lower()})" for job in left)
+        return f"what is still there ends at once or, where it runs, saves and leaves: {names}"
+    trigger = triggers.look(run, "exit")
+    if trigger is not None:
+        commits = lineage.line(run)
+        at = commits[-1].iteration if commits else 0
+        triggers.acknowledge(run, trigger, iteration=at, result="the chain ends: no job was there to save")
+    return f"the chain has ended: {supervisor.stop_reason(run)}; nothing is queued"
+
+
+def _at_work(jobs: list[Job]) -> Job | None:
+    """The job that has started and not yet gone."""
+    return next((job for job in jobs if job.state != "PENDING"), None)

@@ -1,0 +1,31 @@
+"""Which runs there are, and how a person names one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from relayrun.chain.plan import Plan
+from relayrun.config.compose import ROOT
+from relayrun.errors import RunDirError
+from relayrun.rundir.layout import RunDir
+
+RUNS = ROOT / "logs" / "runs"
+"""Where runs lie that have no `run_dir` of their own."""
+
+
+def find(name: str) -> RunDir:
+    """The run in this directory, or with this `project/name` below RUNS. Raises RunDirError where there is none."""
+    candidates = [RunDir(Path(name).expanduser().absolute()), RunDir(RUNS / name)]
+    for run in candidates:
+        if run.plan.exists():
+            return run
+    for run in candidates:
+        if run.path.is_dir():
+            Plan.load(run)  # says what is missing
+    raise RunDirError("there is no such run", where=name,
+                      hint=f"give a run directory, or project/name below {RUNS}; see `relayrun status`")  # fmt: skip
+
+
+def every() -> list[RunDir]:
+    """All directories project/name below RUNS, whole or not."""
+    return [RunDir(path) for path in sorted(RUNS.glob("*/*")) if path.is_dir()]

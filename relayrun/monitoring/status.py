@@ -1,0 +1,265 @@
+"""Where a run stands: its chain and queue, how far it is, what is durable, why the last attempt ended.
+
+`gather` makes facts of the records and of what the scheduler answered; it asks neither clock nor scheduler.
+`relayrun.monitoring.status_view` turns them into text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from relayrun.chain import nodes, supervisor
+from relayrun.chain.plan import Plan
+from relayrun.chain.scheduler import Job, Scheduler, for_plan
+from relayrun.chain.watch import read_heartbeats
+from relayrun.errors import RunDirError, SchedulerError
+from relayrun.rundir import lineage, triggers
+from relayrun.rundir.layout import AttemptDir, RunDir
+from relayrun.rundir.records import Begin, End
+from relayrun.rundir.triggers import Trigger
+
+State = Literal["running", "queued", "stopped", "idle", "unknown"]
+"""idle: neither queued nor stopped; unknown: the scheduler did not answer, and STOP is not there."""
+
+PATIENCE = 5.0
+"""Seconds for which a controller that does not answer is asked again."""
+
+TAIL_BYTES = 65_536
+
+
+@dataclass(frozen=True, kw_only=True)
+class Queue:
+    """What the scheduler answered."""
+
+    jobs: list[Job] = field(default_factory=list)
+    error: str | None = None
+    """Why it did not answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """A run at one moment. Times are seconds since 1970, ages and leads seconds."""
+
+    run: str
+    """project/name."""
+    path: str
+    state: State
+    mode: str
+    auto_requeue: bool
+    jobs: list[Job]
+    """Queued and running."""
+    scheduler_error: str | None
+    stop: str | None
+    """Why the chain ended."""
+
+    attempt: int | None
+    """The newest; None before the first job began."""
+    job_id: str | None
+    nodes: str | None
+    begin_time: float | None
+    phase: str | None
+    """What the slowest node of a running attempt does: start, step, save or evaluation."""
+    leave_time: float | None
+    """When a running attempt saves and leaves, as reckoned when it began."""
+    job_end_time: float | None
+    """When the time limit of a running attempt is reached."""
+
+    iteration: int
+    total_steps: int
+    loss: float | None
+    """Nats per token; None before the first step."""
+    tokens_per_second: float | None
+    step_time: float | None
+    """End of the last step."""
+
+    durable_iteration: int | None
+    """0: nothing saved yet; None: there are checkpoints and none is whole, see `durable_fault`."""
+    durable_path: str | None
+    durable_age: float | None
+    durable_fault: str | None
+
+    last_end: str | None
+    """Cause and reason of the newest attempt that has ended."""
+    last_end_attempt: int | None
+    failed_attempts: int
+    """In a row, up to now, without a new durable iteration."""
+    max_failed_attempts: int
+    strikes: dict[str, int]
+    """Nodes with the number of failed attempts that they are blamed for and that still count."""
+    excluded: list[str]
+    """Nodes that the next job leaves out for that."""
+    triggers: list[Trigger]
+    """Touched and not yet obeyed."""
+
+    @property
+    def updated(self) -> float:
+        """The newest time in its records."""
+        return max(self.step_time or 0.0, self.begin_time or 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damaged:
+    """A directory where a run should be, and what is wrong with it."""
+
+    path: str
+    error: str
+
+
+def scheduler(run: RunDir) -> Scheduler:
+    """The run's scheduler, for a person who waits for the answer. Raises RunDirError where there is no run."""
+    return for_plan(Plan.load(run), run, patience=PATIENCE)
+
+
+def ask(run: RunDir) -> Queue:
+    """The chain's jobs, whoever submitted them; a scheduler that does not answer is a fact like others."""
+    try:
+        return Queue(jobs=scheduler(run).jobs(Plan.load(run), anyone=True))
+    except SchedulerError as error:
+        return Queue(error=error.message)
+
+
+def gather_all(runs: Sequence[RunDir], *, now: float) -> list[Status | Damaged]:
+    """The status of many runs, the newest first, damaged ones last.
+
+    Once Slurm has not answered it is not asked again, and not for runs that have been stopped.
+    """
+    found: list[Status] = []
+    damaged: list[Damaged] = []
+    silent: Queue | None = None
+    for run in runs:
+        try:
+            if run.stop.exists():
+                queue = Queue()
+            elif silent is not None and Plan.load(run).scheduler == "slurm":
+                queue = silent
+            else:
+                queue = ask(run)
+                silent = queue if queue.error is not None else silent
+            found.append(gather(run, queue, now=now))
+        except RunDirError as error:
+            damaged.append(Damaged(path=str(run.path), error=error.message))
+    return [*sorted(found, key=lambda status: -status.updated), *damaged]
+
+
+def gather(run: RunDir, queue: Queue, *, now: float) -> Status:
+    """The status of a run. Raises RunDirError, with one clear message, where the directory is no run or damaged."""
+    try:
+        return _gather(run, queue, now)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:  # records that were edited, or torn by a disk
+        raise RunDirError(f"its records cannot be read: {type(error).__name__}: {error}", where=run.path,
+                          hint="look at plan.json and at the newest folder of attempts/") from None  # fmt: skip
+
+
+def _gather(run: RunDir, queue: Queue, now: float) -> Status:
+    plan = Plan.load(run)
+    begun = [(number, begin) for number in run.attempt_numbers() if (begin := Begin.read(run.attempt(number).begin))]
+    ended = [(number, end) for number, _ in begun if (end := End.read(run.attempt(number).end))]
+    number, begin = begun[-1] if begun else (None, None)
+    open_ = number is not None and (not ended or ended[-1][0] != number)
+    stop = supervisor.stop_reason(run)
+    state = _state(queue, stop)
+    running = open_ and state in ("running", "unknown")
+    step = _last_step(run, begun)
+    durable, fault = _durable(run)
+    saved = next((commit for commit in lineage.line(run) if durable and commit.path == durable.path), None)
+    strikes = nodes.read_strikes(run)
+    counts: dict[str, int] = {}
+    for strike in strikes:
+        if now - strike.time < nodes.EXPIRE_SECONDS:
+            counts[strike.node] = counts.get(strike.node, 0) + 1
+    beats = read_heartbeats(run.attempt(number)) if running and number is not None else []
+    end_time = begin.job_end_time if begin is not None and running else None
+    return Status(
+        run=plan.run,
+        path=str(run.path),
+        state=state,
+        mode=plan.mode,
+        auto_requeue=plan.auto_requeue,
+        jobs=queue.jobs,
+        scheduler_error=queue.error,
+        stop=stop,
+        attempt=number,
+        job_id=begin.job_id if begin else None,
+        nodes=begin.nodes if begin else None,
+        begin_time=begin.start_time if begin else None,
+        phase=min(beats, key=lambda beat: beat.time).phase if beats else None,
+        leave_time=end_time - begin.lead if begin is not None and end_time is not None else None,
+        job_end_time=end_time,
+        iteration=max(step.get("iteration", 0), begin.base_iteration if begin else 0),
+        total_steps=plan.total_steps,
+        loss=step.get("loss"),
+        tokens_per_second=step.get("tokens_per_second"),
+        step_time=step.get("time"),
+        durable_iteration=durable.iteration if durable else None,
+        durable_path=durable.path if durable else None,
+        durable_age=now - saved.time if saved else None,
+        durable_fault=fault,
+        last_end=f"{ended[-1][1].cause}: {ended[-1][1].reason}" if ended else None,
+        last_end_attempt=ended[-1][0] if ended else None,
+        failed_attempts=supervisor.failed_attempts(run, plan) - (1 if running else 0),
+        max_failed_attempts=plan.max_failed_attempts,
+        strikes=counts,
+        excluded=nodes.excluded(strikes, nodes=plan.nodes, now=now),
+        triggers=_pending(run),
+    )
+
+
+def _state(queue: Queue, stop: str | None) -> State:
+    if any(job.state != "PENDING" for job in queue.jobs):
+        return "running"
+    if stop is not None:
+        return "stopped"
+    if queue.error is not None:
+        return "unknown"
+    return "queued" if queue.jobs else "idle"
+
+
+def _durable(run: RunDir) -> tuple[lineage.Durable | None, str | None]:
+    try:
+        return lineage.durable(run), None
+    except RunDirError as error:
+        return None, error.message
+
+
+def _pending(run: RunDir) -> list[Trigger]:
+    """Triggers that wait; none for who may not look into the folder."""
+    try:
+        return [trigger for name in triggers.NAMES if (trigger := triggers.look(run, name))]
+    except PermissionError:
+        return []
+
+
+def _last_step(run: RunDir, begun: list[tuple[int, Begin]]) -> dict[str, Any]:
+    """The newest metrics line that counts: an attempt's lines beyond the base of the next do not."""
+    limit = float("inf")
+    for number, begin in reversed(begun):
+        line: dict[str, Any]
+        for line in reversed(_tail(run.attempt(number))):
+            if begin.base_iteration < line.get("iteration", 0) <= limit and "loss" in line:
+                return line
+        limit = min(limit, begin.base_iteration)
+    return {}
+
+
+def _tail(attempt: AttemptDir) -> list[dict[str, Any]]:
+    """The last whole lines of an attempt's metrics; of months of them, not all are read."""
+    try:
+        with open(attempt.metrics, "rb") as file:
+            start = max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES)
+            file.seek(start)
+            text = file.read()
+    except FileNotFoundError:
+        return []
+    found: list[dict[str, Any]] = []
+    for line in text[: text.rfind(b"\n") + 1].splitlines()[1 if start else 0 :]:
+        try:
+            value = json.loads(line)
+        except ValueError:  # what a killed writer left
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found

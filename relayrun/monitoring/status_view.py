@@ -1,0 +1,160 @@
+"""A run's status as text for people, and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from relayrun.chain.scheduler import Job
+from relayrun.monitoring.status import Damaged, Status
+
+
+def show(table: Table) -> None:
+    """Print it; into a file or pipe without folding at a terminal's width."""
+    console = Console() if sys.stdout.isatty() else Console(width=400)
+    with console.capture() as text:
+        console.print(table)
+    for line in text.get().splitlines():
+        print(line.rstrip())
+
+
+def one(status: Status, *, now: float) -> Table:
+    """All that is known of one run, one fact a line; lines without a fact are left out."""
+    table = Table(title=status.run, show_header=False, box=None, title_justify="left", padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in _lines(status, now):
+        if text:
+            table.add_row(name, escape(text))
+    return table
+
+
+def many(found: Sequence[Status | Damaged]) -> Table:
+    """One line a run; of a damaged one its error."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("run", "state", "attempt", "iteration", "loss", "tokens/s", "durable", "age", "the last end"):
+        table.add_column(name, justify="right" if name in ("attempt", "loss", "tokens/s", "durable", "age") else "left")
+    for entry in found:
+        if isinstance(entry, Damaged):
+            name = "/".join(entry.path.split("/")[-2:])
+            table.add_row(escape(name), "damaged", *[""] * 6, escape(entry.error))
+            continue
+        table.add_row(
+            escape(entry.run),
+            entry.state,
+            str(entry.attempt or ""),
+            f"{entry.iteration}/{entry.total_steps}",
+            _loss(entry.loss),
+            _speed(entry.tokens_per_second),
+            "none whole" if entry.durable_iteration is None else str(entry.durable_iteration),
+            duration(entry.durable_age),
+            escape((entry.stop or entry.last_end or "").partition("\n")[0]),
+        )
+    return table
+
+
+def as_json(status: Status | Damaged) -> dict[str, Any]:
+    """The same facts; a number that is none (a loss of NaN) is null."""
+    values: dict[str, Any] = _finite(asdict(status))
+    return values
+
+
+def dump(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False)
+
+
+def duration(seconds: float | None) -> str:
+    """`45 s`, `12 min`, `3.4 h`, `2.1 days`."""
+    if seconds is None:
+        return ""
+    if seconds < 120:
+        return f"{max(0.0, seconds):.0f} s"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+def _lines(status: Status, now: float) -> list[tuple[str, str]]:
+    attempt = ""
+    if status.attempt is not None and status.begin_time is not None:
+        attempt = (
+            f"{status.attempt}, job {status.job_id} on {status.nodes}, begun {duration(now - status.begin_time)} ago"
+        )
+        attempt += f", now in {status.phase}" if status.phase else ""
+    step = f"{status.iteration} of {status.total_steps}"
+    step += f", {duration(now - status.step_time)} ago" if status.step_time is not None else ""
+    limit = ""
+    if status.leave_time is not None and status.job_end_time is not None:
+        limit = (
+            f"saves and leaves at {_clock(status.leave_time)} or earlier, the job ends at {_clock(status.job_end_time)}"
+        )
+    failed = (
+        f"{status.failed_attempts} in a row without a new checkpoint; the chain stops at {status.max_failed_attempts}"
+    )
+    return [
+        ("directory", status.path),
+        ("state", status.state + (f": {status.stop}" if status.stop else "")),
+        ("chain", f"{status.mode}, auto_requeue {'on' if status.auto_requeue else 'off'}"),
+        ("queue", _queue(status)),
+        ("attempt", attempt or "none yet"),
+        ("time limit", limit),
+        ("iteration", step),
+        ("loss", _loss(status.loss)),
+        ("tokens/s", _speed(status.tokens_per_second)),
+        ("durable", _durable(status)),
+        ("last end", f"attempt {status.last_end_attempt}: {status.last_end}" if status.last_end else ""),
+        ("failed", failed if status.failed_attempts else ""),
+        ("strikes", ", ".join(f"{node} {count}" for node, count in sorted(status.strikes.items()))),
+        ("excluded", ", ".join(status.excluded)),
+        ("triggers", ", ".join(f"{t.name} by {t.user}, {duration(now - t.time)} ago" for t in status.triggers)),
+    ]
+
+
+def _queue(status: Status) -> str:
+    if status.scheduler_error is not None:
+        return f"unknown, the scheduler did not answer: {status.scheduler_error}"
+    return ", ".join(map(_job, status.jobs)) or "no jobs"
+
+
+def _job(job: Job) -> str:
+    return f"{job.id} ({job.state.lower()})"
+
+
+def _durable(status: Status) -> str:
+    if status.durable_iteration is None:
+        return status.durable_fault or ""
+    if status.durable_path is None:
+        return "nothing saved yet"
+    age = f", {duration(status.durable_age)} old" if status.durable_age is not None else ""
+    return f"iteration {status.durable_iteration}{age}: {status.durable_path}"
+
+
+def _loss(loss: float | None) -> str:
+    return "" if loss is None else f"{loss:.4f}"
+
+
+def _speed(speed: float | None) -> str:
+    return "" if speed is None else f"{speed:,.0f}"
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

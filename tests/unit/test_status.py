@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from relayrun import cli
+from relayrun.chain import nodes
+from relayrun.chain.plan import Plan
+from relayrun.chain.scheduler import Job
+from relayrun.errors import RunDirError
+from relayrun.files import append_line
+from relayrun.monitoring import runs, status, status_view
+from relayrun.monitoring.status import Damaged, Queue, Status
+from relayrun.rundir import triggers
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.records import Begin, Commit, End, Heartbeat, append_commit
+from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
+
+NOW = 10_000.0
+RUNNING = Queue(jobs=[Job(id="8", name="j", state="RUNNING"), Job(id="9", name="j", state="PENDING")])
+
+
+def begin(run: RunDir, number: int, *, base: int = 0, start: float = NOW - 600) -> None:
+    attempt = run.attempt(number)
+    attempt.heartbeats.mkdir(parents=True)
+    Begin(
+        attempt=number, job_id=str(number + 6), job_name="j", nodes="n[0-1]", config_revision=1, base_iteration=base,
+        base_path=str(run.checkpoint(base)) if base else None, start_time=start, job_end_time=start + 3600, lead=60.0,
+    ).write(attempt.begin)  # fmt: skip
+
+
+def steps(run: RunDir, number: int, first: int, last: int) -> None:
+    for iteration in range(first, last + 1):
+        append_line(run.attempt(number).metrics, {
+            "iteration": iteration, "loss": 10.0 - iteration / 10, "tokens_per_second": 1000.0 * number,
+            "time": NOW - 100 + iteration}, durable=False)  # fmt: skip
+
+
+def commit(run: RunDir, number: int, iteration: int, *, age: float) -> None:
+    folder = run.checkpoint(iteration)
+    folder.mkdir(parents=True)
+    (folder / "data").write_bytes(b"12345")
+    append_commit(run.attempt(number), Commit(iteration=iteration, path=str(folder), consumed_samples=iteration,
+                                              time=NOW - age, seconds=1.0, files={"data": 5}))  # fmt: skip
+
+
+def end(run: RunDir, number: int, cause: str, reason: str, durable: int, *, progress: bool) -> None:
+    End(attempt=number, cause=cause, reason=reason, exit_code=0, durable_iteration=durable, progress=progress,
+        end_time=NOW - 500).write(run.attempt(number).end)  # fmt: skip
+
+
+@pytest.fixture
+def run(make_run: MakeRun) -> RunDir:  # noqa: F811
+    """Attempt 1 trained 12 steps, saved 10 and crashed; attempt 2 began at 10 and is at 11."""
+    made, _plan = make_run(total_steps=50)
+    begin(made, 1, start=NOW - 1200)
+    steps(made, 1, 1, 12)
+    commit(made, 1, 10, age=900)
+    end(made, 1, "failed", "node [n1] lost", 10, progress=True)
+    begin(made, 2, base=10)
+    return made
+
+
+def test_a_running_chain(run: RunDir) -> None:
+    steps(run, 2, 11, 11)
+    Heartbeat(node="n0", iteration=11, phase="step", time=NOW - 1, step_p95=1.0, save_p95=None).write(
+        run.attempt(2).heartbeats / "n0.json"
+    )
+    nodes.strike(run, 1, {"n1": "node failure"}, now=NOW - 700)
+    nodes.strike(run, 1, {"n1": "node failure", "n0": "oom"}, now=NOW - 600)
+    nodes.strike(run, 1, {"n2": "long ago"}, now=NOW - 90_000)
+    triggers.touch(run, "save")
+    found = status.gather(run, RUNNING, now=NOW)
+    assert (found.run, found.state, found.stop, found.scheduler_error) == ("test/chain", "running", None, None)
+    assert [(job.id, job.state) for job in found.jobs] == [("8", "RUNNING"), ("9", "PENDING")]
+    assert (found.attempt, found.job_id, found.nodes, found.phase) == (2, "8", "n[0-1]", "step")
+    assert (found.leave_time, found.job_end_time) == (NOW - 600 + 3540, NOW - 600 + 3600)
+    assert (found.iteration, found.total_steps, found.loss, found.tokens_per_second) == (11, 50, 8.9, 2000.0)
+    assert (found.durable_iteration, found.durable_path, found.durable_age) == (10, str(run.checkpoint(10)), 900.0)
+    assert (found.last_end_attempt, found.last_end) == (1, "failed: node [n1] lost")
+    assert (found.failed_attempts, found.max_failed_attempts) == (0, 3)
+    assert found.strikes == {"n1": 2, "n0": 1}
+    assert found.excluded == ["n1"]
+    assert [trigger.name for trigger in found.triggers] == ["save"]
+
+
+def test_steps_beyond_the_base_of_the_next_attempt_do_not_count(run: RunDir) -> None:
+    with open(run.attempt(2).metrics, "w") as file:
+        file.write('{"iteration": 11, "lo')  # a torn line
+    found = status.gather(run, RUNNING, now=NOW)
+    assert (found.iteration, found.loss, found.tokens_per_second) == (10, 9.0, 1000.0)
+
+
+def test_only_the_end_of_long_metrics_is_read(run: RunDir) -> None:
+    steps(run, 2, 11, 2000)
+    assert run.attempt(2).metrics.stat().st_size > 2 * status.TAIL_BYTES
+    assert status.gather(run, RUNNING, now=NOW).iteration == 2000
+
+
+def test_a_scheduler_that_does_not_answer_is_a_fact_like_others(run: RunDir) -> None:
+    found = status.gather(run, Queue(error="squeue: Unable to contact slurm controller"), now=NOW)
+    assert (found.state, found.jobs, found.iteration) == ("unknown", [], 10)
+    assert "the scheduler did not answer: squeue: Unable" in text_of(found)
+
+
+def test_a_run_that_nobody_goes_on_with_has_no_deadline_and_counts_its_open_attempt_as_failed(run: RunDir) -> None:
+    found = status.gather(run, Queue(), now=NOW)
+    assert (found.state, found.leave_time, found.failed_attempts) == ("idle", None, 1)
+
+
+def test_a_stopped_run_says_why(run: RunDir) -> None:
+    end(run, 2, "exit", "exit trigger by ann", 10, progress=False)
+    run.stop.write_text("exit trigger by ann\n\nThe chain has ended.\n")
+    found = status.gather(run, Queue(), now=NOW)
+    assert (found.state, found.stop, found.last_end_attempt) == ("stopped", "exit trigger by ann", 2)
+    assert found.phase is None
+
+
+def test_torn_checkpoints_are_told(run: RunDir) -> None:
+    (run.checkpoint(10) / "data").write_bytes(b"1")
+    found = status.gather(run, RUNNING, now=NOW)
+    assert (found.durable_iteration, found.durable_age) == (None, None)
+    assert "data has 1 bytes, not 5" in (found.durable_fault or "")
+    assert "no checkpoint of this run is whole" in text_of(found)
+
+
+def test_a_run_before_its_first_job(make_run: MakeRun) -> None:  # noqa: F811
+    made, _plan = make_run()
+    found = status.gather(made, Queue(jobs=[Job(id="1", name="j", state="PENDING")]), now=NOW)
+    assert (found.state, found.attempt, found.iteration, found.loss, found.durable_iteration) == (
+        "queued", None, 0, None, 0)  # fmt: skip
+    assert "none yet" in text_of(found)
+
+
+def text_of(found: Status) -> str:
+    from rich.console import Console
+
+    console = Console(width=400)
+    with console.capture() as text:
+        console.print(status_view.one(found, now=NOW))
+    return text.get()
+
+
+def test_text_keeps_brackets_and_json_is_whole(run: RunDir) -> None:
+    append_line(run.attempt(2).metrics, {"iteration": 11, "loss": float("nan"), "time": NOW}, durable=False)
+    found = status.gather(run, RUNNING, now=NOW)
+    text = text_of(found)
+    assert "attempt 1: failed: node [n1] lost" in " ".join(text.split())
+    assert "2, job 8 on n[0-1], begun 10 min ago" in text
+    value = json.loads(status_view.dump(status_view.as_json(found)), parse_constant=pytest.fail)
+    assert value["loss"] is None
+    assert value["jobs"][0]["state"] == "RUNNING"
+    assert value["iteration"] == 11
+
+
+DAMAGE = {
+    "no plan": ("plan.json", None, "this is no run directory"),
+    "torn plan": ("plan.json", "{", "unreadable record"),
+    "plan of another kind": ("plan.json", '{"run": 1}', "unreadable record"),
+    "plan is a list": ("plan.json", "[]", "unreadable record"),
+    "torn begin": ("attempts/0002/begin.json", "", "unreadable record"),
+    "wrong type in begin": ("attempts/0002/begin.json", '{"attempt": 2, "job_id": "8", "job_name": "j", "nodes": "n", '
+                            '"config_revision": 1, "base_iteration": "ten", "base_path": null, "start_time": 1, '
+                            '"job_end_time": null, "lead": 1}', "its records cannot be read"),
+    "commit without fields": ("attempts/0001/commits.jsonl", "{}\n", "its records cannot be read"),
+    "strike without fields": ("nodes.jsonl", '{"node": "n"}\n', "its records cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_run_directory_is_one_clear_error(run: RunDir, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file, content, message = DAMAGE[name]
+    if content is None:
+        (run.path / file).unlink()
+    else:
+        (run.path / file).write_text(content)
+    assert cli.main(["status", str(run.path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_all_runs_are_a_line_each_the_newest_first(
+    make_run: MakeRun,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "tests").mkdir()
+    monkeypatch.setattr(runs, "RUNS", tmp_path)
+    for name, start in (("older", NOW - 500), ("newer", NOW - 5)):
+        made, plan = make_run(folder=f"tests/{name}")
+        Plan.of(vars(plan) | {"run": f"tests/{name}"}).write(made.plan)
+        begin(made, 1, start=start)
+    (tmp_path / "tests" / "half-made").mkdir()
+    found = status.gather_all(runs.every(), now=NOW)
+    assert [entry.run if isinstance(entry, Status) else "damaged" for entry in found] == [
+        "tests/newer", "tests/older", "damaged"]  # fmt: skip
+    assert isinstance(found[2], Damaged)
+    assert cli.main(["status"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [
+        ["tests/newer", "idle"], ["tests/older", "idle"], ["tests/half-made", "damaged"]]  # fmt: skip
+    assert cli.main(["status", "tests/older", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["path"] == str(tmp_path / "tests/older")
+    assert cli.main(["status", "--json"]) == 0
+    assert [entry.get("error") for entry in json.loads(capsys.readouterr().out)][2].startswith("this is no run")
+
+
+def test_once_slurm_does_not_answer_it_is_not_asked_for_every_run(
+    make_run: MakeRun,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = [make_run(folder=f"run{number}", scheduler="slurm")[0] for number in range(3)]
+    (tmp_path / "bin").mkdir()
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.write_text(f"#!/bin/sh\necho x >> '{tmp_path}/count'; echo Unable to contact slurm controller >&2; exit 1\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}/bin{os.pathsep}/usr/bin")
+    monkeypatch.setattr(status, "PATIENCE", 0.0)
+    found = status.gather_all(made, now=NOW)
+    assert [entry.state for entry in found if isinstance(entry, Status)] == ["unknown"] * 3
+    assert (tmp_path / "count").read_text().count("x") == 1
+
+
+@pytest.mark.parametrize("verb", ["status", "save", "stop"])
+def test_a_run_that_is_not_there_is_one_clear_error(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([verb, str(tmp_path / "nothing")]) == 1
+    assert "there is no such run" in capsys.readouterr().err
+
+
+def test_find_prefers_what_is_a_run(
+    make_run: MakeRun,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, _plan = make_run(folder="run")
+    monkeypatch.setattr(runs, "RUNS", tmp_path)
+    assert runs.find(str(made.path)) == made
+    assert runs.find("run").path == made.path
+    with pytest.raises(RunDirError, match="this is no run directory"):
+        runs.find(str(tmp_path))
+
+
+def test_status_does_not_import_torch(run: RunDir) -> None:
+    code = (
+        f"import sys; from relayrun import cli; cli.main(['status', {str(run.path)!r}]); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.endswith("False\n")
