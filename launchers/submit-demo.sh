@@ -16,6 +16,7 @@ set -euo pipefail
 # Settings: edit them here, or give them in the environment: MBS=4 sbatch launchers/submit-demo.sh
 export CONFIG="${CONFIG:-configs/runs/demo-slurm.yaml}" # what no setting names is set there
 export DATASETS="${DATASETS:-demo-output/mixture}"      # folders of .bin/.idx shards, separated by commas
+export MIXTURE="${MIXTURE:-}"                           # instead: a mixture file, or PATH*,0.3;PATH*,0.7 (docs/data-order.md)
 export MBS="${MBS:-4}"
 export GBS="${GBS:-8}"
 export SEQ_LEN="${SEQ_LEN:-256}"
@@ -27,7 +28,7 @@ export NSYS_PROFILER="${NSYS_PROFILER:-false}"
 export MOCK_DATA="${MOCK_DATA:-false}"
 export BACKUP_CODEBASE="${BACKUP_CODEBASE:-false}"
 export MEGATRON_LM_DIR="${MEGATRON_LM_DIR:-}"
-export DATASET_CACHE_DIR="${DATASET_CACHE_DIR:-}"
+export DATASET_CACHE_DIR="${DATASET_CACHE_DIR:-}" # indices of data.order=megatron
 export PROJECT_NAME="${PROJECT_NAME:-relayrun}"
 export EXP_NAME="${EXP_NAME:-demo-slurm}"
 

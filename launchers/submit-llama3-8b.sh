@@ -17,6 +17,7 @@ set -euo pipefail
 # Settings: edit them here, or give them in the environment: MBS=4 sbatch launchers/submit-llama3-8b.sh
 export CONFIG="${CONFIG:-configs/runs/llama3-8b.yaml}" # what no setting names is set there
 export DATASETS="${DATASETS:-}"                        # folders of .bin/.idx shards, separated by commas
+export MIXTURE="${MIXTURE:-}"                          # instead: a mixture file, or PATH*,0.3;PATH*,0.7 (docs/data-order.md)
 export MBS="${MBS:-1}"
 export GBS="${GBS:-128}"
 export SEQ_LEN="${SEQ_LEN:-8192}"
@@ -28,7 +29,7 @@ export NSYS_PROFILER="${NSYS_PROFILER:-false}"
 export MOCK_DATA="${MOCK_DATA:-false}"
 export BACKUP_CODEBASE="${BACKUP_CODEBASE:-false}"
 export MEGATRON_LM_DIR="${MEGATRON_LM_DIR:-}"
-export DATASET_CACHE_DIR="${DATASET_CACHE_DIR:-}"
+export DATASET_CACHE_DIR="${DATASET_CACHE_DIR:-}" # indices of data.order=megatron
 export PROJECT_NAME="${PROJECT_NAME:-relayrun}"
 export EXP_NAME="${EXP_NAME:-llama3-8b}"
 

@@ -52,9 +52,9 @@ def overrides(environment: Mapping[str, str]) -> list[str]:
             raise ConfigError(f"{name}={value} is not supported yet",
                               where="settings block", hint=f"leave {name}={default or '(empty)'}")  # fmt: skip
     given = {setting: value for setting in OVERRIDES if (value := environment.get(setting, "")) != ""}
+    if "MIXTURE" in given:  # a launcher may have a default for DATASETS
+        given.pop("DATASETS", None)
     replaced = [override for setting, override in _OTHER_FORM.items() if setting in given]
-    if len(replaced) > 1:
-        raise ConfigError("give either DATASETS or MIXTURE", where="settings block")
     return replaced + [f"{OVERRIDES[setting]}={_yaml(setting, value)}" for setting, value in given.items()]
 
 

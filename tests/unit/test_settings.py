@@ -31,3 +31,8 @@ def test_resume_is_true_or_false() -> None:
     assert not settings.flag({}, "RESUME")
     with pytest.raises(ConfigError, match="RESUME=yes is neither true nor false"):
         settings.flag({"RESUME": "yes"}, "RESUME")
+
+
+def test_a_mixture_takes_the_place_of_datasets() -> None:
+    texts = settings.overrides({"MIXTURE": "/a*,1;/b,2", "DATASETS": "demo-output", "DATASET_CACHE_DIR": "/cache"})
+    assert texts == ["data.datasets=[]", "data.mixture='/a*,1;/b,2'", "data.data_cache_dir='/cache'"]

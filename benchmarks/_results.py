@@ -1,0 +1,32 @@
+"""Where the figures of a benchmark go: `results/NAME.json`, with what they were measured on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from relayrun.files import write_json
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PACKAGES = ("relayrun", "torch", "megatron-core", "numpy", "pyarrow", "datatrove", "tokenizers")
+
+
+def write(name: str, figures: dict[str, Any]) -> Path:
+    """Write `results/NAME.json` with the date, the command, versions and the number of CPUs beside the figures."""
+    RESULTS.mkdir(exist_ok=True)
+    versions = {package: importlib.metadata.version(package) for package in PACKAGES}
+    write_json(RESULTS / f"{name}.json", {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "versions": versions,
+        "figures": figures,
+    })  # fmt: skip
+    return RESULTS / f"{name}.json"
