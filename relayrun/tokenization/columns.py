@@ -21,6 +21,9 @@ from relayrun.tokenization.metadata import printable
 MOST_ROWS = 1024
 """Rows that are decoded at a time, where documents are short."""
 
+MOST_REPEATED_ROWS = 128
+"""Likewise where the file may hold a text once for many rows, so that its size says little of theirs."""
+
 _READ_AHEAD = 1 << 20
 
 
@@ -68,9 +71,10 @@ def _read_parquet(raw: BinaryIO, path: str, column: str, batch_bytes: int) -> It
         leaves = [file.metadata.schema.column(i).path for i in range(file.metadata.num_columns)]
         leaf = leaves.index(".".join(fields))
         for group in range(file.num_row_groups):
-            size = file.metadata.row_group(group).column(leaf).total_uncompressed_size
-            rows = file.metadata.row_group(group).num_rows
-            most = max(1, min(MOST_ROWS, batch_bytes * rows // max(size, 1)))
+            chunk = file.metadata.row_group(group).column(leaf)
+            average = chunk.total_uncompressed_size / max(chunk.num_values, 1)
+            most = MOST_REPEATED_ROWS if chunk.has_dictionary_page else MOST_ROWS
+            most = int(max(1, min(most, batch_bytes / max(average, 1))))
             # one thread: the workers share the cores already
             for batch in file.iter_batches(most, [group], [".".join(fields)], use_threads=False):
                 array = batch.column(fields[0])

@@ -1,0 +1,179 @@
+"""Every engine gives the ids of Hugging Face's tokenizers, whatever the text: routed, proven, or both."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import unicodedata
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+from relayrun.tokenization import engines
+from relayrun.tokenization.engines import EngineName, HuggingFace, Route, select
+from relayrun.tokenization.texts import Texts, not_ascii, unassigned
+
+from ..unit.tokenization_corpus import TEXTS
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace("{1,3}", "")
+KINDS = ("gpt2", "llama3", "qwen2 with NFC", "llama3 with added tokens", "metaspace with byte fallback", "words")
+
+
+@functools.cache
+def tokenizer(kind: str) -> Tokenizer:
+    """Small ones of the kinds that there are, trained on a few languages."""
+    special = ["<|endoftext|>", "<s>", "</s>"]
+    if kind == "words":
+        made = Tokenizer(models.WordLevel({"<unk>": 0, "the": 1, "a": 2}, unk_token="<unk>"))
+        made.pre_tokenizer = pre_tokenizers.Whitespace()
+    elif kind.startswith("metaspace"):
+        made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        special = ["<unk>", *special, *(f"<0x{byte:02X}>" for byte in range(256))]
+    else:
+        made = Tokenizer(models.BPE(ignore_merges=kind.startswith("llama3")))
+        if kind == "gpt2":
+            made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        else:
+            split = pre_tokenizers.Split(Regex(QWEN2 if kind.startswith("qwen2") else LLAMA3), "isolated")
+            made.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+        if "NFC" in kind:
+            made.normalizer = normalizers.NFC()
+    if kind != "words":
+        alphabet = [] if kind.startswith("metaspace") else pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=special, initial_alphabet=alphabet,
+                                      show_progress=False)  # fmt: skip
+        made.train_from_iterator(TEXTS * 3, trainer)
+    if "added" in kind:
+        made.add_tokens([AddedToken("fox", single_word=True), AddedToken("<tool>", lstrip=True, rstrip=True)])
+    made.encode_special_tokens = True
+    return made
+
+
+@functools.cache
+def engine(kind: str, wanted: EngineName) -> tuple[engines.Engine, str]:
+    selection = select(wanted, tokenizer(kind), Texts.of(list(TEXTS)), lambda line: None)
+    return selection.build(tokenizer(kind).to_str()), selection.engine
+
+
+def same(kind: str, wanted: EngineName, texts: list[str]) -> None:
+    right, lengths = HuggingFace(tokenizer(kind)).encode(Texts.of(texts))
+    ids, ours = engine(kind, wanted)[0].encode(Texts.of(texts))
+    if ids.tolist() != right.tolist() or ours.tolist() != lengths.tolist():
+        ends, our_ends = np.cumsum(lengths)[:-1], np.cumsum(ours)[:-1]
+        pairs = zip(texts, np.split(right, ends), np.split(ids, our_ends), strict=True)
+        wrong = [ascii(text[:60]) for text, theirs, mine in pairs if theirs.tolist() != mine.tolist()]
+        raise AssertionError(f"{kind}, {engine(kind, wanted)[1]}: {len(wrong)} texts differ: {wrong[:5]}")
+
+
+pieces = st.one_of(
+    st.text(max_size=30),
+    st.sampled_from(
+        [*TEXTS, "<|endoftext|>", "<s>", " fox", "foxy", " <tool> ", "\n\n", "'LL", "e\u0301", "\U00011de0"]
+    ),
+    st.builds(lambda text, count: text * count, st.text(min_size=1, max_size=3), st.integers(1, 300)),
+)
+documents = st.lists(pieces, max_size=6).map("".join)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None)
+@given(texts=st.lists(documents, max_size=12))
+def test_auto_gives_the_ids_of_hugging_face(kind: str, texts: list[str]) -> None:
+    same(kind, "auto", texts)
+
+
+@pytest.mark.parametrize("kind", ["llama3", "metaspace with byte fallback"])
+@settings(max_examples=25, deadline=None)
+@given(texts=st.lists(documents, max_size=12))
+def test_fastokens_gives_the_ids_of_hugging_face(kind: str, texts: list[str]) -> None:
+    same(kind, "fastokens", texts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_forty_thousand_random_texts_give_the_ids_of_hugging_face(kind: str) -> None:
+    generator = random.Random(7)
+    points = [chr(point) for point in range(sys.maxunicode + 1) if not 0xD800 <= point < 0xE000]
+    marks = [
+        point for point in points if unicodedata.category(point)[0] in "MZC" and unicodedata.category(point) != "Co"
+    ]
+    plain = [*"abc 1'\n.<|>"]
+
+    def text() -> str:
+        pool = generator.choice([points, points[:0x3000], points[:0x800], marks, plain])
+        return "".join(generator.choice(pool if generator.random() < 0.6 else plain)
+                       for _ in range(generator.randrange(60)))  # fmt: skip
+
+    for _ in range(40):
+        same(kind, "auto", [text() for _ in range(1000)])
+
+
+@given(texts=st.lists(st.text(max_size=20), max_size=8))
+def test_texts_keep_their_strings_and_know_their_code_points(texts: list[str]) -> None:
+    made = Texts.of(texts)
+    assert made.strings() == texts
+    assert not_ascii(made).tolist() == [not text.isascii() for text in texts]
+    assert unassigned(made).tolist() == [any(unicodedata.category(c) == "Cn" for c in text) for text in texts]
+    mask = np.array([len(text) % 2 == 0 for text in texts], np.bool_)
+    assert made.take(mask).strings() == [text for text in texts if len(text) % 2 == 0]
+
+
+@given(texts=st.lists(st.text(max_size=20), max_size=12), size=st.integers(1, 50), count=st.integers(1, 5))
+def test_pieces_stay_within_their_bounds_and_lose_nothing(texts: list[str], size: int, count: int) -> None:
+    found = list(Texts.of(texts).split(size, count))
+    assert [text for piece in found for text in piece.strings()] == texts
+    assert all(len(piece) <= count and (len(piece) == 1 or len(piece.used) <= size) for piece in found)
+
+
+def test_gigatoken_is_trusted_with_plain_byte_level_bpe_alone() -> None:
+    trusted = {kind: engine(kind, "auto")[1] for kind in KINDS}
+    assert trusted == {
+        "gpt2": "gigatoken",
+        "llama3": "gigatoken",
+        "qwen2 with NFC": "gigatoken",
+        "llama3 with added tokens": "gigatoken",
+        "metaspace with byte fallback": "huggingface",  # fastokens fails the proof on 'a</s>b'
+        "words": "huggingface",
+    }
+    route = Route.of(tokenizer("qwen2 with NFC").to_str())
+    assert route is not None
+    assert route.elsewhere(Texts.of(["ascii", "é", ""])).tolist() == [False, True, False]
+
+
+def test_routed_texts_are_counted_and_come_back_in_their_place() -> None:
+    routed, name = engine("llama3", "auto")
+    before = routed.routed
+    same("llama3", "auto", ["a", "new digit \U00011de1\U00011de2 1", "b", "", "x \u0378", "c"])
+    assert name == "gigatoken"
+    assert routed.routed - before == 2
+
+
+class Lying(HuggingFace):
+    """Gives every text one id too many."""
+
+    def __init__(self, definition: str) -> None:
+        super().__init__(Tokenizer.from_str(definition))
+
+    def encode(self, texts: Texts) -> engines.Encoded:
+        return np.zeros(len(texts), np.uint32), np.ones(len(texts), np.int64)
+
+
+def test_an_engine_that_differs_or_fails_is_left_out_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "Gigatoken", Lying)
+    told: list[str] = []
+    selection = select("auto", tokenizer("gpt2"), Texts.of(["x"]), told.append)
+    assert selection.engine == "fastokens"
+    assert "gigatoken gives other ids than Hugging Face's tokenizers for" in told[0]
+    assert "going on without gigatoken" in told[1]
+    told.clear()
+    assert select("fastokens", tokenizer("words"), Texts.of(["x"]), told.append).engine == "huggingface"
+    assert "fastokens" in told[0]
