@@ -98,6 +98,11 @@ class Shard:
         return np.memmap(self.prefix + ".idx", np.dtype("<i8"), "r",
                          HEADER.size + 4 * self.sequences, (self.sequences,))  # fmt: skip
 
+    def bounds(self) -> npt.NDArray[np.int64]:
+        """First sequence of each document, and the number of sequences, shape [documents + 1], memory-mapped."""
+        return np.memmap(self.prefix + ".idx", np.dtype("<i8"), "r",
+                         HEADER.size + 12 * self.sequences, (self.documents + 1,))  # fmt: skip
+
     def ids(self) -> npt.NDArray[np.generic]:
         """All token ids, shape [tokens], memory-mapped."""
         return np.memmap(self.prefix + ".bin", self.dtype, "r", 0, (self.tokens,))
@@ -154,7 +159,10 @@ class ShardWriter:
             self.abort()
             return False
         try:
-            idx_bytes = _index(np.concatenate(self._lengths), self.dtype)
+            documents = np.concatenate(self._lengths)
+            bounds = np.zeros(len(documents) + 1, np.int64)
+            np.cumsum(documents > 0, out=bounds[1:])
+            idx_bytes = index_bytes(documents[documents > 0], bounds, self.dtype)
             with open(self.prefix + ".idx.tmp", "wb") as idx:
                 idx.write(idx_bytes)
                 idx.flush()
@@ -180,13 +188,10 @@ class ShardWriter:
                 os.unlink(self.prefix + name)
 
 
-def _index(documents: npt.NDArray[np.int32], dtype: np.dtype[np.generic]) -> bytes:
-    """The .idx of documents of these lengths."""
-    lengths = documents[documents > 0].astype("<i4")
+def index_bytes(lengths: npt.NDArray[np.int32], bounds: npt.NDArray[np.int64], dtype: np.dtype[np.generic]) -> bytes:
+    """The .idx of sequences of these `lengths` that lie one behind the other; documents as in the layout above."""
     offsets = np.zeros(len(lengths), dtype="<i8")
     np.cumsum(lengths[:-1].astype("<i8") * dtype.itemsize, out=offsets[1:])
-    bounds = np.zeros(len(documents) + 1, dtype="<i8")
-    np.cumsum(documents > 0, out=bounds[1:])
     code = next(code for code, kind in CODES.items() if np.dtype(kind) == dtype)
     header = HEADER.pack(MAGIC, 1, code, len(lengths), len(bounds))
-    return b"".join((header, lengths.tobytes(), offsets.tobytes(), bounds.tobytes()))
+    return b"".join((header, lengths.astype("<i4").tobytes(), offsets.tobytes(), bounds.astype("<i8").tobytes()))

@@ -1,0 +1,137 @@
+"""Whether token shards are what they say: header, sizes, order, ids, ends of documents, checksums.
+
+Every shard is read once, front to back, in pieces; several at a time, because numpy and hashlib let go of
+Python's lock. Checksums are those that `tokenization.json` beside a shard notes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relayrun.errors import InputError
+from relayrun.files import read_json
+from relayrun.indexed import Shard
+
+_PIECE = 1 << 24
+RECORD = "tokenization.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """A shard, and what is wrong with it."""
+
+    prefix: str
+    tokens: int
+    bytes: int
+    faults: tuple[str, ...]
+
+
+def verify(
+    prefixes: Sequence[str],
+    *,
+    vocabulary_size: int | None = None,
+    eod: int | None = None,
+    checksums: bool = True,
+    threads: int | None = None,
+    report: Callable[[Verified], None] = lambda verified: None,
+) -> list[Verified]:
+    """Check shards, each fault named; `report` gets each shard as it is done, in the order of `prefixes`.
+
+    `vocabulary_size`: ids must lie below it. `eod`: every document must end with it. `checksums`: compare
+    with the record beside the shard, if there is one.
+    """
+    check = functools.partial(_verify, vocabulary_size=vocabulary_size, eod=eod, checksums=checksums)
+    results = []
+    with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
+        for verified in pool.map(check, prefixes):
+            report(verified)
+            results.append(verified)
+    return results
+
+
+def _verify(prefix: str, *, vocabulary_size: int | None, eod: int | None, checksums: bool) -> Verified:
+    try:
+        shard = Shard.open(prefix)
+    except InputError as error:
+        return Verified(prefix=prefix, tokens=0, bytes=0, faults=(error.message,))
+    faults = _faults_of_index(shard)
+    if not faults and eod is not None:
+        faults += _faults_of_ends(shard, eod)
+    expected = _checksums(prefix) if checksums else {}
+    digest = hashlib.sha256() if expected else None
+    faults += _faults_of_ids(shard, vocabulary_size, digest)
+    if digest is not None and digest.hexdigest() != expected.get("bin"):
+        faults.append("the .bin is not what its record says (sha256)")
+    if digest is not None and hashlib.sha256(Path(prefix + ".idx").read_bytes()).hexdigest() != expected.get("idx"):
+        faults.append("the .idx is not what its record says (sha256)")
+    return Verified(prefix=prefix, tokens=shard.tokens, bytes=shard.bin_bytes, faults=tuple(faults))
+
+
+def _faults_of_index(shard: Shard) -> list[str]:
+    faults = []
+    lengths, bounds = np.asarray(shard.lengths()), np.asarray(shard.bounds())
+    if (lengths <= 0).any():
+        faults.append(f"sequence {int(np.argmax(lengths <= 0))} has no tokens")
+    ends = np.cumsum(lengths, dtype=np.int64) * shard.dtype.itemsize
+    wrong = np.asarray(shard.offsets()) != ends - lengths.astype(np.int64) * shard.dtype.itemsize
+    if wrong.any():
+        faults.append(f"sequence {int(np.argmax(wrong))} does not begin where the one before it ends")
+    elif shard.bin_bytes != (ends[-1] if len(ends) else 0):
+        faults.append(f"the .bin has {shard.bin_bytes} bytes, its index ends at {int(ends[-1]) if len(ends) else 0}")
+    if bounds[0] != 0 or bounds[-1] != shard.sequences or (np.diff(bounds) < 0).any():
+        faults.append("the documents' bounds do not run from the first sequence to the last")
+    return faults
+
+
+def _faults_of_ends(shard: Shard, eod: int) -> list[str]:
+    bounds = np.unique(np.asarray(shard.bounds()))[1:]
+    ends = np.cumsum(shard.lengths(), dtype=np.int64)[bounds - 1] - 1
+    without = np.flatnonzero(np.asarray(shard.ids())[ends] != eod) if len(ends) else ends
+    if not without.size:
+        return []
+    return [f"{without.size:,} documents do not end with {eod}, the first of them is document {int(without[0])}"]
+
+
+def _faults_of_ids(shard: Shard, vocabulary_size: int | None, digest: Any) -> list[str]:
+    """One pass over the .bin: the range of the ids, and its checksum."""
+    lowest, highest = 0, -1
+    with open(shard.prefix + ".bin", "rb", buffering=0) as file:
+        buffer = bytearray(_PIECE)
+        while read := file.readinto(buffer):
+            if digest is not None:
+                digest.update(memoryview(buffer)[:read])
+            if vocabulary_size is not None:
+                ids = np.frombuffer(buffer, shard.dtype, read // shard.dtype.itemsize)
+                lowest, highest = min(lowest, int(ids.min(initial=0))), max(highest, int(ids.max(initial=0)))
+    if vocabulary_size is not None and (lowest < 0 or highest >= vocabulary_size):
+        return [f"ids from {lowest} to {highest}, but the vocabulary has {vocabulary_size}"]
+    return []
+
+
+def _checksums(prefix: str) -> dict[str, str]:
+    """What the record beside the shard says, or nothing."""
+    folder, name = os.path.split(os.path.realpath(prefix + ".bin"))
+    record = _record(folder)
+    try:
+        found: dict[str, str] = record["shards"][name.removesuffix(".bin")]["sha256"]
+    except (KeyError, TypeError):
+        return {}
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _record(folder: str) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = read_json(os.path.join(folder, RECORD))
+    except (OSError, ValueError):
+        return {}
+    return record

@@ -1,0 +1,47 @@
+#!/usr/bin/env python3
+"""Check token shards: header, sizes, lengths, ids below the vocabulary, EOD at ends, checksums. Names every fault.
+
+verify_dataset.py tokens/web --tokenizer tokenizer/
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from relayrun.data.prefixes import find_prefixes
+from relayrun.data.verify import Verified, verify
+from relayrun.errors import InputError, run_main
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="shards are found at any depth")
+    parser.add_argument("--tokenizer", metavar="T", help="gives the size of the vocabulary and the EOD")
+    parser.add_argument("--vocabulary-size", type=int, metavar="N", help="ids must lie below it")
+    parser.add_argument("--eod", type=int, metavar="ID", help="every document must end with it")
+    parser.add_argument("--no-checksums", action="store_true", help="do not compare with the records of tokenization")
+    parser.add_argument("--threads", type=int, metavar="N", help="shards at a time (default: one a core)")
+    options = parser.parse_args()
+    size, eod = options.vocabulary_size, options.eod
+    if options.tokenizer is not None:
+        from relayrun.tokenization.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(options.tokenizer, append_eod="auto")
+        size, eod = size or tokenizer.size, tokenizer.eos_id if eod is None else eod
+
+    def report(verified: Verified) -> None:
+        for fault in verified.faults:
+            print(f"{verified.prefix}: {fault}", flush=True)
+
+    checked = verify(find_prefixes(options.folders), vocabulary_size=size, eod=eod,
+                     checksums=not options.no_checksums, threads=options.threads, report=report)  # fmt: skip
+    wrong = sum(bool(each.faults) for each in checked)
+    print(f"{len(checked):,} shards, {sum(each.tokens for each in checked):,} tokens: {wrong:,} with faults")
+    if wrong:
+        raise InputError(f"{wrong:,} of {len(checked):,} shards have faults", hint="tokenize their dumps again")
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relayrun.data.merge import merge
+from relayrun.data.verify import verify
+from relayrun.errors import InputError
+from relayrun.indexed import HEADER, Shard, ShardWriter
+
+ROOT = Path(__file__).resolve().parents[2]
+EOD = 9
+
+
+def write_shard(prefix: Path, documents: list[list[int]], dtype: type = np.uint16) -> str:
+    writer = ShardWriter(prefix, dtype)
+    for document in documents:
+        writer.add(document, [len(document)])
+    writer.finish()
+    record = prefix.parent / "tokenization.json"
+    shards = json.loads(record.read_text())["shards"] if record.exists() else {}
+    record.write_text(json.dumps({"shards": {**shards, prefix.name: {"sha256": writer.sha256}}}))
+    return str(prefix)
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> list[str]:
+    generator = np.random.default_rng(0)
+    return [
+        write_shard(
+            tmp_path / "in" / f"{number}",
+            [[*generator.integers(0, 9, generator.integers(0, 50)).tolist(), EOD] for _ in range(20)] + [[]],
+        )
+        for number in range(3)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, while megatron-core imports it
+def test_a_merge_is_the_bytes_of_megatrons_own(shards: list[str], tmp_path: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
+    for prefix in shards:
+        builder.add_index(prefix)
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    merged = merge(shards, tmp_path / "to" / "ours")
+    assert (merged.documents, merged.sequences) == (63, 60)
+    for suffix in (".bin", ".idx"):
+        assert Path(merged.prefix + suffix).read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+    assert len(IndexedDataset(merged.prefix)) == 60
+    assert sorted(file.name for file in (tmp_path / "to").iterdir()) == ["ours.bin", "ours.idx"]
+
+
+def test_shards_that_do_not_fit_together_are_refused_and_leave_nothing(shards: list[str], tmp_path: Path) -> None:
+    wide = write_shard(tmp_path / "wide", [[1, EOD]], np.int32)
+    with pytest.raises(InputError, match="wide: token types differ: int32 here, uint16 in"):
+        merge([shards[0], wide], tmp_path / "to" / "merged")
+    with pytest.raises(InputError, match="exists already"):
+        merge(shards, shards[0])
+    os.truncate(shards[1] + ".bin", 4)
+    with pytest.raises(InputError, match="torn"):
+        merge(shards, tmp_path / "to" / "merged")
+    assert not (tmp_path / "to").exists()
+
+
+def test_whole_shards_have_no_faults(shards: list[str]) -> None:
+    checked = verify(shards, vocabulary_size=10, eod=EOD)
+    assert [each.prefix for each in checked] == shards
+    assert not any(each.faults for each in checked)
+    assert [each.tokens for each in checked] == [Shard.open(prefix).tokens for prefix in shards]
+
+
+def damage(prefix: str, kind: str) -> None:
+    index, tokens = Path(prefix + ".idx"), Path(prefix + ".bin")
+    bytes_of_index, ids = bytearray(index.read_bytes()), np.fromfile(tokens, np.uint16)
+    sequences = Shard.open(prefix).sequences
+    if kind == "torn .bin":
+        os.truncate(tokens, tokens.stat().st_size - 2)
+    elif kind == "trailing bytes":
+        tokens.write_bytes(tokens.read_bytes() + b"\0\0")
+    elif kind == "id too large":
+        ids[0] = 10
+        ids.tofile(tokens)
+    elif kind == "no EOD":
+        ids[-1] = 3
+        ids.tofile(tokens)
+    elif kind == "flipped bit":
+        ids[1] ^= 1
+        ids.tofile(tokens)
+    elif kind == "offset":
+        struct.pack_into("<q", bytes_of_index, HEADER.size + 4 * sequences + 8, 2)
+    elif kind == "length":
+        struct.pack_into("<i", bytes_of_index, HEADER.size, 0)
+    elif kind == "bounds":
+        struct.pack_into("<q", bytes_of_index, HEADER.size + 12 * sequences, 1)
+    index.write_bytes(bytes_of_index)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("torn .bin", "token file is torn"),
+        ("trailing bytes", "its index ends at"),
+        ("id too large", "ids from 0 to 10, but the vocabulary has 10"),
+        ("no EOD", "1 documents do not end with 9, the first of them is document 19"),
+        ("flipped bit", "the .bin is not what its record says"),
+        ("offset", "sequence 1 does not begin where"),
+        ("length", "sequence 0 has no tokens"),
+        ("bounds", "bounds do not run from the first sequence"),
+    ],
+)
+def test_every_fault_is_named(shards: list[str], kind: str, message: str) -> None:
+    damage(shards[1], kind)
+    good, bad, other = verify(shards, vocabulary_size=10, eod=EOD)
+    assert not good.faults
+    assert not other.faults
+    assert any(message in fault for fault in bad.faults), bad.faults
+
+
+def test_the_doors_say_what_they_did(shards: list[str], tmp_path: Path) -> None:
+    folder = Path(shards[0]).parent
+
+    def door(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(ROOT / "scripts/tools" / name), *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    merged = door("merge_datasets.py", "--input", folder, "--output-prefix", tmp_path / "dump-0-merged")
+    assert merged.returncode == 0
+    assert "3 shards, 63 documents" in merged.stdout
+    assert door("verify_dataset.py", folder, "--vocabulary-size", 10, "--eod", EOD).returncode == 0
+    damage(shards[2], "flipped bit")
+    failed = door("verify_dataset.py", folder)
+    assert failed.returncode == 1
+    assert f"{shards[2]}: the .bin is not what its record says" in failed.stdout
+    assert "error: 1 of 3 shards have faults" in failed.stderr
+
+
+def test_checksums_are_those_of_the_files(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path / "x", np.uint16)
+    writer.add([1, 2, 3], [3])
+    mark = writer.mark()
+    writer.add([4, 5], [1, 1])
+    writer.rollback(mark)
+    writer.add([6], [1])
+    writer.finish()
+    assert np.fromfile(tmp_path / "x.bin", np.uint16).tolist() == [1, 2, 3, 6]
+    for suffix, digest in writer.sha256.items():
+        assert hashlib.sha256((tmp_path / f"x.{suffix}").read_bytes()).hexdigest() == digest
