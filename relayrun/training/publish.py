@@ -55,7 +55,7 @@ def publish(run: RunDir, attempt: int, commit: Commit, staged: Path) -> None:
 
 
 def prune(run: RunDir, attempt: int, keep_last: int, keep_every: int | None = None) -> None:
-    """Remove the oldest checkpoints of this run's line beyond `keep_last`, and what dead attempts staged.
+    """Remove the oldest checkpoints of this run's line beyond `keep_last`, and what failed saves and dead attempts staged.
 
     In line are this attempt's own commits and what lies at or below its base. Multiples of `keep_every`
     stay for good. The newest one always stays: it was checked a moment ago, so a good one is left
@@ -74,6 +74,8 @@ def prune(run: RunDir, attempt: int, keep_last: int, keep_every: int | None = No
             doomed = staging / f"removing-{iteration}"
             os.rename(run.checkpoint(iteration), doomed)  # at once: no half a checkpoint under its name
             shutil.rmtree(doomed)
+        for leftover in staging.glob("iter_*"):  # of saves that failed; the one that worked has been renamed
+            shutil.rmtree(leftover)
         for other in staging.parent.iterdir():
             if other.name.isdecimal() and int(other.name) < attempt:
                 shutil.rmtree(other)
