@@ -33,6 +33,7 @@ from relayrun.data.manifest import DatasetManifest, Manifest
 from relayrun.data.mixed import MixedOrder, Part
 from relayrun.data.order import Dataset, SampleOrder
 from relayrun.data.permutation import Permutation, permutation_key
+from relayrun.data.schedule import Interleave, integer_weights
 from relayrun.indexed import CODES, HEADER, MAGIC, ShardWriter
 
 SHARDS = 1000
@@ -141,7 +142,7 @@ def opening(folder: Path, *, quick: bool) -> list[dict[str, Any]]:
         }  # fmt: skip
         shutil.rmtree(place)
         row["megatron"] = []
-        for size in (10**9,) if quick else (10**10, 10**11):
+        for size in (10**9,) if quick else (10**11, 10**12):
             prefix = sparse_shard(folder / "one", documents_, size)
             row["megatron"].append({"tokens": size, **in_a_process("megatron", prefix=prefix)})
         rows.append(row)
@@ -271,8 +272,16 @@ def addressing() -> dict[str, Any]:
     one = (time.perf_counter() - started) / len(numbers)
     started = time.perf_counter()
     permutation.map(np.arange(1_000_000))
-    return {"windows": windows, "ranks": ranks, "microseconds_each": one * 1e6,
-            "microseconds_each_in_numpy": (time.perf_counter() - started)}  # fmt: skip
+    many = time.perf_counter() - started  # seconds for 10^6 are microseconds for one
+    mix = {}
+    for count in (2, 20, 500):
+        interleave = Interleave(integer_weights({f"d{i}": 1 + i % 7 for i in range(count)}))
+        started = time.perf_counter()
+        for k in numbers:
+            interleave.locate(k)
+        mix[str(count)] = (time.perf_counter() - started) / len(numbers) * 1e6
+    return {"windows": windows, "ranks": ranks, "microseconds_each": one * 1e6, "microseconds_each_in_numpy": many,
+            "mix_microseconds_by_datasets": mix}  # fmt: skip
 
 
 def shuffle_quality(folder: Path, *, quick: bool) -> dict[str, Any]:
