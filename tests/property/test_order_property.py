@@ -90,7 +90,9 @@ def test_two_layouts_of_one_batch_give_the_same_token_hashes(
     manifest: DatasetManifest, layout: tuple[int, int], consumed: int
 ) -> None:
     def hashes(size: int, micro: int) -> list[str]:
-        order = SampleOrder(manifest, seq_length=SEQ_LENGTH, seed=9)
+        parts = {name: Part(dataset=SampleOrder(manifest, seq_length=SEQ_LENGTH, seed=9, name=name), weight=weight,
+                            record={}) for name, weight in (("a", 0.3), ("b", 0.7))}  # fmt: skip
+        order = MixedOrder(parts, {})
         return [
             hashlib.sha256(np.ascontiguousarray(samples).data).hexdigest()
             for samples in iteration(order, (size, micro, 16 // (size * micro)), consumed, 3)

@@ -1,0 +1,99 @@
+"""A submit of a run whose data have changed: what it refuses leaves nothing behind, what it takes is a revision."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relayrun import submission
+from relayrun.cli import main
+from relayrun.config import compose
+from relayrun.data.manifest import Manifest
+from relayrun.errors import InputError
+from relayrun.indexed import ShardWriter
+from relayrun.rundir.records import Begin, Commit, append_commit
+from tests.workspace import Workspace
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Workspace:
+    """A run that was submitted, has trained 100 samples, and has no job any more."""
+    workspace = Workspace.make(tmp_path)
+    submit(workspace, {"web": 1.0, "code": 1.0})
+    run = workspace.run("run")
+    attempt = run.attempt(1)
+    attempt.path.mkdir(parents=True)
+    Begin(attempt=1, job_id="1", job_name="x", nodes="n", config_revision=1, base_iteration=0, base_path=None,
+          start_time=0.0, job_end_time=None, lead=0.0).write(attempt.begin)  # fmt: skip
+    run.checkpoint(10).mkdir(parents=True)
+    append_commit(attempt, Commit(iteration=10, path=str(run.checkpoint(10)), consumed_samples=100, time=0.0,
+                                  seconds=0.0))  # fmt: skip
+    return workspace
+
+
+def config(workspace: Workspace, weights: dict[str, float]) -> Path:
+    shards = {"web": "shard[01]", "code": "shard2", "books": "books*"}
+    mixture = {name: {"path": f"{workspace.folder}/data/{shards[name]}", "weight": weight}
+               for name, weight in weights.items()}  # fmt: skip
+    data = {"tokenizer": f"{workspace.folder}/tokenizer.json", "datasets": [], "mixture": mixture}
+    return workspace.config("run", data=data)
+
+
+def submit(workspace: Workspace, weights: dict[str, float], *, accept: bool = False) -> None:
+    """Queue a job, and take it out of the local queue again."""
+    submission.submit(compose.load(config(workspace, weights)), accept_data_change=accept)
+    for job in (workspace.folder / "run").glob("local*"):
+        shutil.rmtree(job)
+
+
+def append_to(workspace: Workspace, shard: str) -> None:
+    writer = ShardWriter(workspace.folder / "data" / shard, np.uint16)
+    writer.add(np.arange(900) % 300, [900])
+    writer.finish()
+
+
+def test_a_new_mixture_is_a_new_revision(trained: Workspace) -> None:
+    append_to(trained, "books0")
+    submit(trained, {"web": 1.0, "books": 3.0})
+    run = trained.run("run")
+    assert run.revisions() == [1, 2]
+    assert list(Manifest.read(run.manifest).datasets) == ["web", "code", "books"]
+    assert compose.read_resolved(run.config_revision(2)).data.mixture["books"].weight == 3.0
+    submit(trained, {"web": 1.0, "books": 3.0})
+    assert run.revisions() == [1, 2]
+
+
+def test_changed_files_are_refused_and_leave_the_run_as_it_was(
+    trained: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained.run("run")
+    manifest, script = run.manifest.read_bytes(), run.job_script.read_bytes()
+    append_to(trained, "shard2")
+    with pytest.raises(InputError, match=r"code: shard shard2 had 40 documents, .* now 1 documents, 900 tokens"):
+        submit(trained, {"web": 1.0, "code": 1.0})
+    assert main(["submit", str(config(trained, {"web": 1.0, "code": 1.0}))]) == 1
+    assert "--accept-data-change: see docs/data-order.md" in capsys.readouterr().err
+    assert run.revisions() == [1]
+    assert run.manifest.read_bytes() == manifest
+    assert run.job_script.read_bytes() == script
+    submit(trained, {"web": 1.0, "code": 1.0}, accept=True)
+    assert "accepted: code: shard shard2 had 40 documents" in capsys.readouterr().err
+    assert compose.read_resolved(run.config_revision(2)).data.mixture["code"].edition == 2
+    assert list(Manifest.read(run.manifest).datasets) == ["web", "code", "code@2"]
+    submit(trained, {"web": 1.0})
+    submit(trained, {"web": 1.0, "code": 1.0})
+    assert compose.read_resolved(run.config_revision(4)).data.mixture["code"].edition == 2
+
+
+def test_nothing_is_held_against_a_run_that_never_trained(trained: Workspace) -> None:
+    shutil.rmtree(trained.run("run").attempts)
+    append_to(trained, "shard2")
+    with pytest.raises(InputError, match="it has not trained, and would begin anew"):
+        submit(trained, {"web": 1.0, "code": 1.0})
+    submit(trained, {"web": 1.0, "code": 1.0}, accept=True)
+    run = trained.run("run")
+    assert list(Manifest.read(run.manifest).datasets) == ["web", "code"]
+    assert Manifest.read(run.manifest).datasets["code"].tokens == 900
