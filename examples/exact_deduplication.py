@@ -19,8 +19,8 @@ from relayrun.tokenization import MegatronTokenWriter
 TASKS = 2
 
 
-def text(document: Document) -> str:
-    return document.text
+def text(document: Document) -> bytes:
+    return document.text.encode()
 
 
 def main(data: str, tokenizer: str, output: str) -> None:

@@ -18,6 +18,7 @@ from datatrove.pipeline.dedup import (
     MinhashDedupSignature,
 )
 from datatrove.pipeline.readers import JsonlReader
+from datatrove.utils.hashing import HashConfig
 from datatrove.utils.word_tokenizers import WordTokenizer
 
 from relayrun.tokenization import MegatronTokenWriter
@@ -39,7 +40,8 @@ class Words(WordTokenizer):
 
 
 def main(data: str, tokenizer: str, output: str) -> None:
-    config = MinhashConfig(n_grams=5, num_buckets=14, hashes_per_bucket=8)
+    # datatrove hands text to the hash, which xxhash takes as bytes alone since its version 4
+    config = MinhashConfig(n_grams=5, num_buckets=14, hashes_per_bucket=8, hash_config=HashConfig(hash_fc="sha1"))
     signatures, buckets, removed, logs = (f"{output}/{name}" for name in ("signatures", "buckets", "removed", "logs"))
     stages = [
         (TASKS, [JsonlReader(data), MinhashDedupSignature(signatures, config, Words())]),

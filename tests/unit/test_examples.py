@@ -12,7 +12,7 @@ import pytest
 from .tokenization_corpus import expected_ids, shard_documents, train_tokenizer
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-LONG = " ".join(f"word{number}" for number in range(200))
+LONG = " ".join(first + second for first in "abcdefghij" for second in "abcdefghijklmnopqrst")
 ROWS = ["short", "the first text of them all", LONG, "the first text of them all", LONG + " and more"]
 KEPT = {
     "filter": ROWS[1:],
