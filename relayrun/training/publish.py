@@ -55,7 +55,7 @@ def publish(run: RunDir, attempt: int, commit: Commit, staged: Path) -> None:
 
 
 def prune(run: RunDir, attempt: int, keep_last: int, keep_every: int | None = None) -> None:
-    """Remove the oldest checkpoints of this run's line beyond `keep_last`, and what failed saves and dead attempts staged.
+    """Remove this run's oldest checkpoints beyond `keep_last`, and what failed saves and dead attempts staged.
 
     In line are this attempt's own commits and what lies at or below its base. Multiples of `keep_every`
     stay for good. The newest one always stays: it was checked a moment ago, so a good one is left
