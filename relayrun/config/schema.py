@@ -46,13 +46,15 @@ class Model(Section):
     num_query_groups: Positive
     """Key-value heads; equal to num_attention_heads for plain multi-head attention."""
     rotary_base: Positive = 500_000
+    rope_scaling_factor: Annotated[float, Field(ge=1)] | None = None
+    """Llama 3.1's stretching of the low rotary frequencies, over an original context of 8,192; None: none."""
     norm_epsilon: float = 1e-5
     init_method_std: float = 0.02
     hidden_dropout: Fraction = 0.0
     attention_dropout: Fraction = 0.0
     untie_embeddings_and_output_weights: bool = True
     make_vocab_size_divisible_by: Positive = 128
-    """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
+    """The vocabulary is padded to a multiple of this, however the model is split: a checkpoint fits every layout."""
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:
@@ -161,6 +163,12 @@ class Training(Section):
     """Global batches per validation set and evaluation."""
     threads: NonNegative = 0
     """CPU threads of a rank (torch.set_num_threads); 0 leaves torch's own choice."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of weights and activations. With bf16 the optimizer keeps fp32 weights; gradients are summed in fp32."""
+    recompute_granularity: Literal["full"] | None = None
+    """full: keep only the inputs of the layers and compute the rest again in the backward pass. Saves memory."""
+    manual_gc_interval: NonNegative = 0
+    """Iterations between Python's garbage collections, at the same time on all ranks; 0 leaves it to Python."""
 
 
 class Optimizer(Section):
@@ -195,7 +203,31 @@ class Parallel(Section):
 
     tensor_model_parallel_size: Positive = 1
     pipeline_model_parallel_size: Positive = 1
+    num_layers_per_virtual_pipeline_stage: Positive | None = None
+    """Layers of one of several parts that a pipeline stage holds, for a smaller pipeline bubble; None: one part."""
+    sequence_parallel: bool = False
+    """Split norms and dropout over the tensor-parallel ranks by sequence."""
     use_distributed_optimizer: bool = False
+    """Split the optimizer's state over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass goes on."""
+    overlap_param_gather: bool = False
+    """Gather the updated weights while the forward pass goes on."""
+
+    @property
+    def virtual_stages(self) -> bool:
+        return self.num_layers_per_virtual_pipeline_stage is not None
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError("sequence_parallel splits over tensor-parallel ranks: it needs "
+                             "tensor_model_parallel_size above 1")  # fmt: skip
+        if self.virtual_stages and self.pipeline_model_parallel_size == 1:
+            raise ValueError("num_layers_per_virtual_pipeline_stage needs pipeline_model_parallel_size above 1")
+        if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
+            raise ValueError("overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce")
+        return self
 
 
 class Chain(Section):
@@ -287,6 +319,12 @@ class RunConfig(Section):
         return self.job.nodes * self.job.ntasks_per_node
 
     @property
+    def virtual_stages(self) -> int:
+        """Parts of the model on one pipeline stage."""
+        layers = self.parallel.num_layers_per_virtual_pipeline_stage
+        return self.model.num_layers // self.parallel.pipeline_model_parallel_size // layers if layers else 1
+
+    @property
     def data_parallel_size(self) -> int:
         return self.world_size // (
             self.parallel.tensor_model_parallel_size * self.parallel.pipeline_model_parallel_size
@@ -303,15 +341,35 @@ class RunConfig(Section):
         if self.model.num_layers % pipeline:
             raise ValueError(f"model.num_layers {self.model.num_layers} is no multiple of "
                              f"parallel.pipeline_model_parallel_size {pipeline}")  # fmt: skip
-        if self.model.num_query_groups % tensor:
-            raise ValueError(f"model.num_query_groups {self.model.num_query_groups} is no multiple of "
-                             f"parallel.tensor_model_parallel_size {tensor}")  # fmt: skip
+        for name in ("num_query_groups", "ffn_hidden_size"):
+            if getattr(self.model, name) % tensor:
+                raise ValueError(f"model.{name} {getattr(self.model, name)} is no multiple of "
+                                 f"parallel.tensor_model_parallel_size {tensor}")  # fmt: skip
+        if self.model.make_vocab_size_divisible_by % tensor:
+            raise ValueError(
+                f"model.make_vocab_size_divisible_by {self.model.make_vocab_size_divisible_by} is no multiple of "
+                f"parallel.tensor_model_parallel_size {tensor}"
+            )
+        if self.parallel.sequence_parallel and self.training.seq_length % tensor:
+            raise ValueError(f"training.seq_length {self.training.seq_length} is no multiple of "
+                             f"parallel.tensor_model_parallel_size {tensor}, as sequence_parallel needs")  # fmt: skip
         batch = self.training.micro_batch_size * self.data_parallel_size
         if self.training.global_batch_size % batch:
             raise ValueError(
                 f"training.global_batch_size {self.training.global_batch_size} is no multiple of "
                 f"micro_batch_size x data-parallel size = {self.training.micro_batch_size} x {self.data_parallel_size}"
             )
+        if (layers := self.parallel.num_layers_per_virtual_pipeline_stage) is not None:
+            stage = self.model.num_layers // pipeline
+            if stage % layers or stage == layers:
+                raise ValueError(f"the {stage} layers of a pipeline stage cannot be split into several parts of "
+                                 f"parallel.num_layers_per_virtual_pipeline_stage {layers}")  # fmt: skip
+            micro_batches = self.training.global_batch_size // batch
+            if micro_batches % pipeline:
+                raise ValueError(
+                    f"{micro_batches} micro-batches per iteration and rank are no multiple of "
+                    f"parallel.pipeline_model_parallel_size {pipeline}, as virtual stages need"
+                )
         return self
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ the whole job kills, and a failure on one rank alone leaves the others waiting. 
 | model keys (`decoder...`, `embedding...`) | weights | as the model is |
 | `optimizer...` | Adam's moments and step, fp32 weights | `fully_reshardable`: by parameter |
 | `random` | generators of `random_state` | one object per rank |
-| `schedule`, `data`, `iteration`, `layout`, `distributed_optimizer` | plain values, in common.pt | the same on all |
+| `schedule`, `data`, `iteration`, `layout`, `fixed` | plain values, in common.pt | the same on all |
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ class Checkpointer:
 
     def __init__(
         self, run: RunDir, attempt: int, *, ranks: Ranks, model: Model, optimizer: Optimizer, order: MixedOrder,
-        keep_last: int, keep_every: int | None, distributed_optimizer: bool,
+        keep_last: int, keep_every: int | None, fixed: dict[str, object],
     ) -> None:  # fmt: skip
+        """`fixed`: settings by name that a resume must find as they were."""
         self._run = run
         self._attempt = attempt
         self._ranks = ranks
@@ -71,7 +72,8 @@ class Checkpointer:
         self._order = order
         self._keep_last = keep_last
         self._keep_every = keep_every
-        self._common = {"layout": ranks.layout, "distributed_optimizer": distributed_optimizer}
+        self._fixed = fixed
+        self._common = {"layout": ranks.layout, "fixed": fixed}
 
     def save(self, iteration: int, consumed_samples: int) -> Commit:
         """Write, publish and record a checkpoint.
@@ -124,13 +126,14 @@ class Checkpointer:
         """
         common = dist_checkpointing.load_common_state_dict(str(path))
         consumed_samples = self._order.resume(common["data"])
-        if common["distributed_optimizer"] != self._common["distributed_optimizer"]:
-            raise FatalTrainingError(
-                f"use_distributed_optimizer was {common['distributed_optimizer']} when this checkpoint was saved; "
-                "one kind of optimizer cannot read the state of the other",
-                where=path,
-                hint="set parallel.use_distributed_optimizer back, or start a new run",
-            )
+        for name, value in self._fixed.items():
+            if common["fixed"][name] != value:
+                raise FatalTrainingError(
+                    f"{name} was {common['fixed'][name]} when this checkpoint was saved, and is {value}; "
+                    "one kind of optimizer cannot read the state of the other",
+                    where=path,
+                    hint=f"set {name} back, or start a new run",
+                )
         wanted = self._sharded_state(loading=True)
         same_layout = common["layout"] == self._ranks.layout
         if not same_layout:
@@ -139,14 +142,14 @@ class Checkpointer:
                 print(f"ranks are now {self._ranks.layout}, were {common['layout']}: dropout masks start anew",
                       flush=True)  # fmt: skip
         state = dist_checkpointing.load(wanted, str(path))
-        self._model.ddp.module.load_state_dict(state["model"], strict=True)
+        self._model.load(state["model"])
         self._optimizer.load(state["optimizer"], common["schedule"])
         if same_layout:
             random_state.restore(state["random"])
         return int(common["iteration"]), consumed_samples
 
     def _sharded_state(self, *, loading: bool) -> ShardedStateDict:
-        model = self._model.ddp.module.sharded_state_dict(metadata=dict(_METADATA))
+        model = self._model.sharded_state_dict(dict(_METADATA))
         return {
             "model": model,
             "optimizer": self._optimizer.inner.sharded_state_dict(model, is_loading=loading, metadata=dict(_METADATA)),

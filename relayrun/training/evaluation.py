@@ -23,12 +23,12 @@ class Evaluation:
 
     def run(self, model: Model) -> dict[str, float]:
         """Mean loss in nats per token, by name of the set. Called by all ranks together."""
-        model.ddp.eval()
+        model.train_mode(False)
         try:
             with torch.no_grad():
                 return {name: self._loss(model, order) for name, order in self.orders.items()}
         finally:
-            model.ddp.train()
+            model.train_mode(True)
 
     def _loss(self, model: Model, order: SampleOrder) -> float:
         """Samples 0 .. eval_steps x global batch - 1, each window at most once."""
@@ -36,6 +36,8 @@ class Evaluation:
         own = range(self.ranks.data_parallel_rank, wanted, self.ranks.data_parallel_size)
         batches = [self._batch(order, own[at : at + self.training.micro_batch_size])
                    for at in range(0, len(own), self.training.micro_batch_size)]  # fmt: skip
+        while len(batches) % model.batches_multiple:
+            batches.append(MicroBatch(tokens=batches[-1].tokens, weights=np.zeros_like(batches[-1].weights)))
         losses = model.run(batches, train=False) if batches else []
         total, count = self.ranks.sum_over_samples([sum(losses), float(len(own))])
         return total / count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import time
@@ -77,7 +78,10 @@ class Training:
             order=order,
             keep_last=config.checkpoint.keep_last,
             keep_every=config.checkpoint.keep_every,
-            distributed_optimizer=config.parallel.use_distributed_optimizer,
+            fixed={
+                "parallel.use_distributed_optimizer": config.parallel.use_distributed_optimizer,
+                "training.precision": config.training.precision,
+            },
         )
         self.position = Position(0, 0)
         if begin.base_path is not None:
@@ -109,13 +113,17 @@ class Training:
 
         Raises LeaveFailed if the last save did not work, FatalTrainingError on a loss that is no number.
         """
-        self.model.ddp.train()
+        self.model.train_mode(True)
         steps = self.config.training.steps
+        if self.config.training.manual_gc_interval:
+            gc.disable()  # else each rank stops at another time, and all wait for each
         while True:
             order = self.control.look()
             at = self.position.iteration
             if at >= steps:
                 return self._leave("done", f"iteration {at} of {steps} reached")
+            if self.config.training.manual_gc_interval and at % self.config.training.manual_gc_interval == 0:
+                gc.collect()
             if order.leave is not None:
                 return self._leave(order.leave, order.reason)
             if order.save and at:  # before the first iteration there is nothing to save: answered after it
@@ -209,7 +217,7 @@ def train(run: RunDir, begin: Begin, flag: SignalFlag, pace: Pace, pulse: Pulse)
     device_shim.install()
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
-    ranks = parallel.start(config.parallel)
+    ranks = parallel.start(config)
     training = Training(run, begin, config, ranks, flag, pace, pulse)
     left = training.run()
     training.reader.close()

@@ -1,7 +1,7 @@
 """The Llama as megatron-core's GPTModel, and one pass of a batch through it.
 
-RMSNorm, SwiGLU, rotary positions, grouped-query attention (arXiv 2407.21783), all in fp32. The layer spec
-is megatron-core's local one, which needs torch alone, with another core attention.
+RMSNorm, SwiGLU, rotary positions, grouped-query attention (arXiv 2407.21783), in fp32 or bf16. The layer
+spec is megatron-core's local one, which needs torch alone, with another core attention and another norm.
 """
 
 from __future__ import annotations
@@ -9,24 +9,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as functional
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from relayrun.config.schema import Data, RunConfig
 from relayrun.data import documents
 from relayrun.errors import ConfigError
 from relayrun.training import parallel
 from relayrun.training.attention import CausalAttention
+from relayrun.training.norm import RMSNorm
 from relayrun.training.parallel import Ranks
+from relayrun.training.size import padded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,39 +61,75 @@ class Model:
 
         `progress` is called before every micro-batch.
         """
-        self.padded_vocabulary_size = padded(
-            vocabulary_size, config.model.make_vocab_size_divisible_by * ranks.tensor_size
-        )
+        self.padded_vocabulary_size = padded(vocabulary_size, config.model.make_vocab_size_divisible_by)
         self.seq_length = config.training.seq_length
         self._ranks = ranks
         self._data = config.data
         self._eod = _eod(config.data, eod)
         self._progress = progress
-        transformer = _transformer_config(config, ranks)
+        self.dtype = torch.bfloat16 if config.training.precision == "bf16" else torch.float32
+        self.batches_multiple = ranks.pipeline_size if ranks.virtual_stages > 1 else 1
+        """`run` takes a multiple of this many micro-batches."""
+        self._overlap_param_gather = config.parallel.overlap_param_gather
+        transformer = _transformer_config(config, ranks, self.dtype)
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+            overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+            overlap_param_gather=config.parallel.overlap_param_gather,
+        )
         parallel.seed_weights(ranks, config.training.seed)
+        parts = [self._build(config, transformer, stage) for stage in range(ranks.virtual_stages)]
+        parallel.seed_dropout(ranks, config.training.seed)
+        self.chunks = [
+            DistributedDataParallel(
+                config=transformer, ddp_config=ddp_config, module=part, disable_bucketing=number > 0
+            )
+            for number, part in enumerate(parts)
+        ]  # fmt: skip
+        """The parts of the model on this rank: one, or one per virtual stage."""
+        if config.parallel.overlap_grad_reduce:  # gradients are reduced with the last micro-batch alone
+            hooks = [chunk.no_sync for chunk in self.chunks]
+            transformer.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
+        self._positions = torch.arange(self.seq_length, device=ranks.device)
+
+    def _build(self, config: RunConfig, transformer: TransformerConfig, stage: int) -> torch.nn.Module:
+        """The layers of one virtual stage of this rank."""
+        virtual = {"ignore_virtual": False, "vp_stage": stage}
         gpt = GPTModel(
             config=transformer,
-            transformer_layer_spec=_layer_spec(),
+            transformer_layer_spec=_block_spec(transformer, stage),
             vocab_size=self.padded_vocabulary_size,
             max_sequence_length=self.seq_length,
-            pre_process=ranks.pipeline_rank == 0,
-            post_process=ranks.is_last_stage,
+            pre_process=parallel_state.is_pipeline_first_stage(**virtual),
+            post_process=parallel_state.is_pipeline_last_stage(**virtual),
             share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
             position_embedding_type="rope",
             rotary_base=config.model.rotary_base,
+            rope_scaling=config.model.rope_scaling_factor is not None,
+            rope_scaling_factor=config.model.rope_scaling_factor or 1.0,
+            vp_stage=stage if self._ranks.virtual_stages > 1 else None,
         )
         gpt.model_type = ModelType.encoder_or_decoder  # the schedules ask for it
-        gpt.to(ranks.device)
-        parallel.seed_dropout(ranks, config.training.seed)
-        self.ddp = DistributedDataParallel(
-            config=transformer,
-            ddp_config=DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-            ),
-            module=gpt,
-        )
-        self._positions = torch.arange(self.seq_length, device=ranks.device)
+        gpt.to(self._ranks.device)
+        return Float16Module(transformer, gpt) if self.dtype is torch.bfloat16 else gpt  # type: ignore[no-any-return]
+
+    def train_mode(self, mode: bool) -> None:
+        for chunk in self.chunks:
+            chunk.train(mode)
+
+    def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """By part; the names within a checkpoint don't depend on the parts."""
+        if self._overlap_param_gather:  # else the weights of before the last update would be saved
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+        return {str(number): chunk.module.sharded_state_dict(metadata=metadata)
+                for number, chunk in enumerate(self.chunks)}  # fmt: skip
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Put in place what a load into `sharded_state_dict` gave."""
+        for number, chunk in enumerate(self.chunks):
+            chunk.module.load_state_dict(state[str(number)], strict=True)
 
     def parameters(self) -> int:
         """Parameters of the whole model: summed over its stages and tensor-parallel parts, padding included.
@@ -96,14 +138,15 @@ class Model:
         """
         own = 0
         if self._ranks.data_parallel_rank == 0:
-            for parameter in self.ddp.parameters():
+            for parameter in (parameter for chunk in self.chunks for parameter in chunk.parameters()):
                 split = getattr(parameter, "tensor_model_parallel", False)
                 if (split or self._ranks.tensor_rank == 0) and not getattr(parameter, "shared", False):
                     own += parameter.numel()
         return sum(self._ranks.gather(own))
 
     def zero_grad(self) -> None:
-        self.ddp.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
 
     def run(self, batches: Sequence[MicroBatch], *, train: bool) -> list[float]:
         """Run the micro-batches; return their losses (sum over samples of weight x mean over tokens).
@@ -112,10 +155,11 @@ class Model:
         data-parallel ranks, and left in the gradient buffers. The list is empty except on the last
         pipeline stage.
         """
+        iterators = [iter(batches) for _ in self.chunks]
         losses: list[torch.Tensor] = get_forward_backward_func()(
             forward_step_func=self._forward,
-            data_iterator=iter(batches),
-            model=[self.ddp],
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks,
             num_microbatches=len(batches),
             seq_length=self.seq_length,
             micro_batch_size=len(batches[0].tokens),
@@ -180,20 +224,19 @@ def _eod(data: Data, eod: int | None) -> int:
     return -1 if eod is None else eod
 
 
-def padded(size: int, multiple: int) -> int:
-    """`size` rounded up to a multiple."""
-    return -(-size // multiple) * multiple
+def _block_spec(transformer: TransformerConfig, stage: int) -> TransformerBlockSubmodules:
+    layer: ModuleSpec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    parts.self_attention.submodules.core_attention = CausalAttention
+    layers = get_num_layers_to_build(transformer, vp_stage=stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
 
 
-def _layer_spec() -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = CausalAttention
-    return spec
-
-
-def _transformer_config(config: RunConfig, ranks: Ranks) -> TransformerConfig:
+def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> TransformerConfig:
     model = config.model
     on_gpu = ranks.device.type == "cuda"
+    recompute = config.training.recompute_granularity
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -210,8 +253,17 @@ def _transformer_config(config: RunConfig, ranks: Ranks) -> TransformerConfig:
         attention_dropout=model.attention_dropout,
         tensor_model_parallel_size=ranks.tensor_size,
         pipeline_model_parallel_size=ranks.pipeline_size,
-        pipeline_dtype=torch.float32,
-        params_dtype=torch.float32,
+        virtual_pipeline_model_parallel_size=ranks.virtual_stages if ranks.virtual_stages > 1 else None,
+        # two stages with several parts would exchange several messages in one batch
+        overlap_p2p_comm=ranks.virtual_stages > 1,
+        batch_p2p_comm=ranks.virtual_stages == 1,
+        sequence_parallel=config.parallel.sequence_parallel,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        recompute_granularity=recompute,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
         use_cpu_initialization=not on_gpu,
         # compiled by torch on first use; on a CPU that takes longer than the runs that go there
         bias_activation_fusion=on_gpu,

@@ -77,9 +77,10 @@ class Optimizer:
                 adam_eps=settings.adam_eps,
                 clip_grad=settings.clip_grad or float("inf"),  # 0 would also leave the norm out of the metrics
                 use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-                params_dtype=torch.float32,
+                bf16=config.training.precision == "bf16",
+                params_dtype=model.dtype,
             ),
-            [model.ddp],
+            model.chunks,
             use_gloo_process_groups=False,
         )
         if not HAVE_APEX_OR_TE:

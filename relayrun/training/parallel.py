@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from relayrun.config.schema import Parallel
+from relayrun.config.schema import RunConfig
 from relayrun.errors import FatalTrainingError, RelayrunError
 
 T = TypeVar("T")
@@ -38,12 +38,15 @@ class Ranks:
     tensor_size: int
     pipeline_rank: int
     pipeline_size: int
+    virtual_stages: int
+    """Parts of the model on each pipeline stage."""
     is_last_stage: bool
     """Whether this rank computes the loss."""
 
     @property
     def layout(self) -> str:
-        return f"DP{self.data_parallel_size} x TP{self.tensor_size} x PP{self.pipeline_size}"
+        virtual = f" x VPP{self.virtual_stages}" if self.virtual_stages > 1 else ""
+        return f"DP{self.data_parallel_size} x TP{self.tensor_size} x PP{self.pipeline_size}{virtual}"
 
     def maximum(self, flags: list[int]) -> list[int]:
         """Element-wise maximum of `flags` over all ranks, the same on each of them."""
@@ -101,12 +104,13 @@ def stop() -> None:
     dist.destroy_process_group()
 
 
-def start(parallel: Parallel) -> Ranks:
+def start(config: RunConfig) -> Ranks:
     """Join the other ranks (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT in the environment).
 
     nccl where there is CUDA, gloo otherwise. Raises FatalTrainingError if the number of ranks does not
     fit the layout.
     """
+    parallel = config.parallel
     world_size = int(os.environ["WORLD_SIZE"])
     model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     if world_size % model_parallel:
@@ -125,6 +129,7 @@ def start(parallel: Parallel) -> Ranks:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_stages if config.virtual_stages > 1 else None,
         distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
         create_gloo_process_groups=False,
     )
@@ -139,6 +144,7 @@ def start(parallel: Parallel) -> Ranks:
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        virtual_stages=config.virtual_stages,
         is_last_stage=parallel_state.is_pipeline_last_stage(),
     )
 

@@ -13,10 +13,12 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 SHELLCHECK = Path(sys.executable).parent / "shellcheck"
 
+BASELINES = ("1b", "3b", "8b", "70b")
+
 SCRIPTS = {
     "demo.sbatch": [sys.executable, "launchers/submit.py", "configs/runs/demo.yaml", "--dry-run"],
     "demo-slurm.sbatch": ["bash", "launchers/submit-demo.sh", "--dry-run"],
-    "llama3-8b.sbatch": ["bash", "launchers/submit-llama3-8b.sh", "--dry-run"],
+    **{f"llama3-{size}.sbatch": ["bash", f"launchers/submit-llama3-{size}.sh", "--dry-run"] for size in BASELINES},
     "odd-names.sbatch": [
         sys.executable, "launchers/submit.py", "configs/runs/demo-slurm.yaml", "--dry-run",
         "--set", """run_dir=/tmp/it's a "run" dir/$HOME `id` 50%""",
@@ -26,13 +28,13 @@ SCRIPTS = {
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_rendered_job_is_the_golden_file(name: str, tmp_path: Path) -> None:
-    environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable}
+    environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
         SCRIPTS[name], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     # the job's name holds a hash of the run directory's path, which differs from checkout to checkout
-    text = result.stdout.replace(str(ROOT), "/ROOT").replace(sys.executable, "/PYTHON")
+    text = result.stdout.replace(sys.executable, "/PYTHON").replace(str(ROOT), "/ROOT")
     lines = [
         line[: line.rindex("-")] + "-HASH" if line.startswith("#SBATCH --job-name=") else line
         for line in text.splitlines()
@@ -46,14 +48,18 @@ def test_the_rendered_job_is_the_golden_file(name: str, tmp_path: Path) -> None:
     subprocess.run([SHELLCHECK, "--shell=bash", "--exclude=SC2016", script], check=True)
 
 
-def test_both_launchers_end_in_the_same_job() -> None:
+@pytest.mark.parametrize(
+    ("launcher", "config"),
+    [("submit-demo.sh", "demo-slurm"), *((f"submit-llama3-{size}.sh", f"llama3-{size}") for size in BASELINES)],
+)
+def test_both_launchers_end_in_the_same_job(launcher: str, config: str) -> None:
     """The Bash launcher's settings are its YAML's values, so the two renderings differ in nothing."""
-    environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable}
+    environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     outputs = [
         subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
         for command in (
-            ["bash", "launchers/submit-demo.sh", "--dry-run"],
-            [sys.executable, "launchers/submit.py", "configs/runs/demo-slurm.yaml", "--dry-run"],
+            ["bash", f"launchers/{launcher}", "--dry-run"],
+            [sys.executable, "launchers/submit.py", f"configs/runs/{config}.yaml", "--dry-run"],
         )
     ]
     assert outputs[0] == outputs[1]

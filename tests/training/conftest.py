@@ -126,6 +126,11 @@ class Harness:
     revision: int = 1
     attempts: list[Attempt] = field(default_factory=list)
 
+    @property
+    def ranks(self) -> int:
+        ranks: int = self.config["job"]["ntasks_per_node"]
+        return ranks
+
     def write_config(self) -> None:
         config = RunConfig.model_validate_json(json.dumps(self.config))
         self.run.config_revision(self.revision).write_text(yaml.safe_dump(config.model_dump(mode="json")))
@@ -152,9 +157,9 @@ class Harness:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         processes = []
-        for rank in range(RANKS):
+        for rank in range(self.ranks):
             environment = os.environ | {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS),
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.ranks),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
             }  # fmt: skip
             limit = file_limit if rank == 1 else None
@@ -175,7 +180,7 @@ class Harness:
     def train(self, **changes: Any) -> Attempt:
         """Run an attempt to its end, which must be a good one."""
         attempt = self.start(**changes)
-        assert attempt.wait() == [0] * RANKS, attempt.output()
+        assert attempt.wait() == [0] * self.ranks, attempt.output()
         return attempt
 
 

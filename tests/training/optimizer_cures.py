@@ -45,7 +45,7 @@ def step(model: Model, optimizer: Optimizer, number: int) -> None:
 
 
 def sharded(model: Model, optimizer: Optimizer, *, loading: bool) -> Any:
-    weights = model.ddp.module.sharded_state_dict(metadata=dict(FORMAT))
+    weights = model.sharded_state_dict(dict(FORMAT))
     state = optimizer.inner.sharded_state_dict(weights, is_loading=loading, metadata=dict(FORMAT))
     return {"model": weights, "optimizer": state}
 
@@ -53,7 +53,7 @@ def sharded(model: Model, optimizer: Optimizer, *, loading: bool) -> Any:
 def weights_and_steps(model: Model, optimizer: Optimizer) -> dict[str, Any]:
     inner = optimizer.inner.chained_optimizers[0].optimizer
     return {
-        "weights": [parameter.detach().numpy().tobytes().hex() for parameter in model.ddp.parameters()],
+        "weights": [parameter.detach().numpy().tobytes().hex() for parameter in model.chunks[0].parameters()],
         "steps": sorted({state["step"].item() for state in inner.state.values()}),
     }
 
@@ -63,7 +63,7 @@ def resume(folder: Path) -> dict[str, Any]:
     try:
         optimizer = Optimizer(config, model)
         state = dist_checkpointing.load(sharded(model, optimizer, loading=True), str(folder))
-        model.ddp.module.load_state_dict(state["model"])
+        model.load(state["model"])
         optimizer.load(state["optimizer"], schedule)
     except (AssertionError, KeyError) as error:
         return {"error": repr(error)}
@@ -74,7 +74,7 @@ def resume(folder: Path) -> dict[str, Any]:
 device_shim.install()
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 config = RunConfig.model_validate_json(json.dumps(CONFIG))
-ranks = parallel.start(config.parallel)
+ranks = parallel.start(config)
 folder = Path(sys.argv[1])
 
 model = Model(config, ranks, 100)

@@ -27,11 +27,11 @@ def config(length, **data):
         "optimizer": {"lr": 1e-3}, "checkpoint": {"interval": 1}, "job": {"time": "1"},
         "cluster": {"name": "t", "scheduler": "local"}}))
 
-ranks = parallel.start(config(4).parallel)
+ranks = parallel.start(config(4))
 
 def loss(tokens, **data):
     model = Model(config(len(tokens) - 1, **data), ranks, 64, eod=0)
-    model.ddp.eval()
+    model.train_mode(False)
     return model.run([MicroBatch(tokens=np.array([tokens]))], train=False)[0]
 
 reset = {"reset_attention_mask": True, "reset_position_ids": True}

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=relayrun-llama3-3b
+#SBATCH --time=12:00:00
+#SBATCH --nodes=8
+#SBATCH --ntasks-per-node=4
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=72
+#
+# The backstop of rank 0's own clock: to the batch script alone (B:), which asks the ranks to save and leave.
+# Slurm sends it up to 60 s early.
+#SBATCH --signal=B:SIGUSR2@600
+#
+# After a node failure the queued successor goes on; the same job coming back would make two.
+#SBATCH --no-requeue
+set -euo pipefail
+
+# Settings: edit them here, or give them in the environment: MBS=4 sbatch launchers/submit-llama3-3b.sh
+export CONFIG="${CONFIG:-configs/runs/llama3-3b.yaml}" # what no setting names is set there
+export DATASETS="${DATASETS:-}"                        # folders of .bin/.idx shards, separated by commas
+export MIXTURE="${MIXTURE:-}"                          # instead: a mixture file, or PATH*,0.3;PATH*,0.7 (docs/data-order.md)
+export MBS="${MBS:-1}"
+export GBS="${GBS:-128}"
+export SEQ_LEN="${SEQ_LEN:-8192}"
+export TRAINING_STEPS="${TRAINING_STEPS:-5000}"
+export CHECKPOINT_STEPS="${CHECKPOINT_STEPS:-250}"
+export AUTO_JOB_REQUEUE="${AUTO_JOB_REQUEUE:-false}" # a successor behind every job; costs node hours unattended
+export LOG_NCCL="${LOG_NCCL:-false}"
+export NSYS_PROFILER="${NSYS_PROFILER:-false}"
+export MOCK_DATA="${MOCK_DATA:-false}"
+export BACKUP_CODEBASE="${BACKUP_CODEBASE:-false}"
+export MEGATRON_LM_DIR="${MEGATRON_LM_DIR:-}"
+export DATASET_CACHE_DIR="${DATASET_CACHE_DIR:-}" # indices of data.order=megatron
+export PROJECT_NAME="${PROJECT_NAME:-relayrun}"
+export EXP_NAME="${EXP_NAME:-llama3-3b}"
+
+# In a job this file is a copy in Slurm's spool; Slurm knows where it was submitted from.
+self="${BASH_SOURCE[0]}"
+[[ -z "${SLURM_JOB_ID:-}" ]] || self="$(scontrol show job "${SLURM_JOB_ID}" | sed -n 's/^ *Command=//p')"
+# shellcheck source=lib/launch.sh
+source "$(dirname "${self}")/lib/launch.sh"

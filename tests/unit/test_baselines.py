@@ -1,0 +1,81 @@
+"""The baselines are what is published, and what was agreed on."""
+
+from __future__ import annotations
+
+import pytest
+
+from relayrun.config import compose, yamlfile
+from relayrun.config.schema import Model
+from relayrun.errors import ConfigError
+from relayrun.training.size import padded, parameters
+
+VOCABULARY = 128_256
+PUBLISHED = {"1b": 1_235_814_400, "3b": 3_212_749_824, "8b": 8_030_261_248, "70b": 70_553_706_496}
+
+COMMON = {
+    "model.init_method_std": 0.008944, "model.rope_scaling_factor": 8.0, "training.micro_batch_size": 1,
+    "training.seq_length": 8192, "training.seed": 28, "training.precision": "bf16",
+    "optimizer.lr_decay_style": "cosine", "optimizer.lr_warmup_steps": 200, "optimizer.weight_decay": 0.1,
+    "optimizer.adam_beta1": 0.9, "optimizer.adam_beta2": 0.95, "optimizer.clip_grad": 1.0,
+    "parallel.use_distributed_optimizer": True, "parallel.overlap_grad_reduce": True,
+    "parallel.overlap_param_gather": True, "job.ntasks_per_node": 4, "job.gpus_per_node": 4, "job.cpus_per_task": 72,
+}  # fmt: skip
+AGREED = {
+    "8b": COMMON | {
+        "job.nodes": 16, "training.global_batch_size": 128, "optimizer.lr": 2.2e-4, "optimizer.min_lr": 2.2e-5,
+        "training.manual_gc_interval": 500, "parallel.tensor_model_parallel_size": 1,
+        "parallel.pipeline_model_parallel_size": 1,
+    },
+    "70b": COMMON | {
+        "job.nodes": 32, "training.global_batch_size": 1024, "optimizer.lr": 1.5e-4, "optimizer.min_lr": 1.5e-5,
+        "training.manual_gc_interval": 50, "parallel.tensor_model_parallel_size": 4,
+        "parallel.sequence_parallel": True, "parallel.pipeline_model_parallel_size": 8,
+        "parallel.num_layers_per_virtual_pipeline_stage": 5,
+    },
+}  # fmt: skip
+
+
+def model(name: str) -> Model:
+    return Model.model_validate(yamlfile.read(compose.ROOT / "configs" / "models" / f"{name}.yaml").values["model"])
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_a_baseline_has_as_many_parameters_as_published(size: str) -> None:
+    assert parameters(model(f"llama3-{size}"), VOCABULARY) == PUBLISHED[size]
+
+
+def test_the_small_ones_have_what_their_names_say() -> None:
+    assert round(parameters(model("llama-160m"), VOCABULARY) / 1e6) == 160
+    assert round(parameters(model("llama-3m"), 4096) / 1e6) == 3
+
+
+def test_the_vocabulary_of_llama_3_needs_no_padding() -> None:
+    assert (padded(VOCABULARY, 128), padded(300, 128)) == (VOCABULARY, 384)
+
+
+@pytest.mark.parametrize("size", AGREED)
+def test_a_baseline_is_as_agreed(size: str) -> None:
+    config = compose.load(compose.ROOT / "configs" / "runs" / f"llama3-{size}.yaml").model_dump()
+    found = {name: config[name.split(".")[0]][name.split(".")[1]] for name in AGREED[size]}
+    assert found == AGREED[size]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("parallel.tensor_model_parallel_size=1", "sequence_parallel splits over tensor-parallel ranks"),
+        ("parallel.tensor_model_parallel_size=16", "num_query_groups 8 is no multiple of"),
+        ("parallel.pipeline_model_parallel_size=1", "num_layers_per_virtual_pipeline_stage needs pipeline"),
+        ("parallel.num_layers_per_virtual_pipeline_stage=3", "the 10 layers of a pipeline stage cannot be split"),
+        ("parallel.num_layers_per_virtual_pipeline_stage=10", "the 10 layers of a pipeline stage cannot be split"),
+        ("parallel.overlap_grad_reduce=false", "overlap_param_gather needs"),
+        ("parallel.use_distributed_optimizer=false", "overlap_param_gather needs"),
+        ("training.global_batch_size=1004", "251 micro-batches per iteration and rank are no multiple of"),
+        ("training.seq_length=8190", "training.seq_length 8190 is no multiple of"),
+        ("model.make_vocab_size_divisible_by=2", "make_vocab_size_divisible_by 2 is no multiple of"),
+        ("model.ffn_hidden_size=28670", "model.ffn_hidden_size 28670 is no multiple of"),
+    ],
+)
+def test_a_wrong_combination_is_refused_by_its_rule(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compose.load(compose.ROOT / "configs" / "runs" / "llama3-70b.yaml", [override])
