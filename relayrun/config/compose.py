@@ -31,6 +31,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Paths in the result are absolute. Raises ConfigError.
     """
     settings = _read_with_includes(path, ())
+    mixture.insert(settings, ROOT)  # so that overrides may change a part of it
     overridden = _overrides(overrides)
     settings.merge(overridden)
     _insert_cluster(settings, path)

@@ -43,6 +43,15 @@ def test_a_file_means_what_it_holds(workspace: Workspace, suffix: str) -> None:
     assert compose.validate(compose.yamlfile.parse(compose.dump(config), source="x")) == config
 
 
+def test_an_override_changes_a_part_of_a_file_or_takes_its_place(workspace: Workspace) -> None:
+    file = workspace.folder / "mixture.yaml"
+    file.write_text("web: {path: /w, weight: 1}\ncode: {path: /c, weight: 1}\n")
+    part = load_mixture(workspace, str(file), "data.mixture.web.weight=5")
+    assert {name: source.weight for name, source in part.data.mixture.items()} == {"web": 5.0, "code": 1.0}
+    assert list(load_mixture(workspace, str(file), "data.mixture=/b,1;/d,1").data.mixture) == ["b", "d"]
+    assert load_mixture(workspace, str(file), "data.mixture=null", "data.datasets=[/x]").data.mixture == {}
+
+
 def test_an_error_in_a_mixture_file_names_its_line(workspace: Workspace) -> None:
     file = workspace.folder / "mixture.yaml"
     file.write_text("web:\n  path: /data\n  wieght: 1\n")
