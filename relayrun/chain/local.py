@@ -134,7 +134,7 @@ class LocalScheduler:
         return Job(id=job.id, name=job.name, state=state, nodes=socket.gethostname(), end_time=job.end_time,
                    requeue=True)  # fmt: skip
 
-    def cancelled(self, job_id: str) -> bool:
+    def cancelled(self, job_id: str, *, nodes: str) -> bool:
         job = self.query(job_id)
         return job is not None and job.state == "CANCELLED"
 

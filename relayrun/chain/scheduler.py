@@ -84,8 +84,11 @@ class Scheduler(Protocol):
     def query(self, job_id: str) -> Job | None:
         """The job, or None where the scheduler does not know it any more."""
 
-    def cancelled(self, job_id: str) -> bool:
-        """Whether somebody cancelled the job; also right inside that job's own last seconds. May wait for Slurm."""
+    def cancelled(self, job_id: str, *, nodes: str) -> bool:
+        """Whether somebody cancelled the job, which began on `nodes`; also right inside its own last seconds.
+
+        May wait for the scheduler to write down how the job ended.
+        """
 
     def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
         """Queued and running jobs of the chain: this user's, or `anyone`'s for who only looks on."""
@@ -179,12 +182,13 @@ class Slurm:
             raise
         return parse_job(text)
 
-    def cancelled(self, job_id: str) -> bool:
+    def cancelled(self, job_id: str, *, nodes: str) -> bool:
         job = self.query(job_id)
         if job_id == os.environ.get("SLURM_JOB_ID") and job is not None and job.state == "COMPLETING":
             # Until its batch script, in which this runs, is gone, a job that Slurm ends is COMPLETING, whatever
-            # the cause. It was cancelled if it was neither its limit, nor a preemption, nor one of its nodes.
-            return not job.at_limit and not job.preempted and not self._node_is_down(job.nodes)
+            # the cause. It was cancelled if it was neither its limit, nor a preemption, nor one of its nodes
+            # (a lost one is no longer in its own list).
+            return not job.at_limit and not job.preempted and not self._node_is_down(nodes)
         deadline = time.monotonic() + COMPLETING_SECONDS
         while job is not None and job.state == "COMPLETING" and time.monotonic() < deadline:
             time.sleep(1)  # a successor may start before Slurm has written down how its predecessor ended

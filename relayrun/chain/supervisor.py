@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from relayrun.chain import decide, evidence, nodes, render
 from relayrun.chain.log import log
@@ -91,7 +91,9 @@ def end(run: RunDir, number: int, exit_code: int) -> int:
         log(f"attempt {number} has been overtaken; its end changes nothing")
         return 0
     own = scheduler.current_job_id()
-    record, decision = _close(run, plan, attempt, exit_code, scheduler.cancelled)
+    started = _began(attempt)
+    cancelled = scheduler.cancelled(started.job_id, nodes=started.nodes)
+    record, decision = _close(run, plan, attempt, exit_code, cancelled=cancelled)
     views.write_views(run)
     log(f"attempt {number} ended: {record.cause}: {record.reason}; durable iteration {record.durable_iteration}")
     if decision.action == "stop":
@@ -202,13 +204,18 @@ def _go_on(
         log(f"job {waiting[0]} leaves out {options.get('exclude', 'no node')}; see {run.strikes}")
 
 
-def _close(
-    run: RunDir, plan: Plan, attempt: AttemptDir, exit_code: int, cancelled: Callable[[str], bool]
-) -> tuple[End, decide.Decision]:
-    """Judge an attempt whose ranks have gone, write its end.json, and give strikes to who is to blame."""
+def _began(attempt: AttemptDir) -> Begin:
     started = Begin.read(attempt.begin)
     if started is None:
         raise RunDirError("this attempt never began", where=attempt.path)
+    return started
+
+
+def _close(
+    run: RunDir, plan: Plan, attempt: AttemptDir, exit_code: int, *, cancelled: bool
+) -> tuple[End, decide.Decision]:
+    """Judge an attempt whose ranks have gone, write its end.json, and give strikes to who is to blame."""
+    started = _began(attempt)
     left, hang = Left.read(attempt.outcome), Hang.read(attempt.hang)
     now = lineage.durable(run)
     facts = decide.EndFacts(
@@ -216,7 +223,7 @@ def _close(
         outcome_reason=left.reason if left else "",
         exit_code=exit_code,
         hang=hang.words if hang and not left else None,
-        cancelled=cancelled(started.job_id),
+        cancelled=cancelled,
         base_iteration=started.base_iteration,
         durable_iteration=now.iteration,
         total_steps=plan.total_steps,
@@ -257,9 +264,9 @@ def _close_predecessor(run: RunDir, scheduler: Scheduler) -> bool:
     plan = Plan.load(run)
     if started is None or attempt.number <= plan.submitted_after_attempt:
         return False
-    cancelled = scheduler.cancelled(started.job_id)
+    cancelled = scheduler.cancelled(started.job_id, nodes=started.nodes)
     if not attempt.end.exists():
-        _close(run, plan, attempt, decide.UNKNOWN, lambda _job_id: cancelled)
+        _close(run, plan, attempt, decide.UNKNOWN, cancelled=cancelled)
     return cancelled
 
 
