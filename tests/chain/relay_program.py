@@ -85,6 +85,8 @@ while True:
     if iteration == options.fatal_at:
         if rank == 0:
             Left(outcome="fatal", reason="loss is NaN", iteration=iteration, time=time.time()).write(attempt.outcome)
+        while not attempt.outcome.exists():  # rank 0 may be slower, and the first that leaves ends the others
+            time.sleep(0.05)
         sys.exit(3)
     time.sleep(options.step_seconds)
     iteration += 1
