@@ -58,6 +58,11 @@ class AttemptDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def started(self) -> Path:
+        """When rank 0 was how far with its start; see `rundir.records.Started`."""
+        return self.path / "started.json"
+
+    @property
     def data(self) -> Path:
         """The data order of this attempt (phases, data sets, counts) where it began, by rank 0."""
         return self.path / "data.json"

@@ -3,6 +3,7 @@
 | file | writer | read by |
 |---|---|---|
 | begin.json | supervisor, before the ranks start | ranks, later attempts |
+| started.json | rank 0, before its first step | people, benchmarks |
 | commits.jsonl | rank 0, after a checkpoint is published | supervisor, later attempts |
 | outcome.json | rank 0, when it leaves on purpose | supervisor |
 | end.json | supervisor, after the ranks have gone | later attempts, people |
@@ -83,6 +84,20 @@ class Begin(Record):
     """sbatch options of the job, which hold for its successors."""
     previous_end: str | None = None
     """Why the attempt before this one ended, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started(Record):
+    """started.json: rank 0's way to its first step. Times are seconds since 1970."""
+
+    process: float
+    """Its program began, with a bare Python."""
+    imported: float
+    """torch, megatron-core and the training program are imported."""
+    initialised: float
+    """Ranks have met, data are checked, model and optimizer are made."""
+    loaded: float
+    """The checkpoint, if there is one, is in place."""
 
 
 @dataclass(frozen=True, kw_only=True)

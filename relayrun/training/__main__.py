@@ -33,6 +33,7 @@ def main(flag: SignalFlag) -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)
     arguments = parser.parse_args()
+    began = time.time()
     run = RunDir(arguments.run_dir.absolute())
     attempt = run.attempt(arguments.attempt)
     rank, node = int(os.environ["RANK"]), node_name(os.environ)
@@ -51,7 +52,7 @@ def main(flag: SignalFlag) -> int:
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
         from relayrun.training.loop import train  # imports torch and megatron-core: seconds
 
-        train(run, begin, flag, pace, pulse)
+        train(run, begin, flag, pace, pulse, process_began=began)
     except (FatalTrainingError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         record_failure(attempt, rank, node, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import sys
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +21,8 @@ from relayrun.data.build import mixture_of, training_order, validation_orders
 from relayrun.data.manifest import Manifest
 from relayrun.errors import ConfigError, FatalTrainingError, InputError, RelayrunError
 from relayrun.files import write_json
-from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import Begin, Left, Outcome
+from relayrun.rundir.layout import AttemptDir, RunDir
+from relayrun.rundir.records import Begin, Left, Outcome, Started
 from relayrun.training import device_shim, parallel
 from relayrun.training.checkpoint import Checkpointer, SaveFailed
 from relayrun.training.control import Control
@@ -84,6 +85,7 @@ class Training:
             },
         )
         self.position = Position(0, 0)
+        self.initialised = time.time()
         if begin.base_path is not None:
             self.position = Position(*self.checkpointer.load(Path(begin.base_path)))
             if self.position.iteration != begin.base_iteration:
@@ -211,20 +213,35 @@ class Training:
         return Left(outcome=outcome, reason=reason, iteration=at, time=time.time())
 
 
-def train(run: RunDir, begin: Begin, flag: SignalFlag, pace: Pace, pulse: Pulse) -> None:
-    """Run the attempt; on return its outcome is written. Raises what `Training` and `read_config` raise."""
+def train(run: RunDir, begin: Begin, flag: SignalFlag, pace: Pace, pulse: Pulse, *, process_began: float) -> None:
+    """Run the attempt; on return its outcome is written. Raises what `Training` and `read_config` raise.
+
+    `process_began`: seconds since 1970, for the record.
+    """
+    imported = time.time()
     config = read_config(run.config_revision(begin.config_revision))
     device_shim.install()
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
     ranks = parallel.start(config)
     training = Training(run, begin, config, ranks, flag, pace, pulse)
+    if ranks.rank == 0:
+        times = Started(process=process_began, imported=imported, initialised=training.initialised, loaded=time.time())
+        record_start(run.attempt(begin.attempt), times)
     left = training.run()
     training.reader.close()
     training.metrics.say(f"leaving at iteration {left.iteration}: {left.outcome} ({left.reason})")
     if ranks.rank == 0:
         left.write(run.attempt(begin.attempt).outcome)
     parallel.stop()
+
+
+def record_start(attempt: AttemptDir, started: Started) -> None:
+    """Leave started.json. On a full disk training goes on without it."""
+    try:
+        started.write(attempt.started)
+    except OSError as error:
+        print(f"warning: {attempt.started.name} not written: {error}", file=sys.stderr, flush=True)
 
 
 def check_data(manifest: Manifest, mixture: list[str]) -> None:

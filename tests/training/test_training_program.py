@@ -17,6 +17,7 @@ from relayrun.data.manifest import Manifest
 from relayrun.indexed import ShardWriter
 from relayrun.rundir import triggers
 from relayrun.rundir.lineage import durable
+from relayrun.rundir.records import Started
 
 Make = Callable[..., Any]
 
@@ -57,6 +58,10 @@ def test_triggers_save_and_exit_are_obeyed_and_answered(harness: Make) -> None:
     folder = made.run.checkpoint(left.iteration)
     assert attempt.commits[-1].files == {path.name: path.stat().st_size for path in folder.iterdir()}
     assert {"common.pt", "metadata.json", ".metadata", "__0_0.distcp", "__1_0.distcp"} <= set(attempt.commits[-1].files)
+    started = Started.read(attempt.directory.started)
+    assert started is not None
+    times = list(vars(started).values())
+    assert times == sorted(times)
     assert durable(made.run).iteration == left.iteration
     assert made.run.tracker.read_text().strip() == str(left.iteration)
 
