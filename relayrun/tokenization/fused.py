@@ -110,6 +110,7 @@ def _batches(array: pa.Array, job: Job, record: TaskRecord) -> Iterator[Texts]:
 
 def sample(job_column: str, paths: list[str], *, most_bytes: int = 1_000_000) -> Texts:
     """The first texts of at most eight of the files, spread over them all; what cannot be read is left out."""
+    paths = [path for path in paths if "://" in path or os.path.isfile(path)]  # a pipe can be read once alone
     chosen = paths[:: max(1, len(paths) // 8)][:8]
     texts: list[str] = []
     for path in chosen:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from relayrun.errors import InputError, RelayrunError, SchedulerError
 from relayrun.files import write_atomic
 from relayrun.slurmtime import parse_time
+from relayrun.tokenization.limit import requeued_before_the_limit
 from relayrun.tokenization.locks import locked
 from relayrun.tokenization.metadata import MetadataFolder, replace_link
 from relayrun.tokenization.settings import SlurmOptions, TokenizationSettings
@@ -51,7 +52,13 @@ def begin(settings: TokenizationSettings) -> list[int]:
     indices = metadata.pending()
     if not indices:
         raise InputError("there is no dump to tokenize", where=metadata.dumps, hint="prepare_dumps.py makes them")
-    load_tokenizer(settings.tokenizer, eos_token=settings.eos_token)
+    load_tokenizer(
+        settings.tokenizer,
+        eos_token=settings.eos_token,
+        append_eod=settings.append_eod,
+        add_bos=settings.bos,
+        cache_dir=settings.cache_dir,
+    )
     output = settings.dataset_output
     link = metadata.tokenized_link
     if metadata.finished() and link.is_symlink() and os.readlink(link) != str(output):
@@ -88,17 +95,25 @@ def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]
     with metadata.in_use():
         start = datetime.now()
         paths_file, output = metadata.paths_file(index), settings.dump_output(index)
-        result = tokenize(
-            tokenizer_name_or_path=settings.tokenizer,
-            output_folder=output,
-            dataset=os.path.realpath(metadata.raw_link),  # messages name files of the dataset, not of the link
-            paths_file=paths_file,
-            n_tasks=settings.tasks,
-            n_workers=settings.workers,
-            column=settings.column,
-            eos_token=settings.eos_token,
-            logging_dir=settings.dump_logs(index),
-        )
+        with requeued_before_the_limit():
+            result = tokenize(
+                tokenizer_name_or_path=settings.tokenizer,
+                output_folder=output,
+                dataset=os.path.realpath(metadata.raw_link),  # messages name files of the dataset, not of the link
+                paths_file=paths_file,
+                n_tasks=settings.tasks,
+                n_workers=settings.workers,
+                column=settings.column,
+                eos_token=settings.eos_token,
+                append_eod=settings.append_eod,
+                bos=settings.bos,
+                special_text=settings.special_text,
+                keep_empty=settings.keep_empty,
+                engine=settings.engine,
+                on_error=settings.on_error,
+                cache_dir=settings.cache_dir,
+                logging_dir=settings.dump_logs(index),
+            )
         print(result.summary(), flush=True)
         seconds = max(result.seconds, 1e-3)
         row = {

@@ -36,6 +36,20 @@ class TokenizationSettings(Section):
     """Shards made at a time on a node; -1: as many as tasks."""
     eos_token: str | None = None
     """Ends every document; default: the tokenizer's own."""
+    append_eod: Literal["yes", "no", "auto"] = "yes"
+    """auto: a warning and no token where the tokenizer has no EOS."""
+    bos: bool = False
+    """Put the tokenizer's BOS in front of every document."""
+    special_text: bool = False
+    """Text of a special token in a document becomes that token."""
+    keep_empty: bool = False
+    """Keep documents without text, as documents without tokens."""
+    engine: Literal["auto", "huggingface", "fastokens", "gigatoken"] = "auto"
+    """auto: the fastest that gives Hugging Face's ids."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """skip: leave out files that cannot be read, and note them."""
+    cache_dir: str | None = None
+    """Where tokenizers of the Hugging Face hub are kept."""
     logs: str = "logs"
     """Gets slurm/tokenization-T-D/ and datatrove/T/D/dump-i/."""
 
@@ -112,6 +126,9 @@ ENVIRONMENT = {
     "DATASET_NAME": "dataset_name",
     "COLUMN_KEY": "column",
     "EOS_TOKEN": "eos_token",
+    "APPEND_EOD": "append_eod",
+    "TOKENIZER_ENGINE": "engine",
+    "ON_ERROR": "on_error",
     "PATH_TO_PREPROCESSING_METADATA": "metadata_folder",
     "PATH_TO_OUTPUT_FOLDER": "output_folder",
     "PATH_TO_LOGS": "logs",

@@ -4,7 +4,9 @@
 #SBATCH --ntasks=1
 #SBATCH --exclusive
 #SBATCH --time=12:00:00
+#SBATCH --signal=B:USR2@120
 #SBATCH --no-requeue
+# Before the time limit the job drops its open shards and queues itself again, and goes on with what is missing.
 # --no-requeue: a dump that was killed goes on when it is submitted again; nothing runs twice behind your back.
 set -euo pipefail
 

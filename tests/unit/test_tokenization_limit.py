@@ -1,0 +1,76 @@
+"""A job of a dump that comes to its time limit queues itself again and loses no finished shard."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from relayrun.tokenization.dumps import prepare
+from relayrun.tokenization.jobs import begin
+from relayrun.tokenization.settings import settings_from_environment
+
+from .test_preprocess import workers_of
+from .tokenization_corpus import TEXTS, expected_ids, shard_documents, train_tokenizer, write_parquet
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["signal", "deadline"])
+def test_a_job_near_its_limit_drops_its_open_shard_and_queues_itself_again(tmp_path: Path, how: str) -> None:
+    (tmp_path / "data").mkdir()
+    write_parquet(tmp_path / "data" / "a.parquet", list(TEXTS))
+    (tmp_path / "data" / "b.jsonl").write_text("")
+    prepare(tmp_path / "data", tmp_path / "meta")
+    (tmp_path / "data" / "b.jsonl").unlink()
+    os.mkfifo(tmp_path / "data" / "b.jsonl")  # its reader waits for ever
+    (tmp_path / "bin").mkdir()
+    fake = tmp_path / "bin" / "scontrol"
+    fake.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/asked\n')
+    fake.chmod(0o755)
+    tokenizer = train_tokenizer(tmp_path / "tok" / "tokenizer.json")
+    environment = os.environ | {
+        "TOKENIZER": str(tokenizer),
+        "TOKENIZER_NAME": "t",
+        "DATASET_NAME": "d",
+        "PATH_TO_PREPROCESSING_METADATA": str(tmp_path / "meta"),
+        "PATH_TO_OUTPUT_FOLDER": str(tmp_path / "tokens"),
+        "PATH_TO_LOGS": str(tmp_path / "logs"),
+    }
+    settings = settings_from_environment(environment)
+    begin(settings)
+    environment |= {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
+    if how == "deadline":
+        environment["SLURM_JOB_END_TIME"] = str(int(time.time()) + 30)
+    command = [sys.executable, "-m", "relayrun.tokenization", "run", "0"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    out = settings.dump_output(0)
+    deadline = time.monotonic() + 60
+    while not ((out / "00000_tokens.idx").exists() and (out / "00001_tokens.bin.tmp").exists()):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    workers = workers_of(process.pid)
+    if how == "signal":
+        time.sleep(0.5)  # the record of the first shard
+        process.send_signal(signal.SIGUSR2)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors == (
+        "error: Slurm job 77: the time limit is near; the job is queued again and goes on with what is missing\n"
+    )
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert asked[-1] == "requeue 77"
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    assert not list(out.glob("*.tmp"))
+    assert list(json.loads((out / "tokenization.json").read_text())["shards"]) == ["00000_tokens"]
+    (tmp_path / "data" / "b.jsonl").unlink()
+    (tmp_path / "data" / "b.jsonl").write_text('{"text": "end"}\n')
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "00000_tokens" not in again.stdout
+    assert shard_documents(out / "00001_tokens") == expected_ids(tokenizer, ["end"])
