@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -108,7 +109,7 @@ def test_a_dump_that_fails_is_one_message_and_the_others_are_done(
     whole = torn.read_bytes()
     torn.write_bytes(b"PAR1")
     config = tmp_path / "config.yaml"
-    config.write_text("".join(f"{name}: {value}\n" for name, value in settings if value is not None))
+    config.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in settings if value is not None))
     launcher = [sys.executable, ROOT / "launchers/submit_tokenization.py", config, "--executor", "local"]
     done = subprocess.run(launcher, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1

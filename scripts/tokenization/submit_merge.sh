@@ -1,0 +1,32 @@
+#!/bin/bash
+# Merges the shards of every dump of a tokenized dataset on Slurm, one job for each folder dump-i:
+#   scripts/tokenization/submit_merge.sh tokens/my-tokenizer/my-text
+# makes tokens/my-tokenizer/my-text-merge/dump-i-merged.bin and .idx; what is there already is left out.
+# Options for all jobs (partition, account, time) stand in merge.sh, or in sbatch's own variables.
+set -euo pipefail
+
+dataset=$(realpath -- "${1:?the folder that holds dump-0, dump-1, ...}")
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+venv_python=$here/../../.venv/bin/python
+if [[ -z ${PYTHON:-} ]]; then
+  PYTHON=python3
+  [[ ! -x $venv_python ]] || PYTHON=$venv_python
+fi
+RELAYRUN_ROOT=$(cd "$here/../.." && pwd) # Slurm runs a copy of merge.sh that lies elsewhere
+export PYTHON RELAYRUN_ROOT
+
+logs=${PATH_TO_LOGS:-$here/../../logs}/slurm/merge-$(basename -- "$dataset")
+mkdir -p -- "$logs" "$dataset-merge"
+shopt -s nullglob
+for dump in "$dataset"/dump-*/; do
+  name=$(basename -- "$dump")
+  output=$dataset-merge/$name-merged
+  if [[ -e $output.idx ]]; then
+    echo "$name: merged already"
+    continue
+  fi
+  job=$(sbatch --parsable --job-name="merge-$name" --output="$logs/R-%x-%j.out" --error="$logs/R-%x-%j.err" \
+    "$here/merge.sh" "$dump" "$output")
+  echo "$name: Slurm job ${job%%;*}"
+done
+echo "logs: $logs"
