@@ -20,7 +20,7 @@ from relayrun.chain.plan import Plan, job_name
 from relayrun.chain.scheduler import Slurm, for_plan
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
-from relayrun.data.evolution import evolve
+from relayrun.data.evolution import evolve, weights_of
 from relayrun.data.manifest import Manifest
 from relayrun.data.prefixes import expand, find_prefixes
 from relayrun.errors import RunDirError
@@ -28,7 +28,7 @@ from relayrun.files import write_atomic
 from relayrun.rundir import triggers
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lead import first_lead
-from relayrun.rundir.lineage import durable
+from relayrun.rundir.lineage import durable, line
 from relayrun.slurmtime import parse_time
 from relayrun.tokenization.tokenizer import load_tokenizer
 
@@ -203,6 +203,10 @@ def _freeze_data(run: RunDir, config: RunConfig, found: Manifest, *, accept: boo
         print(f"accepted: {note}", file=sys.stderr)
     if evolved.manifest != frozen:
         evolved.manifest.write(run.manifest)
+    if trained and weights_of(evolved.config) != weights_of(history[0]):
+        consumed = line(run)[-1].consumed_samples
+        print(f"the mixture changes: its phase begins where the next attempt resumes, now sample {consumed}",
+              file=sys.stderr)  # fmt: skip
     return evolved.config
 
 

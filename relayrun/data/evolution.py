@@ -9,6 +9,7 @@
 | a new name for files that the run knows | refused; accepted, it begins at 0 and the windows come again |
 | a data set's own order or options | refused; accepted, as other files |
 | other files in a validation set | refused; accepted, they replace it |
+| other files under the same name, with `data.split` | refused; cannot be accepted: held-out windows would move |
 | tokenizer, sequence length, seed, split, of a run with a checkpoint | refused; cannot be accepted |
 
 Nothing is refused silently and nothing taken silently: a refusal names each difference.
@@ -16,11 +17,12 @@ Nothing is refused silently and nothing taken silently: a refusal names each dif
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from relayrun.config.schema import RunConfig, Source
 from relayrun.data.manifest import DatasetManifest, Manifest, ShardEntry
+from relayrun.data.schedule import integer_weights
 from relayrun.errors import InputError
 
 ACCEPT = "--accept-data-change"
@@ -67,12 +69,29 @@ def evolve(
                          hint=f"restore them, or submit with {ACCEPT}: {how}")  # fmt: skip
     if changes and not trained:
         return Evolved(config=config, manifest=found, notes=changes)
+    _refuse_leak(frozen, sources, found, config.data.split)
     manifest = replace(frozen, datasets=datasets, validation=found.validation, tokenizer=found.tokenizer)
     manifest.check_apart(source.identity(name) for name, source in sources.items())
     if any(source.edition > 1 for source in sources.values()):
         data = config.data.model_copy(update={"datasets": [], "mixture": sources})
         config = config.model_copy(update={"data": data})
     return Evolved(config=config, manifest=manifest, notes=changes)
+
+
+def _refuse_leak(frozen: Manifest, sources: Mapping[str, Source], found: Manifest, split: float) -> None:
+    """With a split the end of other files would be held out, and the run may have trained on it."""
+    known = {dataset.fingerprint for dataset in frozen.datasets.values()}
+    for name, source in sources.items():
+        if split and source.edition > 1 and found.datasets[name].fingerprint not in known:
+            raise InputError(f"{name}: these files are not those the run began with, and data.split would hold out "
+                             "windows of them that may have been trained on",
+                             hint="restore the files, or add the new ones alone as a data set of another name",
+                             )  # fmt: skip
+
+
+def weights_of(config: RunConfig) -> dict[str, int]:
+    """The integer weights of a config's mixture, by identity: what makes a phase."""
+    return integer_weights({source.identity(name): source.weight for name, source in config.data.sources.items()})
 
 
 def _edition(

@@ -111,6 +111,18 @@ def test_shards_in_another_order_are_refused(data: Data) -> None:
         data.submit(data.config())
 
 
+def test_with_a_split_other_files_cannot_be_accepted(tmp_path: Path) -> None:
+    """Their end would be held out, and may have been trained on."""
+    data = Data(tmp_path)
+    data.submit(data.config(split=0.1))
+    for suffix in (".bin", ".idx"):
+        (data.folder / "a" / f"s1{suffix}").unlink()
+    with pytest.raises(InputError, match="a: shard s1 is gone"):
+        data.submit(data.config(split=0.1))
+    with pytest.raises(InputError, match=r"a: these files .* may have been trained on"):
+        data.submit(data.config(split=0.1), accept=True)
+
+
 def test_files_that_are_back_go_on_in_their_own_edition(data: Data) -> None:
     shutil.copytree(data.folder / "a", data.folder / "kept")
     shard(data.folder / "a" / "s2", [10])

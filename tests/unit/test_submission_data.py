@@ -55,9 +55,15 @@ def append_to(workspace: Workspace, shard: str) -> None:
     writer.finish()
 
 
-def test_a_new_mixture_is_a_new_revision(trained: Workspace) -> None:
+def test_a_new_mixture_is_a_new_revision(trained: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     append_to(trained, "books0")
+    submit(trained, {"web": 2.0, "code": 2.0})
+    assert capsys.readouterr().err == ""  # the same ratio
+    shutil.rmtree(trained.run("run").config)
+    submit(trained, {"web": 1.0, "code": 1.0})
     submit(trained, {"web": 1.0, "books": 3.0})
+    assert "the mixture changes: its phase begins where the next attempt resumes, now sample 100" in (
+        capsys.readouterr().err)  # fmt: skip
     run = trained.run("run")
     assert run.revisions() == [1, 2]
     assert list(Manifest.read(run.manifest).datasets) == ["web", "code", "books"]
