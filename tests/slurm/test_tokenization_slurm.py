@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import sys
 from dataclasses import dataclass
@@ -84,8 +85,7 @@ def environment(settings: TokenizationSettings) -> dict[str, str]:
 
 def write_config(settings: TokenizationSettings, *, max_parallel: int) -> Path:
     config = Path(settings.metadata_folder, "config.yaml")
-    lines = [f'{name}: "{value}"' if isinstance(value, str) else f"{name}: {value}"
-             for name, value in settings if value is not None]  # fmt: skip
+    lines = [f"{name}: {json.dumps(value)}" for name, value in settings if value is not None]
     config.write_text("\n".join([*lines, f"max_parallel: {max_parallel}", "slurm: {time: 5, partition: debug}", ""]))
     return config
 
@@ -104,7 +104,7 @@ def assert_all_done(settings: TokenizationSettings, expected: dict[str, bytes], 
     assert len(logs) == 2 * DUMPS
     assert all(name.startswith(f"R-{settings.name}-") for name in logs)
     assert all("tokens" in file.read_text() for file in settings.job_logs.glob("R-*.out"))
-    assert len(list(Path(settings.logs, "datatrove/T", settings.dataset_name).glob("dump-*/logs/task_*.log"))) == 6
+    assert len(list(Path(settings.logs, "datatrove/T", settings.dataset_name).glob("dump-*/tokenizer.json"))) == DUMPS
     return [row["slurm_job_id"] for row in rows]
 
 
