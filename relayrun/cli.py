@@ -26,6 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     launch.set_defaults(run=run_launch)
     data = commands.add_parser("data", help="what a run reads: show samples, the ledger, the difference of two runs")
     add_data(data)
+    dumps = commands.add_parser("dumps", help="tokenization: where the dumps of a dataset stand")
+    dumps.add_argument("what", choices=("status",))
+    dumps.add_argument("folder", metavar="METADATA_FOLDER", help="as written by prepare_dumps.py")
+    dumps.set_defaults(run=run_dumps)
     status = commands.add_parser("status", help="where a run stands; without RUN: all runs")
     status.add_argument("name", nargs="?", metavar="RUN", help="run directory, or project/name below logs/runs")
     status.add_argument("--json", action="store_true")
@@ -48,6 +52,14 @@ def add_submit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accept-data-change", action="store_true",
                         help="go on with data that are not those the run began with (docs/data-order.md)")  # fmt: skip
     parser.set_defaults(run=run_submit)
+
+
+def run_dumps(options: argparse.Namespace) -> int:
+    """Print where the dumps of a metadata folder stand."""
+    from relayrun.tokenization import status
+
+    print(status.table(status.read_status(options.folder)))
+    return 0
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:
