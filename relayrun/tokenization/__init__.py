@@ -1,11 +1,15 @@
 """Raw text to token shards.
 
     dumps.py, metadata.py   which files make up a dump, and the folder that remembers it
-    tokenizer.py            a Hugging Face tokenizer, its end-of-document token and its size
-    readers.py, writer.py   datatrove steps: files to documents, documents to .bin/.idx
-    executor.py, record.py  datatrove's executor on processes that may die; what is already done
+    reshard.py              a global shuffle of a dataset before it is split
+    tokenizer.py            a Hugging Face tokenizer, what stands around a document (framing.py), its size
+    engines.py, nasty.py    the libraries that encode, and the proof that they agree; texts.py is what they take
+    columns.py, fused.py    files to Arrow's buffers to one .bin/.idx, without a row in between
+    pool.py, limit.py       tasks on processes that may die; a job that leaves before its time limit
+    record.py, status.py    what is already done
     pipeline.py             one paths file to one folder of shards
     settings.py, jobs.py    every dump of a dataset, here or on Slurm
+    writer.py, readers.py, executor.py   the same as datatrove's steps, for pipelines of your own
 
 `MegatronTokenWriter` can stand behind datatrove's own readers and filters in a pipeline of your own.
 """
