@@ -176,10 +176,18 @@ class Optimizer(Section):
 
     lr: Annotated[float, Field(gt=0)]
     min_lr: Annotated[float, Field(ge=0)] = 0.0
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
+    """WSD: constant after the warm-up, then down over lr_wsd_decay_steps."""
     lr_warmup_steps: NonNegative = 0
+    lr_warmup_tokens: Positive | None = None
+    """Instead of lr_warmup_steps; rounded up to whole iterations."""
     lr_decay_steps: Positive | None = None
     """Iterations until min_lr is reached; default: training.steps."""
+    lr_decay_tokens: Positive | None = None
+    """Instead of lr_decay_steps; rounded up to whole iterations."""
+    lr_wsd_decay_steps: Positive | None = None
+    """Iterations of the way down of WSD, which end at lr_decay_steps."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     adam_beta1: Fraction = 0.9
     adam_beta2: Fraction = 0.95
@@ -372,16 +380,46 @@ class RunConfig(Section):
                 )
         return self
 
+    @property
+    def tokens_per_step(self) -> int:
+        return self.training.global_batch_size * self.training.seq_length
+
+    @property
+    def warmup_steps(self) -> int:
+        """Iterations of the warm-up, given in iterations or in tokens."""
+        tokens = self.optimizer.lr_warmup_tokens
+        return self.optimizer.lr_warmup_steps if tokens is None else -(-tokens // self.tokens_per_step)
+
+    @property
+    def decay_steps(self) -> int:
+        """Iterations until the learning rate has come down, warm-up included."""
+        tokens = self.optimizer.lr_decay_tokens
+        if tokens is not None:
+            return -(-tokens // self.tokens_per_step)
+        return self.optimizer.lr_decay_steps or self.training.steps
+
     @model_validator(mode="after")
     def _schedule(self) -> Self:
-        optimizer, steps = self.optimizer, self.training.steps
-        decay = optimizer.lr_decay_steps
-        if optimizer.lr_warmup_steps >= (decay or steps):
-            name = "training.steps" if decay is None else "optimizer.lr_decay_steps"
-            raise ValueError(
-                f"optimizer.lr_warmup_steps {optimizer.lr_warmup_steps} must be below {name} {decay or steps}; "
-                f"set optimizer.lr_warmup_steps={(decay or steps) // 10} or more steps"
-            )
+        optimizer = self.optimizer
+        warmup, decay = self.warmup_steps, self.decay_steps
+        if optimizer.lr_warmup_tokens is not None and optimizer.lr_warmup_steps:
+            raise ValueError("optimizer.lr_warmup_steps and lr_warmup_tokens say the same; set one of them")
+        if optimizer.lr_decay_tokens is not None and optimizer.lr_decay_steps is not None:
+            raise ValueError("optimizer.lr_decay_steps and lr_decay_tokens say the same; set one of them")
+        if warmup >= decay:
+            first = "lr_warmup_steps" if optimizer.lr_warmup_tokens is None else "lr_warmup_tokens, in steps"
+            last = "training.steps"
+            if optimizer.lr_decay_tokens is not None:
+                last = "optimizer.lr_decay_tokens, in steps"
+            elif optimizer.lr_decay_steps is not None:
+                last = "optimizer.lr_decay_steps"
+            raise ValueError(f"optimizer.{first} {warmup} must be below {last} {decay}; "
+                             f"set optimizer.lr_warmup_steps={decay // 10} or more steps")  # fmt: skip
+        if (optimizer.lr_decay_style == "WSD") != (optimizer.lr_wsd_decay_steps is not None):
+            raise ValueError("optimizer.lr_wsd_decay_steps belongs to lr_decay_style WSD, which needs it")
+        if (optimizer.lr_wsd_decay_steps or 0) > decay - warmup:
+            raise ValueError(f"optimizer.lr_wsd_decay_steps {optimizer.lr_wsd_decay_steps} must fit between "
+                             f"the warm-up of {warmup} steps and the end of the decay at {decay}")  # fmt: skip
         if optimizer.min_lr > optimizer.lr:
             raise ValueError(f"optimizer.min_lr {optimizer.min_lr} is above optimizer.lr {optimizer.lr}")
         return self

@@ -34,6 +34,7 @@ from relayrun.training.optimizer import Optimizer
 from relayrun.training.pace import Pace
 from relayrun.training.parallel import Ranks
 from relayrun.training.signals import SignalFlag
+from relayrun.training.size import peak_flops
 
 LEAVE_TRIES = 3
 """How often a save is tried when leaving; a save in between is tried once and left for the next occasion."""
@@ -94,6 +95,9 @@ class Training:
                     where=begin.base_path,
                 )
         self.saved_iteration = self.position.iteration
+        self.save_seconds = 0.0
+        """How long saves have held up the next step."""
+        self.peak = peak_flops(ranks.device_name) if config.training.precision == "bf16" else None
         if ranks.rank == 0:
             write_json(run.attempt(begin.attempt).data, order.state(self.position.consumed_samples))
         self.metrics.say(
@@ -144,13 +148,18 @@ class Training:
         started = time.perf_counter()
         lr = self.optimizer.lr
         self.optimizer.zero_grad()
-        losses = self.model.run([MicroBatch(tokens=tokens) for tokens in next(self.reader)], train=True)
+        batches = [MicroBatch(tokens=tokens) for tokens in next(self.reader)]
+        read = time.perf_counter()
+        losses = self.model.run(batches, train=True)
+        computed = time.perf_counter()
         grad_norm = self.optimizer.step()
+        updated = time.perf_counter()
         loss = self.ranks.sum_over_samples([sum(losses)])[0] / settings.global_batch_size
         self.position.iteration += 1
         self.position.consumed_samples += settings.global_batch_size
         seconds = time.perf_counter() - started
         self.pace.step(seconds)
+        flops = self.model.flops_per_token() * self.config.tokens_per_step / seconds / self.ranks.world_size
         self.metrics.step(
             Step(
                 iteration=self.position.iteration,
@@ -159,11 +168,19 @@ class Training:
                 lr=lr,
                 consumed_samples=self.position.consumed_samples,
                 consumed_tokens=self.position.consumed_samples * settings.seq_length,
-                tokens_per_second=settings.global_batch_size * settings.seq_length / seconds,
+                tokens_per_second=self.config.tokens_per_step / seconds,
                 step_seconds=seconds,
+                data_seconds=read - started,
+                forward_backward_seconds=computed - read,
+                optimizer_seconds=updated - computed,
+                save_seconds=self.save_seconds,
+                model_tflops_per_gpu=flops / 1e12,
+                mfu=None if self.peak is None else flops / self.peak,
+                memory_bytes=parallel.peak_memory(self.ranks),
                 time=time.time(),
             )
         )
+        self.save_seconds = 0.0
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise FatalTrainingError(
                 f"iteration {self.position.iteration}: loss {loss}, gradient norm {grad_norm}; nothing was saved since "
@@ -182,11 +199,14 @@ class Training:
         if at == self.saved_iteration:
             return f"nothing trained since iteration {at}"
         self.pulse.enter("save", at)
+        started = time.perf_counter()
         try:
             commit = self.checkpointer.save(at, self.position.consumed_samples)
         except SaveFailed as error:
             self.metrics.say(f"SAVE FAILED at iteration {at}: {error}")
             return f"failed: {error}"
+        finally:
+            self.save_seconds += time.perf_counter() - started
         self.saved_iteration = at
         self.metrics.say(f"saved iteration {at} in {commit.seconds:.1f} s: {commit.path}")
         self.pace.save(commit.seconds)

@@ -1,8 +1,7 @@
 """What a run measures: a line per iteration in the attempt's metrics.jsonl, and now and then one on the console.
 
-Rank 0 writes. Lines of an iteration hold `iteration, loss, grad_norm, lr, consumed_samples, consumed_tokens,
-tokens_per_second, step_seconds, time`; those of an evaluation `iteration, validation, time`, where
-`validation` maps the name of a set to its loss. Floats have full precision (Python's repr), losses are in
+Rank 0 writes. Lines of an iteration hold the fields of `Step`; those of an evaluation `iteration, validation,
+time`, where `validation` maps the name of a set to its loss. Floats have full precision (Python's repr), losses are in
 nats per token. A line is not synced to disk: losing the last ones with a node costs nothing, since the
 iterations after the last checkpoint are computed again.
 """
@@ -40,6 +39,20 @@ class Step:
     tokens_per_second: float
     """Over all ranks."""
     step_seconds: float
+    data_seconds: float
+    """Of the step: waiting for the batch."""
+    forward_backward_seconds: float
+    """Of the step: both passes and the reduction of gradients."""
+    optimizer_seconds: float
+    """Of the step: clipping and update."""
+    save_seconds: float
+    """That training stood still for a save between this step and the one before; not part of the step."""
+    model_tflops_per_gpu: float
+    """`size.flops_per_token` x tokens per second and rank, in 10^12."""
+    mfu: float | None
+    """Share of the device's bf16 peak (`size.PEAKS`); None where it is not known, or precision is not bf16."""
+    memory_bytes: int
+    """Peak on rank 0 so far: of the GPU's allocator, or of the process where there is no GPU."""
     time: float
     """Seconds since 1970, at the end of the step."""
 

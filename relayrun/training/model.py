@@ -32,7 +32,7 @@ from relayrun.training import parallel
 from relayrun.training.attention import CausalAttention
 from relayrun.training.norm import RMSNorm
 from relayrun.training.parallel import Ranks
-from relayrun.training.size import padded
+from relayrun.training.size import flops_per_token, padded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,7 @@ class Model:
         self.padded_vocabulary_size = padded(vocabulary_size, config.model.make_vocab_size_divisible_by)
         self.seq_length = config.training.seq_length
         self._ranks = ranks
+        self._config = config.model
         self._data = config.data
         self._eod = _eod(config.data, eod)
         self._progress = progress
@@ -143,6 +144,10 @@ class Model:
                 if (split or self._ranks.tensor_rank == 0) and not getattr(parameter, "shared", False):
                     own += parameter.numel()
         return sum(self._ranks.gather(own))
+
+    def flops_per_token(self) -> float:
+        """Forward and backward, see `size.flops_per_token`."""
+        return flops_per_token(self._config, self.padded_vocabulary_size, self.seq_length)
 
     def zero_grad(self) -> None:
         for chunk in self.chunks:

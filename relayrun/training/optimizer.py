@@ -64,7 +64,6 @@ class Optimizer:
 
     def __init__(self, config: RunConfig, model: Model) -> None:
         settings = config.optimizer
-        decay_steps = settings.lr_decay_steps or config.training.steps
         self._model = model
         self.inner: MegatronOptimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -86,21 +85,7 @@ class Optimizer:
         if not HAVE_APEX_OR_TE:
             cure(self.inner)
         self._settings_of_groups = [_settings(group) for group in self.inner.param_groups]
-        self.schedule = OptimizerParamScheduler(
-            self.inner,
-            init_lr=0.0 if settings.lr_warmup_steps else settings.lr,
-            max_lr=settings.lr,
-            min_lr=settings.min_lr,
-            lr_warmup_steps=settings.lr_warmup_steps,
-            lr_decay_steps=decay_steps,
-            lr_decay_style=settings.lr_decay_style,
-            start_wd=settings.weight_decay,
-            end_wd=settings.weight_decay,
-            wd_incr_steps=decay_steps,
-            wd_incr_style="constant",
-            use_checkpoint_opt_param_scheduler=False,
-            override_opt_param_scheduler=True,  # the config revision decides, not what was saved
-        )
+        self.schedule = schedule(config, self.inner)
 
     @property
     def lr(self) -> float:
@@ -123,6 +108,28 @@ class Optimizer:
         for group, settings in zip(self.inner.param_groups, self._settings_of_groups, strict=True):
             group.update(settings)
         self.schedule.load_state_dict(schedule)
+
+
+def schedule(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """The learning rate's way, in iterations."""
+    settings = config.optimizer
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0 if config.warmup_steps else settings.lr,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=config.decay_steps,
+        lr_decay_style=settings.lr_decay_style,
+        wsd_decay_steps=settings.lr_wsd_decay_steps,
+        lr_wsd_decay_style=settings.lr_wsd_decay_style,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=config.decay_steps,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # the config revision decides, not what was saved
+    )
 
 
 def cure(optimizer: MegatronOptimizer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,6 +31,7 @@ class Ranks:
     rank: int
     world_size: int
     device: torch.device
+    device_name: str
     cpu_group: dist.ProcessGroup
     """All ranks, over gloo: small agreements on the host that never wait for a GPU."""
     data_parallel_rank: int
@@ -137,6 +139,7 @@ def start(config: RunConfig) -> Ranks:
         rank=dist.get_rank(),
         world_size=world_size,
         device=device,
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         cpu_group=cpu_group,
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
@@ -147,6 +150,13 @@ def start(config: RunConfig) -> Ranks:
         virtual_stages=config.virtual_stages,
         is_last_stage=parallel_state.is_pipeline_last_stage(),
     )
+
+
+def peak_memory(ranks: Ranks) -> int:
+    """Bytes at most so far: of the GPU's allocator, or of this process where there is no GPU."""
+    if ranks.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(ranks.device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def seed_weights(ranks: Ranks, seed: int) -> None:

@@ -57,6 +57,13 @@ def test_triggers_save_and_exit_are_obeyed_and_answered(harness: Make) -> None:
     assert [commit.iteration for commit in attempt.commits] == [1, left.iteration]
     folder = made.run.checkpoint(left.iteration)
     assert attempt.commits[-1].files == {path.name: path.stat().st_size for path in folder.iterdir()}
+    for step in attempt.steps().values():
+        parts = step["data_seconds"] + step["forward_backward_seconds"] + step["optimizer_seconds"]
+        assert 0 < parts <= step["step_seconds"]
+        assert step["model_tflops_per_gpu"] > 0
+        assert step["mfu"] is None
+        assert step["memory_bytes"] > 1e7
+        assert (step["save_seconds"] > 0) == (step["iteration"] == 2), "after the save at iteration 1"
     assert {"common.pt", "metadata.json", ".metadata", "__0_0.distcp", "__1_0.distcp"} <= set(attempt.commits[-1].files)
     started = Started.read(attempt.directory.started)
     assert started is not None

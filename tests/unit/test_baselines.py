@@ -7,7 +7,7 @@ import pytest
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import Model
 from relayrun.errors import ConfigError
-from relayrun.training.size import padded, parameters
+from relayrun.training.size import flops_per_token, padded, parameters, peak_flops
 
 VOCABULARY = 128_256
 PUBLISHED = {"1b": 1_235_814_400, "3b": 3_212_749_824, "8b": 8_030_261_248, "70b": 70_553_706_496}
@@ -79,3 +79,43 @@ def test_a_baseline_is_as_agreed(size: str) -> None:
 def test_a_wrong_combination_is_refused_by_its_rule(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         compose.load(compose.ROOT / "configs" / "runs" / "llama3-70b.yaml", [override])
+
+
+def test_a_token_costs_six_flops_per_parameter_and_the_causal_half_of_attention() -> None:
+    eight = model("llama3-8b")
+    expected = 6 * (8_030_261_248 - VOCABULARY * 4096 - 65 * 4096) + 6 * 32 * 4096 * 8192
+    assert flops_per_token(eight, VOCABULARY, 8192) == expected
+    tied = model("llama3-1b")  # the output layer counts, although it is the embeddings
+    assert flops_per_token(tied, VOCABULARY, 0) == 6 * (1_235_814_400 - 33 * 2048)
+
+
+def test_the_peak_of_a_gpu_is_known_by_its_name() -> None:
+    assert peak_flops("NVIDIA GH200 120GB") == peak_flops("NVIDIA H200") == 989.4e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("CPU") is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["optimizer.lr_warmup_tokens=1"], "lr_warmup_steps and lr_warmup_tokens say the same"),
+        (["optimizer.lr_decay_tokens=1", "optimizer.lr_decay_steps=4000"], "lr_decay_steps and lr_decay_tokens say"),
+        (["optimizer.lr_decay_tokens=1"], "lr_warmup_steps 200 must be below optimizer.lr_decay_tokens, in steps 1"),
+        (["optimizer.lr_decay_style=WSD"], "lr_wsd_decay_steps belongs to lr_decay_style WSD"),
+        (["optimizer.lr_wsd_decay_steps=9"], "lr_wsd_decay_steps belongs to lr_decay_style WSD"),
+        (["optimizer.lr_decay_style=WSD", "optimizer.lr_wsd_decay_steps=4801"], "must fit between the warm-up of 200"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compose.load(compose.ROOT / "configs" / "runs" / "llama3-8b.yaml", overrides)
+
+
+def test_tokens_become_whole_iterations() -> None:
+    tokens = 128 * 8192
+    config = compose.load(
+        compose.ROOT / "configs" / "runs" / "llama3-8b.yaml",
+        ["optimizer.lr_warmup_steps=0", f"optimizer.lr_warmup_tokens={10 * tokens + 1}",
+         f"optimizer.lr_decay_tokens={100 * tokens}"],
+    )  # fmt: skip
+    assert (config.warmup_steps, config.decay_steps) == (11, 100)
