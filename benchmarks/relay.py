@@ -109,7 +109,8 @@ def relay(cluster: TestCluster, run: RunDir, config: Path) -> tuple[Phases, Begi
 
 
 def by_hand(run: RunDir, bare: RunDir, begin: Begin) -> Phases:
-    """The same attempt as two plain processes, in a run directory of its own."""
+    """The same attempt as two plain processes, in a run directory of its own; with sessions of their own, as Slurm's:
+    Linux may share out a busy machine by session."""
     attempt = bare.attempt(begin.attempt)
     attempt.path.mkdir(parents=True)
     bare.checkpoints.mkdir()
@@ -125,7 +126,11 @@ def by_hand(run: RunDir, bare: RunDir, begin: Begin) -> Phases:
         spawned = time.time()
         ranks = [
             subprocess.Popen(
-                command, env=shared | {"RANK": str(rank), "SLURMD_NODENAME": f"n{rank}"}, stdout=log, stderr=log
+                command,
+                env=shared | {"RANK": str(rank), "SLURMD_NODENAME": f"n{rank}"},
+                start_new_session=True,
+                stdout=log,
+                stderr=log,
             )
             for rank in range(2)
         ]
