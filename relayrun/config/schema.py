@@ -414,7 +414,7 @@ class RunConfig(Section):
             elif optimizer.lr_decay_steps is not None:
                 last = "optimizer.lr_decay_steps"
             raise ValueError(f"optimizer.{first} {warmup} must be below {last} {decay}; "
-                             f"set optimizer.lr_warmup_steps={decay // 10} or more steps")  # fmt: skip
+                             f"set optimizer.lr_warmup_steps={decay // 10}, or train longer")  # fmt: skip
         if (optimizer.lr_decay_style == "WSD") != (optimizer.lr_wsd_decay_steps is not None):
             raise ValueError("optimizer.lr_wsd_decay_steps belongs to lr_decay_style WSD, which needs it")
         if (optimizer.lr_wsd_decay_steps or 0) > decay - warmup:
