@@ -9,7 +9,7 @@
 | crash-at-once | an exception before the first step, in every attempt |
 | sleep-at=I:R | rank R sleeps for ever at iteration I of the first attempt, while the others wait in a collective |
 | publish-delay=S | S seconds between the last byte of a checkpoint and its publication, in the first attempt |
-| save-delay=S | every save takes S seconds longer |
+| slow-save=I:S | the save at iteration I takes S seconds longer |
 
 The training program knows nothing of this.
 """
@@ -37,8 +37,8 @@ def install(faults: Mapping[str, str], *, first_attempt: bool, rank: int) -> Non
     """Put the faults in place. Raises ValueError for one that is not in the table."""
     from relayrun.training import loop, publish
 
-    step, save = loop.Training._step, loop.Training._save
-    publication = publish.publish
+    step = loop.Training._step
+    preparation, publication = publish.prepare, publish.publish
 
     def faulty_step(self: Any) -> None:
         at = self.position.iteration
@@ -49,20 +49,22 @@ def install(faults: Mapping[str, str], *, first_attempt: bool, rank: int) -> Non
             time.sleep(10_000)
         step(self)
 
-    def faulty_save(self: Any) -> str:
-        time.sleep(float(faults.get("save-delay", 0)))
-        return save(self)
+    def faulty_preparation(run: Any, attempt: int, iteration: int) -> Any:
+        at, _, seconds = faults.get("slow-save", "").partition(":")
+        if at == str(iteration):
+            time.sleep(float(seconds))
+        return preparation(run, attempt, iteration)
 
     def faulty_publication(*arguments: Any) -> None:
         if first_attempt:
             time.sleep(float(faults.get("publish-delay", 0)))
         publication(*arguments)
 
-    known = {"step-delay", "crash-at", "crash-at-once", "sleep-at", "publish-delay", "save-delay"}
+    known = {"step-delay", "crash-at", "crash-at-once", "sleep-at", "publish-delay", "slow-save"}
     if unknown := faults.keys() - known:
         raise ValueError(f"unknown faults: {', '.join(sorted(unknown))}")
     _replace(loop.Training, "_step", faulty_step)
-    _replace(loop.Training, "_save", faulty_save)
+    _replace(publish, "prepare", faulty_preparation)
     _replace(publish, "publish", faulty_publication)
 
 

@@ -22,6 +22,8 @@ from relayrun.rundir.records import Begin, End
 
 from .conftest import MakeRun
 
+pytestmark = pytest.mark.slow  # they wait for real clocks
+
 
 def run_chain(run: RunDir, plan: Plan) -> list[str]:
     scheduler = LocalScheduler(run)
@@ -56,7 +58,7 @@ def test_a_run_goes_through_as_many_jobs_as_its_time_limit_asks_for(make_run: Ma
 
 
 def test_the_signal_asks_to_leave_where_the_deadline_inside_does_not(make_run: MakeRun) -> None:
-    run, plan = make_run("--steps=30", total_steps=30, time_limit=5, lead=0.0, signal_lead=3)
+    run, plan = make_run("--steps=30", total_steps=30, time_limit=8, lead=0.0, signal_lead=5)
     events = run_chain(run, plan)
     assert any("SIGUSR2" in event for event in events)
     assert ends(run)[0].reason in ("SIGUSR2", "stop file")

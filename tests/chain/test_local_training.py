@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from relayrun.rundir.records import Begin
 from tests.checkpoints import assert_same_bytes
 from tests.workspace import Workspace, ends, steps
 
@@ -49,3 +51,23 @@ def test_a_run_cut_by_sigusr2_at_its_limit_equals_the_uninterrupted_run(tmp_path
     again = submit(pieces)
     assert again.returncode == 1
     assert f"the chain of this run has ended: the last iteration, {STEPS}, is durable" in again.stderr
+
+
+def test_a_slow_save_moves_the_deadline_of_its_own_attempt(tmp_path: Path) -> None:
+    workspace = Workspace.make(tmp_path)
+    prefix = [sys.executable, "-m", "relayrun.drill.inject", "slow-save=20:20", "--"]
+    config = workspace.config(
+        "run", training={"steps": 30}, checkpoint={"interval": 10}, job={"time": "6"}, chain={"lead_floor": 5},
+        cluster={"name": "local", "scheduler": "local", "command_prefix": prefix},
+    )  # fmt: skip
+    done = submit(config)
+    assert done.returncode == 0, done.stderr
+    run = workspace.run("run")
+    begin = Begin.read(run.attempt(1).begin)
+    assert begin is not None
+    assert begin.lead == 90  # nothing was measured: a quarter of the limit
+    log = Path(begin.log or "").with_suffix(".out").read_text()
+    leads = [(int(old), int(new)) for old, new in re.findall(r"lead (\d+) s -> (\d+) s", log)]
+    assert leads[0][0] == 90, log
+    assert leads[0][1] < 20, log
+    assert any(new - old >= 15 for old, new in leads), log
