@@ -104,8 +104,8 @@ def at_end(facts: EndFacts) -> Decision:
     if facts.cancelled:
         return Decision(action="stop", reason="the job was cancelled")
     reason = facts.hang or facts.outcome_reason or (
-        f"failed: the ranks left no outcome (exit code {facts.exit_code})" if facts.exit_code != UNKNOWN
-        else "unknown: the job ended without a word"
+        f"the ranks left no outcome (exit code {facts.exit_code})" if facts.exit_code != UNKNOWN
+        else "the job ended without a word"
     )  # fmt: skip
     if facts.durable_iteration > facts.base_iteration:
         return Decision(action="continue" if facts.auto_requeue else "end", reason=reason)

@@ -24,6 +24,7 @@ parser.add_argument("--attempt", type=int)
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--step-seconds", type=float, default=0.1)
 parser.add_argument("--crash-at", type=int, default=-1, help="exit 7 at this iteration, in every attempt")
+parser.add_argument("--die-on", default="", help="SIGKILL oneself after 5 steps on this node, twice")
 parser.add_argument("--fatal-at", type=int, default=-1)
 parser.add_argument("--save-seconds", type=float, default=0.0)
 parser.add_argument("--stop-at", type=int, default=-1, help="SIGSTOP of --stop-rank at this iteration")
@@ -33,6 +34,8 @@ options = parser.parse_args()
 asked: list[str] = []
 signal.signal(signal.SIGUSR2, lambda *_: asked.append("SIGUSR2"))
 signal.signal(signal.SIGTERM, lambda *_: asked.append("SIGTERM"))
+if options.die_on and options.attempt <= 2:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # alone no rank can save
 run = RunDir(options.run_dir)
 attempt = run.attempt(options.attempt)
 begin = Begin.read(attempt.begin)
@@ -80,6 +83,10 @@ while True:
         if rank == options.stop_rank:
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(1000)  # as in a collective that one rank never enters
+    if options.die_on and options.attempt <= 2 and iteration == 5:
+        if options.die_on == os.environ.get("SLURMD_NODENAME"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000)  # as in a collective with a rank that is no more
     if iteration == options.crash_at:
         sys.exit(7)
     if iteration == options.fatal_at:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.chain.nodes import read_strikes
 from relayrun.chain.plan import Plan
 from relayrun.rundir import triggers
 from relayrun.rundir.layout import RunDir
@@ -123,3 +124,36 @@ def test_any_run_directory_name_works(cluster: TestCluster, make_run: MakeRun, f
     wait_for_end(cluster, run, plan)
     assert [end.cause for end in ends(run)] == ["done"], sorted(tmp_path.rglob("*"))
     assert any(path.suffix == ".err" and path.stat().st_size for path in log_folder.iterdir())
+
+
+def test_a_node_that_is_blamed_twice_is_left_out_of_the_next_job(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
+    run, plan = make_run("--steps=60", "--die-on=n1", total_steps=60, max_failed_attempts=5, **SLURM)
+    start(cluster, run, "--exclude=n3")
+    for attempt in (1, 2):
+        cluster.wait_until(run.attempt(attempt).end.exists, timeout=60)
+        hurry(cluster, plan)
+    wait_for_end(cluster, run, plan)
+    causes = [end.cause for end in ends(run)]
+    assert causes == ["failed", "failed", "done"], logs(run)
+    assert [strike.node for strike in read_strikes(run)] == ["n1", "n1"]
+    begins = [Begin.read(run.attempt(number).begin) for number in run.attempt_numbers()]
+    assert [begin.options.get("exclude") for begin in begins if begin] == ["n3", "n3", "n[1,3]"]
+
+
+def test_a_job_without_requeue_becomes_one_that_queues_itself_again(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
+    run, plan = make_run("--steps=60", total_steps=60, mode="requeue", **SLURM)
+    job = start(cluster, run, "--no-requeue", "--job-name=from-a-header")  # as the first job of a Bash launcher
+    wait_for_iteration(cluster, run)
+    assert cluster.job(job)["Requeue"] == "1"
+    assert cluster.job(job)["JobName"] == plan.job_name
+    cluster.run(["scancel", "--signal=USR2", "--batch", job])
+    cluster.wait_until(lambda: run.stop.exists() and not cluster.queue(), timeout=90)
+    assert [end.cause for end in ends(run)] == ["saved", "done"], logs(run)
+    assert cluster.job(job)["Restarts"] == "1"
+
+
+def hurry(cluster: TestCluster, plan: Plan) -> None:
+    """Let a successor that waits for its time start now."""
+    for job in cluster.queue():
+        if job.name == plan.job_name and job.state == "PENDING":
+            cluster.run(["scontrol", "update", f"JobId={job.id}", "StartTime=now"], check=False)
