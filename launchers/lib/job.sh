@@ -11,10 +11,14 @@ task=""
 asked="${asked:-}" # why the ranks were asked to leave, before there was somebody to ask
 interrupted=""     # a trap ran since the last wait
 
+# `begin` and `end` must not be cut short by a signal to everybody in the job: they ignore it. `watch` is
+# ended by SIGTERM. Only for subshells: it becomes the Python.
 supervisor() {
   local -r verb="$1"
   shift
-  PYTHONPATH="${RELAYRUN_ROOT}" "${RELAYRUN_HOST_PYTHON}" -m relayrun.chain "${verb}" \
+  trap '' USR2
+  [[ "${verb}" == watch ]] || trap '' TERM
+  PYTHONPATH="${RELAYRUN_ROOT}" exec "${RELAYRUN_HOST_PYTHON}" -m relayrun.chain "${verb}" \
     --run-dir "${RELAYRUN_RUN_DIR}" "$@"
 }
 
@@ -67,4 +71,4 @@ task=""
 
 kill "${watcher}" 2>/dev/null || true
 wait "${watcher}" || true
-supervisor end --attempt "${attempt}" --exit-code "${code}"
+(supervisor end --attempt "${attempt}" --exit-code "${code}")

@@ -331,8 +331,10 @@ def stuck(tmp_path: Path, data: Path, tokenizer: Path, out: Path) -> Callable[[]
         os.mkfifo(data / "b.jsonl")
         (tmp_path / "paths").write_text("a.parquet\nb.jsonl\n")
         process = subprocess.Popen(
-            door(tokenizer, data, tmp_path / "paths", out), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+            door(tokenizer, data, tmp_path / "paths", out), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            # whoever runs the tests in the background has it ignored
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
         deadline = time.monotonic() + 60
         record = out / "tokenization.json"
         while time.monotonic() < deadline:
