@@ -100,7 +100,7 @@ class SlurmStage:
 
         self.wait(lambda: delayed() or not [job for job in self.cluster.queue() if job.name == name], 90)
         for job in delayed():
-            self.command("scontrol", "update", f"JobId={job}", "StartTime=now")
+            self.cluster.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=False)
 
 
 @pytest.fixture(scope="module")

@@ -101,8 +101,14 @@ def test_two_runs_share_a_node_and_a_signal_during_the_imports_harms_neither(
     cluster.wait_until(run.attempt(1).end.exists, timeout=60)
     (first,) = ends(run)[:1]
     assert (first.cause, first.exit_code, first.progress) == ("saved", 0, False)
-    successor = next(job for job in cluster.queue() if job.name == Plan.load(run).job_name)
-    cluster.run(["scontrol", "update", f"JobId={successor.id}", "StartTime=now"])  # it waits 30 s otherwise
+
+    def second_has_begun() -> bool:
+        for job in cluster.queue():  # the one that waits 30 s; another may be on its way out at this moment
+            if job.name == Plan.load(run).job_name and job.state == "PENDING":
+                cluster.run(["scontrol", "update", f"JobId={job.id}", "StartTime=now"], check=False)
+        return run.attempt(2).begin.exists()
+
+    cluster.wait_until(second_has_begun, timeout=60)
     wait_for_end(cluster, run, timeout=150)
     wait_for_end(cluster, workspace.run("two"), timeout=150)
     assert [end.cause for end in ends(run)] == ["saved", "done"]
