@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import sys
 import time
@@ -12,14 +11,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import yaml
-from pydantic import ValidationError
 
+from relayrun.config import compose
 from relayrun.config.schema import RunConfig
 from relayrun.data.batches import BatchReader
 from relayrun.data.build import mixture_of, training_order, validation_orders
 from relayrun.data.manifest import Manifest
-from relayrun.errors import ConfigError, FatalTrainingError, InputError, RelayrunError
+from relayrun.errors import FatalTrainingError, InputError, RelayrunError
 from relayrun.files import write_json
 from relayrun.rundir.layout import AttemptDir, RunDir
 from relayrun.rundir.records import Begin, Left, Outcome, Started
@@ -234,12 +232,12 @@ class Training:
 
 
 def train(run: RunDir, begin: Begin, flag: SignalFlag, pace: Pace, pulse: Pulse, *, process_began: float) -> None:
-    """Run the attempt; on return its outcome is written. Raises what `Training` and `read_config` raise.
+    """Run the attempt; on return its outcome is written. Raises what `Training` raises, and ConfigError.
 
     `process_began`: seconds since 1970, for the record.
     """
     imported = time.time()
-    config = read_config(run.config_revision(begin.config_revision))
+    config = compose.read_resolved(run.config_revision(begin.config_revision))
     device_shim.install()
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
@@ -275,12 +273,3 @@ def check_data(manifest: Manifest, mixture: list[str]) -> None:
         if all(line.endswith(": missing") for line in manifest.differences(mixture)):
             raise
         raise FatalTrainingError(error.message, hint=error.hint) from None
-
-
-def read_config(path: Path) -> RunConfig:
-    """The resolved config of one revision. Raises ConfigError if it does not fit the schema."""
-    try:
-        # by way of JSON: the schema is strict, and JSON's rules are those it was written with
-        return RunConfig.model_validate_json(json.dumps(yaml.safe_load(path.read_text(encoding="utf-8"))))
-    except (ValidationError, yaml.YAMLError) as error:
-        raise ConfigError(f"not a valid config: {error}", where=path) from None
