@@ -9,7 +9,7 @@
     record.py, status.py    what is already done
     pipeline.py             one paths file to one folder of shards
     settings.py, jobs.py    every dump of a dataset, here or on Slurm
-    writer.py, readers.py, executor.py   the same as datatrove's steps, for pipelines of your own
+    writer.py, executor.py               the same as datatrove's steps, for pipelines of your own
 
 `MegatronTokenWriter` can stand behind datatrove's own readers and filters in a pipeline of your own.
 """

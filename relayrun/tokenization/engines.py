@@ -10,7 +10,6 @@ and on a fixed nasty set, before it is trusted, and goes on with the next slower
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import json
 import re
@@ -256,8 +255,3 @@ def _difference(encoded: Encoded, right: Encoded, texts: Texts) -> str | None:
 
 def _version(package: str) -> str:
     return importlib.metadata.version(package)
-
-
-def as_record(selection: Selection) -> dict[str, Any]:
-    """For the record of a job."""
-    return dataclasses.asdict(selection)
