@@ -3,7 +3,7 @@
 The real training program (two CPU ranks, a tiny model) in a chain on a Slurm of this machine. A repetition:
 SIGUSR2 to the batch script of the running job, until the next job has done a step; then the same checkpoint by
 hand, two processes without Slurm and supervisor, until a step, then SIGUSR2 and the save; then Slurm alone: how
-long a singleton waits whose predecessor has ended.
+long a singleton waits whose predecessor, with a step on the same nodes, has ended.
 
 | phase | from | to |
 |---|---|---|
@@ -50,7 +50,7 @@ from relayrun.rundir.records import Begin, Left, Started, commits  # noqa: E402
 from tests.slurm.cluster import TestCluster  # noqa: E402
 from tests.workspace import Workspace  # noqa: E402
 
-REPETITIONS = 5
+REPETITIONS = 7
 PHASES = ("step", "save", "queue", "launch", "import", "init", "load", "first step")
 STEPS = 5
 """That an attempt does before it is asked to leave."""
@@ -150,9 +150,9 @@ def by_hand(run: RunDir, bare: RunDir, begin: Begin) -> Phases:
 
 
 def slurm_alone(cluster: TestCluster) -> float:
-    """Seconds from the end of a job of nothing to the start of its singleton successor."""
+    """Seconds from the end of a job, whose step slept on both nodes, to the start of its singleton successor."""
     marks = [cluster.work / "first-ended", cluster.work / "second-began"]
-    for mark, wrap in zip(marks, ("sleep 2; date +%s.%N", "date +%s.%N"), strict=True):
+    for mark, wrap in zip(marks, ("srun sleep 2; date +%s.%N", "date +%s.%N"), strict=True):
         mark.unlink(missing_ok=True)
         job = cluster.sbatch(
             ["--job-name=alone", "--dependency=singleton", "--nodes=2", f"--output={mark}", f"--wrap={wrap}"]

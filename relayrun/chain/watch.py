@@ -9,10 +9,10 @@ stacks; who does not answer is named.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 from collections.abc import Sequence
-from types import FrameType
 
 from relayrun.chain import evidence
 from relayrun.chain.log import log
@@ -51,22 +51,22 @@ class Watch:
         self._seen: list[Heartbeat] = []
         self._changed = time.monotonic()
         self._next_try = time.monotonic() + RETRY_SECONDS
-        self._leaving = False
 
     def loop(self) -> None:
         """Until SIGTERM, or until the batch script has gone."""
-        signal.signal(signal.SIGTERM, self._leave)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        leaving, told = os.pipe()
+        os.set_blocking(told, False)
+        signal.set_wakeup_fd(told)  # a sleep would go on after the signal, and the end of the job with it
+        signal.signal(signal.SIGTERM, lambda _number, _frame: None)
         parent = os.getppid()
-        while not self._leaving and os.getppid() == parent:
+        while os.getppid() == parent:
             self._follow()
             if not self.attempt.hang.exists():
                 self._look_for_hang()
             self._pay()
-            time.sleep(POLL_SECONDS)
-
-    def _leave(self, _number: int, _frame: FrameType | None) -> None:
-        self._leaving = True
+            if select.select([leaving], [], [], POLL_SECONDS)[0]:
+                return
 
     def _follow(self) -> None:
         """Append what is new and whole in the attempt's metrics to the merged view."""
