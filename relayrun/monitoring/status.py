@@ -17,6 +17,7 @@ from relayrun.chain.plan import Plan
 from relayrun.chain.scheduler import Job, Scheduler, for_plan
 from relayrun.chain.watch import read_heartbeats
 from relayrun.errors import RunDirError, SchedulerError
+from relayrun.files import read_lines
 from relayrun.rundir import lineage, triggers
 from relayrun.rundir.layout import AttemptDir, RunDir
 from relayrun.rundir.records import Begin, End
@@ -85,6 +86,10 @@ class Status:
     last_end: str | None
     """Cause and reason of the newest attempt that has ended."""
     last_end_attempt: int | None
+    failed_saves: int
+    """Over the whole run: saves that did not work, after which training went on."""
+    last_failed_save: str | None
+    """Iteration and reason of the newest."""
     failed_attempts: int
     """In a row, up to now, without a new durable iteration."""
     max_failed_attempts: int
@@ -171,6 +176,7 @@ def _gather(run: RunDir, queue: Queue, now: float) -> Status:
     for strike in strikes:
         if now - strike.time < nodes.EXPIRE_SECONDS:
             counts[strike.node] = counts.get(strike.node, 0) + 1
+    failures = [line for number, _ in begun for line in read_lines(run.attempt(number).failed_saves)]
     beats = read_heartbeats(run.attempt(number)) if running and number is not None else []
     end_time = begin.job_end_time if begin is not None and running else None
     return Status(
@@ -200,6 +206,8 @@ def _gather(run: RunDir, queue: Queue, now: float) -> Status:
         durable_fault=fault,
         last_end=f"{ended[-1][1].cause}: {ended[-1][1].reason}" if ended else None,
         last_end_attempt=ended[-1][0] if ended else None,
+        failed_saves=len(failures),
+        last_failed_save=f"iteration {failures[-1]['iteration']}: {failures[-1]['error']}" if failures else None,
         failed_attempts=supervisor.failed_attempts(run, plan) - (1 if running else 0),
         max_failed_attempts=plan.max_failed_attempts,
         strikes=counts,

@@ -112,6 +112,7 @@ def _lines(status: Status, now: float) -> list[tuple[str, str]]:
         ("tokens/s", _speed(status.tokens_per_second)),
         ("durable", _durable(status)),
         ("last end", f"attempt {status.last_end_attempt}: {status.last_end}" if status.last_end else ""),
+        ("failed saves", f"{status.failed_saves}; the last: {status.last_failed_save}" if status.failed_saves else ""),
         ("failed", failed if status.failed_attempts else ""),
         ("strikes", ", ".join(f"{node} {count}" for node, count in sorted(status.strikes.items()))),
         ("excluded", ", ".join(status.excluded)),

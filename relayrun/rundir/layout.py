@@ -5,7 +5,7 @@
     job.sbatch                   the rendered job, submitted by every attempt
     manifest.json                the frozen, ordered list of shards
     attempts/0007/               begin.json end.json            written by the supervisor
-                                 outcome.json data.json commits.jsonl metrics.jsonl events.jsonl   written by rank 0
+                                 outcome.json data.json commits.jsonl metrics.jsonl failed_saves.jsonl  by rank 0
                                  stop                           asks the ranks to save and leave
     attempts.jsonl metrics.jsonl merged views, written by the supervisor
     checkpoints/iter_0000100/    published by rename from .staging/<attempt>/
@@ -56,6 +56,11 @@ class AttemptDir:
     def metrics(self) -> Path:
         """A line per iteration, by rank 0."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def failed_saves(self) -> Path:
+        """A line per save that did not work (iteration, error, time), by rank 0."""
+        return self.path / "failed_saves.jsonl"
 
     @property
     def started(self) -> Path:

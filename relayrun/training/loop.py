@@ -66,7 +66,7 @@ class Training:
         order = training_order(config, manifest)
         self.evaluation = Evaluation(orders=validation_orders(config, manifest), training=settings, ranks=ranks)
         self.control = Control(run, begin, ranks, flag)
-        self.metrics = Metrics(run.attempt(begin.attempt).metrics, ranks, total_steps=settings.steps)
+        self.metrics = Metrics(run.attempt(begin.attempt), ranks, total_steps=settings.steps)
         self.model = Model(config, ranks, manifest.vocabulary_size, eod=manifest.eod, progress=pulse.beat)
         self.optimizer = Optimizer(config, self.model)
         self.checkpointer = Checkpointer(
@@ -201,7 +201,7 @@ class Training:
         try:
             commit = self.checkpointer.save(at, self.position.consumed_samples)
         except SaveFailed as error:
-            self.metrics.say(f"SAVE FAILED at iteration {at}: {error}")
+            self.metrics.failed_save(at, str(error))
             return f"failed: {error}"
         finally:
             self.save_seconds += time.perf_counter() - started

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relayrun.files import append_line
+from relayrun.rundir.layout import AttemptDir
 
 if TYPE_CHECKING:  # it imports torch
     from relayrun.training.parallel import Ranks
@@ -60,18 +61,18 @@ class Step:
 class Metrics:
     """Writes them; does nothing on ranks other than 0."""
 
-    def __init__(self, path: Path, ranks: Ranks, *, total_steps: int) -> None:
-        self._path = path
+    def __init__(self, attempt: AttemptDir, ranks: Ranks, *, total_steps: int) -> None:
+        self._attempt = attempt
         self._active = ranks.rank == 0
         self._total_steps = total_steps
         self._started = time.monotonic()
         self._steps = 0
-        self._unwritten: list[dict[str, Any]] = []
+        self._unwritten: list[tuple[Path, dict[str, Any]]] = []
 
     def step(self, step: Step) -> None:
         if not self._active:
             return
-        self._write(asdict(step))
+        self._write(self._attempt.metrics, asdict(step))
         self._steps += 1
         if self._steps == 1 or step.iteration % EVERY == 0 or step.iteration == self._total_steps:
             self.say(
@@ -82,18 +83,26 @@ class Metrics:
     def evaluation(self, iteration: int, losses: dict[str, float]) -> None:
         if not self._active:
             return
-        self._write({"iteration": iteration, "validation": losses, "time": time.time()})
+        self._write(self._attempt.metrics, {"iteration": iteration, "validation": losses, "time": time.time()})
         self.say(f"iteration {iteration:>7} | validation: " + ", ".join(f"{n} {x:.4f}" for n, x in losses.items()))
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def failed_save(self, iteration: int, error: str) -> None:
+        """A save that did not work, and why: loud, and on record for `relayrun status`."""
+        if not self._active:
+            return
+        self.say(f"SAVE FAILED at iteration {iteration}: {error}")
+        self._write(self._attempt.failed_saves, {"iteration": iteration, "error": error, "time": time.time()})
+
+    def _write(self, path: Path, record: dict[str, Any]) -> None:
         """Append a line. On a full disk training goes on, and the lines are kept until there is room."""
-        self._unwritten.append(record)
+        self._unwritten.append((path, record))
         try:
             while self._unwritten:
-                append_line(self._path, self._unwritten[0], durable=False)
+                path, record = self._unwritten[0]
+                append_line(path, record, durable=False)
                 self._unwritten.pop(0)
         except OSError as error:
-            self.say(f"warning: {len(self._unwritten)} metrics lines not written: {error}")
+            self.say(f"warning: {len(self._unwritten)} lines of {path.name} not written: {error}")
 
     def say(self, text: str) -> None:
         """A line on the console, with the time since the start of this program."""

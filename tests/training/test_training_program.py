@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from relayrun.data.manifest import Manifest
+from relayrun.files import read_lines
 from relayrun.indexed import ShardWriter
 from relayrun.rundir import triggers
 from relayrun.rundir.lineage import durable
@@ -127,6 +128,7 @@ def test_a_save_that_fails_on_one_rank_stops_nothing_until_the_end(harness: Make
     output = attempt.output()
     for iteration, times in ((4, 1), (8, 1), (10, 3)):
         assert output.count(f"SAVE FAILED at iteration {iteration}: rank 1: ") == times
+    assert [line["iteration"] for line in read_lines(attempt.directory.failed_saves)] == [4, 8, 10, 10, 10]
     assert "iteration 10 could not be saved" in output
     assert "Traceback" not in output
     assert attempt.outcome is None

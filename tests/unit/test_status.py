@@ -71,6 +71,8 @@ def test_a_running_chain(run: RunDir) -> None:
     Heartbeat(node="n0", iteration=11, phase="step", time=NOW - 1, step_p95=1.0, save_p95=None).write(
         run.attempt(2).heartbeats / "n0.json"
     )
+    for number, iteration in ((1, 5), (2, 11)):
+        append_line(run.attempt(number).failed_saves, {"iteration": iteration, "error": "no space", "time": NOW})
     nodes.strike(run, 1, {"n1": "node failure"}, now=NOW - 700)
     nodes.strike(run, 1, {"n1": "node failure", "n0": "oom"}, now=NOW - 600)
     nodes.strike(run, 1, {"n2": "long ago"}, now=NOW - 90_000)
@@ -78,6 +80,7 @@ def test_a_running_chain(run: RunDir) -> None:
     found = status.gather(run, RUNNING, now=NOW)
     assert (found.run, found.state, found.stop, found.scheduler_error) == ("test/chain", "running", None, None)
     assert [(job.id, job.state) for job in found.jobs] == [("8", "RUNNING"), ("9", "PENDING")]
+    assert (found.failed_saves, found.last_failed_save) == (2, "iteration 11: no space")
     assert (found.attempt, found.job_id, found.nodes, found.phase) == (2, "8", "n[0-1]", "step")
     assert (found.leave_time, found.job_end_time) == (NOW - 600 + 3540, NOW - 600 + 3600)
     assert (found.iteration, found.total_steps, found.loss, found.tokens_per_second) == (11, 50, 8.9, 2000.0)

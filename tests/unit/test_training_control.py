@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from relayrun.files import read_lines
 from relayrun.rundir import triggers
-from relayrun.rundir.layout import RunDir
+from relayrun.rundir.layout import AttemptDir, RunDir
 from relayrun.rundir.records import Begin
 from relayrun.training.control import Control, Order
 from relayrun.training.metrics import Metrics, Step
@@ -138,7 +139,7 @@ def step(iteration: int) -> Step:
 
 
 def test_metrics_keep_every_bit_of_a_float(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path / "metrics.jsonl", OneRank(), total_steps=1)  # type: ignore[arg-type]
+    metrics = Metrics(AttemptDir(tmp_path), OneRank(), total_steps=1)  # type: ignore[arg-type]
     metrics.step(step(1))
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert line["loss"].hex() == (1 / 3).hex()
@@ -147,12 +148,14 @@ def test_metrics_keep_every_bit_of_a_float(tmp_path: Path) -> None:
 
 def test_metrics_that_cannot_be_written_are_written_later(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    metrics = Metrics(path, OneRank(), total_steps=3)  # type: ignore[arg-type]
+    metrics = Metrics(AttemptDir(tmp_path), OneRank(), total_steps=3)  # type: ignore[arg-type]
     metrics.step(step(1))
     path.rename(tmp_path / "aside")
     path.mkdir()  # as good as a full disk
     metrics.step(step(2))
+    metrics.failed_save(2, "no space")
     path.rmdir()
     (tmp_path / "aside").rename(path)
     metrics.step(step(3))
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    assert [line["error"] for line in read_lines(AttemptDir(tmp_path).failed_saves)] == ["no space"]
