@@ -89,6 +89,11 @@ class Shard:
         return cls(prefix=prefix, dtype=dtype, sequences=sequences, documents=bounds - 1,
                    tokens=tokens, bin_bytes=bin_bytes, idx_bytes=idx_bytes)  # fmt: skip
 
+    @property
+    def cut(self) -> bool:
+        """Whether the .bin goes on behind the last sequence: a mixture cut this shard by a shorter .idx."""
+        return self.bin_bytes > self.tokens * self.dtype.itemsize
+
     def lengths(self) -> npt.NDArray[np.int32]:
         """Tokens of each sequence, shape [sequences], memory-mapped."""
         return np.memmap(self.prefix + ".idx", np.dtype("<i4"), "r", HEADER.size, (self.sequences,))

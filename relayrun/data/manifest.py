@@ -25,6 +25,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from relayrun.data.mixture_summary import repeated_on_purpose
 from relayrun.errors import InputError
 from relayrun.files import read_json, write_json
 from relayrun.indexed import Shard
@@ -249,7 +250,7 @@ def _identities(name: str, dataset: DatasetManifest, *, missing_ok: bool = False
                 continue
             raise
         other = found.setdefault((status.st_dev, status.st_ino), shard.prefix)
-        if other is not shard.prefix:
+        if other is not shard.prefix and not repeated_on_purpose(shard.prefix, other):
             raise InputError(f"stands twice in {name}, also as {other}", where=shard.prefix,
                              hint="name each shard once, or its tokens are repeated within an epoch")  # fmt: skip
     return found

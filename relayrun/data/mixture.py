@@ -1,170 +1,98 @@
 """A mixture: a folder of links to token shards, so chosen that each dataset has its weight in tokens.
 
-The draw. Each dataset's shards are put into a seeded order. Again and again the dataset furthest
-behind its weight (weight x total - own tokens is largest) takes its next shard, until one that should
-take has none left. No shard is taken twice, and no shard is cut. The one exception to the rule: a
-shard that would leave any dataset more than one shard (the largest chosen one) away from its weight
-waits, and the next one in line takes. So the reached weights are always within one shard.
+What is taken is drawn in `draw.py`. A shard that is cut is a link to the whole .bin beside an .idx of its first
+documents: readers of Megatron's format take what the .idx names. A dataset that is repeated has the links of its
+second pass in a folder `epoch-2`, and so on.
 
 Links are absolute and lead to the real files: the mixture may be moved or copied anywhere on the same
 machines, and stays what it is when a folder that was reached through a link (another mixture, say) is
 rebuilt. Relative links would survive only if mixture and datasets moved together.
 
-Cost: every header is read once, in a few threads for file systems with slow metadata; the draw takes
-O(shards x datasets); two links are made a shard, one after another (threads only wait for the folder's lock).
+Cost: every header is read once, in a few threads for file systems with slow metadata; of a shard that is cut the
+index is read; two links are made a shard, one after another (threads only wait for the folder's lock).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from relayrun.data import draw
 from relayrun.data.folders import replaced_folder
-from relayrun.data.prefixes import SUFFIXES, find_prefixes
+from relayrun.data.mixture_summary import (
+    SUMMARY_JSON,
+    SUMMARY_TEXT,
+    Cut,
+    Dataset,
+    as_json,
+    files_of,
+    pass_folder,
+    summarise,
+)
+from relayrun.data.prefixes import find_prefixes
 from relayrun.errors import ConfigError, InputError
-from relayrun.files import fsync_directory, read_json, write_atomic
+from relayrun.files import fsync_directory, write_atomic
 from relayrun.indexed import Shard
 
-FORMAT = "relayrun dataset mixture, version 1"
-SUMMARY_TEXT = "dataset_mixture_summary.txt"
-SUMMARY_JSON = "dataset_mixture_summary.json"
 THREADS = 4  # more are slower on a local disk, where reading a header takes no longer than starting to
+MOST_LINKS = 10_000_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dataset:
-    """One dataset of a mixture. `shards` and `links` stand in the order of the draw."""
-
-    name: str
-    """Sub-folder of the mixture that holds its links."""
-    folder: str
-    """Absolute path as given."""
-    weight: float
-    """Wanted share of the tokens; the weights of a mixture sum to 1."""
-    shards: list[Shard]
-    """All that were found."""
-    links: list[str]
-    """Link names without suffix, one a shard."""
-    taken: int
-    """How many shards the mixture takes, from the front."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that the mixture takes."""
-        return sum(shard.tokens for shard in self.shards[: self.taken])
-
-    @property
-    def available(self) -> int:
-        """Tokens that the dataset has."""
-        return sum(shard.tokens for shard in self.shards)
-
-    @property
-    def size(self) -> int:
-        """Bytes of the .bin files that the mixture takes."""
-        return sum(shard.bin_bytes for shard in self.shards[: self.taken])
-
-
-def create_mixture(folders: Sequence[Path], weights: Sequence[float], output: Path, *, seed: int = 0,
-                   report: Callable[[str], None] = lambda line: None) -> str:  # fmt: skip
-    """Write the mixture of `folders` into the folder `output` and return its summary, a table.
+def create_mixture(
+    folders: Sequence[Path],
+    weights: Sequence[float],
+    output: Path,
+    *,
+    seed: int = 0,
+    tokens: int | None = None,
+    allow_repeats: bool = False,
+    whole_shards: bool = False,
+    dry_run: bool = False,
+    report: Callable[[str], None] = lambda line: None,
+) -> str:
+    """Write the mixture of `folders` into the folder `output` and return its summary, a table and a forecast.
 
     The folder appears at once and replaces a former mixture; anything else that stands there is
-    refused. `report` gets a line of progress now and then.
-    Raises ConfigError for wrong weights, InputError for wrong folders or torn shards.
+    refused. `tokens`: how many in all, by default until a dataset is used up, or, with `allow_repeats`, until
+    all are. `whole_shards`: cut none. `dry_run`: write nothing. `report` gets a line of progress now and then.
+    Raises ConfigError for wrong weights or options, InputError for wrong folders or torn shards.
     """
     if len(folders) != len(weights):
         raise ConfigError(f"{len(folders)} folders but {len(weights)} weights", where="--weights",
                           hint="give one weight a folder, in the same order")  # fmt: skip
-    shares = normalised(weights)
+    if whole_shards and (tokens is not None or allow_repeats):
+        raise ConfigError("a number of tokens and repeats are for shards that may be cut", where="--whole-shards",
+                          hint="leave out one of the options")  # fmt: skip
+    shares = draw.normalised(weights)
     check_output(output, folders)
     datasets = _read_datasets(folders, shares, seed, report)
-    taken = choose([[shard.tokens for shard in dataset.shards] for dataset in datasets], shares)
-    datasets = [
-        Dataset(name=d.name, folder=d.folder, weight=d.weight, shards=d.shards, links=d.links, taken=count)
-        for d, count in zip(datasets, taken, strict=True)
-    ]
+    if whole_shards:
+        taken = draw.choose([[shard.tokens for shard in dataset.shards] for dataset in datasets], shares)
+        datasets = [replace(dataset, taken=count) for dataset, count in zip(datasets, taken, strict=True)]
+    else:
+        targets = draw.wanted([d.available for d in datasets], shares, tokens=tokens, repeat=allow_repeats)
+        datasets = [_taking(dataset, target) for dataset, target in zip(datasets, targets, strict=True)]
+    links = sum(dataset.prefixes for dataset in datasets)
+    if links > MOST_LINKS:
+        raise ConfigError(f"{links:,} shards would be linked, because a small dataset is repeated often",
+                          where="--weights", hint="give it less weight, or merge its shards first")  # fmt: skip
     summary = summarise(datasets, seed)
-    report(f"linking {sum(taken):,} shards into {output}")
+    if dry_run:
+        return summary
+    report(f"linking {links:,} shards into {output}")
     with replaced_folder(output) as building:
         for dataset in datasets:
             _link(dataset, building / dataset.name)
         write_atomic(building / SUMMARY_TEXT, summary.encode("utf-8", "backslashreplace"))
-        write_atomic(building / SUMMARY_JSON, _as_json(datasets, seed))
+        write_atomic(building / SUMMARY_JSON, as_json(datasets, seed))
         check_output(output, folders)  # again: the links may have taken minutes
     return summary
-
-
-def normalised(weights: Sequence[float]) -> list[float]:
-    """The weights divided by their sum. Raises ConfigError unless all are positive and finite."""
-    for weight in weights:
-        if not (math.isfinite(weight) and weight > 0):
-            raise ConfigError(f"a weight must be a positive number, not {weight:g}", where="--weights",
-                              hint="leave a dataset out to give it no weight")  # fmt: skip
-    largest = max(weights, default=1.0)  # first, lest the sum of huge weights be infinite
-    total = math.fsum(weight / largest for weight in weights)
-    shares = [weight / largest / total for weight in weights]
-    if not all(shares):
-        raise ConfigError("a weight is too small beside the others", where="--weights")
-    return shares
-
-
-def drawing_order(names: Sequence[str], *, seed: int, dataset: int) -> list[int]:
-    """A shuffle of the shards called `names`: indices sorted by a keyed hash of the name.
-
-    It depends on nothing but seed, number of the dataset and names: not on the place of the folder,
-    and a shard that is added leaves the others in their order.
-    """
-    key = hashlib.sha256(f"{seed}/{dataset}".encode()).digest()
-    digests = [hashlib.blake2b(os.fsencode(name), key=key, digest_size=16).digest() for name in names]
-    return sorted(range(len(names)), key=lambda i: (digests[i], names[i]))
-
-
-def choose(sizes: Sequence[Sequence[int]], weights: Sequence[float]) -> list[int]:
-    """How many shards each dataset gives, from the front of its list. Pure; the rule is above.
-
-    `sizes[d]` are the tokens of dataset d's shards in the order of the draw, `weights` sum to 1.
-    For the counts returned, |tokens of d - weights[d] x total| is at most the largest shard chosen,
-    for every d. With two or three datasets one is always used up; with four or more the draw can
-    (rarely) run into states where every step breaks the bound: it then goes on by the plain rule, and
-    the last state within the bound counts.
-    """
-    share = np.asarray(weights, dtype=np.float64)
-    tokens = np.zeros(len(sizes), dtype=np.int64)
-    taken = [0] * len(sizes)
-    within = list(taken)
-    largest = 0
-    while True:
-        behind = share * int(tokens.sum()) - tokens
-        line = np.argsort(-behind, kind="stable").tolist()
-        pick = line[0]
-        bounded = False
-        for d in line:
-            if behind[d] < 0 and d != line[0]:  # the rest are ahead
-                break
-            if taken[d] == len(sizes[d]):
-                return within
-            size = sizes[d][taken[d]]
-            after = behind + share * size
-            after[d] -= size
-            if float(np.abs(after).max()) <= max(largest, size):
-                pick, bounded = d, True
-                break
-        size = sizes[pick][taken[pick]]
-        largest = max(largest, size)
-        tokens[pick] += size
-        taken[pick] += 1
-        if bounded:
-            within = list(taken)
 
 
 def distinct(names: Sequence[str], fallbacks: Sequence[str], *, reserved: Sequence[str] = ()) -> list[str]:
@@ -203,52 +131,17 @@ def check_output(output: Path, folders: Sequence[Path]) -> None:
     if not final.is_dir():
         raise InputError("the output exists and is not a folder", where=output)
     hint = "move it away, or choose another output"
-    try:
-        former = read_json(final / SUMMARY_JSON)
-        expected = {SUMMARY_TEXT, SUMMARY_JSON}
-        if former["format"] != FORMAT:
-            raise ValueError(former["format"])
-        expected |= {dataset["name"] for dataset in former["datasets"]}
-        expected |= {f"{shard['link']}{suffix}" for shard in former["shards"] for suffix in SUFFIXES}
-    except (FileNotFoundError, ValueError, KeyError, TypeError):  # ValueError: also no JSON, no UTF-8
-        expected = set()
-    start = len(os.path.join(final, ""))
-    for root, names, files in os.walk(final):
-        for name in (*names, *files):
-            path = os.path.join(root, name)
-            relative = path[start:]
-            if relative not in expected or (relative.endswith(SUFFIXES) and not os.path.islink(path)):
-                raise InputError(f"the output holds something that no former mixture left there: {name}",
-                                 where=output, hint=hint)  # fmt: skip
-
-
-def summarise(datasets: Sequence[Dataset], seed: int) -> str:
-    """The table that is printed and written beside the links: one line a dataset, and the total."""
-    total = sum(dataset.tokens for dataset in datasets)
-    rows = [("dataset", "tokens", "of", "prefixes", "of", "GB", "wanted", "reached", "folder")]
-    rows += [
-        (d.name, f"{d.tokens:,}", f"{d.available:,}", f"{d.taken:,}", f"{len(d.shards):,}",
-         f"{d.size / 1e9:.3f}", f"{d.weight:.4f}", f"{d.tokens / total:.4f}", d.folder)
-        for d in datasets
-    ]  # fmt: skip
-    rows.append(("total", f"{total:,}", f"{sum(d.available for d in datasets):,}",
-                 f"{sum(d.taken for d in datasets):,}", f"{sum(len(d.shards) for d in datasets):,}",
-                 f"{sum(d.size for d in datasets) / 1e9:.3f}", "1.0000", "1.0000", ""))  # fmt: skip
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in range(1, 8)), row[8]]
-        lines.append("  ".join(cells).rstrip())
-    lines.insert(1, "-" * max(map(len, lines)))
-    lines.insert(-1, lines[1])
-    for d in datasets:
-        if d.taken == len(d.shards):
-            lines.append(f"{d.name} is used up: all its shards are taken")
-        off = 100 * (d.tokens / total - d.weight)
-        if abs(off) > 1:
-            lines.append(f"{d.name} is {off:+.1f} points off its weight: write smaller shards to come closer")
-    lines.append(f"seed {seed}")
-    return "\n".join(lines) + "\n"
+    expected = files_of(final)
+    start, waiting = len(os.path.join(final, "")), [os.fspath(final)]
+    while waiting:
+        with os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                name, link = entry.path[start:], entry.is_symlink()
+                if name not in expected or (expected[name] and not link):
+                    raise InputError(f"the output holds something that no former mixture left there: {entry.name}",
+                                     where=output, hint=hint)  # fmt: skip
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
 
 
 def _read_datasets(folders: Sequence[Path], shares: Sequence[float], seed: int,
@@ -268,8 +161,8 @@ def _read_datasets(folders: Sequence[Path], shares: Sequence[float], seed: int,
         parts = [prefixes[k : k + 64] for k in range(0, len(prefixes), 64)]
         with ThreadPoolExecutor(THREADS) as pool:
             shards = [shard for part in pool.map(lambda part: [Shard.open(p) for p in part], parts) for shard in part]
-        for shard in shards:
-            real = real_path(shard.prefix + ".bin")
+        reals = [real_path(shard.prefix + ".bin") for shard in shards]
+        for shard, real in zip(shards, reals, strict=True):
             if real in owners:
                 raise InputError("this shard stands in the mixture twice", where=f"{shard.prefix} and {owners[real]}",
                                  hint="remove one of the links, or give folders that do not overlap")  # fmt: skip
@@ -277,21 +170,67 @@ def _read_datasets(folders: Sequence[Path], shares: Sequence[float], seed: int,
         if not any(shard.tokens for shard in shards):
             raise InputError("the shards of this folder hold no tokens", where=root, hint="leave it out")
         links = distinct([os.path.basename(path) for path in relative], [path.replace("/", "-") for path in relative])
-        order = drawing_order(relative, seed=seed, dataset=i)
-        datasets.append(Dataset(name=name, folder=str(root), weight=shares[i], taken=0,
-                                shards=[shards[k] for k in order], links=[links[k] for k in order]))  # fmt: skip
+        order = draw.drawing_order(relative, seed=seed, dataset=i)
+        datasets.append(Dataset(name=name, folder=str(root), weight=shares[i],
+                                shards=[shards[k] for k in order], links=[links[k] for k in order],
+                                reals=[reals[k] for k in order]))  # fmt: skip
     return datasets
+
+
+def _taking(dataset: Dataset, target: int) -> Dataset:
+    """The dataset with what it gives for `target` tokens, its last shard cut at the end of the nearest document."""
+    take = draw.exact([shard.tokens for shard in dataset.shards], target)
+    taken, cut = take.shards, None
+    if take.rest:
+        cut = _cut(dataset.shards[taken], take.rest)
+        if cut.documents == dataset.shards[taken].documents:
+            taken, cut = taken + 1, None
+        elif not cut.tokens:
+            cut = None
+    passes = take.passes
+    if taken == len(dataset.shards):
+        passes, taken = passes + 1, 0
+    found = replace(dataset, passes=passes, taken=taken, cut=cut)
+    if not found.tokens:
+        raise ConfigError(f"{target:,} tokens are less than half of the first document", where=dataset.folder,
+                          hint="ask for more --tokens, or give this dataset more weight")  # fmt: skip
+    return found
+
+
+def _cut(shard: Shard, tokens: int) -> Cut:
+    """The first documents of `shard`, with about so many tokens."""
+    lengths = np.asarray(shard.lengths())
+    ends = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=ends[1:])
+    if not np.array_equal(shard.offsets(), ends[:-1] * shard.dtype.itemsize):
+        raise InputError("this shard cannot be cut: its sequences do not lie one behind the other",
+                         where=shard.prefix + ".idx", hint="write it again, or use --whole-shards")  # fmt: skip
+    bounds = np.asarray(shard.bounds())
+    documents = draw.nearest_end(ends[bounds], tokens)
+    return Cut(documents=documents, tokens=int(ends[bounds[documents]]), of=shard)
 
 
 def _link(dataset: Dataset, folder: Path) -> None:
     """Make the folder of one dataset's links."""
-    folder.mkdir()
-    place = os.path.join(folder, "")
     real_path = _RealPath()
-    for shard, link in islice(zip(dataset.shards, dataset.links, strict=True), dataset.taken):
-        for suffix in SUFFIXES:
-            os.symlink(real_path(shard.prefix + suffix), place + link + suffix)
-    fsync_directory(folder)
+    used = None if dataset.passes else dataset.taken + 1
+    indices = [real_path(shard.prefix + ".idx") for shard in dataset.shards[:used]]
+    for number, count in enumerate(dataset.counts):
+        place = folder / pass_folder(number)
+        place.mkdir()
+        start = os.path.join(place, "")
+        for shard, real, index, link in zip(
+            dataset.shards[:count], dataset.reals[:count], indices[:count], dataset.links[:count], strict=True
+        ):
+            os.symlink(real, start + link + ".bin")
+            if shard.cut:  # its .idx belongs to another mixture, which may be made anew
+                write_atomic(start + link + ".idx", Path(index).read_bytes())
+            else:
+                os.symlink(index, start + link + ".idx")
+        if dataset.cut is not None and number == dataset.passes:
+            os.symlink(dataset.reals[count], start + dataset.links[count] + ".bin")
+            write_atomic(start + dataset.links[count] + ".idx", dataset.cut.index())
+        fsync_directory(place)
 
 
 class _RealPath:
@@ -307,25 +246,3 @@ class _RealPath:
         if folder not in self._folders:
             self._folders[folder] = os.path.realpath(folder)
         return os.path.join(self._folders[folder], name)
-
-
-def _as_json(datasets: Sequence[Dataset], seed: int) -> str:
-    """The summary for programs; one line a shard. ASCII, because a file name need not be UTF-8."""
-    total = sum(dataset.tokens for dataset in datasets)
-    head = {
-        "format": FORMAT,
-        "seed": seed,
-        "tokens": total,
-        "datasets": [
-            {"name": d.name, "folder": d.folder, "weight": d.weight, "reached": d.tokens / total, "tokens": d.tokens,
-             "bytes": d.size, "prefixes": d.taken, "available_tokens": d.available,
-             "available_prefixes": len(d.shards)}
-            for d in datasets
-        ],
-    }  # fmt: skip
-    shards = ",\n    ".join(
-        json.dumps({"dataset": d.name, "link": f"{d.name}/{link}", "prefix": shard.prefix, "tokens": shard.tokens})
-        for d in datasets
-        for shard, link in islice(zip(d.shards, d.links, strict=True), d.taken)
-    )
-    return json.dumps(head, indent=2)[:-2] + f',\n  "shards": [\n    {shards}\n  ]\n}}\n'

@@ -63,20 +63,44 @@ def _verify(prefix: str, *, vocabulary_size: int | None, eod: int | None, checks
         shard = Shard.open(prefix)
     except InputError as error:
         return Verified(prefix=prefix, tokens=0, bytes=0, faults=(error.message,))
-    faults = _faults_of_index(shard)
+    whole = _whole(shard)
+    faults = _faults_of_index(shard, cut=whole is not None)
+    if whole is not None:
+        faults += _faults_of_cut(shard, whole)
     if not faults and eod is not None:
         faults += _faults_of_ends(shard, eod)
     expected = _checksums(prefix) if checksums else {}
     digest = hashlib.sha256() if expected else None
     faults += _faults_of_ids(shard, vocabulary_size, digest)
+    index = (shard if whole is None else whole).prefix + ".idx"
     if digest is not None and digest.hexdigest() != expected.get("bin"):
         faults.append("the .bin is not what its record says (sha256)")
-    if digest is not None and hashlib.sha256(Path(prefix + ".idx").read_bytes()).hexdigest() != expected.get("idx"):
+    if digest is not None and hashlib.sha256(Path(index).read_bytes()).hexdigest() != expected.get("idx"):
         faults.append("the .idx is not what its record says (sha256)")
     return Verified(prefix=prefix, tokens=shard.tokens, bytes=shard.bin_bytes, faults=tuple(faults))
 
 
-def _faults_of_index(shard: Shard) -> list[str]:
+def _whole(shard: Shard) -> Shard | None:
+    """The shard that a mixture cut: its .bin is the target of a link beside a shorter .idx."""
+    tokens, index = shard.prefix + ".bin", shard.prefix + ".idx"
+    if not shard.cut or not os.path.islink(tokens) or os.path.islink(index):
+        return None
+    try:
+        return Shard.open(os.path.realpath(tokens).removesuffix(".bin"))
+    except InputError:
+        return None
+
+
+def _faults_of_cut(shard: Shard, whole: Shard) -> list[str]:
+    same = (
+        shard.dtype == whole.dtype
+        and np.array_equal(shard.lengths(), whole.lengths()[: shard.sequences])
+        and np.array_equal(shard.bounds(), whole.bounds()[: shard.documents + 1])
+    )
+    return [] if same else [f"its index is not the beginning of {whole.prefix}.idx"]
+
+
+def _faults_of_index(shard: Shard, *, cut: bool) -> list[str]:
     faults = []
     lengths, bounds = np.asarray(shard.lengths()), np.asarray(shard.bounds())
     if (lengths <= 0).any():
@@ -85,7 +109,7 @@ def _faults_of_index(shard: Shard) -> list[str]:
     wrong = np.asarray(shard.offsets()) != ends - lengths.astype(np.int64) * shard.dtype.itemsize
     if wrong.any():
         faults.append(f"sequence {int(np.argmax(wrong))} does not begin where the one before it ends")
-    elif shard.bin_bytes != (ends[-1] if len(ends) else 0):
+    elif not cut and shard.bin_bytes != (ends[-1] if len(ends) else 0):
         faults.append(f"the .bin has {shard.bin_bytes} bytes, its index ends at {int(ends[-1]) if len(ends) else 0}")
     if bounds[0] != 0 or bounds[-1] != shard.sequences or (np.diff(bounds) < 0).any():
         faults.append("the documents' bounds do not run from the first sequence to the last")

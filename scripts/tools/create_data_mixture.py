@@ -3,8 +3,10 @@
 
     create_data_mixture.py --folders data/web data/code --weights 0.8 0.2 --output data/mixture
 
-Weights are normalised. No shard is repeated or cut; the mixture ends where a dataset is used up.
-The table that is printed is written to OUTPUT/dataset_mixture_summary.txt, and as JSON beside it.
+Weights are normalised, and hold to the document: the last shard of a dataset is cut by a shorter .idx over a linked
+.bin. The mixture ends where a dataset is used up, unless --tokens or --allow-repeats is given. The table that is
+printed, with its forecast (`lasts`: after how many tokens of the mixture a dataset has been read once), is written
+to OUTPUT/dataset_mixture_summary.txt, and as JSON with every shard beside it.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from relayrun.data.draw import parse_tokens
 from relayrun.data.mixture import create_mixture
 from relayrun.errors import run_main
 
@@ -26,9 +29,25 @@ def main() -> None:
     parser.add_argument("--output", required=True, type=Path, metavar="DIR",
                         help="folder to write; a former mixture there is replaced, anything else refused")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of the shuffle of each dataset's shards (default: 0)")
+    parser.add_argument("--tokens", metavar="N", help="tokens in all, for example 300M, 10B, 1.5T; a dataset that has "
+                        "fewer than its share is repeated")  # fmt: skip
+    parser.add_argument("--allow-repeats", action="store_true",
+                        help="end where the last dataset is used up, not the first: others are repeated")  # fmt: skip
+    parser.add_argument("--whole-shards", action="store_true",
+                        help="cut none: weights hold to one shard (for readers that take all of a .bin)")  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="print the table; write nothing")
     arguments = parser.parse_args()
-    summary = create_mixture(arguments.folders, arguments.weights, arguments.output, seed=arguments.seed,
-                             report=lambda line: print(line, file=sys.stderr))  # fmt: skip
+    summary = create_mixture(
+        arguments.folders,
+        arguments.weights,
+        arguments.output,
+        seed=arguments.seed,
+        tokens=parse_tokens(arguments.tokens) if arguments.tokens is not None else None,
+        allow_repeats=arguments.allow_repeats,
+        whole_shards=arguments.whole_shards,
+        dry_run=arguments.dry_run,
+        report=lambda line: print(line, file=sys.stderr),
+    )
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # names need not be UTF-8
     print(summary, end="")
 

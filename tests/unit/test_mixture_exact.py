@@ -1,0 +1,208 @@
+"""Mixtures to the document: shards cut by a shorter .idx, numbers of tokens, repeats, and who reads them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relayrun.data import draw
+from relayrun.data.manifest import DatasetManifest, Manifest
+from relayrun.data.merge import merge
+from relayrun.data.mixture import create_mixture
+from relayrun.data.mixture_summary import SUMMARY_JSON
+from relayrun.data.prefixes import find_prefixes
+from relayrun.data.verify import verify
+from relayrun.data.windows import WindowDataset
+from relayrun.errors import ConfigError, InputError
+from relayrun.indexed import Shard, ShardWriter
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "tools" / "create_data_mixture.py"
+EOD = 99
+
+
+def dataset(folder: Path, *, shards: int, documents: int = 400, longest: int = 40, seed: int = 0) -> Path:
+    """Documents of up to `longest` tokens, some empty; a record of checksums, as tokenization leaves it."""
+    generator = np.random.default_rng(seed)
+    record = {}
+    for number in range(shards):
+        writer = ShardWriter(folder / f"{number:05d}_tokens", np.uint16)
+        lengths = generator.integers(0, longest, documents)
+        ids = generator.integers(0, EOD, lengths.sum())
+        ids[np.cumsum(lengths)[lengths > 0] - 1] = EOD
+        writer.add(ids, lengths)
+        assert writer.finish()
+        record[f"{number:05d}_tokens"] = {"sha256": writer.sha256}
+    (folder / "tokenization.json").write_text(json.dumps({"shards": record}))
+    return folder
+
+
+def tokens_of(mixture: Path) -> dict[str, int]:
+    return {folder.name: sum(Shard.open(prefix).tokens for prefix in find_prefixes([folder]))
+            for folder in sorted(mixture.iterdir()) if folder.is_dir()}  # fmt: skip
+
+
+def cut_shards(mixture: Path) -> list[str]:
+    return [prefix for prefix in find_prefixes([mixture]) if Shard.open(prefix).cut]
+
+
+def test_weights_hold_to_a_thousandth_where_whole_shards_are_far_away(tmp_path: Path) -> None:
+    folders = [dataset(tmp_path / name, shards=5, documents=3000, seed=i) for i, name in enumerate("abc")]
+    weights = [0.5, 0.3, 0.2]
+    text = create_mixture(folders, weights, tmp_path / "m")
+    found = tokens_of(tmp_path / "m")
+    for name, weight in zip("abc", weights, strict=True):
+        assert found[name] / sum(found.values()) == pytest.approx(weight, rel=0.001)
+    assert "off its weight" not in text
+    assert len(cut_shards(tmp_path / "m")) == 2  # a is used up
+    create_mixture(folders, weights, tmp_path / "whole", whole_shards=True)
+    assert not cut_shards(tmp_path / "whole")
+    coarse = tokens_of(tmp_path / "whole")
+    assert any(abs(coarse[n] / sum(coarse.values()) / w - 1) > 0.01 for n, w in zip("abc", weights, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, while megatron-core imports it
+def test_everybody_reads_a_cut_shard(tmp_path: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    a, b = dataset(tmp_path / "a", shards=1), dataset(tmp_path / "b", shards=1, seed=1)
+    create_mixture([a, b], [0.75, 0.25], tmp_path / "m")
+    (prefix,) = cut_shards(tmp_path / "m")
+    cut, whole = Shard.open(prefix), Shard.open(b / "00000_tokens")
+    assert os.readlink(prefix + ".bin") == whole.prefix + ".bin"
+    assert not os.path.islink(prefix + ".idx")
+    assert (tmp_path / "m" / "b").is_dir()
+    theirs, original = IndexedDataset(prefix), IndexedDataset(whole.prefix)
+    assert (len(theirs), len(theirs.document_indices) - 1) == (cut.sequences, cut.documents)
+    assert 0 < cut.documents < whole.documents
+    for number in range(len(theirs)):
+        assert np.array_equal(theirs[number], original[number])
+    windows = WindowDataset(DatasetManifest.build([prefix]), 64)
+    assert len(windows) == (cut.tokens - 1) // 64
+    stream = np.asarray(whole.ids())[: cut.tokens]
+    for number in range(len(windows)):
+        assert np.array_equal(windows.read(number), stream[64 * number : 64 * number + 65])
+    assert merge([prefix], tmp_path / "merged").tokens == cut.tokens
+    assert np.array_equal(Shard.open(tmp_path / "merged").ids(), stream)
+    (verified,) = verify([prefix], vocabulary_size=100, eod=EOD)
+    assert verified.faults == ()
+
+
+def test_a_cut_index_that_is_not_the_beginning_of_its_shard_is_a_fault(tmp_path: Path) -> None:
+    a, b = dataset(tmp_path / "a", shards=1), dataset(tmp_path / "b", shards=1, seed=1)
+    create_mixture([a, b], [0.75, 0.25], tmp_path / "m")
+    (prefix,) = cut_shards(tmp_path / "m")
+    dataset(tmp_path / "other", shards=1, documents=100, longest=20, seed=5)
+    os.replace(tmp_path / "other" / "00000_tokens.idx", prefix + ".idx")
+    (verified,) = verify([prefix], eod=EOD)
+    assert f"its index is not the beginning of {b}/00000_tokens.idx" in verified.faults
+    with open(b / "00000_tokens.bin", "ab") as file:  # a real shard with bytes behind its end is no cut one
+        file.write(b"xx")
+    (verified,) = verify([str(b / "00000_tokens")], eod=EOD)
+    assert any("its index ends at" in fault for fault in verified.faults)
+
+
+def test_a_number_of_tokens_is_met_and_repeats_what_is_too_small(tmp_path: Path) -> None:
+    a, b = dataset(tmp_path / "a", shards=3), dataset(tmp_path / "b", shards=3, seed=1)
+    have = sum(Shard.open(prefix).tokens for prefix in find_prefixes([b]))
+    text = create_mixture([a, b], [0.2, 0.8], tmp_path / "m", tokens=3 * have)
+    found = tokens_of(tmp_path / "m")
+    assert sum(found.values()) == pytest.approx(3 * have, rel=0.001)
+    assert found["b"] / sum(found.values()) == pytest.approx(0.8, rel=0.001)
+    assert "b is repeated: 2.40 times all its tokens" in text
+    summary = json.loads((tmp_path / "m" / SUMMARY_JSON).read_text())
+    assert [entry["epochs"] for entry in summary["datasets"]] == pytest.approx([0.6, 2.4], rel=0.05)
+    assert summary["datasets"][1]["exhausted_after_tokens"] == round(have / 0.8)
+    assert sorted(path.name for path in (tmp_path / "m" / "b").iterdir() if path.is_dir()) == ["epoch-2", "epoch-3"]
+    assert len(list((tmp_path / "m" / "b" / "epoch-2").glob("*.bin"))) == 3
+    few = create_mixture([a, b], [0.2, 0.8], tmp_path / "m", tokens=have // 2)
+    assert "repeated" not in few
+    assert sum(tokens_of(tmp_path / "m").values()) == pytest.approx(have / 2, rel=0.005)
+
+
+def test_repeats_are_trained_on_where_a_mixture_asked_for_them_and_refused_elsewhere(tmp_path: Path) -> None:
+    a, b = dataset(tmp_path / "a", shards=2), dataset(tmp_path / "b", shards=2, seed=1)
+    text = create_mixture([a, b], [0.8, 0.2], tmp_path / "m", allow_repeats=True)
+    assert "b is used up" in text
+    assert "a is repeated: 4" in text or "a is repeated: 3.9" in text
+    mixture = {"m": find_prefixes([tmp_path / "m"])}
+    manifest = Manifest.build(mixture, {}, vocabulary_size=100, eod=EOD, tokenizer="t")
+    assert manifest.datasets["m"].tokens == sum(tokens_of(tmp_path / "m").values())
+    repeated = tmp_path / "m" / "a" / "epoch-2"
+    os.rename(repeated, tmp_path / "m" / "a" / "epoch-9")  # not in the summary
+    twice = {"m": find_prefixes([tmp_path / "m"])}
+    with pytest.raises(InputError, match="stands twice in m"):
+        Manifest.build(twice, {}, vocabulary_size=100, eod=EOD, tokenizer="t")
+
+
+def test_a_mixture_of_a_mixture_does_not_hang_on_its_index(tmp_path: Path) -> None:
+    a, b = dataset(tmp_path / "a", shards=1), dataset(tmp_path / "b", shards=1, seed=1)
+    create_mixture([a, b], [0.75, 0.25], tmp_path / "m")
+    create_mixture([tmp_path / "m"], [1], tmp_path / "n")
+    (prefix,) = cut_shards(tmp_path / "n")
+    before = Path(prefix + ".idx").read_bytes()
+    assert not os.path.islink(prefix + ".idx")
+    create_mixture([a, b], [0.5, 0.5], tmp_path / "m")  # replaces the folder with the cut index
+    assert Path(prefix + ".idx").read_bytes() == before
+    create_mixture([tmp_path / "m"], [1], tmp_path / "n")  # and n is still known as a mixture
+
+
+def test_a_document_that_is_too_long_is_named(tmp_path: Path) -> None:
+    a = dataset(tmp_path / "a", shards=1, documents=10, longest=1000)
+    b = dataset(tmp_path / "b", shards=1, documents=10, longest=1000, seed=1)
+    text = create_mixture([a, b], [0.7, 0.3], tmp_path / "m")
+    assert "off its weight: a document at the cut has" in text
+
+
+def test_what_cannot_be_asked_for_is_one_error(tmp_path: Path) -> None:
+    a = dataset(tmp_path / "a", shards=1)
+    with pytest.raises(ConfigError, match="less than half of the first document"):
+        create_mixture([a], [1], tmp_path / "m", tokens=1)
+    with pytest.raises(ConfigError, match="may be cut"):
+        create_mixture([a], [1], tmp_path / "m", whole_shards=True, tokens=1000)
+    with pytest.raises(ConfigError, match="repeated often"):
+        create_mixture([a], [1], tmp_path / "m", tokens=10**14)
+    for text in ("0", "-5", "10X", "", "1e9"):
+        with pytest.raises(ConfigError, match="no number of tokens"):
+            draw.parse_tokens(text)
+    assert [draw.parse_tokens(text) for text in ("7", "1_000", "20k", "300M", "10B", "1.5T")] == [
+        7, 1000, 20_000, 300_000_000, 10_000_000_000, 1_500_000_000_000
+    ]  # fmt: skip
+    assert not (tmp_path / "m").exists()
+
+
+def test_the_door_forecasts_without_writing(tmp_path: Path) -> None:
+    for i, name in enumerate("ab"):
+        dataset(tmp_path / name, shards=2, seed=i)
+    command = [sys.executable, str(SCRIPT), "--folders", "a", "b", "--weights", "3", "1", "--output", "m"]
+    dry = subprocess.run([*command, "--tokens", "20k", "--dry-run"], cwd=tmp_path, capture_output=True, text=True,
+                         check=True)  # fmt: skip
+    assert not (tmp_path / "m").exists()
+    done = subprocess.run([*command, "--tokens", "20k"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == dry.stdout
+    assert "epochs" in dry.stdout.splitlines()[0]
+    assert sum(tokens_of(tmp_path / "m").values()) == pytest.approx(20_000, rel=0.002)
+
+
+@pytest.mark.long
+def test_a_hundred_thousand_shards_take_seconds(tmp_path: Path) -> None:
+    first = [dataset(tmp_path / name / "0", shards=1, seed=i) / "00000_tokens" for i, name in enumerate("ab")]
+    for prefix, name in zip(first, "ab", strict=True):
+        for number in range(50_000):
+            if number % 1000 == 0:
+                (folder := tmp_path / name / f"dump-{number}").mkdir()
+            for suffix in (".bin", ".idx"):
+                os.link(f"{prefix}{suffix}", f"{folder}/{number}{suffix}")
+    started, cpu = time.monotonic(), time.process_time()
+    create_mixture([tmp_path / "a", tmp_path / "b"], [0.5, 0.5], tmp_path / "m")
+    seconds, cpu = time.monotonic() - started, time.process_time() - cpu
+    print(f"100,000 shards: {seconds:.1f} s, {cpu:.1f} s of CPU")
+    found = tokens_of(tmp_path / "m")
+    assert found["a"] == pytest.approx(found["b"], rel=0.001)
+    assert cpu < 60
