@@ -26,6 +26,7 @@ from typing import Any
 import _results
 import numpy as np
 
+from relayrun.config.rampup import BatchSizes
 from relayrun.data import documents
 from relayrun.data.batches import BatchReader
 from relayrun.data.build import Source
@@ -172,7 +173,7 @@ def ours(dataset: Dataset, micro: int, *, flags: bool) -> Iterator[Batch]:
     order = MixedOrder({"train": Part(dataset=dataset, weight=1.0, record={})}, {})
     ones = positions = None
     with BatchReader(order, data_parallel_rank=0, data_parallel_size=1, micro_batch_size=micro,
-                     global_batch_size=8 * micro, consumed_samples=0) as reader:  # fmt: skip
+                     batch_sizes=BatchSizes(8 * micro), consumed_samples=0) as reader:  # fmt: skip
         for iteration in reader:
             for rows in iteration:
                 tokens = torch.from_numpy(rows)

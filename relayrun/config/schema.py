@@ -7,10 +7,12 @@ A field name is the one that Megatron or Slurm use, where they have one. Unknown
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from relayrun.config.rampup import BatchSizes
 from relayrun.slurmtime import parse_time
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -152,7 +154,10 @@ class Training(Section):
     micro_batch_size: Positive
     """Samples that one data-parallel rank runs at a time."""
     global_batch_size: Positive
-    """Samples of one iteration over all ranks; the rest is gradient accumulation."""
+    """Samples of one iteration over all ranks; the rest is gradient accumulation. With a ramp: at its end."""
+    rampup_batch_size: list[Any] | None = None
+    """Smaller batches at the beginning. As in Megatron [start, increment, samples]: from start to global_batch_size in
+    steps of increment, over that many samples; or [[size, samples], ...]: size until samples are consumed."""
     seq_length: Positive
     """Tokens of one sample."""
     seed: NonNegative = 28
@@ -169,6 +174,18 @@ class Training(Section):
     """full: keep only the inputs of the layers and compute the rest again in the backward pass. Saves memory."""
     manual_gc_interval: NonNegative = 0
     """Iterations between Python's garbage collections, at the same time on all ranks; 0 leaves it to Python."""
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        return BatchSizes(self.global_batch_size, self.rampup_batch_size)
+
+    @model_validator(mode="after")
+    def _ramp(self) -> Self:
+        try:
+            _ = self.batch_sizes
+        except ValueError as error:
+            raise ValueError(f"rampup_batch_size: {error}") from None
+        return self
 
 
 class Optimizer(Section):
@@ -362,46 +379,46 @@ class RunConfig(Section):
             raise ValueError(f"training.seq_length {self.training.seq_length} is no multiple of "
                              f"parallel.tensor_model_parallel_size {tensor}, as sequence_parallel needs")  # fmt: skip
         batch = self.training.micro_batch_size * self.data_parallel_size
-        if self.training.global_batch_size % batch:
-            raise ValueError(
-                f"training.global_batch_size {self.training.global_batch_size} is no multiple of "
-                f"micro_batch_size x data-parallel size = {self.training.micro_batch_size} x {self.data_parallel_size}"
-            )
+        stages = self.training.batch_sizes.stages
+        for number, part in enumerate(stages, start=1):
+            what = f"training.global_batch_size {part.size}"
+            if number < len(stages):
+                what = f"training.rampup_batch_size, stage {number} of {len(stages)}: {part}"
+            if part.size % batch:
+                raise ValueError(
+                    f"{what} is no multiple of micro_batch_size x data-parallel size = "
+                    f"{self.training.micro_batch_size} x {self.data_parallel_size}"
+                )
+            if self.parallel.virtual_stages and part.size // batch % pipeline:
+                raise ValueError(
+                    f"{what}: {part.size // batch} micro-batches per iteration and rank are no multiple of "
+                    f"parallel.pipeline_model_parallel_size {pipeline}, as virtual stages need"
+                )
         if (layers := self.parallel.num_layers_per_virtual_pipeline_stage) is not None:
             stage = self.model.num_layers // pipeline
             if stage % layers or stage == layers:
                 raise ValueError(f"the {stage} layers of a pipeline stage cannot be split into several parts of "
                                  f"parallel.num_layers_per_virtual_pipeline_stage {layers}")  # fmt: skip
-            micro_batches = self.training.global_batch_size // batch
-            if micro_batches % pipeline:
-                raise ValueError(
-                    f"{micro_batches} micro-batches per iteration and rank are no multiple of "
-                    f"parallel.pipeline_model_parallel_size {pipeline}, as virtual stages need"
-                )
         return self
 
-    @property
-    def tokens_per_step(self) -> int:
-        return self.training.global_batch_size * self.training.seq_length
+    def lr_steps(self, reaches: Callable[[int], int]) -> tuple[int, int]:
+        """Iterations of the warm-up, and until the learning rate has come down.
 
-    @property
-    def warmup_steps(self) -> int:
-        """Iterations of the warm-up, given in iterations or in tokens."""
-        tokens = self.optimizer.lr_warmup_tokens
-        return self.optimizer.lr_warmup_steps if tokens is None else -(-tokens // self.tokens_per_step)
-
-    @property
-    def decay_steps(self) -> int:
-        """Iterations until the learning rate has come down, warm-up included."""
-        tokens = self.optimizer.lr_decay_tokens
-        if tokens is not None:
-            return -(-tokens // self.tokens_per_step)
-        return self.optimizer.lr_decay_steps or self.training.steps
+        `reaches(samples)` is the iteration with which a run has consumed that many: what is given in tokens
+        ends with the iteration that trains on the last of them.
+        """
+        optimizer, length = self.optimizer, self.training.seq_length
+        warmup, decay = optimizer.lr_warmup_steps, optimizer.lr_decay_steps or self.training.steps
+        if optimizer.lr_warmup_tokens is not None:
+            warmup = reaches(-(-optimizer.lr_warmup_tokens // length))
+        if optimizer.lr_decay_tokens is not None:
+            decay = reaches(-(-optimizer.lr_decay_tokens // length))
+        return warmup, decay
 
     @model_validator(mode="after")
     def _schedule(self) -> Self:
         optimizer = self.optimizer
-        warmup, decay = self.warmup_steps, self.decay_steps
+        warmup, decay = self.lr_steps(self.training.batch_sizes.reaches)
         if optimizer.lr_warmup_tokens is not None and optimizer.lr_warmup_steps:
             raise ValueError("optimizer.lr_warmup_steps and lr_warmup_tokens say the same; set one of them")
         if optimizer.lr_decay_tokens is not None and optimizer.lr_decay_steps is not None:

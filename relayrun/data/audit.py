@@ -21,10 +21,10 @@ from relayrun.data.build import make_dataset, training_order
 from relayrun.data.manifest import Manifest
 from relayrun.data.mixed import MixedOrder
 from relayrun.data.order import Dataset
+from relayrun.data.progress import Progress
 from relayrun.data.windows import Origin
 from relayrun.errors import InputError
 from relayrun.files import read_json
-from relayrun.rundir import views
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lineage import durable, line
 from relayrun.rundir.records import Begin
@@ -42,6 +42,8 @@ class Audited:
     order: MixedOrder
     datasets: dict[str, Dataset]
     """By identity, also those that have left the mixture."""
+    progress: Progress
+    """Its batches, from the beginning to ever."""
     iteration: int
     consumed_samples: int
     """At the newest durable checkpoint."""
@@ -56,6 +58,8 @@ class Sample:
     epoch: int
     i: int
     """Its place in the epoch."""
+    step: int | None
+    """The iteration that trained on it, or will with the batch sizes of now; None: it was passed over."""
     origins: list[Origin]
     """Empty for a data set that does not say."""
     tokens: npt.NDArray[np.int64]
@@ -69,12 +73,15 @@ class LedgerRow:
     weight: float
     """Share in the newest phase; 0: it has left the mixture."""
     samples: int
+    """Consumed."""
+    passed_over: int
+    """Of these, samples that were not trained on."""
     windows: int
     """In one epoch."""
     exhausted_sample: int | None
     """The sample that ends its first epoch; None if that never comes."""
     exhausted_step: int | None
-    """The iteration that trains on that sample, at the batch size of now."""
+    """The iteration that trains on that sample, with the batch sizes of now; None if it was passed over."""
 
     @property
     def epochs(self) -> float:
@@ -104,8 +111,10 @@ def audit(run: RunDir) -> Audited:
     manifest = Manifest.read(run.manifest)
     config = compose.read_resolved(run.config_revision(revision))
     order = training_order(config, manifest)
+    progress = Progress(config.training.batch_sizes)
     if state is not None:
         order.resume(state)
+        progress = Progress.resume(state["progress"], config.training.batch_sizes)
     datasets: dict[str, Dataset] = {name: part.dataset for name, part in order.parts.items()}
     for number in reversed(revisions):
         past = config if number == revision else compose.read_resolved(run.config_revision(number))
@@ -113,8 +122,8 @@ def audit(run: RunDir) -> Audited:
             if (identity := source.identity(name)) in order.schedule.names and identity not in datasets:
                 datasets[identity] = make_dataset(past, manifest, name)
     iteration, consumed = _durable(run)
-    return Audited(run=run, config=config, order=order, datasets=datasets, iteration=iteration,
-                   consumed_samples=consumed)  # fmt: skip
+    return Audited(run=run, config=config, order=order, datasets=datasets, progress=progress,
+                   iteration=iteration, consumed_samples=consumed)  # fmt: skip
 
 
 def samples(audited: Audited, numbers: range) -> Iterator[Sample]:
@@ -123,23 +132,30 @@ def samples(audited: Audited, numbers: range) -> Iterator[Sample]:
         name, epoch, i = audited.order.locate(k)
         dataset = audited.datasets[name]
         origins = getattr(dataset, "origins", None)
-        yield Sample(number=k, dataset=name, epoch=epoch, i=i, origins=origins(epoch, i) if origins else [],
-                     tokens=dataset.read(epoch, i))  # fmt: skip
+        yield Sample(number=k, dataset=name, epoch=epoch, i=i, step=audited.progress.iteration_of(k),
+                     origins=origins(epoch, i) if origins else [], tokens=dataset.read(epoch, i))  # fmt: skip
 
 
 def ledger(audited: Audited) -> list[LedgerRow]:
     """The account of each data set at the newest durable checkpoint. Its samples sum to the consumed samples."""
     schedule = audited.order.schedule
     total = sum(schedule.phases[-1].weights.values())
+    gaps = [(schedule.counts(first), schedule.counts(end)) for first, end in audited.progress.passed_over]
     rows = []
     for name, count in schedule.counts(audited.consumed_samples).items():
         windows = int(audited.order.records[name]["windows"])
         last = schedule.sample_of(name, windows - 1)
         rows.append(
-            LedgerRow(dataset=name, weight=schedule.phases[-1].weights.get(name, 0) / total, samples=count,
-                      windows=windows, exhausted_sample=last,
-                      exhausted_step=None if last is None else _step(audited, last))
-        )  # fmt: skip
+            LedgerRow(
+                dataset=name,
+                weight=schedule.phases[-1].weights.get(name, 0) / total,
+                samples=count,
+                passed_over=sum(after[name] - before[name] for before, after in gaps),
+                windows=windows,
+                exhausted_sample=last,
+                exhausted_step=None if last is None else audited.progress.iteration_of(last),
+            )
+        )
     return rows
 
 
@@ -167,16 +183,6 @@ def _durable(run: RunDir) -> tuple[int, int]:
     base = durable(run)
     consumed = [commit.consumed_samples for commit in line(run) if commit.iteration == base.iteration]
     return base.iteration, max(0, consumed[-1]) if consumed else 0
-
-
-def _step(audited: Audited, sample: int) -> int:
-    """The iteration that trains on a sample: from the metrics where it has passed, else at the batch size of now."""
-    if sample < audited.consumed_samples:
-        for record in views.merged_metrics(audited.run):
-            if record.get("consumed_samples", 0) > sample:
-                return int(record["iteration"])
-    ahead = sample - audited.consumed_samples
-    return audited.iteration + ahead // audited.config.training.global_batch_size + 1
 
 
 def _phases(audited: Audited) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Deals the global samples to the data-parallel ranks, and reads ahead.
 
-The iteration that begins with `c` consumed samples trains on the samples c .. c + global_batch_size - 1,
-whatever the layout. They are dealt in rows: accumulation step s, rank r, row m of its micro-batch is
+The iteration that begins with `c` consumed samples trains on the samples c .. c + size - 1, where the size is
+that of `BatchSizes`, whatever the layout. They are dealt in rows: accumulation step s, rank r, row m of its
+micro-batch is
 
     sample c + (s * data_parallel_size + r) * micro_batch_size + m
 
@@ -22,6 +23,7 @@ from typing import Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
+from relayrun.config.rampup import BatchSizes
 from relayrun.errors import ConfigError
 
 DEPTH = 2
@@ -43,8 +45,8 @@ class Samples(Protocol):
 class BatchReader(Iterator[Batch]):
     """Endless iterator over the share of one data-parallel rank, beginning at `consumed_samples`.
 
-    Raises ConfigError if the global batch is no multiple of micro_batch_size x data_parallel_size. An
-    error of the reading thread is raised by `next`, after the iterations that were read whole before it.
+    Raises ConfigError if a batch size still to come is no multiple of micro_batch_size x data_parallel_size.
+    An error of the reading thread is raised by `next`, after the iterations that were read whole before it.
     Call `close` (or use it as a context manager) to end the thread.
     """
 
@@ -55,24 +57,24 @@ class BatchReader(Iterator[Batch]):
         data_parallel_rank: int,
         data_parallel_size: int,
         micro_batch_size: int,
-        global_batch_size: int,
+        batch_sizes: BatchSizes,
         consumed_samples: int,
     ) -> None:
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(f"data-parallel rank {data_parallel_rank} of {data_parallel_size}")
-        if min(micro_batch_size, global_batch_size) < 1 or consumed_samples < 0:
-            raise ValueError(f"batch sizes must be positive and consumed_samples not negative, not "
-                             f"{micro_batch_size}, {global_batch_size}, {consumed_samples}")  # fmt: skip
-        if global_batch_size % (micro_batch_size * data_parallel_size):
-            raise ConfigError(f"global_batch_size {global_batch_size} is no multiple of micro_batch_size x "
-                              f"data-parallel size = {micro_batch_size} x {data_parallel_size}")  # fmt: skip
+        if micro_batch_size < 1 or consumed_samples < 0:
+            raise ValueError(f"micro_batch_size must be positive and consumed_samples not negative, not "
+                             f"{micro_batch_size}, {consumed_samples}")  # fmt: skip
+        if (stage := batch_sizes.indivisible(micro_batch_size * data_parallel_size, consumed_samples)) is not None:
+            raise ConfigError(f"{stage} is no multiple of micro_batch_size x data-parallel size = "
+                              f"{micro_batch_size} x {data_parallel_size}")  # fmt: skip
         self.consumed_samples = consumed_samples
         """Number of the first sample that `next` has not returned yet, over all ranks."""
         self._order = order
         self._rank = data_parallel_rank
         self._size = data_parallel_size
         self._micro_batch_size = micro_batch_size
-        self._global_batch_size = global_batch_size
+        self._batch_sizes = batch_sizes
         self._queue: Queue[Batch | BaseException] = Queue(DEPTH)
         self._error: BaseException | None = None
         self._closing = threading.Event()
@@ -86,7 +88,7 @@ class BatchReader(Iterator[Batch]):
         if self._error is None:
             item = self._queue.get()
             if not isinstance(item, BaseException):
-                self.consumed_samples += self._global_batch_size
+                self.consumed_samples += self._batch_sizes.at(self.consumed_samples)
                 return item
             self._error = item
         raise self._error
@@ -112,7 +114,7 @@ class BatchReader(Iterator[Batch]):
         try:
             while not self._closing.is_set():
                 self._queue.put(self._read(consumed))
-                consumed += self._global_batch_size
+                consumed += self._batch_sizes.at(consumed)
         except BaseException as error:
             self._queue.put(error)
 
@@ -121,5 +123,5 @@ class BatchReader(Iterator[Batch]):
         first = consumed + self._rank * self._micro_batch_size
         return [
             np.stack([self._order.sample(k) for k in range(at, at + self._micro_batch_size)])
-            for at in range(first, first + self._global_batch_size, step)
+            for at in range(first, first + self._batch_sizes.at(consumed), step)
         ]

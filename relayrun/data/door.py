@@ -44,8 +44,9 @@ def show(audited: audit.Audited, wanted: range, *, full: bool) -> None:
     """A paragraph for each sample."""
     tokenizer = load_tokenizer(audited.config.data.tokenizer)
     for sample in audit.samples(audited, wanted):
+        step = "passed over" if sample.step is None else f"step {sample.step}"
         trained = "" if sample.number < audited.consumed_samples else ", not trained yet"
-        print(f"sample {sample.number}: {sample.dataset}, epoch {sample.epoch}, number {sample.i}{trained}")
+        print(f"sample {sample.number}: {sample.dataset}, epoch {sample.epoch}, number {sample.i}, {step}{trained}")
         for origin in sample.origins:
             print(f"  {origin.prefix}: document {origin.document}, offset {origin.offset}, {origin.tokens} tokens")
         text = tokenizer.tokenizer.decode(sample.tokens[:-1].tolist(), skip_special_tokens=False)
@@ -56,12 +57,14 @@ def ledger(audited: audit.Audited) -> None:
     """A table of the data sets."""
     rows = audit.ledger(audited)
     table = Table(title=f"{audited.run.path.name}: {audited.consumed_samples:,} samples in {audited.iteration:,} steps")
-    for name in ("data set", "weight", "samples", "epochs", "windows", "first epoch ends at sample", "at step"):
+    for name in ("data set", "weight", "samples", "passed over", "epochs", "windows", "first epoch ends at sample",
+                 "at step"):  # fmt: skip
         table.add_column(name, justify="left" if name == "data set" else "right")
     for row in rows:
-        end = ("never", "never") if row.exhausted_sample is None else (
-            f"{row.exhausted_sample:,}", f"{row.exhausted_step:,}")  # fmt: skip
+        step = "passed over" if row.exhausted_step is None else f"{row.exhausted_step:,}"
+        end = ("never", "never") if row.exhausted_sample is None else (f"{row.exhausted_sample:,}", step)
         table.add_row(row.dataset, f"{row.weight:.4f}" if row.weight else "left", f"{row.samples:,}",
-                      f"{row.epochs:.3f}", f"{row.windows:,}", *end)  # fmt: skip
-    table.add_row("total", "", f"{sum(row.samples for row in rows):,}", "", "", "", "")
+                      f"{row.passed_over:,}", f"{row.epochs:.3f}", f"{row.windows:,}", *end)  # fmt: skip
+    table.add_row("total", "", f"{sum(row.samples for row in rows):,}", f"{sum(row.passed_over for row in rows):,}",
+                  "", "", "", "")  # fmt: skip
     Console(width=120, highlight=False).print(table)

@@ -11,7 +11,7 @@ the whole job kills, and a failure on one rank alone leaves the others waiting. 
 | model keys (`decoder...`, `embedding...`) | weights | as the model is |
 | `optimizer...` | Adam's moments and step, fp32 weights | `fully_reshardable`: by parameter |
 | `random` | generators of `random_state` | one object per rank |
-| `schedule`, `data`, `iteration`, `layout`, `fixed` | plain values, in common.pt | the same on all |
+| `data`, `progress`, `layout`, `fixed` | plain values, in common.pt | the same on all |
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
+from relayrun.config.rampup import BatchSizes
 from relayrun.data.mixed import MixedOrder
+from relayrun.data.progress import Progress
 from relayrun.errors import FatalTrainingError
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Commit
@@ -75,20 +77,19 @@ class Checkpointer:
         self._fixed = fixed
         self._common = {"layout": ranks.layout, "fixed": fixed}
 
-    def save(self, iteration: int, consumed_samples: int) -> Commit:
+    def save(self, position: Progress) -> Commit:
         """Write, publish and record a checkpoint.
 
         Raises SaveFailed on every rank if it did not work on one of them, and FatalTrainingError if a
         newer attempt owns the run.
         """
-        started = time.monotonic()
+        started, iteration = time.monotonic(), position.iteration
         folder = Path(self._on_first_rank(lambda: str(publish.prepare(self._run, self._attempt, iteration))))
         state = {
             **self._sharded_state(loading=False),
             **self._common,
-            "schedule": self._optimizer.schedule.state_dict(),
-            "data": self._order.state(consumed_samples),
-            "iteration": iteration,
+            "data": self._order.state(position.consumed_samples),
+            "progress": position.state(),
         }
         sharded, common = save_preprocess(state)
         self._on_first_rank(lambda: TorchCommonSaveStrategy("torch", 1).save_common(common, str(folder)))
@@ -107,7 +108,7 @@ class Checkpointer:
             commit = Commit(
                 iteration=iteration,
                 path=str(self._run.checkpoint(iteration)),
-                consumed_samples=consumed_samples,
+                consumed_samples=position.consumed_samples,
                 time=time.time(),
                 seconds=time.monotonic() - started,
                 files=sizes(folder),
@@ -118,14 +119,15 @@ class Checkpointer:
 
         return self._on_first_rank(finish)
 
-    def load(self, path: Path) -> tuple[int, int]:
-        """Put the state at `path` in place; return its iteration and consumed samples.
+    def load(self, path: Path, sizes: BatchSizes) -> Progress:
+        """Put the state at `path` in place; return where it stands, to go on with these batch sizes.
 
         Generators are left as they are seeded if the layout of the ranks has changed. Raises
         FatalTrainingError if the data or the kind of optimizer are not those of the checkpoint.
         """
         common = dist_checkpointing.load_common_state_dict(str(path))
-        consumed_samples = self._order.resume(common["data"])
+        self._order.resume(common["data"])
+        position = Progress.resume(common["progress"], sizes)
         for name, value in self._fixed.items():
             if common["fixed"][name] != value:
                 raise FatalTrainingError(
@@ -143,10 +145,10 @@ class Checkpointer:
                       flush=True)  # fmt: skip
         state = dist_checkpointing.load(wanted, str(path))
         self._model.load(state["model"])
-        self._optimizer.load(state["optimizer"], common["schedule"])
+        self._optimizer.load(state["optimizer"], position)
         if same_layout:
             random_state.restore(state["random"])
-        return int(common["iteration"]), consumed_samples
+        return position
 
     def _sharded_state(self, *, loading: bool) -> ShardedStateDict:
         model = self._model.sharded_state_dict(dict(_METADATA))

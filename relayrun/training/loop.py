@@ -6,7 +6,6 @@ import gc
 import math
 import sys
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from relayrun.config.schema import RunConfig
 from relayrun.data.batches import BatchReader
 from relayrun.data.build import mixture_of, training_order, validation_orders
 from relayrun.data.manifest import Manifest
+from relayrun.data.progress import Progress
 from relayrun.errors import FatalTrainingError, InputError, RelayrunError
 from relayrun.files import write_json
 from relayrun.rundir.layout import AttemptDir, RunDir
@@ -40,14 +40,6 @@ LEAVE_TRIES = 3
 
 class LeaveFailed(RelayrunError):
     """The state could not be saved when leaving; the attempt has failed."""
-
-
-@dataclass
-class Position:
-    """How far training is."""
-
-    iteration: int
-    consumed_samples: int
 
 
 class Training:
@@ -83,10 +75,10 @@ class Training:
                 "training.precision": config.training.precision,
             },
         )
-        self.position = Position(0, 0)
+        self.position = Progress(settings.batch_sizes)
         self.initialised = time.time()
         if begin.base_path is not None:
-            self.position = Position(*self.checkpointer.load(Path(begin.base_path)))
+            self.position = self.checkpointer.load(Path(begin.base_path), settings.batch_sizes)
             if self.position.iteration != begin.base_iteration:
                 raise FatalTrainingError(
                     f"holds iteration {self.position.iteration}, but this attempt begins at {begin.base_iteration}",
@@ -97,7 +89,8 @@ class Training:
         """How long saves have held up the next step."""
         self.peak = peak_flops(ranks.device_name) if config.training.precision == "bf16" else None
         if ranks.rank == 0:
-            write_json(run.attempt(begin.attempt).data, order.state(self.position.consumed_samples))
+            data = order.state(self.position.consumed_samples) | {"progress": self.position.state()}
+            write_json(run.attempt(begin.attempt).data, data)
         self.metrics.say(
             f"attempt {begin.attempt}: {self.model.parameters():,} parameters on {ranks.world_size} ranks "
             f"({ranks.layout}, {ranks.device.type}), from "
@@ -108,7 +101,7 @@ class Training:
             data_parallel_rank=ranks.data_parallel_rank,
             data_parallel_size=ranks.data_parallel_size,
             micro_batch_size=settings.micro_batch_size,
-            global_batch_size=settings.global_batch_size,
+            batch_sizes=settings.batch_sizes,
             consumed_samples=self.position.consumed_samples,
         )
 
@@ -141,7 +134,8 @@ class Training:
                 self._evaluate()
 
     def _step(self) -> None:
-        settings = self.config.training
+        size = self.position.batch_size
+        tokens = size * self.config.training.seq_length
         self.pulse.enter("step", self.position.iteration)
         started = time.perf_counter()
         lr = self.optimizer.lr
@@ -152,12 +146,11 @@ class Training:
         computed = time.perf_counter()
         grad_norm = self.optimizer.step()
         updated = time.perf_counter()
-        loss = self.ranks.sum_over_samples([sum(losses)])[0] / settings.global_batch_size
-        self.position.iteration += 1
-        self.position.consumed_samples += settings.global_batch_size
+        loss = self.ranks.sum_over_samples([sum(losses)])[0] / size
+        self.position.advance()
         seconds = time.perf_counter() - started
-        self.pace.step(seconds)
-        flops = self.model.flops_per_token() * self.config.tokens_per_step / seconds / self.ranks.world_size
+        self.pace.step(seconds, size)
+        flops = self.model.flops_per_token() * tokens / seconds / self.ranks.world_size
         self.metrics.step(
             Step(
                 iteration=self.position.iteration,
@@ -165,8 +158,9 @@ class Training:
                 grad_norm=grad_norm,
                 lr=lr,
                 consumed_samples=self.position.consumed_samples,
-                consumed_tokens=self.position.consumed_samples * settings.seq_length,
-                tokens_per_second=self.config.tokens_per_step / seconds,
+                consumed_tokens=self.position.consumed_samples * self.config.training.seq_length,
+                global_batch_size=size,
+                tokens_per_second=tokens / seconds,
                 step_seconds=seconds,
                 data_seconds=read - started,
                 forward_backward_seconds=computed - read,
@@ -199,7 +193,7 @@ class Training:
         self.pulse.enter("save", at)
         started = time.perf_counter()
         try:
-            commit = self.checkpointer.save(at, self.position.consumed_samples)
+            commit = self.checkpointer.save(self.position)
         except SaveFailed as error:
             self.metrics.failed_save(at, str(error))
             return f"failed: {error}"

@@ -37,6 +37,8 @@ class Step:
     consumed_samples: int
     """After this iteration, since the beginning of the run."""
     consumed_tokens: int
+    global_batch_size: int
+    """Of this iteration."""
     tokens_per_second: float
     """Over all ranks."""
     step_seconds: float

@@ -15,6 +15,8 @@ from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, Distribut
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from relayrun.config.schema import RunConfig
+from relayrun.data.progress import Progress
+from relayrun.errors import ConfigError
 from relayrun.training.model import Model
 
 
@@ -84,8 +86,9 @@ class Optimizer:
         )
         if not HAVE_APEX_OR_TE:
             cure(self.inner)
+        self._config = config
         self._settings_of_groups = [_settings(group) for group in self.inner.param_groups]
-        self.schedule = schedule(config, self.inner)
+        self.schedule = schedule(config, self.inner, Progress(config.training.batch_sizes))
 
     @property
     def lr(self) -> float:
@@ -102,33 +105,36 @@ class Optimizer:
         self.schedule.step(increment=1)
         return float(norm)
 
-    def load(self, state: dict[str, Any], schedule: dict[str, Any]) -> None:
+    def load(self, state: dict[str, Any], position: Progress) -> None:
         """Load what a checkpoint held. Hyperparameters stay those of this attempt's config revision."""
         self.inner.load_state_dict(state)
         for group, settings in zip(self.inner.param_groups, self._settings_of_groups, strict=True):
             group.update(settings)
-        self.schedule.load_state_dict(schedule)
+        self.schedule = schedule(self._config, self.inner, position)
+        self.schedule.step(increment=position.iteration)
 
 
-def schedule(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The learning rate's way, in iterations."""
+def schedule(config: RunConfig, optimizer: MegatronOptimizer, position: Progress) -> OptimizerParamScheduler:
+    """The learning rate's way, in iterations; a length in tokens is that of the run's own past and future batches."""
     settings = config.optimizer
+    warmup, decay = config.lr_steps(position.reaches)
+    if warmup >= decay:
+        raise ConfigError(f"in this run, whose batch sizes have changed, the warm-up ends at iteration {warmup} and "
+                          f"the decay at {decay}", where="optimizer", hint="set a longer decay")  # fmt: skip
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0 if config.warmup_steps else settings.lr,
+        init_lr=0.0 if warmup else settings.lr,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=config.warmup_steps,
-        lr_decay_steps=config.decay_steps,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
         lr_decay_style=settings.lr_decay_style,
         wsd_decay_steps=settings.lr_wsd_decay_steps,
         lr_wsd_decay_style=settings.lr_wsd_decay_style,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
-        wd_incr_steps=config.decay_steps,
+        wd_incr_steps=decay,
         wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,  # the config revision decides, not what was saved
     )
 
 

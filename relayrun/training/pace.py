@@ -20,9 +20,15 @@ class Pace:
         """`earlier_saves`: seconds from start to commit, oldest first."""
         self._begin = begin
         self._steps: deque[float] = deque(maxlen=STEPS)
+        self._samples = 0
         self._saves: deque[float] = deque(earlier_saves, maxlen=SAVES)
 
-    def step(self, seconds: float) -> None:
+    def step(self, seconds: float, samples: int) -> None:
+        """A step with this global batch size; the steps of smaller ones before it count as if they had had this one."""
+        if samples > self._samples:
+            if self._samples:
+                self._steps = deque((old * samples / self._samples for old in self._steps), maxlen=STEPS)
+            self._samples = samples
         self._steps.append(seconds)
 
     def save(self, seconds: float) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from relayrun.config.rampup import BatchSizes
+from relayrun.data.progress import Progress
 from relayrun.data.schedule import Schedule
 from relayrun.files import read_json, read_lines
 from relayrun.rundir.records import Begin
@@ -34,13 +36,13 @@ def data_command(*arguments: str) -> str:
     return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, text=True, capture_output=True, check=True).stdout
 
 
-def test_every_sample_is_read_once_over_changes_of_mixture_batch_and_ranks(tmp_path: Path) -> None:
+def test_every_sample_is_read_once_over_changes_of_mixture_ramp_batch_and_ranks(tmp_path: Path) -> None:
     workspace = Workspace.make(tmp_path)
     log = tmp_path / "log"
     log.mkdir()
     run = workspace.run("run")
 
-    def config(weights: dict[str, float], *, ranks: int, micro: int, batch: int) -> Path:
+    def config(weights: dict[str, float], *, ranks: int, micro: int, batch: int, ramp: list[Any] | None = None) -> Path:
         mixture: dict[str, Any] = {
             name: {"path": f"{tmp_path}/data/shard{'abc'.index(name)}", "weight": weight,
                    "order": "tests.chain.logged_order:Logged", "options": {"log": str(log)}}
@@ -48,7 +50,7 @@ def test_every_sample_is_read_once_over_changes_of_mixture_batch_and_ranks(tmp_p
         }  # fmt: skip
         return workspace.config(
             "run", data={"tokenizer": f"{tmp_path}/tokenizer.json", "datasets": [], "mixture": mixture},
-            training={"steps": 90, "micro_batch_size": micro, "global_batch_size": batch},
+            training={"steps": 90, "micro_batch_size": micro, "global_batch_size": batch, "rampup_batch_size": ramp},
             job={"ntasks_per_node": ranks},
             cluster={"name": "local", "scheduler": "local", "environment": {"PYTHONPATH": str(ROOT)}},
         )  # fmt: skip
@@ -67,9 +69,11 @@ def test_every_sample_is_read_once_over_changes_of_mixture_batch_and_ranks(tmp_p
         output, errors = process.communicate(timeout=60)
         assert process.returncode == 0, output + errors
 
-    train_until(1, 15, start(config({"a": 3, "b": 1}, ranks=2, micro=2, batch=8)))
+    train_until(1, 15, start(config({"a": 3, "b": 1}, ranks=2, micro=2, batch=12, ramp=[4, 4, 60])))
     train_until(2, 45, start(config({"a": 1, "c": 2}, ranks=1, micro=3, batch=6), "--resume"))
-    train_until(3, 1000, start(config({"b": 1, "c": 1, "a": 0.5}, ranks=2, micro=1, batch=10), "--resume"))
+    consumed = list(read_lines(run.attempt(2).commits))[-1]["consumed_samples"]
+    ramp = [[2, consumed + 20], [8, consumed + 100]]
+    train_until(3, 1000, start(config({"b": 1, "c": 1, "a": 0.5}, ranks=2, micro=1, batch=10, ramp=ramp), "--resume"))
     assert [end.cause for end in ends(run)] == ["exit", "exit", "done"]
 
     read = Counter[tuple[int, str, int]]()
@@ -92,10 +96,13 @@ def test_every_sample_is_read_once_over_changes_of_mixture_batch_and_ranks(tmp_p
     counts = schedule.counts(commits[-1])
     assert trained == {(name, position) for name, count in counts.items() for position in range(count)}
     assert len(trained) == commits[-1]
-    sizes = [line["consumed_samples"] for line in read_lines(run.metrics_view) if "loss" in line]
-    steps = [b - a for a, b in zip([0, *sizes], sizes, strict=False)]
-    assert len(steps) == 90
-    assert sorted(Counter(steps)) == [6, 8, 10]
+    lines = [line for line in read_lines(run.metrics_view) if "loss" in line]
+    assert len(lines) == 90
+    progress = Progress.resume(state["progress"], BatchSizes(10, ramp))
+    for line in lines:
+        samples = range(line["consumed_samples"] - line["global_batch_size"], line["consumed_samples"])
+        assert {progress.iteration_of(k) for k in samples} == {line["iteration"]}
+    assert {line["global_batch_size"] for line in lines} == {2, 4, 6, 8, 10, 12}
 
     ledger = data_command("ledger", str(run.path))
     assert f"{commits[-1]:,} samples in 90 steps" in ledger

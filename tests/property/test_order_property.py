@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relayrun.config.rampup import BatchSizes
 from relayrun.data.batches import BatchReader, Samples
 from relayrun.data.manifest import DatasetManifest
 from relayrun.data.mixed import MixedOrder, Part
@@ -47,7 +48,7 @@ def iteration(order: Samples, layout: tuple[int, int, int], consumed: int, count
     size, micro, steps = layout
     readers = [
         BatchReader(order, data_parallel_rank=rank, data_parallel_size=size, micro_batch_size=micro,
-                    global_batch_size=size * micro * steps, consumed_samples=consumed)
+                    batch_sizes=BatchSizes(size * micro * steps), consumed_samples=consumed)
         for rank in range(size)
     ]  # fmt: skip
     try:

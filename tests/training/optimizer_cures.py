@@ -20,6 +20,7 @@ from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 
 from relayrun.config.schema import RunConfig  # noqa: E402
+from relayrun.data.progress import Progress  # noqa: E402
 from relayrun.training import device_shim, parallel  # noqa: E402
 from relayrun.training.checkpoint import InProcessStrategy  # noqa: E402
 from relayrun.training.model import MicroBatch, Model  # noqa: E402
@@ -64,7 +65,7 @@ def resume(folder: Path) -> dict[str, Any]:
         optimizer = Optimizer(config, model)
         state = dist_checkpointing.load(sharded(model, optimizer, loading=True), str(folder))
         model.load(state["model"])
-        optimizer.load(state["optimizer"], schedule)
+        optimizer.load(state["optimizer"], position)
     except (AssertionError, KeyError) as error:
         return {"error": repr(error)}
     step(model, optimizer, 3)
@@ -81,7 +82,9 @@ model = Model(config, ranks, 100)
 optimizer = Optimizer(config, model)
 for number in range(3):
     step(model, optimizer, number)
-schedule = optimizer.schedule.state_dict()
+position = Progress(config.training.batch_sizes)
+for _ in range(3):
+    position.advance()
 dist_checkpointing.save(sharded(model, optimizer, loading=False), str(folder), InProcessStrategy(ranks.cpu_group))
 step(model, optimizer, 3)
 results = {"uninterrupted": weights_and_steps(model, optimizer), "cured": resume(folder)}

@@ -10,6 +10,7 @@ from typing import Any
 warnings.simplefilter("ignore")
 
 from relayrun.config import compose  # noqa: E402
+from relayrun.data.progress import Progress  # noqa: E402
 from relayrun.training.optimizer import schedule  # noqa: E402
 
 RUN = compose.ROOT / "configs" / "runs" / "my-run.yaml"
@@ -25,7 +26,8 @@ STYLES = {
 
 def rates(overrides: list[str]) -> list[float]:
     optimizer: Any = SimpleNamespace(param_groups=[{}])
-    plan = schedule(compose.load(RUN, [*COMMON, *overrides]), optimizer)
+    config = compose.load(RUN, [*COMMON, *overrides])
+    plan = schedule(config, optimizer, Progress(config.training.batch_sizes))
     found = []
     for _ in range(130):
         found.append(optimizer.param_groups[0]["lr"])

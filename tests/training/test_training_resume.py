@@ -28,12 +28,14 @@ def cut_by_stop_file(attempt: Any) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("distributed", [False, True], ids=["adam", "distributed-optimizer"])
+@pytest.mark.parametrize("distributed", [False, True], ids=["adam", "distributed-optimizer-and-ramp"])
 def test_three_attempts_equal_the_uninterrupted_run_to_the_last_bit(
     harness: Callable[..., Any], distributed: bool
 ) -> None:
+    ramp = {"global_batch_size": 12, "rampup_batch_size": [[4, 24], [8, 100]]} if distributed else {}
     settings = {
-        "training": {"steps": STEPS, "eval_interval": 7, "eval_steps": 2},
+        "training": {"steps": STEPS, "eval_interval": 7, "eval_steps": 2} | ramp,
+        "optimizer": {"lr_warmup_steps": 0, "lr_warmup_tokens": 50 * 64, "lr_decay_tokens": 250 * 64},
         "checkpoint": {"interval": INTERVAL},
         "parallel": {"use_distributed_optimizer": distributed},
     }
@@ -61,7 +63,9 @@ def test_three_attempts_equal_the_uninterrupted_run_to_the_last_bit(
         for iteration, step in steps.items():
             for name in ("loss", "grad_norm", "lr"):
                 assert step[name].hex() == expected[iteration][name].hex(), (iteration, name)
-            assert step["consumed_samples"] == expected[iteration]["consumed_samples"] == 8 * iteration
+            sizes = [4] * 6 + [8] * 10 + [12] * 14 if distributed else [8] * STEPS
+            assert step["consumed_samples"] == expected[iteration]["consumed_samples"] == sum(sizes[:iteration])
+            assert step["global_batch_size"] == sizes[iteration - 1]
         for iteration, losses in attempt.evaluations().items():
             assert losses == reference.evaluations()[iteration]
     name = f"iter_{STEPS:07}"

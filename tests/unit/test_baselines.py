@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from relayrun.config import compose, yamlfile
@@ -111,6 +114,53 @@ def test_a_schedule_that_cannot_be_is_refused(overrides: list[str], message: str
         compose.load(compose.ROOT / "configs" / "runs" / "llama3-8b.yaml", overrides)
 
 
+@pytest.mark.parametrize(
+    ("ramp", "message"),
+    [
+        ("[16, 16]", "has 3 numbers, not 2"),
+        ("[16, 0, 1000]", "is neither"),
+        ("[16, true, 1000]", "is neither"),
+        ("[[16, 100], [32]]", "is neither"),
+        ("[]", "is neither"),
+        ("[128, 16, 1000]", "start 128 must be below global_batch_size 128 by a multiple of increment 16"),
+        ("[16, 100, 1000]", "start 16 must be below"),
+        ("[[64, 100], [64, 100]]", "must rise, not be"),
+        ("[32, 32, 3000]", "stage 1 of 4: global batch size 32 from sample 0 on is no multiple of micro_batch_size x"),
+        ("[[64, 100], [96, 200]]", "stage 2 of 3: global batch size 96 from sample 100 on is no multiple of"),
+    ],
+)
+def test_a_ramp_that_cannot_be_is_refused_and_its_stage_named(ramp: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        compose.load(compose.ROOT / "configs" / "runs" / "llama3-8b.yaml", [f"training.rampup_batch_size={ramp}"])
+
+
+def test_a_stage_without_enough_micro_batches_for_the_pipeline_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"stage 1 of 3: .*: 1 micro-batches per iteration and rank are no"):
+        compose.load(
+            compose.ROOT / "configs" / "runs" / "llama3-70b.yaml", ["training.rampup_batch_size=[[4, 100], [8, 200]]"]
+        )
+
+
+def test_a_ramp_comes_back_from_a_config_revision(tmp_path: Path) -> None:
+    for ramp in ("[64, 64, 5000]", "[[64, 5000]]"):
+        config = compose.load(
+            compose.ROOT / "configs" / "runs" / "llama3-8b.yaml", [f"training.rampup_batch_size={ramp}"]
+        )
+        (tmp_path / "0001.yaml").write_text(compose.dump(config))
+        assert compose.read_resolved(tmp_path / "0001.yaml") == config
+        assert config.training.batch_sizes.at(4999) == 64
+        assert config.training.batch_sizes.at(5000) == 128
+
+
+def test_lengths_in_tokens_follow_the_ramp() -> None:
+    config = compose.load(
+        compose.ROOT / "configs" / "runs" / "llama3-8b.yaml",
+        ["training.rampup_batch_size=[[64, 640]]", "optimizer.lr_warmup_steps=0",
+         f"optimizer.lr_warmup_tokens={640 * 8192}", f"optimizer.lr_decay_tokens={1281 * 8192}"],
+    )  # fmt: skip
+    assert config.lr_steps(config.training.batch_sizes.reaches) == (10, 16)
+
+
 def test_tokens_become_whole_iterations() -> None:
     tokens = 128 * 8192
     config = compose.load(
@@ -118,4 +168,4 @@ def test_tokens_become_whole_iterations() -> None:
         ["optimizer.lr_warmup_steps=0", f"optimizer.lr_warmup_tokens={10 * tokens + 1}",
          f"optimizer.lr_decay_tokens={100 * tokens}"],
     )  # fmt: skip
-    assert (config.warmup_steps, config.decay_steps) == (11, 100)
+    assert config.lr_steps(config.training.batch_sizes.reaches) == (11, 100)

@@ -7,11 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from relayrun.config.rampup import BatchSizes
 from relayrun.data.batches import BatchReader
 from relayrun.data.manifest import DatasetManifest
 from relayrun.data.order import SampleOrder
 from relayrun.errors import ConfigError, InputError
 from relayrun.indexed import ShardWriter
+
+TWELVE = BatchSizes(12)
 
 
 @pytest.fixture
@@ -22,10 +25,9 @@ def order(tmp_path: Path) -> SampleOrder:
     return SampleOrder(DatasetManifest.build([tmp_path / "s"]), seq_length=4, seed=5)
 
 
-def reader(order: SampleOrder, **settings: int) -> BatchReader:
-    defaults = {"data_parallel_rank": 0, "data_parallel_size": 1, "micro_batch_size": 2,
-                "global_batch_size": 12, "consumed_samples": 0}  # fmt: skip
-    return BatchReader(order, **{**defaults, **settings})
+def reader(order: SampleOrder, *, batch_sizes: BatchSizes = TWELVE, **settings: int) -> BatchReader:
+    defaults = {"data_parallel_rank": 0, "data_parallel_size": 1, "micro_batch_size": 2, "consumed_samples": 0}
+    return BatchReader(order, batch_sizes=batch_sizes, **{**defaults, **settings})
 
 
 def test_step_rank_and_row_get_the_documented_sample(order: SampleOrder) -> None:
@@ -69,8 +71,15 @@ def test_reads_ahead_two_iterations_and_no_more(order: SampleOrder, monkeypatch:
 
 
 def test_a_layout_that_does_not_divide_the_batch_is_refused(order: SampleOrder) -> None:
-    with pytest.raises(ConfigError, match="12 is no multiple of micro_batch_size x data-parallel size = 2 x 4"):
+    with pytest.raises(ConfigError, match=r"12 from sample 0 on is no multiple of micro_batch_size x .* = 2 x 4"):
         reader(order, data_parallel_size=4)
+
+
+def test_a_stage_of_a_ramp_that_the_layout_does_not_divide_is_refused_unless_it_is_over(order: SampleOrder) -> None:
+    sizes = BatchSizes(16, [4, 4, 60])
+    with pytest.raises(ConfigError, match="global batch size 4 from sample 0 on is no multiple"):
+        reader(order, batch_sizes=sizes, data_parallel_size=4)
+    reader(order, batch_sizes=sizes, data_parallel_size=4, consumed_samples=60).close()
 
 
 @pytest.mark.parametrize(
@@ -78,7 +87,7 @@ def test_a_layout_that_does_not_divide_the_batch_is_refused(order: SampleOrder) 
     [{"data_parallel_rank": 1}, {"data_parallel_rank": -1}, {"micro_batch_size": 0}, {"consumed_samples": -1}],
 )
 def test_impossible_numbers_are_refused(order: SampleOrder, settings: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"data-parallel rank|batch sizes"):
+    with pytest.raises(ValueError, match=r"data-parallel rank|micro_batch_size"):
         reader(order, **settings)
 
 

@@ -14,6 +14,7 @@ from relayrun.config import compose
 from relayrun.data import audit
 from relayrun.data.build import training_order
 from relayrun.data.manifest import Manifest
+from relayrun.data.progress import Progress
 from relayrun.errors import InputError
 from relayrun.files import append_line, write_json
 from relayrun.indexed import Shard
@@ -55,21 +56,26 @@ class Run:
         revision = self.dir.revisions()[-1]
         config = compose.read_resolved(self.dir.config_revision(revision))
         order = training_order(config, Manifest.read(self.dir.manifest))
+        progress = Progress(config.training.batch_sizes)
         if number > 1:
-            order.resume(json.loads((self.dir.checkpoint(before[0]) / "state.json").read_text()))
+            state = json.loads((self.dir.checkpoint(before[0]) / "state.json").read_text())
+            order.resume(state)
+            progress = Progress.resume(state["progress"], config.training.batch_sizes)
         attempt = self.dir.attempt(number)
         attempt.path.mkdir()
         Begin(attempt=number, job_id="1", job_name="x", nodes="n", config_revision=revision, base_iteration=before[0],
               base_path=str(self.dir.checkpoint(before[0])) if before[0] else None, start_time=0.0, job_end_time=None,
               lead=0.0).write(attempt.begin)  # fmt: skip
-        write_json(attempt.data, order.state(before[1]))
-        size = config.training.global_batch_size
-        for i in range(1, iterations + 1):
-            append_line(attempt.metrics, {"iteration": before[0] + i, "loss": 1.0, "grad_norm": 1.0,
-                                          "consumed_samples": before[1] + size * i})  # fmt: skip
-        end, consumed = before[0] + iterations, before[1] + size * iterations
+        write_json(attempt.data, order.state(before[1]) | {"progress": progress.state()})
+        for _ in range(iterations):
+            progress.advance()
+            append_line(attempt.metrics, {"iteration": progress.iteration, "loss": 1.0, "grad_norm": 1.0,
+                                          "consumed_samples": progress.consumed_samples})  # fmt: skip
+        end, consumed = progress.iteration, progress.consumed_samples
         self.dir.checkpoint(end).mkdir()
-        (self.dir.checkpoint(end) / "state.json").write_text(json.dumps(order.state(consumed)))
+        (self.dir.checkpoint(end) / "state.json").write_text(
+            json.dumps(order.state(consumed) | {"progress": progress.state()})
+        )
         append_commit(attempt, Commit(iteration=end, path=str(self.dir.checkpoint(end)), consumed_samples=consumed,
                                       time=0.0, seconds=0.0))  # fmt: skip
 
@@ -101,7 +107,7 @@ def test_show_names_the_documents_that_a_sample_is_made_of(run: Run, capsys: pyt
     assert main(["data", "show", str(run.dir.path), "--samples", "79:101"]) == 0
     text = capsys.readouterr().out
     assert text.count("\nsample ") == 21
-    assert "sample 100: web, epoch 0, number 80, not trained yet" in text
+    assert "sample 100: web, epoch 0, number 80, step 16, not trained yet" in text
     assert f"  {found[9].origins[0].prefix}: document {found[9].origins[0].document}, offset" in text
     assert f"  | w{found[9].tokens[0]} w{found[9].tokens[1]} " in text
 
@@ -118,7 +124,7 @@ def test_the_ledger_counts_every_sample_once(run: Run, capsys: pytest.CaptureFix
     assert audited.order.locate(web.exhausted_sample) == ("web", 0, web.windows - 1)
     assert web.exhausted_step == 15 + (web.exhausted_sample - 100) // 4 + 1
     for sample, step in ((0, 1), (7, 1), (8, 2), (79, 10), (80, 11), (99, 15), (100, 16), (103, 16), (104, 17)):
-        assert audit._step(audited, sample) == step
+        assert next(audit.samples(audited, range(sample, sample + 1))).step == step
     assert main(["data", "ledger", str(run.dir.path)]) == 0
     text = capsys.readouterr().out
     assert "100 samples in 15 steps" in text

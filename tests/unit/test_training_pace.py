@@ -32,7 +32,7 @@ def begin(**changes: Any) -> Begin:
 def test_the_lead_is_what_the_attempt_began_with_until_a_step_and_a_save_are_measured() -> None:
     pace = Pace(begin())
     assert pace.lead == 60
-    pace.step(2.0)
+    pace.step(2.0, 8)
     assert (pace.lead, pace.step_p95, pace.save_p95) == (60, 2.0, None)
     pace.save(4.0)
     assert pace.lead == 2 * 2 + 1.5 * 4 + 10
@@ -40,7 +40,7 @@ def test_the_lead_is_what_the_attempt_began_with_until_a_step_and_a_save_are_mea
 
 def test_a_slow_save_moves_the_lead_by_more_than_its_delay_and_within_the_bounds() -> None:
     pace = Pace(begin(lead_floor=5.0, lead_ceiling=100.0), earlier_saves=[2.0] * 10)
-    pace.step(0.5)
+    pace.step(0.5, 8)
     before = pace.lead
     pace.save(22.0)
     assert pace.lead - before >= 20
@@ -50,7 +50,7 @@ def test_a_slow_save_moves_the_lead_by_more_than_its_delay_and_within_the_bounds
 
 def test_a_lead_with_one_bound_for_both_is_fixed() -> None:
     pace = Pace(begin(lead=12.0, lead_floor=12.0, lead_ceiling=12.0))
-    pace.step(100.0)
+    pace.step(100.0, 8)
     pace.save(100.0)
     assert pace.lead == 12
 
@@ -58,6 +58,15 @@ def test_a_lead_with_one_bound_for_both_is_fixed() -> None:
 def test_only_the_newest_saves_count() -> None:
     pace = Pace(begin(), earlier_saves=[500.0, *[2.0] * 10])
     assert pace.save_p95 == 2.0
+
+
+def test_steps_of_smaller_batches_count_as_if_they_had_been_of_the_size_of_now() -> None:
+    pace = Pace(begin(), earlier_saves=[2.0])
+    pace.step(0.5, 8)
+    pace.step(2.0, 32)
+    assert (pace.step_p95, pace.lead) == (2.0, 2 * 2.0 + 1.5 * 2 + 10)
+    pace.step(3.0, 64)
+    assert pace.step_p95 == 4.0
 
 
 def read(folder: Path) -> Heartbeat:
@@ -76,7 +85,7 @@ def test_a_heartbeat_is_written_at_every_new_phase_and_at_most_once_a_second_wit
     pulse = Pulse(folder, node="n1", active=True, iteration=7, pace=pace)
     pulse.beat()
     assert (read(folder).phase, read(folder).iteration, read(folder).step_p95) == ("start", 7, None)
-    pace.step(0.25)
+    pace.step(0.25, 8)
     pulse.enter("step", 8)
     assert (read(folder).phase, read(folder).iteration, read(folder).step_p95) == ("step", 8, 0.25)
     clock[0] += 0.5
