@@ -47,7 +47,8 @@ def _begin(run: RunDir, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
     if plan.mode == "requeue" and plan.auto_requeue and not job.requeue:
         scheduler.allow_requeue(job_id)
     cancelled = _close_predecessor(run, scheduler)
-    base = lineage.chosen_by_hand(run) or lineage.durable(run)
+    chosen = lineage.chosen_by_hand(run)
+    base = chosen or lineage.durable(run)
     trigger = triggers.look(run, "exit")
     decision = decide.at_begin(
         decide.BeginFacts(
@@ -68,7 +69,7 @@ def _begin(run: RunDir, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
         stop_chain(run, plan, scheduler, decision.reason, own_job=job_id)
         views.write_views(run)
         return CHAIN_ENDS
-    attempt = _open_attempt(run, plan, scheduler, job, base)
+    attempt = _open_attempt(run, plan, scheduler, job, base, rewound=chosen is not None)
     if decision.submit_successor:
         _submit_successor(run, plan, scheduler, attempt, job)
     log(f"attempt {attempt.number}, job {job_id}: {decision.reason}")
@@ -123,7 +124,9 @@ def measured_lead(run: RunDir, plan: Plan) -> float:
     return plan.lead if measured is None else measured
 
 
-def _open_attempt(run: RunDir, plan: Plan, scheduler: Scheduler, job: Job, base: lineage.Durable) -> AttemptDir:
+def _open_attempt(
+    run: RunDir, plan: Plan, scheduler: Scheduler, job: Job, base: lineage.Durable, *, rewound: bool
+) -> AttemptDir:
     """Make the next attempt's directory; from its begin.json on it owns the run."""
     run.attempts.mkdir(exist_ok=True)
     number = max(run.attempt_numbers(), default=0) + 1
@@ -142,6 +145,7 @@ def _open_attempt(run: RunDir, plan: Plan, scheduler: Scheduler, job: Job, base:
         config_revision=plan.config_revision,
         base_iteration=base.iteration,
         base_path=base.path,
+        rewound=rewound,
         start_time=time.time(),
         job_end_time=job.end_time,
         lead=measured_lead(run, plan),

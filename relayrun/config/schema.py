@@ -279,6 +279,14 @@ class Chain(Section):
     """Name or number of the group that may touch triggers; default: the group of the run directory."""
 
 
+class Tracking(Section):
+    """Where the metrics go besides the run directory. W&B is on where WANDB_API_KEY or WANDB_MODE=offline is in the
+    environment, under `project` and `name`."""
+
+    tensorboard: bool = False
+    """Write event files into the run directory's `tensorboard` folder."""
+
+
 class Job(Section):
     """What one job asks of the scheduler; names are Slurm's."""
 
@@ -335,6 +343,7 @@ class RunConfig(Section):
     checkpoint: Checkpoint
     parallel: Parallel = Parallel()
     chain: Chain = Chain()
+    tracking: Tracking = Tracking()
     job: Job
     cluster: Cluster
 

@@ -9,6 +9,7 @@
                                  stop                           asks the ranks to save and leave
     attempts.jsonl metrics.jsonl merged views, written by the supervisor
     checkpoints/iter_0000100/    published by rename from .staging/<attempt>/
+    streams.json wandb/ tensorboard/   what trackers were told, written by them and by rank 0
     triggers/  debug/<attempt>/  code/  STOP
 
 Standard library only.
@@ -131,6 +132,16 @@ class RunDir:
     @property
     def metrics_view(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def streams(self) -> Path:
+        """Under which ids the run is told to W&B and TensorBoard; see `monitoring.streams`."""
+        return self.path / "streams.json"
+
+    @property
+    def tensorboard(self) -> Path:
+        """A folder of event files per stream."""
+        return self.path / "tensorboard"
 
     @property
     def strikes(self) -> Path:

@@ -68,6 +68,9 @@ class Begin(Record):
     """Iteration of the checkpoint to start from; 0: from the beginning."""
     base_path: str | None
     """Its folder; None where base_iteration is 0."""
+    rewound: bool = False
+    """Newer checkpoints were whole and were left behind on purpose, by a person or by policy: what follows need not
+    be what the attempts before computed."""
     start_time: float
     job_end_time: float | None
     """When the time limit is reached; None without a limit."""

@@ -8,6 +8,7 @@ Standard library only.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from relayrun.files import read_lines, write_atomic
@@ -17,16 +18,24 @@ from relayrun.rundir.records import Begin, End
 
 def merged_metrics(run: RunDir) -> list[dict[str, Any]]:
     """All lines that count, oldest first, over all attempts."""
-    lines: list[dict[str, Any]] = []
-    for number in run.attempt_numbers():
-        attempt = run.attempt(number)
-        begin = Begin.read(attempt.begin)
-        if begin is None:
+    return list(lines_that_count(run))
+
+
+def lines_that_count(run: RunDir, *, above: int = 0, before: int | None = None) -> Iterator[dict[str, Any]]:
+    """The lines of the merged view, oldest first, of iterations above `above`; files that cannot hold any are not read.
+
+    With `before` the view as it was when that attempt had not begun.
+    """
+    begins = [begin for number in run.attempt_numbers() if (begin := Begin.read(run.attempt(number).begin))]
+    begins = [begin for begin in begins if before is None or begin.attempt < before]
+    for number, begin in enumerate(begins):
+        last = min((later.base_iteration for later in begins[number + 1 :]), default=None)
+        if last is not None and last <= max(above, begin.base_iteration):
             continue
-        while lines and lines[-1]["iteration"] > begin.base_iteration:
-            lines.pop()
-        lines += [line for line in read_lines(attempt.metrics) if line.get("iteration", 0) > begin.base_iteration]
-    return lines
+        for line in read_lines(run.attempt(begin.attempt).metrics):
+            iteration = line.get("iteration", 0)
+            if iteration > max(above, begin.base_iteration) and (last is None or iteration <= last):
+                yield line
 
 
 def merged_attempts(run: RunDir) -> list[dict[str, Any]]:

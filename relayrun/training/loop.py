@@ -33,6 +33,7 @@ from relayrun.training.pace import Pace
 from relayrun.training.parallel import Ranks
 from relayrun.training.signals import SignalFlag
 from relayrun.training.size import peak_flops
+from relayrun.training.trackers import Trackers
 
 LEAVE_TRIES = 3
 """How often a save is tried when leaving; a save in between is tried once and left for the next occasion."""
@@ -240,12 +241,15 @@ def train(run: RunDir, begin: Begin, flag: SignalFlag, pace: Pace, pulse: Pulse,
     if ranks.rank == 0:
         times = Started(process=process_began, imported=imported, initialised=training.initialised, loaded=time.time())
         record_start(run.attempt(begin.attempt), times)
+        trackers = Trackers(run, begin.attempt, config, training.metrics.say)
     left = training.run()
     training.reader.close()
     training.metrics.say(f"leaving at iteration {left.iteration}: {left.outcome} ({left.reason})")
     if ranks.rank == 0:
         left.write(run.attempt(begin.attempt).outcome)
     parallel.stop()
+    if ranks.rank == 0:
+        trackers.stop()
 
 
 def record_start(attempt: AttemptDir, started: Started) -> None:

@@ -1,0 +1,108 @@
+"""The metrics of a stream as trackers want them: one record per iteration, in order, each once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from relayrun.monitoring.streams import Stream
+from relayrun.rundir import views
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.records import Begin
+
+SPEED = frozenset(
+    ["tokens_per_second", "step_seconds", "data_seconds", "forward_backward_seconds", "optimizer_seconds",
+     "save_seconds", "model_tflops_per_gpu", "mfu", "memory_bytes"]
+)  # fmt: skip
+"""Fields that say how fast it goes, and not what is learned."""
+
+
+@dataclass
+class Point:
+    """What is known of one iteration: its step and, where there was one, its evaluation."""
+
+    iteration: int
+    time: float = 0.0
+    """Seconds since 1970, at the end of the step."""
+    values: dict[str, float] = field(default_factory=dict)
+    """By the names that trackers show: train/loss, speed/mfu, validation/<set>."""
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Take in a line of metrics.jsonl."""
+        for name, value in line.items():
+            if name == "validation":
+                self.values |= {f"validation/{part}": loss for part, loss in value.items()}
+            elif name == "time":
+                self.time = self.time or value
+            elif name != "iteration" and isinstance(value, (int, float)) and not isinstance(value, bool):
+                self.values[f"{'speed' if name in SPEED else 'train'}/{name}"] = value
+
+
+class Progress:
+    """Joins the lines of iterations above `mark`: those of `earlier`, then those that `file` has and will have.
+
+    An iteration is given out when a later one has begun, since its evaluation comes in a line of its own; so an
+    attempt that is killed between the two leaves the whole iteration to the next one.
+    """
+
+    def __init__(self, earlier: Iterable[dict[str, Any]], file: Path | None = None, *, mark: int) -> None:
+        self._earlier = iter(earlier)
+        self._file = file
+        self._offset = 0
+        self._mark = mark
+        self._held: Point | None = None
+
+    @classmethod
+    def of_attempt(cls, run: RunDir, begin: Begin, *, mark: int) -> Progress:
+        """What the attempts before it left up to its base, then its own."""
+        before = views.lines_that_count(run, above=mark, before=begin.attempt)
+        earlier = (line for line in before if line["iteration"] <= begin.base_iteration)
+        return cls(earlier, run.attempt(begin.attempt).metrics, mark=mark)
+
+    @classmethod
+    def of_stream(cls, run: RunDir, streams: Sequence[Stream], number: int, *, mark: int) -> Progress:
+        """All of `streams[number]` that is there now."""
+        end = streams[number + 1].first_attempt if number + 1 < len(streams) else None
+        return cls(views.lines_that_count(run, above=mark, before=end), mark=mark)
+
+    def poll(self, *, complete: bool = False) -> Iterator[Point]:
+        """Points since the last call; `complete`: no line will be added, so the last one is whole."""
+        for lines in (self._earlier, self._new_lines()):
+            for line in lines:
+                yield from self._take(line)
+        if complete and self._held is not None:
+            yield self._held
+            self._mark, self._held = self._held.iteration, None
+
+    def _take(self, line: dict[str, Any]) -> Iterator[Point]:
+        iteration = line.get("iteration", 0)
+        if self._held is not None and iteration > self._held.iteration:
+            yield self._held
+            self._mark, self._held = self._held.iteration, None
+        if iteration > self._mark:
+            self._held = self._held or Point(iteration)
+            if iteration == self._held.iteration:
+                self._held.add(line)
+
+    def _new_lines(self) -> Iterator[dict[str, Any]]:
+        """Whole lines of the file since the last call."""
+        if self._file is None:
+            return
+        try:
+            with open(self._file, "rb") as file:
+                file.seek(self._offset)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        return
+                    self._offset += len(line)
+                    try:
+                        value = json.loads(line)
+                    except ValueError:  # what a killed or full disk left
+                        continue
+                    if isinstance(value, dict):
+                        yield value
+        except FileNotFoundError:
+            return

@@ -1,0 +1,102 @@
+"""A run of three attempts, the first of them killed after progress, as W&B (the real client, offline) and
+TensorBoard have it. No file of the run holds a secret of the environment."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from relayrun.monitoring.wandb_files import history, offline_files
+from relayrun.rundir import views
+
+from .conftest import Harness
+
+pytestmark = pytest.mark.slow
+
+SECRETS = {"WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567", "HF_TOKEN": "hf_ThisIsASecretOfTheEnvironment"}
+
+
+def files_with(folder: Path, text: str) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and text.encode() in path.read_bytes()]
+
+
+def test_one_run_over_three_attempts_without_gap_or_repeat_and_no_secret(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    made = harness(job={"ntasks_per_node": 1}, training={"steps": 60, "eval_interval": 7, "eval_steps": 1},
+                   checkpoint={"interval": 20}, tracking={"tensorboard": True})  # fmt: skip
+    killed = made.start()
+    killed.wait_for_iteration(45)  # 40 is durable, so what follows is computed again
+    killed.processes[0].kill()
+    killed.wait()
+    second = made.start()
+    second.wait_for_iteration(52)
+    second.signal(signal.SIGUSR2)
+    assert second.wait() == [0], second.output()
+    third = made.train()
+    assert third.outcome is not None
+    assert third.outcome.outcome == "done"
+
+    (stream,) = json.loads(made.run.streams.read_text())
+    files = offline_files(made.run.path / "wandb", stream["id"])
+    assert set(files) == set((made.run.path / "wandb").glob("*run-*/*.wandb")) - links(made.run.path / "wandb")
+    rows = [row for path in files for row in history(path)]
+    assert [row["_step"] for row in rows] == list(range(1, 61))
+    merged = {line["iteration"]: line for line in views.merged_metrics(made.run) if "loss" in line}
+    assert [row["train/loss"] for row in rows] == [merged[k]["loss"] for k in range(1, 61)]
+    assert [row["_timestamp"] for row in rows[:40]] == pytest.approx(
+        [merged[k]["time"] for k in range(1, 41)], abs=0.01
+    )
+    assert {row["_step"] for row in rows if "validation/held-out" in row} == {*range(7, 61, 7), 60}
+
+    events = [
+        event
+        for path in sorted((made.run.tensorboard / stream["id"]).iterdir())
+        for event in EventFileLoader(str(path)).Load()
+        if event.summary.value
+    ]
+    assert [event.step for event in events] == list(range(1, 61))
+    assert {"train/loss", "train/lr", "speed/tokens_per_second"} <= {value.tag for value in events[0].summary.value}
+    assert f"W&B is on (offline): project tests, run tiny, id {stream['id']}" in third.output()
+
+    for secret in SECRETS.values():
+        assert files_with(made.run.path, secret) == []
+    assert files_with(made.run.path, "train/loss")  # the search does find what is there
+
+
+def links(folder: Path) -> set[Path]:
+    return {path for link in folder.iterdir() if link.is_symlink() for path in link.glob("*.wandb")}
+
+
+def test_one_line_says_that_wandb_is_off_and_nothing_of_it_is_left(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    made = harness(job={"ntasks_per_node": 1}, training={"steps": 3})
+    attempt = made.train()
+    assert attempt.output().count("W&B is off: neither WANDB_API_KEY nor WANDB_MODE=offline is in the environment") == 1
+    assert not (made.run.path / "wandb").exists()
+    assert not made.run.streams.exists()
+
+
+def test_a_service_that_is_away_costs_no_step_and_no_minute(
+    harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", SECRETS["WANDB_API_KEY"])
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    made = harness(job={"ntasks_per_node": 1}, training={"steps": 10})
+    attempt = made.train()
+    assert list(attempt.steps()) == list(range(1, 11))
+    assert attempt.outcome is not None
+    started = json.loads(attempt.directory.started.read_text())
+    assert attempt.outcome.time - started["loaded"] < 60
+    assert files_with(made.run.path, SECRETS["WANDB_API_KEY"]) == []

@@ -1,0 +1,254 @@
+"""What trackers are told, with sinks that are lists: order, high-water mark, forks, failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from relayrun.files import append_line
+from relayrun.monitoring import feed, sinks, wandb_files
+from relayrun.monitoring.progress import Point, Progress
+from relayrun.monitoring.streams import record_streams
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.records import Begin, Left
+from relayrun.training import trackers
+
+
+class Memory:
+    """A sink that remembers, and fails where it is told to."""
+
+    def __init__(self, kept: list[Point], *, fail_at: int = -1) -> None:
+        self.kept = kept
+        self.mark = kept[-1].iteration if kept else 0
+        self.fail_at = fail_at
+        self.closed = False
+
+    def write(self, point: Point) -> None:
+        if point.iteration == self.fail_at:
+            raise ConnectionError("the service is away")
+        self.kept.append(point)
+        self.mark = point.iteration
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def begin(run: RunDir, number: int, base: int = 0, *, rewound: bool = False) -> Begin:
+    attempt = run.attempt(number)
+    attempt.path.mkdir(parents=True)
+    record = Begin(
+        attempt=number, job_id="1", job_name="j", nodes="n", config_revision=1, base_iteration=base, rewound=rewound,
+        base_path=None, start_time=0.0, job_end_time=None, lead=1.0,
+    )  # fmt: skip
+    record.write(attempt.begin)
+    return record
+
+
+def step(run: RunDir, number: int, *iterations: int, loss: float = 1.0) -> None:
+    for iteration in iterations:
+        append_line(run.attempt(number).metrics, {"iteration": iteration, "loss": loss, "mfu": None, "time": 5.0})
+
+
+def evaluate(run: RunDir, number: int, iteration: int) -> None:
+    append_line(run.attempt(number).metrics, {"iteration": iteration, "validation": {"held-out": 2.0}, "time": 6.0})
+
+
+def leave(run: RunDir, number: int) -> None:
+    Left(outcome="saved", reason="", iteration=0, time=0.0).write(run.attempt(number).outcome)
+
+
+def told(run: RunDir, at: Begin, sink: Memory) -> list[int]:
+    """The iterations that an attempt's feed tells when the attempt has ended already."""
+    before = len(sink.kept)
+    feed.feed(run, at, "test", lambda: sink, lambda _seconds: True)
+    return [point.iteration for point in sink.kept[before:]]
+
+
+def test_an_iteration_and_its_evaluation_are_one_point(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    at = begin(run, 1)
+    step(run, 1, 1, 2)
+    evaluate(run, 1, 2)
+    progress = Progress.of_attempt(run, at, mark=0)
+    assert [point.iteration for point in progress.poll()] == [1]
+    step(run, 1, 3)
+    (point,) = progress.poll()
+    assert (point.iteration, point.values) == (2, {"train/loss": 1.0, "validation/held-out": 2.0})
+    assert list(progress.poll()) == []
+    assert [point.iteration for point in progress.poll(complete=True)] == [3]
+
+
+def test_what_was_told_is_not_told_again_and_what_was_lost_is_made_up_for(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    sink = Memory([])
+    first = begin(run, 1)
+    step(run, 1, *range(1, 26))  # killed, 20 is durable
+    assert told(run, first, sink) == list(range(1, 25))  # the last may lack its evaluation
+    second = begin(run, 2, base=20)
+    step(run, 2, *range(21, 31))
+    leave(run, 2)
+    del sink.kept[22:]  # the tracker's own client was killed too
+    assert told(run, second, Memory(sink.kept)) == list(range(23, 31))
+    assert [point.iteration for point in sink.kept] == list(range(1, 31))
+
+
+def test_lines_beyond_the_base_of_the_next_attempt_do_not_count(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    begin(run, 1)
+    step(run, 1, *range(1, 26), loss=1.0)
+    second = begin(run, 2, base=20)
+    step(run, 2, *range(21, 26), loss=2.0)
+    sink = Memory([])
+    told(run, second, sink)
+    assert [point.values["train/loss"] for point in sink.kept] == [1.0] * 20 + [2.0] * 4
+
+
+def test_only_a_rewind_forks_and_the_fork_holds_the_whole_line(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    begin(run, 1)
+    step(run, 1, *range(1, 26), loss=1.0)
+    begin(run, 2, base=20)
+    step(run, 2, *range(21, 31), loss=2.0)
+    (one,) = record_streams(run)
+    assert record_streams(run) == [one]
+    begin(run, 3, base=10, rewound=True)
+    step(run, 3, *range(11, 16), loss=3.0)
+    streams = record_streams(run)
+    assert [stream.id for stream in streams] == [entry["id"] for entry in json.loads(run.streams.read_text())]
+    first, fork = streams
+    assert first == one
+    assert fork.id != first.id
+    assert (fork.forked_from, fork.fork_iteration, fork.first_attempt) == (first.id, 10, 3)
+    begin(run, 4, base=15)
+    assert record_streams(run) == streams
+    lines = [[(point.iteration, point.values["train/loss"])
+              for point in Progress.of_stream(run, streams, number, mark=0).poll(complete=True)]
+             for number in range(2)]  # fmt: skip
+    assert lines[0] == [(k, 1.0) for k in range(1, 21)] + [(k, 2.0) for k in range(21, 31)]
+    assert lines[1] == [(k, 1.0) for k in range(1, 11)] + [(k, 3.0) for k in range(11, 16)]
+
+
+def test_a_failure_is_one_line_and_is_tried_again_from_what_the_tracker_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path)
+    at = begin(run, 1)
+    step(run, 1, *range(1, 10))
+    leave(run, 1)
+    kept: list[Point] = []
+    made = [Memory(kept, fail_at=4), Memory(kept, fail_at=4), Memory(kept)]
+    waited: list[float] = []
+
+    def make() -> Memory:
+        sink = made.pop(0)
+        sink.mark = kept[-1].iteration if kept else 0
+        return sink
+
+    def wait(seconds: float) -> bool:
+        waited.append(seconds)
+        return not made
+
+    feed.feed(run, at, "W&B", make, wait)
+    assert [point.iteration for point in kept] == list(range(1, 10))
+    assert [seconds for seconds in waited if seconds > feed.POLL_SECONDS] == [15.0, 30.0]
+    warnings = capsys.readouterr().err.splitlines()
+    assert warnings[0] == ("warning: W&B: ConnectionError: the service is away; training goes on, "
+                           "and W&B is tried again in 15 s")  # fmt: skip
+    assert len(warnings) == 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "mode"),
+    [({}, None), ({"WANDB_API_KEY": "k"}, "online"), ({"WANDB_MODE": "offline"}, "offline"),
+     ({"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "offline"), ({"WANDB_MODE": "online"}, None),
+     ({"WANDB_API_KEY": "k", "WANDB_MODE": "disabled"}, None), ({"WANDB_API_KEY": ""}, None)],
+)  # fmt: skip
+def test_when_wandb_is_on(environment: dict[str, str], mode: str | None) -> None:
+    assert sinks.wandb_mode(environment) == mode
+
+
+def test_rank_0_lets_go_of_a_feed_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(trackers, "LEAVE_SECONDS", 0.3)
+    hung: list[subprocess.Popen[bytes]] = []
+
+    def start(*_arguments: Any) -> subprocess.Popen[bytes]:
+        code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+        hung.append(subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, bufsize=0))
+        return hung[-1]
+
+    monkeypatch.setattr(trackers, "_start", start)
+    said: list[str] = []
+    config: Any = SimpleNamespace(project="p", name="n", tracking=SimpleNamespace(tensorboard=True))
+    made = trackers.Trackers(RunDir(tmp_path), 1, config, said.append)
+    assert len(hung) == 2
+    begun = time.monotonic()
+    made.stop()
+    assert time.monotonic() - begun < 5
+    assert all(process.returncode == -9 for process in hung)
+
+
+def test_trackers_that_cannot_start_are_off_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tmp_path / "streams.json").write_text("{")
+    said: list[str] = []
+    config: Any = SimpleNamespace(project="p", name="n", tracking=SimpleNamespace(tensorboard=False))
+    trackers.Trackers(RunDir(tmp_path), 1, config, said.append).stop()
+    assert said[0].startswith("warning: W&B and TensorBoard are off in this attempt: ")
+
+
+def test_a_feed_ends_when_rank_0_is_gone(tmp_path: Path) -> None:
+    """Its parent is a shell that ends at once, while somebody else holds the pipe open."""
+    run = RunDir(tmp_path)
+    begin(run, 1)
+    record_streams(run)
+    step(run, 1, 1, 2, 3)
+    reading, writing = os.pipe()
+    command = (f"{sys.executable} -m relayrun.monitoring.feed tensorboard --run-dir '{run.path}' --attempt 1 "
+               "--parent $$ <&0 & echo $!; sleep 1")  # fmt: skip
+    shell = subprocess.run(["bash", "-c", command], stdin=reading, capture_output=True, text=True, timeout=60)
+    assert shell.stderr == ""
+    os.close(reading)
+    wait_for(lambda: not Path(f"/proc/{shell.stdout.strip()}").exists())
+    os.close(writing)
+    assert list(run.tensorboard.glob("*/events*"))
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_records_of_a_wandb_file_span_blocks_and_a_torn_end_is_left(tmp_path: Path) -> None:
+    import wandb
+
+    folder = tmp_path / "wandb"
+    run = wandb.init(project="p", id="abcd1234", dir=str(tmp_path), mode="offline",
+                     settings=wandb.Settings(silent=True, console="off", x_disable_stats=True))  # fmt: skip
+    for iteration in range(1, 31):
+        run.log({"text": "x" * 5000, "loss": float(iteration)}, step=iteration)
+    run.finish()
+    wandb.teardown()  # the client writes its file's end when it goes
+    (path,) = wandb_files.offline_files(folder, "abcd1234")
+    assert [row["_step"] for row in wandb_files.history(path)] == list(range(1, 31))
+    assert wandb_files.highest_step(folder, "abcd1234") == 30
+    assert wandb_files.highest_step(folder, "other") == 0
+    path.write_bytes(path.read_bytes()[:100_000])
+    left = [row["_step"] for row in wandb_files.history(path)]
+    assert left == list(range(1, len(left) + 1))
+    assert 5 < len(left) < 30
+    assert wandb_files.highest_step(folder, "abcd1234") == len(left)
