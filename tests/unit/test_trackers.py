@@ -200,6 +200,16 @@ def test_rank_0_lets_go_of_a_feed_that_does_not_end(tmp_path: Path, monkeypatch:
     assert all(process.returncode == -9 for process in hung)
 
 
+def test_one_line_says_that_wandb_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    said: list[str] = []
+    config: Any = SimpleNamespace(project="p", name="n", tracking=SimpleNamespace(tensorboard=False))
+    trackers.Trackers(RunDir(tmp_path), 1, config, said.append).stop()
+    assert said == ["W&B is off: neither WANDB_API_KEY nor WANDB_MODE=offline is in the environment"]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_trackers_that_cannot_start_are_off_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     (tmp_path / "streams.json").write_text("{")

@@ -1,0 +1,47 @@
+#!/usr/bin/env python3
+"""Send a run's metrics to W&B from a machine with network: `scripts/tools/sync_wandb.py project/name`.
+
+For runs whose nodes have none (WANDB_MODE=offline), or whose service was away. Reads the run directory, asks the
+service up to where each of the run's ids goes, and sends what is above that. It may be called as often as one likes,
+also while the run goes on.
+"""
+
+import argparse
+import os
+import sys
+
+from relayrun.config import compose
+from relayrun.errors import InputError, RunDirError, run_main
+from relayrun.monitoring import runs
+from relayrun.monitoring.progress import Progress
+from relayrun.monitoring.sinks import WandB
+from relayrun.monitoring.streams import record_streams
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory, or project/name below logs/runs")
+    options = parser.parse_args()
+    if not os.environ.get("WANDB_API_KEY"):
+        raise InputError("WANDB_API_KEY is not in the environment", hint="export it; it is written nowhere")
+    for name in options.runs:
+        run = runs.find(name)
+        if not run.attempt_numbers():
+            raise RunDirError("this run has not begun", where=run.path)
+        config = compose.read_resolved(run.config_revision(run.revisions()[-1]))
+        streams = record_streams(run)
+        for number, stream in enumerate(streams):
+            sink = WandB(run, stream, config, "online")
+            before = sink.mark
+            newest = run.attempt(run.attempt_numbers()[-1])
+            complete = stream is not streams[-1] or newest.outcome.exists()
+            for point in Progress.of_stream(run, streams, number, mark=sink.mark).poll(complete=complete):
+                sink.write(point)
+            sink.close()
+            print(f"{config.project}/{config.name}: id {stream.id}: the service had iteration {before}, "
+                  f"sent up to {sink.mark}")  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -1,0 +1,128 @@
+"""The real W&B client, online, against a stand-in for the service on the loopback interface."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from relayrun.config import compose
+from relayrun.files import append_line
+from relayrun.monitoring.streams import record_streams
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.records import Begin, Left
+from tests.wandb_service import WandBService
+from tests.workspace import Workspace
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+def attempt(run: RunDir, number: int, *, base: int, last: int, rewound: bool = False) -> None:
+    """An attempt that computed the iterations base + 1 to last."""
+    made = run.attempt(number)
+    made.path.mkdir(parents=True)
+    Begin(
+        attempt=number, job_id="1", job_name="j", nodes="n", config_revision=1, base_iteration=base, rewound=rewound,
+        base_path=None, start_time=0.0, job_end_time=None, lead=1.0,
+    ).write(made.begin)  # fmt: skip
+    for iteration in range(base + 1, last + 1):
+        append_line(made.metrics, {"iteration": iteration, "loss": float(number), "time": 1e9 + iteration})
+
+
+def start_feed(run: RunDir, number: int, service: WandBService) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": service.url}
+    command = [sys.executable, "-m", "relayrun.monitoring.feed", "wandb", f"--run-dir={run.path}",
+               f"--attempt={number}", f"--parent={os.getpid()}"]  # fmt: skip
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, bufsize=0)
+
+
+def leave(run: RunDir, number: int, feed: subprocess.Popen[bytes]) -> None:
+    Left(outcome="saved", reason="", iteration=0, time=0.0).write(run.attempt(number).outcome)
+    feed.communicate(b"\n", timeout=60)
+
+
+def sync(run: RunDir, service: WandBService) -> str:
+    environment = os.environ | {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": service.url}
+    done = subprocess.run([sys.executable, "scripts/tools/sync_wandb.py", str(run.path)], cwd=ROOT, env=environment,
+                          capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def wait_for_step(service: WandBService, run_id: str, step: int) -> None:
+    end = time.monotonic() + 60
+    while not any(row["_step"] >= step for row in service.history(run_id)):
+        assert time.monotonic() < end, service.history(run_id)[-1:]
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    workspace = Workspace.make(tmp_path)
+    made = workspace.run("run")
+    made.config.mkdir(parents=True)
+    made.config_revision(1).write_text(compose.dump(compose.load(workspace.config("run"))))
+    made.plan.write_text("{}")
+    return made
+
+
+def test_a_killed_feed_a_resume_and_a_rewind(run: RunDir) -> None:
+    with WandBService() as service:
+        attempt(run, 1, base=0, last=30)
+        (stream,) = record_streams(run)
+        feed = start_feed(run, 1, service)
+        wait_for_step(service, stream.id, 28)  # the feed holds the last step back, and so does the client
+        for iteration in (31, 32, 33):
+            append_line(run.attempt(1).metrics, {"iteration": iteration, "loss": 1.0, "time": 1e9})
+        feed.kill()
+        feed.communicate()
+
+        attempt(run, 2, base=20, last=40)
+        leave(run, 2, start_feed(run, 2, service))
+        rows = service.history(stream.id)
+        assert [row["_step"] for row in rows] == list(range(1, 41))
+        assert [row["train/loss"] for row in rows[:20]] == [1.0] * 20
+        assert [row["train/loss"] for row in rows[33:]] == [2.0] * 7
+        inserted = service.buckets[stream.id]["inserted"]
+        assert (inserted["project"], inserted["displayName"]) == ("tests", "tiny")
+
+        attempt(run, 3, base=10, last=15, rewound=True)
+        fork = record_streams(run)[-1]
+        leave(run, 3, start_feed(run, 3, service))
+        assert [(row["_step"], row["train/loss"]) for row in service.history(fork.id)] == [
+            *((step, 1.0) for step in range(1, 11)), *((step, 3.0) for step in range(11, 16)),
+        ]  # fmt: skip
+        assert service.buckets[fork.id]["inserted"]["displayName"] == "tiny-from-10"
+        assert len(service.history(stream.id)) == 40
+        assert set(service.buckets) == {stream.id, fork.id}
+    assert not [path for path in run.path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+
+
+def test_a_run_of_nodes_without_network_is_sent_from_where_there_is_one(run: RunDir) -> None:
+    attempt(run, 1, base=0, last=25)
+    attempt(run, 2, base=20, last=30)  # goes on
+    with WandBService() as service:
+        assert "the service had iteration 0, sent up to 29" in sync(run, service)
+        (stream,) = record_streams(run)
+        Left(outcome="done", reason="", iteration=30, time=0.0).write(run.attempt(2).outcome)
+        assert "the service had iteration 29, sent up to 30" in sync(run, service)
+        assert "the service had iteration 30, sent up to 30" in sync(run, service)
+        rows = service.history(stream.id)
+    assert [row["_step"] for row in rows] == list(range(1, 31))
+    assert [row["train/loss"] for row in rows] == [1.0] * 20 + [2.0] * 10
+    assert [row["_timestamp"] for row in rows] == [1e9 + step for step in range(1, 31)]
+
+
+def test_sync_without_a_key_is_one_error(run: RunDir) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
+    done = subprocess.run([sys.executable, "scripts/tools/sync_wandb.py", str(run.path)], cwd=ROOT, env=environment,
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert (done.returncode, done.stderr.count("\n")) == (1, 2)
+    assert "WANDB_API_KEY is not in the environment" in done.stderr
