@@ -81,6 +81,9 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool) -> Iterator[tupl
         config = _freeze_data(run, config, manifest, accept=accept)
         plan = make_plan(config, run, revision=_add_revision(run, config))
         triggers.create_folder(run, config.chain.triggers_group)
+        if config.chain.triggers_group is not None and (barrier := triggers.barrier(run)) is not None:
+            print(f"warning: members of chain.triggers_group {config.chain.triggers_group} cannot reach the triggers: "
+                  f"{barrier} is closed to them; open it with chmod g+x", file=sys.stderr)  # fmt: skip
         _acknowledge_stale(run)
         plan.write(run.plan)
         write_atomic(run.job_script, render.job_script(plan, run), mode=0o755)

@@ -1,4 +1,4 @@
-"""`python3 -m relayrun.chain begin|watch|end|tasks`, called by launchers/lib/job.sh."""
+"""`python3 -m relayrun.chain begin|watch|guard|end|tasks`, called by launchers/lib/job.sh and by `watch`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from relayrun.chain import supervisor, tasks
+from relayrun.chain import guard, supervisor, tasks
 from relayrun.errors import run_main
 from relayrun.rundir.layout import RunDir
 
@@ -16,11 +16,13 @@ def main() -> int:
         return tasks.main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="relayrun.chain", description="The supervisor beside the ranks.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("begin", "watch", "end"):
+    for name in ("begin", "watch", "guard", "end"):
         command = commands.add_parser(name)
         command.add_argument("--run-dir", type=Path, required=True)
         if name != "begin":
             command.add_argument("--attempt", type=int, required=True)
+        if name == "guard":
+            command.add_argument("--batch-pid", type=int, required=True)
         if name == "end":
             command.add_argument("--exit-code", type=int, required=True)
     options = parser.parse_args()
@@ -29,6 +31,8 @@ def main() -> int:
         return supervisor.begin(run)
     if options.command == "watch":
         return supervisor.watch(run, options.attempt)
+    if options.command == "guard":
+        return guard.guard(run, options.attempt, batch_pid=options.batch_pid)
     return supervisor.end(run, options.attempt, options.exit_code)
 
 

@@ -52,6 +52,8 @@ class LocalJob(Record):
     """When the limit is reached; once the job has ended, when it did."""
     exit_code: int | None = None
     cancel_requested: bool = False
+    guarded: bool = False
+    """Queue it again if its batch script is killed."""
     requeue_delay: int | None = None
     """Set by `requeue`: queue it again when it ends, after so many seconds."""
 
@@ -99,6 +101,13 @@ class LocalScheduler:
     def requeue(self, job_id: str, *, delay: int = 0) -> None:
         with self._locked():
             self._write(replace(self._read(job_id), requeue_delay=delay))
+
+    def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
+        with self._locked():  # no process is needed: who runs the queue sees it
+            self._write(replace(self._read(job_id), guarded=True))
+
+    def kill_wait(self) -> float:
+        return KILL_WAIT
 
     def allow_requeue(self, job_id: str) -> None:
         pass
@@ -217,9 +226,10 @@ class LocalScheduler:
                 state = "FAILED"
             with self._locked():
                 job = replace(self._read(job.id), state=state, exit_code=code, end_time=time.time())
-                if job.requeue_delay is not None and state != "CANCELLED":
-                    eligible = time.time() + job.requeue_delay
-                    job = replace(job, state="PENDING", requeue_delay=None, eligible_time=eligible)
+                killed = job.guarded and code < 0
+                if (killed or job.requeue_delay is not None) and state != "CANCELLED":
+                    eligible = time.time() + (job.requeue_delay or 0)
+                    job = replace(job, state="PENDING", requeue_delay=None, guarded=False, eligible_time=eligible)
                 self._write(job)
             on_event(f"job {job.id} ended: {state}" + (" and is queued again" if job.state == "PENDING" else ""))
 

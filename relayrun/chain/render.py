@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from relayrun.chain.plan import Plan
-from relayrun.errors import ConfigError
+from relayrun.chain.scheduler import literal
 from relayrun.rundir.layout import RunDir
 from relayrun.slurmtime import format_time
 
@@ -24,8 +24,8 @@ def job_script(plan: Plan, run: RunDir) -> str:
         "ntasks-per-node": str(plan.ntasks_per_node),
         "cpus-per-task": str(plan.cpus_per_task),
         **plan.sbatch_options,
-        "output": f"{_literal(plan.log_folder)}/%x-%j.out",
-        "error": f"{_literal(plan.log_folder)}/%x-%j.err",
+        "output": f"{literal(plan.log_folder)}/%x-%j.out",
+        "error": f"{literal(plan.log_folder)}/%x-%j.err",
         "open-mode": "append",
         # a second line of defence: rank 0 leaves by its own clock first. To the batch script alone (B:),
         # which asks the ranks to save; Slurm may send it up to 60 s early.
@@ -77,13 +77,6 @@ def task_command(plan: Plan, starter: Sequence[str], attempt: int) -> list[str]:
     """The whole command that starts the ranks of an attempt."""
     rank = Path(plan.package_root) / "launchers" / "lib" / "rank.sh"
     return [*starter, "bash", str(rank), *plan.command_prefix, *plan.program, f"--attempt={attempt}"]
-
-
-def _literal(path: str) -> str:
-    """A path inside a Slurm file name pattern, where `%` begins a field."""
-    if "\n" in path:
-        raise ConfigError("a path with a line break cannot stand in a job script", where=repr(path))
-    return path.replace("%", "%%")
 
 
 def _quote(value: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from relayrun.chain.plan import Plan
-from relayrun.errors import SchedulerError
+from relayrun.errors import ConfigError, SchedulerError
 from relayrun.rundir.layout import RunDir
 from relayrun.slurmtime import parse_time
 
@@ -47,6 +47,9 @@ class Job:
         return self.state in LIVE_STATES
 
 
+PATIENCE = 600.0
+"""Seconds for which a controller that does not answer is asked again."""
+
 COMPLETING_SECONDS = 30.0
 """How long a job may take to end before nobody waits for its final state any more."""
 
@@ -65,6 +68,12 @@ class Scheduler(Protocol):
 
     def requeue(self, job_id: str, *, delay: int = 0) -> None:
         """Queue the running job again under its id, not before `delay` seconds. It may end the caller."""
+
+    def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
+        """Have the running job queued again if its batch script is killed; see `chain.guard`, which `command` runs."""
+
+    def kill_wait(self) -> float:
+        """Seconds from SIGTERM to SIGKILL when a job is ended."""
 
     def allow_requeue(self, job_id: str) -> None:
         """Make a job that was submitted with --no-requeue one that `requeue` takes."""
@@ -118,7 +127,7 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
 class Slurm:
     """Slurm through its commands. Where the controller does not answer they are tried again for `patience` seconds."""
 
-    def __init__(self, *, patience: float = 600.0, pause: float = 2.0) -> None:
+    def __init__(self, *, patience: float = PATIENCE, pause: float = 2.0) -> None:
         self._patience = patience
         self._pause = pause
 
@@ -149,6 +158,21 @@ class Slurm:
         self._run(["scontrol", "requeue", job_id])
         if delay:  # where this comes too late the job starts without delay; failed attempts are counted all the same
             self._run(["scontrol", "update", f"JobId={job_id}", f"StartTime=now+{delay}"])
+
+    def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
+        step = ["srun", f"--jobid={job_id}", "--overlap", "--relative=0", "--nodes=1", "--ntasks=1",
+                "--cpus-per-task=1", "--cpu-bind=none", "--mem=0", "--gres=none", "--input=none", "--quiet",
+                f"--output={literal(str(log))}", "--export=ALL"]  # fmt: skip
+        environment = clean_environment(os.environ)  # srun would take the job's own options from it
+        devnull = subprocess.DEVNULL
+        try:  # it ends with the job; nobody waits for it
+            subprocess.Popen([*step, *command], env=environment, stdin=devnull, stdout=devnull, stderr=devnull)
+        except OSError as error:
+            raise SchedulerError(f"srun: {error}") from None
+
+    def kill_wait(self) -> float:
+        found = re.search(r"^KillWait\s*=\s*(\d+)", self._run(["scontrol", "show", "config"]), re.M)
+        return float(found[1]) if found else 30.0
 
     def allow_requeue(self, job_id: str) -> None:
         self._run(["scontrol", "update", f"JobId={job_id}", "Requeue=1"])
@@ -286,6 +310,13 @@ _KEPT = {
 """Fields of scontrol whose values hold for successors, with the option that sets them. Memory and GPUs too."""
 
 
+def literal(path: str) -> str:
+    """A path inside a Slurm file name pattern, where `%` begins a field."""
+    if "\n" in path:
+        raise ConfigError("a path with a line break cannot stand in a job script", where=repr(path))
+    return path.replace("%", "%%")
+
+
 def _timestamp(text: str) -> float | None:
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
@@ -293,7 +324,7 @@ def _timestamp(text: str) -> float | None:
         return None
 
 
-def for_plan(plan: Plan, run: RunDir, *, patience: float = 600.0) -> Scheduler:
+def for_plan(plan: Plan, run: RunDir, *, patience: float = PATIENCE) -> Scheduler:
     """The scheduler that a plan names; `patience` in seconds is `Slurm`'s."""
     if plan.scheduler == "slurm":
         return Slurm(patience=patience)

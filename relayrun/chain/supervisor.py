@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from relayrun.chain import decide, evidence, nodes, render
 from relayrun.chain.log import log
 from relayrun.chain.plan import Plan
-from relayrun.chain.scheduler import Job, Scheduler, for_plan
+from relayrun.chain.scheduler import PATIENCE, Job, Scheduler, for_plan
 from relayrun.chain.watch import Watch
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
 from relayrun.files import fsync_directory, write_atomic
@@ -86,13 +86,16 @@ def watch(run: RunDir, number: int) -> int:
 def end(run: RunDir, number: int, exit_code: int) -> int:
     """Close the attempt: record how it ended and what becomes of the chain."""
     plan = Plan.load(run)
-    scheduler = for_plan(plan, run)
     attempt = run.attempt(number)
     if run.attempt_numbers()[-1] != number:
         log(f"attempt {number} has been overtaken; its end changes nothing")
         return 0
-    own = scheduler.current_job_id()
     started = _began(attempt)
+    patience = PATIENCE
+    if plan.mode == "requeue" and started.job_end_time is not None:  # nobody else would queue this job again
+        patience = max(patience, started.job_end_time - time.time())
+    scheduler = for_plan(plan, run, patience=patience)
+    own = scheduler.current_job_id()
     cancelled = scheduler.cancelled(started.job_id, nodes=started.nodes)
     record, decision = _close(run, plan, attempt, exit_code, cancelled=cancelled)
     views.write_views(run)
@@ -194,7 +197,10 @@ def _go_on(
     """See to it that exactly one job follows, after the delay that was decided."""
     if plan.mode == "requeue":
         log(f"this job is queued again, not before {decision.delay} s from now")
-        scheduler.requeue(own, delay=decision.delay)
+        try:
+            scheduler.requeue(own, delay=decision.delay)
+        except SchedulerError as error:  # nothing is queued behind it
+            stop_chain(run, plan, scheduler, f"this job could not be queued again: {error.message}", own_job=own)
         return
     started = Begin.read(attempt.begin)
     options = successor_options(run, plan, scheduler, started.options if started else {})

@@ -13,6 +13,7 @@ import select
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from relayrun.chain import evidence
 from relayrun.chain.log import log
@@ -60,8 +61,12 @@ class Watch:
         signal.set_wakeup_fd(told)  # a sleep would go on after the signal, and the end of the job with it
         signal.signal(signal.SIGTERM, lambda _number, _frame: None)
         parent = os.getppid()
+        guarded = not (self.plan.mode == "requeue" and self.plan.auto_requeue)
         while os.getppid() == parent:
             self._follow()
+            if not guarded and self._seen:  # the ranks have their step, so it cannot be in their way
+                self._guard(parent)
+                guarded = True
             if not self.attempt.hang.exists():
                 self._look_for_hang()
             self._pay()
@@ -108,6 +113,16 @@ class Watch:
         hang.write(self.attempt.hang)
         log(f"{hang.words}; Python stacks in {stacks}; ending the ranks")
         self.scheduler.signal_ranks(job_id, signal.SIGKILL)
+
+    def _guard(self, batch_pid: int) -> None:
+        root = Path(self.plan.package_root)
+        command = ["env", f"PYTHONPATH={root}", "bash", str(root / "launchers/lib/rank.sh"), self.plan.host_python,
+                   "-m", "relayrun.chain", "guard", f"--run-dir={self.run.path}",
+                   f"--attempt={self.attempt.number}", f"--batch-pid={batch_pid}"]  # fmt: skip
+        try:
+            self.scheduler.guard(self.scheduler.current_job_id(), command, log=self.attempt.path / "guard.log")
+        except SchedulerError as error:
+            log(f"nothing queues this job again if its batch script is killed: {error.message}")
 
     def _ranks(self) -> int:
         nodes = int(self.begin.options.get("nodes", self.plan.nodes)) if self.begin else self.plan.nodes

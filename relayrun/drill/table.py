@@ -177,6 +177,8 @@ FAULTS: tuple[Fault, ...] = (
           causes=("failed", "done"), act=kill_rank),
     Fault(name="batch-script-killed", what="SIGKILL of the batch script", expect="resumed",
           causes=("saved|unknown", "done"), act=kill_batch_script),
+    Fault(name="batch-script-killed-requeue", what="the same in requeue mode", expect="resumed",
+          causes=("saved|unknown", "done"), act=kill_batch_script, config={"chain": {"mode": "requeue"}}),
     Fault(name="crash-loop", what="an exception before the first step, every time", expect="stopped",
           causes=("failed", "failed"), inject="crash-at-once", config={"chain": {"max_failed_attempts": 2}},
           act=lambda stage: stage.hurry(), says="2 attempts in a row without a new durable iteration"),

@@ -76,6 +76,19 @@ def touch(run: RunDir, name: Name) -> None:
         ) from None  # fmt: skip
 
 
+def barrier(run: RunDir) -> Path | None:
+    """The first folder on the way to `triggers/` that members of its group may not pass, as far as modes tell.
+
+    A submit under umask 077 makes such folders.
+    """
+    group = run.triggers.stat().st_gid
+    for folder in reversed(run.triggers.absolute().parents):
+        found = folder.stat()
+        if not found.st_mode & (stat.S_IXGRP if found.st_gid == group else stat.S_IXOTH):
+            return folder
+    return None
+
+
 def look(run: RunDir, name: Name) -> Trigger | None:
     """The trigger, if somebody touched it."""
     try:

@@ -131,14 +131,16 @@ def test_exit_trigger_between_two_jobs_is_obeyed_by_the_next(make_run: MakeRun) 
     assert run.stop.read_text().startswith("exit trigger by ")
 
 
-def test_a_killed_batch_script_is_closed_by_its_successor(make_run: MakeRun) -> None:
-    run, plan = make_run("--steps=30", total_steps=30)
+@pytest.mark.parametrize("mode", ["singleton", "requeue"])
+def test_a_killed_batch_script_is_closed_by_the_next_job(make_run: MakeRun, mode: str) -> None:
+    run, plan = make_run("--steps=30", total_steps=30, mode=mode)
     killed = False
 
     def kill_first(run: RunDir = run) -> None:
         nonlocal killed
         job = json.loads((run.path / "local" / "job-0001.json").read_text())
-        if not killed and job["state"] == "RUNNING" and (run.path / "attempts/0001/metrics.jsonl").exists():
+        ready = job["guarded"] if mode == "requeue" else (run.path / "attempts/0001/metrics.jsonl").exists()
+        if not killed and job["state"] == "RUNNING" and ready:
             os.kill(job["pid"], signal.SIGKILL)
             killed = True
 
@@ -149,6 +151,26 @@ def test_a_killed_batch_script_is_closed_by_its_successor(make_run: MakeRun) -> 
     assert killed
     assert [record.cause for record in records] == ["unknown", "done"]
     assert records[0].exit_code == -1
+
+
+def test_an_end_that_neither_records_nor_scheduler_know_counts_as_failed(make_run: MakeRun) -> None:
+    run, plan = make_run("--steps=30", total_steps=30, max_failed_attempts=1)
+    first = run.path / "local" / "job-0001.json"
+
+    def kill_first() -> None:
+        if first.exists() and run.attempt(1).metrics.exists():
+            os.kill(json.loads(first.read_text())["pid"], signal.SIGKILL)
+
+    def forget_first(event: str) -> None:
+        if event.startswith("job 1 ended"):
+            first.unlink()  # as Slurm forgets a job after MinJobAge
+
+    scheduler = LocalScheduler(run)
+    scheduler.submit(plan, run.job_script, options={})
+    scheduler.run_queue(forget_first, kill_first)
+    assert [(record.cause, record.exit_code, record.progress) for record in ends(run)] == [("unknown", -1, False)]
+    assert run.stop.read_text().startswith("1 attempt in a row without a new durable iteration")
+    assert not any(job.live for job in scheduler.jobs(plan))
 
 
 def test_a_cancelled_job_stops_the_chain(make_run: MakeRun) -> None:

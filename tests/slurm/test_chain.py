@@ -152,6 +152,40 @@ def test_a_job_without_requeue_becomes_one_that_queues_itself_again(cluster: Tes
     assert cluster.job(job)["Restarts"] == "1"
 
 
+def test_cancel_stops_a_job_that_would_queue_itself_again(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
+    run, plan = make_run("--steps=1000", total_steps=1000, mode="requeue", **SLURM)
+    job = start(cluster, run)
+    guard = run.attempt(1).path / "guard.log"
+    cluster.wait_until(guard.exists, timeout=60)
+    time.sleep(1)
+    cluster.run(["scancel", job])
+    wait_for_end(cluster, run, plan)
+    assert [end.cause for end in ends(run)] == ["cancelled"], logs(run)
+    assert cluster.job(job)["Restarts"] == "0"
+    assert "queued again" not in guard.read_text()
+
+
+@pytest.mark.long
+def test_ranks_that_hang_until_the_time_limit_do_not_end_a_job_that_queues_itself_again(
+    cluster: TestCluster,
+    make_run: MakeRun,  # noqa: F811
+) -> None:
+    """Nobody closes the attempt: its ranks stand still, and the batch script waits for them until SIGKILL."""
+    run, _ = make_run(
+        "--stop-rank=1",
+        "--stop-at=5",
+        mode="requeue",
+        max_failed_attempts=2,
+        hang_timeout=600.0,
+        **SLURM | {"time_limit": 60},
+    )
+    job = start(cluster, run)
+    cluster.wait_until(lambda: run.stop.exists() and not cluster.queue(), timeout=400)
+    assert [end.cause for end in ends(run)] == ["unknown", "unknown"], logs(run)
+    assert run.stop.read_text().startswith("2 attempts in a row without a new durable iteration")
+    assert cluster.job(job)["Restarts"] == "2"
+
+
 def hurry(cluster: TestCluster, plan: Plan) -> None:
     """Let a successor that waits for its time start now."""
     for job in cluster.queue():

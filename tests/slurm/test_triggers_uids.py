@@ -128,6 +128,16 @@ def test_a_colleague_who_submits_finds_the_folder_as_it_should_be(run: RunDir) -
     assert stat.S_IMODE(run.triggers.stat().st_mode) == 0o2770
 
 
+def test_a_closed_folder_on_the_way_is_named(run: RunDir) -> None:
+    assert triggers.barrier(run) is None
+    run.path.chmod(0o700)  # as under umask 077
+    assert triggers.barrier(run) == run.path
+    assert touch_by_hand(MEMBER, run.triggers / "save") != 0
+    run.path.chmod(0o710)
+    assert triggers.barrier(run) is None
+    assert touch_by_hand(MEMBER, run.triggers / "save") == 0
+
+
 def test_the_group_is_a_setting(run: RunDir) -> None:
     with acting_as(OWNER):
         triggers.create_folder(run, str(ELSEWHERE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -103,3 +104,15 @@ def test_nothing_is_held_against_a_run_that_never_trained(trained: Workspace) ->
     run = trained.run("run")
     assert list(Manifest.read(run.manifest).datasets) == ["web", "code"]
     assert Manifest.read(run.manifest).datasets["code"].tokens == 900
+
+
+def test_a_group_that_cannot_reach_its_triggers_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace = Workspace.make(tmp_path)
+    tmp_path.chmod(0o700)
+    shared = workspace.config("run", chain={"triggers_group": str(os.getgid())})
+    submission.submit(compose.load(shared))
+    assert "cannot reach the triggers: " in capsys.readouterr().err
+    submission.submit(compose.load(workspace.config("alone")))
+    assert "warning" not in capsys.readouterr().err

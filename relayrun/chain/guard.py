@@ -1,0 +1,55 @@
+"""Sees to it that a job of `chain.mode: requeue` comes back although its batch script was killed.
+
+Such a job has no successor in the queue, and it is the batch script that queues it again. The guard is a step of
+its own in the job: when the batch script is gone, or the time limit is reached, Slurm ends the steps with SIGTERM
+and gives them KillWait. In that time the guard queues the job again, unless the attempt has been closed or the
+job was cancelled. The next `begin` judges, as ever; where the chain was stopped it ends there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from relayrun.chain.log import log
+from relayrun.chain.plan import Plan
+from relayrun.chain.scheduler import for_plan
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.records import Begin
+
+SHARE = 2 / 3
+"""Of KillWait, in which the batch script may still close the attempt itself."""
+
+
+def guard(run: RunDir, number: int, *, batch_pid: int) -> int:
+    """Until SIGTERM, then as above. `batch_pid`: the batch script's process, on this node."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    scheduler = for_plan(Plan.load(run), run)
+    attempt = run.attempt(number)
+    own = scheduler.current_job_id()
+    patience = SHARE * scheduler.kill_wait()
+    signal.sigwait({signal.SIGTERM})
+    killed = not alive(batch_pid)  # a job that is cancelled, or at its limit, still has it
+    deadline = time.monotonic() + patience
+    while not attempt.end.exists() and alive(batch_pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if attempt.end.exists():
+        return 0
+    begin = Begin.read(attempt.begin)
+    if not killed and scheduler.cancelled(own, nodes=begin.nodes if begin else ""):
+        return 0
+    log(f"the batch script of attempt {number} {'was killed' if killed else 'does not end'}; job {own} is queued again")
+    scheduler.requeue(own)
+    return 0
+
+
+def alive(pid: int) -> bool:
+    """Whether there is such a process."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
