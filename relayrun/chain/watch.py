@@ -120,7 +120,7 @@ class Watch:
                    "-m", "relayrun.chain", "guard", f"--run-dir={self.run.path}",
                    f"--attempt={self.attempt.number}", f"--batch-pid={batch_pid}"]  # fmt: skip
         try:
-            self.scheduler.guard(self.scheduler.current_job_id(), command, log=self.attempt.path / "guard.log")
+            self.scheduler.guard(self.scheduler.current_job_id(), command, log=self.attempt.guard_log)
         except SchedulerError as error:
             log(f"nothing queues this job again if its batch script is killed: {error.message}")
 

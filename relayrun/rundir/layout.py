@@ -94,6 +94,11 @@ class AttemptDir:
         return self.path / "successor.owed"
 
     @property
+    def guard_log(self) -> Path:
+        """What the guard of a job in requeue mode said; see `chain.guard`."""
+        return self.path / "guard.log"
+
+    @property
     def hang(self) -> Path:
         """Written by the supervisor when it ends an attempt that stands still."""
         return self.path / "hang.json"

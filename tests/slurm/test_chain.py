@@ -155,7 +155,7 @@ def test_a_job_without_requeue_becomes_one_that_queues_itself_again(cluster: Tes
 def test_cancel_stops_a_job_that_would_queue_itself_again(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
     run, plan = make_run("--steps=1000", total_steps=1000, mode="requeue", **SLURM)
     job = start(cluster, run)
-    guard = run.attempt(1).path / "guard.log"
+    guard = run.attempt(1).guard_log
     cluster.wait_until(guard.exists, timeout=60)
     time.sleep(1)
     cluster.run(["scancel", job])
