@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     dumps.add_argument("what", choices=("status",))
     dumps.add_argument("folder", metavar="METADATA_FOLDER", help="as written by prepare_dumps.py")
     dumps.set_defaults(run=run_dumps)
+    add_export(commands.add_parser("export", help="a checkpoint in the form that other programs read"))
+    add_import(commands.add_parser("import", help="a checkpoint, to start a run from, of another program's model"))
     status = commands.add_parser("status", help="where a run stands; without RUN: all runs")
     status.add_argument("name", nargs="?", metavar="RUN", help="run directory, or project/name below logs/runs")
     status.add_argument("--json", action="store_true")
@@ -81,6 +83,51 @@ def run_data(options: argparse.Namespace) -> int:
     from relayrun.data import door
 
     return door.run(options)
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `relayrun export`."""
+    formats = parser.add_subparsers(dest="format", required=True)
+    hf = formats.add_parser("hf", help="a folder for Hugging Face transformers")
+    torch = formats.add_parser("torch", help="Megatron's plain torch format, tensor- and pipeline-parallel size 1")
+    for command in (hf, torch):
+        command.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+        command.add_argument("--iteration", type=int, metavar="N", help="default: the newest whole checkpoint")
+        command.add_argument("--output", type=Path, required=True, metavar="DIR", help="must not exist")
+        command.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: that of the checkpoint's weights")
+    hf.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file of weights (default: 5GB)")
+    hf.add_argument("--test-logits", action="store_true", help="compare its logits with megatron-core's")
+    torch.add_argument("--transformer-impl", choices=("transformer_engine", "local"), default="transformer_engine",
+                       help="whose names the weights get")  # fmt: skip
+    parser.set_defaults(run=run_export)
+
+
+def add_import(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `relayrun import`."""
+    hf = parser.add_subparsers(dest="format", required=True).add_parser("hf", help="a Llama of Hugging Face")
+    hf.add_argument("folder", type=Path, metavar="DIR", help="with config.json and *.safetensors")
+    hf.add_argument("--output", type=Path, required=True, metavar="CKPT", help="must not exist")
+    hf.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: that of the folder's weights")
+    hf.add_argument("--make-vocab-size-divisible-by", type=int, default=128, metavar="N",
+                    help="as in the model section of the run that starts from it (default: 128)")  # fmt: skip
+    parser.set_defaults(run=run_import)
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def run_export(options: argparse.Namespace) -> int:
+    """Write a checkpoint in another form."""
+    from relayrun.export import door
+
+    return door.export_hf(options) if options.format == "hf" else door.export_torch(options)
+
+
+def run_import(options: argparse.Namespace) -> int:
+    """Make a checkpoint of another form's model."""
+    from relayrun.export import door
+
+    return door.import_hf(options)
 
 
 def run_submit(options: argparse.Namespace) -> int:

@@ -1,0 +1,103 @@
+"""Whether an exported folder computes what the checkpoint does: logits of transformers and of megatron-core, in fp32.
+
+The checkpoint is loaded by megatron-core's own reader into its own model, on one rank: none of the export's
+code is on that way.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from relayrun.chain.tasks import free_port
+from relayrun.config.schema import Parallel, RunConfig
+from relayrun.errors import InputError
+from relayrun.export.source import Source
+
+TOLERANCE = 1e-5
+"""Largest difference, relative to the largest logit where that is above 1: some ten times the noise of fp32."""
+BATCH, LENGTH = 2, 256
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Logits of both sides on the same random tokens."""
+
+    difference: float
+    """The largest."""
+    largest: float
+    """The largest logit, in size."""
+    tokens: int
+
+    @property
+    def equal(self) -> bool:
+        return self.difference <= TOLERANCE * max(1.0, self.largest)
+
+
+def check(source: Source, folder: Path) -> Comparison:
+    """Compare an export with its checkpoint. Raises InputError if they differ. Once per process."""
+    generator = torch.Generator().manual_seed(0)
+    length = min(LENGTH, source.config.training.seq_length)
+    tokens = torch.randint(source.manifest.vocabulary_size, (BATCH, length), generator=generator)
+    theirs = _transformers(folder, tokens)
+    with warnings.catch_warnings():  # what torch and megatron-core say to their own authors
+        warnings.simplefilter("ignore")
+        ours = _megatron(source, tokens)[..., : source.manifest.vocabulary_size]
+    found = Comparison(float((ours - theirs).abs().max()), float(ours.abs().max()), tokens.numel())
+    if not found.equal:
+        raise InputError(f"the export is not the checkpoint: logits differ by {found.difference:.3g} (largest logit "
+                         f"{found.largest:.3g})", where=source.folder,
+                         hint="if the export was rounded (--dtype), that is why; otherwise report this")  # fmt: skip
+    return found
+
+
+def _transformers(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits: torch.Tensor = model.eval()(tokens).logits
+    return logits
+
+
+def _megatron(source: Source, tokens: torch.Tensor) -> torch.Tensor:
+    from megatron.core import dist_checkpointing
+
+    from relayrun.training import device_shim, parallel
+    from relayrun.training.model import Model
+
+    device_shim.install()
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": str(free_port())}  # fmt: skip
+    config = _one_rank(source.config)
+    ranks = parallel.start(config)
+    model = Model(config, ranks, source.manifest.vocabulary_size, eod=source.manifest.eod)
+    wanted = {"model": model.sharded_state_dict({})}
+    model.load(dist_checkpointing.load(wanted, str(source.folder))["model"])
+    model.train_mode(False)
+    positions = torch.arange(tokens.shape[1], device=ranks.device).expand(len(tokens), -1)
+    with torch.no_grad():
+        logits: torch.Tensor = model.chunks[0](
+            input_ids=tokens.to(ranks.device), position_ids=positions, attention_mask=None
+        )
+    parallel.stop()
+    return logits.cpu()
+
+
+def _one_rank(config: RunConfig) -> RunConfig:
+    """The same model on one rank, in fp32."""
+    training = config.training.model_copy(update={"precision": "fp32"})
+    return config.model_copy(
+        update={
+            "training": training,
+            "parallel": Parallel(),
+            "job": config.job.model_copy(update={"nodes": 1, "ntasks_per_node": 1}),
+        }
+    )

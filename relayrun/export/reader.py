@@ -1,0 +1,109 @@
+"""Parts of the tensors of a torch_dist checkpoint, read on their own: no ranks, no GPU, no megatron-core.
+
+megatron-core saves what the layers have in common as one tensor with the layers as its first dimension, split
+over files as the ranks were. `torch.distributed.checkpoint` finds and reads the pieces that a wanted part
+overlaps, one at a time, so that memory holds the part and one piece.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from relayrun.errors import InputError
+
+WEIGHTS = ("embedding.", "decoder.", "output_layer.")
+"""How the keys of a language model's weights begin; the rest is the optimizer's and the run's."""
+
+
+class CheckpointReader:
+    """The weights of the checkpoint in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises InputError if this is no torch_dist checkpoint, or a file of it is missing or torn."""
+        self.folder = folder
+        reader = FileSystemReader(folder)
+        try:
+            metadata: Metadata = reader.read_metadata()
+        except (FileNotFoundError, NotADirectoryError):
+            raise InputError("this is no torch_dist checkpoint: it has no .metadata", where=folder,
+                             hint="give a run directory, or one of the folders iter_* in its checkpoints/",
+                             ) from None  # fmt: skip
+        except (pickle.UnpicklingError, EOFError, ValueError, AttributeError, ImportError) as error:
+            raise InputError(f"its .metadata cannot be read: {error}", where=folder) from None
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        check_sizes(folder, metadata)
+        self._reader = reader
+        self._tensors = {
+            key: value
+            for key, value in metadata.state_dict_metadata.items()
+            if isinstance(value, TensorStorageMetadata) and key.startswith(WEIGHTS)
+        }
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the weights, by key."""
+        return {key: tuple(value.size) for key, value in self._tensors.items()}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the embeddings, and so of the matrices."""
+        dtype: torch.dtype = self._tensors["embedding.word_embeddings.weight"].properties.dtype
+        return dtype
+
+    def read(self, key: str, *, start: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """The part of `shape` that begins at `start` (one number per dimension), converted to `dtype`.
+
+        Raises InputError if it cannot be read.
+        """
+        part = torch.empty(list(shape), dtype=dtype)
+        wanted = ChunkStorageMetadata(offsets=torch.Size(start), sizes=torch.Size(shape))
+        items = create_read_items_for_chunk_list(key, self._tensors[key], [wanted])
+        if sum(torch.Size(item.lengths).numel() for item in items) != part.numel():
+            raise InputError(f"its pieces of {key} don't make up the whole", where=self.folder)
+        try:
+            self._reader.read_data(LoadPlan(items), _Into(part)).wait()
+        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+            raise InputError(f"{key} cannot be read: {str(error).partition(chr(10))[0]}", where=self.folder) from None
+        return part
+
+
+class _Into(DefaultLoadPlanner):
+    """Puts what is read into one tensor."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        super().__init__()
+        self._target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        view = self._target
+        for dimension, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            view = view.narrow(dimension, offset, length)
+        return view
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+
+def check_sizes(folder: Path, metadata: Metadata) -> None:
+    """Raise InputError unless every byte range that the metadata names is on disk."""
+    ends: dict[str, int] = {}
+    for item in metadata.storage_data.values():
+        ends[item.relative_path] = max(ends.get(item.relative_path, 0), item.offset + item.length)
+    for name, end in sorted(ends.items()):
+        try:
+            size = (folder / name).stat().st_size
+        except FileNotFoundError:
+            raise InputError(f"this checkpoint is torn: {name} is missing", where=folder,
+                             hint="export another iteration") from None  # fmt: skip
+        if size < end:
+            raise InputError(f"this checkpoint is torn: {name} has {size} bytes, its metadata names {end}",
+                             where=folder, hint="export another iteration")  # fmt: skip

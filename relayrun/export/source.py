@@ -1,0 +1,80 @@
+"""Which checkpoint of a run, and with what: the config it was trained with, its tokenizer, its data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from relayrun.config import compose
+from relayrun.config.schema import RunConfig
+from relayrun.data.manifest import Manifest
+from relayrun.errors import InputError, RunDirError
+from relayrun.rundir import lineage
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.records import Begin, commits
+from relayrun.tokenization.tokenizer import DocumentTokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Source:
+    """One checkpoint of a run."""
+
+    run: RunDir
+    iteration: int
+    folder: Path
+    config: RunConfig
+    """Of the attempt that made it."""
+    manifest: Manifest
+
+    @cached_property
+    def tokenizer(self) -> DocumentTokenizer:
+        """Raises InputError if it is not the one that the run's tokens were made with."""
+        found = load_tokenizer(self.config.data.tokenizer, append_eod="auto")
+        if self.manifest.tokenizer_fingerprint not in ("", found.fingerprint):
+            raise InputError("this is not the tokenizer that the run began with: it gives other ids",
+                             where=self.config.data.tokenizer,
+                             hint="put the run's tokenizer back as it was")  # fmt: skip
+        return found
+
+
+def find(run: RunDir, iteration: int | None = None) -> Source:
+    """The checkpoint of this iteration; None: the newest whole one. Raises InputError or RunDirError."""
+    folder: Path | None
+    if iteration is None:
+        newest = lineage.durable(run)
+        iteration, folder = newest.iteration, Path(newest.path) if newest.path else None
+        if folder is None:
+            raise InputError("this run has no checkpoint yet", where=run.path)
+    else:
+        folder = _folder(run, iteration)
+    numbers = run.revisions()
+    if not numbers:
+        raise RunDirError("this run has no config", where=run.config)
+    config = compose.read_resolved(run.config_revision(_revision(run, iteration) or numbers[-1]))
+    return Source(run=run, iteration=iteration, folder=folder, config=config, manifest=Manifest.read(run.manifest))
+
+
+def _folder(run: RunDir, iteration: int) -> Path:
+    line = lineage.line(run)
+    for commit in line:
+        if commit.iteration == iteration:
+            if (fault := lineage.fault(commit)) is not None:
+                raise InputError(f"this checkpoint is torn or removed: {fault}", where=commit.path, hint=_have(run))
+            return Path(commit.path)
+    raise InputError(f"this run has no checkpoint of iteration {iteration}", where=run.checkpoints, hint=_have(run))
+
+
+def _have(run: RunDir) -> str:
+    whole = [str(commit.iteration) for commit in lineage.line(run) if lineage.fault(commit) is None]
+    return f"whole ones: {', '.join(whole) or 'none'}"
+
+
+def _revision(run: RunDir, iteration: int) -> int | None:
+    """The config revision of the newest attempt that committed this iteration."""
+    for number in reversed(run.attempt_numbers()):
+        attempt = run.attempt(number)
+        if any(commit.iteration == iteration for commit in commits(attempt)):
+            begin = Begin.read(attempt.begin)
+            return None if begin is None else begin.config_revision
+    return None

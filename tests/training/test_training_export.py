@@ -1,0 +1,85 @@
+"""However it was split over ranks, what was trained gives in transformers the logits that megatron-core gives."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.export.models import write_tokenizer
+
+Make = Callable[..., Any]
+
+pytestmark = pytest.mark.slow
+
+TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PIPELINE = {"pipeline_model_parallel_size": 2}
+DISTRIBUTED = {"use_distributed_optimizer": True}
+TIED = {"untie_embeddings_and_output_weights": False}
+SCALED = {"rope_scaling_factor": 8.0, "rotary_base": 100}
+"""With a base so small that the 16 channels of a head have long, short and middle wavelengths."""
+
+LONG = pytest.mark.long
+CASES = [
+    pytest.param(2, TENSOR, SCALED, id="TP2-grouped-scaled"),
+    pytest.param(2, DISTRIBUTED, TIED | {"num_query_groups": 4}, id="DP2-tied-multi-head", marks=LONG),
+    pytest.param(2, PIPELINE | DISTRIBUTED, TIED | SCALED, id="PP2-tied-grouped-scaled", marks=LONG),
+    pytest.param(2, PIPELINE | {"num_layers_per_virtual_pipeline_stage": 1}, {"num_query_groups": 1},
+                 id="PP2-virtual-one-group", marks=LONG),
+    pytest.param(4, TENSOR | PIPELINE | DISTRIBUTED, SCALED, id="TP2-PP2-grouped-scaled", marks=LONG),
+    pytest.param(4, TENSOR | PIPELINE, TIED, id="TP2-PP2-tied", marks=LONG),
+]  # fmt: skip
+
+SWAPPED = """
+import sys
+from pathlib import Path
+from safetensors.torch import load_file, save_file
+from relayrun.errors import InputError
+from relayrun.export import logits, source
+from relayrun.rundir.layout import RunDir
+folder = Path(sys.argv[2])
+weights = load_file(folder / "model.safetensors")
+name = "model.layers.1.self_attn.q_proj.weight"
+weights[name] = weights[name].view(4, 2, 8, 64).transpose(1, 2).reshape(64, 64).contiguous()
+save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+try:
+    logits.check(source.find(RunDir(Path(sys.argv[1]))), folder)
+except InputError as error:
+    print(error)
+"""
+"""Rotary halves interleaved, as another convention has them."""
+
+
+def run_python(*arguments: str | Path) -> str:
+    done = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.parametrize(("ranks", "parallel", "model"), CASES)
+def test_logits_of_an_export_are_those_of_megatron_core(
+    harness: Make, tmp_path: Path, ranks: int, parallel: dict[str, Any], model: dict[str, Any]
+) -> None:
+    made = harness(
+        data={"tokenizer": str(write_tokenizer(tmp_path / "tokenizer.json"))},
+        training={"steps": 4, "eval_steps": 1},
+        optimizer={"lr": 3e-2, "lr_warmup_steps": 1, "lr_decay_style": "constant"},
+        model={"num_layers": 4} | model,
+        parallel=parallel,
+        job={"ntasks_per_node": ranks},
+    )
+    made.train()
+    output = tmp_path / "out"
+    said = run_python("-m", "relayrun.cli", "export", "hf", made.run.path, "--output", output, "--test-logits")
+    match = re.search(r"differ by at most (\S+) \(largest logit (\S+)\)", said)
+    assert match is not None, said
+    assert float(match[1]) <= 1e-5
+    assert float(match[2]) > 0.5, "weights that learned nothing would show nothing"
+    if model is SCALED and ranks == 2:
+        assert "the export is not the checkpoint: logits differ by" in run_python("-c", SWAPPED, made.run.path, output)
