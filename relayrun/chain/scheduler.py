@@ -155,7 +155,11 @@ class Slurm:
             self._run(["scancel", job_id])
 
     def requeue(self, job_id: str, *, delay: int = 0) -> None:
-        self._run(["scontrol", "requeue", job_id])
+        try:
+            self._run(["scontrol", "requeue", job_id])
+        except SchedulerError as error:  # by the guard, or by the batch script before it
+            if "pending execution" not in error.message:
+                raise
         if delay:  # where this comes too late the job starts without delay; failed attempts are counted all the same
             self._run(["scontrol", "update", f"JobId={job_id}", f"StartTime=now+{delay}"])
 
