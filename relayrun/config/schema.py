@@ -221,6 +221,11 @@ class Checkpoint(Section):
     """Published checkpoints that are kept; older ones are removed."""
     keep_every: Positive | None = None
     """Checkpoints whose iteration is a multiple of this are never removed."""
+    async_save: bool = True
+    """Write while training goes on, from a copy in host memory (on each rank, as large as what it saves). A save that
+    is due while one is under way waits for it."""
+    writer_threads: Positive = 2
+    """Files that each rank writes at a time."""
 
 
 class Parallel(Section):

@@ -1,7 +1,7 @@
 """How long before the end of its job an attempt must start to leave, from what was measured.
 
-Leaving takes the step that is under way, then the save. Both the supervisor (before an attempt) and rank 0
-(while it runs) judge by this one formula. Standard library only.
+Leaving takes the step that is under way, then what is left of a save under way, then the last save. Both the
+supervisor (before an attempt) and rank 0 (while it runs) judge by this one formula. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,9 +22,16 @@ def first_lead(time_limit: float) -> float:
 
 
 def measured_lead(
-    step_seconds: Sequence[float], save_seconds: Sequence[float], *, floor: float, ceiling: float
+    step_seconds: Sequence[float],
+    save_seconds: Sequence[float],
+    *,
+    floor: float,
+    ceiling: float,
+    under_way: float | None = None,
 ) -> float | None:
     """Two steps and 1.5 saves at their 95th percentile, and a margin; within floor and ceiling.
+
+    `under_way`: seconds since the start of a save that is not over; the rest of it is added.
 
     None where nothing is known of steps or of saves. `save_seconds` are from the start of a save to its
     commit. Oldest measurements first.
@@ -32,7 +39,9 @@ def measured_lead(
     steps, saves = step_seconds[-STEPS:], save_seconds[-SAVES:]
     if not steps or not saves:
         return None
-    return min(max(2 * percentile(steps, 0.95) + 1.5 * percentile(saves, 0.95) + MARGIN, floor), ceiling)
+    save = percentile(saves, 0.95)
+    rest = 0.0 if under_way is None else max(save - under_way, 0.0)
+    return min(max(2 * percentile(steps, 0.95) + 1.5 * save + rest + MARGIN, floor), ceiling)
 
 
 def percentile(values: Sequence[float], share: float) -> float:

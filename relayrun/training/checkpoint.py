@@ -1,10 +1,10 @@
 """A checkpoint in megatron-core's torch_dist format: weights, optimizer, schedule, generators, data position.
 
-All ranks write in parallel, each into its own file; what data-parallel replicas hold in common is divided
-among them. The format is that of `megatron.core.dist_checkpointing` (0.16.1), with its reader for loading.
-Its writer is not used: it forks processes and keeps a server process for their results, which a signal to
-the whole job kills, and a failure on one rank alone leaves the others waiting. torch's own writer
-(`torch.distributed.checkpoint`) makes the same files inside this process and tells all ranks of a failure.
+All ranks write in parallel, each into files of its own; what data-parallel replicas hold in common is divided
+among them. The format is that of `megatron.core.dist_checkpointing` (0.16.1), with its reader for loading and
+torch's writer (`torch.distributed.checkpoint`), which runs in a thread while training goes on; see `saver.py`.
+megatron-core's own writer is not used: it forks processes and keeps a server process for their results, which a
+signal to the whole job kills, and a failure on one rank alone leaves the others waiting.
 
 | key | what | split over ranks |
 |---|---|---|
@@ -16,16 +16,20 @@ the whole job kills, and a failure on one rank alone leaves the others waiting. 
 
 from __future__ import annotations
 
+import io
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -36,20 +40,26 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from relayrun.config.rampup import BatchSizes
+from relayrun.config.schema import Checkpoint
 from relayrun.data.mixed import MixedOrder
 from relayrun.data.progress import Progress
 from relayrun.errors import FatalTrainingError
+from relayrun.files import write_atomic
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Commit
 from relayrun.training import publish, random_state
+from relayrun.training.background import BackgroundSave
+from relayrun.training.host_copy import HostCopy
 from relayrun.training.model import Model
 from relayrun.training.optimizer import Optimizer
 from relayrun.training.parallel import Ranks
+from relayrun.training.writer import ThreadedWriter, check_complete, sizes
 
 T = TypeVar("T")
+Shards = dict[str, list[ShardedBase]]
+"""By their key in the checkpoint; a key has several where a rank holds several parts of one tensor."""
 
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
@@ -63,61 +73,81 @@ class Checkpointer:
 
     def __init__(
         self, run: RunDir, attempt: int, *, ranks: Ranks, model: Model, optimizer: Optimizer, order: MixedOrder,
-        keep_last: int, keep_every: int | None, fixed: dict[str, object],
+        settings: Checkpoint, fixed: dict[str, object],
     ) -> None:  # fmt: skip
         """`fixed`: settings by name that a resume must find as they were."""
         self._run = run
         self._attempt = attempt
         self._ranks = ranks
+        self._writers = ranks.in_save_thread()
         self._model = model
         self._optimizer = optimizer
         self._order = order
-        self._keep_last = keep_last
-        self._keep_every = keep_every
+        self._settings = settings
         self._fixed = fixed
         self._common = {"layout": ranks.layout, "fixed": fixed}
+        self._host = HostCopy(ranks.device)
+        self._strategy = InProcessStrategy(self._writers.cpu_group, settings.writer_threads)
+        self._division = FullyParallelSaveStrategyWrapper(
+            self._strategy,
+            parallel_state.get_data_parallel_group(with_context_parallel=True),
+            do_cache_distribution=True,  # the same shards at every save: only the first one is negotiated
+        )
+        self._first = True
 
-    def save(self, position: Progress) -> Commit:
-        """Write, publish and record a checkpoint.
+    def begin(self, position: Progress, *, copy: bool) -> BackgroundSave:
+        """Start to write, publish and record a checkpoint.
 
-        Raises SaveFailed on every rank if it did not work on one of them, and FatalTrainingError if a
-        newer attempt owns the run.
+        With `copy` the state may change as soon as `BackgroundSave.wait_for_copy` returns, without it when the
+        save is over. Its result raises SaveFailed on every rank if it did not work on one of them, and
+        FatalTrainingError if a newer attempt owns the run.
         """
-        started, iteration = time.monotonic(), position.iteration
-        folder = Path(self._on_first_rank(lambda: str(publish.prepare(self._run, self._attempt, iteration))))
+        started = time.monotonic()
+        iteration, consumed_samples = position.iteration, position.consumed_samples
         state = {
             **self._sharded_state(loading=False),
             **self._common,
-            "data": self._order.state(position.consumed_samples),
+            "data": self._order.state(consumed_samples),
             "progress": position.state(),
         }
-        sharded, common = save_preprocess(state)
-        self._on_first_rank(lambda: TorchCommonSaveStrategy("torch", 1).save_common(common, str(folder)))
-        try:
-            FullyParallelSaveStrategyWrapper(
-                InProcessStrategy(self._ranks.cpu_group),
-                parallel_state.get_data_parallel_group(with_context_parallel=True),
-            ).save(sharded, folder)
-        except CheckpointException as error:
-            rank, (cause, _) = next(iter(error.failures.items()))
-            raise SaveFailed(f"rank {rank}: {type(cause).__name__}: {cause}") from None
+        sharded, common = save_preprocess(state, validate_access_integrity=self._first)
+        self._division.apply_saving_parallelization(sharded)
+        self._first = False
+        shards = self._strategy.by_key(sharded)
+        plain = _serialised(common) if self._ranks.rank == 0 else b""
+        stream = self._host.follow()
 
-        def finish() -> Commit:
-            save_config(CheckpointingConfig("torch_dist", 1), str(folder))
-            check_complete(folder)
-            commit = Commit(
-                iteration=iteration,
-                path=str(self._run.checkpoint(iteration)),
-                consumed_samples=position.consumed_samples,
-                time=time.time(),
-                seconds=time.monotonic() - started,
-                files=sizes(folder),
-            )
-            publish.publish(self._run, self._attempt, commit, folder)
-            publish.prune(self._run, self._attempt, self._keep_last, self._keep_every)
-            return commit
+        def write(copied: Callable[[], None]) -> Commit:
+            if self._ranks.device.type == "cuda":
+                torch.cuda.set_device(self._ranks.device)  # a new thread begins with the first one
+            if copy:
+                self._agree(lambda: self._host.fill(_tensors(shards), stream))
+            copied()
+            folder = Path(self._on_first_rank(lambda: str(publish.prepare(self._run, self._attempt, iteration))))
+            self._on_first_rank(lambda: write_atomic(folder / COMMON_STATE_FNAME, plain))
+            try:
+                self._strategy.write(shards, folder)
+            except CheckpointException as error:
+                rank, (cause, _) = next(iter(error.failures.items()))
+                raise SaveFailed(f"rank {rank}: {type(cause).__name__}: {cause}") from None
+            return self._on_first_rank(partial(self._publish, folder, iteration, consumed_samples, started))
 
-        return self._on_first_rank(finish)
+        return BackgroundSave(iteration, write)
+
+    def _publish(self, folder: Path, iteration: int, consumed_samples: int, started: float) -> Commit:
+        save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+        check_complete(folder)
+        commit = Commit(
+            iteration=iteration,
+            path=str(self._run.checkpoint(iteration)),
+            consumed_samples=consumed_samples,
+            time=time.time(),
+            seconds=time.monotonic() - started,
+            files=sizes(folder),
+        )
+        publish.publish(self._run, self._attempt, commit, folder)
+        publish.prune(self._run, self._attempt, self._settings.keep_last, self._settings.keep_every)
+        return commit
 
     def load(self, path: Path, sizes: BatchSizes) -> Progress:
         """Put the state at `path` in place; return where it stands, to go on with these batch sizes.
@@ -161,39 +191,53 @@ class Checkpointer:
         }  # fmt: skip
 
     def _on_first_rank(self, action: Callable[[], T]) -> T:
-        """Do it on rank 0; return its result, or raise what it met, on every rank."""
-        return self._ranks.on_first_rank(action, SaveFailed)
+        """In the thread of a save: do it on rank 0; return its result, or raise what it met, on every rank."""
+        return self._writers.on_first_rank(action, SaveFailed)
+
+    def _agree(self, action: Callable[[], None]) -> None:
+        """In the thread of a save: do it on every rank; raise SaveFailed on all if one could not."""
+        failure = None
+        try:
+            action()
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        for rank, text in enumerate(self._writers.gather(failure)):
+            if text is not None:
+                raise SaveFailed(f"rank {rank}: {text}")
 
 
 class InProcessStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatron-core has no types
     """Writes the sharded part with torch's writer; `group` carries the plans and the news of failures."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, threads: int = 1) -> None:
+        """`threads`: of this rank, each of which writes a file of its own."""
         super().__init__("torch_dist", 1)
         self._group = group
+        self._threads = threads
 
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
+    def by_key(self, sharded_state_dict: ShardedStateDict) -> Shards:
+        """What this rank writes."""
+        shards: Shards = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)[0]
+        return shards
+
+    def write(self, shards: Shards, folder: str | Path) -> None:
         """Raises CheckpointException on every rank if one of them failed."""
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
         state_dict_saver.save(
-            mcore_to_pyt_state_dict(by_key, False),
-            storage_writer=FileSystemWriter(checkpoint_dir),
+            mcore_to_pyt_state_dict(shards, False),
+            storage_writer=ThreadedWriter(folder, self._threads),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
             process_group=self._group,
         )
 
-
-def check_complete(folder: Path) -> None:
-    """Raise OSError unless every byte range that the checkpoint's metadata names is on disk."""
-    ends: dict[str, int] = {}
-    for item in FileSystemReader(folder).read_metadata().storage_data.values():
-        ends[item.relative_path] = max(ends.get(item.relative_path, 0), item.offset + item.length)
-    for name, end in {**ends, "common.pt": 1, "metadata.json": 1}.items():
-        size = (folder / name).stat().st_size
-        if size < end:
-            raise OSError(f"{folder / name} has {size} bytes, its checkpoint names {end}")
+    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
+        self.write(self.by_key(sharded_state_dict), checkpoint_dir)
 
 
-def sizes(folder: Path) -> dict[str, int]:
-    """Bytes of every file below `folder`, by relative name."""
-    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+def _tensors(shards: Shards) -> Iterator[ShardedTensor]:
+    return (shard for parts in shards.values() for shard in parts if isinstance(shard, ShardedTensor))
+
+
+def _serialised(value: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()

@@ -7,6 +7,7 @@
 | the time limit less the lead | rank 0 | save, leave | saved |
 | `triggers/exit` | rank 0 | save, leave, end the chain | exit |
 | `triggers/save` | rank 0 | save, go on | |
+| a save in the background is over | every rank | conclude it | |
 
 One small all-reduce per step (gloo, on the host) carries it; no rank decides for itself.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,6 +38,8 @@ class Order:
     leave: Outcome | None = None
     save: bool = False
     """Somebody touched triggers/save."""
+    saving: bool = False
+    """A save under way is not over on some rank."""
     reason: str = ""
     """Why to leave, in words; complete on rank 0 alone."""
 
@@ -53,10 +57,13 @@ class Control:
         """Seconds before the end of the job at which to leave; may be moved at any time."""
         self._exit: Trigger | None = None
         self._save: Trigger | None = None
-        self._answered: set[Trigger] = set()
+        self._taken: set[Trigger] = set()
 
-    def look(self) -> Order:
-        """Agree with the other ranks. Called by all of them, as often on each."""
+    def look(self, *, saving: bool = False) -> Order:
+        """Agree with the other ranks. Called by all of them, as often on each.
+
+        `saving`: this rank's part of a save is not over.
+        """
         reasons: list[str] = []
         if self._ranks.rank == 0:
             if self._job_end is not None and time.time() >= self._job_end - self.lead:
@@ -67,31 +74,38 @@ class Control:
             except OSError as error:  # a file system that fails for a moment is no reason to lose steps
                 print(f"warning: could not look for stop and triggers: {error}", file=sys.stderr, flush=True)
         received = 0 if self._flag.received is None else self._flag.received.value
-        signalled, asked, exit_now, save_now = self._ranks.maximum(
-            [received, bool(reasons), self._exit is not None, self._save is not None]
+        signalled, asked, exit_now, save_now, busy = self._ranks.maximum(
+            [received, bool(reasons), self._exit is not None, self._save is not None, saving]
         )
         if exit_now:
             reason = f"exit trigger by {self._exit.user}" if self._exit is not None else ""
-            return Order(leave="exit", save=bool(save_now), reason=reason)
+            return Order(leave="exit", save=bool(save_now), saving=bool(busy), reason=reason)
         if signalled or asked:
             words = [signal.Signals(signalled).name] if signalled else []
-            return Order(leave="saved", save=bool(save_now), reason="; ".join(words + reasons))
-        return Order(save=bool(save_now))
+            return Order(leave="saved", save=bool(save_now), saving=bool(busy), reason="; ".join(words + reasons))
+        return Order(save=bool(save_now), saving=bool(busy))
 
-    def acknowledge(self, iteration: int, result: str) -> None:
-        """Answer the triggers that the last `look` saw."""
-        for trigger in (self._save, self._exit):
-            if trigger is not None:
-                self._answered.add(trigger)  # if the file cannot be removed, it must not count for ever
-                try:
-                    triggers.acknowledge(self._run, trigger, iteration=iteration, result=result)
-                except OSError as error:
-                    print(f"warning: trigger {trigger.name} not acknowledged: {error}", file=sys.stderr, flush=True)
+    def take(self) -> tuple[Trigger, ...]:
+        """The triggers that the last `look` saw, on rank 0; no `look` reports them again.
+
+        So a file that cannot be removed does not count for ever, and a save under way is asked for once.
+        """
+        taken = tuple(trigger for trigger in (self._save, self._exit) if trigger is not None)
+        self._taken.update(taken)
         self._save = self._exit = None
+        return taken
+
+    def acknowledge(self, taken: Sequence[Trigger], iteration: int, result: str) -> None:
+        """Answer triggers that were taken."""
+        for trigger in taken:
+            try:
+                triggers.acknowledge(self._run, trigger, iteration=iteration, result=result)
+            except OSError as error:
+                print(f"warning: trigger {trigger.name} not acknowledged: {error}", file=sys.stderr, flush=True)
 
     def _trigger(self, name: triggers.Name) -> Trigger | None:
         trigger = triggers.look(self._run, name)
-        return None if trigger in self._answered else trigger
+        return None if trigger in self._taken else trigger
 
     def _stop_file(self) -> list[str]:
         if not self._attempt.stop.exists():

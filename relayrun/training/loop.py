@@ -22,7 +22,7 @@ from relayrun.files import write_json
 from relayrun.rundir.layout import AttemptDir, RunDir
 from relayrun.rundir.records import Begin, Left, Outcome, Started
 from relayrun.training import device_shim, parallel
-from relayrun.training.checkpoint import Checkpointer, SaveFailed
+from relayrun.training.checkpoint import Checkpointer
 from relayrun.training.control import Control
 from relayrun.training.evaluation import Evaluation
 from relayrun.training.heartbeat import Pulse
@@ -31,12 +31,10 @@ from relayrun.training.model import MicroBatch, Model
 from relayrun.training.optimizer import Optimizer
 from relayrun.training.pace import Pace
 from relayrun.training.parallel import Ranks
+from relayrun.training.saver import LEAVE_TRIES, Saver
 from relayrun.training.signals import SignalFlag
 from relayrun.training.size import peak_flops
 from relayrun.training.trackers import Trackers
-
-LEAVE_TRIES = 3
-"""How often a save is tried when leaving; a save in between is tried once and left for the next occasion."""
 
 
 class LeaveFailed(RelayrunError):
@@ -62,15 +60,14 @@ class Training:
         self.metrics = Metrics(run.attempt(begin.attempt), ranks, total_steps=settings.steps)
         self.model = Model(config, ranks, manifest.vocabulary_size, eod=manifest.eod, progress=pulse.beat)
         self.optimizer = Optimizer(config, self.model)
-        self.checkpointer = Checkpointer(
+        checkpointer = Checkpointer(
             run,
             begin.attempt,
             ranks=ranks,
             model=self.model,
             optimizer=self.optimizer,
             order=order,
-            keep_last=config.checkpoint.keep_last,
-            keep_every=config.checkpoint.keep_every,
+            settings=config.checkpoint,
             fixed={
                 "parallel.use_distributed_optimizer": config.parallel.use_distributed_optimizer,
                 "training.precision": config.training.precision,
@@ -79,15 +76,21 @@ class Training:
         self.position = Progress(settings.batch_sizes)
         self.initialised = time.time()
         if begin.base_path is not None:
-            self.position = self.checkpointer.load(Path(begin.base_path), settings.batch_sizes)
+            self.position = checkpointer.load(Path(begin.base_path), settings.batch_sizes)
             if self.position.iteration != begin.base_iteration:
                 raise FatalTrainingError(
                     f"holds iteration {self.position.iteration}, but this attempt begins at {begin.base_iteration}",
                     where=begin.base_path,
                 )
-        self.saved_iteration = self.position.iteration
-        self.save_seconds = 0.0
-        """How long saves have held up the next step."""
+        self.saver = Saver(
+            checkpointer,
+            control=self.control,
+            metrics=self.metrics,
+            pace=pace,
+            pulse=pulse,
+            asynchronous=config.checkpoint.async_save,
+            saved_iteration=self.position.iteration,
+        )
         self.peak = peak_flops(ranks.device_name) if config.training.precision == "bf16" else None
         if ranks.rank == 0:
             data = order.state(self.position.consumed_samples) | {"progress": self.position.state()}
@@ -116,7 +119,7 @@ class Training:
         if self.config.training.manual_gc_interval:
             gc.disable()  # else each rank stops at another time, and all wait for each
         while True:
-            order = self.control.look()
+            order = self.saver.look()
             at = self.position.iteration
             if at >= steps:
                 return self._leave("done", f"iteration {at} of {steps} reached")
@@ -125,9 +128,9 @@ class Training:
             if order.leave is not None:
                 return self._leave(order.leave, order.reason)
             if order.save and at:  # before the first iteration there is nothing to save: answered after it
-                self.control.acknowledge(at, self._save())
-            elif at % self.config.checkpoint.interval == 0:
-                self._save()
+                self.saver.asked(self.position)
+            if at % self.config.checkpoint.interval == 0:
+                self.saver.due(self.position)
             self._step()
             interval = self.config.training.eval_interval
             at = self.position.iteration
@@ -145,11 +148,12 @@ class Training:
         read = time.perf_counter()
         losses = self.model.run(batches, train=True)
         computed = time.perf_counter()
+        waited = self.saver.before_update()
         grad_norm = self.optimizer.step()
         updated = time.perf_counter()
         loss = self.ranks.sum_over_samples([sum(losses)])[0] / size
         self.position.advance()
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - started - waited
         self.pace.step(seconds, size)
         flops = self.model.flops_per_token() * tokens / seconds / self.ranks.world_size
         self.metrics.step(
@@ -165,19 +169,20 @@ class Training:
                 step_seconds=seconds,
                 data_seconds=read - started,
                 forward_backward_seconds=computed - read,
-                optimizer_seconds=updated - computed,
-                save_seconds=self.save_seconds,
+                optimizer_seconds=updated - computed - waited,
+                save_seconds=self.saver.stall_seconds,
                 model_tflops_per_gpu=flops / 1e12,
                 mfu=None if self.peak is None else flops / self.peak,
                 memory_bytes=parallel.peak_memory(self.ranks),
                 time=time.time(),
             )
         )
-        self.save_seconds = 0.0
+        self.saver.stall_seconds = 0.0
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            self.saver.settle(self.position.iteration)
             raise FatalTrainingError(
                 f"iteration {self.position.iteration}: loss {loss}, gradient norm {grad_norm}; nothing was saved since "
-                f"iteration {self.saved_iteration}",
+                f"iteration {self.saver.saved_iteration}",
                 hint="lower the learning rate, or look at the data of this iteration",
             )
 
@@ -186,43 +191,14 @@ class Training:
             self.pulse.enter("evaluation", self.position.iteration)
             self.metrics.evaluation(self.position.iteration, self.evaluation.run(self.model))
 
-    def _save(self) -> str:
-        """Save if this iteration is not durable yet; return what came of it, in words. Failures are loud."""
-        at = self.position.iteration
-        if at == self.saved_iteration:
-            return f"nothing trained since iteration {at}"
-        self.pulse.enter("save", at)
-        started = time.perf_counter()
-        try:
-            commit = self.checkpointer.save(self.position)
-        except SaveFailed as error:
-            self.metrics.failed_save(at, str(error))
-            return f"failed: {error}"
-        finally:
-            self.save_seconds += time.perf_counter() - started
-        self.saved_iteration = at
-        self.metrics.say(f"saved iteration {at} in {commit.seconds:.1f} s: {commit.path}")
-        self.pace.save(commit.seconds)
-        self._move_deadline()
-        return "saved"
-
-    def _move_deadline(self) -> None:
-        before, self.control.lead = self.control.lead, self.pace.lead
-        if abs(self.control.lead - before) > 1:
-            self.metrics.say(
-                f"lead {before:.0f} s -> {self.control.lead:.0f} s before the end of the job "
-                f"(95 % of steps within {self.pace.step_p95 or 0:.2f} s, of saves within {self.pace.save_p95:.1f} s)"
-            )
-
     def _leave(self, outcome: Outcome, reason: str) -> Left:
         at = self.position.iteration
-        for _ in range(LEAVE_TRIES):
-            result = self._save()
-            if self.saved_iteration == at:
-                break
-        if self.saved_iteration != at:  # triggers stay: an exit asked for must reach the next attempt
-            raise LeaveFailed(f"iteration {at} could not be saved ({LEAVE_TRIES} tries): {result}")
-        self.control.acknowledge(at, result)
+        asked = self.control.take()
+        result = f"nothing trained since iteration {at}" if at == self.saver.saved_iteration else "saved"
+        failure = self.saver.last(self.position)
+        if failure is not None:  # triggers stay: an exit asked for must reach the next attempt
+            raise LeaveFailed(f"iteration {at} could not be saved ({LEAVE_TRIES} tries): {failure}")
+        self.control.acknowledge(asked, at, result)
         return Left(outcome=outcome, reason=reason, iteration=at, time=time.time())
 
 

@@ -49,7 +49,7 @@ class Step:
     optimizer_seconds: float
     """Of the step: clipping and update."""
     save_seconds: float
-    """That training stood still for a save between this step and the one before; not part of the step."""
+    """That training stood still for saves since the step before; not part of the step."""
     model_tflops_per_gpu: float
     """`size.flops_per_token` x tokens per second and rank, in 10^12."""
     mfu: float | None

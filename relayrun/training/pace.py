@@ -42,14 +42,17 @@ class Pace:
     def save_p95(self) -> float | None:
         return percentile(self._saves, 0.95) if self._saves else None
 
-    @property
-    def lead(self) -> float:
+    def lead(self, *, under_way: float | None = None) -> float:
         """Seconds before the end of the job at which to leave; what the attempt began with until steps and saves
-        are measured, and for good where its bounds leave no choice."""
+        are measured, and for good where its bounds leave no choice.
+
+        `under_way`: seconds since the start of a save that is not over.
+        """
         begin = self._begin
         if begin.lead_floor == begin.lead_ceiling:
             return begin.lead
         measured = measured_lead(
-            list(self._steps), list(self._saves), floor=begin.lead_floor, ceiling=begin.lead_ceiling
-        )
+            list(self._steps), list(self._saves), floor=begin.lead_floor, ceiling=begin.lead_ceiling,
+            under_way=under_way,
+        )  # fmt: skip
         return begin.lead if measured is None else measured

@@ -6,7 +6,7 @@ import os
 import random
 import resource
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -34,6 +34,8 @@ class Ranks:
     device_name: str
     cpu_group: dist.ProcessGroup
     """All ranks, over gloo: small agreements on the host that never wait for a GPU."""
+    save_group: dist.ProcessGroup
+    """The same ranks, for the threads of saves alone: a group's collectives must come in one order."""
     data_parallel_rank: int
     data_parallel_size: int
     tensor_rank: int
@@ -49,6 +51,10 @@ class Ranks:
     def layout(self) -> str:
         virtual = f" x VPP{self.virtual_stages}" if self.virtual_stages > 1 else ""
         return f"DP{self.data_parallel_size} x TP{self.tensor_size} x PP{self.pipeline_size}{virtual}"
+
+    def in_save_thread(self) -> Ranks:
+        """The same, for agreements between the threads that save."""
+        return replace(self, cpu_group=self.save_group)
 
     def maximum(self, flags: list[int]) -> list[int]:
         """Element-wise maximum of `flags` over all ranks, the same on each of them."""
@@ -141,6 +147,7 @@ def start(config: RunConfig) -> Ranks:
         device=device,
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         cpu_group=cpu_group,
+        save_group=dist.new_group(backend="gloo", timeout=TIMEOUT),
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),

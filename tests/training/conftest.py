@@ -149,13 +149,19 @@ class Harness:
         Begin(**(values | changes)).write(attempt.begin)
         return attempt
 
-    def start(self, attempt: AttemptDir | None = None, *, file_limit: int | None = None, **changes: Any) -> Attempt:
-        """Start the ranks, SIGUSR2 ignored, as the launchers do. Rank 1 can write no file above `file_limit` bytes."""
+    def start(
+        self, attempt: AttemptDir | None = None, *, file_limit: int | None = None, inject: str = "", **changes: Any
+    ) -> Attempt:
+        """Start the ranks, SIGUSR2 ignored, as the launchers do. Rank 1 can write no file above `file_limit` bytes.
+
+        `inject`: faults of `relayrun.drill.inject`.
+        """
         attempt = attempt or self.begin(**changes)
         log = attempt.path / "log"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
+        prefix = [sys.executable, "-m", "relayrun.drill.inject", inject, "--"] if inject else []
         processes = []
         for rank in range(self.ranks):
             environment = os.environ | {
@@ -166,8 +172,8 @@ class Harness:
             with log.open("ab") as output:
                 processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-m", "relayrun.training",
-                         "--run-dir", str(self.run.path), "--attempt", str(attempt.number)],
+                        [*prefix, sys.executable, "-m", "relayrun.training",
+                         f"--run-dir={self.run.path}", f"--attempt={attempt.number}"],
                         env=environment, stdout=output, stderr=subprocess.STDOUT,
                         preexec_fn=partial(prepare_rank, limit),
                     )

@@ -41,6 +41,10 @@ def test_triggers_save_and_exit_are_obeyed_and_answered(harness: Make) -> None:
     assert (first["iteration"], first["result"]) == (1, "saved")
     attempt.wait_for_iteration(first["iteration"] + 2)
     assert [beat.phase for beat in attempt.heartbeats()] == ["step"], "one node: one heartbeat"
+    end = time.monotonic() + 60
+    while attempt.heartbeats()[0].save_p95 is None:  # of a step after the save: one a second is written
+        assert time.monotonic() < end
+        time.sleep(0.02)
     assert attempt.heartbeats()[0].save_p95 == attempt.commits[0].seconds
     attempt.signal(signal.SIGUSR1)
     attempt.wait_for_iteration(attempt.heartbeats()[0].iteration + 5)
@@ -58,6 +62,7 @@ def test_triggers_save_and_exit_are_obeyed_and_answered(harness: Make) -> None:
     assert [commit.iteration for commit in attempt.commits] == [1, left.iteration]
     folder = made.run.checkpoint(left.iteration)
     assert attempt.commits[-1].files == {path.name: path.stat().st_size for path in folder.iterdir()}
+    files = [f"__{rank}_{thread}.distcp" for rank in range(2) for thread in range(2)]
     for step in attempt.steps().values():
         parts = step["data_seconds"] + step["forward_backward_seconds"] + step["optimizer_seconds"]
         assert 0 < parts <= step["step_seconds"]
@@ -65,7 +70,7 @@ def test_triggers_save_and_exit_are_obeyed_and_answered(harness: Make) -> None:
         assert step["mfu"] is None
         assert step["memory_bytes"] > 1e7
         assert (step["save_seconds"] > 0) == (step["iteration"] == 2), "after the save at iteration 1"
-    assert {"common.pt", "metadata.json", ".metadata", "__0_0.distcp", "__1_0.distcp"} <= set(attempt.commits[-1].files)
+    assert {"common.pt", "metadata.json", ".metadata", *files} == set(attempt.commits[-1].files)
     started = Started.read(attempt.directory.started)
     assert started is not None
     times = list(vars(started).values())

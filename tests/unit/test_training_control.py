@@ -85,7 +85,7 @@ def test_a_file_system_that_fails_hides_neither_the_deadline_nor_stops_training(
 
 def test_a_signal_to_any_rank_is_named(run: RunDir) -> None:
     ranks = OneRank()
-    ranks.others = [signal.SIGTERM.value, 0, 0, 0]
+    ranks.others = [signal.SIGTERM.value, 0, 0, 0, 0]
     assert control(run, ranks).look() == Order(leave="saved", reason="SIGTERM")
 
 
@@ -107,11 +107,30 @@ def test_a_save_trigger_is_answered_once_although_it_cannot_be_removed(
     triggers.touch(run, "save")
     monkeypatch.setattr(triggers, "acknowledge", refuse)
     assert watching.look() == Order(save=True)
-    watching.acknowledge(5, "saved")
+    watching.acknowledge(watching.take(), 5, "saved")
     assert "trigger save not acknowledged" in capsys.readouterr().err
     assert watching.look() == Order()
     os.utime(run.triggers / "save", (1, 1))  # touched again
     assert watching.look() == Order(save=True)
+
+
+def test_a_save_is_over_when_it_is_over_on_every_rank(run: RunDir) -> None:
+    ranks = OneRank()
+    assert control(run, ranks).look(saving=True) == Order(saving=True)
+    assert control(run, ranks).look() == Order()
+    ranks.others = [0, 0, 0, 0, 1]
+    assert control(run, ranks).look() == Order(saving=True)
+
+
+def test_a_trigger_that_was_taken_is_not_seen_again_before_it_is_answered(run: RunDir) -> None:
+    watching = control(run)
+    triggers.touch(run, "save")
+    assert watching.look() == Order(save=True)
+    taken = watching.take()
+    assert (run.triggers / "save").exists()
+    assert watching.look() == Order()
+    watching.acknowledge(taken, 5, "saved")
+    assert not (run.triggers / "save").exists()
 
 
 def test_a_handler_does_nothing_in_a_forked_child() -> None:

@@ -31,28 +31,37 @@ def begin(**changes: Any) -> Begin:
 
 def test_the_lead_is_what_the_attempt_began_with_until_a_step_and_a_save_are_measured() -> None:
     pace = Pace(begin())
-    assert pace.lead == 60
+    assert pace.lead() == 60
     pace.step(2.0, 8)
-    assert (pace.lead, pace.step_p95, pace.save_p95) == (60, 2.0, None)
+    assert (pace.lead(), pace.step_p95, pace.save_p95) == (60, 2.0, None)
     pace.save(4.0)
-    assert pace.lead == 2 * 2 + 1.5 * 4 + 10
+    assert pace.lead() == 2 * 2 + 1.5 * 4 + 10
 
 
 def test_a_slow_save_moves_the_lead_by_more_than_its_delay_and_within_the_bounds() -> None:
     pace = Pace(begin(lead_floor=5.0, lead_ceiling=100.0), earlier_saves=[2.0] * 10)
     pace.step(0.5, 8)
-    before = pace.lead
+    before = pace.lead()
     pace.save(22.0)
-    assert pace.lead - before >= 20
+    assert pace.lead() - before >= 20
     pace.save(500.0)
-    assert pace.lead == 100
+    assert pace.lead() == 100
+
+
+def test_what_is_left_of_a_save_under_way_is_part_of_the_lead() -> None:
+    pace = Pace(begin(), earlier_saves=[20.0])
+    pace.step(1.0, 8)
+    alone = pace.lead()
+    assert pace.lead(under_way=0.0) == alone + 20
+    assert pace.lead(under_way=15.0) == alone + 5
+    assert pace.lead(under_way=50.0) == alone
 
 
 def test_a_lead_with_one_bound_for_both_is_fixed() -> None:
     pace = Pace(begin(lead=12.0, lead_floor=12.0, lead_ceiling=12.0))
     pace.step(100.0, 8)
     pace.save(100.0)
-    assert pace.lead == 12
+    assert pace.lead() == 12
 
 
 def test_only_the_newest_saves_count() -> None:
@@ -64,7 +73,7 @@ def test_steps_of_smaller_batches_count_as_if_they_had_been_of_the_size_of_now()
     pace = Pace(begin(), earlier_saves=[2.0])
     pace.step(0.5, 8)
     pace.step(2.0, 32)
-    assert (pace.step_p95, pace.lead) == (2.0, 2 * 2.0 + 1.5 * 2 + 10)
+    assert (pace.step_p95, pace.lead()) == (2.0, 2 * 2.0 + 1.5 * 2 + 10)
     pace.step(3.0, 64)
     assert pace.step_p95 == 4.0
 

@@ -1,0 +1,115 @@
+"""Saves beside training: what they hold, when they count, and what waits for them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+
+from relayrun.rundir import triggers
+from relayrun.rundir.lineage import durable
+from relayrun.training.writer import ThreadedWriter
+from tests.checkpoints import assert_same_bytes
+
+Make = Callable[..., Any]
+
+OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+def test_a_file_that_one_thread_cannot_write_fails_the_save(tmp_path: Path) -> None:
+    """torch's own writer loses the error of every thread but the first, and the tensors of its file."""
+    state = {"one": torch.ones(3), "two": torch.zeros(5)}
+    with pytest.warns(UserWarning, match="single process"):
+        state_dict_saver.save(state, storage_writer=ThreadedWriter(tmp_path / "good", 2), no_dist=True)
+    assert {path.name for path in (tmp_path / "good").iterdir()} == {".metadata", "__0_0.distcp", "__0_1.distcp"}
+    for name in ("__0_0.distcp", "__0_1.distcp"):
+        folder = tmp_path / name
+        (folder / name).mkdir(parents=True)
+        with (
+            pytest.raises(CheckpointException, match="Is a directory"),
+            pytest.warns(UserWarning, match="single process"),
+        ):
+            state_dict_saver.save(state, storage_writer=ThreadedWriter(folder, 2), no_dist=True)
+        assert not (folder / ".metadata").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parallel", "training"),
+    [
+        pytest.param(OVERLAP, {"precision": "bf16"}, id="distributed-optimizer-bf16-overlap"),
+        pytest.param({}, {}, id="adam-fp32", marks=pytest.mark.long),
+    ],
+)
+def test_a_save_beside_training_holds_the_state_of_its_own_iteration(
+    harness: Make, parallel: dict[str, Any], training: dict[str, Any]
+) -> None:
+    """Its bytes are written when training is many steps further, and are those of a save that stops training."""
+    settings = {"training": {"steps": 12} | training, "parallel": parallel}
+    stopping = harness(**settings, checkpoint={"interval": 4, "async_save": False, "writer_threads": 1})
+    reference = stopping.train()
+    beside = harness(**settings, checkpoint={"interval": 4})
+    attempt = beside.start(inject="slow-save=4:3")
+    attempt.wait_for_iteration(8)
+    assert durable(beside.run).iteration == 0
+    assert attempt.wait() == [0, 0], attempt.output()
+    assert [commit.iteration for commit in attempt.commits] == [4, 8, 12]
+    assert attempt.commits[0].time > attempt.steps()[8]["time"]
+    for iteration in (4, 8, 12):
+        assert_same_bytes(stopping.run.checkpoint(iteration), beside.run.checkpoint(iteration))
+    losses = [{number: step["loss"] for number, step in run.steps().items()} for run in (reference, attempt)]
+    assert losses[0] == losses[1]
+    assert "iteration 8 is to be saved, and the save of iteration 4 is still under way: waiting" in attempt.output()
+    assert attempt.steps()[9]["save_seconds"] > 1, "an interval's save waits for the one before"
+    assert attempt.steps()[7]["save_seconds"] == 0
+    assert reference.steps()[5]["save_seconds"] > 0
+
+
+@pytest.mark.slow
+def test_triggers_and_signals_during_a_save_wait_for_it_and_then_save_what_was_trained(harness: Make) -> None:
+    made = harness(training={"steps": 100_000}, checkpoint={"interval": 4, "keep_last": 10})
+    attempt = made.start(inject="slow-save=4:2,step-delay=0.1")
+    attempt.wait_for_iteration(5)
+    triggers.touch(made.run, "save")
+    answered = made.run.triggers / "save.done"
+    end = time.monotonic() + 60
+    while not answered.exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    answer = json.loads(answered.read_text())
+    assert answer["result"] == "saved"
+    assert answer["iteration"] > 5, "of the state after the trigger"
+    assert answer["iteration"] in [commit.iteration for commit in attempt.commits], "durable when answered"
+    attempt.signal(signal.SIGUSR2)
+    assert attempt.wait() == [0, 0], attempt.output()
+    saved = [commit.iteration for commit in attempt.commits]
+    assert saved[:2] == [4, 8]
+    assert saved == sorted(set(saved))
+    assert (attempt.outcome.outcome, attempt.outcome.iteration) == ("saved", saved[-1])
+
+
+@pytest.mark.slow
+def test_a_kill_during_a_save_leaves_nothing_that_counts(harness: Make) -> None:
+    made = harness(training={"steps": 8}, checkpoint={"interval": 4})
+    attempt = made.start(inject="publish-delay=60,step-delay=0.1")
+    attempt.wait_for_iteration(6)
+    staged = made.run.staging(1) / "iter_0000004"
+    end = time.monotonic() + 60
+    while not (staged / "metadata.json").exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    attempt.signal(signal.SIGKILL)
+    attempt.wait()
+    assert [path.name for path in made.run.checkpoints.iterdir()] == [".staging"]
+    assert durable(made.run).iteration == 0
+    done = made.train()
+    assert [commit.iteration for commit in done.commits] == [4, 8]
+    assert not made.run.staging(1).exists()
