@@ -122,7 +122,7 @@ def tear_latest(stage: Stage) -> None:
 
 
 def lose_tracker(stage: Stage) -> None:
-    stage.wait(lambda: stage.run.checkpoint(10).is_dir())
+    stage.wait(stage.run.tracker.exists)
     stage.run.tracker.unlink()
     os.kill(stage.rank_pids()[0], signal.SIGKILL)
 
