@@ -227,6 +227,14 @@ class Slurm:
         states = self._run(["sinfo", "--noheader", f"--nodes={nodes}", "--format=%T"]).split()
         return any(state.rstrip("*").startswith(("down", "fail")) or state.endswith("*") for state in states)
 
+    def max_array_size(self) -> int:
+        """Most elements of a job array; 0 where the cluster takes none."""
+        config = self._run(["scontrol", "show", "config"])
+        limits = re.findall(
+            r"^MaxArraySize\s*=\s*(\d+)|^SchedulerParameters\s*=.*\bmax_array_tasks=(\d+)", config, re.M
+        )
+        return min((int(limit) for pair in limits for limit in pair if limit), default=1001)  # Slurm's own default
+
     def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
         whose = [] if anyone else ["--me"]
         text = self._run(["squeue", "--noheader", *whose, f"--name={plan.job_name}", "--format=%i|%j|%T"])

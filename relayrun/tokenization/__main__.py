@@ -1,10 +1,10 @@
-"""What the Bash launchers call: `python -m relayrun.tokenization begin | record JOB DUMP | run DUMP`.
+"""What the Bash launchers call: `python -m relayrun.tokenization begin | record | run DUMP`.
 
 Settings come from the environment, see `settings.ENVIRONMENT`.
 
     begin    check the settings, make the folders; print, a line each, the folder of the jobs' logs, the name
              of the jobs, and the numbers of the dumps to submit
-    record   remember that Slurm job JOB tokenizes dump DUMP
+    record   remember which Slurm jobs tokenize which dumps: lines `JOB DUMP` from the standard input, as they come
     run      tokenize dump DUMP here
 """
 
@@ -24,9 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m relayrun.tokenization", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("begin")
-    record = commands.add_parser("record")
-    record.add_argument("job")
-    record.add_argument("dump", type=int)
+    commands.add_parser("record")
     run = commands.add_parser("run")
     run.add_argument("dump", type=int)
     options = parser.parse_args()
@@ -38,7 +36,10 @@ def main() -> int:
             indices = begin(settings)
         print(settings.job_logs, settings.name, *indices, sep="\n")
     elif options.command == "record":
-        metadata.record_job(options.job, options.dump)
+        for line in sys.stdin:
+            job, dump = line.split()
+            metadata.record_job(job, int(dump))
+            print(f"dump {dump}: Slurm job {job}", flush=True)
     else:
         tokenize_dump(settings, options.dump)
     return 0

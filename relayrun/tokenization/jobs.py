@@ -18,13 +18,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from relayrun.chain.scheduler import Slurm
 from relayrun.errors import InputError, RelayrunError, SchedulerError
 from relayrun.files import write_atomic
 from relayrun.slurmtime import parse_time
-from relayrun.tokenization.limit import requeued_before_the_limit
+from relayrun.tokenization.limit import job_id, requeued_before_the_limit
 from relayrun.tokenization.locks import locked
 from relayrun.tokenization.metadata import MetadataFolder, replace_link
 from relayrun.tokenization.settings import SlurmOptions, TokenizationSettings
+from relayrun.tokenization.status import finished_shards
 
 CSV_COLUMNS = (
     "slurm_job_id", "node", "start", "end", "paths_file", "output_folder", "dataset_total_size",
@@ -95,7 +97,7 @@ def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]
     with metadata.in_use():
         start = datetime.now()
         paths_file, output = metadata.paths_file(index), settings.dump_output(index)
-        with requeued_before_the_limit():
+        with requeued_before_the_limit(lambda: finished_shards(output)):
             result = tokenize(
                 tokenizer_name_or_path=settings.tokenizer,
                 output_folder=output,
@@ -117,7 +119,7 @@ def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]
         print(result.summary(), flush=True)
         seconds = max(result.seconds, 1e-3)
         row = {
-            "slurm_job_id": _job_id(),
+            "slurm_job_id": job_id() or "local",
             "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
             "start": start.isoformat(timespec="seconds"),
             "end": datetime.now().isoformat(timespec="seconds"),
@@ -163,7 +165,7 @@ def submit_dumps(
 ) -> list[int]:
     """Tokenize all dumps of a metadata folder, `max_parallel` at a time; return their numbers.
 
-    executor: `local` runs processes of this machine and waits for them; `slurm` submits a job array, one node
+    executor: `local` runs processes of this machine and waits for them; `slurm` submits job arrays, one node
     per dump, and waits if `wait`. Raises RelayrunError naming the dumps that failed, with the first message;
     SchedulerError where Slurm refuses.
     """
@@ -179,10 +181,7 @@ def submit_dumps(
         with metadata.hold():
             metadata.refuse_live_jobs()
             indices = begin(settings)
-            ids = _submit_slurm(settings, indices, max_parallel, slurm or SlurmOptions())
-            for job_id, index in zip(ids, indices, strict=True):
-                metadata.record_job(job_id, index)
-        print(f"submitted {len(ids)} dumps as Slurm job {ids[0].split('_')[0]}; logs: {settings.job_logs}", flush=True)
+            _submit_slurm(settings, indices, max_parallel, slurm or SlurmOptions())
         if not wait:
             return indices
         while metadata.live_jobs():
@@ -218,7 +217,8 @@ def _run_local(settings: TokenizationSettings, indices: Sequence[int], max_paral
 
 def _submit_slurm(
     settings: TokenizationSettings, indices: Sequence[int], max_parallel: int, options: SlurmOptions
-) -> list[str]:
+) -> None:
+    """Submit and record a job for every dump: one array, or several one behind the other, as large as Slurm takes."""
     import submitit
 
     try:
@@ -236,15 +236,29 @@ def _submit_slurm(
         ntasks_per_node=1,
         array_parallelism=max_parallel,
         use_srun=False,  # one task: without srun the job's own output files hold everything
-        additional_parameters={"output": f"{log}.out", "error": f"{log}.err", **options.additional_parameters},
     )
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):  # submitit repeats there what it raises
-            jobs = executor.map_array(tokenize_dump, [settings] * len(indices), indices)
-    except submitit.core.utils.UncompletedJobError as error:
-        said = [line.partition("error: ")[2] for line in str(error).splitlines() if line.startswith("sbatch: error: ")]
-        raise SchedulerError(f"sbatch refused: {'; '.join(said) or error}") from None
-    return [str(job.job_id) for job in jobs]
+    metadata = MetadataFolder(settings.metadata_folder)
+    size = max(1, Slurm().max_array_size())
+    arrays: list[str] = []
+    for first in range(0, len(indices), size):
+        part = indices[first : first + size]
+        additional = {"output": f"{log}.out", "error": f"{log}.err", **options.additional_parameters}
+        if arrays:  # or all arrays would run at once, `max_parallel` dumps each
+            mine = f"afterany:{arrays[-1]}"
+            additional["dependency"] = f"{additional['dependency']},{mine}" if "dependency" in additional else mine
+        executor.update_parameters(additional_parameters=additional)
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):  # submitit repeats there what it raises
+                jobs = executor.map_array(tokenize_dump, [settings] * len(part), part)
+        except submitit.core.utils.UncompletedJobError as error:
+            lines = str(error).splitlines()
+            said = "; ".join(line.partition("error: ")[2] for line in lines if line.startswith("sbatch: error: "))
+            hint = f"{first} of {len(indices)} dumps are submitted; submit the others when these are done"
+            raise SchedulerError(f"sbatch refused: {said or error}", hint=hint if arrays else None) from None
+        for job, index in zip(jobs, part, strict=True):
+            metadata.record_job(str(job.job_id), index)
+        arrays.append(str(jobs[0].job_id).split("_")[0])
+    print(f"submitted {len(indices)} dumps as Slurm job {', '.join(arrays)}; logs: {settings.job_logs}", flush=True)
 
 
 def _raise_failures(settings: TokenizationSettings, failed: Sequence[int], total: int) -> None:
@@ -257,8 +271,3 @@ def _raise_failures(settings: TokenizationSettings, failed: Sequence[int], total
     raise RelayrunError(f"{len(failed)} of {total} dumps failed (dump {numbers}). Dump {failed[0]}: {message}",
                         hint=f"logs: {settings.job_logs}; submit again when it is mended: what is done is kept",
                         )  # fmt: skip
-
-
-def _job_id() -> str:
-    array, element = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{element}" if array else os.environ.get("SLURM_JOB_ID", "local")

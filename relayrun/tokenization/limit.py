@@ -2,7 +2,8 @@
 
 A deadline inside the process, because Slurm signals only the steps of a job or its batch shell, and submitit's
 jobs have neither of ours; `--signal=B:USR2@...` of the Bash launcher comes on top. Open shards are dropped:
-the next start makes them again, and keeps those that are recorded.
+the next start makes them again, and keeps those that are recorded. Two starts in a row that finish no shard end
+the job: its shards do not fit into its time.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from relayrun.chain.scheduler import Slurm
-from relayrun.errors import RelayrunError
+from relayrun.errors import RelayrunError, SchedulerError
 
 LEAD_SECONDS = 120.0
 """How long before the limit the work stops; a tenth of the time that is left at the start where that is less."""
@@ -26,13 +27,24 @@ class _TimeIsUp(BaseException):
     """Not an Exception: no task may take it for its own failure."""
 
 
+def job_id() -> str | None:
+    """Id of the Slurm job that this process runs in; None outside.
+
+    An element of an array by its number (`12_3`): the plain id of its last element is that of the whole array,
+    and to queue that again would end all the others.
+    """
+    array, element = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{element}" if array else os.environ.get("SLURM_JOB_ID")
+
+
 @contextlib.contextmanager
-def requeued_before_the_limit() -> Iterator[None]:
+def requeued_before_the_limit(progress: Callable[[], int]) -> Iterator[None]:
     """Within a Slurm job: at SIGUSR2, or shortly before the time limit, stop the work and queue the job again.
 
-    Raises RelayrunError then. Elsewhere this does nothing. For the main thread.
+    `progress` counts the finished shards. Raises RelayrunError at the limit. Elsewhere this does nothing. For the
+    main thread.
     """
-    job = os.environ.get("SLURM_JOB_ID")
+    job = job_id()
     if job is None:
         yield
         return
@@ -41,7 +53,8 @@ def requeued_before_the_limit() -> Iterator[None]:
         raise _TimeIsUp
 
     former = signal.signal(signal.SIGUSR2, stop)
-    left = float(os.environ.get("SLURM_JOB_END_TIME") or "inf") - time.time()
+    before = progress()
+    left = _end_time(job) - time.time()
     timer = None
     if 0 < left < threading.TIMEOUT_MAX:
         timer = threading.Timer(left - min(LEAD_SECONDS, left / 10), os.kill, (os.getpid(), signal.SIGUSR2))
@@ -51,6 +64,10 @@ def requeued_before_the_limit() -> Iterator[None]:
         yield
     except _TimeIsUp:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        if progress() == before and int(os.environ.get("SLURM_RESTART_COUNT") or 0):
+            raise RelayrunError("no shard was finished before the time limit, for the second time",
+                                where=f"Slurm job {job}",
+                                hint="give the jobs more time, or more tasks (smaller shards)") from None  # fmt: skip
         slurm = Slurm()
         slurm.allow_requeue(job)  # tokenize.sh asks for --no-requeue: nothing else is to start it again
         slurm.requeue(job)
@@ -60,3 +77,14 @@ def requeued_before_the_limit() -> Iterator[None]:
         if timer is not None:
             timer.cancel()
         signal.signal(signal.SIGUSR2, former)
+
+
+def _end_time(job: str) -> float:
+    """When the time limit is reached, in seconds since 1970. Slurm 22.05 does not say so in the environment."""
+    if given := os.environ.get("SLURM_JOB_END_TIME"):
+        return float(given)
+    with contextlib.suppress(SchedulerError):
+        found = Slurm(patience=60).query(job)
+        if found is not None and found.end_time is not None:
+            return found.end_time
+    return float("inf")

@@ -79,6 +79,11 @@ def _dump(metadata: MetadataFolder, index: int, *, done: bool) -> DumpStatus:
     )
 
 
+def finished_shards(output: Path) -> int:
+    """Of the folder of a dump."""
+    return len(_record(output).get("shards", {}))
+
+
 def _record(output: Path) -> dict[str, Any]:
     try:
         record: dict[str, Any] = read_json(output / NAME)

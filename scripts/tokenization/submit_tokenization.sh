@@ -32,11 +32,13 @@ plan=$("$PYTHON" -m relayrun.tokenization begin)
 mapfile -t lines <<<"$plan"
 logs=${lines[0]}
 name=${lines[1]}
-for dump in "${lines[@]:2}"; do
-  job=$(sbatch --parsable --job-name="$name" --output="$logs/R-%x-%j.out" --error="$logs/R-%x-%j.err" \
-    "$here/tokenize.sh" "$dump")
-  job=${job%%;*} # a federation adds the name of the cluster
-  "$PYTHON" -m relayrun.tokenization record "$job" "$dump"
-  echo "dump $dump: Slurm job $job"
-done
+submit() {
+  local dump job
+  for dump in "$@"; do
+    job=$(sbatch --parsable --job-name="$name" --output="$logs/R-%x-%j.out" --error="$logs/R-%x-%j.err" \
+      "$here/tokenize.sh" "$dump")
+    echo "${job%%;*} $dump" # a federation adds the name of the cluster
+  done
+}
+submit "${lines[@]:2}" | "$PYTHON" -m relayrun.tokenization record
 echo "logs: $logs"

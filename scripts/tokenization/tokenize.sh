@@ -10,4 +10,5 @@
 # --no-requeue: a dump that was killed goes on when it is submitted again; nothing runs twice behind your back.
 set -euo pipefail
 
+trap '' USR2 # inherited: Python that is still starting would die of it; later it has a handler and a deadline
 exec "${PYTHON:-python3}" -m relayrun.tokenization run "${1:?the number of the dump}"

@@ -68,6 +68,8 @@ class TestCluster:
             "LANG": "C.UTF-8",
             "SLURM_CONF": str(self.conf),
         }
+        if "PYTHONPATH" in os.environ:  # the tree under test may be another one than the installed one
+            self.env["PYTHONPATH"] = os.environ["PYTHONPATH"]
 
     def up(self) -> None:
         """Start the cluster and wait until its nodes are idle; after an error or an interrupt nothing of it runs."""

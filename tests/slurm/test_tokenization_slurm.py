@@ -3,91 +3,26 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from relayrun.errors import RelayrunError
 from relayrun.tokenization.dumps import prepare
-from relayrun.tokenization.jobs import tokenize_dump
 from relayrun.tokenization.metadata import MetadataFolder
 from relayrun.tokenization.settings import TokenizationSettings
 
-from .cluster import ROOT, TestCluster
+from .cluster import TestCluster
+from .token_dataset import BASH, DUMPS, PYTHON, Dataset, environment, make_dataset, shards, write_config
 
 pytestmark = pytest.mark.slurm
-
-BASH = ROOT / "scripts/tokenization/submit_tokenization.sh"
-PYTHON = ROOT / "launchers/submit_tokenization.py"
-DUMPS = 3
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """A dataset in a folder with blanks, its tokenizer, and the shards of every dump, made without Slurm."""
-
-    folder: Path
-    tokenizer: Path
-    expected: dict[str, bytes]
-
-    def settings(self, name: str) -> TokenizationSettings:
-        """A fresh metadata folder and output `name`, with all dumps prepared."""
-        prepare(self.folder / "data", self.folder / name / "meta", n_dumps=DUMPS)
-        return TokenizationSettings(
-            tokenizer=str(self.tokenizer), tokenizer_name="T", dataset_name=name, tasks=2, workers=2,
-            metadata_folder=str(self.folder / name / "meta"), output_folder=str(self.folder / name / "out"),
-            logs=str(self.folder / name / "logs"),
-        )  # fmt: skip
-
-
-def shards(settings: TokenizationSettings) -> dict[str, bytes]:
-    output = settings.dataset_output
-    return {str(file.relative_to(output)): file.read_bytes() for file in sorted(output.rglob("*_tokens.*"))}
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    folder = tmp_path_factory.mktemp("a ' b")
-    sources = sorted(Path(os.__file__).parent.glob("*.py"))[:60]
-    texts = [source.read_text(encoding="utf-8", errors="replace") for source in sources]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    special = ["<|endoftext|>"]
-    tokenizer.train_from_iterator(
-        texts[:5], trainers.BpeTrainer(vocab_size=500, special_tokens=special, show_progress=False)
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "data").mkdir()
-    for number in range(6):
-        pq.write_table(pa.table({"text": texts[number::6]}), folder / "data" / f" {number} ü.parquet")
-    made = Dataset(folder, folder / "tokenizer.json", {})
-    local = made.settings("local")
-    for index in range(DUMPS):
-        tokenize_dump(local, index)
-    return Dataset(made.folder, made.tokenizer, shards(local))
-
-
-def environment(settings: TokenizationSettings) -> dict[str, str]:
-    return {
-        "TOKENIZER": settings.tokenizer, "TOKENIZER_NAME": settings.tokenizer_name,
-        "DATASET_NAME": settings.dataset_name, "PATH_TO_PREPROCESSING_METADATA": settings.metadata_folder,
-        "PATH_TO_OUTPUT_FOLDER": settings.output_folder, "PATH_TO_LOGS": settings.logs,
-        "NUMBER_OF_DATATROVE_TASKS": "2", "PYTHON": sys.executable,
-    }  # fmt: skip
-
-
-def write_config(settings: TokenizationSettings, *, max_parallel: int) -> Path:
-    config = Path(settings.metadata_folder, "config.yaml")
-    lines = [f"{name}: {json.dumps(value)}" for name, value in settings if value is not None]
-    config.write_text("\n".join([*lines, f"max_parallel: {max_parallel}", "slurm: {time: 5, partition: debug}", ""]))
-    return config
+    return make_dataset(tmp_path_factory.mktemp("a ' b"))
 
 
 def assert_all_done(settings: TokenizationSettings, expected: dict[str, bytes], cluster: TestCluster) -> list[str]:
@@ -173,3 +108,25 @@ def test_what_slurm_refuses_is_one_message(cluster: TestCluster, dataset: Datase
     assert refused.stderr.startswith("error: sbatch refused: ")
     assert "invalid partition" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+def test_more_dumps_than_an_array_takes(cluster: TestCluster, dataset: Dataset) -> None:
+    by_bash, by_python = dataset.settings("many-by-bash"), dataset.settings("many-by-python")
+    cluster.stop_ctld()
+    former = cluster.conf.read_text()
+    cluster.conf.write_text(former + "MaxArraySize=2\n")
+    cluster.start_ctld()
+    try:
+        cluster.run([BASH], env=environment(by_bash), cwd=Path("/"))
+        cluster.run([sys.executable, PYTHON, write_config(by_python, max_parallel=1), "--wait"], timeout=180)
+        cluster.wait_until(lambda: not cluster.queue(), timeout=60, what="the queue is empty")
+    finally:
+        cluster.stop_ctld()
+        cluster.conf.write_text(former)
+        cluster.start_ctld()
+    assert len(set(assert_all_done(by_bash, dataset.expected, cluster))) == DUMPS
+    ids = assert_all_done(by_python, dataset.expected, cluster)
+    first = min(ids).partition("_")[0]
+    assert sorted(ids)[:2] == [f"{first}_0", f"{first}_1"]
+    assert "_" not in sorted(ids)[2]  # an array of one is a plain job
+    assert cluster.job(sorted(ids)[2])["StartTime"] >= cluster.job(f"{first}_1")["EndTime"]  # max_parallel holds

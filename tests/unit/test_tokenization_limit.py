@@ -7,13 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from relayrun.errors import RelayrunError
 from relayrun.tokenization.dumps import prepare
 from relayrun.tokenization.jobs import begin
+from relayrun.tokenization.limit import requeued_before_the_limit
 from relayrun.tokenization.settings import settings_from_environment
 
 from .test_preprocess import workers_of
@@ -31,7 +34,7 @@ def test_a_job_near_its_limit_drops_its_open_shard_and_queues_itself_again(tmp_p
     os.mkfifo(tmp_path / "data" / "b.jsonl")  # its reader waits for ever
     (tmp_path / "bin").mkdir()
     fake = tmp_path / "bin" / "scontrol"
-    fake.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/asked\n')
+    fake.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/asked\n[ "$1" != show ] || echo JobId=77 TimeLimit=UNLIMITED\n')
     fake.chmod(0o755)
     tokenizer = train_tokenizer(tmp_path / "tok" / "tokenizer.json")
     environment = os.environ | {
@@ -71,6 +74,61 @@ def test_a_job_near_its_limit_drops_its_open_shard_and_queues_itself_again(tmp_p
     assert list(json.loads((out / "tokenization.json").read_text())["shards"]) == ["00000_tokens"]
     (tmp_path / "data" / "b.jsonl").unlink()
     (tmp_path / "data" / "b.jsonl").write_text('{"text": "end"}\n')
+    environment.pop("SLURM_JOB_END_TIME", None)  # it was that of the first start
     again = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert "00000_tokens" not in again.stdout
     assert shard_documents(out / "00001_tokens") == expected_ids(tokenizer, ["end"])
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a scontrol was asked that knows a job with a time limit in an hour."""
+    ends = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 3600))
+    fake = tmp_path / "scontrol"
+    job = f"JobId=78 JobState=RUNNING TimeLimit=01:00:00 EndTime={ends}"
+    fake.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/asked\n[ "$1" != show ] || echo "{job}"\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name in ("SLURM_JOB_END_TIME", "SLURM_RESTART_COUNT", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "78")
+    return tmp_path / "asked"
+
+
+def leave(progress: list[int]) -> str:
+    def work() -> None:
+        with requeued_before_the_limit(lambda: progress.pop(0)):
+            os.kill(os.getpid(), signal.SIGUSR2)
+            time.sleep(5)
+
+    with pytest.raises(RelayrunError) as caught:
+        work()
+    return str(caught.value)
+
+
+def test_a_job_whose_shards_do_not_fit_into_its_time_ends_at_the_second_start(
+    asked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
+    assert "is queued again" in leave([3, 3])
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert "is queued again" in leave([3, 4])
+    assert asked.read_text().splitlines() == ["update JobId=78 Requeue=1", "requeue 78"] * 2
+    assert "no shard was finished before the time limit, for the second time" in leave([4, 4])
+    assert len(asked.read_text().splitlines()) == 4
+
+
+def test_an_element_of_an_array_queues_itself_again_and_not_the_array(
+    asked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "78")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "9")
+    leave([0, 1])
+    assert asked.read_text().splitlines()[-2:] == ["update JobId=78_9 Requeue=1", "requeue 78_9"]
+
+
+def test_the_limit_is_asked_for_where_the_environment_does_not_say_it(asked: Path) -> None:
+    with requeued_before_the_limit(lambda: 0):
+        (timer,) = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+        assert timer.interval == pytest.approx(3600 - 120, abs=10)
+    assert asked.read_text() == "show job --oneliner 78\n"
