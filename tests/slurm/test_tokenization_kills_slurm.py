@@ -82,14 +82,15 @@ def wait_for_ends(cluster: TestCluster, jobs: list[str]) -> None:
         assert cluster.wait_job(job, timeout=120) == "COMPLETED", cluster.output(job)
 
 
-class Both:
-    """The same work by both launchers at once; every dump has a finished shard, and one of a file without end."""
+class Blocked:
+    """The same work by several launchers at once; every dump has a finished shard, and one of a file without end."""
 
-    def __init__(self, cluster: TestCluster, dataset: Dataset, name: str, *, minutes: int = 5) -> None:
+    def __init__(self, cluster: TestCluster, dataset: Dataset, name: str, *, minutes: int = 5,
+                 launchers: tuple[str, ...] = LAUNCHERS) -> None:  # fmt: skip
         self.cluster, self.dataset, self.minutes = cluster, dataset, minutes
-        self.settings = {launcher: dataset.settings(f"{name}-{launcher}") for launcher in LAUNCHERS}
+        self.settings = {launcher: dataset.settings(f"{name}-{launcher}") for launcher in launchers}
         self.files: dict[Path, bytes] = {}
-        metadata = MetadataFolder(self.settings["bash"].metadata_folder)
+        metadata = MetadataFolder(self.settings[launchers[0]].metadata_folder)
         for dump in range(DUMPS):
             file = dataset.folder / "data" / metadata.paths_file(dump).read_text().splitlines()[-1]
             self.files[file] = file.read_bytes()
@@ -139,7 +140,7 @@ def tell_to_leave(cluster: TestCluster, job: str) -> None:
 def test_a_job_that_is_told_to_leave_queues_itself_alone_again_and_goes_on(
     cluster: TestCluster, dataset: Dataset
 ) -> None:
-    both = Both(cluster, dataset, "told")
+    both = Blocked(cluster, dataset, "told")
     last = both.jobs["python"][-1]
     assert cluster.job(last)["JobId"] == last.partition("_")[0]  # its plain id is that of the whole array
     tell_to_leave(cluster, last)
@@ -156,19 +157,23 @@ def test_a_job_that_is_told_to_leave_queues_itself_alone_again_and_goes_on(
 
 
 @pytest.mark.long
-def test_a_job_leaves_before_its_time_limit_and_goes_on(cluster: TestCluster, dataset: Dataset) -> None:
-    both = Both(cluster, dataset, "limit", minutes=1)
-    cluster.wait_until(lambda: both.restarts() == ["1"] * 2 * DUMPS, timeout=90, what="all are queued again")
-    both.release()
-    wait_for_ends(cluster, both.all)
-    assert both.restarts() == ["1"] * 2 * DUMPS
-    both.assert_whole()
+@pytest.mark.parametrize(("launcher", "minutes"), [("bash", 4), ("python", 1)])
+def test_a_job_leaves_before_its_time_limit_and_goes_on(
+    cluster: TestCluster, dataset: Dataset, launcher: str, minutes: int
+) -> None:
+    """Slurm signals the Bash launcher's jobs 120 to 180 s before the limit; those of the other have a deadline."""
+    work = Blocked(cluster, dataset, "limit", minutes=minutes, launchers=(launcher,))
+    cluster.wait_until(lambda: work.restarts() == ["1"] * DUMPS, timeout=180, what="all are queued again")
+    work.release()
+    wait_for_ends(cluster, work.all)
+    assert work.restarts() == ["1"] * DUMPS
+    work.assert_whole()
 
 
 def test_a_job_that_is_killed_whole_leaves_no_process_and_submitting_again_completes_it(
     cluster: TestCluster, dataset: Dataset
 ) -> None:
-    both = Both(cluster, dataset, "killed")
+    both = Blocked(cluster, dataset, "killed")
     cluster.run(["scancel", "--signal=KILL", *both.all])
     gone = lambda: not any(processes(cluster, job) for job in both.all)  # noqa: E731
     cluster.wait_until(gone, timeout=10, what="no process of the jobs is left")
