@@ -24,11 +24,11 @@ export SEQ_LEN="${SEQ_LEN:-8192}"
 export TRAINING_STEPS="${TRAINING_STEPS:-5000}"
 export CHECKPOINT_STEPS="${CHECKPOINT_STEPS:-250}"
 export AUTO_JOB_REQUEUE="${AUTO_JOB_REQUEUE:-false}" # a successor behind every job; costs node hours unattended
-export LOG_NCCL="${LOG_NCCL:-false}"
+export TENSORBOARD="${TENSORBOARD:-true}"            # event files in the run directory; W&B is on by WANDB_API_KEY
+export LOG_NCCL="${LOG_NCCL:-false}"                 # these four: docs/monitoring.md
 export NSYS_PROFILER="${NSYS_PROFILER:-false}"
 export MOCK_DATA="${MOCK_DATA:-false}"
 export BACKUP_CODEBASE="${BACKUP_CODEBASE:-false}"
-export MEGATRON_LM_DIR="${MEGATRON_LM_DIR:-}"
 export DATASET_CACHE_DIR="${DATASET_CACHE_DIR:-}" # indices of data.order=megatron
 export PROJECT_NAME="${PROJECT_NAME:-relayrun}"
 export EXP_NAME="${EXP_NAME:-llama3-3b}"

@@ -163,6 +163,7 @@ def run_launch(options: argparse.Namespace) -> int:
     print(
         submission.adopt_job(
             config,
+            host_python=os.environ.get("HOST_PYTHON") or None,
             resume=settings.flag(os.environ, "RESUME"),
             accept_data_change=settings.flag(os.environ, "ACCEPT_DATA_CHANGE"),
         ).path

@@ -24,17 +24,18 @@ OVERRIDES = {
     "TRAINING_STEPS": "training.steps",
     "CHECKPOINT_STEPS": "checkpoint.interval",
     "AUTO_JOB_REQUEUE": "chain.auto_requeue",
+    "TENSORBOARD": "tracking.tensorboard",
+    "LOG_NCCL": "debug.log_nccl",
+    "MOCK_DATA": "data.mock_data",
+    "BACKUP_CODEBASE": "debug.backup_codebase",
 }
 """Setting to the name in the run config. An empty setting leaves the config's own value."""
 
-NOT_BUILT = {
-    "LOG_NCCL": "false",
-    "NSYS_PROFILER": "false",
-    "MOCK_DATA": "false",
-    "BACKUP_CODEBASE": "false",
-    "MEGATRON_LM_DIR": "",
-}
-"""Settings that users of such launchers know and whose function is not there yet, with their defaults."""
+PROFILER = "NSYS_PROFILER"
+"""true: `debug.profile=nsys`; false leaves the config's own."""
+
+MEGATRON_LM_DIR = "MEGATRON_LM_DIR"
+"""Of launchers that train with a checkout of Megatron-LM; here the installed megatron-core trains."""
 
 _TEXTS = frozenset({"PROJECT_NAME", "EXP_NAME", "RUN_DIR", "CLUSTER", "TOKENIZER", "MIXTURE", "DATASET_CACHE_DIR"})
 _OTHER_FORM = {"DATASETS": "data.mixture=null", "MIXTURE": "data.datasets=[]"}
@@ -44,17 +45,19 @@ _OTHER_FORM = {"DATASETS": "data.mixture=null", "MIXTURE": "data.datasets=[]"}
 def overrides(environment: Mapping[str, str]) -> list[str]:
     """The `name=value` overrides of a settings block.
 
-    Raises ConfigError for a setting whose function is not built, if it is set away from its default.
+    Raises ConfigError for MEGATRON_LM_DIR, and where a switch is neither true nor false.
     """
-    for name, default in NOT_BUILT.items():
-        value = environment.get(name, default)
-        if value.lower() not in (default, ""):
-            raise ConfigError(f"{name}={value} is not supported yet",
-                              where="settings block", hint=f"leave {name}={default or '(empty)'}")  # fmt: skip
+    if value := environment.get(MEGATRON_LM_DIR, ""):
+        raise ConfigError(f"{MEGATRON_LM_DIR}={value}: relayrun trains with the megatron-core package that is "
+                          "installed, not with a checkout", where="settings block",
+                          hint="leave it empty; to change the code, edit relayrun and set BACKUP_CODEBASE=true",
+                          )  # fmt: skip
     given = {setting: value for setting in OVERRIDES if (value := environment.get(setting, "")) != ""}
     if "MIXTURE" in given:  # a launcher may have a default for DATASETS
         given.pop("DATASETS", None)
     replaced = [override for setting, override in _OTHER_FORM.items() if setting in given]
+    if flag(environment, PROFILER):
+        replaced.append("debug.profile=nsys")
     return replaced + [f"{OVERRIDES[setting]}={_yaml(setting, value)}" for setting, value in given.items()]
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from relayrun import preflight
+from relayrun import codebase, preflight
 from relayrun.chain import decide, render
 from relayrun.chain.plan import Plan, job_name
 from relayrun.chain.scheduler import Slurm, for_plan
@@ -52,17 +52,20 @@ def submit(config: RunConfig, *, resume: bool = False, accept_data_change: bool 
         return Submitted(run=run, plan=plan, job_id=scheduler.submit(plan, run.job_script, options={}))
 
 
-def adopt_job(config: RunConfig, *, resume: bool = False, accept_data_change: bool = False) -> RunDir:
+def adopt_job(
+    config: RunConfig, *, host_python: str | None = None, resume: bool = False, accept_data_change: bool = False
+) -> RunDir:
     """Make the job that this process runs in the first of a chain: what a Bash launcher's job does.
 
-    The options that the job was submitted with win over the config's. Raises RelayrunError.
+    The options that the job was submitted with win over the config's, and so does `host_python`. Raises RelayrunError.
     """
     scheduler = Slurm()
     job = scheduler.query(scheduler.current_job_id())
     if job is None:
         raise RunDirError("Slurm does not know the job that this runs in")
     nodes = config.job.model_copy(update={"nodes": job.num_nodes})
-    config = RunConfig.model_validate(config.model_copy(update={"job": nodes}).model_dump())
+    cluster = config.cluster.model_copy(update={"host_python": host_python or config.cluster.host_python})
+    config = RunConfig.model_validate(config.model_copy(update={"job": nodes, "cluster": cluster}).model_dump())
     with _prepared(config, resume=resume, accept=accept_data_change) as (run, plan):
         scheduler.rename(job.id, plan.job_name)  # under the lock: a second first job sees this one
         return run
@@ -79,7 +82,8 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool) -> Iterator[tupl
         _refuse_while_live(run)
         _refuse_after_end(run, resume)
         config = _freeze_data(run, config, manifest, accept=accept)
-        plan = make_plan(config, run, revision=_add_revision(run, config))
+        root = codebase.snapshot(run, compose.ROOT) if config.debug.backup_codebase else compose.ROOT
+        plan = make_plan(config, run, root, revision=_add_revision(run, config))
         triggers.create_folder(run, config.chain.triggers_group)
         if config.chain.triggers_group is not None and (barrier := triggers.barrier(run)) is not None:
             print(f"warning: members of chain.triggers_group {config.chain.triggers_group} cannot reach the triggers: "
@@ -104,8 +108,8 @@ def _acknowledge_stale(run: RunDir) -> None:
             triggers.acknowledge(run, old, iteration=durable(run).iteration, result="stale: touched before this submit")
 
 
-def make_plan(config: RunConfig, run: RunDir, *, revision: int) -> Plan:
-    """The supervisor's part of a config."""
+def make_plan(config: RunConfig, run: RunDir, root: Path, *, revision: int) -> Plan:
+    """The supervisor's part of a config; the jobs run the code in `root`."""
     time_limit = parse_time(config.job.time)
     fixed = None if config.chain.lead == "auto" else float(config.chain.lead)
     lead = first_lead(time_limit) if fixed is None else fixed
@@ -147,7 +151,7 @@ def make_plan(config: RunConfig, run: RunDir, *, revision: int) -> Plan:
         environment=cluster.environment,
         modules=cluster.modules,
         host_python=sys.executable if cluster.scheduler == "local" else cluster.host_python,
-        package_root=str(compose.ROOT),
+        package_root=str(root),
         log_folder=str(compose.ROOT / "logs" / "slurm" / "training"),
     )
 
@@ -155,11 +159,15 @@ def make_plan(config: RunConfig, run: RunDir, *, revision: int) -> Plan:
 def dry_run(config: RunConfig) -> str:
     """The job script that a submit would write."""
     run = RunDir(Path(config.run_dir or ""))
-    return render.job_script(make_plan(config, run, revision=max(run.revisions(), default=0) + 1), run)
+    root = run.code / "0001" if config.debug.backup_codebase else compose.ROOT
+    return render.job_script(make_plan(config, run, root, revision=max(run.revisions(), default=0) + 1), run)
 
 
 def build_manifest(config: RunConfig) -> Manifest:
     """Find the shards that a config names; data sets are named as there, without editions. Raises InputError."""
+    if config.data.mock_data:
+        size = config.data.mock_vocabulary_size
+        return Manifest.build(dict.fromkeys(config.data.sources), {}, vocabulary_size=size, eod=None, tokenizer="mock")
     tokenizer = load_tokenizer(config.data.tokenizer)
     return Manifest.build(
         {name: expand(source.paths) if source.paths else None for name, source in config.data.sources.items()},

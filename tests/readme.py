@@ -24,14 +24,27 @@ def blocks(kind: str) -> list[str]:
     return re.findall(rf"^```{kind}\n(.*?)^```$", README, re.M | re.S)
 
 
-def checkout(folder: Path) -> dict[str, str]:
-    """Copy the tracked files, make the data that the README speaks of; return the environment to run in."""
-    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+def copy_tracked(folder: Path) -> None:
+    """Copy the tracked files of this repository, and those that will be tracked."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):
         if (ROOT / name).exists():
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, target)
+
+
+def break_code(root: Path) -> None:
+    """Edit the checkout so that nothing of it works any more."""
+    (root / "relayrun/__init__.py").write_text("raise SystemExit('the checkout was used')\n")
+    for name in ("job.sh", "rank.sh", "launch.sh"):
+        (root / "launchers/lib" / name).write_text("exit 1\n")
+
+
+def checkout(folder: Path) -> dict[str, str]:
+    """Copy the tracked files, make the data that the README speaks of; return the environment to run in."""
+    copy_tracked(folder)
     (folder / ".venv").symlink_to(sys.prefix)
     for dataset, word in (("my-text", "prose"), ("my-code", "code")):
         (folder / "data" / dataset).mkdir(parents=True)

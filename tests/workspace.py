@@ -59,7 +59,7 @@ class Workspace:
             "data": {"tokenizer": str(self.folder / "tokenizer.json"), "datasets": [str(self.folder / "data")]},
         }
         for section, changes in sections.items():
-            values[section] = values[section] | changes if isinstance(changes, dict) else changes
+            values[section] = values.get(section, {}) | changes if isinstance(changes, dict) else changes
         path = self.folder / f"{folder}.yaml"
         path.write_text(yamlfile.dump(values), encoding="utf-8")
         return path

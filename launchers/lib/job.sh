@@ -18,7 +18,7 @@ supervisor() {
   shift
   trap '' USR2
   [[ "${verb}" == watch ]] || trap '' TERM
-  PYTHONPATH="${RELAYRUN_ROOT}" exec "${RELAYRUN_HOST_PYTHON}" -m relayrun.chain "${verb}" \
+  PYTHONSAFEPATH=1 PYTHONPATH="${RELAYRUN_ROOT}" exec "${RELAYRUN_HOST_PYTHON}" -m relayrun.chain "${verb}" \
     --run-dir "${RELAYRUN_RUN_DIR}" "$@"
 }
 

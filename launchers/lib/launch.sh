@@ -7,10 +7,9 @@
 set -euo pipefail
 
 RELAYRUN_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
-export RELAYRUN_ROOT RELAYRUN_HOST_PYTHON="${HOST_PYTHON:-python3}"
 
 prepare() { # arguments of `relayrun launch`; PYTHON has relayrun's packages
-  PYTHONPATH="${RELAYRUN_ROOT}" "${PYTHON:-${RELAYRUN_ROOT}/.venv/bin/python}" -m relayrun.cli launch "${CONFIG}" "$@"
+  PYTHONSAFEPATH=1 PYTHONPATH="${RELAYRUN_ROOT}" "${PYTHON:-${RELAYRUN_ROOT}/.venv/bin/python}" -m relayrun.cli launch "${CONFIG}" "$@"
 }
 
 if [[ -z "${SLURM_JOB_ID:-}" ]]; then
@@ -31,6 +30,7 @@ exec >>"${logs}/${SLURM_JOB_NAME}-${SLURM_JOB_ID}.out" 2>>"${logs}/${SLURM_JOB_N
 asked="" # a signal during the preparation, for job.sh
 trap 'asked="SIGUSR2"' USR2
 trap 'asked="SIGTERM"' TERM
-RELAYRUN_RUN_DIR="$(prepare)"
-export RELAYRUN_RUN_DIR
-source "${RELAYRUN_ROOT}/launchers/lib/job.sh"
+run_dir="$(prepare)"
+# From here on this is the job that every successor is; its root may be a snapshot of the code.
+# shellcheck source=launchers/lib/job.sh
+source "${run_dir}/job.sbatch"

@@ -290,6 +290,7 @@ def _environment(plan: Plan, scheduler: Scheduler, job: Job, attempt: int) -> st
     """job.env: defaults that every rank needs, then the site's own, which win."""
     environment = {
         "PYTHONPATH": plan.package_root + (":" + os.environ["PYTHONPATH"] if os.environ.get("PYTHONPATH") else ""),
+        "PYTHONSAFEPATH": "1",  # or `python -m` would find the checkout in its working directory before a snapshot
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": job.options.get("cpus-per-task", str(plan.cpus_per_task)),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # megatron-core's overlap relies on the order of kernel launches

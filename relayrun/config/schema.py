@@ -93,6 +93,8 @@ class Source(Section):
         return [] if self.path is None else [self.path] if isinstance(self.path, str) else self.path
 
 
+MOCK_ORDER = "relayrun.data.mock:MockDataset"
+
 _ORDER = re.compile(r"window|megatron|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -121,6 +123,20 @@ class Data(Section):
     """A token sees only its own document."""
     eod_mask_loss: bool = False
     """What follows an end of document is not predicted: its loss does not count."""
+    mock_data: bool = False
+    """Made-up tokens in place of tokenizer, data sets and validation sets, whatever these are: nothing is read."""
+    mock_vocabulary_size: Positive = 128_256
+    """Of the made-up tokens; Llama 3's."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _mock(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("mock_data") is not True:
+            return values
+        size = values.get("mock_vocabulary_size", cls.model_fields["mock_vocabulary_size"].default)
+        source = {"weight": 1.0, "order": MOCK_ORDER, "options": {"vocabulary_size": size}}
+        rest = {name: value for name, value in values.items() if name not in ("datasets", "validation", "split")}
+        return rest | {"mixture": {"mock": source}}
 
     @property
     def sources(self) -> dict[str, Source]:
@@ -292,6 +308,31 @@ class Tracking(Section):
     """Write event files into the run directory's `tensorboard` folder."""
 
 
+class Debug(Section):
+    """What helps to find out what is wrong; files go to debug/<attempt>/ of the run directory."""
+
+    log_nccl: bool = False
+    """NCCL_DEBUG=INFO (where the environment says nothing else), into a file per rank and node."""
+    profile: Literal["nsys", "torch"] | None = None
+    """nsys: NVIDIA's Nsight Systems around the ranks. torch: torch.profiler, a Chrome trace per rank."""
+    profile_step_start: Positive = 10
+    """The first iteration that is profiled."""
+    profile_step_end: Positive = 12
+    """The last one."""
+    profile_ranks: list[NonNegative] = [0]
+    backup_codebase: bool = False
+    """Every attempt runs the code as it was at the submit, uncommitted changes included."""
+    memory_interval: NonNegative = 60
+    """Seconds between lines of memory_logging-<node>.txt; 0: none."""
+
+    @model_validator(mode="after")
+    def _steps(self) -> Self:
+        if self.profile_step_end < self.profile_step_start:
+            raise ValueError(f"profile_step_end {self.profile_step_end} is before "
+                             f"profile_step_start {self.profile_step_start}")  # fmt: skip
+        return self
+
+
 class Job(Section):
     """What one job asks of the scheduler; names are Slurm's."""
 
@@ -349,6 +390,7 @@ class RunConfig(Section):
     parallel: Parallel = Parallel()
     chain: Chain = Chain()
     tracking: Tracking = Tracking()
+    debug: Debug = Debug()
     job: Job
     cluster: Cluster
 

@@ -170,9 +170,18 @@ class RunDir:
     def debug(self) -> Path:
         return self.path / "debug"
 
+    def debug_of(self, attempt: int) -> Path:
+        """What an attempt leaves for a person: stacks, traces, NCCL's log, its surroundings."""
+        return self.debug / f"{attempt:04}"
+
     def stacks(self, attempt: int) -> Path:
         """Where the ranks of an attempt write their Python stacks (`rank-0012.txt`) when they get SIGUSR1."""
-        return self.debug / f"{attempt:04}" / "stacks"
+        return self.debug_of(attempt) / "stacks"
+
+    @property
+    def code(self) -> Path:
+        """Snapshots of the code; see `relayrun.codebase`."""
+        return self.path / "code"
 
     @property
     def stop(self) -> Path:

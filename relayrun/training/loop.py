@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from relayrun.config import compose
 from relayrun.config.schema import RunConfig
 from relayrun.data.batches import BatchReader
 from relayrun.data.build import mixture_of, training_order, validation_orders
@@ -24,6 +23,7 @@ from relayrun.rundir.records import Begin, Left, Outcome, Started
 from relayrun.training import device_shim, parallel
 from relayrun.training.checkpoint import Checkpointer
 from relayrun.training.control import Control
+from relayrun.training.debugging import Profiler
 from relayrun.training.evaluation import Evaluation
 from relayrun.training.heartbeat import Pulse
 from relayrun.training.metrics import Metrics, Step
@@ -58,6 +58,8 @@ class Training:
         self.evaluation = Evaluation(orders=validation_orders(config, manifest), training=settings, ranks=ranks)
         self.control = Control(run, begin, ranks, flag)
         self.metrics = Metrics(run.attempt(begin.attempt), ranks, total_steps=settings.steps)
+        traces = run.debug_of(begin.attempt) / "profile"
+        self.profiler = Profiler(config.debug, rank=ranks.rank, folder=traces, say=self.metrics.say)
         self.model = Model(config, ranks, manifest.vocabulary_size, eod=manifest.eod, progress=pulse.beat)
         self.optimizer = Optimizer(config, self.model)
         checkpointer = Checkpointer(
@@ -138,6 +140,7 @@ class Training:
                 self._evaluate()
 
     def _step(self) -> None:
+        self.profiler.before(self.position.iteration + 1)
         size = self.position.batch_size
         tokens = size * self.config.training.seq_length
         self.pulse.enter("step", self.position.iteration)
@@ -178,6 +181,7 @@ class Training:
             )
         )
         self.saver.stall_seconds = 0.0
+        self.profiler.after(self.position.iteration)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self.saver.settle(self.position.iteration)
             raise FatalTrainingError(
@@ -202,13 +206,14 @@ class Training:
         return Left(outcome=outcome, reason=reason, iteration=at, time=time.time())
 
 
-def train(run: RunDir, begin: Begin, flag: SignalFlag, pace: Pace, pulse: Pulse, *, process_began: float) -> None:
+def train(
+    run: RunDir, begin: Begin, config: RunConfig, flag: SignalFlag, pace: Pace, pulse: Pulse, *, process_began: float
+) -> None:
     """Run the attempt; on return its outcome is written. Raises what `Training` raises, and ConfigError.
 
     `process_began`: seconds since 1970, for the record.
     """
     imported = time.time()
-    config = compose.read_resolved(run.config_revision(begin.config_revision))
     device_shim.install()
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
@@ -220,6 +225,7 @@ def train(run: RunDir, begin: Begin, flag: SignalFlag, pace: Pace, pulse: Pulse,
         trackers = Trackers(run, begin.attempt, config, training.metrics.say)
     left = training.run()
     training.reader.close()
+    training.profiler.close()
     training.metrics.say(f"leaving at iteration {left.iteration}: {left.outcome} ({left.reason})")
     if ranks.rank == 0:
         left.write(run.attempt(begin.attempt).outcome)

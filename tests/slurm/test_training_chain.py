@@ -16,6 +16,7 @@ from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.records import Begin
 from tests.checkpoints import assert_same_bytes
+from tests.readme import break_code, copy_tracked
 from tests.workspace import Workspace, ends, steps
 
 from .cluster import ROOT, TestCluster
@@ -169,6 +170,32 @@ def test_a_bash_launcher_from_anywhere_with_its_options_triggers_and_resume(
     assert ends(run)[-1].cause == "cancelled"
     assert cluster.job(other)["JobState"] == "RUNNING"
     cluster.run(["scancel", other])
+
+
+@pytest.mark.long
+def test_a_bash_launcher_with_a_backup_survives_what_becomes_of_its_checkout(
+    cluster: TestCluster, workspace: Workspace, tmp_path: Path
+) -> None:
+    root = tmp_path / "it's a checkout"
+    copy_tracked(root)
+    config = workspace.config("unused-either", job=TWO_NODES, cluster=SLURM, data={"mock_vocabulary_size": 300})
+    run = workspace.run("backup")
+    settings = {
+        "CONFIG": str(config), "RUN_DIR": str(run.path), "DATASETS": "", "MOCK_DATA": "true", "BACKUP_CODEBASE": "true",
+        "MBS": "2", "GBS": "8", "SEQ_LEN": "64", "TRAINING_STEPS": "50000", "CHECKPOINT_STEPS": "40000",
+        "PYTHON": sys.executable, "HOST_PYTHON": SLURM["host_python"],
+    }  # fmt: skip
+    first = cluster.sbatch(["--time=7", root / "launchers/submit-demo.sh"], cwd=root, env=settings)
+    wait_for_iteration(cluster, run, 1)
+    break_code(root)
+    cluster.run(["scancel", "--signal=USR2", "--batch", first])
+    wait_for_iteration(cluster, run, 2)
+    triggers.touch(run, "exit")
+    wait_for_end(cluster, run, timeout=60)
+    assert [end.cause for end in ends(run)] == ["saved", "exit"]
+    begin = Begin.read(run.attempt(2).begin)
+    assert begin is not None
+    assert begin.base_iteration > 0
 
 
 def ends_so_far(run: RunDir) -> list[str]:

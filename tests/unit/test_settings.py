@@ -19,11 +19,20 @@ def test_a_settings_block_becomes_overrides_with_names_of_any_kind() -> None:
     assert values["chain.auto_requeue"] is True
 
 
-@pytest.mark.parametrize(("name", "value"), [("LOG_NCCL", "true"), ("MEGATRON_LM_DIR", "/x"), ("MOCK_DATA", "1")])
-def test_a_setting_without_its_function_is_refused_by_name(name: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}={value} is not supported yet"):
-        settings.overrides({name: value})
-    assert settings.overrides({name: settings.NOT_BUILT[name]}) == []
+def test_the_debugging_switches_have_their_names() -> None:
+    texts = settings.overrides(
+        {"LOG_NCCL": "true", "MOCK_DATA": "false", "NSYS_PROFILER": "TRUE", "TENSORBOARD": "true"}
+    )
+    assert texts == ["debug.profile=nsys", "tracking.tensorboard=true", "debug.log_nccl=true", "data.mock_data=false"]
+    assert settings.overrides({"NSYS_PROFILER": "false"}) == []
+    with pytest.raises(ConfigError, match="NSYS_PROFILER=1 is neither true nor false"):
+        settings.overrides({"NSYS_PROFILER": "1"})
+
+
+def test_a_checkout_of_megatron_lm_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="MEGATRON_LM_DIR=/x: relayrun trains with the megatron-core package"):
+        settings.overrides({"MEGATRON_LM_DIR": "/x"})
+    assert settings.overrides({"MEGATRON_LM_DIR": ""}) == []
 
 
 def test_resume_is_true_or_false() -> None:

@@ -1,0 +1,56 @@
+"""Memory of a node over time, a line every few seconds: of the host, and of its GPUs where there are any.
+
+A thread of the node's first rank writes it. It waits for nothing but its own clock and nvidia-smi, and a failure ends
+it with one line.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+GIB = 1 << 30
+SMI = ["nvidia-smi", "--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits"]
+SMI_SECONDS = 20.0
+"""How long it may take."""
+
+
+def sample() -> str:
+    """Now, as one line: `host 12.3 of 95.0 GiB`, then `gpu 0: 1.2 of 94.0 GiB` for each GPU."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    used = [f"host {(memory.total - memory.available) / GIB:.1f} of {memory.total / GIB:.1f} GiB", *_gpus()]
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {', '.join(used)}"
+
+
+def _gpus() -> list[str]:
+    try:
+        done = subprocess.run(SMI, capture_output=True, text=True, timeout=SMI_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = [line.split(", ") for line in done.stdout.splitlines() if line.count(", ") == 2]
+    return [f"gpu {index}: {_gib(used)} of {_gib(total)} GiB" for index, used, total in rows]
+
+
+def _gib(mebibytes: str) -> str:
+    """As nvidia-smi gives it, which is no number on some devices."""
+    return f"{int(mebibytes) / 1024:.1f}" if mebibytes.isdecimal() else mebibytes
+
+
+def start(path: Path, *, interval: float) -> None:
+    """Append a line to `path` now and every `interval` seconds, until this process ends."""
+    threading.Thread(target=_write, args=(path, interval), name="memory", daemon=True).start()
+
+
+def _write(path: Path, interval: float) -> None:
+    try:
+        while True:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(sample() + "\n")
+            time.sleep(interval)
+    except OSError as error:
+        print(f"warning: memory is no longer logged: {error}", file=sys.stderr, flush=True)

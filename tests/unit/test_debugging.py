@@ -1,0 +1,116 @@
+"""What an attempt notes of its surroundings, and the switches that are set before torch is there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relayrun.config import compose
+from relayrun.config.schema import Debug
+from relayrun.data.mock import WINDOWS, MockDataset
+from relayrun.errors import ConfigError
+from relayrun.monitoring import environment, memory
+from relayrun.rundir.records import Begin
+from relayrun.training import debugging
+from tests.workspace import Workspace
+
+BEGIN = Begin(
+    attempt=3, job_id="17", job_name="llama", nodes="n[0-3]", config_revision=2, base_iteration=0, base_path=None,
+    start_time=0.0, job_end_time=None, lead=1.0,
+)  # fmt: skip
+SECRETS = {"WANDB_API_KEY": "0123456789abcdef", "HF_TOKEN": "hf_secret_of_mine", "SLURM_JWT": "eyJhbGciOiJIUzI1NiJ9"}
+
+
+def test_the_environment_is_shown_by_an_allowlist() -> None:
+    variables = SECRETS | {"SLURM_JOB_ID": "17", "NCCL_DEBUG": "INFO", "EDITOR": "vi", "PATH": "/bin", "PATHOLOGY": "x"}
+    assert environment.shown(variables) == ["NCCL_DEBUG=INFO", "PATH=/bin", "SLURM_JOB_ID=17"]
+
+
+def test_a_description_says_what_ran_and_holds_no_secret(tmp_path: Path) -> None:
+    workspace = Workspace.make(tmp_path)
+    edf = tmp_path / "container.toml"
+    edf.write_text('image = "ngc-25.01.sqsh"')
+    cluster = {"name": "local", "scheduler": "local", "srun_options": ["--mpi=none", f"--environment={edf}"]}
+    config = compose.load(workspace.config("run", cluster=cluster))
+    root = tmp_path / "code"
+    root.mkdir()
+    git = ["git", "-C", str(root), "-c", "user.name=n", "-c", "user.email=e"]
+    subprocess.run(["git", "init", "-q", str(root)], check=True)
+    (root / "launcher.sh").write_text("first\n")
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-qm", "first"], check=True)
+    (root / "launcher.sh").write_text(f"export WANDB_API_KEY={SECRETS['WANDB_API_KEY']}\n")
+    script = tmp_path / "job.sbatch"
+    script.write_text("#SBATCH --nodes=4\n")
+    text = environment.describe(config, BEGIN, root=root, job_script=script, environment=os.environ | SECRETS)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    for expected in (f"commit {head}", "+export WANDB_API_KEY=<WANDB_API_KEY>", "17 (llama), attempt 3", "n[0-3]",
+                     "#SBATCH --nodes=4", "ngc-25.01.sqsh", "torch==", "pytest"):  # fmt: skip
+        assert expected in text, expected
+    for secret in SECRETS.values():
+        assert secret not in text
+
+
+def test_memory_of_the_host_and_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert memory.sample().count("GiB") == 1
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/bash\necho '0, 1024, 97871'\necho '1, [N/A], 97871'\n")
+    smi.chmod(0o755)
+    assert memory.sample().endswith("GiB, gpu 0: 1.0 of 95.6 GiB, gpu 1: [N/A] of 95.6 GiB")
+
+
+def test_nccl_writes_a_file_per_rank_and_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_DEBUG", raising=False)
+    monkeypatch.setenv("NCCL_DEBUG_FILE", "")
+    debugging.log_nccl(tmp_path / "nccl", node="n3", rank=12)
+    assert os.environ["NCCL_DEBUG_FILE"] == str(tmp_path / "nccl" / "n3-rank-0012.log")
+    assert os.environ["NCCL_DEBUG"] == "INFO"
+    monkeypatch.setenv("NCCL_DEBUG", "TRACE")
+    debugging.log_nccl(tmp_path / "nccl", node="n3", rank=12)
+    assert os.environ["NCCL_DEBUG"] == "TRACE"
+
+
+def test_without_nsys_every_rank_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for rank in (0, 5):
+        with pytest.raises(ConfigError, match="there is no nsys on the PATH of the ranks"):
+            debugging.enter_nsys(Debug(profile="nsys", profile_ranks=[0]), tmp_path, rank)
+    debugging.enter_nsys(Debug(profile="torch"), tmp_path, 0)
+    monkeypatch.setenv(debugging.UNDER_NSYS, "1")
+    debugging.enter_nsys(Debug(profile="nsys"), tmp_path, 0)
+
+
+def test_profiled_iterations_are_in_order() -> None:
+    with pytest.raises(ValueError, match="profile_step_end 3 is before profile_step_start 10"):
+        Debug(profile="torch", profile_step_end=3)
+
+
+def test_mock_data_are_a_function_of_seed_epoch_and_number(tmp_path: Path) -> None:
+    def dataset(seed: int) -> MockDataset:
+        source: Any = SimpleNamespace(seed=seed, seq_length=64, options={"vocabulary_size": 50})
+        return MockDataset(source)
+
+    window = dataset(1).read(2, 7)
+    assert (window.dtype, window.shape, len(dataset(1))) == (np.int64, (65,), WINDOWS)
+    assert np.array_equal((window[:-1] + 1) % 50, window[1:])
+    assert np.array_equal(dataset(1).read(2, 7), window)
+    firsts = {int(dataset(seed).read(epoch, i)[0]) for seed in (1, 2) for epoch in (0, 1) for i in range(50)}
+    assert len(firsts) > 40
+
+
+def test_mock_data_take_the_place_of_everything(tmp_path: Path) -> None:
+    workspace = Workspace.make(tmp_path)
+    data = {"tokenizer": "nowhere/to-be-found", "datasets": ["/nowhere"], "validation": {"held-out": ["/nowhere"]}}
+    config = compose.load(workspace.config("run", data=data), ["data.mock_data=true", "data.mock_vocabulary_size=300"])
+    assert list(config.data.sources) == ["mock"]
+    assert (config.data.datasets, config.data.validation) == ([], {})
+    path = tmp_path / "resolved.yaml"
+    path.write_text(compose.dump(config))
+    assert compose.read_resolved(path) == config
