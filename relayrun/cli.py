@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     dumps = commands.add_parser("dumps", help="tokenization: where the dumps of a dataset stand")
     dumps.add_argument("what", choices=("status",))
     dumps.add_argument("folder", metavar="METADATA_FOLDER", help="as written by prepare_dumps.py")
+    dumps.add_argument("--watch", type=float, metavar="SECONDS", help="again and again, until all dumps are done")
     dumps.set_defaults(run=run_dumps)
     add_export(commands.add_parser("export", help="a checkpoint in the form that other programs read"))
     add_import(commands.add_parser("import", help="a checkpoint, to start a run from, of another program's model"))
@@ -60,7 +61,10 @@ def run_dumps(options: argparse.Namespace) -> int:
     """Print where the dumps of a metadata folder stand."""
     from relayrun.tokenization import status
 
-    print(status.table(status.read_status(options.folder)))
+    if options.watch is not None:
+        status.watch(options.folder, max(options.watch, 0.1))
+    else:
+        print(status.table(status.read_status(options.folder)))
     return 0
 
 

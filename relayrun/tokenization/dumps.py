@@ -140,6 +140,7 @@ def prepare(
         contents = {dump.index: paths_file_bytes(file.path for file in dump.files) for dump in dumps}
         _refuse_to_change_half_done(metadata, contents)
         replace_link(metadata.raw_link, dataset)
+        metadata.write_sizes({dump.index: dump.size for dump in dumps})
         _replace_dumps(metadata, contents)
     return dumps
 

@@ -20,6 +20,7 @@ from relayrun.tokenization.columns import join, read_column
 from relayrun.tokenization.engines import Engine, Selection
 from relayrun.tokenization.framing import Framing
 from relayrun.tokenization.metadata import InputFile, printable, stat_inputs
+from relayrun.tokenization.progress import SECONDS, Progress
 from relayrun.tokenization.record import Skipped, TaskRecord, fingerprint
 from relayrun.tokenization.texts import Texts
 
@@ -50,6 +51,8 @@ class Job:
     batch_documents: int = 1000
     batch_bytes: int = 4_000_000
     on_error: OnError = "stop"
+    progress_seconds: float = SECONDS
+    """How often a task says how far it is."""
 
 
 def tokenize_part(job: Job, part: Part) -> TaskRecord:
@@ -63,11 +66,12 @@ def tokenize_part(job: Job, part: Part) -> TaskRecord:
     record = TaskRecord(inputs=list(part.inputs), started=started, engine=job.selection.engine,
                         engine_version=job.selection.version)  # fmt: skip
     shard = ShardWriter(os.path.join(job.output, part.name), np.dtype(job.framing.dtype).type)
+    progress = Progress(job.output, part.name, seconds=job.progress_seconds)
     try:
         for file in part.inputs:
             mark, before = shard.mark(), record.counts()
             try:
-                _tokenize_file(job, file, engine, shard, record)
+                _tokenize_file(job, file, engine, shard, record, progress)
             except InputError as error:
                 if job.on_error != "skip":
                     raise
@@ -78,12 +82,16 @@ def tokenize_part(job: Job, part: Part) -> TaskRecord:
     except BaseException:
         shard.abort()
         raise
+    finally:
+        progress.end()
     record.tokens, record.sha256, record.routed_documents = shard.tokens, shard.sha256, engine.routed - routed
     record.seconds = time.time() - started
     return record
 
 
-def _tokenize_file(job: Job, file: InputFile, engine: Engine, shard: ShardWriter, record: TaskRecord) -> None:
+def _tokenize_file(
+    job: Job, file: InputFile, engine: Engine, shard: ShardWriter, record: TaskRecord, progress: Progress
+) -> None:
     path = join(job.dataset, file[0])
     record.fingerprints.append(fingerprint(path))
     for array in read_column(path, job.column, batch_bytes=job.batch_bytes):
@@ -92,6 +100,8 @@ def _tokenize_file(job: Job, file: InputFile, engine: Engine, shard: ShardWriter
             record.documents += len(lengths)
             record.empty_documents += len(texts) - len(lengths)
             shard.add(ids, lengths)
+            progress.say(documents=record.documents, tokens=shard.tokens)
+    progress.bytes_read += file[1]
     if "://" not in path and stat_inputs(job.dataset, [file[0]]) != [file]:
         raise InputError("this file was changed while it was read", where=printable(path), hint="run again")
 

@@ -22,11 +22,11 @@ from relayrun.chain.scheduler import Slurm
 from relayrun.errors import InputError, RelayrunError, SchedulerError
 from relayrun.files import write_atomic
 from relayrun.slurmtime import parse_time
-from relayrun.tokenization.limit import job_id, requeued_before_the_limit
+from relayrun.tokenization.limit import Requeued, job_id, requeued_before_the_limit
 from relayrun.tokenization.locks import locked
 from relayrun.tokenization.metadata import MetadataFolder, replace_link
 from relayrun.tokenization.settings import SlurmOptions, TokenizationSettings
-from relayrun.tokenization.status import finished_shards
+from relayrun.tokenization.status import ERROR_FILE, finished_shards
 
 CSV_COLUMNS = (
     "slurm_job_id", "node", "start", "end", "paths_file", "output_folder", "dataset_total_size",
@@ -34,9 +34,6 @@ CSV_COLUMNS = (
 )  # fmt: skip
 """dataset_total_size: bytes of the dump's files; processed_total_size: bytes of its .bin files; time: seconds;
 bw: MB (10^6 bytes) of input per second; total_tokens_processed: counted; throughput: tokens per second."""
-
-ERROR_FILE = "error.txt"
-"""In the logs of a dump that failed: the one message."""
 
 _LOCAL_LIMIT_MINUTES = 60 * 24 * 30  # submitit kills local jobs after two minutes unless told otherwise
 _POLL_SECONDS = 0.2
@@ -70,7 +67,7 @@ def begin(settings: TokenizationSettings) -> list[int]:
     settings.job_logs.mkdir(parents=True, exist_ok=True)
     for index in indices:
         settings.dump_logs(index).mkdir(parents=True, exist_ok=True)
-        (settings.dump_logs(index) / ERROR_FILE).unlink(missing_ok=True)
+        (settings.dump_output(index) / ERROR_FILE).unlink(missing_ok=True)
     replace_link(link, str(output))
     return indices
 
@@ -78,15 +75,19 @@ def begin(settings: TokenizationSettings) -> list[int]:
 def tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
     """Tokenize dump `index`, add its row to the CSV, and move its paths file to the finished ones.
 
-    Returns the row. A RelayrunError or OSError is left as one message in the dump's logs, too.
+    Returns the row. The message of a RelayrunError or OSError is left beside the dump's shards, too.
     """
-    logs = settings.dump_logs(index)
-    logs.mkdir(parents=True, exist_ok=True)
+    settings.dump_logs(index).mkdir(parents=True, exist_ok=True)
+    output = settings.dump_output(index)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / ERROR_FILE).unlink(missing_ok=True)
     try:
         return _tokenize_dump(settings, index)
+    except Requeued:
+        raise
     except (RelayrunError, OSError) as error:
         with contextlib.suppress(OSError):
-            write_atomic(logs / ERROR_FILE, f"{error}\n".encode("utf-8", "backslashreplace"))
+            write_atomic(output / ERROR_FILE, f"{error}\n".encode("utf-8", "backslashreplace"))
         raise
 
 
@@ -266,7 +267,7 @@ def _raise_failures(settings: TokenizationSettings, failed: Sequence[int], total
         return
     message = "its job was killed, or died before it began"
     with contextlib.suppress(FileNotFoundError):
-        message = (settings.dump_logs(failed[0]) / ERROR_FILE).read_text(encoding="utf-8").strip()
+        message = (settings.dump_output(failed[0]) / ERROR_FILE).read_text(encoding="utf-8").strip()
     numbers = ", ".join(map(str, failed))
     raise RelayrunError(f"{len(failed)} of {total} dumps failed (dump {numbers}). Dump {failed[0]}: {message}",
                         hint=f"logs: {settings.job_logs}; submit again when it is mended: what is done is kept",

@@ -37,6 +37,10 @@ def job_id() -> str | None:
     return f"{array}_{element}" if array else os.environ.get("SLURM_JOB_ID")
 
 
+class Requeued(RelayrunError):
+    """The time limit is near, and the job is queued again: no failure."""
+
+
 @contextlib.contextmanager
 def requeued_before_the_limit(progress: Callable[[], int]) -> Iterator[None]:
     """Within a Slurm job: at SIGUSR2, or shortly before the time limit, stop the work and queue the job again.
@@ -71,8 +75,8 @@ def requeued_before_the_limit(progress: Callable[[], int]) -> Iterator[None]:
         slurm = Slurm()
         slurm.allow_requeue(job)  # tokenize.sh asks for --no-requeue: nothing else is to start it again
         slurm.requeue(job)
-        raise RelayrunError("the time limit is near; the job is queued again and goes on with what is missing",
-                            where=f"Slurm job {job}") from None  # fmt: skip
+        raise Requeued("the time limit is near; the job is queued again and goes on with what is missing",
+                       where=f"Slurm job {job}") from None  # fmt: skip
     finally:
         if timer is not None:
             timer.cancel()

@@ -5,6 +5,7 @@
     completed-dumps/              where a finished dump's paths file goes
     tokenized-dir-link            -> OUTPUT/TOKENIZER_NAME/DATASET_NAME
     tokenize-T-D.csv              one row per finished dump
+    dump-sizes.json               bytes of each dump's files when it was prepared
     jobs.jsonl                    Slurm ids of submitted jobs
     .lock                         held alone while dumps are prepared or submitted, shared while one is tokenized
 
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from relayrun.chain.scheduler import Slurm
 from relayrun.errors import InputError, RelayrunError
-from relayrun.files import append_line, fsync_directory, read_lines
+from relayrun.files import append_line, fsync_directory, read_json, read_lines, write_json
 from relayrun.tokenization.locks import locked
 
 _PATHS_FILE = re.compile(r"paths_file_(0|[1-9][0-9]*)\.txt")
@@ -109,6 +110,7 @@ class MetadataFolder:
         self.raw_link = self.path / "raw-dataset-link"
         self.tokenized_link = self.path / "tokenized-dir-link"
         self._jobs = self.path / "jobs.jsonl"
+        self._sizes = self.path / "dump-sizes.json"
 
     def paths_file(self, index: int) -> Path:
         return self.dumps / f"paths_file_{index}.txt"
@@ -142,6 +144,16 @@ class MetadataFolder:
         """While dumps are tokenized; several may be, but nobody prepares or submits meanwhile."""
         with locked(self.path / ".lock", shared=True):
             yield
+
+    def write_sizes(self, sizes: dict[int, int]) -> None:
+        """Note the bytes of dumps, beside those that are noted."""
+        write_json(self._sizes, {str(index): size for index, size in sorted((self.sizes() | sizes).items())})
+
+    def sizes(self) -> dict[int, int]:
+        """Bytes of the files of each dump, as far as they are noted."""
+        with contextlib.suppress(FileNotFoundError, ValueError, AttributeError):
+            return {int(index): int(size) for index, size in read_json(self._sizes).items()}
+        return {}
 
     def record_job(self, job_id: str, dump: int) -> None:
         """Remember that Slurm job `job_id` (an array element as `12_3`) tokenizes dump `dump`."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import write_atomic
+from relayrun.tokenization import progress
 from relayrun.tokenization.columns import join
 from relayrun.tokenization.engines import EngineName, select
 from relayrun.tokenization.fused import Job, OnError, Part, sample, tokenize_part
@@ -117,6 +118,7 @@ def tokenize(
         for part in todo:
             folder.drop(part.name)
             folder.tasks.pop(part.name, None)
+        progress.clear(output)
         if todo:
             folder.write()
             logs.mkdir(parents=True, exist_ok=True)
@@ -148,6 +150,7 @@ def tokenize(
                 run_tasks(functools.partial(tokenize_part, job), todo, workers, on_done, where=output)
             finally:
                 folder.drop_temporary()
+                progress.clear(output)
     result = _result(folder, inputs.values(), workers=workers, tasks_run=len(todo), seconds=time.monotonic() - started)
     if not result.documents:
         raise InputError(f"no document with text in {len(names):,} files, so there is no shard: "

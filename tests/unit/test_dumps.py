@@ -121,7 +121,7 @@ def test_a_second_run_leaves_no_stale_dump(dataset: Path, metadata: Path) -> Non
         "paths_file_0.txt": ["b/c.jsonl"],
         "paths_file_1.txt": ["b/d.jsonl.gz", "e.jsonl.zst"],
     }
-    assert sorted(os.listdir(metadata)) == [".lock", "dumps", "raw-dataset-link"]
+    assert sorted(os.listdir(metadata)) == [".lock", "dump-sizes.json", "dumps", "raw-dataset-link"]
 
 
 def test_beside_finished_dumps_only_other_files_are_split_and_numbered_behind(dataset: Path, metadata: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_kill_while_dumps_are_replaced_never_leaves_a_mixture(
         assert MetadataFolder(metadata).pending() == []
     prepare(dataset, metadata, n_dumps=2)
     assert len(paths_files(metadata)) == 2
-    assert sorted(os.listdir(metadata)) == [".lock", "dumps", "raw-dataset-link"]
+    assert sorted(os.listdir(metadata)) == [".lock", "dump-sizes.json", "dumps", "raw-dataset-link"]
 
 
 def test_nothing_is_prepared_while_a_dump_is_tokenized_here(dataset: Path, metadata: Path) -> None:

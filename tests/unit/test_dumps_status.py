@@ -1,19 +1,30 @@
+"""Where dumps stand: the table, the forecast and the failures, from files alone."""
+
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from relayrun import cli
+from relayrun.errors import InputError
 from relayrun.tokenization.dumps import prepare
 from relayrun.tokenization.jobs import begin, tokenize_dump
+from relayrun.tokenization.progress import FOLDER, STALE_SECONDS, Progress
 from relayrun.tokenization.settings import TokenizationSettings
-from relayrun.tokenization.status import read_status
+from relayrun.tokenization.status import read_status, seconds_left, table, tokens_per_byte
 
 from .tokenization_corpus import TEXTS, train_tokenizer, write_parquet
 
 
-def test_the_table_says_what_is_done_and_what_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def settings(tmp_path: Path) -> TokenizationSettings:
+    """Two dumps of one file each, begun."""
     (tmp_path / "data").mkdir()
     for name in "ab":
         write_parquet(tmp_path / "data" / f"{name}.parquet", list(TEXTS))
@@ -27,17 +38,108 @@ def test_the_table_says_what_is_done_and_what_is_not(tmp_path: Path, capsys: pyt
         logs=str(tmp_path / "logs"),
     )
     begin(settings)
+    return settings
+
+
+def test_the_table_says_what_is_done_and_what_is_not(
+    settings: TokenizationSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
     row = tokenize_dump(settings, 1)
-    waiting, done = read_status(tmp_path / "meta")
+    waiting, done = read_status(settings.metadata_folder)
     assert (waiting.state, waiting.shards, waiting.of) == ("waiting", 0, 0)
     assert (done.state, done.shards, done.of, done.tokens) == ("done", 1, 1, row["total_tokens_processed"])
-    assert done.tokens_per_second > 0
+    assert done.core_rate > 0
+    assert done.node_rate == pytest.approx(done.core_rate)  # of one worker
+    assert not (settings.dump_output(1) / FOLDER).exists()
     capsys.readouterr()
-    assert cli.main(["dumps", "status", str(tmp_path / "meta")]) == 0
+    assert cli.main(["dumps", "status", settings.metadata_folder]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split()[:3] == ["0", "waiting", "-"]
     assert lines[2].split()[:4] == ["1", "done", "1/1", f"{done.tokens:,}"]
     assert lines[3].split()[:3] == ["total", "1/2", "done"]
+
+
+def running(settings: TokenizationSettings, dump: int, **values: object) -> None:
+    """A task that has worked for 100 s and said so `age` seconds ago."""
+    output = settings.dump_output(dump)
+    output.mkdir(parents=True, exist_ok=True)
+    Progress(output, "00007_tokens")
+    file = output / FOLDER / "00007_tokens.json"
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps(said | {"started": said["at"] - 100, "node": "n3", **values}))
+
+
+def test_running_tasks_count_and_forecast_the_end(settings: TokenizationSettings) -> None:
+    tokenize_dump(settings, 1)
+    running(settings, 0, tokens=50, documents=3)
+    first, second = read_status(settings.metadata_folder)
+    assert (first.state, first.tokens, first.nodes) == ("running", 50, "n3")
+    assert first.node_rate == pytest.approx(0.5)
+    assert first.bytes == (Path(settings.metadata_folder) / "raw-dataset-link" / "a.parquet").stat().st_size
+    density = tokens_per_byte([first, second])
+    assert density == second.tokens / second.bytes
+    left = seconds_left([first, second], tokens_per_byte=density, rate=first.node_rate)
+    assert left == pytest.approx((second.tokens - 50) / 0.5)  # both files hold the same
+    assert "0:16 h" in table([first, second]).splitlines()[1]
+    (Path(settings.metadata_folder) / "dump-sizes.json").unlink()
+    assert seconds_left(read_status(settings.metadata_folder), tokens_per_byte=density, rate=1) is None
+
+
+def test_a_task_that_says_nothing_is_named(settings: TokenizationSettings) -> None:
+    running(settings, 0, tokens=50)
+    later = time.time() + STALE_SECONDS + 1
+    stalled, waiting = read_status(settings.metadata_folder, now=later)
+    assert (stalled.state, stalled.tokens, waiting.state) == ("stalled", 0, "waiting")
+    assert "dump 0: no word from n3 since" in table([stalled, waiting])
+
+
+def test_a_dump_that_failed_is_named_until_it_is_done(settings: TokenizationSettings) -> None:
+    broken = settings.model_copy(update={"column": "nope"})
+    with pytest.raises(InputError):
+        tokenize_dump(broken, 0)
+    failed, _ = read_status(settings.metadata_folder)
+    assert failed.state == "failed"
+    assert "no column 'nope'" in table([failed])
+    tokenize_dump(settings, 0)
+    done, _ = read_status(settings.metadata_folder)
+    assert (done.state, done.error) == ("done", None)
+
+
+def test_files_that_were_left_out_are_named(settings: TokenizationSettings) -> None:
+    (Path(settings.metadata_folder) / "raw-dataset-link" / "a.parquet").write_bytes(b"torn")
+    with pytest.raises(InputError, match="no document with text"):
+        tokenize_dump(settings.model_copy(update={"on_error": "skip"}), 0)
+    assert "dump 0 left out: " in table(read_status(settings.metadata_folder))
+
+
+@pytest.mark.slow
+def test_a_task_says_how_far_it_is_and_watch_ends_when_all_is_done(
+    settings: TokenizationSettings, tmp_path: Path
+) -> None:
+    file = tmp_path / "data" / "a.parquet"
+    content = file.read_bytes()
+    file.unlink()
+    os.mkfifo(file)
+    tokenize_dump(settings, 1)
+    code = (
+        f"from relayrun.tokenization.jobs import *; tokenize_dump(TokenizationSettings(**{settings.model_dump()!r}), 0)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        deadline = time.monotonic() + 60
+        while read_status(settings.metadata_folder)[0].state != "running":
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        watch = [sys.executable, "-m", "relayrun.cli", "dumps", "status", settings.metadata_folder, "--watch", "0.2"]
+        with subprocess.Popen(watch, stdout=subprocess.PIPE, text=True) as watching:
+            process.kill()
+            process.wait()
+            file.unlink()
+            file.write_bytes(content)
+            tokenize_dump(settings, 0)
+            output, _ = watching.communicate(timeout=60)
+    assert watching.returncode == 0
+    assert output.splitlines()[-1].startswith("total  2/2 done")
 
 
 def test_a_folder_without_dumps_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
