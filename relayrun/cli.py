@@ -101,6 +101,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
         command.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: that of the checkpoint's weights")
     hf.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file of weights (default: 5GB)")
     hf.add_argument("--test-logits", action="store_true", help="compare its logits with megatron-core's")
+    hf.add_argument("--readme", action="store_true", help="write a model card from the run's records")
     torch.add_argument("--transformer-impl", choices=("transformer_engine", "local"), default="transformer_engine",
                        help="whose names the weights get")  # fmt: skip
     parser.set_defaults(run=run_export)

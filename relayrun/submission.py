@@ -26,10 +26,11 @@ from relayrun.data.prefixes import expand, find_prefixes
 from relayrun.errors import RunDirError
 from relayrun.files import write_atomic
 from relayrun.rundir import triggers
+from relayrun.rundir.evaluations import Policy
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lead import first_lead
 from relayrun.rundir.lineage import durable, line
-from relayrun.slurmtime import parse_time
+from relayrun.slurmtime import format_time, parse_time
 from relayrun.tokenization.tokenizer import load_tokenizer
 
 
@@ -91,6 +92,7 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool) -> Iterator[tupl
         _acknowledge_stale(run)
         plan.write(run.plan)
         write_atomic(run.job_script, render.job_script(plan, run), mode=0o755)
+        _prepare_evaluations(config, plan, run)
         stop = run.stop.read_text(encoding="utf-8") if run.stop.exists() else None
         run.stop.unlink(missing_ok=True)
         try:
@@ -153,6 +155,47 @@ def make_plan(config: RunConfig, run: RunDir, root: Path, *, revision: int) -> P
         host_python=sys.executable if cluster.scheduler == "local" else cluster.host_python,
         package_root=str(root),
         log_folder=str(compose.ROOT / "logs" / "slurm" / "training"),
+    )
+
+
+def _prepare_evaluations(config: RunConfig, plan: Plan, run: RunDir) -> None:
+    """Write the policy and the job of evaluations; none where the config has none any more."""
+    if config.evaluation is None:
+        run.evaluation_policy.unlink(missing_ok=True)
+        return
+    run.evaluations.mkdir(exist_ok=True)
+    settings = config.evaluation
+    policy = Policy(interval=settings.interval, total_steps=config.training.steps, hold=settings.hold,
+                    time_limit=parse_time(settings.job.time))  # fmt: skip
+    write_atomic(run.evaluation_script, evaluation_script(config, plan, run), mode=0o755)
+    policy.write(run.evaluation_policy)
+
+
+def evaluation_script(config: RunConfig, plan: Plan, run: RunDir) -> str:
+    """The job that evaluates one checkpoint. What its section leaves out is as in the run's own jobs."""
+    assert config.evaluation is not None
+    own, job = config.evaluation.job, config.job
+    cpus = str(own.cpus_per_task or job.cpus_per_task)
+    options: dict[str, str | None] = {"time": format_time(parse_time(own.time)), "cpus-per-task": cpus}
+    for name in ("account", "partition", "qos", "reservation", "constraint", "exclude", "mem"):
+        value = getattr(own, name)
+        if value is None and name != "mem":  # the run's memory is meant for all its ranks of a node
+            value = getattr(job, name)
+        if value is not None:
+            options[name] = value
+    gpus = min(1, job.gpus_per_node) if own.gpus_per_node is None else own.gpus_per_node
+    if gpus:
+        options["gpus-per-node"] = str(gpus)
+    program = [config.cluster.python or sys.executable, "-m", "relayrun.export.evaluate", f"--run-dir={run.path}"]
+    starter = for_plan(plan, run).single_task_command(plan)
+    environment = {
+        "PYTHONPATH": plan.package_root,
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": cpus,
+        **plan.environment,
+    }
+    return render.evaluation_script(
+        plan, options, environment=environment, command=[*starter, *plan.command_prefix, *program]
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from relayrun.config import yamlfile
 from relayrun.files import read_lines
@@ -38,9 +38,9 @@ class Workspace:
     folder: Path
 
     @classmethod
-    def make(cls, folder: Path) -> Workspace:
+    def make(cls, folder: Path, *, seed: int = 1) -> Workspace:
         """Write three shards of random documents over a skewed vocabulary, and a tokenizer of that size."""
-        generator = np.random.default_rng(1)
+        generator = np.random.default_rng(seed)
         for number in range(3):
             lengths = generator.integers(20, 400, 40)
             writer = ShardWriter(folder / "data" / f"shard{number}", np.uint16)
@@ -49,6 +49,7 @@ class Workspace:
         words = {"</s>": 0} | {f"w{number}": number for number in range(1, VOCABULARY)}
         tokenizer = Tokenizer(models.WordLevel(words, unk_token="</s>"))
         tokenizer.add_special_tokens(["</s>"])
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         tokenizer.save(str(folder / "tokenizer.json"))
         return cls(folder)
 

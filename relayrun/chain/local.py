@@ -17,11 +17,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from relayrun.chain.plan import Plan
-from relayrun.chain.scheduler import Job, clean_environment
+from relayrun.chain.scheduler import LIVE_STATES, Job, clean_environment
 from relayrun.chain.tasks import die_with_parent
 from relayrun.errors import SchedulerError
 from relayrun.rundir.layout import RunDir
@@ -29,6 +29,11 @@ from relayrun.rundir.records import Record
 
 KILL_WAIT = 30.0
 """Seconds from SIGTERM at the time limit to SIGKILL; Slurm's default."""
+
+BESIDE_SECONDS = 1.0
+"""Between two looks for jobs that run beside the chain."""
+BESIDE_KILL_WAIT = 5.0
+"""Seconds from SIGTERM to SIGKILL for them; the chain's job is not looked after meanwhile."""
 
 JOB_ID_VARIABLE = "RELAYRUN_LOCAL_JOB_ID"
 
@@ -52,6 +57,10 @@ class LocalJob(Record):
     """When the limit is reached; once the job has ended, when it did."""
     exit_code: int | None = None
     cancel_requested: bool = False
+    arguments: list[str] = field(default_factory=list)
+    """Of the script."""
+    beside: bool = False
+    """No part of the chain: it runs while the chain's jobs run, with the lowest priority."""
     guarded: bool = False
     """Queue it again if its batch script is killed."""
     requeue_delay: int | None = None
@@ -73,11 +82,9 @@ class LocalScheduler:
     def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
         if options:
             raise SchedulerError(f"the local scheduler takes no options, but was given: {', '.join(options)}")
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with self._locked():
-            number = max((int(job.id) for job in self._all()), default=0) + 1
-            job = LocalJob(
-                id=str(number),
+        return self._add(
+            LocalJob(
+                id="",
                 name=plan.job_name,
                 script=str(script),
                 log_folder=plan.log_folder,
@@ -85,6 +92,34 @@ class LocalScheduler:
                 signal_lead=plan.signal_lead,
                 eligible_time=time.time() + delay,
             )
+        )
+
+    def submit_beside(
+        self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], time_limit: int
+    ) -> str:  # fmt: skip
+        return self._add(
+            LocalJob(
+                id="",
+                name=name,
+                script=str(script),
+                arguments=list(arguments),
+                log_folder=plan.log_folder,
+                time_limit=time_limit,
+                signal_lead=0,
+                eligible_time=time.time(),
+                beside=True,
+            )
+        )
+
+    def named(self, name: str) -> str | None:
+        return next((job.id for job in self._all() if job.name == name and job.state in LIVE_STATES), None)
+
+    def _add(self, job: LocalJob) -> str:
+        """Queue it under the next number, which becomes its id."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with self._locked():
+            number = max((int(job.id) for job in self._all()), default=0) + 1
+            job = replace(job, id=str(number))
             self._write(job)
         return job.id
 
@@ -148,12 +183,15 @@ class LocalScheduler:
         return job is not None and job.state == "CANCELLED"
 
     def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
-        jobs = [self.query(job.id) for job in self._all()]
+        jobs = [self.query(job.id) for job in self._all() if not job.beside]
         return [job for job in jobs if job is not None and job.live]
 
     def rename(self, job_id: str, name: str) -> None:
         with self._locked():
             self._write(replace(self._read(job_id), name=name))
+
+    def single_task_command(self, plan: Plan) -> list[str]:
+        return []
 
     def task_command(self, plan: Plan, job: Job) -> list[str]:
         return [plan.host_python, "-m", "relayrun.chain", "tasks", f"--ntasks={plan.ntasks}",
@@ -166,7 +204,7 @@ class LocalScheduler:
         return {}  # the task starter picks a free port
 
     def run_queue(self, on_event: Callable[[str], None], poll: Callable[[], None] = lambda: None) -> None:
-        """Run the queued jobs, one after the other, until none is left. `poll` is called several times a second.
+        """Run the queued jobs until none is left, the chain's one by one. `poll` is called several times a second.
 
         KeyboardInterrupt cancels the running job and what is queued, waits for the end, and is raised again.
         Raises SchedulerError if somebody runs this queue already.
@@ -178,36 +216,30 @@ class LocalScheduler:
             except BlockingIOError:
                 raise SchedulerError("this run's jobs are being run by another terminal", where=self._folder) from None
             self._bury_orphans()
+            beside = _Beside(self, on_event)
+
+            def look() -> None:
+                poll()
+                beside.poll()
+
             try:
-                while pending := [job for job in self._all() if job.state == "PENDING"]:
-                    job = pending[0]
-                    if time.time() < job.eligible_time:
-                        poll()
+                while (waiting := [job for job in self._all() if job.state == "PENDING"]) or beside.busy:
+                    job = next((job for job in waiting if not job.beside), None)
+                    if job is None or time.time() < job.eligible_time:
+                        look()
                         time.sleep(0.1)
                         continue
-                    self._run_job(job, on_event, poll)
+                    self._run_job(job, on_event, look)
             except KeyboardInterrupt:
                 for job in self._all():
                     self.cancel(job.id)
                 raise
+            finally:
+                beside.end()
 
     def _run_job(self, job: LocalJob, on_event: Callable[[str], None], poll: Callable[[], None]) -> None:
-        Path(job.log_folder).mkdir(parents=True, exist_ok=True)
-        base = Path(job.log_folder) / f"{job.name}-{job.id}"
-        with open(f"{base}.out", "ab") as out, open(f"{base}.err", "ab") as err:
-            started = time.time()
-            process = subprocess.Popen(
-                ["bash", job.script],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env=clean_environment(os.environ) | {JOB_ID_VARIABLE: job.id},
-                start_new_session=True,
-                preexec_fn=lambda: die_with_parent(signal.SIGTERM),
-            )
-        with self._locked():
-            job = replace(job, state="RUNNING", pid=process.pid, start_time=started, end_time=started + job.time_limit)
-            self._write(job)
+        job, process = self._start(job)
+        started = job.start_time or 0.0
         on_event(f"job {job.id} started")
         state = "COMPLETED"
         try:
@@ -232,6 +264,32 @@ class LocalScheduler:
                     job = replace(job, state="PENDING", requeue_delay=None, guarded=False, eligible_time=eligible)
                 self._write(job)
             on_event(f"job {job.id} ended: {state}" + (" and is queued again" if job.state == "PENDING" else ""))
+
+    def _start(self, job: LocalJob) -> tuple[LocalJob, subprocess.Popen[bytes]]:
+        """Start a job's script in a session of its own; it dies with this process."""
+        Path(job.log_folder).mkdir(parents=True, exist_ok=True)
+        base = Path(job.log_folder) / f"{job.name}-{job.id}"
+
+        def prepare() -> None:
+            die_with_parent(signal.SIGTERM)
+            if job.beside:
+                os.nice(19)
+
+        with open(f"{base}.out", "ab") as out, open(f"{base}.err", "ab") as err:
+            started = time.time()
+            process = subprocess.Popen(
+                ["bash", job.script, *job.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=clean_environment(os.environ) | {JOB_ID_VARIABLE: job.id},
+                start_new_session=True,
+                preexec_fn=prepare,
+            )
+        with self._locked():
+            job = replace(job, state="RUNNING", pid=process.pid, start_time=started, end_time=started + job.time_limit)
+            self._write(job)
+        return job, process
 
     def _watch(
         self,
@@ -305,6 +363,64 @@ class LocalScheduler:
         with open(self._folder / "queue.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+
+class _Beside:
+    """Runs the jobs that are no part of the chain, one at a time, while its owner waits for others."""
+
+    def __init__(self, scheduler: LocalScheduler, on_event: Callable[[str], None]) -> None:
+        self._scheduler = scheduler
+        self._on_event = on_event
+        self._running: tuple[LocalJob, subprocess.Popen[bytes]] | None = None
+        self._next_look = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return self._running is not None
+
+    def poll(self) -> None:
+        """Start what waits, end what is over its limit or cancelled, record what has ended."""
+        if self._running is None:
+            if time.monotonic() < self._next_look:
+                return
+            self._next_look = time.monotonic() + BESIDE_SECONDS
+            waiting = [job for job in self._scheduler._all() if job.beside and job.state == "PENDING"]
+            if waiting:
+                self._running = self._scheduler._start(waiting[0])
+                self._on_event(f"job {waiting[0].id} started ({waiting[0].name})")
+            return
+        job, process = self._running
+        if process.poll() is not None:
+            self._record("COMPLETED" if process.returncode == 0 else "FAILED")
+        elif time.time() >= (job.end_time or 0.0):
+            self._stop("TIMEOUT")
+        elif self._scheduler._read(job.id).cancel_requested:
+            self._stop("CANCELLED")
+
+    def end(self) -> None:
+        """End the one that runs."""
+        if self._running is not None:
+            self._stop("CANCELLED")
+
+    def _stop(self, state: str) -> None:
+        assert self._running is not None
+        _, process = self._running
+        _signal_group(process, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(BESIDE_KILL_WAIT)
+        _signal_group(process, signal.SIGKILL)
+        process.wait()
+        self._record(state)
+
+    def _record(self, state: str) -> None:
+        assert self._running is not None
+        job, process = self._running
+        self._running = None
+        self._next_look = 0.0
+        with self._scheduler._locked():
+            ended = replace(job, state=state, exit_code=process.returncode, end_time=time.time())
+            self._scheduler._write(ended)
+        self._on_event(f"job {job.id} ended: {state} ({job.name})")
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:

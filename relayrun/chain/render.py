@@ -33,9 +33,8 @@ def job_script(plan: Plan, run: RunDir) -> str:
         # singleton: after a node failure the successor goes on, the same job coming back would make two
         "requeue" if plan.mode == "requeue" else "no-requeue": None,
     }
-    lines = ["#!/usr/bin/env bash", f"# {plan.run}: rendered by relayrun; a submit writes it anew"]
-    lines += ["#SBATCH --" + name + ("" if value is None else f"={_quote(value)}") for name, value in options.items()]
-    lines += [
+    lines = [
+        *_header(plan, options),
         "set -euo pipefail",
         *exports(
             {
@@ -48,6 +47,36 @@ def job_script(plan: Plan, run: RunDir) -> str:
         'source "${RELAYRUN_ROOT}/launchers/lib/job.sh"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def evaluation_script(
+    plan: Plan, options: Mapping[str, str | None], *, environment: Mapping[str, str], command: Sequence[str]
+) -> str:
+    """The sbatch script of an evaluation job; its arguments are put behind `command`."""
+    every: dict[str, str | None] = {
+        "job-name": f"{plan.job_name}-evaluation",
+        "nodes": "1",
+        "ntasks-per-node": "1",
+        **options,
+        "output": f"{literal(plan.log_folder)}/%x-%j.out",
+        "error": f"{literal(plan.log_folder)}/%x-%j.err",
+        "no-requeue": None,  # one that came back would find its own claim
+    }
+    return "\n".join(
+        [
+            *_header(plan, every),
+            "set -euo pipefail",
+            *exports(environment),
+            *(f"module load {shlex.quote(name)}" for name in plan.modules),
+            f'exec {shlex.join(command)} "$@"',
+        ]
+    ) + "\n"  # fmt: skip
+
+
+def _header(plan: Plan, options: Mapping[str, str | None]) -> list[str]:
+    lines = ["#!/usr/bin/env bash", f"# {plan.run}: rendered by relayrun; a submit writes it anew"]
+    return lines + ["#SBATCH --" + name + ("" if value is None else f"={_quote(value)}")
+                    for name, value in options.items()]  # fmt: skip
 
 
 def attempt_environment(

@@ -15,7 +15,7 @@ from typing import Protocol
 from relayrun.chain.plan import Plan
 from relayrun.errors import ConfigError, SchedulerError
 from relayrun.rundir.layout import RunDir
-from relayrun.slurmtime import parse_time
+from relayrun.slurmtime import format_time, parse_time
 
 LIVE_STATES = frozenset({"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED"})
 
@@ -63,6 +63,14 @@ class Scheduler(Protocol):
     def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
         """Queue `script` as a singleton of its job name, not before `delay` seconds; return its id."""
 
+    def submit_beside(
+        self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], time_limit: int
+    ) -> str:  # fmt: skip
+        """Queue a job that is no part of the chain and that nothing waits for; return its id. `time_limit`: seconds."""
+
+    def named(self, name: str) -> str | None:
+        """Id of a queued or running job of this user with this name."""
+
     def cancel(self, job_id: str) -> None:
         """Cancel one job by id; it is no error if it has already gone."""
 
@@ -105,6 +113,9 @@ class Scheduler(Protocol):
     def rename(self, job_id: str, name: str) -> None:
         """Give a job the name of its chain."""
 
+    def single_task_command(self, plan: Plan) -> list[str]:
+        """What stands before a program that a job outside the chain starts once."""
+
     def task_command(self, plan: Plan, job: Job) -> list[str]:
         """What stands before a rank's program so that it is started once per rank."""
 
@@ -144,6 +155,17 @@ class Slurm:
         command += [f"--{name}={value}" for name, value in options.items()]
         # not `--`: sbatch takes the rest as the script and its arguments anyway
         return self._run([*command, str(script)]).strip().split(";")[0]
+
+    def submit_beside(
+        self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], time_limit: int
+    ) -> str:  # fmt: skip
+        command = ["sbatch", "--parsable", f"--job-name={name}", f"--time={format_time(time_limit)}", str(script)]
+        command += arguments
+        return self._run(command).strip().split(";")[0]
+
+    def named(self, name: str) -> str | None:
+        found = self._run(["squeue", "--noheader", "--me", f"--name={name}", "--format=%i"]).split()
+        return found[0] if found else None
 
     def test(self, script: Path) -> None:
         """Ask Slurm whether it would accept the script; queues nothing. Raises SchedulerError."""
@@ -243,6 +265,9 @@ class Slurm:
 
     def rename(self, job_id: str, name: str) -> None:
         self._run(["scontrol", "update", f"JobId={job_id}", f"JobName={name}"])
+
+    def single_task_command(self, plan: Plan) -> list[str]:
+        return ["srun", "--export=ALL", "--nodes=1", "--ntasks=1", *plan.srun_options]
 
     def task_command(self, plan: Plan, job: Job) -> list[str]:
         cpus = job.options.get("cpus-per-task", str(plan.cpus_per_task))

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Mapping
 
-from relayrun.chain import decide, evidence, nodes, render
+from relayrun.chain import decide, evaluations, evidence, nodes, render
 from relayrun.chain.log import log
 from relayrun.chain.plan import Plan
 from relayrun.chain.scheduler import PATIENCE, Job, Scheduler, for_plan
@@ -72,6 +72,7 @@ def _begin(run: RunDir, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
     attempt = _open_attempt(run, plan, scheduler, job, base, rewound=chosen is not None)
     if decision.submit_successor:
         _submit_successor(run, plan, scheduler, attempt, job)
+    evaluations.attend(run, plan, for_plan(plan, run, patience=0))
     log(f"attempt {attempt.number}, job {job_id}: {decision.reason}")
     print(attempt.path)
     return 0
@@ -105,6 +106,7 @@ def end(run: RunDir, number: int, exit_code: int) -> int:
         stop_chain(run, plan, scheduler, decision.reason, own_job=own, words=words)
     elif decision.action in ("continue", "retry"):
         _go_on(run, plan, scheduler, attempt, own, decision)
+    evaluations.attend(run, plan, for_plan(plan, run, patience=0))
     return 0 if record.cause in ("done", "saved", "exit") else 1
 
 

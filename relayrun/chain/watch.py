@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from relayrun.chain import evidence
+from relayrun.chain import evaluations, evidence
 from relayrun.chain.log import log
 from relayrun.chain.plan import Plan
 from relayrun.chain.scheduler import Scheduler, for_plan
@@ -52,6 +52,9 @@ class Watch:
         self._seen: list[Heartbeat] = []
         self._changed = time.monotonic()
         self._next_try = time.monotonic() + RETRY_SECONDS
+        self._commits = 0
+        """Bytes of commits.jsonl when evaluations were last looked after."""
+        self._next_look = 0.0
 
     def loop(self) -> None:
         """Until SIGTERM, or until the batch script has gone."""
@@ -70,6 +73,7 @@ class Watch:
             if not self.attempt.hang.exists():
                 self._look_for_hang()
             self._pay()
+            self._evaluate()
             if select.select([leaving], [], [], POLL_SECONDS)[0]:
                 return
 
@@ -127,6 +131,14 @@ class Watch:
     def _ranks(self) -> int:
         nodes = int(self.begin.options.get("nodes", self.plan.nodes)) if self.begin else self.plan.nodes
         return nodes * self.plan.ntasks_per_node
+
+    def _evaluate(self) -> None:
+        """Submit the evaluation of a new checkpoint; look after the others now and then."""
+        size = evidence.size(str(self.attempt.commits))
+        if size == self._commits and time.monotonic() < self._next_look:
+            return
+        self._commits, self._next_look = size, time.monotonic() + RETRY_SECONDS
+        evaluations.attend(self.run, self.plan, for_plan(self.plan, self.run, patience=0))
 
     def _pay(self) -> None:
         """Queue the successor that could not be queued when the attempt began."""

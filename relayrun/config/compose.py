@@ -48,8 +48,12 @@ def validate(settings: Settings) -> RunConfig:
         lines = [_explain(detail, settings) for detail in error.errors()]
         raise ConfigError("\n       ".join(lines)) from None
     data = config.data
+    evaluation = config.evaluation
+    if evaluation is not None and evaluation.include_path is not None:
+        evaluation = evaluation.model_copy(update={"include_path": _absolute(evaluation.include_path)})
     return config.model_copy(
         update={
+            "evaluation": evaluation,
             "run_dir": _absolute(config.run_dir or f"logs/runs/{config.project}/{config.name}"),
             "data": data.model_copy(
                 update={

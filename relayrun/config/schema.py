@@ -352,6 +352,42 @@ class Job(Section):
     exclusive: bool = False
 
 
+class EvaluationJob(Section):
+    """What the job of an evaluation asks of the scheduler: one node, one task. What is left out is as in `job`."""
+
+    time: SlurmTime = "01:00:00"
+    cpus_per_task: Positive | None = None
+    gpus_per_node: NonNegative | None = None
+    """Default: one where the run's jobs have GPUs."""
+    mem: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    reservation: str | None = None
+    constraint: str | None = None
+    exclude: str | None = None
+
+
+class Evaluation(Section):
+    """Checkpoints that are exported to Hugging Face's form and evaluated, each in a job of its own beside the chain."""
+
+    interval: Positive
+    """Iterations; a multiple of checkpoint.interval. The last iteration is always evaluated."""
+    tasks: list[str] = []
+    """Tasks of lm-evaluation-harness (extra `evaluation`); none: the mean loss on the validation sets."""
+    include_path: str | None = None
+    """Folder of task files (YAML) of your own."""
+    num_fewshot: NonNegative | None = None
+    limit: Positive | None = None
+    """Documents of each task, or windows of each validation set; default: all, or as training evaluates."""
+    batch_size: Positive = 8
+    keep_exported: bool = False
+    """Keep the exported folders, in evaluations/ of the run directory."""
+    hold: NonNegative = 3
+    """Checkpoints that may wait for their export although checkpoint.keep_last would remove them."""
+    job: EvaluationJob = EvaluationJob()
+
+
 class Cluster(Section):
     """What a site needs; a file of configs/clusters/."""
 
@@ -392,6 +428,7 @@ class RunConfig(Section):
     tracking: Tracking = Tracking()
     debug: Debug = Debug()
     job: Job
+    evaluation: Evaluation | None = None
     cluster: Cluster
 
     @property
@@ -455,6 +492,13 @@ class RunConfig(Section):
             if stage % layers or stage == layers:
                 raise ValueError(f"the {stage} layers of a pipeline stage cannot be split into several parts of "
                                  f"parallel.num_layers_per_virtual_pipeline_stage {layers}")  # fmt: skip
+        return self
+
+    @model_validator(mode="after")
+    def _evaluated_checkpoints(self) -> Self:
+        if self.evaluation is not None and self.evaluation.interval % self.checkpoint.interval:
+            raise ValueError(f"evaluation.interval {self.evaluation.interval} is no multiple of "
+                             f"checkpoint.interval {self.checkpoint.interval}")  # fmt: skip
         return self
 
     def lr_steps(self, reaches: Callable[[int], int]) -> tuple[int, int]:

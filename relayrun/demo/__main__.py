@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -25,7 +26,7 @@ from relayrun.chain.plan import Plan
 from relayrun.chain.scheduler import for_plan
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import RunConfig
-from relayrun.demo import corpus, unigram
+from relayrun.demo import continuation, corpus, unigram
 from relayrun.errors import RelayrunError, run_main
 from relayrun.monitoring import report
 from relayrun.monitoring.follow import Follower
@@ -82,7 +83,11 @@ def main() -> int:
     if options.slurm:
         wait_for_chain(run)
 
-    headline("6. report")
+    headline("6. the model as a Hugging Face folder")
+    arguments = ("export", "hf", run.path, "--output", OUTPUT / "hf", "--test-logits")
+    run_python(["-m", "relayrun.cli", *arguments], shown=["relayrun", *arguments])
+
+    headline("7. report")
     return show(run, config, seconds=time.monotonic() - started)
 
 
@@ -124,11 +129,14 @@ def show(run: RunDir, config: RunConfig, *, seconds: float) -> int:
         ("tokens", OUTPUT / "tokens"),
         ("mixture", OUTPUT / "mixture"),
         ("run directory", run.path),
+        ("model", OUTPUT / "hf"),
         ("loss curve", picture),
         ("logs", ROOT / "logs/slurm/training"),
     ):
         print(f"{what:14} {path}")
-    print(f"{seconds:.0f} s in all")
+    prompt = continuation.first_words(OUTPUT / "text" / "heldout")
+    print(f"{seconds:.0f} s in all\nA line of the held-out text, and how the exported model goes on:\n"
+          f"  {prompt} | {continuation.continued(OUTPUT / 'hf', prompt)}")  # fmt: skip
     return 0 if learned else 1
 
 
@@ -163,10 +171,15 @@ def clear_former(run: RunDir, name: str) -> None:
 
 def run_door(door: str, *arguments: object) -> None:
     """Run one of the project's doors as a user would, and show the command. Raises RelayrunError."""
-    command = [sys.executable, str(ROOT / door), *map(str, arguments)]
-    console.print("[bold]$[/] " + shlex.join([door, *command[2:]]), soft_wrap=True)
-    if subprocess.run(command, cwd=ROOT, check=False).returncode:
-        raise RelayrunError("this step of the demo failed; its message stands above", where=door)
+    run_python([ROOT / door, *arguments], shown=[door, *arguments])
+
+
+def run_python(command: Sequence[object], *, shown: Sequence[object]) -> None:
+    """Run a Python program, and show it as a user would write it. Raises RelayrunError."""
+    words = shlex.join(map(str, shown))
+    console.print("[bold]$[/] " + words, soft_wrap=True)
+    if subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=False).returncode:
+        raise RelayrunError("this step of the demo failed; its message stands above", where=words)
 
 
 def headline(text: str) -> None:

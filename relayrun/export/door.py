@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from relayrun.data.audit import find_run
-from relayrun.export import huggingface, importer, torch_format
+from relayrun.export import card, huggingface, importer, torch_format
 from relayrun.export.folder import new_folder
 from relayrun.export.source import find
 
@@ -18,6 +18,8 @@ def export_hf(options: argparse.Namespace) -> int:
     compared = ""
     with new_folder(options.output) as folder:
         made = huggingface.write(source, folder, dtype=options.dtype, max_shard_size=limit)
+        if options.readme:
+            (folder / "README.md").write_text(card.text(source, dtype=made.dtype), encoding="utf-8")
         if options.test_logits:
             from relayrun.export import logits
 

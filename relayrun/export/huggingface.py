@@ -41,6 +41,7 @@ class Exported:
 
     parameters: int
     bytes: int
+    dtype: str
     files: int
     """Of weights."""
 
@@ -72,12 +73,13 @@ def write(source: Source, folder: Path, *, dtype: str, max_shard_size: int) -> E
     generation = {"bos_token_id": bos, "eos_token_id": eos}
     write_json(folder / "generation_config.json", {key: value for key, value in generation.items() if value is not None}
                )  # fmt: skip
-    return _write_weights(reader, list(llama.pieces(model, vocabulary)), folder, of, max_shard_size)
+    return _write_weights(reader, list(llama.pieces(model, vocabulary)), folder, name, max_shard_size)
 
 
 def _write_weights(
-    reader: CheckpointReader, pieces: Sequence[Piece], folder: Path, dtype: torch.dtype, max_shard_size: int
+    reader: CheckpointReader, pieces: Sequence[Piece], folder: Path, dtype_name: str, max_shard_size: int
 ) -> Exported:
+    dtype = DTYPES[dtype_name]
     files = _files(pieces, dtype.itemsize, max_shard_size)
     index: dict[str, str] = {}
     for number, part in enumerate(files, 1):
@@ -89,7 +91,7 @@ def _write_weights(
     if len(files) > 1:
         write_json(folder / "model.safetensors.index.json",
                    {"metadata": {"total_size": parameters * dtype.itemsize}, "weight_map": index})  # fmt: skip
-    return Exported(parameters, parameters * dtype.itemsize, len(files))
+    return Exported(parameters, parameters * dtype.itemsize, dtype_name, len(files))
 
 
 def read_piece(reader: CheckpointReader, piece: Piece, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -18,7 +18,8 @@ from relayrun.chain.scheduler import Job, Scheduler, for_plan
 from relayrun.chain.watch import read_heartbeats
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.files import read_lines
-from relayrun.rundir import lineage, triggers
+from relayrun.rundir import evaluations, lineage, triggers
+from relayrun.rundir.evaluations import Result, Submitted
 from relayrun.rundir.layout import AttemptDir, RunDir
 from relayrun.rundir.records import Begin, End
 from relayrun.rundir.triggers import Trigger
@@ -86,6 +87,10 @@ class Status:
     last_end: str | None
     """Cause and reason of the newest attempt that has ended."""
     last_end_attempt: int | None
+    evaluations: list[Result]
+    """By iteration."""
+    waiting_evaluations: dict[int, str]
+    """Iterations whose evaluation has no result yet, and its job."""
     failed_saves: int
     """Over the whole run: saves that did not work, after which training went on."""
     last_failed_save: str | None
@@ -206,6 +211,12 @@ def _gather(run: RunDir, queue: Queue, now: float) -> Status:
         durable_fault=fault,
         last_end=f"{ended[-1][1].cause}: {ended[-1][1].reason}" if ended else None,
         last_end_attempt=ended[-1][0] if ended else None,
+        evaluations=evaluations.results(run),
+        waiting_evaluations={
+            folder.iteration: submitted.job_id
+            for folder in evaluations.every(run)
+            if not folder.result.exists() and (submitted := Submitted.read(folder.submitted))
+        },
         failed_saves=len(failures),
         last_failed_save=f"iteration {failures[-1]['iteration']}: {failures[-1]['error']}" if failures else None,
         failed_attempts=supervisor.failed_attempts(run, plan) - (1 if running else 0),

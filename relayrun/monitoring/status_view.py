@@ -112,6 +112,7 @@ def _lines(status: Status, now: float) -> list[tuple[str, str]]:
         ("tokens/s", _speed(status.tokens_per_second)),
         ("durable", _durable(status)),
         ("last end", f"attempt {status.last_end_attempt}: {status.last_end}" if status.last_end else ""),
+        ("evaluations", _evaluations(status)),
         ("failed saves", f"{status.failed_saves}; the last: {status.last_failed_save}" if status.failed_saves else ""),
         ("failed", failed if status.failed_attempts else ""),
         ("strikes", ", ".join(f"{node} {count}" for node, count in sorted(status.strikes.items()))),
@@ -128,6 +129,24 @@ def _queue(status: Status) -> str:
 
 def _job(job: Job) -> str:
     return f"{job.id} ({job.state.lower()})"
+
+
+def _evaluations(status: Status) -> str:
+    """The newest result, how many there are, and what failed last."""
+    parts = []
+    done = [result for result in status.evaluations if result.status == "done"]
+    failed = [result for result in status.evaluations if result.status == "failed"]
+    if done:
+        tasks = ", ".join(
+            f"{task} " + " ".join(f"{name} {value:.4g}" for name, value in metrics.items() if "stderr" not in name)
+            for task, metrics in done[-1].results.items()
+        )
+        parts.append(f"iteration {done[-1].iteration}: {tasks}; {len(done)} done")
+    if failed:
+        parts.append(f"{len(failed)} failed, the last of iteration {failed[-1].iteration}: {failed[-1].error}")
+    if waiting := status.waiting_evaluations:
+        parts.append("no result yet: " + ", ".join(f"iteration {n} (job {job})" for n, job in waiting.items()))
+    return "; ".join(parts)
 
 
 def _durable(status: Status) -> str:

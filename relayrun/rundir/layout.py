@@ -10,6 +10,7 @@
     attempts.jsonl metrics.jsonl merged views, written by the supervisor
     checkpoints/iter_0000100/    published by rename from .staging/<attempt>/
     streams.json wandb/ tensorboard/   what trackers were told, written by them and by rank 0
+    evaluations/  evaluations.jsonl  evaluation.sbatch    see `rundir.evaluations`
     triggers/  debug/<attempt>/  code/  STOP
 
 Standard library only.
@@ -147,6 +148,26 @@ class RunDir:
     def tensorboard(self) -> Path:
         """A folder of event files per stream."""
         return self.path / "tensorboard"
+
+    @property
+    def evaluations(self) -> Path:
+        """A folder per evaluated checkpoint; see `rundir.evaluations`."""
+        return self.path / "evaluations"
+
+    @property
+    def evaluations_view(self) -> Path:
+        """A line per result."""
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def evaluation_policy(self) -> Path:
+        """Which checkpoints are evaluated, by the newest submit."""
+        return self.evaluations / "policy.json"
+
+    @property
+    def evaluation_script(self) -> Path:
+        """The job that evaluates one checkpoint, given its iteration and attempt."""
+        return self.path / "evaluation.sbatch"
 
     @property
     def strikes(self) -> Path:

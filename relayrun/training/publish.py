@@ -13,8 +13,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from relayrun.errors import FatalTrainingError
+from relayrun.errors import FatalTrainingError, RunDirError
 from relayrun.files import fsync_directory, write_atomic
+from relayrun.rundir import evaluations
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, Commit, append_commit, commits
 
@@ -58,8 +59,9 @@ def prune(run: RunDir, attempt: int, keep_last: int, keep_every: int | None = No
     """Remove this run's oldest checkpoints beyond `keep_last`, and what failed saves and dead attempts staged.
 
     In line are this attempt's own commits and what lies at or below its base. Multiples of `keep_every`
-    stay for good. The newest one always stays: it was checked a moment ago, so a good one is left
-    whatever has become of the others. What cannot be removed is reported and left.
+    stay for good, and what waits for its evaluation until that has it. The newest one always stays: it was
+    checked a moment ago, so a good one is left whatever has become of the others. What cannot be removed
+    is reported and left.
     """
     begin = Begin.read(run.attempt(attempt).begin)
     base = begin.base_iteration if begin is not None else 0
@@ -68,8 +70,9 @@ def prune(run: RunDir, attempt: int, keep_last: int, keep_every: int | None = No
     try:
         found = [int(match[1]) for name in os.listdir(run.checkpoints) if (match := _NAME.fullmatch(name))]
         line = sorted((iteration for iteration in found if iteration <= base or iteration in own), reverse=True)
+        held = evaluations.held(run)
         for iteration in line[keep_last:]:
-            if keep_every and iteration % keep_every == 0:
+            if (keep_every and iteration % keep_every == 0) or iteration in held:
                 continue
             doomed = staging / f"removing-{iteration}"
             os.rename(run.checkpoint(iteration), doomed)  # at once: no half a checkpoint under its name
@@ -79,7 +82,7 @@ def prune(run: RunDir, attempt: int, keep_last: int, keep_every: int | None = No
         for other in staging.parent.iterdir():
             if other.name.isdecimal() and int(other.name) < attempt:
                 shutil.rmtree(other)
-    except OSError as error:
+    except (OSError, RunDirError) as error:
         _warn(f"old checkpoints not removed: {error}")
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from relayrun.errors import FatalTrainingError
+from relayrun.rundir import evaluations
+from relayrun.rundir.evaluations import Policy
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.records import Begin, Commit, commits
@@ -94,6 +96,27 @@ def test_multiples_of_keep_every_and_the_newest_stay_for_good(run: RunDir) -> No
     for iteration in (2, 4, 5, 6, 8, 10, 11):
         save(run, 1, iteration, keep_last=1, keep_every=5)
     assert names(run) == ["iter_0000005", "iter_0000010", "iter_0000011"]
+
+
+def test_what_waits_for_its_evaluation_stays_until_it_is_exported(run: RunDir) -> None:
+    run.evaluations.mkdir()
+    Policy(interval=4, total_steps=20, hold=2, time_limit=60).write(run.evaluation_policy)
+    begin(run, 1)
+    for iteration in (2, 4, 6, 8, 10):
+        save(run, 1, iteration, keep_last=1)
+    assert names(run) == ["iter_0000004", "iter_0000008", "iter_0000010"]
+    exported = evaluations.directory(run, 4, 1)
+    exported.path.mkdir()
+    exported.exported.touch()
+    save(run, 1, 11, keep_last=1)
+    assert names(run) == ["iter_0000008", "iter_0000011"]
+    begin(run, 2, base=11)
+    for iteration in (12, 16, 17):  # two are held, and no more
+        save(run, 2, iteration, keep_last=1)
+    assert names(run) == ["iter_0000012", "iter_0000016", "iter_0000017"]
+    run.evaluation_policy.unlink()
+    save(run, 2, 18, keep_last=1)
+    assert names(run) == ["iter_0000018"]
 
 
 def test_removal_touches_neither_other_folders_nor_checkpoints_outside_of_the_line(run: RunDir) -> None:

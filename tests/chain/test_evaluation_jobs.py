@@ -1,0 +1,186 @@
+"""One evaluation job a checkpoint, whatever is killed between any two of the supervisor's acts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from relayrun.chain import evaluations as chain
+from relayrun.chain.plan import Plan
+from relayrun.chain.scheduler import Job
+from relayrun.errors import SchedulerError
+from relayrun.rundir import evaluations
+from relayrun.rundir.evaluations import Policy, Result
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.records import Begin, Commit, append_commit
+
+from .conftest import MakeRun
+
+
+class Queue:
+    """A scheduler that takes jobs, and may fail or kill its caller at chosen points."""
+
+    def __init__(self) -> None:
+        self.submitted: list[tuple[str, str]] = []
+        self.states: dict[str, str] = {}
+        self.killed_after_submit = False
+        self.down = False
+
+    def submit_beside(
+        self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], time_limit: int
+    ) -> str:  # fmt: skip
+        if self.down:
+            raise SchedulerError("sbatch: unable to contact slurm controller")
+        job_id = str(100 + len(self.submitted))
+        self.submitted.append((name, " ".join(arguments)))
+        self.states[job_id] = "PENDING"
+        if self.killed_after_submit:
+            raise KeyboardInterrupt
+        return job_id
+
+    def named(self, name: str) -> str | None:
+        alive = [str(100 + number) for number, (known, _) in enumerate(self.submitted) if known == name]
+        return next((job_id for job_id in alive if self.states[job_id] in ("PENDING", "RUNNING")), None)
+
+    def query(self, job_id: str) -> Job | None:
+        return Job(id=job_id, name="", state=self.states[job_id]) if job_id in self.states else None
+
+
+def attempt(run: RunDir, number: int, *, base: int = 0, iterations: Sequence[int] = ()) -> None:
+    folder = run.attempt(number)
+    folder.path.mkdir(parents=True)
+    path = str(run.checkpoint(base)) if base else None
+    Begin(attempt=number, job_id=str(number), job_name="", nodes="", config_revision=1, base_iteration=base,
+          base_path=path, start_time=float(number), job_end_time=None, lead=1.0).write(folder.begin)  # fmt: skip
+    for iteration in iterations:
+        path = str(run.checkpoint(iteration))
+        append_commit(folder, Commit(iteration=iteration, path=path, consumed_samples=iteration,
+                                     time=100.0 * number + iteration, seconds=1.0))  # fmt: skip
+
+
+@pytest.fixture
+def prepared(make_run: MakeRun) -> tuple[RunDir, Plan]:
+    run, plan = make_run()
+    run.evaluations.mkdir()
+    Policy(interval=4, total_steps=11, hold=3, time_limit=60).write(run.evaluation_policy)
+    return run, plan
+
+
+def attend(prepared: tuple[RunDir, Plan], queue: Queue) -> list[str]:
+    chain.attend(*prepared, queue)  # type: ignore[arg-type]
+    return [arguments for _, arguments in queue.submitted]
+
+
+def test_multiples_of_the_interval_and_the_last_iteration_once_over_all_attempts(prepared: tuple[RunDir, Plan]) -> None:
+    run, plan = prepared
+    queue = Queue()
+    attempt(run, 1, iterations=[2, 4, 6])
+    first = ["--iteration=4 --attempt=1"]
+    assert attend(prepared, queue) == first
+    assert attend(prepared, queue) == first
+    attempt(run, 2, base=6, iterations=[8, 10])
+    attempt(run, 3, base=10, iterations=[11])
+    assert attend(prepared, queue) == [*first, "--iteration=8 --attempt=2", "--iteration=11 --attempt=3"]
+    names = [name for name, _ in queue.submitted]
+    assert len({*names, plan.job_name}) == 4, "jobs of their own, not of the chain's singleton"
+
+
+def test_another_checkpoint_of_the_same_iteration_is_evaluated_too(prepared: tuple[RunDir, Plan]) -> None:
+    run, _ = prepared
+    queue = Queue()
+    attempt(run, 1, iterations=[2, 4])
+    attend(prepared, queue)
+    attempt(run, 2, base=2, iterations=[4])  # somebody went back to iteration 2
+    assert attend(prepared, queue) == ["--iteration=4 --attempt=1", "--iteration=4 --attempt=2"]
+
+
+def test_a_supervisor_killed_behind_its_submit_does_not_make_a_second_job(prepared: tuple[RunDir, Plan]) -> None:
+    run, _ = prepared
+    attempt(run, 1, iterations=[4])
+    queue = Queue()
+    queue.killed_after_submit = True
+    with pytest.raises(KeyboardInterrupt):
+        attend(prepared, queue)
+    queue.killed_after_submit = False
+    assert attend(prepared, queue) == ["--iteration=4 --attempt=1"]
+    assert json.loads(evaluations.directory(run, 4, 1).submitted.read_text())["job_id"] == "100"
+
+
+def test_a_supervisor_killed_before_its_submit_is_made_up_for(prepared: tuple[RunDir, Plan]) -> None:
+    run, _ = prepared
+    attempt(run, 1, iterations=[4])
+    evaluations.directory(run, 4, 1).path.mkdir()
+    assert attend(prepared, Queue()) == ["--iteration=4 --attempt=1"]
+
+
+def test_a_scheduler_that_is_away_is_tried_again_later(
+    prepared: tuple[RunDir, Plan], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = prepared
+    attempt(run, 1, iterations=[4])
+    queue = Queue()
+    queue.down = True
+    assert attend(prepared, queue) == []
+    assert "evaluations are left for later: sbatch: unable to contact" in capsys.readouterr().err
+    queue.down = False
+    assert attend(prepared, queue) == ["--iteration=4 --attempt=1"]
+
+
+@pytest.mark.parametrize(
+    ("claimed", "state", "words"),
+    [
+        (True, "NODE_FAIL", "job 100 ended (node_fail) without a result"),
+        (False, "CANCELLED", "job 100 ended (cancelled) before it began"),
+        (True, None, "job 100 is not known to the scheduler any more without a result"),
+    ],
+)
+def test_a_job_that_went_without_a_word_is_a_failed_evaluation(
+    prepared: tuple[RunDir, Plan], claimed: bool, state: str | None, words: str
+) -> None:
+    run, _ = prepared
+    attempt(run, 1, iterations=[4])
+    queue = Queue()
+    attend(prepared, queue)
+    if claimed:
+        assert evaluations.claim(evaluations.directory(run, 4, 1), "100", "n1")
+    if state is None:
+        del queue.states["100"]
+    else:
+        queue.states["100"] = state
+    assert len(attend(prepared, queue)) == 1
+    assert len(attend(prepared, queue)) == 1, "it is not tried again"
+    (line,) = [json.loads(text) for text in run.evaluations_view.read_text().splitlines()]
+    assert (line["iteration"], line["status"], line["error"]) == (4, "failed", words)
+
+
+def test_only_the_first_of_two_jobs_gets_the_claim(prepared: tuple[RunDir, Plan]) -> None:
+    folder = evaluations.directory(prepared[0], 4, 1)
+    assert evaluations.claim(folder, "1", "n1")
+    assert not evaluations.claim(folder, "2", "n2")
+    assert json.loads(folder.claim.read_text())["job_id"] == "1"
+
+
+def test_an_older_view_that_is_written_last_is_mended(
+    prepared: tuple[RunDir, Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = prepared
+    first = Result(iteration=4, attempt=1, status="done", time=1.0, results={"task": {"acc": 0.5}})
+    for result in (first, replace(first, iteration=8)):
+        evaluations.directory(run, result.iteration, 1).path.mkdir()
+    evaluations.finish(run, first)
+    write = evaluations.write_atomic
+    others: list[Mapping[str, object]] = [{}]
+
+    def overtaken(path: Path, text: str) -> None:
+        if others:  # between this one's reading and its writing another job finishes
+            others.pop()
+            replace(first, iteration=8).write(evaluations.directory(run, 8, 1).result)
+        write(path, text)
+
+    monkeypatch.setattr(evaluations, "write_atomic", overtaken)
+    evaluations.write_view(run)
+    assert [json.loads(line)["iteration"] for line in run.evaluations_view.read_text().splitlines()] == [4, 8]
