@@ -33,31 +33,18 @@ FIRST_PAUSE, LONGEST_PAUSE = 15.0, 600.0
 """Seconds between a failure and the next try: twice as long after each."""
 
 
-def feed(run: RunDir, begin: Begin, name: str, make: Callable[[], Sink], wait: Callable[[float], bool]) -> None:
-    """Tell a sink until rank 0 leaves. `wait(seconds)` returns whether it does."""
-    pause = FIRST_PAUSE
-    while True:
-        try:
-            sink = make()
-            progress = Progress.of_attempt(run, begin, mark=sink.mark)
-            leaving = False
-            while not leaving:
-                leaving = wait(POLL_SECONDS)
-                complete = leaving and run.attempt(begin.attempt).outcome.exists()
-                before = sink.mark
-                for point in progress.poll(complete=complete):
-                    sink.write(point)
-                if sink.mark > before:
-                    sink.flush()
-                    pause = FIRST_PAUSE
-            sink.close()
-            return
-        except Exception as error:
-            print(f"warning: {name}: {type(error).__name__}: {error}; training goes on, and {name} is tried again in "
-                  f"{pause:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
-            if wait(pause):
-                return
-            pause = min(2 * pause, LONGEST_PAUSE)
+def feed(run: RunDir, begin: Begin, sink: Sink, wait: Callable[[float], bool]) -> None:
+    """Tell a sink until rank 0 leaves. `wait(seconds)` returns whether it does. Raises what the sink raises."""
+    progress = Progress.of_attempt(run, begin, mark=sink.mark)
+    leaving = False
+    while not leaving:
+        leaving = wait(POLL_SECONDS)
+        before = sink.mark
+        for point in progress.poll(complete=leaving and run.attempt(begin.attempt).outcome.exists()):
+            sink.write(point)
+        if sink.mark > before:
+            sink.flush()
+    sink.close()
 
 
 def rank_zero(parent: int) -> Callable[[float], bool]:
@@ -84,10 +71,12 @@ def main() -> int:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
+    parser.add_argument("--pause", type=float, default=FIRST_PAUSE, help="seconds before another try")
     options = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # meant for the ranks, sent to all of the job
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    os.environ.pop("WANDB_SERVICE", None)  # another client's, or the one that was lost before this try
     os.nice(10)
     run = RunDir(options.run_dir)
     begin = Begin.read(run.attempt(options.attempt).begin)
@@ -95,15 +84,24 @@ def main() -> int:
     if begin is None or not streams:
         raise RunDirError("rank 0 left no streams for this attempt", where=run.streams)
     stream = streams[-1]
-
-    def make() -> Sink:
+    wait = rank_zero(options.parent)
+    pause = options.pause
+    try:
         if options.tracker == "tensorboard":
-            return TensorBoard(run, stream)
-        config = compose.read_resolved(run.config_revision(begin.config_revision))
-        return WandB(run, stream, config, wandb_mode(os.environ) or "offline")
-
-    name = {"wandb": "W&B", "tensorboard": "TensorBoard"}[options.tracker]
-    feed(run, begin, name, make, rank_zero(options.parent))
+            sink: Sink = TensorBoard(run, stream)
+        else:
+            config = compose.read_resolved(run.config_revision(begin.config_revision))
+            sink = WandB(run, stream, config, wandb_mode(os.environ) or "offline")
+        feed(run, begin, sink, wait)
+    except Exception as error:
+        print(f"warning: {options.tracker}: {type(error).__name__}: {error}; training goes on, and {options.tracker} "
+              f"is tried again in {pause:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
+        if wait(pause):
+            os._exit(0)  # the client's own last words would be about the same failure
+        again = [f"--run-dir={run.path}", f"--attempt={begin.attempt}", f"--parent={options.parent}",
+                 f"--pause={min(2 * pause, LONGEST_PAUSE)}"]  # fmt: skip
+        # a fresh process: a client that has lost its service finds no other
+        os.execv(sys.executable, [sys.executable, "-m", "relayrun.monitoring.feed", options.tracker, *again])
     return 0
 
 

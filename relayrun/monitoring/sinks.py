@@ -47,7 +47,7 @@ class TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         folder = run.tensorboard / stream.id
-        self.mark = _highest_event(folder)
+        self.mark = highest_event(folder)
         self._writer = EventFileWriter(str(folder))
 
     def write(self, point: Point) -> None:
@@ -65,7 +65,8 @@ class TensorBoard:
         self._writer.close()
 
 
-def _highest_event(folder: Path) -> int:
+def highest_event(folder: Path) -> int:
+    """The highest step in a folder of event files; 0 where there is none."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
 

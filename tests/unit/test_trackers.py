@@ -17,6 +17,7 @@ import pytest
 from relayrun.files import append_line
 from relayrun.monitoring import feed, sinks, wandb_files
 from relayrun.monitoring.progress import Point, Progress
+from relayrun.monitoring.sinks import highest_event
 from relayrun.monitoring.streams import record_streams
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, Left
@@ -24,17 +25,14 @@ from relayrun.training import trackers
 
 
 class Memory:
-    """A sink that remembers, and fails where it is told to."""
+    """A sink that remembers."""
 
-    def __init__(self, kept: list[Point], *, fail_at: int = -1) -> None:
+    def __init__(self, kept: list[Point]) -> None:
         self.kept = kept
         self.mark = kept[-1].iteration if kept else 0
-        self.fail_at = fail_at
         self.closed = False
 
     def write(self, point: Point) -> None:
-        if point.iteration == self.fail_at:
-            raise ConnectionError("the service is away")
         self.kept.append(point)
         self.mark = point.iteration
 
@@ -72,7 +70,7 @@ def leave(run: RunDir, number: int) -> None:
 def told(run: RunDir, at: Begin, sink: Memory) -> list[int]:
     """The iterations that an attempt's feed tells when the attempt has ended already."""
     before = len(sink.kept)
-    feed.feed(run, at, "test", lambda: sink, lambda _seconds: True)
+    feed.feed(run, at, sink, lambda _seconds: True)
     return [point.iteration for point in sink.kept[before:]]
 
 
@@ -140,33 +138,26 @@ def test_only_a_rewind_forks_and_the_fork_holds_the_whole_line(tmp_path: Path) -
     assert lines[1] == [(k, 1.0) for k in range(1, 11)] + [(k, 3.0) for k in range(11, 16)]
 
 
-def test_a_failure_is_one_line_and_is_tried_again_from_what_the_tracker_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_is_one_line_and_is_tried_again_from_what_the_tracker_has(tmp_path: Path) -> None:
+    """The folder of event files cannot be made at first, as on a full disk."""
     run = RunDir(tmp_path)
-    at = begin(run, 1)
+    begin(run, 1)
+    (stream,) = record_streams(run)
     step(run, 1, *range(1, 10))
+    run.tensorboard.touch()
+    command = [sys.executable, "-m", "relayrun.monitoring.feed", "tensorboard", f"--run-dir={run.path}", "--attempt=1",
+               f"--parent={os.getpid()}", "--pause=1"]  # fmt: skip
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
+    assert process.stderr is not None
+    first, second = (process.stderr.readline().decode() for _ in range(2))
+    assert first.startswith("warning: tensorboard: ")
+    assert first.endswith("; training goes on, and tensorboard is tried again in 1 s\n")
+    assert second.endswith("tried again in 2 s\n")
+    run.tensorboard.unlink()
+    wait_for(lambda: (run.tensorboard / stream.id).is_dir())
     leave(run, 1)
-    kept: list[Point] = []
-    made = [Memory(kept, fail_at=4), Memory(kept, fail_at=4), Memory(kept)]
-    waited: list[float] = []
-
-    def make() -> Memory:
-        sink = made.pop(0)
-        sink.mark = kept[-1].iteration if kept else 0
-        return sink
-
-    def wait(seconds: float) -> bool:
-        waited.append(seconds)
-        return not made
-
-    feed.feed(run, at, "W&B", make, wait)
-    assert [point.iteration for point in kept] == list(range(1, 10))
-    assert [seconds for seconds in waited if seconds > feed.POLL_SECONDS] == [15.0, 30.0]
-    warnings = capsys.readouterr().err.splitlines()
-    assert warnings[0] == ("warning: W&B: ConnectionError: the service is away; training goes on, "
-                           "and W&B is tried again in 15 s")  # fmt: skip
-    assert len(warnings) == 2
+    process.communicate(b"\n", timeout=30)
+    assert highest_event(run.tensorboard / stream.id) == 9
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from relayrun.config import compose
@@ -36,10 +37,10 @@ def attempt(run: RunDir, number: int, *, base: int, last: int, rewound: bool = F
         append_line(made.metrics, {"iteration": iteration, "loss": float(number), "time": 1e9 + iteration})
 
 
-def start_feed(run: RunDir, number: int, service: WandBService) -> subprocess.Popen[bytes]:
+def start_feed(run: RunDir, number: int, service: WandBService, *more: str) -> subprocess.Popen[bytes]:
     environment = os.environ | {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": service.url}
     command = [sys.executable, "-m", "relayrun.monitoring.feed", "wandb", f"--run-dir={run.path}",
-               f"--attempt={number}", f"--parent={os.getpid()}"]  # fmt: skip
+               f"--attempt={number}", f"--parent={os.getpid()}", *more]  # fmt: skip
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, bufsize=0)
 
 
@@ -103,6 +104,22 @@ def test_a_killed_feed_a_resume_and_a_rewind(run: RunDir) -> None:
         assert len(service.history(stream.id)) == 40
         assert set(service.buckets) == {stream.id, fork.id}
     assert not [path for path in run.path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+
+
+def test_a_client_whose_service_process_is_killed_is_replaced(run: RunDir) -> None:
+    attempt(run, 1, base=0, last=30)
+    with WandBService() as service:
+        (stream,) = record_streams(run)
+        feed = start_feed(run, 1, service, "--pause=0.5")
+        wait_for_step(service, stream.id, 28)
+        for child in psutil.Process(feed.pid).children():
+            assert child.name() == "wandb-core"
+            child.kill()
+        for iteration in range(31, 51):
+            append_line(run.attempt(1).metrics, {"iteration": iteration, "loss": 1.0, "time": 1e9})
+        wait_for_step(service, stream.id, 48)
+        leave(run, 1, feed)
+        assert [row["_step"] for row in service.history(stream.id)] == list(range(1, 51))
 
 
 def test_a_run_of_nodes_without_network_is_sent_from_where_there_is_one(run: RunDir) -> None:
