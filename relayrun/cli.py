@@ -26,11 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     launch.set_defaults(run=run_launch)
     data = commands.add_parser("data", help="what a run reads: show samples, the ledger, the difference of two runs")
     add_data(data)
-    dumps = commands.add_parser("dumps", help="tokenization: where the dumps of a dataset stand")
-    dumps.add_argument("what", choices=("status",))
-    dumps.add_argument("folder", metavar="METADATA_FOLDER", help="as written by prepare_dumps.py")
-    dumps.add_argument("--watch", type=float, metavar="SECONDS", help="again and again, until all dumps are done")
-    dumps.set_defaults(run=run_dumps)
+    add_dumps(commands.add_parser("dumps", help="tokenization: where the dumps stand, and what suits this node"))
     add_export(commands.add_parser("export", help="a checkpoint in the form that other programs read"))
     add_import(commands.add_parser("import", help="a checkpoint, to start a run from, of another program's model"))
     status = commands.add_parser("status", help="where a run stands; without RUN: all runs")
@@ -57,14 +53,52 @@ def add_submit(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_submit)
 
 
-def run_dumps(options: argparse.Namespace) -> int:
-    """Print where the dumps of a metadata folder stand."""
-    from relayrun.tokenization import status
+def add_dumps(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `relayrun dumps`."""
+    commands = parser.add_subparsers(dest="dumps_command", required=True)
+    status = commands.add_parser("status", help="done, tokens, speed, what is left, failures")
+    tune = commands.add_parser("tune", help="try workers and batches on the dataset's own files, on this node")
+    for each in (status, tune):
+        each.add_argument("folder", metavar="METADATA_FOLDER", help="as written by prepare_dumps.py")
+    status.add_argument("--watch", type=float, metavar="SECONDS", help="again and again, until all dumps are done")
+    tune.add_argument("--tokenizer-name-or-path", required=True, metavar="T",
+                      help="a tokenizer.json, a folder that holds one, or a hub name")  # fmt: skip
+    tune.add_argument("--column", default="text", help="column of the text (default: %(default)s)")
+    tune.add_argument("--engine", default="auto", help="as for preprocess_megatron.py (default: %(default)s)")
+    tune.add_argument("--workers", type=int, nargs="+", metavar="N",
+                      help="numbers to try (default: 1, and a quarter, half and all of the cores)")  # fmt: skip
+    tune.add_argument("--batch-bytes", type=int, nargs="+", metavar="N",
+                      help="bounds of a batch to try (default: 1, 4 and 16 MB)")  # fmt: skip
+    tune.add_argument("--seconds", type=float, default=10.0, metavar="S",
+                      help="that each pair is measured, start-up aside (default: %(default)s)")  # fmt: skip
+    tune.add_argument("--temp-dir", metavar="DIR", help="on the file system that the dumps go to (default: TMPDIR)")
+    parser.set_defaults(run=run_dumps)
 
-    if options.watch is not None:
-        status.watch(options.folder, max(options.watch, 0.1))
-    else:
-        print(status.table(status.read_status(options.folder)))
+
+def run_dumps(options: argparse.Namespace) -> int:
+    """Print where the dumps of a metadata folder stand, or which settings suit this node."""
+    if options.dumps_command == "status":
+        from relayrun.tokenization import status
+
+        if options.watch is not None:
+            status.watch(options.folder, max(options.watch, 0.1))
+        else:
+            print(status.table(status.read_status(options.folder)))
+        return 0
+    from relayrun.tokenization import tune
+
+    print(tune.row(None), flush=True)
+    trials = tune.tune(
+        options.folder,
+        options=["--tokenizer-name-or-path", options.tokenizer_name_or_path, "--column", options.column,
+                 "--engine", options.engine, "--append-eod", "auto"],
+        workers=options.workers or tune.default_workers(),
+        batch_bytes=options.batch_bytes or tune.BATCH_BYTES,
+        seconds=options.seconds,
+        temp_dir=options.temp_dir,
+        report=lambda trial: print(tune.row(trial), flush=True),
+    )  # fmt: skip
+    print(tune.advice(tune.recommended(trials)))
     return 0
 
 

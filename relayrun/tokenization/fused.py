@@ -20,7 +20,7 @@ from relayrun.tokenization.columns import join, read_column
 from relayrun.tokenization.engines import Engine, Selection
 from relayrun.tokenization.framing import Framing
 from relayrun.tokenization.metadata import InputFile, printable, stat_inputs
-from relayrun.tokenization.progress import SECONDS, Progress
+from relayrun.tokenization.progress import Progress
 from relayrun.tokenization.record import Skipped, TaskRecord, fingerprint
 from relayrun.tokenization.texts import Texts
 
@@ -51,8 +51,6 @@ class Job:
     batch_documents: int = 1000
     batch_bytes: int = 4_000_000
     on_error: OnError = "stop"
-    progress_seconds: float = SECONDS
-    """How often a task says how far it is."""
 
 
 def tokenize_part(job: Job, part: Part) -> TaskRecord:
@@ -66,7 +64,7 @@ def tokenize_part(job: Job, part: Part) -> TaskRecord:
     record = TaskRecord(inputs=list(part.inputs), started=started, engine=job.selection.engine,
                         engine_version=job.selection.version)  # fmt: skip
     shard = ShardWriter(os.path.join(job.output, part.name), np.dtype(job.framing.dtype).type)
-    progress = Progress(job.output, part.name, seconds=job.progress_seconds)
+    progress = Progress(job.output, part.name)
     try:
         for file in part.inputs:
             mark, before = shard.mark(), record.counts()

@@ -113,6 +113,7 @@ def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]
                 special_text=settings.special_text,
                 keep_empty=settings.keep_empty,
                 engine=settings.engine,
+                batch_bytes=settings.batch_bytes,
                 on_error=settings.on_error,
                 cache_dir=settings.cache_dir,
                 logging_dir=settings.dump_logs(index),

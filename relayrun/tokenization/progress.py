@@ -1,7 +1,8 @@
 """How far the tasks of a dump are, in files: each task writes one of its own, and who only looks on reads them.
 
-`OUTPUT/.progress/SHARD.json`, written anew every few seconds and gone when its shard is finished. One that has not
-changed for `STALE_SECONDS` belongs to a task that was killed, or that waits for its file system.
+`OUTPUT/.progress/SHARD.json`, written anew every ten seconds (or `RELAYRUN_PROGRESS_SECONDS`) and gone when its shard
+is finished. One that has not changed for `STALE_SECONDS` belongs to a task that was killed, or that waits for its
+file system.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from relayrun.files import read_json, write_atomic
 from relayrun.tokenization.limit import job_id
 
 FOLDER = ".progress"
-SECONDS = 5.0
+VARIABLE = "RELAYRUN_PROGRESS_SECONDS"
 STALE_SECONDS = 60.0
 
 
@@ -46,9 +47,9 @@ class Running:
 class Progress:
     """The file of one task. A disk that is full or slow to take it does not stop the task."""
 
-    def __init__(self, output: str | os.PathLike[str], shard: str, *, seconds: float = SECONDS) -> None:
+    def __init__(self, output: str | os.PathLike[str], shard: str) -> None:
         self._path = Path(output, FOLDER, f"{shard}.json")
-        self._seconds = seconds
+        self._seconds = float(os.environ.get(VARIABLE) or 10)
         self._next = 0.0
         self.bytes_read = 0
         """Of the files that are done; the task counts them here."""
@@ -60,7 +61,7 @@ class Progress:
         self.say(documents=0, tokens=0)
 
     def say(self, *, documents: int, tokens: int) -> None:
-        """Write, unless the last time is less than `seconds` ago. Cheap enough to be called for every batch."""
+        """Write, unless the last time was a moment ago. Cheap enough to be called for every batch."""
         now = time.monotonic()
         if now < self._next:
             return

@@ -34,6 +34,8 @@ class TokenizationSettings(Section):
     """Shards of a dump, at most one per file."""
     workers: Annotated[int, Field(ge=-1)] = -1
     """Shards made at a time on a node; -1: as many as tasks."""
+    batch_bytes: Positive = 4_000_000
+    """Most bytes that a worker tokenizes at a time, a longer document alone; see `relayrun dumps tune`."""
     eos_token: str | None = None
     """Ends every document; default: the tokenizer's own."""
     append_eod: Literal["yes", "no", "auto"] = "yes"
@@ -134,6 +136,7 @@ ENVIRONMENT = {
     "PATH_TO_LOGS": "logs",
     "NUMBER_OF_DATATROVE_TASKS": "tasks",
     "NUMBER_OF_DATATROVE_WORKERS": "workers",
+    "TOKENIZER_BATCH_BYTES": "batch_bytes",
 }
 """Names in the Bash launcher, and the setting that each of them is."""
 
@@ -156,11 +159,11 @@ def settings_from_environment(environment: Mapping[str, str]) -> TokenizationSet
             raise ConfigError(f"{name} is no setting; did you mean {near[0]}?", where="environment",
                               hint=f"rename it, or `unset {name}` if it is for another program")  # fmt: skip
     given = {name: environment[name] for name in ENVIRONMENT if environment.get(name)}
-    for name in ("NUMBER_OF_DATATROVE_TASKS", "NUMBER_OF_DATATROVE_WORKERS"):
+    for name in ("NUMBER_OF_DATATROVE_TASKS", "NUMBER_OF_DATATROVE_WORKERS", "TOKENIZER_BATCH_BYTES"):
         if name in given and not given[name].removeprefix("-").isdecimal():
             raise ConfigError(f"{given[name]!r} is no number", where=name)
     values: dict[str, Any] = {ENVIRONMENT[name]: value for name, value in given.items()}
-    values |= {name: int(values[name]) for name in ("tasks", "workers") if name in values}
+    values |= {name: int(values[name]) for name in ("tasks", "workers", "batch_bytes") if name in values}
     places: dict[yamlfile.Location, str] = {(setting,): name for name, setting in ENVIRONMENT.items()}
     settings = _validate(TokenizationSettings, yamlfile.Settings(values, places))
     if "logs" not in values:

@@ -16,6 +16,7 @@ export TOKENIZER_ENGINE="${TOKENIZER_ENGINE:-auto}"                         # au
 export ON_ERROR="${ON_ERROR:-stop}"                                         # skip: leave unreadable files out
 export NUMBER_OF_DATATROVE_TASKS="${NUMBER_OF_DATATROVE_TASKS:-20}"         # shards of a dump
 export NUMBER_OF_DATATROVE_WORKERS="${NUMBER_OF_DATATROVE_WORKERS:--1}"     # shards at a time; -1: all tasks
+export TOKENIZER_BATCH_BYTES="${TOKENIZER_BATCH_BYTES:-}"                   # empty: 4 MB; see relayrun dumps tune
 export PATH_TO_PREPROCESSING_METADATA="${PATH_TO_PREPROCESSING_METADATA:-}" # as written by prepare_dumps.py
 export PATH_TO_OUTPUT_FOLDER="${PATH_TO_OUTPUT_FOLDER:-}"                   # gets TOKENIZER_NAME/DATASET_NAME/dump-i
 export PATH_TO_LOGS="${PATH_TO_LOGS:-}"                                     # empty: logs/ beside scripts/

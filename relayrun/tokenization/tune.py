@@ -1,0 +1,197 @@
+"""How many workers and which batches suit this node: short runs over a sample of the user's own files.
+
+A trial starts the real program (`preprocess_megatron.py`) on links to the files, into a temporary folder, waits until
+every worker tokenizes, counts what they say of their progress for some seconds, and ends it. Start-up, which a dump
+pays once, is not counted.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from relayrun.config.compose import ROOT
+from relayrun.errors import InputError, RelayrunError
+from relayrun.files import read_json
+from relayrun.tokenization import progress
+from relayrun.tokenization.dumps import SUFFIXES
+from relayrun.tokenization.metadata import MetadataFolder, paths_file_bytes, read_paths_file
+from relayrun.tokenization.record import NAME
+
+BATCH_BYTES = (1_000_000, 4_000_000, 16_000_000)
+GOOD_ENOUGH = 0.97
+"""Of the best rate: of settings at least so good the one with the fewest workers is recommended."""
+
+_LINKS = 20_000
+_BYTES_PER_SECOND = 100_000_000
+"""No worker reads faster."""
+_START_SECONDS = 180.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One setting, and what it gave."""
+
+    workers: int
+    batch_bytes: int
+    tokens_per_second: float
+    """Of the node."""
+    worker_bytes: int
+    """Memory of the largest worker (resident set)."""
+
+
+def default_workers() -> list[int]:
+    """One, a quarter, half, and all of the cores that this process may use."""
+    cores = len(os.sched_getaffinity(0))
+    return sorted({1, max(1, cores // 4), max(1, cores // 2), cores})
+
+
+def tune(
+    metadata_folder: str | os.PathLike[str],
+    *,
+    options: Sequence[str],
+    workers: Sequence[int],
+    batch_bytes: Sequence[int] = BATCH_BYTES,
+    seconds: float = 10.0,
+    temp_dir: str | None = None,
+    report: Callable[[Trial], None] = lambda trial: None,
+) -> list[Trial]:
+    """Try every pair of `workers` and `batch_bytes` for `seconds` each; `options` go to preprocess_megatron.py.
+
+    `temp_dir` should lie on the file system that dumps are written to. Raises InputError where there are no dumps, or
+    numbers make no sense; RelayrunError with its message if a run fails.
+    """
+    if not workers or not batch_bytes or min(*workers, *batch_bytes) < 1 or seconds <= 0:
+        raise InputError("workers, bytes of a batch and seconds are positive numbers")
+    metadata = MetadataFolder(metadata_folder)
+    paths_files = [metadata.paths_file(index) for index in metadata.pending()]
+    paths_files += [metadata.completed / f"paths_file_{index}.txt" for index in metadata.finished()]
+    if not paths_files:
+        raise InputError("there are no dumps here", where=metadata.path, hint="prepare_dumps.py makes them")
+    dataset = os.path.realpath(metadata.raw_link)
+    files = [os.path.join(dataset, name) for name in read_paths_file(paths_files[0])]
+    trials = []
+    for count in workers:
+        for size in batch_bytes:
+            with tempfile.TemporaryDirectory(
+                dir=temp_dir, prefix="relayrun-tune-", ignore_cleanup_errors=True
+            ) as place:
+                trials.append(_trial(Path(place), files, options, count, size, seconds))
+            report(trials[-1])
+    return trials
+
+
+def recommended(trials: Sequence[Trial]) -> Trial:
+    """The fewest workers, and then the smallest batch, that are about as fast as the best."""
+    best = max(trial.tokens_per_second for trial in trials)
+    good = [trial for trial in trials if trial.tokens_per_second >= GOOD_ENOUGH * best]
+    return min(good, key=lambda trial: (trial.workers, trial.batch_bytes))
+
+
+def row(trial: Trial | None) -> str:
+    """A line of the table; None: its head."""
+    cells = ("workers", "batch bytes", "Mtok/s node", "Mtok/s core", "GB a worker")
+    if trial is not None:
+        rate = trial.tokens_per_second / 1e6
+        cells = (f"{trial.workers}", f"{trial.batch_bytes:,}", f"{rate:.2f}", f"{rate / trial.workers:.2f}",
+                 f"{trial.worker_bytes / 1e9:.2f}")  # fmt: skip
+    return "  ".join(cell.rjust(11) for cell in cells)
+
+
+def advice(trial: Trial) -> str:
+    """What to write into a config."""
+    return (f"recommended for this node: workers: {trial.workers}, batch_bytes: {trial.batch_bytes}, "
+            f"and tasks: {trial.workers} or more")  # fmt: skip
+
+
+def _trial(place: Path, files: Sequence[str], options: Sequence[str], workers: int, size: int, seconds: float) -> Trial:
+    data, output, log = place / "data", place / "tokens", place / "log"
+    data.mkdir()
+    names = _link(files, data, least=workers, most_bytes=workers * seconds * _BYTES_PER_SECOND)
+    (place / "paths").write_bytes(paths_file_bytes(names))
+    command = [
+        sys.executable, str(ROOT / "scripts/tokenization/preprocess_megatron.py"), "--output-folder", str(output),
+        "--dataset", str(data), "--paths-file", str(place / "paths"), "--n-tasks", str(workers),
+        "--n-workers", str(workers), "--batch-bytes", str(size), *options,
+    ]  # fmt: skip
+    environment = os.environ | {progress.VARIABLE: "0.5"}
+    with open(log, "wb") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process:
+        try:
+            rate, memory = _measure(process, output, workers, seconds)
+        finally:
+            _end(process)
+    if process.returncode > 0:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        first = next((n for n, line in enumerate(lines) if line.startswith("error: ")), len(lines) - 1)
+        raise RelayrunError("\n".join(lines[first:]).removeprefix("error: "))
+    if rate is None:  # everything was done before the time was over
+        tasks = read_json(output / NAME)["shards"].values()
+        busy = max(task["started"] + task["seconds"] for task in tasks) - min(task["started"] for task in tasks)
+        rate = sum(task["tokens"] for task in tasks) / busy
+    return Trial(workers=workers, batch_bytes=size, tokens_per_second=rate, worker_bytes=memory)
+
+
+def _link(files: Sequence[str], folder: Path, *, least: int, most_bytes: float) -> list[str]:
+    """Links to the files, over and over, as many as the trial can read, and at least `least`."""
+    names: list[str] = []
+    total = 0
+    while len(names) < least or (total < most_bytes and len(names) < _LINKS):
+        file = files[len(names) % len(files)]
+        total += os.stat(file).st_size
+        suffix = next(suffix for suffix in SUFFIXES if file.lower().endswith(suffix))
+        names.append(f"{len(names):06d}{suffix}")
+        os.symlink(file, folder / names[-1])
+    return names
+
+
+def _measure(process: subprocess.Popen[bytes], output: Path, workers: int, seconds: float) -> tuple[float | None, int]:
+    """Tokens per second of all workers, None if the program has ended by itself; and the largest worker's memory."""
+    first: dict[str, progress.Running] = {}
+    last: dict[str, progress.Running] = {}
+    begun, counting, memory = time.monotonic(), 0.0, 0
+    while process.poll() is None:
+        for task in progress.read(output):
+            if task.tokens:
+                first.setdefault(task.shard, task)
+                last[task.shard] = task
+        now = time.monotonic()
+        memory = max([memory, *_memory(process.pid)])
+        if len(first) >= workers:
+            counting = counting or now
+            if now - counting >= seconds:
+                return sum((last[name].tokens - first[name].tokens) / (last[name].at - first[name].at)
+                           for name in first if last[name].at > first[name].at), memory  # fmt: skip
+        elif now - begun > _START_SECONDS:
+            raise RelayrunError(f"not all of {workers} workers tokenized anything within {_START_SECONDS:.0f} s",
+                                hint="give fewer --workers; is the file system slow?")  # fmt: skip
+        time.sleep(0.2)
+    return None, memory
+
+
+def _memory(pid: int) -> list[int]:
+    """Resident bytes of a process and of those that it started."""
+    try:
+        process = psutil.Process(pid)
+        return [int(each.memory_info().rss) for each in (process, *process.children(recursive=True))]
+    except psutil.Error:  # one of them has just ended
+        return []
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the program; its workers leave with it."""
+    try:
+        workers = psutil.Process(process.pid).children(recursive=True)
+    except psutil.Error:
+        workers = []
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+    psutil.wait_procs(workers, timeout=30)
