@@ -19,9 +19,9 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 KINDS = ("bash", "bash make", "bash slurm")
 
 
-def blocks(kind: str) -> list[str]:
+def blocks(kind: str, text: str = README) -> list[str]:
     """Code blocks of one kind: `bash` runs here, `bash slurm` on a cluster, `bash make` is what CI runs."""
-    return re.findall(rf"^```{kind}\n(.*?)^```$", README, re.M | re.S)
+    return re.findall(rf"^```{kind}\n(.*?)^```$", text, re.M | re.S)
 
 
 def copy_tracked(folder: Path) -> None:
