@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from relayrun.config import compose
+from relayrun.config import compose, yamlfile
 from relayrun.config.schema import RunConfig
 from relayrun.data.manifest import Manifest
 from relayrun.export import importer
+from relayrun.indexed import ShardWriter
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, Commit, append_commit
 from relayrun.tokenization.tokenizer import load_tokenizer
@@ -52,39 +55,63 @@ def make_hf(folder: Path, *, seed: int = 0, vocabulary: int = VOCABULARY, **chan
 
 @dataclass(frozen=True)
 class Imported:
-    """A run whose only checkpoint, of iteration 7, is an imported one."""
+    """A run whose only checkpoint is an imported one."""
 
     run: RunDir
     hf: Path
     """What it was imported from."""
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.run.checkpoint(7)
+    checkpoint: Path
 
 
-def make_run(folder: Path, hf: Path, *, divisible_by: int = 128, **sections: Any) -> Imported:
+def make_run(folder: Path, hf: Path, *, iteration: int = 7, divisible_by: int = 128, **sections: Any) -> Imported:
     run = RunDir(folder)
     attempt = run.attempt(1)
     attempt.path.mkdir(parents=True)
     run.config.mkdir()
-    made = importer.import_hf(hf, run.checkpoint(7), divisible_by=divisible_by)
+    checkpoint = run.checkpoint(iteration)
+    made = importer.import_hf(hf, checkpoint, divisible_by=divisible_by)
+    tokenizer = load_tokenizer(str(hf / "tokenizer.json"))
+    writer = ShardWriter(str(folder / "data" / "shard"), np.uint16)
+    lengths = np.full(50, 300)
+    writer.add(np.arange(lengths.sum()) % tokenizer.size, lengths)
+    writer.finish()
     values: dict[str, Any] = {
         "project": "tests", "name": "imported", "model": made.model.model_dump(),
-        "data": {"tokenizer": str(hf / "tokenizer.json"), "datasets": ["none"]},
-        "training": {"steps": 20, "micro_batch_size": 2, "global_batch_size": 8, "seq_length": 128},
-        "optimizer": {"lr": 1e-3}, "checkpoint": {"interval": 7}, "job": {"time": "5"},
+        "data": {"tokenizer": str(hf / "tokenizer.json"), "datasets": [str(folder / "data")]},
+        "training": {"steps": 2 * iteration, "micro_batch_size": 2, "global_batch_size": 8, "seq_length": 128},
+        "optimizer": {"lr": 1e-3}, "checkpoint": {"interval": iteration}, "job": {"time": "5"},
         "cluster": {"name": "test", "scheduler": "local"},
     }  # fmt: skip
     config = RunConfig.model_validate(values | sections)
     run.config_revision(1).write_text(compose.dump(config))
-    tokenizer = load_tokenizer(str(hf / "tokenizer.json"))
-    Manifest(datasets={}, validation={}, vocabulary_size=tokenizer.size, eod=tokenizer.eos_id,
-             tokenizer=str(hf / "tokenizer.json"), tokenizer_fingerprint=tokenizer.fingerprint,
-             ).write(run.manifest)  # fmt: skip
+    Manifest.build(
+        {"train": [folder / "data" / "shard"]}, {}, vocabulary_size=tokenizer.size, eod=tokenizer.eos_id,
+        tokenizer=str(hf / "tokenizer.json"), tokenizer_fingerprint=tokenizer.fingerprint,
+    ).write(run.manifest)  # fmt: skip
     Begin(attempt=1, job_id="1", job_name="test", nodes="here", config_revision=1, base_iteration=0, base_path=None,
           start_time=0.0, job_end_time=None, lead=0.0).write(attempt.begin)  # fmt: skip
-    files = {path.name: path.stat().st_size for path in run.checkpoint(7).iterdir()}
-    append_commit(attempt, Commit(iteration=7, path=str(run.checkpoint(7)), consumed_samples=56, time=1.0, seconds=1.0,
-                                  files=files))  # fmt: skip
-    return Imported(run, hf)
+    files = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
+    append_commit(attempt, Commit(iteration=iteration, path=str(checkpoint), consumed_samples=8 * iteration, time=1.0,
+                                  seconds=1.0, files=files))  # fmt: skip
+    return Imported(run, hf, checkpoint)
+
+
+def write_task(folder: Path, *, documents: int) -> Path:
+    """A task of lm-evaluation-harness, `tiny_choice`, with its data; no network."""
+    folder.mkdir(parents=True)
+    lines = [{"prompt": f"w{n + 1} w{n + 2}", "choices": [f"w{n + 3}", f"w{n + 50}"], "label": n % 2}
+             for n in range(documents)]  # fmt: skip
+    (folder / "test.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    task = {
+        "task": "tiny_choice",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "test.jsonl")}},
+        "output_type": "multiple_choice",
+        "test_split": "test",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{label}}",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    (folder / "tiny.yaml").write_text(yamlfile.dump(task))
+    return folder

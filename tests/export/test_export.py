@@ -154,7 +154,7 @@ def edited(imported: Imported, folder: Path) -> Imported:
     run = type(imported.run)(folder / "run")
     commits = run.attempt(1).commits
     commits.write_text(commits.read_text().replace(str(imported.run.path), str(run.path)))
-    return Imported(run, imported.hf)
+    return Imported(run, imported.hf, run.checkpoint(7))
 
 
 def test_each_wrong_input_is_one_clear_error(

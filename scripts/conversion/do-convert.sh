@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=relayrun-convert
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --cpus-per-task=8
+#SBATCH --time=02:00:00
+#
+# Exports a run's newest checkpoint to Hugging Face's form as a Slurm job, without a GPU:
+#   sbatch scripts/conversion/do-convert.sh RUN DIR [options of `relayrun export hf`]
+# DIR must not exist. Account, partition and the like: options of sbatch.
+set -euo pipefail
+
+run="${1:?RUN: a run directory, or project/name below logs/runs}"
+output="${2:?DIR: where to write}"
+shift 2
+
+# In a job this file is a copy in Slurm's spool; Slurm knows where it was submitted from.
+self="${BASH_SOURCE[0]}"
+[[ -z "${SLURM_JOB_ID:-}" ]] || self="$(scontrol show job "${SLURM_JOB_ID}" | sed -n 's/^ *Command=//p')"
+# Slurm puts the arguments behind the path
+self="${self%%/scripts/conversion/do-convert.sh*}/scripts/conversion/do-convert.sh"
+root="$(cd "$(dirname "${self}")/../.." && pwd)"
+PYTHONSAFEPATH=1 PYTHONPATH="${root}" exec "${PYTHON:-${root}/.venv/bin/python}" -m relayrun.cli \
+  export hf "${run}" --output "${output}" "$@"

@@ -1,0 +1,89 @@
+"""The program of an evaluation job: lm_eval on a local task, failures that are recorded, one claim."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayrun.files import read_lines
+from relayrun.rundir.evaluations import Policy, directory
+from tests.export.models import Imported, make_hf, make_run, write_task
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+
+def prepared(folder: Path, **evaluation: Any) -> Imported:
+    made = make_run(folder / "run", make_hf(folder / "hf"), evaluation={"interval": 7, **evaluation})
+    made.run.evaluations.mkdir()
+    Policy(interval=7, total_steps=14, hold=3, time_limit=60).write(made.run.evaluation_policy)
+    return made
+
+
+def start(made: Imported) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "relayrun.export.evaluate", f"--run-dir={made.run.path}", "--iteration=7",
+               "--attempt=1"]  # fmt: skip
+    home = str(made.hf.parent / "home")  # caches of the libraries
+    return subprocess.Popen(command, env=os.environ | {"HOME": home, "HF_HUB_OFFLINE": "1"}, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+
+
+def test_a_local_task_is_evaluated_once(tmp_path: Path) -> None:
+    tasks = write_task(tmp_path / "tasks", documents=12)
+    made = prepared(tmp_path, tasks=["tiny_choice"], include_path=str(tasks), num_fewshot=0)
+    done = start(made)
+    said, errors = done.communicate()
+    assert done.returncode == 0, errors
+    (line,) = read_lines(made.run.evaluations_view)
+    assert (line["iteration"], line["attempt"], line["status"], line["model"]) == (7, 1, "done", None)
+    assert line["results"]["tiny_choice"]["acc"] in [n / 12 for n in range(13)]
+    assert f"tiny_choice  {'  '.join(f'{k} {v:.6g}' for k, v in line['results']['tiny_choice'].items())}" in said
+    before = made.run.evaluations_view.read_bytes()
+    again = start(made)
+    assert "is evaluated by another job" in again.communicate()[0]
+    assert again.returncode == 0
+    assert made.run.evaluations_view.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        pytest.param({"tasks": ["no_such_task"]}, "no_such_task", id="unknown-task", marks=pytest.mark.long),
+        pytest.param({}, "nothing to evaluate on: neither evaluation.tasks nor a validation set", id="nothing"),
+    ],
+)
+def test_what_fails_is_recorded_with_its_reason(tmp_path: Path, settings: dict[str, Any], error: str) -> None:
+    made = prepared(tmp_path, **settings)
+    done = start(made)
+    _, errors = done.communicate()
+    assert done.returncode == 1
+    (line,) = read_lines(made.run.evaluations_view)
+    assert line["status"] == "failed"
+    assert error in line["error"]
+    assert errors.splitlines()[-1].startswith("error: ") or "error: " in errors
+    folder = directory(made.run, 7, 1)
+    assert sorted(path.name for path in folder.path.iterdir()) == ["claim.json", "exported", "result.json"]
+
+
+@pytest.mark.long
+def test_the_end_of_the_job_is_recorded(tmp_path: Path) -> None:
+    tasks = write_task(tmp_path / "tasks", documents=12)
+    made = prepared(tmp_path, tasks=["tiny_choice"], include_path=str(tasks))
+    job = start(made)
+    folder = directory(made.run, 7, 1)
+    while not folder.exported.exists():
+        assert job.poll() is None
+        time.sleep(0.01)
+    job.send_signal(signal.SIGTERM)
+    job.communicate()
+    assert job.returncode == 1
+    result = json.loads(folder.result.read_text())
+    assert (result["status"], result["error"].partition(":")[0]) == ("failed", "SIGTERM")
+    assert not folder.model.exists()
