@@ -46,6 +46,8 @@ def add_submit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, help="run config, for example configs/runs/demo.yaml")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="NAME=VALUE",
                         help="override a setting: --set training.steps=50")  # fmt: skip
+    parser.add_argument("--load", metavar="RUN[:ITERATION]",
+                        help="begin with another run's checkpoint, or a checkpoint's folder")  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="print the job script; write and submit nothing")
     parser.add_argument("--resume", action="store_true", help="go on although the chain of this run has ended")
     parser.add_argument("--accept-data-change", action="store_true",
@@ -171,12 +173,13 @@ def run_import(options: argparse.Namespace) -> int:
 
 def run_submit(options: argparse.Namespace) -> int:
     """Submit, or print, one run."""
-    from relayrun import submission
+    from relayrun import settings, submission
     from relayrun.chain import local
     from relayrun.config import compose
     from relayrun.monitoring.follow import Follower
 
-    config = compose.load(options.config, options.overrides)
+    load = [] if options.load is None else [f"checkpoint.load={settings.quoted(options.load)}"]
+    config = compose.load(options.config, [*options.overrides, *load])
     if options.dry_run:
         print(submission.dry_run(config), end="")
         return 0

@@ -23,6 +23,7 @@ OVERRIDES = {
     "SEQ_LEN": "training.seq_length",
     "TRAINING_STEPS": "training.steps",
     "CHECKPOINT_STEPS": "checkpoint.interval",
+    "LOAD": "checkpoint.load",
     "AUTO_JOB_REQUEUE": "chain.auto_requeue",
     "TENSORBOARD": "tracking.tensorboard",
     "LOG_NCCL": "debug.log_nccl",
@@ -37,7 +38,9 @@ PROFILER = "NSYS_PROFILER"
 MEGATRON_LM_DIR = "MEGATRON_LM_DIR"
 """Of launchers that train with a checkout of Megatron-LM; here the installed megatron-core trains."""
 
-_TEXTS = frozenset({"PROJECT_NAME", "EXP_NAME", "RUN_DIR", "CLUSTER", "TOKENIZER", "MIXTURE", "DATASET_CACHE_DIR"})
+_TEXTS = frozenset(
+    {"PROJECT_NAME", "EXP_NAME", "RUN_DIR", "LOAD", "CLUSTER", "TOKENIZER", "MIXTURE", "DATASET_CACHE_DIR"}
+)
 _OTHER_FORM = {"DATASETS": "data.mixture=null", "MIXTURE": "data.datasets=[]"}
 """The config may have its data in the other form; a setting replaces it."""
 
@@ -72,11 +75,12 @@ def flag(environment: Mapping[str, str], name: str) -> bool:
 def _yaml(setting: str, value: str) -> str:
     """As YAML: texts quoted, whatever is in them; DATASETS is a list with commas; the rest as it stands."""
     if setting == "DATASETS":
-        return "[" + ", ".join(_quoted(folder.strip()) for folder in value.split(",") if folder.strip()) + "]"
+        return "[" + ", ".join(quoted(folder.strip()) for folder in value.split(",") if folder.strip()) + "]"
     if setting in _TEXTS:
-        return _quoted(value)
+        return quoted(value)
     return value.lower() if value.lower() in ("true", "false") else value
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """A text as YAML, whatever is in it."""
     return "'" + text.replace("'", "''") + "'"

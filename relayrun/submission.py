@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from relayrun import codebase, preflight
+from relayrun import codebase, loading, preflight
 from relayrun.chain import decide, render
 from relayrun.chain.plan import Plan, job_name
 from relayrun.chain.scheduler import Slurm, for_plan
@@ -29,7 +29,7 @@ from relayrun.rundir import triggers
 from relayrun.rundir.evaluations import Policy
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lead import first_lead
-from relayrun.rundir.lineage import durable, line
+from relayrun.rundir.lineage import BEGINNING, Durable, durable, line
 from relayrun.slurmtime import format_time, parse_time
 from relayrun.tokenization.tokenizer import load_tokenizer
 
@@ -83,8 +83,9 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool) -> Iterator[tupl
         _refuse_while_live(run)
         _refuse_after_end(run, resume)
         config = _freeze_data(run, config, manifest, accept=accept)
+        base = loading.find(config, run)
         root = codebase.snapshot(run, compose.ROOT) if config.debug.backup_codebase else compose.ROOT
-        plan = make_plan(config, run, root, revision=_add_revision(run, config))
+        plan = make_plan(config, run, root, revision=_add_revision(run, config), base=base)
         triggers.create_folder(run, config.chain.triggers_group)
         if config.chain.triggers_group is not None and (barrier := triggers.barrier(run)) is not None:
             print(f"warning: members of chain.triggers_group {config.chain.triggers_group} cannot reach the triggers: "
@@ -110,8 +111,9 @@ def _acknowledge_stale(run: RunDir) -> None:
             triggers.acknowledge(run, old, iteration=durable(run).iteration, result="stale: touched before this submit")
 
 
-def make_plan(config: RunConfig, run: RunDir, root: Path, *, revision: int) -> Plan:
-    """The supervisor's part of a config; the jobs run the code in `root`."""
+def make_plan(config: RunConfig, run: RunDir, root: Path, *, revision: int, base: Durable = BEGINNING) -> Plan:
+    """The supervisor's part of a config; the jobs run the code in `root`. `base`: what a run without checkpoints
+    begins with."""
     time_limit = parse_time(config.job.time)
     fixed = None if config.chain.lead == "auto" else float(config.chain.lead)
     lead = first_lead(time_limit) if fixed is None else fixed
@@ -155,6 +157,8 @@ def make_plan(config: RunConfig, run: RunDir, root: Path, *, revision: int) -> P
         host_python=sys.executable if cluster.scheduler == "local" else cluster.host_python,
         package_root=str(root),
         log_folder=str(compose.ROOT / "logs" / "slurm" / "training"),
+        load_path=base.path,
+        load_iteration=base.iteration,
     )
 
 

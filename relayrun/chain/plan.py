@@ -61,6 +61,9 @@ class Plan(Record):
     package_root: str
     """Folder that holds `relayrun/` and `launchers/`."""
     log_folder: str
+    load_path: str | None = None
+    """The checkpoint that the run goes on from as long as it has none of its own."""
+    load_iteration: int = 0
 
     @classmethod
     def load(cls, run: RunDir) -> Plan:

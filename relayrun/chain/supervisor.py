@@ -49,6 +49,8 @@ def _begin(run: RunDir, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
     cancelled = _close_predecessor(run, scheduler)
     chosen = lineage.chosen_by_hand(run)
     base = chosen or lineage.durable(run)
+    if not lineage.is_own(run, base):
+        base = lineage.Durable(iteration=plan.load_iteration, path=plan.load_path)
     trigger = triggers.look(run, "exit")
     decision = decide.at_begin(
         decide.BeginFacts(

@@ -242,6 +242,22 @@ class Checkpoint(Section):
     is due while one is under way waits for it."""
     writer_threads: Positive = 2
     """Files that each rank writes at a time."""
+    load: str | None = None
+    """What a run without a checkpoint of its own goes on from: another run (its directory, or PROJECT/NAME) or the
+    folder of a checkpoint; `:ITERATION` behind a run takes another than its newest."""
+    finetune: bool = False
+    """Of `load` the weights alone: iterations, optimizer, random numbers and data begin anew."""
+    no_load_optim: bool = False
+    """Of `load` not the state of the optimizer; iterations and data go on."""
+    no_load_data: bool = False
+    """Of `load` not the position in the data: they begin anew, and may be others. Iterations go on."""
+
+    @model_validator(mode="after")
+    def _of_load(self) -> Self:
+        for name in ("finetune", "no_load_optim", "no_load_data"):
+            if getattr(self, name) and self.load is None:
+                raise ValueError(f"{name} says what of `load` is left out, and load is not set")
+        return self
 
 
 class Parallel(Section):

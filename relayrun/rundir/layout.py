@@ -184,6 +184,11 @@ class RunDir:
         return self.checkpoints / "latest_checkpointed_iteration.txt"
 
     @property
+    def progress(self) -> Path:
+        """Starts of jobs and checkpoints, a line each, in the form of Megatron-LM's file of this name; by rank 0."""
+        return self.path / "progress.txt"
+
+    @property
     def triggers(self) -> Path:
         return self.path / "triggers"
 

@@ -46,6 +46,11 @@ def line(run: RunDir) -> list[Commit]:
     return found
 
 
+def is_own(run: RunDir, base: Durable) -> bool:
+    """Whether this run made the checkpoint; a run may begin with one of another run, or of a conversion."""
+    return base.path is not None and Path(os.path.realpath(base.path)).parent == Path(os.path.realpath(run.checkpoints))
+
+
 def fault(commit: Commit) -> str | None:
     """What is wrong with a checkpoint on disk, as far as names and sizes tell; None if it is whole."""
     if not Path(commit.path).is_dir():
@@ -108,6 +113,8 @@ def put_aside(run: RunDir, base: Durable, *, attempt: int) -> list[str]:
     moved: list[str] = []
     for commit in line(run):
         if commit.iteration <= base.iteration or not Path(commit.path).is_dir():
+            continue
+        if not is_own(run, Durable(iteration=commit.iteration, path=commit.path)):
             continue
         what = fault(commit)
         folder = run.checkpoints / (".superseded" if what is None else ".quarantine")

@@ -18,16 +18,22 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedStateDict
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensorFactory,
+)
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -40,8 +46,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from relayrun.config.rampup import BatchSizes
+from relayrun.config.rampup import BatchSizes, Leg
 from relayrun.config.schema import Checkpoint
 from relayrun.data.mixed import MixedOrder
 from relayrun.data.progress import Progress
@@ -149,42 +156,83 @@ class Checkpointer:
         publish.prune(self._run, self._attempt, self._settings.keep_last, self._settings.keep_every)
         return commit
 
-    def load(self, path: Path, sizes: BatchSizes) -> Progress:
+    def load(self, path: Path, sizes: BatchSizes, *, foreign: bool = False) -> Progress:
         """Put the state at `path` in place; return where it stands, to go on with these batch sizes.
 
-        Generators are left as they are seeded if the layout of the ranks has changed. Raises
-        FatalTrainingError if the data or the kind of optimizer are not those of the checkpoint.
+        `foreign`: it is not of this run; what settings leave out of it begins anew. Generators are left as they
+        are seeded if the layout of the ranks has changed. Raises FatalTrainingError if the model, the data or
+        the kind of optimizer are not those of the checkpoint.
         """
         common = dist_checkpointing.load_common_state_dict(str(path))
-        self._order.resume(common["data"])
-        position = Progress.resume(common["progress"], sizes)
-        for name, value in self._fixed.items():
-            if common["fixed"][name] != value:
-                raise FatalTrainingError(
-                    f"{name} was {common['fixed'][name]} when this checkpoint was saved, and is {value}; "
-                    "one kind of optimizer cannot read the state of the other",
-                    where=path,
-                    hint=f"set {name} back, or start a new run",
-                )
-        wanted = self._sharded_state(loading=True)
-        same_layout = common["layout"] == self._ranks.layout
+        anew = foreign and self._settings.finetune
+        with_optimizer = not (anew or (foreign and self._settings.no_load_optim))
+        position = Progress(sizes) if anew else self._position(common, sizes, foreign=foreign)
+        if with_optimizer:
+            self._check_fixed(common["fixed"], path)
+        wanted = self._sharded_state(loading=True, optimizer=with_optimizer)
+        same_layout = not anew and common["layout"] == self._ranks.layout
         if not same_layout:
             del wanted["random"]
-            if self._ranks.rank == 0:
+            if self._ranks.rank == 0 and not anew:
                 print(f"ranks are now {self._ranks.layout}, were {common['layout']}: dropout masks start anew",
                       flush=True)  # fmt: skip
+        self._check_shapes(wanted, path)
         state = dist_checkpointing.load(wanted, str(path))
         self._model.load(state["model"])
-        self._optimizer.load(state["optimizer"], position)
+        if with_optimizer:
+            self._optimizer.load(state["optimizer"], position)
+        else:
+            self._optimizer.begin(position)
         if same_layout:
             random_state.restore(state["random"])
         return position
 
-    def _sharded_state(self, *, loading: bool) -> ShardedStateDict:
-        model = self._model.sharded_state_dict(dict(_METADATA))
+    def _position(self, common: dict[str, Any], sizes: BatchSizes, *, foreign: bool) -> Progress:
+        """Where a checkpoint stands in training and in the data."""
+        if foreign and self._settings.no_load_data:
+            iteration = common["progress"]["iteration"]
+            return Progress(sizes, iteration=iteration, legs=[Leg(iteration, 0, sizes)])
+        try:
+            self._order.resume(common["data"])
+        except FatalTrainingError as error:
+            if not foreign:
+                raise
+            hint = "set checkpoint.no_load_data=true to begin anew with these data"
+            raise FatalTrainingError(error.message, where=error.where, hint=hint) from None
+        return Progress.resume(common["progress"], sizes)
+
+    def _check_fixed(self, found: Mapping[str, object], path: Path) -> None:
+        for name, value in self._fixed.items():
+            if found[name] != value:
+                raise FatalTrainingError(
+                    f"{name} was {found[name]} when this checkpoint was saved, and is {value}; "
+                    "one kind of optimizer cannot read the state of the other",
+                    where=path,
+                    hint=f"set {name} back, or start a new run with --load and checkpoint.no_load_optim=true",
+                )
+
+    def _check_shapes(self, wanted: ShardedStateDict, path: Path) -> None:
+        found = FileSystemReader(path).read_metadata().state_dict_metadata
+        differences = [
+            f"{shard.key} is {list(size) if size else 'not'} there and {list(shard.global_shape)} here"
+            for whole in nested_values(wanted["model"])
+            for shard in nested_values([whole.build()] if isinstance(whole, ShardedTensorFactory) else [whole])
+            if isinstance(shard, ShardedTensor)
+            and (size := getattr(found.get(shard.key), "size", None)) != torch.Size(shard.global_shape)
+        ]
+        for rank, texts in enumerate(self._ranks.gather(differences[:3])):
+            if texts:
+                raise FatalTrainingError(f"this checkpoint is of another model (rank {rank}): {'; '.join(texts)}",
+                                         where=path, hint="take the model section of the run that made it")  # fmt: skip
+
+    def _sharded_state(self, *, loading: bool, optimizer: bool = True) -> ShardedStateDict:
+        model, inner = self._model.sharded_state_dict(dict(_METADATA)), self._optimizer.inner
+        part = {}
+        if optimizer:  # asked for a state to load into, torch's Adam would be left with half of one
+            part = {"optimizer": inner.sharded_state_dict(model, is_loading=loading, metadata=dict(_METADATA))}
         return {
             "model": model,
-            "optimizer": self._optimizer.inner.sharded_state_dict(model, is_loading=loading, metadata=dict(_METADATA)),
+            **part,
             "random": ShardedObject(
                 "random", random_state.capture(), (self._ranks.world_size,), (self._ranks.rank,)
             ),

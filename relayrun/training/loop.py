@@ -19,6 +19,7 @@ from relayrun.data.progress import Progress
 from relayrun.errors import FatalTrainingError, InputError, RelayrunError
 from relayrun.files import write_json
 from relayrun.rundir.layout import AttemptDir, RunDir
+from relayrun.rundir.lineage import Durable, is_own
 from relayrun.rundir.records import Begin, Left, Outcome, Started
 from relayrun.training import device_shim, parallel
 from relayrun.training.checkpoint import Checkpointer
@@ -31,6 +32,7 @@ from relayrun.training.model import MicroBatch, Model
 from relayrun.training.optimizer import Optimizer
 from relayrun.training.pace import Pace
 from relayrun.training.parallel import Ranks
+from relayrun.training.progress_log import ProgressLog
 from relayrun.training.saver import LEAVE_TRIES, Saver
 from relayrun.training.signals import SignalFlag
 from relayrun.training.size import peak_flops
@@ -78,18 +80,30 @@ class Training:
         self.position = Progress(settings.batch_sizes)
         self.initialised = time.time()
         if begin.base_path is not None:
-            self.position = checkpointer.load(Path(begin.base_path), settings.batch_sizes)
+            own = is_own(run, Durable(iteration=begin.base_iteration, path=begin.base_path))
+            self.position = checkpointer.load(Path(begin.base_path), settings.batch_sizes, foreign=not own)
             if self.position.iteration != begin.base_iteration:
                 raise FatalTrainingError(
                     f"holds iteration {self.position.iteration}, but this attempt begins at {begin.base_iteration}",
                     where=begin.base_path,
                 )
+        progress = None
+        if ranks.rank == 0:
+            progress = ProgressLog(
+                run.progress,
+                job_id=begin.job_id,
+                ranks=ranks.world_size,
+                flops_per_token=self.model.flops_per_token(),
+                seq_length=settings.seq_length,
+                consumed_samples=self.position.consumed_samples,
+            )
         self.saver = Saver(
             checkpointer,
             control=self.control,
             metrics=self.metrics,
             pace=pace,
             pulse=pulse,
+            progress=progress,
             asynchronous=config.checkpoint.async_save,
             saved_iteration=self.position.iteration,
         )

@@ -164,6 +164,14 @@ class Optimizer:
         self.inner.load_state_dict(state)
         for group, settings in zip(self.inner.param_groups, self._settings_of_groups, strict=True):
             group.update(settings)
+        self._go_to(position)
+
+    def begin(self, position: Progress) -> None:
+        """Begin anew with the weights that the model has now."""
+        self.inner.reload_model_params()  # fp32 copies of them
+        self._go_to(position)
+
+    def _go_to(self, position: Progress) -> None:
         self.schedule = schedule(self._config, self.inner, position)
         self.schedule.step(increment=position.iteration)
 

@@ -27,6 +27,7 @@ from relayrun.training.control import Control, Order
 from relayrun.training.heartbeat import Pulse
 from relayrun.training.metrics import Metrics
 from relayrun.training.pace import Pace
+from relayrun.training.progress_log import ProgressLog
 
 LEAVE_TRIES = 3
 """How often a save is tried when leaving; a save in between is tried once and left for the next occasion."""
@@ -37,13 +38,15 @@ class Saver:
 
     def __init__(
         self, checkpointer: Checkpointer, *, control: Control, metrics: Metrics, pace: Pace, pulse: Pulse,
-        asynchronous: bool, saved_iteration: int,
+        progress: ProgressLog | None, asynchronous: bool, saved_iteration: int,
     ) -> None:  # fmt: skip
+        """`progress`: on rank 0."""
         self._checkpointer = checkpointer
         self._control = control
         self._metrics = metrics
         self._pace = pace
         self._pulse = pulse
+        self._progress = progress
         self._asynchronous = asynchronous
         self._under_way: BackgroundSave | None = None
         self._asked: Sequence[Trigger] = ()
@@ -142,6 +145,8 @@ class Saver:
             self.saved_iteration = save.iteration
             self._metrics.say(f"saved iteration {save.iteration} in {commit.seconds:.1f} s: {commit.path}")
             self._pace.save(commit.seconds)
+            if self._progress is not None:
+                self._progress.saved(commit.iteration, commit.consumed_samples)
         self._under_way, self._asked = None, ()
         self._move_deadline()
         self._control.acknowledge(asked, save.iteration, result)

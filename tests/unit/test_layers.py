@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "relayrun"
 SIBLINGS = {"tokenization", "data", "training", "chain", "export", "monitoring", "demo", "drill"}
-TOP = {"cli", "submission", "settings", "preflight", "codebase"}
+TOP = {"cli", "submission", "settings", "preflight", "codebase", "loading"}
 BASE = {"errors", "files", "indexed", "slurmtime", "__init__"}
 STANDARD_LIBRARY_ONLY = ("chain", "rundir", "errors", "files", "slurmtime", "__init__")
 

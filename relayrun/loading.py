@@ -1,0 +1,94 @@
+"""What a new run begins with: `checkpoint.load`, found and judged before anything is submitted."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from relayrun.config import yamlfile
+from relayrun.config.compose import ROOT
+from relayrun.config.schema import Model, RunConfig
+from relayrun.errors import ConfigError, InputError, RelayrunError
+from relayrun.export import source
+from relayrun.monitoring import runs
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.lineage import BEGINNING, Durable, durable, is_own
+
+_ITERATION = re.compile(r"(?P<name>.+):(?P<iteration>\d+)")
+_FOLDER = re.compile(r"iter_(\d+)")
+FREE = frozenset({"hidden_dropout", "attention_dropout", "init_method_std"})
+"""Settings of a model that its weights do not depend on."""
+
+
+def find(config: RunConfig, run: RunDir) -> Durable:
+    """The checkpoint and the iteration to begin with; BEGINNING where the config names none.
+
+    Raises ConfigError or InputError if it is not there, is torn, or is of another model.
+    """
+    settings = config.checkpoint
+    if settings.load is None or is_own(run, durable(run)):
+        return BEGINNING
+    match = _ITERATION.fullmatch(settings.load)
+    name, wanted = (match["name"], int(match["iteration"])) if match else (settings.load, None)
+    folder = Path(os.path.expanduser(name))
+    folder = folder if folder.is_absolute() else ROOT / folder
+    single = (folder / "metadata.json").is_file()
+    found = _folder(folder, config, wanted) if single else _run(name, config, wanted)
+    iteration = 0 if settings.finetune else found.iteration
+    if iteration >= config.training.steps:
+        steps = config.training.steps
+        raise ConfigError(f"{found.path} stands at iteration {iteration}, and training.steps is {steps}",
+                          where="checkpoint.load",
+                          hint="raise training.steps, or set checkpoint.finetune=true to count from 0")  # fmt: skip
+    return Durable(iteration=iteration, path=found.path)
+
+
+def _folder(folder: Path, config: RunConfig, wanted: int | None) -> Durable:
+    """A checkpoint by itself: of a run, or of an import, which lays the model's settings beside it."""
+    if wanted is not None:
+        raise ConfigError(f"{folder} is one checkpoint, of which no iteration can be chosen", where="checkpoint.load",
+                          hint="leave :ITERATION out, or name the run")  # fmt: skip
+    beside = folder / "model.yaml"
+    if beside.is_file():
+        _same_model(_model(beside), config, folder)
+        if not config.checkpoint.finetune:
+            raise ConfigError(f"{folder} holds weights alone", where="checkpoint.load",
+                              hint="set checkpoint.finetune=true")  # fmt: skip
+        return Durable(iteration=0, path=str(folder))
+    match = _FOLDER.fullmatch(folder.name)
+    if match is None:
+        raise ConfigError(f"{folder} does not say its iteration", where="checkpoint.load",
+                          hint="a checkpoint's folder is called iter_0000100")  # fmt: skip
+    return Durable(iteration=int(match[1]), path=str(folder))
+
+
+def _model(path: Path) -> Model:
+    try:
+        return Model.model_validate(yamlfile.read(path).values.get("model"))
+    except ValidationError as error:
+        raise InputError(f"this is not the model section of an import: {error.errors()[0]['msg']}",
+                         where=path) from None  # fmt: skip
+
+
+def _run(name: str, config: RunConfig, wanted: int | None) -> Durable:
+    try:
+        found = source.find(runs.find(name), wanted)
+    except RelayrunError as error:
+        raise InputError(f"checkpoint.load={config.checkpoint.load}: {error.message}", where=error.where,
+                         hint=error.hint) from None  # fmt: skip
+    _same_model(found.config.model, config, found.folder)
+    return Durable(iteration=found.iteration, path=str(found.folder))
+
+
+def _same_model(other: Model, config: RunConfig, folder: Path) -> None:
+    differences = [
+        f"{name} is {getattr(other, name)} there and {value} here"
+        for name, value in config.model.model_dump().items()
+        if name not in FREE and getattr(other, name) != value
+    ]
+    if differences:
+        raise ConfigError(f"{folder} is of another model: {'; '.join(differences)}", where="checkpoint.load",
+                          hint="take the model section of the run that made it")  # fmt: skip

@@ -1,0 +1,116 @@
+"""A run that begins with another run's checkpoint, through the real chain on one machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayrun.files import read_lines
+from relayrun.rundir.lineage import durable
+from relayrun.rundir.records import Begin
+from tests.checkpoints import contents, raw
+from tests.workspace import Workspace, steps
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS: dict[str, Any] = {"training": {"steps": 8}, "checkpoint": {"interval": 4}}
+
+
+def submit(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "relayrun.cli", "submit", str(config), *arguments],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    """With a run `source` of 8 iterations, saved at 4 and 8."""
+    made = Workspace.make(tmp_path_factory.mktemp("load"))
+    done = submit(made.config("source", **SETTINGS))
+    assert done.returncode == 0, done.stderr
+    return made
+
+
+def test_a_run_goes_on_exactly_where_another_one_stood(workspace: Workspace) -> None:
+    source, run = workspace.run("source"), workspace.run("branch")
+    done = submit(workspace.config("branch", **SETTINGS), "--load", f"{source.path}:4")
+    assert done.returncode == 0, done.stderr
+    assert steps(run) == {number: step for number, step in steps(source).items() if number > 4}
+    begin = Begin.read(run.attempt(1).begin)
+    assert begin is not None
+    assert (begin.base_iteration, begin.base_path) == (4, str(source.checkpoint(4)))
+    assert source.checkpoint(4).is_dir()
+    assert durable(run).path == str(run.checkpoint(8))
+
+
+def test_progress_txt_has_the_lines_of_megatron_lm(workspace: Workspace) -> None:
+    lines = [line.split("\t") for line in workspace.run("source").progress.read_text().splitlines()]
+    assert [line[3] for line in lines] == ["Starting job", "Saved checkpoint", "Saved checkpoint"]
+    assert all(line[1].startswith("Job ID: ") and line[2] == "# GPUs: 2" for line in lines)
+    assert [line[4] for line in lines[1:]] == ["Iteration: 4", "Iteration: 8"]
+    assert all(line[5].startswith("Job throughput: ") and line[5].endswith(" TFLOP/s/GPU") for line in lines[1:])
+    work = [float(line[7].removeprefix("Floating-point operations: ")) for line in lines[1:]]
+    assert work[1] == pytest.approx(2 * work[0], rel=0.01)
+    assert lines[2][8] == "Tokens (in billions): 0.00"
+
+
+def test_finetune_takes_the_weights_alone(workspace: Workspace) -> None:
+    config = workspace.config("tuned", training={"steps": 1}, optimizer={"lr": 1e-30, "lr_warmup_steps": 0},
+                              checkpoint={"interval": 4, "finetune": True})  # fmt: skip
+    done = submit(config, "--load", str(workspace.run("source").path))
+    assert done.returncode == 0, done.stderr
+    run = workspace.run("tuned")
+    (step,) = (line for line in read_lines(run.metrics_view) if "loss" in line)
+    assert (step["iteration"], step["consumed_samples"]) == (1, 8)
+    loaded, saved = contents(workspace.run("source").checkpoint(8)), contents(run.checkpoint(1))
+    weights = [key for key in loaded if key.startswith(("decoder", "embedding", "output")) and "extra" not in key]
+    assert len(weights) > 10
+    assert all(raw(loaded[key]) == raw(saved[key]) for key in weights), "a step too small to change a weight"
+    moments = next(key for key in loaded if key.startswith("optimizer.state.exp_avg.") and loaded[key].any())
+    assert raw(loaded[moments]) != raw(saved[moments])
+
+
+@pytest.mark.long
+def test_without_optimizer_and_data_position_the_iterations_go_on(workspace: Workspace) -> None:
+    left_out = {"no_load_optim": True, "no_load_data": True}
+    run = workspace.run("other-data")
+    config = workspace.config("other-data", training={"steps": 6, "seed": 5}, checkpoint={"interval": 1} | left_out)
+    refused = submit(workspace.config("refused", training={"steps": 6, "seed": 5}, checkpoint={"interval": 1}),
+                     "--load", f"{workspace.run('source').path}:4")  # fmt: skip
+    assert "seed was 28, is 5" in refused.stderr + refused.stdout + workspace.run("refused").stop.read_text()
+    done = submit(config, "--load", f"{workspace.run('source').path}:4")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in read_lines(run.metrics_view) if "loss" in line]
+    assert [(line["iteration"], line["consumed_samples"]) for line in lines] == [(5, 8), (6, 16)]
+    more = submit(workspace.config("other-data", training={"steps": 8, "seed": 5}, checkpoint={"interval": 1}),
+                  "--resume")  # fmt: skip
+    assert more.returncode == 0, more.stderr
+    lines = [line for line in read_lines(run.metrics_view) if "loss" in line]
+    assert [(line["iteration"], line["consumed_samples"]) for line in lines][2:] == [(7, 24), (8, 32)]
+
+
+@pytest.mark.parametrize(
+    ("name", "sections", "says"),
+    [
+        (":5", {}, "no checkpoint of iteration 5"),
+        (":8", {}, "stands at iteration 8, and training.steps is 8"),
+        (":4", {"model": {"num_layers": 4, "ffn_hidden_size": 256}},
+         "num_layers is 2 there and 4 here; ffn_hidden_size is 128 there and 256 here"),
+        ("/checkpoints/iter_0000004:4", {}, "of which no iteration can be chosen"),
+        ("/nowhere", {}, "there is no such run"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_loaded_is_refused_before_submission(
+    workspace: Workspace, name: str, sections: dict[str, Any], says: str
+) -> None:
+    refused = submit(workspace.config("no", **(SETTINGS | sections)), "--load", f"{workspace.run('source').path}{name}")
+    assert refused.returncode == 1
+    assert says in refused.stderr
+    assert refused.stderr.count("error: ") == 1
+    assert not workspace.run("no").plan.exists()
