@@ -10,7 +10,6 @@ none for a document without tokens, as Megatron-LM's `preprocess_data.py` does: 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import struct
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from relayrun.errors import InputError
 from relayrun.files import fsync_directory
@@ -124,10 +124,10 @@ class ShardWriter:
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype)
         self.tokens = 0
-        self.sha256: dict[str, str] = {}
-        """Of the .bin and the .idx, after `finish`."""
+        self.xxh3_128: dict[str, str] = {}
+        """Checksums, 32 hexadecimal digits, of the .bin and the .idx, after `finish`."""
         self._lengths: list[npt.NDArray[np.int32]] = []
-        self._hash = hashlib.sha256()
+        self._hash = xxhash.xxh3_128()
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         self._bin = open(self.prefix + ".bin.tmp", "wb")  # noqa: SIM115 - closed by finish or abort
 
@@ -172,7 +172,7 @@ class ShardWriter:
                 idx.write(idx_bytes)
                 idx.flush()
                 os.fsync(idx.fileno())
-            self.sha256 = {"bin": self._hash.hexdigest(), "idx": hashlib.sha256(idx_bytes).hexdigest()}
+            self.xxh3_128 = {"bin": self._hash.hexdigest(), "idx": xxhash.xxh3_128_hexdigest(idx_bytes)}
             self._bin.flush()
             os.fsync(self._bin.fileno())
             self._bin.close()

@@ -10,6 +10,7 @@ and on a fixed nasty set, before it is trusted, and goes on with the next slower
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import re
@@ -81,23 +82,15 @@ class Gigatoken:
     def __init__(self, definition: str) -> None:
         import gigatoken
 
-        plain = json.loads(definition)
-        plain["added_tokens"] = []  # special text stays text, and texts with other added tokens are routed
         self.routed = 0
-        self._tokenizer: Any = gigatoken.Tokenizer.from_json(json.dumps(plain))
+        # special text stays text, and texts with other added tokens are routed
+        self._backend: Any = gigatoken.Tokenizer.from_json(_without_added_tokens(definition)).backend
 
     def encode(self, texts: Texts) -> Encoded:
-        import awkward
-        from awkward import contents
-
         if not len(texts):
             return np.empty(0, np.uint32), np.empty(0, np.int64)
-        characters = contents.NumpyArray(texts.data, parameters={"__array__": "char"})
-        strings = contents.ListOffsetArray(
-            awkward.index.Index64(texts.offsets), characters, parameters={"__array__": "string"}
-        )
         # one thread: the workers share the cores already
-        layout = self._tokenizer.encode_batch(awkward.Array(strings), parallel=False).layout
+        layout = self._backend.encode_batch(texts.pieces(), parallel=False).layout
         bounds = layout.offsets.data
         return layout.content.data[bounds[0] : bounds[-1]], bounds[1:] - bounds[:-1]
 
@@ -179,14 +172,8 @@ class Selection:
     """What takes the routed texts."""
 
     def build(self, definition: str) -> Engine:
-        """`definition` is the serialized tokenizer, with truncation and padding off."""
-        if self.engine == "huggingface":
-            return _reference(definition)
-        if self.engine == "fastokens":
-            return Fastokens(definition)
-        assert self.route is not None
-        make = Fastokens if self.other == "fastokens" else _reference
-        return Routed(Gigatoken(definition), self.route, lambda: make(definition))
+        """`definition` is the serialized tokenizer, with truncation and padding off. The last one built is kept."""
+        return _built(self, definition)
 
     def __str__(self) -> str:
         return f"{self.engine} {self.version}" + (
@@ -194,14 +181,34 @@ class Selection:
         )
 
 
-def select(wanted: EngineName, tokenizer: Tokenizer, sample: Texts, report: Callable[[str], None]) -> Selection:
+@functools.lru_cache(maxsize=1)
+def _built(selection: Selection, definition: str) -> Engine:
+    """Loading takes seconds: what is proven in a process is what works there, and in its forks."""
+    if selection.engine == "huggingface":
+        return _reference(definition)
+    if selection.engine == "fastokens":
+        return Fastokens(definition)
+    assert selection.route is not None
+    make = Fastokens if selection.other == "fastokens" else _reference
+    return Routed(Gigatoken(definition), selection.route, lambda: make(definition))
+
+
+def select(
+    wanted: EngineName,
+    tokenizer: Tokenizer,
+    sample: Texts,
+    report: Callable[[str], None],
+    *,
+    definition: str | None = None,
+) -> Selection:
     """The fastest engine that is proven to be exact, or `wanted` if it is; `report` is told of every fall-back.
 
-    `tokenizer` has `encode_special_tokens` on, truncation and padding off. Raises InputError for a wrong name.
+    `tokenizer` has `encode_special_tokens` on, truncation and padding off; `definition` is its `to_str()`, where
+    the caller has it already. Raises InputError for a wrong name.
     """
     if wanted not in ENGINES:
         raise InputError(f"unknown engine {wanted!r}; there are: {', '.join(ENGINES)}")
-    definition = tokenizer.to_str()
+    definition = definition or tokenizer.to_str()
     reference = HuggingFace(tokenizer)
     texts = [Texts.of(nasty_texts(tokenizer)), sample]
     expected: list[Encoded] = []
@@ -236,6 +243,15 @@ def select(wanted: EngineName, tokenizer: Tokenizer, sample: Texts, report: Call
             return candidate
         report(f"warning: going on without {candidate.engine}; this will be slower")
     return Selection(engine="huggingface", version=_version("tokenizers"))
+
+
+def _without_added_tokens(definition: str) -> str:
+    """Without parsing the vocabulary, which is most of it. `definition` is what `Tokenizer.to_str` gives."""
+    found = re.search(r'"added_tokens"\s*:\s*', definition)
+    if found is None:
+        return definition
+    _, end = json.JSONDecoder().raw_decode(definition, found.end())
+    return f"{definition[: found.end()]}[]{definition[end:]}"
 
 
 def _reference(definition: str) -> HuggingFace:

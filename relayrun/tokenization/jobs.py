@@ -25,6 +25,7 @@ from relayrun.slurmtime import parse_time
 from relayrun.tokenization.limit import Requeued, job_id, requeued_before_the_limit
 from relayrun.tokenization.locks import locked
 from relayrun.tokenization.metadata import MetadataFolder, replace_link
+from relayrun.tokenization.pool import one_thread
 from relayrun.tokenization.settings import SlurmOptions, TokenizationSettings
 from relayrun.tokenization.status import ERROR_FILE, finished_shards
 
@@ -92,6 +93,7 @@ def tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
 
 
 def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]:
+    one_thread()
     from relayrun.tokenization.pipeline import tokenize
 
     metadata = MetadataFolder(settings.metadata_folder)

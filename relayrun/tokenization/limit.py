@@ -57,17 +57,16 @@ def requeued_before_the_limit(progress: Callable[[], int]) -> Iterator[None]:
         raise _TimeIsUp
 
     former = signal.signal(signal.SIGUSR2, stop)
+    former_alarm = signal.signal(signal.SIGALRM, stop)
     before = progress()
     left = _end_time(job) - time.time()
-    timer = None
-    if 0 < left < threading.TIMEOUT_MAX:
-        timer = threading.Timer(left - min(LEAD_SECONDS, left / 10), os.kill, (os.getpid(), signal.SIGUSR2))
-        timer.daemon = True
-        timer.start()
+    if 0 < left < threading.TIMEOUT_MAX:  # a timer of the kernel: with a thread, workers could not be forks
+        signal.setitimer(signal.ITIMER_REAL, left - min(LEAD_SECONDS, left / 10))
     try:
         yield
     except _TimeIsUp:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         if progress() == before and int(os.environ.get("SLURM_RESTART_COUNT") or 0):
             raise RelayrunError("no shard was finished before the time limit, for the second time",
                                 where=f"Slurm job {job}",
@@ -78,8 +77,8 @@ def requeued_before_the_limit(progress: Callable[[], int]) -> Iterator[None]:
         raise Requeued("the time limit is near; the job is queued again and goes on with what is missing",
                        where=f"Slurm job {job}") from None  # fmt: skip
     finally:
-        if timer is not None:
-            timer.cancel()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, former_alarm)
         signal.signal(signal.SIGUSR2, former)
 
 

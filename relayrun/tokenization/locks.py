@@ -8,6 +8,17 @@ import fcntl
 import os
 from collections.abc import Iterator
 
+_held: set[int] = set()
+
+
+def _let_go() -> None:
+    for fd in _held:
+        os.close(fd)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)  # a worker that outlives its parent by a moment must not keep the lock
+
 _NO_LOCKS_HERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -21,6 +32,7 @@ def locked(path: str | os.PathLike[str], *, wait: bool = True, shared: bool = Fa
     and the other guards (job ids, records) hold there too.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    _held.add(fd)
     try:
         held = True
         try:
@@ -32,4 +44,5 @@ def locked(path: str | os.PathLike[str], *, wait: bool = True, shared: bool = Fa
                 raise
         yield held
     finally:
+        _held.discard(fd)
         os.close(fd)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-import unicodedata
 
+import numpy as np
 from tokenizers import Tokenizer
+
+from relayrun.tokenization.texts import categories
 
 _SPACES = " \t\n\r\v\f\x1c\x85\u00a0\u1680\u2000\u2003\u2028\u2029\u202f\u205f\u3000\u200b\ufeff"
 _JOINERS = "\u200d\u0301\u0327\u20dd\ufe0f\u093f\u0e33\u1160\U000e0061\U0001f3fd"
@@ -35,10 +37,7 @@ def nasty_texts(tokenizer: Tokenizer) -> list[str]:
 @functools.cache
 def _characters() -> list[str]:
     """Every assigned character in a few contexts, and one in 64 of the large blocks; 32 of them a text."""
-    kept = [
-        chr(point)
-        for point in range(0x34000)
-        if (category := unicodedata.category(chr(point))) not in ("Cs", "Co", "Cn")
-        and (category != "Lo" or point < 0x3000 or point % 64 == 0)
-    ]
+    category, point = categories(0, 0x34000), np.arange(0x34000)
+    wanted = ~np.isin(category, (b"Cs", b"Co", b"Cn")) & ((category != b"Lo") | (point < 0x3000) | (point % 64 == 0))
+    kept = [*map(chr, np.flatnonzero(wanted).tolist())]
     return ["".join(f"{mark}a{mark} {mark}1" for mark in kept[start : start + 32]) for start in range(0, len(kept), 32)]

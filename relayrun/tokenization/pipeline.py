@@ -16,12 +16,15 @@ from relayrun.files import write_atomic
 from relayrun.tokenization import progress
 from relayrun.tokenization.columns import join
 from relayrun.tokenization.engines import EngineName, select
-from relayrun.tokenization.fused import Job, OnError, Part, sample, tokenize_part
+from relayrun.tokenization.fused import BATCH_BYTES, BATCH_DOCUMENTS, Job, OnError, Part, sample, tokenize_part
 from relayrun.tokenization.locks import locked
 from relayrun.tokenization.metadata import InputFile, read_paths_file, stat_inputs
-from relayrun.tokenization.pool import run_tasks
+from relayrun.tokenization.pool import one_thread, run_tasks
 from relayrun.tokenization.record import ShardFolder, TaskRecord
 from relayrun.tokenization.tokenizer import AppendEod, load_tokenizer
+
+SMALLEST_SAMPLE, LARGEST_SAMPLE = 250_000, 4_000_000
+"""Bytes of the job's documents that engines are proven with: a 500th of the input, within these bounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +72,8 @@ def tokenize(
     special_text: bool = False,
     keep_empty: bool = False,
     engine: EngineName = "auto",
-    batch_documents: int = 1000,
-    batch_bytes: int = 4_000_000,
+    batch_documents: int = BATCH_DOCUMENTS,
+    batch_bytes: int = BATCH_BYTES,
     on_error: OnError = "stop",
     cache_dir: str | None = None,
     logging_dir: str | os.PathLike[str] | None = None,
@@ -84,6 +87,7 @@ def tokenize(
     Raises InputError or OSError for what a person can mend; then every shard under a final name is whole.
     """
     started = time.monotonic()
+    one_thread()
     if n_tasks < 1 or (n_workers < 1 and n_workers != -1):
         raise InputError("--n-tasks is at least 1, and --n-workers at least 1 or -1 for as many as tasks")
     if batch_documents < 1 or batch_bytes < 1:
@@ -122,11 +126,12 @@ def tokenize(
         if todo:
             folder.write()
             logs.mkdir(parents=True, exist_ok=True)
-            definition = tokenizer.tokenizer.to_str()
             # workers read this copy: no hub, no transformers, and no change under way
-            write_atomic(logs / "tokenizer.json", definition)
-            texts = sample(column, [join(source, file[0]) for part in todo for file in part.inputs])
-            selection = select(engine, tokenizer.tokenizer, texts, _warn)
+            write_atomic(logs / "tokenizer.json", tokenizer.definition)
+            files = [file for part in todo for file in part.inputs]
+            size = min(max(sum(file[1] for file in files) // 500, SMALLEST_SAMPLE), LARGEST_SAMPLE)
+            texts = sample(column, [join(source, file[0]) for file in files], most_bytes=size)
+            selection = select(engine, tokenizer.tokenizer, texts, _warn, definition=tokenizer.definition)
             print(f"engine: {selection}", flush=True)
             job = Job(
                 dataset=source,

@@ -3,6 +3,9 @@
 Python's `multiprocessing` pool, and datatrove's, wait for ever when a worker is killed (out of memory, for
 example). This one notices: the run ends with one error, and what other tasks have finished is kept. Workers
 leave at once when the process that started them dies: each watches a pipe whose other end closes with it.
+
+Workers are forks of this process, and so share its tokenizer, where it has one thread (see `one_thread`): locks
+of other threads would stay locked in a fork for ever. Else they are spawned.
 """
 
 from __future__ import annotations
@@ -12,16 +15,31 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from typing import TypeVar
 
 from relayrun.errors import RelayrunError
 
+ONE_THREAD = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    "RAYON_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Environment that keeps numpy, Arrow and the tokenizers from starting threads: the workers share the cores already."""
+
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
+
+
+def one_thread() -> None:
+    """Keep libraries from starting threads in this process and its workers; to be called before they are imported."""
+    os.environ.update(ONE_THREAD)
 
 
 def run_tasks(
@@ -62,11 +80,14 @@ def _here(
 def _on_processes(
     task: Callable[[K], T], items: Sequence[K], workers: int, on_done: Callable[[K, T], None], where: object
 ) -> dict[K, Exception]:
-    context = multiprocessing.get_context("spawn")  # a fork would copy the locks of Arrow's threads
+    forked = len(os.listdir("/proc/self/task")) == 1
+    context: BaseContext = multiprocessing.get_context("fork" if forked else "spawn")
     lifeline, our_end = context.Pipe(duplex=False)
     errors: dict[K, Exception] = {}
+    for stream in (sys.stdout, sys.stderr):  # or a fork would print what waits there once more
+        stream.flush()
     pool = concurrent.futures.ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_begin_worker, initargs=(lifeline,)
+        workers, mp_context=context, initializer=_begin_worker, initargs=(lifeline, our_end if forked else None)
     )
     try:
         futures = {pool.submit(task, item): item for item in items}
@@ -93,8 +114,11 @@ def _on_processes(
     return errors
 
 
-def _begin_worker(lifeline: Connection) -> None:
+def _begin_worker(lifeline: Connection, other_end: Connection | None) -> None:
+    if other_end is not None:
+        other_end.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which then lets go of the lifeline
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     threading.Thread(target=_leave_with_parent, args=(lifeline,), daemon=True).start()
 
 

@@ -26,7 +26,7 @@ from relayrun.tokenization.columns import join, open_input
 from relayrun.tokenization.metadata import InputFile
 
 NAME = "tokenization.json"
-FORMAT = "relayrun tokenization, version 2"
+FORMAT = "relayrun tokenization, version 3"
 _FINGERPRINT_BYTES = 65_536
 
 
@@ -53,8 +53,8 @@ class TaskRecord:
     """That another engine took over from a faster one."""
     engine: str = ""
     engine_version: str = ""
-    sha256: dict[str, str] = field(default_factory=dict)
-    """Of the .bin and the .idx."""
+    xxh3_128: dict[str, str] = field(default_factory=dict)
+    """Checksums of the .bin and the .idx."""
     skipped: list[Skipped] = field(default_factory=list)
     started: float = 0.0
     """Seconds since 1970."""

@@ -55,18 +55,33 @@ class Texts:
         """The bytes of all texts, one behind the other."""
         return self.data[self.offsets[0] : self.offsets[-1]]
 
+    def highest(self) -> npt.NDArray[np.uint8]:
+        """The highest byte of each text, 0 for an empty one; shape [texts]."""
+        full = self.sizes > 0
+        highest = np.zeros(len(self), np.uint8)
+        if full.any():  # empty texts take no room: the next full one begins where they do
+            highest[full] = np.maximum.reduceat(self.used, self.offsets[:-1][full] - self.offsets[0])
+        return highest
+
     def strings(self) -> list[str]:
         """One Python string per text."""
+        return [str(piece, "utf-8") for piece in self._views()]
+
+    def pieces(self) -> list[bytes]:
+        """One Python object with the bytes of each text."""
+        return [*map(bytes, self._views())]
+
+    def _views(self) -> Iterator[memoryview]:
         view = memoryview(self.data)  # type: ignore[arg-type]
-        bounds = self.offsets.tolist()
-        return [str(view[begin:end], "utf-8") for begin, end in itertools.pairwise(bounds)]
+        return (view[begin:end] for begin, end in itertools.pairwise(self.offsets.tolist()))
 
     def take(self, mask: npt.NDArray[np.bool_]) -> Texts:
         """The texts where `mask`, shape [texts], is set."""
-        sizes = self.sizes
         offsets = np.zeros(int(mask.sum()) + 1, np.int64)
-        np.cumsum(sizes[mask], out=offsets[1:])
-        return Texts(data=self.used[np.repeat(mask, sizes)], offsets=offsets)
+        np.cumsum(self.sizes[mask], out=offsets[1:])
+        bounds = zip(self.offsets[:-1][mask].tolist(), self.offsets[1:][mask].tolist(), strict=True)
+        pieces = [self.data[begin:end] for begin, end in bounds]
+        return Texts(data=np.concatenate(pieces) if pieces else np.empty(0, np.uint8), offsets=offsets)
 
     def split(self, most_bytes: int, most_texts: int) -> Iterator[Texts]:
         """Pieces within both bounds, a longer text alone; nothing is copied."""
@@ -85,7 +100,7 @@ class Texts:
 
 def not_ascii(texts: Texts) -> npt.NDArray[np.bool_]:
     """Which texts hold anything but ASCII, shape [texts]."""
-    return texts.any_in(np.flatnonzero(texts.used >= 0x80) + texts.offsets[0])
+    return texts.highest() >= 0x80
 
 
 def unassigned(texts: Texts) -> npt.NDArray[np.bool_]:
@@ -93,10 +108,13 @@ def unassigned(texts: Texts) -> npt.NDArray[np.bool_]:
 
     Only bytes from 0xCD are looked at, which are leads of code points from U+0340: English costs next to nothing.
     """
+    suspect = texts.highest() >= _FIRST_UNSURE
+    if not suspect.all():  # most of an English corpus; this pass costs a tenth of the next one
+        if suspect.any():
+            suspect[suspect] = unassigned(texts.take(suspect))
+        return suspect
     used = texts.used
     leads = np.flatnonzero(used >= _FIRST_UNSURE)
-    if not leads.size:
-        return np.zeros(len(texts), np.bool_)
     first = used[leads].astype(np.uint32)
     last = used.size - 1
 
@@ -116,6 +134,12 @@ def _unassigned_table() -> npt.NDArray[np.bool_]:
     """By code point; padded to what four bytes can hold."""
     table = np.ones(1 << 21, np.bool_)
     for begin, end in ((0, 0x34000), (0xE0000, 0xE0200)):  # the planes between hold nothing yet
-        table[begin:end] = [unicodedata.category(chr(point)) == "Cn" for point in range(begin, end)]
+        table[begin:end] = categories(begin, end) == b"Cn"
     table[0xF0000:0x110000] = False  # private use
     return table
+
+
+@functools.cache
+def categories(begin: int, end: int) -> npt.NDArray[np.bytes_]:
+    """The two letters of the Unicode category of these code points, by this Python's tables."""
+    return np.frombuffer("".join(map(unicodedata.category, map(chr, range(begin, end)))).encode(), "S2")

@@ -7,6 +7,7 @@ Truncation and padding that a tokenizer.json may ask for are off.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -46,10 +47,15 @@ class DocumentTokenizer:
         """Of the ids in a shard, by Megatron's rule."""
         return token_dtype(self.size)
 
+    @functools.cached_property
+    def definition(self) -> str:
+        """The serialized tokenizer."""
+        return str(self.tokenizer.to_str())
+
     @property
     def fingerprint(self) -> str:
         """sha256 of the serialized tokenizer: equal for equal ids."""
-        return hashlib.sha256(self.tokenizer.to_str().encode()).hexdigest()
+        return hashlib.sha256(self.definition.encode()).hexdigest()
 
     def framing(self, *, keep_empty: bool = False) -> Framing:
         """What goes around the ids of a document."""
@@ -134,7 +140,7 @@ def _ending(tokenizer: Tokenizer, named: str | None, append_eod: AppendEod, wher
 
 def _from_file(file: Path) -> Tokenizer:
     try:
-        return Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        return Tokenizer.from_buffer(file.read_bytes())
     except Exception as error:  # the library raises Exception itself
         raise InputError(f"not a tokenizer.json of the tokenizers library: {error}", where=file) from None
 

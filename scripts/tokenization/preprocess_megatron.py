@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--keep-empty", action="store_true", help="keep documents without text, as Megatron-LM does")
     parser.add_argument("--engine", choices=("auto", "huggingface", "fastokens", "gigatoken"), default="auto",
                         help="auto: the fastest that gives Hugging Face's ids (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--batch-documents", type=int, default=1000, metavar="N",
+    parser.add_argument("--batch-documents", type=int, default=10_000, metavar="N",
                         help="most documents tokenized at a time (default: %(default)s)")  # fmt: skip
     parser.add_argument("--batch-bytes", type=int, default=4_000_000, metavar="N",
                         help="most bytes of them, a longer document alone (default: %(default)s)")  # fmt: skip
@@ -40,6 +40,9 @@ def main() -> int:
     parser.add_argument("--logging-dir", metavar="L", help="gets a copy of the tokenizer (default: logs in O)")
     options = vars(parser.parse_args())
 
+    from relayrun.tokenization.pool import one_thread
+
+    one_thread()
     from relayrun.tokenization.pipeline import tokenize  # pyarrow, tokenizers: not paid for --help
 
     print(tokenize(**options).summary())

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import struct
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from relayrun.data.merge import merge
 from relayrun.data.verify import verify
@@ -27,7 +27,7 @@ def write_shard(prefix: Path, documents: list[list[int]], dtype: type = np.uint1
     writer.finish()
     record = prefix.parent / "tokenization.json"
     shards = json.loads(record.read_text())["shards"] if record.exists() else {}
-    record.write_text(json.dumps({"shards": {**shards, prefix.name: {"sha256": writer.sha256}}}))
+    record.write_text(json.dumps({"shards": {**shards, prefix.name: {"xxh3_128": writer.xxh3_128}}}))
     return str(prefix)
 
 
@@ -152,5 +152,5 @@ def test_checksums_are_those_of_the_files(tmp_path: Path) -> None:
     writer.add([6], [1])
     writer.finish()
     assert np.fromfile(tmp_path / "x.bin", np.uint16).tolist() == [1, 2, 3, 6]
-    for suffix, digest in writer.sha256.items():
-        assert hashlib.sha256((tmp_path / f"x.{suffix}").read_bytes()).hexdigest() == digest
+    for suffix, digest in writer.xxh3_128.items():
+        assert xxhash.xxh3_128((tmp_path / f"x.{suffix}").read_bytes()).hexdigest() == digest

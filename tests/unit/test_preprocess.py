@@ -348,10 +348,14 @@ def stuck(tmp_path: Path, data: Path, tokenizer: Path, out: Path) -> Callable[[]
     return start
 
 
+def command_of(pid: int | str) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 def workers_of(pid: int) -> list[int]:
     try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+        ours, children = command_of(pid), Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [int(child) for child in children if b"spawn_main" in command_of(child) or command_of(child) == ours]
     except FileNotFoundError:
         return []
 

@@ -3,7 +3,6 @@
 # ruff: noqa: F811 - fixtures are imported by name
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -15,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import xxhash
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from relayrun.errors import InputError
@@ -162,8 +162,8 @@ def test_the_record_holds_inputs_engine_counts_and_checksums(run: Run, data: Pat
     assert len(task["fingerprints"][0]) == 64
     assert (task["documents"], task["empty_documents"], task["null_documents"]) == (2, 1, 1)
     assert (task["engine"], task["engine_version"], task["routed_documents"]) == ("gigatoken", "0.10.0", 1)
-    for suffix, digest in task["sha256"].items():
-        assert hashlib.sha256((out / f"00000_tokens.{suffix}").read_bytes()).hexdigest() == digest
+    for suffix, digest in task["xxh3_128"].items():
+        assert xxhash.xxh3_128((out / f"00000_tokens.{suffix}").read_bytes()).hexdigest() == digest
 
 
 def test_files_that_join_get_shards_of_their_own_and_the_others_stay(
@@ -203,7 +203,7 @@ def test_a_torn_file_is_left_out_if_asked_and_named(
     assert "left out: " in capsys.readouterr().err
     task = json.loads((out / "tokenization.json").read_text())["shards"]["00000_tokens"]
     assert task["skipped"][0]["file"] == "b.jsonl"
-    assert hashlib.sha256((out / "00000_tokens.bin").read_bytes()).hexdigest() == task["sha256"]["bin"]
+    assert xxhash.xxh3_128((out / "00000_tokens.bin").read_bytes()).hexdigest() == task["xxh3_128"]["bin"]
     assert run(["a.jsonl", "b.jsonl", "c.jsonl"], n_tasks=1, on_error="skip").tasks_run == 0
 
 
