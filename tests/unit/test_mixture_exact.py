@@ -38,7 +38,7 @@ def dataset(folder: Path, *, shards: int, documents: int = 400, longest: int = 4
         ids[np.cumsum(lengths)[lengths > 0] - 1] = EOD
         writer.add(ids, lengths)
         assert writer.finish()
-        record[f"{number:05d}_tokens"] = {"sha256": writer.sha256}
+        record[f"{number:05d}_tokens"] = {"xxh3_128": writer.xxh3_128}
     (folder / "tokenization.json").write_text(json.dumps({"shards": record}))
     return folder
 
