@@ -127,6 +127,8 @@ class ShardWriter:
         self.xxh3_128: dict[str, str] = {}
         """Checksums, 32 hexadecimal digits, of the .bin and the .idx, after `finish`."""
         self._lengths: list[npt.NDArray[np.int32]] = []
+        self._open = 0
+        """Tokens of the document that `append` has begun."""
         self._hash = xxhash.xxh3_128()
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         self._bin = open(self.prefix + ".bin.tmp", "wb")  # noqa: SIM115 - closed by finish or abort
@@ -141,9 +143,23 @@ class ShardWriter:
         counts = np.array(lengths, dtype=np.int32)  # a copy: the caller may reuse its buffer
         if int(counts.sum(dtype=np.int64)) != array.size:
             raise ValueError(f"lengths sum to {counts.sum(dtype=np.int64)}, but there are {array.size} ids")
+        self._write(array)
+        self._lengths.append(counts)
+
+    def append(self, ids: npt.ArrayLike) -> None:
+        """Append tokens of a document that goes on until `end_document`."""
+        array = np.ascontiguousarray(ids, dtype=self.dtype)
+        self._write(array)
+        self._open += array.size
+
+    def end_document(self) -> None:
+        """What was appended is a document."""
+        self._lengths.append(np.array([self._open], np.int32))
+        self._open = 0
+
+    def _write(self, array: npt.NDArray[np.generic]) -> None:
         self._bin.write(array.data)
         self._hash.update(array.data)
-        self._lengths.append(counts)
         self.tokens += array.size
 
     def mark(self) -> object:
@@ -154,6 +170,7 @@ class ShardWriter:
         """Drop what was added since `mark`."""
         assert isinstance(mark, tuple)
         self.tokens, count, self._hash = mark
+        self._open = 0
         del self._lengths[count:]
         self._bin.truncate(self.tokens * self.dtype.itemsize)
         self._bin.seek(self.tokens * self.dtype.itemsize)

@@ -135,6 +135,12 @@ def _read_jsonl(raw: BinaryIO, path: str, column: str, compression: str | None, 
             texts, size = [], 0
         texts.append(text)
         size += len(line)
+        del line, row, text
+        if size > batch_bytes:  # a long one: nothing else of it is kept meanwhile
+            array = pa.array(texts, pa.large_string())
+            texts, size = [], 0
+            yield array
+            del array
     if texts:
         yield pa.array(texts, pa.large_string())
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -17,6 +20,7 @@ import pyarrow.compute as pc
 from relayrun.errors import InputError
 from relayrun.indexed import ShardWriter
 from relayrun.tokenization.columns import join, read_column
+from relayrun.tokenization.cuts import can_cut, cuts
 from relayrun.tokenization.engines import Engine, Selection
 from relayrun.tokenization.framing import Framing
 from relayrun.tokenization.metadata import InputFile, printable, stat_inputs
@@ -26,7 +30,10 @@ from relayrun.tokenization.texts import Texts
 
 OnError = Literal["stop", "skip"]
 BATCH_DOCUMENTS, BATCH_BYTES = 10_000, 4_000_000
-"""Of a batch, at most. Every batch costs the fastest library 0.15 ms: as much as 20 kB of text."""
+"""Of a batch, at most; a longer document is alone, in pieces. A batch costs 0.15 ms: as much as 20 kB of text."""
+
+PIECE = 500_000
+"""Bytes of a piece of a long document, at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +65,7 @@ class Job:
 def tokenize_part(job: Job, part: Part) -> TaskRecord:
     """Write the shard of `part`; nothing stands under its name before it is whole. Raises InputError for a bad file."""
     started = time.time()
-    engine = _engine_of_this_process(job.definition, job.selection)
+    engine = engine_of_this_process(job.definition, job.selection)
     routed = engine.routed
     record = TaskRecord(inputs=list(part.inputs), started=started, engine=job.selection.engine,
                         engine_version=job.selection.version)  # fmt: skip
@@ -93,6 +100,10 @@ def _tokenize_file(
     record.fingerprints.append(fingerprint(path))
     for array in _gathered(read_column(path, job.column, batch_bytes=job.batch_bytes), job):
         for texts in _batches(array, job, record):
+            if texts.used.size > job.batch_bytes and _can_cut(job.definition):  # then it is one text alone
+                record.documents += 1
+                _tokenize_long(texts, job.framing, engine, shard)
+                continue
             ids, lengths = job.framing.apply(*engine.encode(texts))
             record.documents += len(lengths)
             record.empty_documents += len(texts) - len(lengths)
@@ -101,6 +112,21 @@ def _tokenize_file(
     progress.bytes_read += file[1]
     if "://" not in path and stat_inputs(job.dataset, [file[0]]) != [file]:
         raise InputError("this file was changed while it was read", where=printable(path), hint="run again")
+
+
+def _tokenize_long(text: Texts, framing: Framing, engine: Engine, shard: ShardWriter) -> None:
+    """One text, in pieces."""
+    routed, begin = engine.routed, 0
+    if framing.bos_id is not None:
+        shard.append([framing.bos_id])
+    for end in cuts(text.used, PIECE):
+        piece = Texts(data=text.used, offsets=np.array([begin, end], np.int64))
+        shard.append(engine.encode(piece)[0])
+        begin = end
+    if framing.eod_id is not None:
+        shard.append([framing.eod_id])
+    shard.end_document()
+    engine.routed = min(engine.routed, routed + 1)
 
 
 def _gathered(arrays: Iterator[pa.Array], job: Job) -> Iterator[pa.Array]:
@@ -114,7 +140,7 @@ def _gathered(arrays: Iterator[pa.Array], job: Job) -> Iterator[pa.Array]:
         waiting.append(array)
         size, rows = size + array.nbytes, rows + len(array)
     if waiting:
-        yield pa.concat_arrays(waiting)
+        yield waiting[0] if len(waiting) == 1 else pa.concat_arrays(waiting)
 
 
 def _batches(array: pa.Array, job: Job, record: TaskRecord) -> Iterator[Texts]:
@@ -138,12 +164,10 @@ def sample(job_column: str, paths: list[str], *, most_bytes: int) -> Texts:
         left = most_bytes // len(chosen)
         try:
             for array in read_column(path, job_column, batch_bytes=left):
-                for value in array:
-                    if text := value.as_py():
-                        texts.append(text[: max(left, 1)])
-                        left -= len(texts[-1].encode())
-                    if left <= 0:
-                        break
+                for piece in Texts.from_arrow(array.drop_null()).views():
+                    if left > 0 and piece:
+                        texts.append(str(piece[:left], "utf-8", "ignore"))  # the cut may split a character
+                        left -= len(piece)
                 if left <= 0:
                     break
         except InputError:  # its own task will tell
@@ -152,6 +176,15 @@ def sample(job_column: str, paths: list[str], *, most_bytes: int) -> Texts:
 
 
 @functools.lru_cache(maxsize=1)
-def _engine_of_this_process(definition: str, selection: Selection) -> Engine:
+def _can_cut(definition: str) -> bool:
+    return can_cut(json.loads(Path(definition).read_bytes()))
+
+
+@functools.lru_cache(maxsize=1)
+def engine_of_this_process(definition: str, selection: Selection) -> Engine:
     """Loaded once per worker, however many tasks it runs."""
-    return selection.build(Path(definition).read_text(encoding="utf-8"))
+    engine = selection.build(Path(definition).read_text(encoding="utf-8"))
+    # loading needs several times what it leaves, and glibc would keep that for a worker's whole life
+    with contextlib.suppress(AttributeError):  # other C libraries have no such function
+        ctypes.CDLL(None).malloc_trim(0)
+    return engine

@@ -16,7 +16,16 @@ from relayrun.files import write_atomic
 from relayrun.tokenization import progress
 from relayrun.tokenization.columns import join
 from relayrun.tokenization.engines import EngineName, select
-from relayrun.tokenization.fused import BATCH_BYTES, BATCH_DOCUMENTS, Job, OnError, Part, sample, tokenize_part
+from relayrun.tokenization.fused import (
+    BATCH_BYTES,
+    BATCH_DOCUMENTS,
+    Job,
+    OnError,
+    Part,
+    engine_of_this_process,
+    sample,
+    tokenize_part,
+)
 from relayrun.tokenization.locks import locked
 from relayrun.tokenization.metadata import InputFile, read_paths_file, stat_inputs
 from relayrun.tokenization.pool import one_thread, run_tasks
@@ -144,6 +153,9 @@ def tokenize(
                 batch_bytes=batch_bytes,
                 on_error=on_error,
             )
+
+            del tokenizer, texts  # forks would carry them
+            engine_of_this_process(job.definition, selection)
 
             def on_done(part: Part, task: TaskRecord) -> None:
                 folder.add(part.name, task)

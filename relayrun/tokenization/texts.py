@@ -65,13 +65,13 @@ class Texts:
 
     def strings(self) -> list[str]:
         """One Python string per text."""
-        return [str(piece, "utf-8") for piece in self._views()]
+        return [str(piece, "utf-8") for piece in self.views()]
 
     def pieces(self) -> list[bytes]:
         """One Python object with the bytes of each text."""
-        return [*map(bytes, self._views())]
+        return [*map(bytes, self.views())]
 
-    def _views(self) -> Iterator[memoryview]:
+    def views(self) -> Iterator[memoryview]:
         view = memoryview(self.data)  # type: ignore[arg-type]
         return (view[begin:end] for begin, end in itertools.pairwise(self.offsets.tolist()))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 import random
 import sys
 import unicodedata
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from relayrun.tokenization import engines
+from relayrun.tokenization.cuts import can_cut, cuts
 from relayrun.tokenization.engines import EngineName, HuggingFace, Route, select
 from relayrun.tokenization.texts import Texts, not_ascii, unassigned
 
@@ -24,6 +27,12 @@ LLAMA3 = (
     r"|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace("{1,3}", "")
+O200K = "|".join((
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+))  # fmt: skip
+CUTTABLE = ("gpt2", "llama3", "qwen2 with NFC", "o200k")
 KINDS = ("gpt2", "llama3", "qwen2 with NFC", "llama3 with added tokens", "metaspace with byte fallback", "words")
 
 
@@ -43,7 +52,8 @@ def tokenizer(kind: str) -> Tokenizer:
         if kind == "gpt2":
             made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         else:
-            split = pre_tokenizers.Split(Regex(QWEN2 if kind.startswith("qwen2") else LLAMA3), "isolated")
+            pattern = {"qwen2": QWEN2, "o200k": O200K}.get(kind.split()[0], LLAMA3)
+            split = pre_tokenizers.Split(Regex(pattern), "isolated")
             made.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
         if "NFC" in kind:
             made.normalizer = normalizers.NFC()
@@ -115,6 +125,41 @@ def test_forty_thousand_random_texts_give_the_ids_of_hugging_face(kind: str) -> 
 
     for _ in range(40):
         same(kind, "auto", [text() for _ in range(1000)])
+
+
+lines = st.lists(
+    st.one_of(documents, st.sampled_from(["don't", "x ", " y", "/", "\r", "", "漢字", "1", "'s", "Ab\u0301", "각"])),
+    max_size=12,
+).map("\n".join)
+
+
+@pytest.mark.parametrize("kind", CUTTABLE)
+@settings(max_examples=60, deadline=None)
+@given(text=lines, size=st.integers(1, 60))
+def test_the_ids_of_a_document_are_those_of_its_pieces(kind: str, text: str, size: int) -> None:
+    data = np.frombuffer(text.encode(), np.uint8)
+    ends = cuts(data, size)
+    assert ends == sorted(set(ends))
+    assert (ends or [0])[-1] == data.size
+    assert all(end - begin >= size for begin, end in itertools.pairwise([0, *ends[:-1]]))
+    pieces = Texts(data=data, offsets=np.array([0, *ends], np.int64))
+    reference = HuggingFace(tokenizer(kind))
+    assert reference.encode(pieces)[0].tolist() == reference.encode(Texts.of([text]))[0].tolist()
+
+
+def test_documents_are_cut_for_known_tokenizers_alone_and_at_known_places_alone() -> None:
+    found = {kind: can_cut(json.loads(tokenizer(kind).to_str())) for kind in (*KINDS, "o200k")}
+    assert {kind for kind, cuttable in found.items() if cuttable} == set(CUTTABLE)
+    for text, places in (("a\nb", [2]), ("a\n\nb", []), ("a \nb", []), ("a\n b", []), ("é\n漢", [3]), ("1\nb", []),
+                         ("a\n1", []), ("a\r\nb", [])):  # fmt: skip
+        data = np.frombuffer(text.encode(), np.uint8)
+        assert cuts(data, 0)[:-1] == places, text
+
+
+def test_a_place_to_cut_is_found_across_windows() -> None:
+    for shift in range(40):
+        data = np.frombuffer(("漢" * 21_830 + "x" * shift + "é\n漢" + "." * 100).encode(), np.uint8)
+        assert cuts(data, 10)[0] == 3 * 21_830 + shift + 3
 
 
 @given(texts=st.lists(st.text(max_size=20), max_size=8))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,10 @@ def test_a_fork_that_outlives_its_parent_does_not_keep_the_lock(tmp_path: Path) 
     with subprocess.Popen(command, stdin=subprocess.PIPE) as parent:
         assert parent.stdin is not None
         parent.wait(timeout=60)
-        with locked(tmp_path / "lock", wait=False) as held:
-            assert held
+        deadline = time.monotonic() + 30  # the child may not have run at all yet
+        held = False
+        while not held and time.monotonic() < deadline:
+            with locked(tmp_path / "lock", wait=False) as held:
+                pass
+        assert held
         parent.stdin.close()  # the child leaves

@@ -19,8 +19,10 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from relayrun.errors import InputError
 from relayrun.indexed import Shard
+from relayrun.tokenization import engines, fused
 from relayrun.tokenization.columns import read_column
 from relayrun.tokenization.pipeline import Result
+from relayrun.tokenization.texts import Texts
 
 from .test_preprocess import data, out, run, tokenizer, write_jsonl  # noqa: F401 - fixtures
 from .tokenization_corpus import EOS, TEXTS, expected_ids, shard_documents, write_parquet
@@ -207,6 +209,35 @@ def test_a_torn_file_is_left_out_if_asked_and_named(
     assert run(["a.jsonl", "b.jsonl", "c.jsonl"], n_tasks=1, on_error="skip").tasks_run == 0
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_long_documents_are_tokenized_in_pieces_to_the_same_bytes(
+    run: Run, data: Path, out: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    name_tokens(tokenizer, bos_token="<s>", eos_token=EOS)
+    texts = ["short", "\n".join([*TEXTS, "a new digit \U00011de1"] * 3), "", "x\ny" * 200, *TEXTS]
+    write = write_parquet if suffix == "parquet" else write_jsonl
+    write(data / f"a.{suffix}", texts)
+    run([f"a.{suffix}"], bos=True)
+    monkeypatch.setattr(fused, "PIECE", 30)
+    encoded: list[int] = []
+    encode = engines.Routed.encode
+
+    def counted(self: engines.Routed, texts: Texts) -> engines.Encoded:
+        encoded.append(len(texts))
+        return encode(self, texts)
+
+    monkeypatch.setattr(engines.Routed, "encode", counted)
+    run([f"a.{suffix}"], bos=True, batch_bytes=500, output_folder=tmp_path / "pieces")
+    assert len(encoded) > 20
+    for suffix in ("bin", "idx"):
+        file = f"00000_tokens.{suffix}"
+        assert (tmp_path / "pieces" / file).read_bytes() == (out / file).read_bytes()
+    one, other = (json.loads((folder / "tokenization.json").read_text())["shards"]["00000_tokens"]
+                  for folder in (out, tmp_path / "pieces"))  # fmt: skip
+    for name in ("documents", "tokens", "empty_documents", "routed_documents", "xxh3_128"):
+        assert one[name] == other[name], name
+
+
 MEMORY = """
 import resource, sys
 from relayrun.tokenization.pipeline import tokenize
@@ -225,7 +256,7 @@ def test_the_memory_of_a_worker_stays_bounded_however_long_a_document_is(
     texts = [long * 20, *(f"{number} {long}" for number in range(60))]
     write_jsonl(data / "a.jsonl", texts)
     # pages of a few rows: Arrow reads a page at a time, and by itself writes up to 1024 rows into one
-    pq.write_table(pa.table({"text": texts}), data / "b.parquet", use_dictionary=False, write_batch_size=1)
+    pq.write_table(pa.table({"text": [long * 60, *texts]}), data / "b.parquet", use_dictionary=False, write_batch_size=1)
     (tmp_path / "paths").write_text("a.jsonl\nb.parquet\n")
     (tmp_path / "program.py").write_text(MEMORY)
     done = subprocess.run(

@@ -1,0 +1,78 @@
+"""Where a long document may be cut: the ids of its pieces, one behind the other, are those of the whole.
+
+BPE looks at one pre-token at a time, so a cut is exact where no pre-token reaches over it and none ends elsewhere
+because of it. With the pre-tokenizers listed here that holds between a newline and a letter where a letter stands
+before the newline, too: no alternative of theirs matches a newline and a letter behind it, and the white space run
+is the newline alone, whatever follows (`\\s+(?!\\S)` looks no further than that). A Unicode normaliser never joins a
+newline to anything. Letters are taken from blocks that every version of Unicode's tables agrees about.
+So a document needs the memory of a piece, however long it is; other tokenizers get it whole.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_CL100K = _CONTRACTIONS + (r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+_WORD = r"[^\r\n\p{L}\p{N}]?"
+_O200K = "|".join((
+    _WORD + r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+" + _CONTRACTIONS + "?",
+    _WORD + r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + _CONTRACTIONS + "?",
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+))  # fmt: skip
+PATTERNS = frozenset({_CL100K, _CL100K.replace("{1,3}", ""), _O200K})
+"""Of Llama 3 and cl100k, Qwen 2, o200k; GPT-2's is known as ByteLevel with `use_regex`."""
+
+_LETTERS = (
+    "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u0233\u0391-\u03a1\u03a3-\u03ce\u0410-\u044f\u05d0-\u05ea\u0621-\u063a"
+    "\u0905-\u0939\u0e01-\u0e30\u3041-\u3094\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
+)
+_PLACE = re.compile(f"[{_LETTERS}]\n(?=[{_LETTERS}])")
+_WINDOW = 1 << 16
+
+
+def can_cut(known: dict[str, Any]) -> bool:
+    """Whether documents of this tokenizer (its tokenizer.json) may be cut."""
+    normalizer, before = known.get("normalizer"), known.get("pre_tokenizer") or {}
+    *splits, last = before.get("pretokenizers", [before])
+    added = [token for token in known.get("added_tokens", []) if not token["special"]]
+    return (
+        known["model"].get("type") == "BPE"
+        and (not normalizer or normalizer.get("type") in ("NFC", "NFD", "NFKC", "NFKD"))
+        and last.get("type") == "ByteLevel"
+        and not last.get("add_prefix_space")
+        and (bool(last.get("use_regex", True)) if not splits else len(splits) == 1 and _is_known(splits[0]))
+        and not any(token["lstrip"] or token["rstrip"] or "\n" in token["content"] for token in added)
+    )
+
+
+def _is_known(split: dict[str, Any]) -> bool:
+    return (
+        split.get("type") == "Split"
+        and split["pattern"].get("Regex") in PATTERNS
+        and split.get("behavior") == "Isolated"
+        and not split.get("invert")
+    )
+
+
+def cuts(text: npt.NDArray[np.uint8], size: int) -> list[int]:
+    """Where pieces of the UTF-8 `text` end: each begins at least `size` bytes before; the last end is the text's."""
+    ends = [0]
+    while text.size - ends[-1] > size and (end := _after(text, ends[-1] + size)) is not None:
+        ends.append(end)
+    return [*ends[1:], text.size] if ends[-1] != text.size else ends[1:]
+
+
+def _after(text: npt.NDArray[np.uint8], begin: int) -> int | None:
+    """The first place behind `begin` where `text` may be cut."""
+    for start in range(begin, text.size, _WINDOW - 16):  # windows overlap by the longest place
+        window = text[start : start + _WINDOW].tobytes()
+        inside = next((byte for byte in range(min(4, len(window))) if window[byte] & 0xC0 != 0x80), 0)
+        string = window[inside:].decode("utf-8", "ignore")
+        if found := _PLACE.search(string):
+            return start + inside + len(string[: found.end()].encode())
+    return None
