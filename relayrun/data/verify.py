@@ -21,7 +21,8 @@ from relayrun.errors import InputError
 from relayrun.files import read_json
 from relayrun.indexed import Shard
 
-_PIECE = 1 << 24
+_PIECE = 1 << 20
+"""Bytes that are looked at twice, for checksum and range, while they are in the processor's cache."""
 RECORD = "tokenization.json"
 
 
@@ -127,17 +128,19 @@ def _faults_of_ends(shard: Shard, eod: int) -> list[str]:
 
 def _faults_of_ids(shard: Shard, vocabulary_size: int | None, digest: Any) -> list[str]:
     """One pass over the .bin: the range of the ids, and its checksum."""
-    lowest, highest = 0, -1
+    highest = -1
+    unsigned = np.dtype(f"u{shard.dtype.itemsize}")  # there an id below zero is a very large one, too
     with open(shard.prefix + ".bin", "rb", buffering=0) as file:
         buffer = bytearray(_PIECE)
         while read := file.readinto(buffer):
             if digest is not None:
                 digest.update(memoryview(buffer)[:read])
             if vocabulary_size is not None:
-                ids = np.frombuffer(buffer, shard.dtype, read // shard.dtype.itemsize)
-                lowest, highest = min(lowest, int(ids.min(initial=0))), max(highest, int(ids.max(initial=0)))
-    if vocabulary_size is not None and (lowest < 0 or highest >= vocabulary_size):
-        return [f"ids from {lowest} to {highest}, but the vocabulary has {vocabulary_size}"]
+                ids = np.frombuffer(buffer, unsigned, read // shard.dtype.itemsize)
+                highest = max(highest, int(ids.max(initial=0)))
+    if vocabulary_size is not None and highest >= vocabulary_size:
+        wrong = np.asarray(shard.ids())
+        return [f"ids from {wrong.min()} to {wrong.max()}, but the vocabulary has {vocabulary_size}"]
     return []
 
 

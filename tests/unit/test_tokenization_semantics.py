@@ -256,9 +256,8 @@ def test_the_memory_of_a_worker_stays_bounded_however_long_a_document_is(
     texts = [long * 20, *(f"{number} {long}" for number in range(60))]
     write_jsonl(data / "a.jsonl", texts)
     # pages of a few rows: Arrow reads a page at a time, and by itself writes up to 1024 rows into one
-    pq.write_table(
-        pa.table({"text": [long * 60, *texts]}), data / "b.parquet", use_dictionary=False, write_batch_size=1
-    )
+    table = pa.table({"text": [long * 60, *texts]})
+    pq.write_table(table, data / "b.parquet", use_dictionary=False, write_batch_size=1)
     (tmp_path / "paths").write_text("a.jsonl\nb.parquet\n")
     (tmp_path / "program.py").write_text(MEMORY)
     done = subprocess.run(
