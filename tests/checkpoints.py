@@ -39,6 +39,12 @@ def flatten(value: Any, name: str = "") -> dict[str, Any]:
     return {name: value}
 
 
+def state_tensors(path: Path) -> dict[str, bytes]:
+    """Weights and the optimizer's state by key, without the generators."""
+    found = {name: value for name, value in contents(path).items() if isinstance(value, torch.Tensor)}
+    return {name: raw(value) for name, value in found.items()}
+
+
 def assert_same_bytes(one: Path, other: Path) -> int:
     """Compare two checkpoints; return how many tensors they hold."""
     first, second = flatten(contents(one)), flatten(contents(other))

@@ -20,6 +20,7 @@ from relayrun.chain.log import log
 from relayrun.chain.plan import Plan
 from relayrun.chain.scheduler import Scheduler, for_plan
 from relayrun.errors import SchedulerError
+from relayrun.rundir import views
 from relayrun.rundir.layout import AttemptDir, RunDir
 from relayrun.rundir.records import Begin, Hang, Heartbeat
 
@@ -87,9 +88,12 @@ class Watch:
             return
         whole = new[: new.rfind(b"\n") + 1]
         if whole:
+            self._offset += len(whole)
+            if b'"rewind": {' in whole:  # lines that are in the view already count no more
+                views.write_views(self.run)
+                return
             with open(self.run.metrics_view, "ab") as view:
                 view.write(whole)
-            self._offset += len(whole)
 
     def _look_for_hang(self) -> None:
         beats = read_heartbeats(self.attempt)

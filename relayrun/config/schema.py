@@ -190,6 +190,19 @@ class Training(Section):
     """full: keep only the inputs of the layers and compute the rest again in the backward pass. Saves memory."""
     manual_gc_interval: NonNegative = 0
     """Iterations between Python's garbage collections, at the same time on all ranks; 0 leaves it to Python."""
+    on_nan: Literal["stop", "skip", "rewind"] = "stop"
+    """Where loss or gradient norm are no finite number. stop: end the chain. skip: leave out this update.
+    rewind: go back to the newest checkpoint and pass over the samples from there up to these."""
+    on_spike: Literal["ignore", "stop", "skip", "rewind"] = "ignore"
+    """The same where the loss is a spike: above the median of the last losses by spike_threshold median deviations."""
+    spike_window: Annotated[int, Field(ge=8)] = 128
+    """Iterations whose losses a spike is measured against."""
+    spike_threshold: Annotated[float, Field(gt=0)] = 10.0
+    """In median absolute deviations; 10 are 6.7 standard deviations of normal noise."""
+    max_skips: Positive = 10
+    """Updates left out in a row, after which one more stops the chain."""
+    max_rewinds: NonNegative = 3
+    """Rewinds of the whole run, after which one more stops the chain."""
 
     @property
     def batch_sizes(self) -> BatchSizes:

@@ -74,8 +74,8 @@ class LedgerRow:
     """Share in the newest phase; 0: it has left the mixture."""
     samples: int
     """Consumed."""
-    passed_over: int
-    """Of these, samples that were not trained on."""
+    untrained: int
+    """Of these: passed over by a rewind, or of an iteration whose update was skipped."""
     windows: int
     """In one epoch."""
     exhausted_sample: int | None
@@ -140,7 +140,7 @@ def ledger(audited: Audited) -> list[LedgerRow]:
     """The account of each data set at the newest durable checkpoint. Its samples sum to the consumed samples."""
     schedule = audited.order.schedule
     total = sum(schedule.phases[-1].weights.values())
-    gaps = [(schedule.counts(first), schedule.counts(end)) for first, end in audited.progress.passed_over]
+    gaps = [(schedule.counts(first), schedule.counts(end)) for first, end in audited.progress.untrained]
     rows = []
     for name, count in schedule.counts(audited.consumed_samples).items():
         windows = int(audited.order.records[name]["windows"])
@@ -150,7 +150,7 @@ def ledger(audited: Audited) -> list[LedgerRow]:
                 dataset=name,
                 weight=schedule.phases[-1].weights.get(name, 0) / total,
                 samples=count,
-                passed_over=sum(after[name] - before[name] for before, after in gaps),
+                untrained=sum(after[name] - before[name] for before, after in gaps),
                 windows=windows,
                 exhausted_sample=last,
                 exhausted_step=None if last is None else audited.progress.iteration_of(last),

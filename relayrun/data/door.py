@@ -45,6 +45,7 @@ def show(audited: audit.Audited, wanted: range, *, full: bool) -> None:
     tokenizer = load_tokenizer(audited.config.data.tokenizer)
     for sample in audit.samples(audited, wanted):
         step = "passed over" if sample.step is None else f"step {sample.step}"
+        step += ", skipped" if sample.step in audited.progress.skipped else ""
         trained = "" if sample.number < audited.consumed_samples else ", not trained yet"
         print(f"sample {sample.number}: {sample.dataset}, epoch {sample.epoch}, number {sample.i}, {step}{trained}")
         for origin in sample.origins:
@@ -57,14 +58,14 @@ def ledger(audited: audit.Audited) -> None:
     """A table of the data sets."""
     rows = audit.ledger(audited)
     table = Table(title=f"{audited.run.path.name}: {audited.consumed_samples:,} samples in {audited.iteration:,} steps")
-    for name in ("data set", "weight", "samples", "passed over", "epochs", "windows", "first epoch ends at sample",
+    for name in ("data set", "weight", "samples", "not trained on", "epochs", "windows", "first epoch ends at sample",
                  "at step"):  # fmt: skip
         table.add_column(name, justify="left" if name == "data set" else "right")
     for row in rows:
         step = "passed over" if row.exhausted_step is None else f"{row.exhausted_step:,}"
         end = ("never", "never") if row.exhausted_sample is None else (f"{row.exhausted_sample:,}", step)
         table.add_row(row.dataset, f"{row.weight:.4f}" if row.weight else "left", f"{row.samples:,}",
-                      f"{row.passed_over:,}", f"{row.epochs:.3f}", f"{row.windows:,}", *end)  # fmt: skip
-    table.add_row("total", "", f"{sum(row.samples for row in rows):,}", f"{sum(row.passed_over for row in rows):,}",
+                      f"{row.untrained:,}", f"{row.epochs:.3f}", f"{row.windows:,}", *end)  # fmt: skip
+    table.add_row("total", "", f"{sum(row.samples for row in rows):,}", f"{sum(row.untrained for row in rows):,}",
                   "", "", "", "")  # fmt: skip
     Console(width=120, highlight=False).print(table)

@@ -23,11 +23,14 @@ class Progress:
 
     def __init__(
         self, sizes: BatchSizes, *, iteration: int = 0, consumed_samples: int = 0, legs: Sequence[Leg] = (),
+        skipped: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """A run that stands there and goes on with `sizes`; `legs` are its past."""
         self.iteration = iteration
         self.consumed_samples = consumed_samples
         self.legs = [*legs] or [Leg(0, 0, sizes)]
+        self.skipped = [*skipped]
+        """Iterations whose update was left out, rising; their samples are consumed."""
         if self.legs[-1].sizes != sizes or self.legs[-1].consumed(iteration) != consumed_samples:
             self._begin_leg(sizes)
 
@@ -36,10 +39,12 @@ class Progress:
         """Samples of the next iteration."""
         return self.legs[-1].sizes.at(self.consumed_samples)
 
-    def advance(self) -> None:
-        """One iteration more."""
+    def advance(self, *, skipped: bool = False) -> None:
+        """One iteration more, with its update or without."""
         self.consumed_samples += self.batch_size
         self.iteration += 1
+        if skipped:
+            self.skipped.append(self.iteration)
 
     def pass_over(self, end: int) -> None:
         """Consume the samples before `end` without training on them."""
@@ -68,6 +73,15 @@ class Progress:
         return [(end, leg.consumed_samples) for end, leg in zip(ends, self.legs, strict=True)
                 if end < leg.consumed_samples]  # fmt: skip
 
+    @property
+    def untrained(self) -> list[tuple[int, int]]:
+        """Samples that were consumed and changed no weight, as (first, end): passed over, or of a skipped iteration."""
+        found = self.passed_over
+        for iteration in self.skipped:
+            leg = next(leg for leg in reversed(self.legs) if leg.iteration < iteration)
+            found.append((leg.consumed(iteration - 1), leg.consumed(iteration)))
+        return sorted(found)
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, plain JSON."""
         return {
@@ -77,6 +91,7 @@ class Progress:
                 {"iteration": leg.iteration, "consumed_samples": leg.consumed_samples, **leg.sizes.to_json()}
                 for leg in self.legs
             ],
+            "skipped": list(self.skipped),
         }
 
     @classmethod
@@ -91,7 +106,7 @@ class Progress:
                     raise ValueError(f"the leg at iteration {after.iteration} does not follow the one before")
             if legs[-1].iteration > iteration or legs[-1].consumed(iteration) != consumed:
                 raise ValueError(f"its legs do not lead to {consumed} samples in {iteration} iterations")
-            return cls(sizes, iteration=iteration, consumed_samples=consumed, legs=legs)
+            return cls(sizes, iteration=iteration, consumed_samples=consumed, legs=legs, skipped=state["skipped"])
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise FatalTrainingError(f"the progress in the checkpoint is damaged: {error}",
                                      hint="resume from an older checkpoint") from None  # fmt: skip

@@ -184,6 +184,8 @@ FAULTS: tuple[Fault, ...] = (
           act=lambda stage: stage.hurry(), says="2 attempts in a row without a new durable iteration"),
     Fault(name="crash-after-progress", what="an exception on all ranks after a checkpoint", expect="resumed",
           causes=("failed", "done"), inject="crash-at=15"),
+    Fault(name="loss-nan", what="the loss becomes NaN on one rank, training.on_nan: stop", expect="stopped",
+          causes=("fatal",), inject="nan-sample=100", says="loss nan, gradient norm nan"),
     Fault(name="rank-stopped", what="SIGSTOP of a rank", expect="resumed", causes=("hang", "done"), act=stop_rank,
           config={"chain": {"hang_timeout": 5}}, says="ranks 1 did not answer"),
     Fault(name="rank-asleep", what="one rank sleeps, the others wait in a collective", expect="resumed",

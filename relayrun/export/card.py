@@ -94,13 +94,13 @@ def _data(source: Source) -> list[str]:
     total = ("all", "", f"{consumed:,}", f"{consumed * length:,}", "")
     tokenizer = Path(source.config.data.tokenizer).name
     fingerprint = source.manifest.tokenizer_fingerprint or "unknown"
-    passed_over = sum(row.passed_over for row in ledger)
+    untrained = sum(row.untrained for row in ledger)
     return [
         *_table(("data set", "weight", "samples", "tokens", "epochs"), [*rows, total]),
         "",
         f"Tokenizer `{tokenizer}`, SHA-256 of its serialized form {fingerprint}. "
         "Weights are those of the newest mixture; counts are over the whole run."
-        + (f" Of all samples that the run read, {passed_over:,} were passed over." if passed_over else ""),
+        + (f" Of all samples that the run read, {untrained:,} were not trained on." if untrained else ""),
     ]
 
 

@@ -5,7 +5,8 @@
     job.sbatch                   the rendered job, submitted by every attempt
     manifest.json                the frozen, ordered list of shards
     attempts/0007/               begin.json end.json            written by the supervisor
-                                 outcome.json data.json commits.jsonl metrics.jsonl failed_saves.jsonl  by rank 0
+                                 outcome.json data.json commits.jsonl metrics.jsonl failed_saves.jsonl
+                                 rewinds.jsonl                  by rank 0
                                  stop                           asks the ranks to save and leave
     attempts.jsonl metrics.jsonl merged views, written by the supervisor
     checkpoints/iter_0000100/    published by rename from .staging/<attempt>/
@@ -53,6 +54,11 @@ class AttemptDir:
     def commits(self) -> Path:
         """A line per published checkpoint, by rank 0."""
         return self.path / "commits.jsonl"
+
+    @property
+    def rewinds(self) -> Path:
+        """A line per rewind, by rank 0 before it is done; see `rundir.rewinds`."""
+        return self.path / "rewinds.jsonl"
 
     @property
     def metrics(self) -> Path:

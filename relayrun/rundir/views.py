@@ -1,7 +1,8 @@
 """The merged views of a run: `metrics.jsonl` and `attempts.jsonl` at its root, kept by the supervisor alone.
 
 For an iteration the newest attempt wins: what an attempt computed beyond the checkpoint that the next
-one started from is dropped, since the next one computes it again. Iterations rise strictly, without gap.
+one started from is dropped, since the next one computes it again; so is what it computed before a rewind.
+Iterations rise strictly, without gap.
 Standard library only.
 """
 
@@ -32,9 +33,14 @@ def lines_that_count(run: RunDir, *, above: int = 0, before: int | None = None) 
         last = min((later.base_iteration for later in begins[number + 1 :]), default=None)
         if last is not None and last <= max(above, begin.base_iteration):
             continue
+        rewound = [entry["base_iteration"] for entry in read_lines(run.attempt(begin.attempt).rewinds)]
         for line in read_lines(run.attempt(begin.attempt).metrics):
             iteration = line.get("iteration", 0)
-            if iteration > max(above, begin.base_iteration) and (last is None or iteration <= last):
+            if "rewind" in line:  # the attempt went back to a checkpoint: it computes what lies beyond it again
+                rewound = rewound[1:]
+            elif iteration > max(above, begin.base_iteration) and all(
+                iteration <= end for end in (*rewound, *([] if last is None else [last]))
+            ):
                 yield line
 
 

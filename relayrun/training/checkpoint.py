@@ -11,7 +11,7 @@ signal to the whole job kills, and a failure on one rank alone leaves the others
 | model keys (`decoder...`, `embedding...`) | weights | as the model is |
 | `optimizer...` | Adam's moments and step, fp32 weights | `fully_reshardable`: by parameter |
 | `random` | generators of `random_state` | one object per rank |
-| `data`, `progress`, `layout`, `fixed` | plain values, in common.pt | the same on all |
+| `data`, `progress`, `guard`, `layout`, `fixed` | plain values, in common.pt | the same on all |
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ from relayrun.files import write_atomic
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Commit
 from relayrun.training import publish, random_state
+from relayrun.training.anomaly import LossGuard
 from relayrun.training.background import BackgroundSave
 from relayrun.training.host_copy import HostCopy
 from relayrun.training.model import Model
@@ -80,7 +81,7 @@ class Checkpointer:
 
     def __init__(
         self, run: RunDir, attempt: int, *, ranks: Ranks, model: Model, optimizer: Optimizer, order: MixedOrder,
-        settings: Checkpoint, fixed: dict[str, object],
+        guard: LossGuard, settings: Checkpoint, fixed: dict[str, object],
     ) -> None:  # fmt: skip
         """`fixed`: settings by name that a resume must find as they were."""
         self._run = run
@@ -90,6 +91,7 @@ class Checkpointer:
         self._model = model
         self._optimizer = optimizer
         self._order = order
+        self._guard = guard
         self._settings = settings
         self._fixed = fixed
         self._common = {"layout": ranks.layout, "fixed": fixed}
@@ -116,6 +118,7 @@ class Checkpointer:
             **self._common,
             "data": self._order.state(consumed_samples),
             "progress": position.state(),
+            "guard": self._guard.state(),
         }
         sharded, common = save_preprocess(state, validate_access_integrity=self._first)
         self._division.apply_saving_parallelization(sharded)
@@ -167,6 +170,8 @@ class Checkpointer:
         anew = foreign and self._settings.finetune
         with_optimizer = not (anew or (foreign and self._settings.no_load_optim))
         position = Progress(sizes) if anew else self._position(common, sizes, foreign=foreign)
+        if not foreign:
+            self._guard.load(common["guard"])
         if with_optimizer:
             self._check_fixed(common["fixed"], path)
         wanted = self._sharded_state(loading=True, optimizer=with_optimizer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import sys
 import time
 from functools import partial
@@ -18,10 +17,13 @@ from relayrun.data.manifest import Manifest
 from relayrun.data.progress import Progress
 from relayrun.errors import FatalTrainingError, InputError, RelayrunError
 from relayrun.files import write_json
+from relayrun.rundir import rewinds
 from relayrun.rundir.layout import AttemptDir, RunDir
-from relayrun.rundir.lineage import Durable, is_own
+from relayrun.rundir.lineage import Durable, durable, is_own
 from relayrun.rundir.records import Begin, Left, Outcome, Started
+from relayrun.rundir.rewinds import Rewind
 from relayrun.training import device_shim, parallel
+from relayrun.training.anomaly import Action, LossGuard, Verdict
 from relayrun.training.checkpoint import Checkpointer
 from relayrun.training.control import Control
 from relayrun.training.debugging import Profiler
@@ -43,6 +45,10 @@ class LeaveFailed(RelayrunError):
     """The state could not be saved when leaving; the attempt has failed."""
 
 
+class RewindFailed(RelayrunError):
+    """The newest checkpoint cannot be taken up; the attempt has failed."""
+
+
 class Training:
     """The state of one attempt on this rank."""
 
@@ -56,7 +62,8 @@ class Training:
         manifest = Manifest.read(run.manifest)
         ranks.on_first_rank(partial(check_data, manifest, mixture_of(config)), InputError)
         settings = config.training
-        order = training_order(config, manifest)
+        self.run_dir, self.attempt = run, run.attempt(begin.attempt)
+        self.order = training_order(config, manifest)
         self.evaluation = Evaluation(orders=validation_orders(config, manifest), training=settings, ranks=ranks)
         self.control = Control(run, begin, ranks, flag)
         self.metrics = Metrics(run.attempt(begin.attempt), ranks, total_steps=settings.steps)
@@ -64,13 +71,15 @@ class Training:
         self.profiler = Profiler(config.debug, rank=ranks.rank, folder=traces, say=self.metrics.say)
         self.model = Model(config, ranks, manifest.vocabulary_size, eod=manifest.eod, progress=pulse.beat)
         self.optimizer = Optimizer(config, self.model)
-        checkpointer = Checkpointer(
+        self.guard = LossGuard(settings)
+        self.checkpointer = Checkpointer(
             run,
             begin.attempt,
             ranks=ranks,
             model=self.model,
             optimizer=self.optimizer,
-            order=order,
+            order=self.order,
+            guard=self.guard,
             settings=config.checkpoint,
             fixed={
                 "parallel.use_distributed_optimizer": config.parallel.use_distributed_optimizer,
@@ -80,13 +89,7 @@ class Training:
         self.position = Progress(settings.batch_sizes)
         self.initialised = time.time()
         if begin.base_path is not None:
-            own = is_own(run, Durable(iteration=begin.base_iteration, path=begin.base_path))
-            self.position = checkpointer.load(Path(begin.base_path), settings.batch_sizes, foreign=not own)
-            if self.position.iteration != begin.base_iteration:
-                raise FatalTrainingError(
-                    f"holds iteration {self.position.iteration}, but this attempt begins at {begin.base_iteration}",
-                    where=begin.base_path,
-                )
+            self._take_up(begin.base_iteration, begin.base_path)
         progress = None
         if ranks.rank == 0:
             progress = ProgressLog(
@@ -98,7 +101,7 @@ class Training:
                 consumed_samples=self.position.consumed_samples,
             )
         self.saver = Saver(
-            checkpointer,
+            self.checkpointer,
             control=self.control,
             metrics=self.metrics,
             pace=pace,
@@ -108,20 +111,39 @@ class Training:
             saved_iteration=self.position.iteration,
         )
         self.peak = peak_flops(ranks.device_name) if config.training.precision == "bf16" else None
-        if ranks.rank == 0:
-            data = order.state(self.position.consumed_samples) | {"progress": self.position.state()}
-            write_json(run.attempt(begin.attempt).data, data)
         self.metrics.say(
             f"attempt {begin.attempt}: {self.model.parameters():,} parameters on {ranks.world_size} ranks "
             f"({ranks.layout}, {ranks.device.type}), from "
             + (f"iteration {self.position.iteration} ({begin.base_path})" if begin.base_path else "the beginning")
         )
-        self.reader = BatchReader(
-            order,
-            data_parallel_rank=ranks.data_parallel_rank,
-            data_parallel_size=ranks.data_parallel_size,
-            micro_batch_size=settings.micro_batch_size,
-            batch_sizes=settings.batch_sizes,
+        self.reader = self._set_out()
+
+    def _take_up(self, iteration: int, path: str) -> None:
+        """Put a checkpoint in place, and pass over what led to trouble after it before."""
+        own = is_own(self.run_dir, Durable(iteration=iteration, path=path))
+        self.position = self.checkpointer.load(Path(path), self.config.training.batch_sizes, foreign=not own)
+        if self.position.iteration != iteration:
+            raise FatalTrainingError(
+                f"holds iteration {self.position.iteration}, but this attempt begins at {iteration}", where=path
+            )
+        before = self.ranks.on_first_rank(partial(rewinds.pending, self.run_dir, iteration), InputError)
+        if before:
+            self.position.pass_over(before[-1].next_sample)
+            self.guard.rewinds += len(before)
+            for rewind in before:
+                self.metrics.say(f"passing over the samples up to {rewind.next_sample}: {rewind.words}")
+
+    def _set_out(self) -> BatchReader:
+        """Read from the position on; data.json says what."""
+        if self.ranks.rank == 0:
+            data = self.order.state(self.position.consumed_samples) | {"progress": self.position.state()}
+            write_json(self.attempt.data, data)
+        return BatchReader(
+            self.order,
+            data_parallel_rank=self.ranks.data_parallel_rank,
+            data_parallel_size=self.ranks.data_parallel_size,
+            micro_batch_size=self.config.training.micro_batch_size,
+            batch_sizes=self.config.training.batch_sizes,
             consumed_samples=self.position.consumed_samples,
         )
 
@@ -147,13 +169,15 @@ class Training:
                 self.saver.asked(self.position)
             if at % self.config.checkpoint.interval == 0:
                 self.saver.due(self.position)
-            self._step()
+            if not self._step():
+                continue
             interval = self.config.training.eval_interval
             at = self.position.iteration
             if at == steps or (interval and at % interval == 0):
                 self._evaluate()
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """One iteration; False if it was a rewind."""
         self.profiler.before(self.position.iteration + 1)
         size = self.position.batch_size
         tokens = size * self.config.training.seq_length
@@ -164,12 +188,14 @@ class Training:
         batches = [MicroBatch(tokens=tokens) for tokens in next(self.reader)]
         read = time.perf_counter()
         losses = self.model.run(batches, train=True)
-        computed = time.perf_counter()
-        waited = self.saver.before_update()
-        grad_norm = self.optimizer.step()
-        updated = time.perf_counter()
         loss = self.ranks.sum_over_samples([sum(losses)])[0] / size
-        self.position.advance()
+        computed = time.perf_counter()
+        grad_norm = self.optimizer.prepare()
+        verdict = self._judge(loss, grad_norm)
+        waited = self.saver.before_update()
+        self.optimizer.step(grad_norm if verdict.action is Action.UPDATE else None)
+        updated = time.perf_counter()
+        self.position.advance(skipped=verdict.action is Action.SKIP)
         seconds = time.perf_counter() - started - waited
         self.pace.step(seconds, size)
         flops = self.model.flops_per_token() * tokens / seconds / self.ranks.world_size
@@ -192,17 +218,50 @@ class Training:
                 mfu=None if self.peak is None else flops / self.peak,
                 memory_bytes=parallel.peak_memory(self.ranks),
                 time=time.time(),
+                skipped=verdict.reason,
             )
         )
         self.saver.stall_seconds = 0.0
-        self.profiler.after(self.position.iteration)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            self.saver.settle(self.position.iteration)
+        at = self.position.iteration
+        self.profiler.after(at)
+        if verdict.action is Action.STOP:
+            self.saver.settle(at)
             raise FatalTrainingError(
-                f"iteration {self.position.iteration}: loss {loss}, gradient norm {grad_norm}; nothing was saved since "
-                f"iteration {self.saver.saved_iteration}",
-                hint="lower the learning rate, or look at the data of this iteration",
+                f"iteration {at}: {verdict.reason}; nothing was saved since iteration {self.saver.saved_iteration}",
+                hint="lower the learning rate, or look at the data of this iteration; to pass over it: training.on_nan",
             )
+        if verdict.action is Action.SKIP:
+            self.metrics.say(f"iteration {at}: {verdict.reason}; its update is left out")
+        if verdict.action is Action.REWIND:
+            self._rewind(verdict.reason or "")
+        return verdict.action is not Action.REWIND
+
+    def _judge(self, loss: float, grad_norm: float) -> Verdict:
+        """What all ranks do with this iteration."""
+        verdict = self.guard.judge(loss, grad_norm)
+        if self.guard.may_differ:
+            action = Action(self.ranks.maximum([verdict.action])[0])
+            if action is not verdict.action:
+                verdict = Verdict(action, "another rank saw trouble")
+        self.guard.took(verdict.action, loss)
+        return verdict
+
+    def _rewind(self, reason: str) -> None:
+        """Back to the newest checkpoint; the samples up to here are passed over."""
+        at = self.position.iteration
+        self.saver.settle(at)
+        base = self.saver.saved_iteration
+        if not base:
+            raise FatalTrainingError(f"iteration {at}: {reason}; there is no checkpoint to go back to")
+        self.metrics.say(f"iteration {at}: {reason}; back to iteration {base}")
+        self.pulse.enter("start", base)
+        rewind = Rewind(iteration=at, reason=reason, base_iteration=base,
+                        next_sample=self.position.consumed_samples, time=time.time())  # fmt: skip
+        path = self.ranks.on_first_rank(partial(record_rewind, self.run_dir, self.attempt, rewind), RewindFailed)
+        self.reader.close()
+        self._take_up(base, path)
+        self.metrics.rewind(rewind)
+        self.reader = self._set_out()
 
     def _evaluate(self) -> None:
         if self.evaluation.orders:
@@ -246,6 +305,16 @@ def train(
     parallel.stop()
     if ranks.rank == 0:
         trackers.stop()
+
+
+def record_rewind(run: RunDir, attempt: AttemptDir, rewind: Rewind) -> str:
+    """Put a rewind on record and return the path of its checkpoint. Raises RelayrunError if that is not whole."""
+    newest = durable(run)
+    if newest.path is None or newest.iteration != rewind.base_iteration:
+        raise RelayrunError(f"iteration {rewind.iteration}: {rewind.reason}; the checkpoint of iteration "
+                            f"{rewind.base_iteration}, to go back to, is not whole", where=run.checkpoints)  # fmt: skip
+    rewinds.append(attempt, rewind)
+    return newest.path
 
 
 def record_start(attempt: AttemptDir, started: Started) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from relayrun.files import append_line
 from relayrun.rundir.layout import AttemptDir
+from relayrun.rundir.rewinds import Rewind
 
 if TYPE_CHECKING:  # it imports torch
     from relayrun.training.parallel import Ranks
@@ -58,6 +59,8 @@ class Step:
     """Peak on rank 0 so far: of the GPU's allocator, or of the process where there is no GPU."""
     time: float
     """Seconds since 1970, at the end of the step."""
+    skipped: str | None = None
+    """Why its update was left out, in words; None: it was not."""
 
 
 class Metrics:
@@ -81,6 +84,11 @@ class Metrics:
                 f"iteration {step.iteration:>7}/{self._total_steps} | loss {step.loss:.4f} | "
                 f"grad norm {step.grad_norm:.3f} | lr {step.lr:.3e} | {step.tokens_per_second:,.0f} tokens/s"
             )
+
+    def rewind(self, rewind: Rewind) -> None:
+        """Lines before this one, of iterations above its own, count no more."""
+        if self._active:
+            self._write(self._attempt.metrics, {"iteration": rewind.base_iteration, "rewind": asdict(rewind)})
 
     def evaluation(self, iteration: int, losses: dict[str, float]) -> None:
         if not self._active:

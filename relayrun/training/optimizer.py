@@ -1,21 +1,17 @@
 """Adam and the learning rate's way, as megatron-core builds them, with its distributed optimizer cured.
 
-`ShardedDistributedOptimizer` saves its state without gathering it. And megatron-core 0.16.1 keeps Adam's `step` where
-TransformerEngine or Apex keep it: over torch.optim, which is what a plain `pip install` has, its
-DistributedOptimizer cannot resume. Three faults, each cured by one method of `TorchDistributedOptimizer`.
+megatron-core 0.16.1 keeps Adam's `step` where TransformerEngine or Apex keep it. Over torch.optim, which
+is what a plain `pip install` has, its DistributedOptimizer cannot resume: three faults, each cured by
+one method of `TorchDistributedOptimizer`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -23,59 +19,9 @@ from relayrun.config.schema import RunConfig
 from relayrun.data.progress import Progress
 from relayrun.errors import ConfigError
 from relayrun.training.model import Model
-from relayrun.training.shards import parts
 
 
-class ShardedDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]  # megatron-core has no types
-    """megatron-core's DistributedOptimizer, each rank of which saves and loads the part of the state it holds.
-
-    megatron-core's own `fully_reshardable` gathers the whole state on every data-parallel rank at a save, and
-    reads the whole of it at a load: 12 bytes of host memory per parameter of the stage, on every rank, while
-    training stands still. Its `dp_reshardable` does neither, but fits one tensor and pipeline layout only. Here
-    names and shapes are those of `fully_reshardable`, cut into the blocks that the ranks hold: nothing is sent,
-    and a checkpoint fits every layout. Either reads the other's checkpoints.
-    """
-
-    def sharded_param_state_fully_reshardable(
-        self,
-        model_sharded_state_dict: ShardedStateDict,
-        is_loading: bool = False,
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[int, dict[str, dict[int, ShardedTensor]]]:
-        """By number of the parameter among those this rank has a part of, name of the tensor, and block."""
-        found, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
-        wholes = {whole.data: whole for whole in nested_values(found)}
-        result = {}
-        for number, (parameter, held) in enumerate(self._held()):
-            state = self._get_main_param_and_optimizer_states(parameter)
-            state.pop("step", None)  # the same for all parameters, and part of the groups
-            if is_loading:
-                state = {name: torch.empty_like(tensor, device="cpu") for name, tensor in state.items()}
-            result[number] = parts(parameter, wholes[parameter], held, state, prefix="optimizer.state")
-        return result
-
-    @torch.no_grad()
-    def load_parameter_state_from_fully_reshardable(
-        self, state_dict: dict[int, dict[str, dict[int, torch.Tensor]]]
-    ) -> None:  # fmt: skip
-        """Put in place what a load into `sharded_param_state_fully_reshardable` gave."""
-        for number, (parameter, _) in enumerate(self._held()):
-            tensors = {
-                name: torch.cat([block.flatten() for block in found.values()])
-                for name, found in state_dict[number].items()
-            }
-            self._set_main_param_and_optimizer_states(parameter, tensors)
-
-    def _held(self) -> Iterator[tuple[torch.nn.Parameter, range]]:
-        """The parameters that this rank has a part of, and the elements of each that it holds."""
-        for by_type in self.gbuf_ranges:
-            for buckets in by_type.values():
-                for bucket in buckets:
-                    for parameter, ranges in bucket["param_map"].items():
-                        yield parameter, range(ranges["param"].start, ranges["param"].end)
-
-
-class TorchDistributedOptimizer(ShardedDistributedOptimizer):
+class TorchDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]  # megatron-core has no types
     """megatron-core's DistributedOptimizer over torch.optim.AdamW, so that a resume is exact."""
 
     def initialize_state(self) -> None:
@@ -122,6 +68,7 @@ class Optimizer:
     def __init__(self, config: RunConfig, model: Model) -> None:
         settings = config.optimizer
         self._model = model
+        self._clip = settings.clip_grad or float("inf")
         self.inner: MegatronOptimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -131,7 +78,7 @@ class Optimizer:
                 adam_beta1=settings.adam_beta1,
                 adam_beta2=settings.adam_beta2,
                 adam_eps=settings.adam_eps,
-                clip_grad=settings.clip_grad or float("inf"),  # 0 would also leave the norm out of the metrics
+                clip_grad=self._clip,
                 use_distributed_optimizer=config.parallel.use_distributed_optimizer,
                 bf16=config.training.precision == "bf16",
                 params_dtype=model.dtype,
@@ -139,7 +86,8 @@ class Optimizer:
             model.chunks,
             use_gloo_process_groups=False,
         )
-        cure(self.inner)
+        if not HAVE_APEX_OR_TE:
+            cure(self.inner)
         self._config = config
         self._settings_of_groups = [_settings(group) for group in self.inner.param_groups]
         self.schedule = schedule(config, self.inner, Progress(config.training.batch_sizes))
@@ -153,11 +101,23 @@ class Optimizer:
         self._model.zero_grad()
         self.inner.zero_grad()
 
-    def step(self) -> float:
-        """Clip, step, and move the schedule on; return the norm of the gradient before clipping."""
-        _, norm, _ = self.inner.step()
+    def prepare(self) -> float:
+        """Make the gradients ready for an update; return their norm over all ranks."""
+        with torch.no_grad():
+            self.inner.prepare_grads()
+            return float(self.inner.get_grad_norm())
+
+    def step(self, norm: float | None) -> None:
+        """Clip the prepared gradients, whose norm this is, and update; None: leave the weights. The schedule moves on.
+
+        This and `prepare` are megatron-core's ChainedOptimizer.step (optimizer.py:1308), in two parts.
+        """
+        if norm is not None:
+            for inner in self.inner.chained_optimizers:
+                if not getattr(inner, "is_stub_optimizer", False) and (parameters := inner.get_parameters()):
+                    clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip, total_norm=norm)
+            self.inner.step_with_ready_grads()
         self.schedule.step(increment=1)
-        return float(norm)
 
     def load(self, state: dict[str, Any], position: Progress) -> None:
         """Load what a checkpoint held. Hyperparameters stay those of this attempt's config revision."""
@@ -201,15 +161,14 @@ def schedule(config: RunConfig, optimizer: MegatronOptimizer, position: Progress
 
 
 def cure(optimizer: MegatronOptimizer) -> None:
-    """Turn the distributed optimizers inside `optimizer` into those above, in place.
+    """Turn the distributed optimizers inside `optimizer` into TorchDistributedOptimizer, in place.
 
     megatron-core builds them deep inside get_megatron_optimizer, with no place for another class.
     """
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(inner, DistributedOptimizer) and not inner.is_stub_optimizer:
-            inner.__class__ = ShardedDistributedOptimizer if HAVE_APEX_OR_TE else TorchDistributedOptimizer
-            if isinstance(inner, TorchDistributedOptimizer):
-                inner.initialize_state()
+            inner.__class__ = TorchDistributedOptimizer
+            inner.initialize_state()
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,44 @@
+"""Rewinds: training went back to a checkpoint and passes over the samples that led to trouble. Standard library only.
+
+A rewind is on record before it is done, and counts as long as its checkpoint is the newest: whoever starts from that
+checkpoint passes over the same samples. Checkpoints that are written later hold it themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from relayrun.files import append_line, read_lines
+from relayrun.rundir.layout import AttemptDir, RunDir
+from relayrun.rundir.lineage import line
+from relayrun.rundir.records import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewind(Record):
+    """A line of attempts/N/rewinds.jsonl, by rank 0."""
+
+    iteration: int
+    """In which the trouble was."""
+    reason: str
+    base_iteration: int
+    """Of the checkpoint to which training goes back."""
+    next_sample: int
+    """With which it goes on; those from the checkpoint's up to this one are passed over."""
+    time: float
+    """Seconds since 1970."""
+
+    @property
+    def words(self) -> str:
+        return f"iteration {self.iteration}: {self.reason}"
+
+
+def append(attempt: AttemptDir, rewind: Rewind) -> None:
+    append_line(attempt.rewinds, asdict(rewind))
+
+
+def pending(run: RunDir, iteration: int) -> list[Rewind]:
+    """The rewinds to the checkpoint of this iteration, oldest first, as far as it does not hold them itself."""
+    saved = max((commit.time for commit in line(run) if commit.iteration == iteration), default=0.0)
+    found = [Rewind.of(entry) for number in run.attempt_numbers() for entry in read_lines(run.attempt(number).rewinds)]
+    return [rewind for rewind in found if rewind.base_iteration == iteration and rewind.time > saved]

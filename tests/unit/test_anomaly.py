@@ -1,0 +1,147 @@
+"""Which iterations are left out, and when it is enough: decided from losses alone, and the same after a restart."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from relayrun.config.schema import Training
+from relayrun.rundir.layout import RunDir
+from relayrun.rundir.records import Begin, Commit, append_commit
+from relayrun.rundir.rewinds import Rewind, append, pending
+from relayrun.rundir.views import merged_metrics
+from relayrun.training.anomaly import Action, LossGuard
+
+NAN = float("nan")
+
+
+def settings(**changes: Any) -> Training:
+    values = {"steps": 1, "micro_batch_size": 1, "global_batch_size": 1, "seq_length": 1, "spike_window": 16}
+    return Training.model_validate(values | changes)
+
+
+def judged(guard: LossGuard, loss: float, grad_norm: float = 1.0) -> Action:
+    verdict = guard.judge(loss, grad_norm)
+    assert (verdict.reason is None) == (verdict.action is Action.UPDATE)
+    guard.took(verdict.action, loss)
+    return verdict.action
+
+
+@pytest.mark.parametrize("action", ["stop", "skip", "rewind"])
+@pytest.mark.parametrize(("loss", "grad_norm"), [(NAN, 1.0), (1.0, NAN), (float("inf"), 1.0), (1.0, float("inf"))])
+def test_what_is_no_finite_number_meets_the_policy(action: str, loss: float, grad_norm: float) -> None:
+    guard = LossGuard(settings(on_nan=action))
+    assert judged(guard, loss, grad_norm) is Action[action.upper()]
+    assert guard.may_differ == (action != "stop")
+
+
+def test_a_spike_is_measured_in_median_deviations_of_the_full_window() -> None:
+    guard = LossGuard(settings(on_spike="skip", spike_threshold=4.0))
+    for number in range(16):
+        assert judged(guard, 1e6 if number == 3 else 2.0 + 0.25 * (number % 2)) is Action.UPDATE
+    assert judged(guard, 2.125 + 4 * 0.125) is Action.UPDATE  # now the median is 2.25, the deviation 0.25
+    assert judged(guard, 2.25 + 4 * 0.25 + 1e-9) is Action.SKIP
+    assert judged(guard, 0.1) is Action.UPDATE
+    assert "is a spike: the last 16 have the median" in (guard.judge(4.0, 1.0).reason or "")
+
+
+def test_a_noisy_run_that_learns_has_no_spike() -> None:
+    generator = random.Random(1)
+    guard = LossGuard(settings(on_spike="stop", spike_window=128))
+    for step in range(3000):
+        loss = 2 + 9 / (1 + step / 50) + generator.gauss(0, 0.05)
+        assert judged(guard, loss) is Action.UPDATE, step
+
+
+def test_too_many_skips_in_a_row_stop() -> None:
+    guard = LossGuard(settings(on_nan="skip", max_skips=3))
+    for _ in range(2):
+        assert [judged(guard, NAN) for _ in range(3)] == [Action.SKIP] * 3
+        assert judged(guard, 1.0) is Action.UPDATE
+    assert [judged(guard, NAN) for _ in range(4)] == [Action.SKIP] * 3 + [Action.STOP]
+
+
+def test_too_many_rewinds_stop() -> None:
+    guard = LossGuard(settings(on_nan="rewind", max_rewinds=2))
+    guard.rewinds = 2
+    assert judged(guard, NAN) is Action.STOP
+    assert "rewound 2 times before" in (guard.judge(NAN, 1.0).reason or "")
+
+
+def test_a_guard_that_was_saved_anywhere_decides_as_the_one_that_was_not() -> None:
+    generator = random.Random(2)
+    losses = [generator.choice([2.0, 2.0, 2.1, 1.9, 2.2, 9.0, NAN]) + generator.random() / 100 for _ in range(400)]
+    config = settings(on_nan="skip", on_spike="skip", max_skips=4, spike_threshold=3.0)
+    whole = LossGuard(config)
+    expected = [judged(whole, loss) for loss in losses]
+    assert set(expected) == {Action.UPDATE, Action.SKIP, Action.STOP}
+    for cut in range(0, 400, 23):
+        guard = LossGuard(config)
+        for loss in losses[:cut]:
+            judged(guard, loss)
+        resumed = LossGuard(config)
+        resumed.load(json.loads(json.dumps(guard.state())))
+        assert [judged(resumed, loss) for loss in losses[cut:]] == expected[cut:]
+
+
+def begin(run: RunDir, number: int, base: int) -> None:
+    run.attempt(number).path.mkdir(parents=True)
+    Begin(attempt=number, job_id="1", job_name="x", nodes="n", config_revision=1, base_iteration=base,
+          base_path=str(run.checkpoint(base)) if base else None, start_time=float(number), job_end_time=None,
+          lead=0.0).write(run.attempt(number).begin)  # fmt: skip
+
+
+def trained(run: RunDir, number: int, first: int, last: int, mark: str) -> None:
+    with run.attempt(number).metrics.open("a") as file:
+        for iteration in range(first, last + 1):
+            file.write(json.dumps({"iteration": iteration, "loss": mark}) + "\n")
+
+
+def rewind(run: RunDir, number: int, at: int, base: int, sample: int, time: float) -> None:
+    found = Rewind(iteration=at, reason="loss nan", base_iteration=base, next_sample=sample, time=time)
+    append(run.attempt(number), found)
+    with run.attempt(number).metrics.open("a") as file:
+        file.write(json.dumps({"iteration": base, "rewind": found.words}) + "\n")
+
+
+def commit(run: RunDir, number: int, iteration: int, time: float) -> None:
+    append_commit(run.attempt(number), Commit(iteration=iteration, path=str(run.checkpoint(iteration)),
+                                              consumed_samples=0, time=time, seconds=1.0))  # fmt: skip
+
+
+def test_a_rewind_counts_until_its_checkpoint_is_not_the_newest_and_is_not_written_anew(tmp_path: Any) -> None:
+    run = RunDir(tmp_path)
+    begin(run, 1, 0)
+    commit(run, 1, 10, 100.0)
+    rewind(run, 1, 17, 10, 170, 110.0)
+    rewind(run, 1, 15, 10, 220, 120.0)
+    assert [found.next_sample for found in pending(run, 10)] == [170, 220]
+    assert pending(run, 20) == []
+    begin(run, 2, 10)  # killed; the next one starts from there too
+    begin(run, 3, 10)
+    assert len(pending(run, 10)) == 2
+    commit(run, 3, 20, 130.0)
+    assert pending(run, 20) == []
+    begin(run, 4, 0)  # a person went back to the beginning: another 10 is written, which knows nothing of it
+    commit(run, 4, 10, 200.0)
+    assert pending(run, 10) == []
+
+
+def test_the_merged_view_holds_what_counts_after_rewinds(tmp_path: Any) -> None:
+    run = RunDir(tmp_path)
+    begin(run, 1, 0)
+    trained(run, 1, 1, 17, "a")
+    rewind(run, 1, 17, 10, 170, 1.0)
+    trained(run, 1, 11, 15, "b")
+    rewind(run, 1, 15, 10, 220, 2.0)
+    trained(run, 1, 11, 33, "c")
+    rewind(run, 1, 33, 30, 500, 3.0)
+    trained(run, 1, 31, 36, "d")
+    begin(run, 2, 30)
+    trained(run, 2, 31, 32, "e")
+    lines = merged_metrics(run)
+    assert [line["iteration"] for line in lines] == list(range(1, 33))
+    assert "".join(line["loss"] for line in lines) == "a" * 10 + "c" * 20 + "e" * 2
