@@ -54,20 +54,22 @@ def requeued_before_the_limit(progress: Callable[[], int]) -> Iterator[None]:
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # once: what follows must not be interrupted
+        signal.setitimer(signal.ITIMER_REAL, 0)
         raise _TimeIsUp
 
-    former = signal.signal(signal.SIGUSR2, stop)
-    former_alarm = signal.signal(signal.SIGALRM, stop)
-    before = progress()
-    left = _end_time(job) - time.time()
-    if 0 < left < threading.TIMEOUT_MAX:  # a timer of the kernel: with a thread, workers could not be forks
-        signal.setitimer(signal.ITIMER_REAL, left - min(LEAD_SECONDS, left / 10))
+    before, began = progress(), time.time()
+    left = _end_time(job) - began
+    former, former_alarm = signal.getsignal(signal.SIGUSR2), signal.getsignal(signal.SIGALRM)
     try:
+        signal.signal(signal.SIGUSR2, stop)
+        signal.signal(signal.SIGALRM, stop)
+        if 0 < left < threading.TIMEOUT_MAX:  # a timer of the kernel: with a thread, workers could not be forks
+            signal.setitimer(signal.ITIMER_REAL, left - min(LEAD_SECONDS, left / 10))
         yield
     except _TimeIsUp:
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        if progress() == before and int(os.environ.get("SLURM_RESTART_COUNT") or 0):
+        whole = time.time() - began > left / 2  # else it was asked to leave early, for a preemption perhaps
+        if whole and progress() == before and int(os.environ.get("SLURM_RESTART_COUNT") or 0):
             raise RelayrunError("no shard was finished before the time limit, for the second time",
                                 where=f"Slurm job {job}",
                                 hint="give the jobs more time, or more tasks (smaller shards)") from None  # fmt: skip

@@ -184,6 +184,19 @@ def test_a_job_that_is_killed_whole_leaves_no_process_and_submitting_again_compl
     both.assert_whole()
 
 
+@pytest.mark.long
+def test_a_job_that_slurm_kills_and_queues_again_goes_on(cluster: TestCluster, dataset: Dataset) -> None:
+    """As after the loss of a node, or by an administrator."""
+    both = Blocked(cluster, dataset, "requeued")
+    for job in both.all:
+        cluster.run(["scontrol", "update", f"JobId={job}", "Requeue=1"])  # tokenize.sh asks for --no-requeue
+        cluster.run(["scontrol", "requeue", job])
+    both.release()
+    wait_for_ends(cluster, both.all)
+    assert both.restarts() == ["1"] * 2 * DUMPS
+    both.assert_whole()
+
+
 @pytest.fixture(scope="module")
 def seconds(cluster: TestCluster, dataset: Dataset) -> float:
     """From the submission to the end of all jobs, undisturbed."""

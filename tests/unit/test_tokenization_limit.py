@@ -94,11 +94,12 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "asked"
 
 
-def leave(progress: list[int]) -> str:
+def leave(progress: list[int], *, signalled: bool = True) -> str:
     def work() -> None:
         with requeued_before_the_limit(lambda: progress.pop(0)):
-            os.kill(os.getpid(), signal.SIGUSR2)
-            time.sleep(5)
+            if signalled:
+                os.kill(os.getpid(), signal.SIGUSR2)
+            time.sleep(10)
 
     with pytest.raises(RelayrunError) as caught:
         work()
@@ -108,13 +109,18 @@ def leave(progress: list[int]) -> str:
 def test_a_job_whose_shards_do_not_fit_into_its_time_ends_at_the_second_start(
     asked: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
-    assert "is queued again" in leave([3, 3])
+    def at_the_limit(*progress: int) -> str:
+        monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 2))
+        return leave(list(progress), signalled=False)
+
+    assert "is queued again" in at_the_limit(3, 3)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert "is queued again" in leave([3, 4])
+    assert "is queued again" in at_the_limit(3, 4)
     assert asked.read_text().splitlines() == ["update JobId=78 Requeue=1", "requeue 78"] * 2
-    assert "no shard was finished before the time limit, for the second time" in leave([4, 4])
+    assert "no shard was finished before the time limit, for the second time" in at_the_limit(4, 4)
     assert len(asked.read_text().splitlines()) == 4
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
+    assert "is queued again" in leave([4, 4])  # it was told to leave long before its limit
 
 
 def test_an_element_of_an_array_queues_itself_again_and_not_the_array(
