@@ -17,12 +17,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from relayrun.config import compose
 from relayrun.errors import RunDirError, run_main
-from relayrun.monitoring.progress import Progress
+from relayrun.monitoring.progress import Progress, Rewound
 from relayrun.monitoring.sinks import Sink, TensorBoard, WandB, wandb_mode
-from relayrun.monitoring.streams import read_streams
+from relayrun.monitoring.streams import Stream, record_streams
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin
 
@@ -33,17 +34,24 @@ FIRST_PAUSE, LONGEST_PAUSE = 15.0, 600.0
 """Seconds between a failure and the next try: twice as long after each."""
 
 
-def feed(run: RunDir, begin: Begin, sink: Sink, wait: Callable[[float], bool]) -> None:
-    """Tell a sink until rank 0 leaves. `wait(seconds)` returns whether it does. Raises what the sink raises."""
-    progress = Progress.of_attempt(run, begin, mark=sink.mark)
+def feed(run: RunDir, begin: Begin, stream: Stream, sink: Sink, wait: Callable[[float], bool]) -> None:
+    """Tell a sink until rank 0 leaves, or goes back to a checkpoint (raises Rewound).
+
+    `wait(seconds)` returns whether it leaves. Raises what the sink raises.
+    """
+    progress = Progress.of_attempt(run, begin, stream, mark=sink.mark)
     leaving = False
-    while not leaving:
-        leaving = wait(POLL_SECONDS)
-        before = sink.mark
-        for point in progress.poll(complete=leaving and run.attempt(begin.attempt).outcome.exists()):
-            sink.write(point)
-        if sink.mark > before:
-            sink.flush()
+    try:
+        while not leaving:
+            leaving = wait(POLL_SECONDS)
+            before = sink.mark
+            for point in progress.poll(complete=leaving and run.attempt(begin.attempt).outcome.exists()):
+                sink.write(point)
+            if sink.mark > before:
+                sink.flush()
+    except Rewound:
+        sink.close()
+        raise
     sink.close()
 
 
@@ -80,10 +88,9 @@ def main() -> int:
     os.nice(10)
     run = RunDir(options.run_dir)
     begin = Begin.read(run.attempt(options.attempt).begin)
-    streams = read_streams(run)
-    if begin is None or not streams:
-        raise RunDirError("rank 0 left no streams for this attempt", where=run.streams)
-    stream = streams[-1]
+    if begin is None:
+        raise RunDirError("this attempt has not begun", where=run.attempt(options.attempt).begin)
+    stream = record_streams(run)[-1]
     wait = rank_zero(options.parent)
     pause = options.pause
     try:
@@ -92,17 +99,23 @@ def main() -> int:
         else:
             config = compose.read_resolved(run.config_revision(begin.config_revision))
             sink = WandB(run, stream, config, wandb_mode(os.environ) or "offline")
-        feed(run, begin, sink, wait)
+        feed(run, begin, stream, sink, wait)
+    except Rewound:
+        start_over(options, FIRST_PAUSE)
     except Exception as error:
         print(f"warning: {options.tracker}: {type(error).__name__}: {error}; training goes on, and {options.tracker} "
               f"is tried again in {pause:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
         if wait(pause):
             os._exit(0)  # the client's own last words would be about the same failure
-        again = [f"--run-dir={run.path}", f"--attempt={begin.attempt}", f"--parent={options.parent}",
-                 f"--pause={min(2 * pause, LONGEST_PAUSE)}"]  # fmt: skip
-        # a fresh process: a client that has lost its service finds no other
-        os.execv(sys.executable, [sys.executable, "-m", "relayrun.monitoring.feed", options.tracker, *again])
+        start_over(options, min(2 * pause, LONGEST_PAUSE))
     return 0
+
+
+def start_over(options: argparse.Namespace, pause: float) -> NoReturn:
+    """Become a fresh process: a client that has lost its service finds no other."""
+    command = [sys.executable, "-m", "relayrun.monitoring.feed", options.tracker, f"--run-dir={options.run_dir}",
+               f"--attempt={options.attempt}", f"--parent={options.parent}", f"--pause={pause}"]  # fmt: skip
+    os.execv(command[0], command)
 
 
 if __name__ == "__main__":

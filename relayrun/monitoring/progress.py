@@ -41,6 +41,10 @@ class Point:
                 self.values[f"{'speed' if name in SPEED else 'train'}/{name}"] = value
 
 
+class Rewound(Exception):
+    """The attempt went back to a checkpoint: what follows is another stream's."""
+
+
 class Progress:
     """Joins the lines of iterations above `mark`: those of `earlier`, then those that `file` has and will have.
 
@@ -48,40 +52,55 @@ class Progress:
     attempt that is killed between the two leaves the whole iteration to the next one.
     """
 
-    def __init__(self, earlier: Iterable[dict[str, Any]], file: Path | None = None, *, mark: int) -> None:
+    def __init__(
+        self, earlier: Iterable[dict[str, Any]], file: Path | None = None, *, mark: int, rewinds: int = 0
+    ) -> None:
         self._earlier = iter(earlier)
         self._file = file
+        self._rewinds = rewinds
+        """Of the file, that still lie before this stream's lines."""
         self._offset = 0
         self._mark = mark
         self._held: Point | None = None
 
     @classmethod
-    def of_attempt(cls, run: RunDir, begin: Begin, *, mark: int) -> Progress:
-        """What the attempts before it left up to its base, then its own."""
-        before = views.lines_that_count(run, above=mark, before=begin.attempt)
-        earlier = (line for line in before if line["iteration"] <= begin.base_iteration)
-        return cls(earlier, run.attempt(begin.attempt).metrics, mark=mark)
+    def of_attempt(cls, run: RunDir, begin: Begin, stream: Stream, *, mark: int) -> Progress:
+        """Follow the newest stream: what is there of it up to the attempt's base or newest rewind, then what comes."""
+        rewinds = stream.rewind if stream.first_attempt == begin.attempt else 0
+        base = stream.fork_iteration if rewinds else begin.base_iteration
+        before = views.lines_that_count(run, above=mark, before=(begin.attempt, rewinds))
+        earlier = (line for line in before if line["iteration"] <= base)
+        return cls(earlier, run.attempt(begin.attempt).metrics, mark=mark, rewinds=rewinds)
 
     @classmethod
     def of_stream(cls, run: RunDir, streams: Sequence[Stream], number: int, *, mark: int) -> Progress:
         """All of `streams[number]` that is there now."""
-        end = streams[number + 1].first_attempt if number + 1 < len(streams) else None
+        end = streams[number + 1].start if number + 1 < len(streams) else None
         return cls(views.lines_that_count(run, above=mark, before=end), mark=mark)
 
     def poll(self, *, complete: bool = False) -> Iterator[Point]:
-        """Points since the last call; `complete`: no line will be added, so the last one is whole."""
+        """Points since the last call; `complete`: no line will be added, so the last one is whole.
+
+        Raises Rewound behind the last point of the stream.
+        """
         for lines in (self._earlier, self._new_lines()):
             for line in lines:
+                if "rewind" in line:
+                    yield from self._rest()
+                    raise Rewound
                 yield from self._take(line)
-        if complete and self._held is not None:
+        if complete:
+            yield from self._rest()
+
+    def _rest(self) -> Iterator[Point]:
+        if self._held is not None:
             yield self._held
             self._mark, self._held = self._held.iteration, None
 
     def _take(self, line: dict[str, Any]) -> Iterator[Point]:
         iteration = line.get("iteration", 0)
         if self._held is not None and iteration > self._held.iteration:
-            yield self._held
-            self._mark, self._held = self._held.iteration, None
+            yield from self._rest()
         if iteration > self._mark:
             self._held = self._held or Point(iteration)
             if iteration == self._held.iteration:
@@ -102,7 +121,11 @@ class Progress:
                         value = json.loads(line)
                     except ValueError:  # what a killed or full disk left
                         continue
-                    if isinstance(value, dict):
+                    if not isinstance(value, dict):
+                        continue
+                    if self._rewinds:
+                        self._rewinds -= "rewind" in value
+                    else:
                         yield value
         except FileNotFoundError:
             return

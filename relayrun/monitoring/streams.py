@@ -1,24 +1,29 @@
 """Under which id a run is told to W&B and TensorBoard: one over all its attempts, another after each rewind.
 
 A resume computes what was lost again, to the same bits, so an iteration is told once, whoever computed it. After a
-rewind (a person or a policy left whole checkpoints behind) the iterations above the base need not be the same:
-they become a fork, a stream with an id of its own that holds the whole line from its first iteration on.
-`streams.json` keeps the ids; which attempts belong to which stream follows from their begin.json.
+rewind (a person left whole checkpoints behind, or a policy went back and passed over data) the iterations above its
+base are other ones: they become a fork, a stream with an id of its own that holds the whole line from its first
+iteration on. `streams.json` keeps the ids; where a stream begins follows from begin.json and rewinds.jsonl of the
+attempts. A fork's id follows from the first one's, so that whoever records it records the same.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 import string
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from relayrun.errors import RunDirError
-from relayrun.files import read_json, write_json
+from relayrun.files import read_json, read_lines, write_json
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, Record
 
 _LETTERS = string.ascii_lowercase + string.digits
+ID_LENGTH = 8
+"""As W&B's own ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +33,18 @@ class Stream(Record):
     id: str
     """W&B's run id, and TensorBoard's folder."""
     first_attempt: int
-    """It ends where the next stream's first attempt begins."""
+    rewind: int = 0
+    """The rewind of this attempt, from 1 on, that began the stream; 0: the attempt's begin. It ends where the next
+    stream begins."""
     forked_from: str | None = None
     """Id of the stream that was rewound."""
     fork_iteration: int = 0
     """Up to this iteration both are the same."""
+
+    @property
+    def start(self) -> tuple[int, int]:
+        """Attempt and number of the rewind in it."""
+        return self.first_attempt, self.rewind
 
 
 def read_streams(run: RunDir) -> list[Stream]:
@@ -50,16 +62,29 @@ def record_streams(run: RunDir) -> list[Stream]:
     """Bring the record up to date with the attempts there are; return the streams, oldest first, at least one."""
     known = read_streams(run)
     found = list(known) or [Stream(id=_new_id(), first_attempt=1)]
-    for number in run.attempt_numbers():
-        begin = Begin.read(run.attempt(number).begin)
-        if begin is not None and begin.rewound and number > found[-1].first_attempt:
-            found.append(Stream(id=_new_id(), first_attempt=number, forked_from=found[-1].id,
-                                fork_iteration=begin.base_iteration))  # fmt: skip
+    for start, base in _rewinds(run):
+        if start > found[-1].start:
+            found.append(Stream(id=_fork_id(found[0].id, start), first_attempt=start[0], rewind=start[1],
+                                forked_from=found[-1].id, fork_iteration=base))  # fmt: skip
     if found != known:
         write_json(run.streams, [asdict(stream) for stream in found])
     return found
 
 
+def _rewinds(run: RunDir) -> Iterator[tuple[tuple[int, int], int]]:
+    """Start and base iteration of each, oldest first."""
+    for number in run.attempt_numbers():
+        begin = Begin.read(run.attempt(number).begin)
+        if begin is not None and begin.rewound:
+            yield (number, 0), begin.base_iteration
+        for count, entry in enumerate(read_lines(run.attempt(number).rewinds), start=1):
+            yield (number, count), int(entry["base_iteration"])
+
+
+def _fork_id(first: str, start: tuple[int, int]) -> str:
+    digest = hashlib.sha256(f"{first} {start[0]} {start[1]}".encode()).digest()
+    return "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest[:ID_LENGTH])
+
+
 def _new_id() -> str:
-    """Eight letters and digits, as W&B's own ids."""
-    return "".join(secrets.choice(_LETTERS) for _ in range(8))
+    return "".join(secrets.choice(_LETTERS) for _ in range(ID_LENGTH))

@@ -22,22 +22,29 @@ def merged_metrics(run: RunDir) -> list[dict[str, Any]]:
     return list(lines_that_count(run))
 
 
-def lines_that_count(run: RunDir, *, above: int = 0, before: int | None = None) -> Iterator[dict[str, Any]]:
+def lines_that_count(run: RunDir, *, above: int = 0, before: tuple[int, int] | None = None) -> Iterator[dict[str, Any]]:
     """The lines of the merged view, oldest first, of iterations above `above`; files that cannot hold any are not read.
 
-    With `before` the view as it was when that attempt had not begun.
+    With `before`, an attempt and the number of a rewind in it, the view as it was when that had not happened; number 0
+    is the attempt's begin.
     """
     begins = [begin for number in run.attempt_numbers() if (begin := Begin.read(run.attempt(number).begin))]
-    begins = [begin for begin in begins if before is None or begin.attempt < before]
+    begins = [begin for begin in begins if before is None or (begin.attempt, 0) < before]
     for number, begin in enumerate(begins):
         last = min((later.base_iteration for later in begins[number + 1 :]), default=None)
         if last is not None and last <= max(above, begin.base_iteration):
             continue
         rewound = [entry["base_iteration"] for entry in read_lines(run.attempt(begin.attempt).rewinds)]
+        left = None
+        if before is not None and begin.attempt == before[0]:
+            rewound, left = rewound[: before[1] - 1], before[1]
         for line in read_lines(run.attempt(begin.attempt).metrics):
             iteration = line.get("iteration", 0)
             if "rewind" in line:  # the attempt went back to a checkpoint: it computes what lies beyond it again
                 rewound = rewound[1:]
+                left = None if left is None else left - 1
+                if left == 0:
+                    break
             elif iteration > max(above, begin.base_iteration) and all(
                 iteration <= end for end in (*rewound, *([] if last is None else [last]))
             ):

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 
 from relayrun.files import append_line
 from relayrun.monitoring import feed, sinks, wandb_files
-from relayrun.monitoring.progress import Point, Progress
+from relayrun.monitoring.progress import Point, Progress, Rewound
 from relayrun.monitoring.sinks import highest_event
 from relayrun.monitoring.streams import record_streams
 from relayrun.rundir.layout import RunDir
@@ -70,7 +70,7 @@ def leave(run: RunDir, number: int) -> None:
 def told(run: RunDir, at: Begin, sink: Memory) -> list[int]:
     """The iterations that an attempt's feed tells when the attempt has ended already."""
     before = len(sink.kept)
-    feed.feed(run, at, sink, lambda _seconds: True)
+    feed.feed(run, at, record_streams(run)[-1], sink, lambda _seconds: True)
     return [point.iteration for point in sink.kept[before:]]
 
 
@@ -79,7 +79,7 @@ def test_an_iteration_and_its_evaluation_are_one_point(tmp_path: Path) -> None:
     at = begin(run, 1)
     step(run, 1, 1, 2)
     evaluate(run, 1, 2)
-    progress = Progress.of_attempt(run, at, mark=0)
+    progress = Progress.of_attempt(run, at, record_streams(run)[-1], mark=0)
     assert [point.iteration for point in progress.poll()] == [1]
     step(run, 1, 3)
     (point,) = progress.poll()
@@ -158,6 +158,57 @@ def test_a_failure_is_one_line_and_is_tried_again_from_what_the_tracker_has(tmp_
     leave(run, 1)
     process.communicate(b"\n", timeout=30)
     assert highest_event(run.tensorboard / stream.id) == 9
+
+
+def rewind(run: RunDir, number: int, base: int, *, told: bool = True) -> None:
+    """What rank 0 leaves when it goes back to the checkpoint of iteration `base`."""
+    record = {"iteration": base + 5, "reason": "NaN", "base_iteration": base, "next_sample": 0, "time": 0.0}
+    append_line(run.attempt(number).rewinds, record)
+    if told:
+        append_line(run.attempt(number).metrics, {"iteration": base, "rewind": record})
+
+
+def test_a_rewind_inside_an_attempt_forks_too(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    at = begin(run, 1)
+    step(run, 1, *range(1, 16), loss=1.0)
+    (one,) = record_streams(run)
+    old = Memory([])
+    progress = Progress.of_attempt(run, at, one, mark=0)
+    old.kept += progress.poll()
+    rewind(run, 1, 10)
+    step(run, 1, *range(11, 14), loss=2.0)
+    with pytest.raises(Rewound):
+        old.kept += progress.poll()
+    fork = record_streams(run)[-1]
+    assert (fork.start, fork.forked_from, fork.fork_iteration) == ((1, 1), one.id, 10)
+    new = Memory([])
+    following = Progress.of_attempt(run, at, fork, mark=0)
+    new.kept += following.poll()
+    step(run, 1, 14, loss=2.0)
+    new.kept += following.poll(complete=True)
+    assert losses(new.kept) == [(k, 1.0) for k in range(1, 11)] + [(k, 2.0) for k in range(11, 15)]
+
+    rewind(run, 1, 10, told=False)  # killed right after the record; the next attempt goes on from there
+    second = begin(run, 2, base=10)
+    step(run, 2, *range(11, 13), loss=3.0)
+    leave(run, 2)
+    streams = record_streams(run)
+    assert [stream.start for stream in streams] == [(1, 0), (1, 1), (1, 2)]
+    run.streams.unlink()
+    last = Memory([])
+    told(run, second, last)
+    assert losses(last.kept) == [(k, 1.0) for k in range(1, 11)] + [(k, 3.0) for k in range(11, 13)]
+    whole = [losses(Progress.of_stream(run, streams, number, mark=0).poll(complete=True)) for number in range(3)]
+    assert whole == [
+        [(k, 1.0) for k in range(1, 16)],
+        [(k, 1.0) for k in range(1, 11)] + [(k, 2.0) for k in range(11, 15)],
+        losses(last.kept),
+    ]
+
+
+def losses(points: Iterable[Point]) -> list[tuple[int, float]]:
+    return [(point.iteration, point.values["train/loss"]) for point in points]
 
 
 @pytest.mark.parametrize(
