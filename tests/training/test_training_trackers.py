@@ -73,3 +73,28 @@ def test_one_run_over_three_attempts_without_gap_or_repeat_and_no_secret(
     for secret in SECRETS.values():
         assert files_with(made.run.path, secret) == []
     assert files_with(made.run.path, "train/loss")  # the search does find what is there
+
+
+@pytest.mark.long
+def test_a_rewind_by_policy_is_a_fork(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    made = harness(job={"ntasks_per_node": 1}, training={"steps": 16, "on_nan": "rewind"}, checkpoint={"interval": 5},
+                   tracking={"tensorboard": True})  # fmt: skip
+    made.train(inject="nan-sample=50,step-delay=0.6")  # iteration 7; back to 5
+    first, fork = json.loads(made.run.streams.read_text())
+    assert (fork["forked_from"], fork["fork_iteration"], fork["first_attempt"], fork["rewind"]) == (
+        first["id"],
+        5,
+        1,
+        1,
+    )
+    rows = {
+        stream["id"]: [row for path in offline_files(made.run.path / "wandb", stream["id"]) for row in history(path)]
+        for stream in (first, fork)
+    }
+    old = [row["_step"] for row in rows[first["id"]]]
+    assert old == list(range(1, len(old) + 1))
+    assert len(old) <= 7  # fewer where the feed started after the rewind
+    merged = [(line["iteration"], line["loss"]) for line in views.merged_metrics(made.run) if "loss" in line]
+    assert [(row["_step"], row["train/loss"]) for row in rows[fork["id"]]] == merged
+    assert len(merged) == 16

@@ -106,6 +106,7 @@ def test_a_killed_feed_a_resume_and_a_rewind(run: RunDir) -> None:
     assert not [path for path in run.path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
 
 
+@pytest.mark.long
 def test_a_client_whose_service_process_is_killed_is_replaced(run: RunDir) -> None:
     attempt(run, 1, base=0, last=30)
     with WandBService() as service:
