@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -20,3 +21,19 @@ def check(config: RunConfig) -> None:
         if Path(os.path.realpath(run_dir)).is_relative_to(protected):
             raise ConfigError(f"cluster {config.cluster.name!r} allows no writing below {place}",
                               where=run_dir, hint="set run_dir to another file system")  # fmt: skip
+    _check_evaluation(config)
+
+
+def _check_evaluation(config: RunConfig) -> None:
+    settings = config.evaluation
+    if settings is None:
+        return
+    if not settings.tasks and not config.data.validation and not config.data.split:
+        raise ConfigError("there is nothing to evaluate on: neither tasks nor a validation set", where="evaluation",
+                          hint="name tasks of lm-evaluation-harness, or set data.validation")  # fmt: skip
+    # another Python's packages are not known here
+    if settings.tasks and config.cluster.python is None and importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError("lm-evaluation-harness is not installed", where="evaluation.tasks",
+                          hint="pip install 'relayrun[evaluation]', or name no tasks")  # fmt: skip
+    if settings.include_path is not None and not Path(settings.include_path).is_dir():
+        raise ConfigError("there is no such folder", where=f"evaluation.include_path: {settings.include_path}")
