@@ -249,6 +249,10 @@ class Slurm:
         states = self._run(["sinfo", "--noheader", f"--nodes={nodes}", "--format=%T"]).split()
         return any(state.rstrip("*").startswith(("down", "fail")) or state.endswith("*") for state in states)
 
+    def live_ids(self) -> set[str]:
+        """Ids of all queued and running jobs of everybody, an element of an array as `12_3`."""
+        return set(self._run(["squeue", "--noheader", "--array", "--format=%i"]).split())
+
     def max_array_size(self) -> int:
         """Most elements of a job array; 0 where the cluster takes none."""
         config = self._run(["scontrol", "show", "config"])

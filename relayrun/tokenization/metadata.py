@@ -166,13 +166,14 @@ class MetadataFolder:
         """
         unfinished = set(self.pending())
         ids = [str(record["slurm_job_id"]) for record in read_lines(self._jobs) if record.get("dump") in unfinished]
-        jobs = [(job_id, Slurm().query(job_id)) for job_id in dict.fromkeys(ids)]
-        return [job_id for job_id, job in jobs if job is not None and job.live]
+        live = Slurm().live_ids() if ids else set()  # one question: there may be thousands of jobs
+        return [job_id for job_id in dict.fromkeys(ids) if job_id in live]
 
     def refuse_live_jobs(self) -> None:
         """Raises RelayrunError while Slurm jobs of this folder are queued or running."""
         if live := self.live_jobs():
-            raise RelayrunError(f"dumps of this folder are pending or running as Slurm jobs {', '.join(live)}",
+            names = ", ".join(live[:8]) + (f" and {len(live) - 8} others" if len(live) > 8 else "")
+            raise RelayrunError(f"dumps of this folder are pending or running as Slurm jobs {names}",
                                 where=self.path, hint="wait for them, or cancel them with scancel")  # fmt: skip
 
 

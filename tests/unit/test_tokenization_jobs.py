@@ -215,7 +215,7 @@ def test_a_wrong_or_misspelt_variable_is_named(
 
 @pytest.fixture
 def fake_slurm(tmp_path: Path) -> Path:
-    """An sbatch that runs the job at once and a scontrol that knows no job; sbatch's arguments go to a file."""
+    """An sbatch that runs the job at once and a squeue that knows no job; sbatch's arguments go to a file."""
     folder = tmp_path / "bin"
     folder.mkdir()
     sbatch = """#!/bin/bash
@@ -226,7 +226,7 @@ cp "$1" "$SBATCH_LOG.spool" # the job sees a copy of its script, as on Slurm
 echo "100$2;cluster"
 bash "$SBATCH_LOG.spool" "${@:2}" >/dev/null
 """
-    for name, text in (("sbatch", sbatch), ("scontrol", "#!/bin/bash\necho 'Invalid job id' >&2\nexit 1\n")):
+    for name, text in (("sbatch", sbatch), ("squeue", "#!/bin/bash\n")):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     return folder
