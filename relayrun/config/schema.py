@@ -478,6 +478,15 @@ class RunConfig(Section):
         )
 
     @model_validator(mode="after")
+    def _profiled(self) -> Self:
+        beyond = [rank for rank in self.debug.profile_ranks if rank >= self.world_size]
+        if self.debug.profile is not None and beyond:
+            raise ValueError(
+                f"debug.profile_ranks: there is no rank {beyond[0]}; the ranks are 0 to {self.world_size - 1}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _layout(self) -> Self:
         tensor, pipeline = self.parallel.tensor_model_parallel_size, self.parallel.pipeline_model_parallel_size
         if self.world_size % (tensor * pipeline):

@@ -92,6 +92,12 @@ def test_profiled_iterations_are_in_order() -> None:
         Debug(profile="torch", profile_step_end=3)
 
 
+def test_a_rank_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    config = Workspace.make(tmp_path).config("run", debug={"profile": "torch", "profile_ranks": [0, 2]})
+    with pytest.raises(ConfigError, match="there is no rank 2; the ranks are 0 to 1"):
+        compose.load(config)
+
+
 def test_mock_data_are_a_function_of_seed_epoch_and_number(tmp_path: Path) -> None:
     def dataset(seed: int) -> MockDataset:
         source: Any = SimpleNamespace(seed=seed, seq_length=64, options={"vocabulary_size": 50})

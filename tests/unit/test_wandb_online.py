@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import pytest
 from relayrun.config import compose
 from relayrun.files import append_line
 from relayrun.monitoring.streams import record_streams
+from relayrun.monitoring.wandb_files import history, offline_files
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, Left
 from tests.wandb_service import WandBService
@@ -136,6 +138,28 @@ def test_a_run_of_nodes_without_network_is_sent_from_where_there_is_one(run: Run
     assert [row["_step"] for row in rows] == list(range(1, 31))
     assert [row["train/loss"] for row in rows] == [1.0] * 20 + [2.0] * 10
     assert [row["_timestamp"] for row in rows] == [1e9 + step for step in range(1, 31)]
+
+
+@pytest.mark.long
+def test_a_full_disk_leaves_no_gap_in_the_offline_files(run: RunDir) -> None:
+    """The client may write no file above 100 kB in the first attempt."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    steps = []
+    for number, (base, last) in enumerate([(0, 2000), (1500, 2100)], start=1):
+        attempt(run, number, base=base, last=last)
+        (stream,) = record_streams(run)
+        command = [sys.executable, "-m", "relayrun.monitoring.feed", "wandb", f"--run-dir={run.path}",
+                   f"--attempt={number}", f"--parent={os.getpid()}"]  # fmt: skip
+        feed = subprocess.Popen(command, env=os.environ | {"WANDB_MODE": "offline"}, stdin=subprocess.PIPE, bufsize=0,
+                                preexec_fn=limit if number == 1 else None)  # fmt: skip
+        leave(run, number, feed)
+        files = offline_files(run.path / "wandb", stream.id)
+        steps.append([row["_step"] for path in files for row in history(path)])
+    assert 0 < len(steps[0]) < 1000
+    assert steps[1] == list(range(1, 2101))
 
 
 def test_sync_without_a_key_is_one_error(run: RunDir) -> None:
