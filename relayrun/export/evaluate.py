@@ -28,6 +28,8 @@ from relayrun.errors import InputError, RelayrunError, run_main
 from relayrun.export import huggingface, source
 from relayrun.export.folder import new_folder
 from relayrun.export.source import Source
+from relayrun.monitoring.sinks import wandb_mode
+from relayrun.monitoring.wandb_evaluations import tell
 from relayrun.rundir import evaluations
 from relayrun.rundir.evaluations import EvaluationDir, Result
 from relayrun.rundir.layout import RunDir
@@ -73,7 +75,19 @@ def evaluate(run: RunDir, iteration: int, attempt: int) -> Result | None:
     about |= {"model": str(folder.model) if keep and folder.model.exists() else None}
     result = Result(**about, time=time.time(), seconds=time.time() - started)
     evaluations.finish(run, result)
+    tell_wandb(run)
     return result
+
+
+def tell_wandb(run: RunDir) -> None:
+    """Hand the results to W&B where it is on. The evaluation stands, whatever happens here."""
+    mode = wandb_mode(os.environ)
+    if mode is None:
+        return
+    try:
+        tell(run, compose.read_resolved(run.config_revision(run.revisions()[-1])), mode)
+    except Exception as error:
+        print(f"warning: W&B: {type(error).__name__}: {error}; sync_wandb.py sends what it lacks", file=sys.stderr)
 
 
 def run_tasks(model: Path, settings: Evaluation) -> tuple[Results, dict[str, Any]]:

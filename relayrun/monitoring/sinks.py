@@ -77,6 +77,23 @@ def highest_event(folder: Path) -> int:
     return 0
 
 
+def client_settings() -> Any:
+    """W&B's client without console, code, git state, metadata of the machine and system metrics."""
+    import wandb
+
+    return wandb.Settings(
+        silent=True,
+        console="off",
+        save_code=False,
+        disable_code=True,
+        disable_git=True,
+        disable_job_creation=True,
+        x_disable_meta=True,
+        x_disable_machine_info=True,
+        x_disable_stats=True,
+    )
+
+
 class WandB:
     """One W&B run over all attempts, by its id. Step is the iteration.
 
@@ -99,17 +116,7 @@ class WandB:
             mode=mode,
             dir=str(run.path),
             config=_shown(config, stream),
-            settings=wandb.Settings(
-                silent=True,
-                console="off",
-                save_code=False,
-                disable_code=True,
-                disable_git=True,
-                disable_job_creation=True,
-                x_disable_meta=True,
-                x_disable_machine_info=True,
-                x_disable_stats=True,
-            ),
+            settings=client_settings(),
         )
         if mode == "online":  # the service knows best
             self.mark = max(0, self._run.starting_step - 1)

@@ -12,7 +12,7 @@ import sys
 
 from relayrun.config import compose
 from relayrun.errors import InputError, RunDirError, run_main
-from relayrun.monitoring import runs
+from relayrun.monitoring import runs, wandb_evaluations
 from relayrun.monitoring.progress import Progress
 from relayrun.monitoring.sinks import WandB
 from relayrun.monitoring.streams import record_streams
@@ -40,6 +40,7 @@ def main() -> int:
             sink.close()
             print(f"{config.project}/{config.name}: id {stream.id}: the service had iteration {before}, "
                   f"sent up to {sink.mark}")  # fmt: skip
+        wandb_evaluations.tell(run, config, "online")
     return 0
 
 

@@ -1,0 +1,75 @@
+"""Results of evaluations, told to W&B's real client online and offline: each once, in the order in which they came."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from relayrun.config import compose
+from relayrun.monitoring import wandb_files
+from relayrun.monitoring.streams import record_streams
+from relayrun.rundir import evaluations
+from relayrun.rundir.evaluations import Result
+from relayrun.rundir.layout import RunDir
+from tests.wandb_service import WandBService
+from tests.workspace import Workspace
+
+from .test_wandb_online import KEY, attempt, sync
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    workspace = Workspace.make(tmp_path)
+    made = workspace.run("run")
+    made.config.mkdir(parents=True)
+    made.config_revision(1).write_text(compose.dump(compose.load(workspace.config("run"))))
+    made.plan.write_text("{}")
+    attempt(made, 1, base=0, last=30)
+    record_streams(made)
+    return made
+
+
+def finish(run: RunDir, iteration: int, *, at: float, value: float, status: str = "done") -> None:
+    evaluations.directory(run, iteration, 1).path.mkdir(parents=True)
+    result = Result(iteration=iteration, attempt=1, status=status, time=at, results={"task": {"acc": value}})  # type: ignore[arg-type]
+    evaluations.finish(run, result)
+
+
+def tell(run: RunDir, **environment: str) -> None:
+    code = ("import sys, pathlib; from relayrun.export import evaluate; from relayrun.rundir.layout import RunDir; "
+            "evaluate.tell_wandb(RunDir(pathlib.Path(sys.argv[1])))")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code, str(run.path)], env=os.environ | environment, text=True,
+                          capture_output=True, check=True, timeout=120)  # fmt: skip
+    assert "warning" not in done.stderr
+
+
+def test_results_reach_the_service_once_however_late_they_come(run: RunDir) -> None:
+    finish(run, 20, at=200.0, value=0.2)  # the later iteration was evaluated first
+    finish(run, 10, at=300.0, value=0.1)
+    finish(run, 5, at=350.0, value=0.0, status="failed")
+    with WandBService() as service:
+        tell(run, WANDB_API_KEY=KEY, WANDB_BASE_URL=service.url)
+        finish(run, 30, at=400.0, value=0.3)
+        tell(run, WANDB_API_KEY=KEY, WANDB_BASE_URL=service.url)
+        sync(run, service)
+        name = f"{record_streams(run)[0].id}-evaluation"
+        rows = [(row["_step"], row["iteration"], row["evaluation/task/acc"]) for row in service.history(name)]
+        assert rows == [(1, 20, 0.2), (2, 10, 0.1), (3, 30, 0.3)]
+        training = service.history(record_streams(run)[0].id)
+        assert len(training) > 20
+        assert not [row for row in training if any("evaluation" in key for key in row)]
+
+
+def test_offline_files_hold_them_once(run: RunDir) -> None:
+    name = f"{record_streams(run)[0].id}-evaluation"
+    for iteration in (10, 20):
+        finish(run, iteration, at=float(iteration), value=0.5)
+        tell(run, WANDB_MODE="offline")
+    files = wandb_files.offline_files(run.path / "wandb", name)
+    assert [row["iteration"] for path in files for row in wandb_files.history(path)] == [10, 20]
