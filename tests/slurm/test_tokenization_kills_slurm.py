@@ -16,6 +16,7 @@ import pytest
 from relayrun.indexed import Shard
 from relayrun.tokenization.metadata import MetadataFolder
 from relayrun.tokenization.settings import TokenizationSettings
+from relayrun.tokenization.status import read_status
 
 from .cluster import TestCluster
 from .conftest import MakeCluster
@@ -174,6 +175,10 @@ def test_a_job_that_is_killed_whole_leaves_no_process_and_submitting_again_compl
     cluster: TestCluster, dataset: Dataset
 ) -> None:
     both = Blocked(cluster, dataset, "killed")
+    for settings in both.settings.values():
+        for dump in read_status(settings.metadata_folder):
+            assert (dump.state, dump.shards, len(dump.running)) == ("running", 1, 1)
+            assert dump.nodes in {f"n{number}" for number in range(2 * DUMPS)}
     cluster.run(["scancel", "--signal=KILL", *both.all])
     gone = lambda: not any(processes(cluster, job) for job in both.all)  # noqa: E731
     cluster.wait_until(gone, timeout=10, what="no process of the jobs is left")

@@ -23,7 +23,7 @@ from .tokenization_corpus import TEXTS, expected_ids, shard_documents, train_tok
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["signal", "deadline"])
+@pytest.mark.parametrize("how", ["signal", pytest.param("deadline", marks=pytest.mark.long)])
 def test_a_job_near_its_limit_drops_its_open_shard_and_queues_itself_again(tmp_path: Path, how: str) -> None:
     (tmp_path / "data").mkdir()
     write_parquet(tmp_path / "data" / "a.parquet", list(TEXTS))
