@@ -40,6 +40,8 @@ class Queue:
     jobs: list[Job] = field(default_factory=list)
     error: str | None = None
     """Why it did not answer."""
+    evaluations: dict[str, str] = field(default_factory=dict)
+    """State, by id, of the jobs of evaluations that have no result yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +92,7 @@ class Status:
     evaluations: list[Result]
     """By iteration."""
     waiting_evaluations: dict[int, str]
-    """Iterations whose evaluation has no result yet, and its job."""
+    """Iterations whose evaluation has no result yet, and its job with its state as far as it is known."""
     failed_saves: int
     """Over the whole run: saves that did not work, after which training went on."""
     last_failed_save: str | None
@@ -127,7 +129,10 @@ def scheduler(run: RunDir) -> Scheduler:
 def ask(run: RunDir) -> Queue:
     """The chain's jobs, whoever submitted them; a scheduler that does not answer is a fact like others."""
     try:
-        return Queue(jobs=scheduler(run).jobs(Plan.load(run), anyone=True))
+        asked = scheduler(run)
+        waiting = {job_id: asked.query(job_id) for _, job_id in _waiting(run)}
+        states = {job_id: "gone" if job is None else job.state.lower() for job_id, job in waiting.items()}
+        return Queue(jobs=asked.jobs(Plan.load(run), anyone=True), evaluations=states)
     except SchedulerError as error:
         return Queue(error=error.message)
 
@@ -213,9 +218,8 @@ def _gather(run: RunDir, queue: Queue, now: float) -> Status:
         last_end_attempt=ended[-1][0] if ended else None,
         evaluations=evaluations.results(run),
         waiting_evaluations={
-            folder.iteration: submitted.job_id
-            for folder in evaluations.every(run)
-            if not folder.result.exists() and (submitted := Submitted.read(folder.submitted))
+            iteration: f"job {job_id}" + (f", {queue.evaluations[job_id]}" if job_id in queue.evaluations else "")
+            for iteration, job_id in _waiting(run)
         },
         failed_saves=len(failures),
         last_failed_save=f"iteration {failures[-1]['iteration']}: {failures[-1]['error']}" if failures else None,
@@ -225,6 +229,12 @@ def _gather(run: RunDir, queue: Queue, now: float) -> Status:
         excluded=nodes.excluded(strikes, nodes=plan.nodes, now=now),
         triggers=_pending(run),
     )
+
+
+def _waiting(run: RunDir) -> list[tuple[int, str]]:
+    """(iteration, job id) of the evaluations that were submitted and have no result."""
+    return [(folder.iteration, submitted.job_id) for folder in evaluations.every(run)
+            if not folder.result.exists() and (submitted := Submitted.read(folder.submitted))]  # fmt: skip
 
 
 def _state(queue: Queue, stop: str | None) -> State:

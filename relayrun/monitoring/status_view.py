@@ -145,7 +145,7 @@ def _evaluations(status: Status) -> str:
     if failed:
         parts.append(f"{len(failed)} failed, the last of iteration {failed[-1].iteration}: {failed[-1].error}")
     if waiting := status.waiting_evaluations:
-        parts.append("no result yet: " + ", ".join(f"iteration {n} (job {job})" for n, job in waiting.items()))
+        parts.append("no result yet: " + ", ".join(f"iteration {n} ({job})" for n, job in waiting.items()))
     return "; ".join(parts)
 
 

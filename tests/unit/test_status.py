@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from relayrun.errors import RunDirError
 from relayrun.files import append_line
 from relayrun.monitoring import runs, status, status_view
 from relayrun.monitoring.status import Damaged, Queue, Status
-from relayrun.rundir import triggers
+from relayrun.rundir import evaluations, triggers
+from relayrun.rundir.evaluations import Result, Submitted
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, Commit, End, Heartbeat, append_commit
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
@@ -261,3 +263,21 @@ def test_status_does_not_import_torch(run: RunDir) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.endswith("False\n")
+
+
+def test_evaluations_done_failed_and_on_their_way(run: RunDir) -> None:
+    for iteration in (4, 6, 8, 10):
+        folder = evaluations.directory(run, iteration, 1)
+        folder.path.mkdir(parents=True)
+        Submitted(job_id=str(100 + iteration), time=NOW).write(folder.submitted)
+    done = Result(iteration=4, attempt=1, status="done", time=NOW, results={"arc": {"acc": 0.25, "acc_stderr": 0.1}})
+    evaluations.finish(run, done)
+    evaluations.finish(run, Result(iteration=6, attempt=1, status="failed", time=NOW, error="no such task"))
+    queue = replace(RUNNING, evaluations={"108": "running"})
+    text = dict(status_view._lines(status.gather(run, queue, now=NOW), NOW))["evaluations"]
+    assert text == (
+        "iteration 4: arc acc 0.25; 1 done; 1 failed, the last of iteration 6: no such task; "
+        "no result yet: iteration 8 (job 108, running), iteration 10 (job 110)"
+    )
+    local = status.ask(run)  # the local scheduler never heard of them
+    assert local.evaluations == {"108": "gone", "110": "gone"}
