@@ -123,12 +123,17 @@ def failed_attempts(run: RunDir, plan: Plan) -> int:
     return count
 
 
-def measured_lead(run: RunDir, plan: Plan) -> float:
-    """Seconds before the end of the job at which the next attempt leaves, from what the run has measured."""
-    steps = [line["step_seconds"] for line in views.merged_metrics(run) if "step_seconds" in line]
+def measured_lead(run: RunDir, plan: Plan) -> tuple[float, float | None]:
+    """Seconds before the end of the job at which the next attempt leaves, and those of an evaluation, as measured."""
+    lines = views.merged_metrics(run)
+    steps = [line["step_seconds"] for line in lines if "step_seconds" in line]
     saves = [commit.seconds for commit in lineage.line(run) if commit.seconds > 0]
-    measured = lead.measured_lead(steps, saves, floor=plan.lead_floor, ceiling=plan.lead_ceiling)
-    return plan.lead if measured is None else measured
+    evaluations = [line["evaluation_seconds"] for line in lines if "evaluation_seconds" in line]
+    measured = lead.measured_lead(
+        steps, saves, floor=plan.lead_floor, ceiling=plan.lead_ceiling, evaluation_seconds=evaluations
+    )
+    newest = evaluations[-lead.SAVES :]
+    return plan.lead if measured is None else measured, lead.percentile(newest, 0.95) if newest else None
 
 
 def _open_attempt(
@@ -144,6 +149,7 @@ def _open_attempt(
         log(text)
     previous = End.read(run.attempt(number - 1).end) if number > 1 else None
     stderr = evidence.own_log()
+    leave_before, evaluation = measured_lead(run, plan)
     Begin(
         attempt=number,
         job_id=job.id,
@@ -155,7 +161,8 @@ def _open_attempt(
         rewound=rewound,
         start_time=time.time(),
         job_end_time=job.end_time,
-        lead=measured_lead(run, plan),
+        lead=leave_before,
+        evaluation_seconds=evaluation,
         lead_floor=plan.lead_floor,
         lead_ceiling=plan.lead_ceiling,
         log=stderr,

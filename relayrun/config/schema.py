@@ -188,6 +188,9 @@ class Training(Section):
     """Of weights and activations. With bf16 the optimizer keeps fp32 weights; gradients are summed in fp32."""
     recompute_granularity: Literal["full"] | None = None
     """full: keep only the inputs of the layers and compute the rest again in the backward pass. Saves memory."""
+    recompute_num_layers: Positive | None = None
+    """Of each pipeline stage (of each part, with virtual stages) only so many layers, the first ones; Megatron's
+    recompute_method block. None: all of them."""
     manual_gc_interval: NonNegative = 0
     """Iterations between Python's garbage collections, at the same time on all ranks; 0 leaves it to Python."""
     on_nan: Literal["stop", "skip", "rewind"] = "stop"
@@ -207,6 +210,12 @@ class Training(Section):
     @property
     def batch_sizes(self) -> BatchSizes:
         return BatchSizes(self.global_batch_size, self.rampup_batch_size)
+
+    @model_validator(mode="after")
+    def _recompute(self) -> Self:
+        if self.recompute_num_layers is not None and self.recompute_granularity is None:
+            raise ValueError("recompute_num_layers needs recompute_granularity full")
+        return self
 
     @model_validator(mode="after")
     def _ramp(self) -> Self:

@@ -15,7 +15,7 @@ from relayrun.rundir.records import Begin
 
 SPEED = frozenset(
     ["tokens_per_second", "step_seconds", "data_seconds", "forward_backward_seconds", "optimizer_seconds",
-     "save_seconds", "model_tflops_per_gpu", "mfu", "memory_bytes"]
+     "save_seconds", "evaluation_seconds", "model_tflops_per_gpu", "mfu", "memory_bytes"]
 )  # fmt: skip
 """Fields that say how fast it goes, and not what is learned."""
 

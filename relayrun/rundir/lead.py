@@ -1,6 +1,7 @@
 """How long before the end of its job an attempt must start to leave, from what was measured.
 
-Leaving takes the step that is under way, then what is left of a save under way, then the last save. Both the
+Leaving takes the step that is under way, the evaluation that may have begun after it, what is left of a save under
+way, then the last save. Both the
 supervisor (before an attempt) and rank 0 (while it runs) judge by this one formula. Standard library only.
 """
 
@@ -28,9 +29,11 @@ def measured_lead(
     floor: float,
     ceiling: float,
     under_way: float | None = None,
+    evaluation_seconds: Sequence[float] = (),
 ) -> float | None:
     """Two steps and 1.5 saves at their 95th percentile, and a margin; within floor and ceiling.
 
+    `evaluation_seconds`: of whole evaluations, which cannot be interrupted; one is added, at its 95th percentile.
     `under_way`: seconds since the start of a save that is not over; the rest of it is added.
 
     None where nothing is known of steps or of saves. `save_seconds` are from the start of a save to its
@@ -41,7 +44,9 @@ def measured_lead(
         return None
     save = percentile(saves, 0.95)
     rest = 0.0 if under_way is None else max(save - under_way, 0.0)
-    return min(max(2 * percentile(steps, 0.95) + 1.5 * save + rest + MARGIN, floor), ceiling)
+    evaluations = evaluation_seconds[-SAVES:]
+    evaluation = percentile(evaluations, 0.95) if evaluations else 0.0
+    return min(max(2 * percentile(steps, 0.95) + evaluation + 1.5 * save + rest + MARGIN, floor), ceiling)
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -76,6 +76,8 @@ class Begin(Record):
     """When the time limit is reached; None without a limit."""
     lead: float
     """Seconds before job_end_time at which rank 0 saves and leaves."""
+    evaluation_seconds: float | None = None
+    """What evaluations of earlier attempts took, at the 95th percentile of the newest; None: there was none."""
     lead_floor: float = 0.0
     lead_ceiling: float = float("inf")
     """Bounds of the lead that rank 0 measures while it runs."""

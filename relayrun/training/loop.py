@@ -266,7 +266,12 @@ class Training:
     def _evaluate(self) -> None:
         if self.evaluation.orders:
             self.pulse.enter("evaluation", self.position.iteration)
-            self.metrics.evaluation(self.position.iteration, self.evaluation.run(self.model))
+            started = time.perf_counter()
+            losses = self.evaluation.run(self.model)
+            seconds = time.perf_counter() - started
+            self.metrics.evaluation(self.position.iteration, losses, seconds)
+            self.pace.evaluation(seconds)
+            self.saver.move_deadline()
 
     def _leave(self, outcome: Outcome, reason: str) -> Left:
         at = self.position.iteration

@@ -1,9 +1,9 @@
 """What a run measures: a line per iteration in the attempt's metrics.jsonl, and now and then one on the console.
 
 Rank 0 writes. Lines of an iteration hold the fields of `Step`; those of an evaluation `iteration, validation,
-time`, where `validation` maps the name of a set to its loss. Floats have full precision (Python's repr), losses are in
-nats per token. A line is not synced to disk: losing the last ones with a node costs nothing, since the
-iterations after the last checkpoint are computed again.
+evaluation_seconds, time`, where `validation` maps the name of a set to its loss. Floats have full precision (Python's
+repr), losses are in nats per token. A line is not synced to disk: losing the last ones with a node costs nothing,
+since the iterations after the last checkpoint are computed again.
 """
 
 from __future__ import annotations
@@ -90,10 +90,11 @@ class Metrics:
         if self._active:
             self._write(self._attempt.metrics, {"iteration": rewind.base_iteration, "rewind": asdict(rewind)})
 
-    def evaluation(self, iteration: int, losses: dict[str, float]) -> None:
+    def evaluation(self, iteration: int, losses: dict[str, float], seconds: float) -> None:
         if not self._active:
             return
-        self._write(self._attempt.metrics, {"iteration": iteration, "validation": losses, "time": time.time()})
+        record = {"iteration": iteration, "validation": losses, "evaluation_seconds": seconds, "time": time.time()}
+        self._write(self._attempt.metrics, record)
         self.say(f"iteration {iteration:>7} | validation: " + ", ".join(f"{n} {x:.4f}" for n, x in losses.items()))
 
     def failed_save(self, iteration: int, error: str) -> None:

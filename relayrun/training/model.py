@@ -241,7 +241,7 @@ def _block_spec(transformer: TransformerConfig, stage: int) -> TransformerBlockS
 def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> TransformerConfig:
     model = config.model
     on_gpu = ranks.device.type == "cuda"
-    recompute = config.training.recompute_granularity
+    recompute, some_layers = config.training.recompute_granularity, config.training.recompute_num_layers
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -267,8 +267,8 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         recompute_granularity=recompute,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
+        recompute_method=("block" if some_layers else "uniform") if recompute else None,
+        recompute_num_layers=(some_layers or 1) if recompute else None,
         use_cpu_initialization=not on_gpu,
         # compiled by torch on first use; on a CPU that takes longer than the runs that go there
         bias_activation_fusion=on_gpu,

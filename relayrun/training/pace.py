@@ -1,4 +1,4 @@
-"""How long steps and saves take on this rank, and the lead that follows from it.
+"""How long steps, evaluations and saves take on this rank, and the lead that follows from it.
 
 A run changes its speed, so only the newest measurements count. Saves of earlier attempts count until this
 one has made enough of its own. Standard library only.
@@ -22,6 +22,8 @@ class Pace:
         self._steps: deque[float] = deque(maxlen=STEPS)
         self._samples = 0
         self._saves: deque[float] = deque(earlier_saves, maxlen=SAVES)
+        known = [] if begin.evaluation_seconds is None else [begin.evaluation_seconds]
+        self._evaluations: deque[float] = deque(known, maxlen=SAVES)
 
     def step(self, seconds: float, samples: int) -> None:
         """A step with this global batch size; the steps of smaller ones before it count as if they had had this one."""
@@ -33,6 +35,10 @@ class Pace:
 
     def save(self, seconds: float) -> None:
         self._saves.append(seconds)
+
+    def evaluation(self, seconds: float) -> None:
+        """Of all validation sets together."""
+        self._evaluations.append(seconds)
 
     @property
     def step_p95(self) -> float | None:
@@ -53,6 +59,6 @@ class Pace:
             return begin.lead
         measured = measured_lead(
             list(self._steps), list(self._saves), floor=begin.lead_floor, ceiling=begin.lead_ceiling,
-            under_way=under_way,
+            under_way=under_way, evaluation_seconds=list(self._evaluations),
         )  # fmt: skip
         return begin.lead if measured is None else measured

@@ -148,15 +148,17 @@ class Saver:
             if self._progress is not None:
                 self._progress.saved(commit.iteration, commit.consumed_samples)
         self._under_way, self._asked = None, ()
-        self._move_deadline()
+        self.move_deadline()
         self._control.acknowledge(asked, save.iteration, result)
         return result
 
-    def _move_deadline(self) -> None:
+    def move_deadline(self) -> None:
+        """The lead follows what was measured."""
         before, self._control.lead = self._lead, self._pace.lead()
         if abs(self._control.lead - before) > 1:
             self._metrics.say(
                 f"lead {before:.0f} s -> {self._control.lead:.0f} s before the end of the job "
-                f"(95 % of steps within {self._pace.step_p95 or 0:.2f} s, of saves within {self._pace.save_p95:.1f} s)"
+                f"(95 % of steps within {self._pace.step_p95 or 0:.2f} s, of saves within "
+                f"{self._pace.save_p95 or 0:.1f} s)"
             )
         self._lead = self._control.lead

@@ -22,7 +22,12 @@ VIRTUAL = PIPELINE | {"num_layers_per_virtual_pipeline_stage": 1}
 
 LAYOUTS = [
     pytest.param(2, OVERLAP, {"precision": "bf16"}, id="DP2-bf16-overlap"),
-    pytest.param(2, TENSOR, {"precision": "bf16", "recompute_granularity": "full"}, id="TP2-bf16-sequence-recompute"),
+    pytest.param(
+        2,
+        TENSOR,
+        {"precision": "bf16", "recompute_granularity": "full", "recompute_num_layers": 1},
+        id="TP2-bf16-sequence-recompute",
+    ),
     pytest.param(2, VIRTUAL, {"manual_gc_interval": 2}, id="PP2-virtual"),
     pytest.param(2, PIPELINE, {"precision": "bf16"}, id="PP2-bf16", marks=pytest.mark.long),
     pytest.param(2, {}, {"precision": "bf16"}, id="DP2-bf16-plain", marks=pytest.mark.long),

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from relayrun.config import compose, yamlfile
-from relayrun.config.schema import Model
+from relayrun.config.schema import Model, RunConfig
 from relayrun.errors import ConfigError
 from relayrun.training.size import flops_per_token, padded, parameters, peak_flops
 
 VOCABULARY = 128_256
+# Sums of the safetensors metadata of meta-llama/Llama-3.2-1B, -3.2-3B, -3.1-8B and -3.1-70B on the Hugging Face hub
+# (huggingface.co/api/models/NAME?expand=safetensors); the model cards round them to 1.23B, 3.21B, 8B, 70B.
 PUBLISHED = {"1b": 1_235_814_400, "3b": 3_212_749_824, "8b": 8_030_261_248, "70b": 70_553_706_496}
 
 COMMON = {
@@ -82,6 +84,47 @@ def test_a_baseline_is_as_agreed(size: str) -> None:
 def test_a_wrong_combination_is_refused_by_its_rule(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         compose.load(compose.ROOT / "configs" / "runs" / "llama3-70b.yaml", [override])
+
+
+ROOM = 0.9 * 96e9
+"""Bytes; a tenth is for CUDA, NCCL's buffers and what lies between allocations."""
+
+
+def memory(config: RunConfig) -> dict[str, float]:
+    """Bytes of the fullest GPU by formula: bf16, distributed optimizer, MBS 1, flash attention, fused SwiGLU.
+
+    Per parameter 2 (weights) + 4 (gradients), and 12 over the data-parallel ranks (fp32 weights, two moments). Kept
+    for the backward pass, in bf16 per token and layer: 8 hidden (inputs and outputs of two norms, q, k and v spread
+    over all heads, attention's output) + 3 ffn, over the tensor-parallel ranks; of a recomputed layer its input. A
+    pipeline of p stages in v parts holds p (1 + (p - 1) / (p v)) micro-batches (arXiv 2104.04473 and 2205.05198).
+    The loss: logits in bf16, twice in fp32, and their gradient in bf16.
+    """
+    model, parallel, training = config.model, config.parallel, config.training
+    tensor, pipeline, parts = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, 1
+    layers = model.num_layers // pipeline
+    if parallel.num_layers_per_virtual_pipeline_stage:
+        parts = layers // parallel.num_layers_per_virtual_pipeline_stage
+    again = parts * (training.recompute_num_layers or 0)
+    own = parameters(model, VOCABULARY) / tensor / pipeline
+    tokens = training.seq_length * training.micro_batch_size / tensor
+    layer = 2 * (8 * model.hidden_size + 3 * model.ffn_hidden_size) * tokens
+    kept = (layers - again) * layer + again * 2 * model.hidden_size * tokens + (layer if again else 0)
+    in_flight = pipeline * (1 + (pipeline - 1) / (pipeline * parts)) if pipeline > 1 else 1
+    logits = 0.0 if pipeline > 1 else (2 + 4 + 4 + 2) * VOCABULARY * tokens  # the last stage holds fewer micro-batches
+    return {"state": own * (6 + 12 / config.data_parallel_size), "activations": kept * in_flight, "loss": logits}
+
+
+@pytest.mark.parametrize("size", ["1b", "3b", "8b", "70b"])
+def test_a_baseline_fits_a_gpu_of_96_gb_by_formula(size: str) -> None:
+    path = compose.ROOT / "configs" / "runs" / f"llama3-{size}.yaml"
+    assert sum(memory(compose.load(path)).values()) < ROOM
+
+
+@pytest.mark.parametrize("size", ["8b", "70b"])
+def test_a_baseline_recomputes_layers_because_it_must(size: str) -> None:
+    path = compose.ROOT / "configs" / "runs" / f"llama3-{size}.yaml"
+    without = compose.load(path, ["training.recompute_granularity=null", "training.recompute_num_layers=null"])
+    assert sum(memory(without).values()) > ROOM
 
 
 def test_a_token_costs_six_flops_per_parameter_and_the_causal_half_of_attention() -> None:

@@ -64,6 +64,20 @@ def test_a_lead_with_one_bound_for_both_is_fixed() -> None:
     assert pace.lead() == 12
 
 
+def test_an_evaluation_that_may_be_under_way_is_counted_in() -> None:
+    pace = Pace(begin(), earlier_saves=[2.0])
+    pace.step(0.5, 8)
+    before = pace.lead()
+    pace.evaluation(40.0)
+    assert pace.lead() == before + 40
+    later = Pace(begin(evaluation_seconds=40.0), earlier_saves=[2.0])  # before the first one of this attempt
+    later.step(0.5, 8)
+    assert later.lead() == before + 40
+    for _ in range(10):
+        later.evaluation(4.0)
+    assert later.lead() == before + 4
+
+
 def test_only_the_newest_saves_count() -> None:
     pace = Pace(begin(), earlier_saves=[500.0, *[2.0] * 10])
     assert pace.save_p95 == 2.0
