@@ -30,6 +30,7 @@ def test_the_section_of_a_run_config_is_one() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_every_command_runs(tmp_path: Path) -> None:
     environment = checkout(tmp_path)

@@ -17,7 +17,7 @@ from relayrun.files import read_lines
 from relayrun.rundir.evaluations import Policy, directory
 from tests.export.models import Imported, make_hf, make_run, write_task
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 
 def prepared(folder: Path, **evaluation: Any) -> Imported:
@@ -55,7 +55,7 @@ def test_a_local_task_is_evaluated_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        pytest.param({"tasks": ["no_such_task"]}, "no_such_task", id="unknown-task", marks=pytest.mark.long),
+        pytest.param({"tasks": ["no_such_task"]}, "no_such_task", id="unknown-task"),
         pytest.param({}, "nothing to evaluate on: neither evaluation.tasks nor a validation set", id="nothing"),
     ],
 )
@@ -72,7 +72,6 @@ def test_what_fails_is_recorded_with_its_reason(tmp_path: Path, settings: dict[s
     assert sorted(path.name for path in folder.path.iterdir()) == ["claim.json", "exported", "result.json"]
 
 
-@pytest.mark.long
 def test_the_end_of_the_job_is_recorded(tmp_path: Path) -> None:
     tasks = write_task(tmp_path / "tasks", documents=12)
     made = prepared(tmp_path, tasks=["tiny_choice"], include_path=str(tasks))

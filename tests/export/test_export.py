@@ -120,6 +120,7 @@ def peak_memory(*arguments: str | Path) -> int:
     return peak
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_memory_is_bounded_by_the_largest_file(tmp_path: Path) -> None:
     """A model of 320 MB in files of 25 MB: twice a file, and less than a third of the 500 MB that may come on top."""

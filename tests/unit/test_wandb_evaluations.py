@@ -20,7 +20,7 @@ from tests.workspace import Workspace
 
 from .test_wandb_online import KEY, attempt, sync
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture

@@ -1,0 +1,57 @@
+"""A run that starts from a Hugging Face model begins where that model stands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from relayrun.config import yamlfile
+from relayrun.data import audit
+from relayrun.files import read_lines
+from tests.export.models import make_hf
+from tests.workspace import VOCABULARY, Workspace
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_python(*arguments: str | Path) -> str:
+    done = subprocess.run([sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_first_loss_of_an_imported_model_is_that_of_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    Workspace.make(tmp_path)
+    hf = make_hf(tmp_path / "hf", vocabulary=VOCABULARY, tie_word_embeddings=True)
+    start = tmp_path / "it's a start"
+    run_python("-m", "relayrun.cli", "import", "hf", hf, "--output", start, "--make-vocab-size-divisible-by", "100")
+    config = Workspace(tmp_path).config(
+        "run",
+        model=yamlfile.read(start / "model.yaml").values["model"] | {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+        training={"steps": 4},
+        checkpoint={"interval": 4},
+        parallel={"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    )
+    run_python("launchers/submit.py", config, "--load", start, "--set", "checkpoint.finetune=true")
+    run = Workspace(tmp_path).run("run")
+    first = next(line for line in read_lines(run.metrics_view) if "loss" in line)
+    samples = audit.samples(audit.audit(run), range(8))
+    tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(hf)(tokens[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
+    assert first["iteration"] == 1
+    assert abs(first["loss"] - expected) < 1e-5
+    said = run_python("-m", "relayrun.cli", "export", "hf", run.path, "--output", tmp_path / "out")
+    assert said.startswith("iteration 4: ")
+    assert json.loads((tmp_path / "out/config.json").read_text())["num_hidden_layers"] == 3
