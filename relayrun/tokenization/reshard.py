@@ -36,6 +36,9 @@ _BASE = 250_000_000
 _COPIES = 6
 """Of a bucket at most: as read, keyed, sorted, as a row group, encoded."""
 
+_READ_AHEAD = 1 << 18
+"""Bytes of every column that are read at a time."""
+
 _COMPRESSED = 6
 """A compressed jsonl file holds about this many times its bytes."""
 
@@ -86,9 +89,12 @@ def reshard(
     before, after = Lengths(), Lengths()
     with replaced_folder(output) as building, tempfile.TemporaryDirectory(prefix="reshard-", dir=temp_dir) as scratch:
         most = (memory_limit - _BASE) // 4
-        streams = _scatter(paths, column, seed, buckets, most, Path(scratch), before)
         with ThreadPoolExecutor(threads) as pool:
-            tables = _in_order(pool, streams, threads)
+            if buckets == 1:
+                tables = iter([_sorted(pa.concat_tables(_keyed(paths, column, seed, before)))])
+            else:
+                streams = _scatter(paths, column, seed, buckets, most, Path(scratch), before)
+                tables = _in_order(pool, streams, threads)
             rows = _write(tables, building, column, file_size, row_group_size, compression, after)
         draw(before, after, building / PICTURE)
     return rows
@@ -121,7 +127,8 @@ def _read(path: Path, column: str) -> Iterator[pa.Table]:
             yield pa.table({column: array.cast(pa.large_string())})
         return
     try:
-        with pq.ParquetFile(path) as file:
+        # pages come through a buffer: without it a whole row group is read at once
+        with pq.ParquetFile(path, buffer_size=_READ_AHEAD, pre_buffer=False) as file:
             if column not in file.schema_arrow.names:
                 raise InputError(f"no column {column!r}; there are: {', '.join(file.schema_arrow.names)}", where=path)
             for batch in file.iter_batches(1024, use_threads=False):
@@ -130,13 +137,31 @@ def _read(path: Path, column: str) -> Iterator[pa.Table]:
         raise InputError(f"cannot be read, it may be torn: {error}", where=path) from None
 
 
+def _keyed(paths: Sequence[Path], column: str, seed: int, before: Lengths) -> Iterator[pa.Table]:
+    """The rows of all files, in pieces, with their keys and where they stood."""
+    schema: pa.Schema | None = None
+    for number, path in enumerate(paths):
+        row = 0
+        for table in _read(path, column):
+            before.add(table[column])
+            rows = np.arange(row, row + len(table), dtype=np.uint64)
+            row += len(table)
+            keyed = table.append_column(KEY, pa.array(keys(seed, number, rows)))
+            keyed = keyed.append_column(FILE, pa.array(np.full(len(table), number, np.uint32)))
+            keyed = keyed.append_column(ROW, pa.array(rows))
+            if schema is not None and keyed.schema != schema:
+                raise InputError("its columns are others than those of the files before it", where=path,
+                                 hint="shuffle files of one kind at a time")  # fmt: skip
+            schema = keyed.schema
+            yield keyed
+
+
 def _scatter(
     paths: Sequence[Path], column: str, seed: int, buckets: int, most: int, scratch: Path, before: Lengths
 ) -> list[Path]:
     """Pass 1: the rows of all files, with their keys, into a stream for every bucket."""
     streams = [scratch / f"{number}.arrow" for number in range(buckets)]
     writers: dict[int, Any] = {}
-    schema: pa.Schema | None = None
     waiting: list[pa.Table] = []
     size = 0
 
@@ -156,23 +181,11 @@ def _scatter(
         size = 0
 
     try:
-        for number, path in enumerate(paths):
-            row = 0
-            for table in _read(path, column):
-                before.add(table[column])
-                rows = np.arange(row, row + len(table), dtype=np.uint64)
-                row += len(table)
-                keyed = table.append_column(KEY, pa.array(keys(seed, number, rows)))
-                keyed = keyed.append_column(FILE, pa.array(np.full(len(table), number, np.uint32)))
-                keyed = keyed.append_column(ROW, pa.array(rows))
-                if schema is not None and keyed.schema != schema:
-                    raise InputError("its columns are others than those of the files before it", where=path,
-                                     hint="shuffle files of one kind at a time")  # fmt: skip
-                schema = keyed.schema
-                waiting.append(keyed)
-                size += keyed.nbytes
-                if size > most // 2:
-                    flush()
+        for keyed in _keyed(paths, column, seed, before):
+            waiting.append(keyed)
+            size += keyed.nbytes
+            if size > most // 2:
+                flush()
         flush()
     finally:
         for writer in writers.values():
@@ -190,6 +203,10 @@ def _sorted_bucket(stream: Path) -> pa.Table:
     with pa.OSFile(str(stream)) as source, pa.ipc.open_stream(source) as reader:
         table = reader.read_all()
     stream.unlink()
+    return _sorted(table)
+
+
+def _sorted(table: pa.Table) -> pa.Table:
     order = np.lexsort([table[name].to_numpy() for name in (ROW, FILE, KEY)])
     return table.drop_columns([KEY, FILE, ROW]).take(order)
 

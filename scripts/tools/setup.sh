@@ -34,6 +34,6 @@ readonly PIP=("${VENV}/bin/python" -m pip --disable-pip-version-check --quiet)
 echo "set-up: torch $(sed -n 's/^torch==//p' constraints.txt) ..."
 "${PIP[@]}" install --constraint constraints.txt torch
 echo "set-up: the other packages ..."
-"${PIP[@]}" install --constraint constraints.txt --editable '.[dev]'
+"${PIP[@]}" install --constraint constraints.txt --editable '.[dev,bench]'
 touch "${VENV}/.ready"
 echo "set-up: done"
