@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """verify_dataset.py against reading, merge_datasets.py against cat, reshard.py against DuckDB; memory of reshard.
 
-CPU seconds, one after the other, `--rounds` times, on the same files, which lie in the page cache. Reading is a loop over the
-bytes of the same shards; `cat` is followed by the same sync as a merge; DuckDB orders the same rows by a hash with one
-thread and writes files of the same size, compression and row groups. Memory is that of the whole process tree, looked
-at every 20 ms, for a dataset of eight times `--memory-limit`.
+CPU seconds, one after the other, `--rounds` times, on the same files, which lie in the page cache. Reading is a loop
+over the bytes of the same shards; `cat` is followed by the same sync as a merge; DuckDB orders the same rows by a hash
+with one thread and writes files of the same size, compression and row groups. Memory is that of the whole process
+tree, looked at every 20 ms, for a dataset of eight times `--memory-limit`.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -60,22 +61,76 @@ if __name__ == "__main__":
 
 BARE = """
 import glob, multiprocessing, sys
+import awkward, gigatoken
 import pyarrow.parquet as pq
-from relayrun.tokenization.engines import Gigatoken
+from awkward import contents
 from relayrun.tokenization.texts import Texts
 def work(argument):
-    data, tokenizer, part, parts = argument
-    engine = Gigatoken(open(tokenizer).read())
-    for name in sorted(glob.glob(data + "/*.parquet"))[part::parts]:
-        for batch in pq.ParquetFile(name).iter_batches(1000, columns=["text"], use_threads=False):
-            engine.encode(Texts.from_arrow(batch.column(0)))
+    data, tokenizer, part, parts, out = argument
+    engine = gigatoken.Tokenizer.from_json(open(tokenizer, "rb").read())
+    with open(f"{out}-{part}", "wb") as file:
+        for name in sorted(glob.glob(data + "/*.parquet"))[part::parts]:
+            for batch in pq.ParquetFile(name).iter_batches(1000, columns=["text"], use_threads=False):
+                texts = Texts.from_arrow(batch.column(0))
+                strings = contents.ListOffsetArray(
+                    awkward.index.Index64(texts.offsets),
+                    contents.NumpyArray(texts.data, parameters={"__array__": "char"}),
+                    parameters={"__array__": "string"},
+                )
+                ids = engine.encode_batch(awkward.Array(strings), parallel=False)
+                if out:
+                    file.write(ids.layout.content.data.data)
 if __name__ == "__main__":
-    data, tokenizer, workers = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    data, tokenizer, workers, out = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        pool.map(work, [(data, tokenizer, part, workers) for part in range(workers)])
+        pool.map(work, [(data, tokenizer, part, workers, out) for part in range(workers)])
         pool.close()
         pool.join()
 """
+"""The bare loop of the fastest engine: reads and encodes; with a last argument that is not empty it also writes ids."""
+
+STEADY = """
+import glob, json, os, sys, time
+from relayrun.tokenization.pool import one_thread
+one_thread()
+import pyarrow.parquet as pq
+from relayrun.tokenization import fused
+from relayrun.tokenization.engines import select
+from relayrun.tokenization.metadata import stat_inputs
+from relayrun.tokenization.texts import Texts
+from relayrun.tokenization.tokenizer import load_tokenizer
+data, tokenizer, eos, out, rounds = sys.argv[1:]
+files = sorted(glob.glob(data + "/*.parquet"))
+loaded = load_tokenizer(tokenizer, eos_token=eos)
+selection = select("auto", loaded.tokenizer, fused.sample("text", files, most_bytes=250_000), print)
+engine = selection.build(loaded.definition)
+bare_engine = engine._fast
+os.makedirs(out, exist_ok=True)
+def bare():
+    with open(out + "/bare", "wb") as file:
+        for name in files:
+            for batch in pq.ParquetFile(name).iter_batches(1000, columns=["text"], use_threads=False):
+                ids, _ = bare_engine.encode(Texts.from_arrow(batch.column(0)))
+                if writes:
+                    file.write(ids.data)
+def ours():
+    inputs = tuple(stat_inputs(data, [os.path.basename(name) for name in files]))
+    job = fused.Job(dataset=data, output=out, definition=tokenizer, selection=selection, framing=loaded.framing(),
+                    column="text")
+    fused.tokenize_part(job, fused.Part(name="00000_tokens", inputs=inputs))
+def cpu(work):
+    before = time.process_time()
+    work()
+    return time.process_time() - before
+found = []
+for _ in range(int(rounds) + 1):
+    writes = False
+    reading = cpu(bare)
+    writes = True
+    found.append({"bare": reading, "bare that writes": cpu(bare), "relayrun": cpu(ours)})
+print("figures", json.dumps(found[1:]))
+"""
+"""The loop alone, in one process, with everything loaded and warm: the engine's, and that of a task."""
 
 
 def main() -> None:
@@ -92,26 +147,33 @@ def main() -> None:
             "datatrove": run(BASELINE, data, tokenizer, EOS, CACHE / "theirs", TASKS, options.workers),
             "relayrun": ours(data, tokenizer, CACHE / "ours", options.workers),
             "relayrun fastokens": ours(data, tokenizer, CACHE / "fast", options.workers, "--engine", "fastokens"),
-            "bare gigatoken": run(BARE, data, tokenizer, options.workers),
+            "bare loop": run(BARE, data, tokenizer, options.workers, ""),
+            "bare loop that writes": run(BARE, data, tokenizer, options.workers, CACHE / "bare"),
             "relayrun 1 worker": ours(data, tokenizer, CACHE / "one", 1),
         }
+        figures["relayrun"]["tasks_s"] = tasks_seconds(CACHE / "ours")
+        figures["relayrun 1 worker"]["tasks_s"] = tasks_seconds(CACHE / "one")
         theirs = digests(CACHE / "theirs")
         assert len(theirs) == 2 * TASKS
         for folder in ("ours", "fast", "one"):
             assert digests(CACHE / folder) == theirs, f"{folder} differs from datatrove's bytes"
         rounds.append(figures)
         print(f"round {number + 1}: {json.dumps(figures)}", flush=True)
-    report(rounds, data, tokenizer)
+    run(STEADY, data, tokenizer, EOS, CACHE / "steady", options.rounds)
+    line = next(line for line in (CACHE / "output.log").read_text().splitlines() if line.startswith("figures "))
+    report(rounds, json.loads(line.removeprefix("figures ")), long_document(tokenizer), data, tokenizer)
 
 
-def report(rounds: list[dict[str, dict[str, float]]], data: Path, tokenizer: Path) -> None:
+Rounds = list[dict[str, dict[str, float]]]
+
+
+def report(rounds: Rounds, steady: list[dict[str, float]], long: float, data: Path, tokenizer: Path) -> None:
     record = json.loads((CACHE / "ours" / "tokenization.json").read_text())
     shards = record["shards"].values()
     tokens = sum(Shard.open(file.with_suffix("")).tokens for file in (CACHE / "ours").glob("*.idx"))
 
     def ratio(above: str, below: str, what: str = "cpu_s") -> dict[str, float]:
-        values = [figures[above][what] / figures[below][what] for figures in rounds]
-        return {"min": min(values), "median": statistics.median(values), "max": max(values)}
+        return spread([figures[above][what] / figures[below][what] for figures in rounds])
 
     figures: dict[str, Any] = {
         "text_mb": sum(pq.read_metadata(file).row_group(0).column(0).total_uncompressed_size
@@ -126,22 +188,60 @@ def report(rounds: list[dict[str, dict[str, float]]], data: Path, tokenizer: Pat
         "load_average": os.getloadavg()[0],
         "cpu_speed_up_over_datatrove": ratio("datatrove", "relayrun"),
         "cpu_speed_up_over_datatrove_fastokens": ratio("datatrove", "relayrun fastokens"),
-        "share_of_the_bare_loop": ratio("bare gigatoken", "relayrun"),
-        "one_to_two_workers": ratio("relayrun 1 worker", "relayrun", "wall_s"),
+        "share_of_the_bare_loop": ratio("bare loop", "relayrun"),
+        "share_of_the_bare_loop_that_writes": ratio("bare loop that writes", "relayrun"),
+        "steady_share_of_the_bare_loop": spread([each["bare"] / each["relayrun"] for each in steady]),
+        "steady_share_of_the_bare_loop_that_writes": spread(
+            [each["bare that writes"] / each["relayrun"] for each in steady]),
+        "steady_mtok_per_cpu_second": tokens / 1e6 / statistics.median(each["relayrun"] for each in steady),
+        "one_to_two_workers": ratio("relayrun 1 worker", "relayrun", "tasks_s"),
+        "one_to_two_workers_with_start": ratio("relayrun 1 worker", "relayrun", "wall_s"),
         "mtok_per_cpu_second": tokens / 1e6 / statistics.median(each["relayrun"]["cpu_s"] for each in rounds),
         "published_mtok_per_core_second": PUBLISHED,
+        "largest_process_mb_document_of_60_mb": long,
         "largest_process_mb": {name: max(each[name]["largest_mb"] for each in rounds) for name in rounds[0]},
         "rounds": rounds,
+        "steady": steady,
     }  # fmt: skip
     write("tokenization", figures)
-    print(json.dumps({name: value for name, value in figures.items() if name != "rounds"}, indent=1))
+    print(json.dumps({name: value for name, value in figures.items() if name not in ("rounds", "steady")}, indent=1))
 
 
-def ours(data: Path, tokenizer: Path, out: Path, workers: int, *flags: str) -> dict[str, float]:
+def spread(values: list[float]) -> dict[str, float]:
+    return {"min": min(values), "median": statistics.median(values), "max": max(values)}
+
+
+def tasks_seconds(folder: Path) -> float:
+    """From the beginning of the first task to the end of the last."""
+    tasks = json.loads((folder / "tokenization.json").read_text())["shards"].values()
+    return float(max(task["started"] + task["seconds"] for task in tasks) - min(task["started"] for task in tasks))
+
+
+def long_document(tokenizer: Path) -> float:
+    """Memory of the largest process, in MB, for a parquet file with a document of 60 MB."""
+    folder = CACHE / "long"
+    if not folder.is_dir():
+        folder.mkdir()
+        text = "\n".join(pq.read_table(next(corpus().glob("*.parquet")))["text"].to_pylist())
+        text = (text * (60_000_000 // len(text) + 1))[:60_000_000]
+        pq.write_table(pa.table({"text": ["short", text]}), folder / "long.parquet")
+    (CACHE / "long.txt").write_text("long.parquet\n")
+    return ours(folder, tokenizer, CACHE / "long-tokens", 1, paths=CACHE / "long.txt", tasks=1)["largest_mb"]
+
+
+def ours(
+    data: Path,
+    tokenizer: Path,
+    out: Path,
+    workers: int,
+    *flags: str,
+    paths: Path = CACHE / "paths.txt",
+    tasks: int = TASKS,
+) -> dict[str, float]:
     shutil.rmtree(out, ignore_errors=True)
     return measured([sys.executable, str(DOOR), "--tokenizer-name-or-path", str(tokenizer), "--dataset", str(data),
-                     "--paths-file", str(CACHE / "paths.txt"), "--output-folder", str(out), "--eos-token", EOS,
-                     "--n-tasks", str(TASKS), "--n-workers", str(workers), *flags])  # fmt: skip
+                     "--paths-file", str(paths), "--output-folder", str(out), "--eos-token", EOS,
+                     "--n-tasks", str(tasks), "--n-workers", str(workers), *flags])  # fmt: skip
 
 
 def run(program: str, *arguments: object) -> dict[str, float]:
@@ -177,8 +277,8 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def corpus() -> Path:
-    """Texts of the Python installation, and each of them once more with its lines in another order."""
-    folder = CACHE / "corpus"
+    """Texts of the Python installation, about 190 MB; where it has less, each once more with its lines mixed."""
+    folder = CACHE / "corpus-190"
     if folder.is_dir():
         return folder
     CACHE.mkdir(parents=True, exist_ok=True)
@@ -186,19 +286,23 @@ def corpus() -> Path:
     texts = [text for file in sorted((CACHE / "source").rglob("*.parquet"))
              for text in pq.read_table(file, columns=["text"])["text"].to_pylist() if "<|" not in text]  # fmt: skip
     generator = random.Random(0)
-    for text in list(texts):
-        lines = text.split("\n")
-        generator.shuffle(lines)
-        texts.append("\n".join(lines))
+    while sum(map(len, texts)) < 181_000_000:
+        for text in list(texts):
+            lines = text.split("\n")
+            generator.shuffle(lines)
+            texts.append("\n".join(lines))
     generator.shuffle(texts)
-    building = CACHE / "corpus.building"
+    sizes = itertools.accumulate(map(len, texts))
+    texts = [text for text, size in zip(texts, sizes, strict=True) if size < 190_000_000]
+    building = CACHE / "building"
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
     for number in range(FILES):
         table = pa.table({"text": texts[number::FILES]})
         pq.write_table(table, building / f"{number:02d}.parquet", row_group_size=1 << 20, compression="snappy")
     building.rename(folder)
-    return folder
+    os.execv(sys.executable, [sys.executable, *sys.argv])  # a child's peak of memory begins with its parent's
+    raise AssertionError
 
 
 def make_tokenizer() -> Path:
