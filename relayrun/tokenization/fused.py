@@ -110,7 +110,7 @@ def _tokenize_file(
             shard.add(ids, lengths)
             progress.say(documents=record.documents, tokens=shard.tokens)
     progress.bytes_read += file[1]
-    if "://" not in path and stat_inputs(job.dataset, [file[0]]) != [file]:
+    if stat_inputs(job.dataset, [file[0]]) != [file]:
         raise InputError("this file was changed while it was read", where=printable(path), hint="run again")
 
 

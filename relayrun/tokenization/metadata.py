@@ -20,6 +20,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
+from datetime import datetime
 from pathlib import Path
 
 from relayrun.chain.scheduler import Slurm
@@ -64,7 +65,12 @@ def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
 
 
 def stat_inputs(dataset: str | os.PathLike[str], names: list[str]) -> list[InputFile]:
-    """Size and time of change of `names` below `dataset`. Raises InputError naming what is missing."""
+    """Size and time of change of `names` below `dataset`. Raises InputError naming what is missing.
+
+    `dataset` may carry a scheme that fsspec knows: then a time of change is what its store tells, or 0.
+    """
+    if "://" in os.fspath(dataset):
+        return [_stat_remote(f"{os.fspath(dataset).rstrip('/')}/{name}", name) for name in names]
     if not os.path.isdir(dataset):
         raise InputError("there is no such dataset folder", where=dataset)
     inputs: list[InputFile] = []
@@ -76,6 +82,24 @@ def stat_inputs(dataset: str | os.PathLike[str], names: list[str]) -> list[Input
                              hint="run prepare_dumps.py again if the dataset has changed") from None  # fmt: skip
         inputs.append((name, status.st_size, status.st_mtime_ns))
     return inputs
+
+
+def _stat_remote(url: str, name: str) -> InputFile:
+    import fsspec
+
+    try:
+        store, path = fsspec.core.url_to_fs(url)
+        found = store.info(path)
+        changed = next((found[key] for key in ("mtime", "LastModified", "updated", "created") if key in found), 0)
+        size = int(found["size"])
+    except FileNotFoundError:
+        raise InputError("this file of the paths file is missing", where=url) from None
+    except (ValueError, ImportError, OSError) as error:  # an unknown scheme, a package that is missing, no access
+        raise InputError(f"fsspec cannot look at this: {error}", where=url,
+                         hint="install fsspec's package of the scheme, and set its credentials") from None  # fmt: skip
+    if isinstance(changed, datetime):
+        changed = changed.timestamp()
+    return name, size, round(float(changed) * 1e9) if isinstance(changed, (int, float)) else 0
 
 
 def paths_file_bytes(names: Iterable[str]) -> bytes:

@@ -14,7 +14,12 @@ def main() -> int:
     parser.add_argument("--tokenizer-name-or-path", "--model-identifier", required=True, metavar="T",
                         help="a tokenizer.json, a folder that holds one, or a hub name")  # fmt: skip
     parser.add_argument("--output-folder", "--path", required=True, metavar="O", help="gets the shards")
-    parser.add_argument("--dataset", required=True, metavar="D", help="folder that the paths start at")
+    parser.add_argument(
+        "--dataset",
+        required=True,
+        metavar="D",
+        help="folder that the paths start at, or a URL that fsspec knows (s3://bucket/x)",
+    )
     parser.add_argument("--paths-file", required=True, metavar="P", help="paths below D, one a line")
     parser.add_argument("--n-tasks", type=int, default=8, metavar="N",
                         help="number of shards, at most one per file (default: %(default)s)")  # fmt: skip

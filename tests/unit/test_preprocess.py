@@ -53,7 +53,7 @@ def run(tmp_path: Path, tokenizer: Path, data: Path, out: Path) -> Run:
         paths = tmp_path / "paths_file_0.txt"
         paths.write_bytes(b"".join(os.fsencode(name) + b"\n" for name in names))
         defaults = {"tokenizer_name_or_path": str(tokenizer), "output_folder": out, "n_workers": 1}
-        return tokenize(dataset=data, paths_file=paths, **(defaults | options))
+        return tokenize(paths_file=paths, **({"dataset": data} | defaults | options))
 
     return run
 

@@ -8,13 +8,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import xxhash
+from fsspec.implementations.memory import MemoryFileSystem
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from relayrun.errors import InputError
@@ -148,11 +150,51 @@ def test_nested_columns_are_read_from_every_kind_of_file(run: Run, data: Path, o
 
 
 def test_a_path_with_a_scheme_is_read_through_fsspec() -> None:
-    import fsspec
-
     with fsspec.open("memory://bucket/x.jsonl", "wb") as file:
         file.write(b'{"text": "far"}\n')
     assert [array.to_pylist() for array in read_column("memory://bucket/x.jsonl", "text")] == [["far"]]
+
+
+class Bucket(MemoryFileSystem):  # type: ignore[misc]  # fsspec is untyped
+    """A store of objects, with the scheme and the fields of one."""
+
+    protocol = "bucket"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(MemoryFileSystem._strip_protocol(path.replace("bucket://", "memory://")))
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        found = super().info(path, **options)
+        return {"name": found["name"], "size": found["size"], "LastModified": found["created"], "type": "file"}
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file", "bucket"])
+def test_a_dataset_with_a_scheme_gives_the_same_shards(
+    run: Run, data: Path, out: Path, tmp_path: Path, scheme: str
+) -> None:
+    fsspec.register_implementation("bucket", Bucket, clobber=True)
+    names = ["a.parquet", "b.jsonl", "c.jsonl.gz", "d.jsonl.zst"]
+    write_parquet(data / names[0], list(TEXTS))
+    for name in names[1:]:
+        write_jsonl(data / name, list(TEXTS))
+    url = f"file://{data}" if scheme == "file" else f"{scheme}://texts-{tmp_path.name}"
+    if scheme != "file":
+        for name in names:
+            with fsspec.open(f"{url}/{name}", "wb") as file:
+                file.write((data / name).read_bytes())
+    run(names)
+    far = tmp_path / "far"
+    assert run(names, dataset=url, output_folder=far).tasks_run == 4
+    assert run(names, dataset=url, output_folder=far).tasks_run == 0
+    for file in (*far.glob("*.bin"), *far.glob("*.idx")):
+        assert file.read_bytes() == (out / file.name).read_bytes()
+    with pytest.raises(InputError, match=r"texts|da ta"):
+        run([*names, "missing.jsonl"], dataset=url, output_folder=far)
+    with pytest.raises(InputError, match="fsspec cannot look at this"):
+        run(names, dataset="nowhere://x", output_folder=far)
 
 
 def test_the_record_holds_inputs_engine_counts_and_checksums(run: Run, data: Path, out: Path) -> None:
