@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from relayrun.chain.beside import Beside, signal_group
 from relayrun.chain.plan import Plan
 from relayrun.chain.scheduler import LIVE_STATES, Job, clean_environment
 from relayrun.chain.tasks import die_with_parent
@@ -29,11 +30,6 @@ from relayrun.rundir.records import Record
 
 KILL_WAIT = 30.0
 """Seconds from SIGTERM at the time limit to SIGKILL; Slurm's default."""
-
-BESIDE_SECONDS = 1.0
-"""Between two looks for jobs that run beside the chain."""
-BESIDE_KILL_WAIT = 5.0
-"""Seconds from SIGTERM to SIGKILL for them; the chain's job is not looked after meanwhile."""
 
 JOB_ID_VARIABLE = "RELAYRUN_LOCAL_JOB_ID"
 
@@ -112,34 +108,34 @@ class LocalScheduler:
         )
 
     def named(self, name: str) -> str | None:
-        return next((job.id for job in self._all() if job.name == name and job.state in LIVE_STATES), None)
+        return next((job.id for job in self.every_job() if job.name == name and job.state in LIVE_STATES), None)
 
     def _add(self, job: LocalJob) -> str:
         """Queue it under the next number, which becomes its id."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        with self._locked():
-            number = max((int(job.id) for job in self._all()), default=0) + 1
+        with self.locked():
+            number = max((int(job.id) for job in self.every_job()), default=0) + 1
             job = replace(job, id=str(number))
-            self._write(job)
+            self.write_job(job)
         return job.id
 
     def cancel(self, job_id: str) -> None:
         if not self._path(job_id).exists():
             return
-        with self._locked():
-            job = self._read(job_id)
+        with self.locked():
+            job = self.read_job(job_id)
             if job.state == "PENDING":
-                self._write(replace(job, state="CANCELLED", end_time=time.time()))
+                self.write_job(replace(job, state="CANCELLED", end_time=time.time()))
             elif job.state == "RUNNING":
-                self._write(replace(job, cancel_requested=True))
+                self.write_job(replace(job, cancel_requested=True))
 
     def requeue(self, job_id: str, *, delay: int = 0) -> None:
-        with self._locked():
-            self._write(replace(self._read(job_id), requeue_delay=delay))
+        with self.locked():
+            self.write_job(replace(self.read_job(job_id), requeue_delay=delay))
 
     def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
-        with self._locked():  # no process is needed: who runs the queue sees it
-            self._write(replace(self._read(job_id), guarded=True))
+        with self.locked():  # no process is needed: who runs the queue sees it
+            self.write_job(replace(self.read_job(job_id), guarded=True))
 
     def kill_wait(self) -> float:
         return KILL_WAIT
@@ -169,7 +165,7 @@ class LocalScheduler:
     def query(self, job_id: str) -> Job | None:
         if not self._path(job_id).exists():
             return None
-        job = self._read(job_id)
+        job = self.read_job(job_id)
         state = job.state
         if state == "RUNNING" and not self._running():
             state = "NODE_FAIL"  # whoever ran the queue was killed, and the job with it
@@ -183,12 +179,12 @@ class LocalScheduler:
         return job is not None and job.state == "CANCELLED"
 
     def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
-        jobs = [self.query(job.id) for job in self._all() if not job.beside]
+        jobs = [self.query(job.id) for job in self.every_job() if not job.beside]
         return [job for job in jobs if job is not None and job.live]
 
     def rename(self, job_id: str, name: str) -> None:
-        with self._locked():
-            self._write(replace(self._read(job_id), name=name))
+        with self.locked():
+            self.write_job(replace(self.read_job(job_id), name=name))
 
     def single_task_command(self, plan: Plan) -> list[str]:
         return []
@@ -216,14 +212,14 @@ class LocalScheduler:
             except BlockingIOError:
                 raise SchedulerError("this run's jobs are being run by another terminal", where=self._folder) from None
             self._bury_orphans()
-            beside = _Beside(self, on_event)
+            beside = Beside(self, on_event)
 
             def look() -> None:
                 poll()
                 beside.poll()
 
             try:
-                while (waiting := [job for job in self._all() if job.state == "PENDING"]) or beside.busy:
+                while (waiting := [job for job in self.every_job() if job.state == "PENDING"]) or beside.busy:
                     job = next((job for job in waiting if not job.beside), None)
                     if job is None or time.time() < job.eligible_time:
                         look()
@@ -231,14 +227,14 @@ class LocalScheduler:
                         continue
                     self._run_job(job, on_event, look)
             except KeyboardInterrupt:
-                for job in self._all():
+                for job in self.every_job():
                     self.cancel(job.id)
                 raise
             finally:
                 beside.end()
 
     def _run_job(self, job: LocalJob, on_event: Callable[[str], None], poll: Callable[[], None]) -> None:
-        job, process = self._start(job)
+        job, process = self.start_job(job)
         started = job.start_time or 0.0
         on_event(f"job {job.id} started")
         state = "COMPLETED"
@@ -247,25 +243,25 @@ class LocalScheduler:
         except KeyboardInterrupt:
             on_event(f"job {job.id}: interrupted; saving and ending")
             state = "CANCELLED"
-            _signal_group(process, signal.SIGTERM)
+            signal_group(process, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(KILL_WAIT)
             raise
         finally:
-            _signal_group(process, signal.SIGKILL)
+            signal_group(process, signal.SIGKILL)
             code = process.wait()
             if state == "COMPLETED" and code:
                 state = "FAILED"
-            with self._locked():
-                job = replace(self._read(job.id), state=state, exit_code=code, end_time=time.time())
+            with self.locked():
+                job = replace(self.read_job(job.id), state=state, exit_code=code, end_time=time.time())
                 killed = job.guarded and code < 0
                 if (killed or job.requeue_delay is not None) and state != "CANCELLED":
                     eligible = time.time() + (job.requeue_delay or 0)
                     job = replace(job, state="PENDING", requeue_delay=None, guarded=False, eligible_time=eligible)
-                self._write(job)
+                self.write_job(job)
             on_event(f"job {job.id} ended: {state}" + (" and is queued again" if job.state == "PENDING" else ""))
 
-    def _start(self, job: LocalJob) -> tuple[LocalJob, subprocess.Popen[bytes]]:
+    def start_job(self, job: LocalJob) -> tuple[LocalJob, subprocess.Popen[bytes]]:
         """Start a job's script in a session of its own; it dies with this process."""
         Path(job.log_folder).mkdir(parents=True, exist_ok=True)
         base = Path(job.log_folder) / f"{job.name}-{job.id}"
@@ -286,9 +282,9 @@ class LocalScheduler:
                 start_new_session=True,
                 preexec_fn=prepare,
             )
-        with self._locked():
+        with self.locked():
             job = replace(job, state="RUNNING", pid=process.pid, start_time=started, end_time=started + job.time_limit)
-            self._write(job)
+            self.write_job(job)
         return job, process
 
     def _watch(
@@ -310,27 +306,27 @@ class LocalScheduler:
                 on_event(f"job {job.id}: SIGUSR2, {job.signal_lead} s before the time limit")
                 process.send_signal(signal.SIGUSR2)
                 signal_at = None
-            if term_at is not None and (now >= term_at or self._read(job.id).cancel_requested):
+            if term_at is not None and (now >= term_at or self.read_job(job.id).cancel_requested):
                 state = "TIMEOUT" if now >= term_at else "CANCELLED"
                 on_event(f"job {job.id}: SIGTERM ({state.lower()})")
-                _signal_group(process, signal.SIGTERM)
+                signal_group(process, signal.SIGTERM)
                 signal_at = term_at = None
                 kill_at = now + KILL_WAIT
             if kill_at is not None and now >= kill_at:
-                _signal_group(process, signal.SIGKILL)
+                signal_group(process, signal.SIGKILL)
             poll()
             time.sleep(0.1)
         return state
 
     def _bury_orphans(self) -> None:
         """A job that still counts as running when a new runner starts has lost its own."""
-        for job in self._all():
+        for job in self.every_job():
             if job.state == "RUNNING":
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     if job.pid is not None and os.getsid(job.pid) == job.pid:
                         os.killpg(job.pid, signal.SIGKILL)
-                with self._locked():
-                    self._write(replace(job, state="NODE_FAIL", end_time=time.time()))
+                with self.locked():
+                    self.write_job(replace(job, state="NODE_FAIL", end_time=time.time()))
 
     def _running(self) -> bool:
         """Whether somebody runs the queue now."""
@@ -346,87 +342,27 @@ class LocalScheduler:
     def _path(self, job_id: str) -> Path:
         return self._folder / f"job-{int(job_id):04}.json"
 
-    def _read(self, job_id: str) -> LocalJob:
+    def read_job(self, job_id: str) -> LocalJob:
+        """Raises SchedulerError if there is none."""
         job = LocalJob.read(self._path(job_id))
         if job is None:
             raise SchedulerError(f"there is no local job {job_id}", where=self._folder)
         return job
 
-    def _write(self, job: LocalJob) -> None:
+    def write_job(self, job: LocalJob) -> None:
+        """Under `locked`."""
         job.write(self._path(job.id))
 
-    def _all(self) -> list[LocalJob]:
-        return [self._read(path.stem.removeprefix("job-")) for path in sorted(self._folder.glob("job-*.json"))]
+    def every_job(self) -> list[LocalJob]:
+        """In the order in which they were queued."""
+        return [self.read_job(path.stem.removeprefix("job-")) for path in sorted(self._folder.glob("job-*.json"))]
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
+        """For who changes a job."""
         with open(self._folder / "queue.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-
-
-class _Beside:
-    """Runs the jobs that are no part of the chain, one at a time, while its owner waits for others."""
-
-    def __init__(self, scheduler: LocalScheduler, on_event: Callable[[str], None]) -> None:
-        self._scheduler = scheduler
-        self._on_event = on_event
-        self._running: tuple[LocalJob, subprocess.Popen[bytes]] | None = None
-        self._next_look = 0.0
-
-    @property
-    def busy(self) -> bool:
-        return self._running is not None
-
-    def poll(self) -> None:
-        """Start what waits, end what is over its limit or cancelled, record what has ended."""
-        if self._running is None:
-            if time.monotonic() < self._next_look:
-                return
-            self._next_look = time.monotonic() + BESIDE_SECONDS
-            waiting = [job for job in self._scheduler._all() if job.beside and job.state == "PENDING"]
-            if waiting:
-                self._running = self._scheduler._start(waiting[0])
-                self._on_event(f"job {waiting[0].id} started ({waiting[0].name})")
-            return
-        job, process = self._running
-        if process.poll() is not None:
-            self._record("COMPLETED" if process.returncode == 0 else "FAILED")
-        elif time.time() >= (job.end_time or 0.0):
-            self._stop("TIMEOUT")
-        elif self._scheduler._read(job.id).cancel_requested:
-            self._stop("CANCELLED")
-
-    def end(self) -> None:
-        """End the one that runs."""
-        if self._running is not None:
-            self._stop("CANCELLED")
-
-    def _stop(self, state: str) -> None:
-        assert self._running is not None
-        _, process = self._running
-        _signal_group(process, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(BESIDE_KILL_WAIT)
-        _signal_group(process, signal.SIGKILL)
-        process.wait()
-        self._record(state)
-
-    def _record(self, state: str) -> None:
-        assert self._running is not None
-        job, process = self._running
-        self._running = None
-        self._next_look = 0.0
-        with self._scheduler._locked():
-            ended = replace(job, state=state, exit_code=process.returncode, end_time=time.time())
-            self._scheduler._write(ended)
-        self._on_event(f"job {job.id} ended: {state} ({job.name})")
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    """To the batch script and all it started; they share its session."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
 
 
 def print_event(text: str) -> None:

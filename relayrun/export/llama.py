@@ -36,9 +36,6 @@ EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
 
-Read = Callable[[str, int | None, int | None], torch.Tensor]
-"""(key, layer, rows) → that layer's part of the tensor, or its first rows, or all of it."""
-
 
 @dataclass(frozen=True)
 class Piece:
