@@ -170,7 +170,7 @@ class Checkpointer:
         anew = foreign and self._settings.finetune
         with_optimizer = not (anew or (foreign and self._settings.no_load_optim))
         position = Progress(sizes) if anew else self._position(common, sizes, foreign=foreign)
-        if not foreign:
+        if not anew:
             self._guard.load(common["guard"])
         if with_optimizer:
             self._check_fixed(common["fixed"], path)
