@@ -8,6 +8,7 @@ one it used.
 from __future__ import annotations
 
 import fcntl
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,6 +65,9 @@ def adopt_job(
     job = scheduler.query(scheduler.current_job_id())
     if job is None:
         raise RunDirError("Slurm does not know the job that this runs in")
+    run = RunDir(Path(config.run_dir or ""))
+    if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and run.plan.exists() and Plan.load(run).job_name == job.name:
+        return run  # Slurm starts a requeued job with the launcher again; it was adopted the first time
     nodes = config.job.model_copy(update={"nodes": job.num_nodes})
     cluster = config.cluster.model_copy(update={"host_python": host_python or config.cluster.host_python})
     config = RunConfig.model_validate(config.model_copy(update={"job": nodes, "cluster": cluster}).model_dump())

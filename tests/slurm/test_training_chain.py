@@ -172,6 +172,27 @@ def test_a_bash_launcher_from_anywhere_with_its_options_triggers_and_resume(
     cluster.run(["scancel", other])
 
 
+def test_the_job_of_a_bash_launcher_that_queues_itself_again_goes_on(
+    cluster: TestCluster, workspace: Workspace, tmp_path: Path
+) -> None:
+    """Slurm starts the launcher anew, which prepared the run the first time."""
+    config = workspace.config("unused-three", job=TWO_NODES, cluster=SLURM, chain={"mode": "requeue"})
+    run = workspace.run("requeued bash run")
+    settings = {
+        "CONFIG": str(config), "RUN_DIR": str(run.path), "DATASETS": str(workspace.folder / "data"), "MBS": "2",
+        "GBS": "8", "SEQ_LEN": "64", "TRAINING_STEPS": "50000", "CHECKPOINT_STEPS": "40000", "PYTHON": sys.executable,
+        "HOST_PYTHON": SLURM["host_python"], "AUTO_JOB_REQUEUE": "true",
+    }  # fmt: skip
+    job = cluster.sbatch(["--nodes=1", "--time=7", ROOT / "launchers/submit-demo.sh"], cwd=tmp_path, env=settings)
+    wait_for_iteration(cluster, run, 1)
+    cluster.run(["scancel", "--signal=USR2", "--batch", job])
+    wait_for_iteration(cluster, run, 2)
+    triggers.touch(run, "exit")
+    wait_for_end(cluster, run, timeout=60)
+    assert [end.cause for end in ends(run)] == ["saved", "exit"]
+    assert (job_of(run, 2), run.revisions()) == (job, [1])
+
+
 @pytest.mark.long
 def test_a_bash_launcher_with_a_backup_survives_what_becomes_of_its_checkout(
     cluster: TestCluster, workspace: Workspace, tmp_path: Path
