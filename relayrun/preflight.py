@@ -15,6 +15,8 @@ def check(config: RunConfig) -> None:
 
     The schema has judged the numbers already; here are the things that lie outside the config.
     """
+    if config.parallel.context_parallel_size > 1 or config.training.transformer_impl == "transformer_engine":
+        _check_transformer_engine(config)
     run_dir = Path(config.run_dir or "")
     for place in config.cluster.read_only_paths:
         protected = Path(os.path.realpath(place))
@@ -37,3 +39,17 @@ def _check_evaluation(config: RunConfig) -> None:
                           hint="pip install 'relayrun[evaluation]', or name no tasks")  # fmt: skip
     if settings.include_path is not None and not Path(settings.include_path).is_dir():
         raise ConfigError("there is no such folder", where=f"evaluation.include_path: {settings.include_path}")
+
+
+def _check_transformer_engine(config: RunConfig) -> None:
+    cluster = config.cluster
+    here = cluster.python is None and importlib.util.find_spec("transformer_engine") is not None
+    if not (cluster.transformer_engine or here):
+        what = "parallel.context_parallel_size above 1"
+        if config.training.transformer_impl == "transformer_engine":
+            what = "training.transformer_impl=transformer_engine"
+        raise ConfigError(
+            f"{what} needs TransformerEngine, which this Python does not have and cluster {cluster.name!r} does not "
+            "declare", where=f"configs/clusters/{cluster.name}.yaml",
+            hint="set transformer_engine: true there if the ranks' container has it",
+        )  # fmt: skip

@@ -186,6 +186,9 @@ class Training(Section):
     """CPU threads of a rank (torch.set_num_threads); 0 leaves torch's own choice."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of weights and activations. With bf16 the optimizer keeps fp32 weights; gradients are summed in fp32."""
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Layers of TransformerEngine, or local ones: attention on torch's SDPA (flash on GPUs) and torch's fused norms.
+    auto: TransformerEngine on a GPU where it is installed, except with data.reset_attention_mask."""
     recompute_granularity: Literal["full"] | None = None
     """full: keep only the inputs of the layers and compute the rest again in the backward pass. Saves memory."""
     recompute_num_layers: Positive | None = None
@@ -291,6 +294,8 @@ class Parallel(Section):
     """Layers of one of several parts that a pipeline stage holds, for a smaller pipeline bubble; None: one part."""
     sequence_parallel: bool = False
     """Split norms and dropout over the tensor-parallel ranks by sequence."""
+    context_parallel_size: Positive = 1
+    """Split every sequence over this many ranks; needs TransformerEngine's attention."""
     use_distributed_optimizer: bool = False
     """Split the optimizer's state over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
@@ -443,6 +448,8 @@ class Cluster(Section):
     """Put before the program of every rank, for example `numactl --membind=0-3`."""
     python: str | None = None
     """Python of the ranks; default: the one that submits."""
+    transformer_engine: bool = False
+    """TransformerEngine is installed where the ranks run (in the container)."""
     host_python: str = "python3"
     """Python of the batch script, 3.11 or newer; needs the standard library alone."""
     read_only_paths: list[str] = []
@@ -482,8 +489,14 @@ class RunConfig(Section):
 
     @property
     def data_parallel_size(self) -> int:
-        return self.world_size // (
-            self.parallel.tensor_model_parallel_size * self.parallel.pipeline_model_parallel_size
+        return self.world_size // self.model_parallel_size
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that share one replica of the model and one sequence: tensor x pipeline x context parallel."""
+        parallel = self.parallel
+        return (
+            parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
         )
 
     @model_validator(mode="after")
@@ -498,11 +511,13 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _layout(self) -> Self:
         tensor, pipeline = self.parallel.tensor_model_parallel_size, self.parallel.pipeline_model_parallel_size
-        if self.world_size % (tensor * pipeline):
+        context = self.parallel.context_parallel_size
+        if self.world_size % self.model_parallel_size:
             raise ValueError(
                 f"{self.world_size} ranks (job.nodes x job.ntasks_per_node) are no multiple of "
-                f"tensor x pipeline parallel size {tensor} x {pipeline}"
+                f"tensor x pipeline x context parallel size {tensor} x {pipeline} x {context}"
             )
+        self._check_attention()
         if self.model.num_layers % pipeline:
             raise ValueError(f"model.num_layers {self.model.num_layers} is no multiple of "
                              f"parallel.pipeline_model_parallel_size {pipeline}")  # fmt: skip
@@ -540,6 +555,28 @@ class RunConfig(Section):
                 raise ValueError(f"the {stage} layers of a pipeline stage cannot be split into several parts of "
                                  f"parallel.num_layers_per_virtual_pipeline_stage {layers}")  # fmt: skip
         return self
+
+    def _check_attention(self) -> None:
+        """What the two implementations of attention can do. Raises ValueError."""
+        context, tensor = self.parallel.context_parallel_size, self.parallel.tensor_model_parallel_size
+        masked = self.data.reset_attention_mask
+        if self.training.transformer_impl == "transformer_engine" and masked:
+            raise ValueError("data.reset_attention_mask needs the local attention; "
+                             "set training.transformer_impl=local")  # fmt: skip
+        if context == 1:
+            return
+        if self.training.transformer_impl == "local" or masked or self.data.eod_mask_loss:
+            raise ValueError(
+                "parallel.context_parallel_size above 1 needs the attention of TransformerEngine, and so neither "
+                "training.transformer_impl=local nor data.reset_attention_mask nor data.eod_mask_loss"
+            )
+        parts = 2 * context * (tensor if self.parallel.sequence_parallel else 1)
+        if self.training.seq_length % parts:
+            raise ValueError(
+                f"training.seq_length {self.training.seq_length} is no multiple of {parts}: each of the "
+                f"{context} context-parallel ranks takes two parts of it"
+                + (", which sequence_parallel splits again" if parts > 2 * context else "")
+            )
 
     @model_validator(mode="after")
     def _evaluated_checkpoints(self) -> Self:

@@ -19,18 +19,15 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.utils import get_batch_on_this_cp_rank
 
 from relayrun.config.schema import Data, RunConfig
 from relayrun.data import documents
 from relayrun.errors import ConfigError
-from relayrun.training import parallel
-from relayrun.training.attention import CausalAttention
-from relayrun.training.norm import RMSNorm
+from relayrun.training import layers, parallel
 from relayrun.training.parallel import Ranks
 from relayrun.training.size import flops_per_token, padded
 
@@ -99,7 +96,7 @@ class Model:
         virtual = {"ignore_virtual": False, "vp_stage": stage}
         gpt = GPTModel(
             config=transformer,
-            transformer_layer_spec=_block_spec(transformer, stage),
+            transformer_layer_spec=layers.block_spec(layers.implementation(config), transformer, stage),
             vocab_size=self.padded_vocabulary_size,
             max_sequence_length=self.seq_length,
             pre_process=parallel_state.is_pipeline_first_stage(**virtual),
@@ -180,16 +177,19 @@ class Model:
         device = self._ranks.device
         tokens = torch.from_numpy(batch.tokens).to(device, non_blocking=True)
         weights = None if batch.weights is None else torch.from_numpy(batch.weights).to(device)
-        loss = ddp(
-            input_ids=tokens[:, :-1].contiguous(),
-            position_ids=self._position_ids(batch.tokens[:, :-1]),
-            attention_mask=self._visible(batch.tokens[:, :-1]),
-            labels=tokens[:, 1:].contiguous(),
-        )
+        parts = {
+            "input_ids": tokens[:, :-1].contiguous(),
+            "position_ids": self._position_ids(batch.tokens[:, :-1]),
+            "attention_mask": self._visible(batch.tokens[:, :-1]),
+            "labels": tokens[:, 1:].contiguous(),
+        }
+        if self._ranks.context_size > 1:  # two parts of the sequence for each rank, so that all have as much to attend
+            parts = get_batch_on_this_cp_rank(parts)
+        loss = ddp(**parts)
         mask = None
         if self._data.eod_mask_loss:
             mask = torch.from_numpy(documents.loss_mask(batch.tokens[:, :-1], self._eod)).to(device)
-        return loss, partial(_loss, weights=weights, mask=mask)
+        return loss, partial(_loss, weights=weights, mask=mask, context_size=self._ranks.context_size)
 
     def _position_ids(self, inputs: npt.NDArray[np.int64]) -> torch.Tensor:
         if not self._data.reset_position_ids:
@@ -206,7 +206,7 @@ class Model:
 
 
 def _loss(
-    loss: torch.Tensor, *, weights: torch.Tensor | None, mask: torch.Tensor | None
+    loss: torch.Tensor, *, weights: torch.Tensor | None, mask: torch.Tensor | None, context_size: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Per-token losses [batch, sequence] → (mean for the gradient, sum over samples for the report).
 
@@ -217,8 +217,11 @@ def _loss(
         samples = loss.float().mean(dim=1)
     else:
         samples = (loss.float() * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-    total = samples.sum() if weights is None else (samples * weights).sum()
-    return samples.mean(), total.detach().double()
+    total = (samples.sum() if weights is None else (samples * weights).sum()).detach().double()
+    if context_size > 1:  # this rank has as many tokens of each sample as every other one
+        torch.distributed.all_reduce(total, group=parallel_state.get_context_parallel_group())
+        total /= context_size
+    return samples.mean() / context_size, total  # megatron-core multiplies by the size again, and takes the mean
 
 
 def _eod(data: Data, eod: int | None) -> int:
@@ -227,15 +230,6 @@ def _eod(data: Data, eod: int | None) -> int:
         raise ConfigError("reset_position_ids, reset_attention_mask and eod_mask_loss need an end-of-document token, "
                           "and this tokenizer has none", where="data")  # fmt: skip
     return -1 if eod is None else eod
-
-
-def _block_spec(transformer: TransformerConfig, stage: int) -> TransformerBlockSubmodules:
-    layer: ModuleSpec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    parts.self_attention.submodules.core_attention = CausalAttention
-    layers = get_num_layers_to_build(transformer, vp_stage=stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
 
 
 def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> TransformerConfig:
@@ -257,6 +251,7 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         tensor_model_parallel_size=ranks.tensor_size,
+        context_parallel_size=ranks.context_size,
         pipeline_model_parallel_size=ranks.pipeline_size,
         virtual_pipeline_model_parallel_size=ranks.virtual_stages if ranks.virtual_stages > 1 else None,
         # two stages with several parts would exchange several messages in one batch

@@ -40,6 +40,8 @@ class Ranks:
     data_parallel_size: int
     tensor_rank: int
     tensor_size: int
+    context_size: int
+    """Ranks that share a sequence."""
     pipeline_rank: int
     pipeline_size: int
     virtual_stages: int
@@ -50,7 +52,8 @@ class Ranks:
     @property
     def layout(self) -> str:
         virtual = f" x VPP{self.virtual_stages}" if self.virtual_stages > 1 else ""
-        return f"DP{self.data_parallel_size} x TP{self.tensor_size} x PP{self.pipeline_size}{virtual}"
+        context = f" x CP{self.context_size}" if self.context_size > 1 else ""
+        return f"DP{self.data_parallel_size} x TP{self.tensor_size} x PP{self.pipeline_size}{virtual}{context}"
 
     def in_save_thread(self) -> Ranks:
         """The same, for agreements between the threads that save."""
@@ -120,10 +123,10 @@ def start(config: RunConfig) -> Ranks:
     """
     parallel = config.parallel
     world_size = int(os.environ["WORLD_SIZE"])
-    model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    if world_size % model_parallel:
-        raise FatalTrainingError(f"{world_size} ranks cannot be split into tensor x pipeline parallel size "
-                                 f"{parallel.tensor_model_parallel_size} x {parallel.pipeline_model_parallel_size}",
+    if world_size % config.model_parallel_size:
+        raise FatalTrainingError(f"{world_size} ranks cannot be split into tensor x pipeline x context parallel size "
+                                 f"{parallel.tensor_model_parallel_size} x {parallel.pipeline_model_parallel_size} x "
+                                 f"{parallel.context_parallel_size}",
                                  hint="change job.nodes, job.ntasks_per_node or the parallel section")  # fmt: skip
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -138,6 +141,7 @@ def start(config: RunConfig) -> Ranks:
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_stages if config.virtual_stages > 1 else None,
+        context_parallel_size=parallel.context_parallel_size,
         distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
         create_gloo_process_groups=False,
     )
@@ -152,6 +156,7 @@ def start(config: RunConfig) -> Ranks:
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        context_size=parallel_state.get_context_parallel_world_size(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
         virtual_stages=config.virtual_stages,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from relayrun import preflight
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import Model, RunConfig
 from relayrun.errors import ConfigError
@@ -125,6 +126,38 @@ def test_a_baseline_recomputes_layers_because_it_must(size: str) -> None:
     path = compose.ROOT / "configs" / "runs" / f"llama3-{size}.yaml"
     without = compose.load(path, ["training.recompute_granularity=null", "training.recompute_num_layers=null"])
     assert sum(memory(without).values()) > ROOM
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.context_parallel_size=3"], "128 ranks .* no multiple of tensor x pipeline x context .* 4 x 8 x 3"),
+        (["parallel.context_parallel_size=2", "training.seq_length=8200"], "8200 is no multiple of 16: each of the 2"),
+        (["parallel.context_parallel_size=2", "training.transformer_impl=local"], "needs the attention of Transformer"),
+        (["parallel.context_parallel_size=2", "data.reset_attention_mask=true"], "needs the attention of Transformer"),
+        (["parallel.context_parallel_size=2", "data.eod_mask_loss=true"], "needs the attention of TransformerEngine"),
+        (
+            ["training.transformer_impl=transformer_engine", "data.reset_attention_mask=true"],
+            "needs the local attention",
+        ),
+    ],
+)
+def test_what_an_attention_cannot_do_is_refused_by_its_rule(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compose.load(compose.ROOT / "configs" / "runs" / "llama3-70b.yaml", overrides)
+
+
+def test_context_parallel_is_refused_before_submission_unless_the_cluster_has_transformer_engine() -> None:
+    overrides = ["parallel.context_parallel_size=2"]
+    config = compose.load(compose.ROOT / "configs" / "runs" / "llama3-70b.yaml", overrides)
+    assert config.data_parallel_size == 2
+    with pytest.raises(ConfigError, match="context_parallel_size above 1 needs TransformerEngine, which this"):
+        preflight.check(config)
+    declared = config.cluster.model_copy(update={"transformer_engine": True})
+    preflight.check(config.model_copy(update={"cluster": declared}))
+    forced = ["training.transformer_impl=transformer_engine"]
+    with pytest.raises(ConfigError, match="transformer_impl=transformer_engine needs TransformerEngine"):
+        preflight.check(compose.load(compose.ROOT / "configs" / "runs" / "llama3-70b.yaml", forced))
 
 
 def test_a_token_costs_six_flops_per_parameter_and_the_causal_half_of_attention() -> None:
