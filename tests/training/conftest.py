@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -150,18 +150,25 @@ class Harness:
         return attempt
 
     def start(
-        self, attempt: AttemptDir | None = None, *, file_limit: int | None = None, inject: str = "", **changes: Any
+        self,
+        attempt: AttemptDir | None = None,
+        *,
+        file_limit: int | None = None,
+        inject: str = "",
+        prefix: Sequence[str] = (),
+        **changes: Any,
     ) -> Attempt:
         """Start the ranks, SIGUSR2 ignored, as the launchers do. Rank 1 can write no file above `file_limit` bytes.
 
-        `inject`: faults of `relayrun.drill.inject`.
+        `inject`: faults of `relayrun.drill.inject`. `prefix`: put before the program.
         """
         attempt = attempt or self.begin(**changes)
         log = attempt.path / "log"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        prefix = [sys.executable, "-m", "relayrun.drill.inject", inject, "--"] if inject else []
+        if inject:
+            prefix = [sys.executable, "-m", "relayrun.drill.inject", inject, "--"]
         processes = []
         for rank in range(self.ranks):
             environment = os.environ | {

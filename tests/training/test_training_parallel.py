@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,15 @@ def test_a_resume_is_exact(harness: Make, ranks: int, parallel: dict[str, Any], 
             assert step[name].hex() == reference.steps()[iteration][name].hex(), (iteration, name)
     assert resumed.evaluations() == reference.evaluations()
     assert_same_bytes(whole.run.checkpoint(STEPS), rest.run.checkpoint(STEPS))
+
+
+def test_without_the_synchronization_before_a_save_overlapped_parameters_are_saved_stale(harness: Make) -> None:
+    """What `overlap_param_gather` leaves for the next forward pass is missing then: the resume goes another way."""
+    whole, rest = (harness(**settings(2, OVERLAP, {"precision": "bf16"})) for _ in range(2))
+    faulty = whole.start(prefix=[sys.executable, "-m", "tests.training.without_param_sync", "--"])
+    assert faulty.wait() == [0, 0], faulty.output()
+    resumed = resumed_from(whole, rest)
+    assert faulty.steps()[CUT + 1]["loss"] != resumed.steps()[CUT + 1]["loss"]
 
 
 def test_another_way_to_split_the_model_computes_the_same(harness: Make) -> None:
