@@ -1,15 +1,18 @@
 """Run by test_training_optimizer.py in a process of its own, since the device shim changes torch.
 
 Trains three steps with the distributed optimizer on one rank, saves, and loads into a new model and
-optimizer: once as it should be, and once without each of the cures. Prints what happened as JSON.
+optimizer: once as it should be, once without each of the cures, and from and into megatron-core's own format.
+Prints what happened as JSON.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from relayrun.data.progress import Progress  # noqa: E402
 from relayrun.training import device_shim, parallel  # noqa: E402
 from relayrun.training.checkpoint import InProcessStrategy  # noqa: E402
 from relayrun.training.model import MicroBatch, Model  # noqa: E402
-from relayrun.training.optimizer import Optimizer, TorchDistributedOptimizer  # noqa: E402
+from relayrun.training.optimizer import Optimizer, ShardedDistributedOptimizer, TorchDistributedOptimizer  # noqa: E402
 
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 CONFIG = {
@@ -49,6 +52,32 @@ def sharded(model: Model, optimizer: Optimizer, *, loading: bool) -> Any:
     weights = model.sharded_state_dict(dict(FORMAT))
     state = optimizer.inner.sharded_state_dict(weights, is_loading=loading, metadata=dict(FORMAT))
     return {"model": weights, "optimizer": state}
+
+
+def save(folder: Path) -> None:
+    folder.mkdir()
+    dist_checkpointing.save(sharded(model, optimizer, loading=False), str(folder), InProcessStrategy(ranks.cpu_group))
+
+
+@contextlib.contextmanager
+def replaced(owner: type, name: str, value: Any) -> Iterator[None]:
+    own = vars(owner)[name]
+    setattr(owner, name, value)
+    yield
+    setattr(owner, name, own)
+
+
+@contextlib.contextmanager
+def megatrons_format() -> Iterator[None]:
+    """The state as megatron-core itself saves and loads it, in whole tensors."""
+    with contextlib.ExitStack() as stack:
+        for name in ("sharded_param_state_fully_reshardable", "load_parameter_state_from_fully_reshardable"):
+            stack.enter_context(replaced(ShardedDistributedOptimizer, name, getattr(DistributedOptimizer, name)))
+        yield
+
+
+def gathered(*_: Any, **__: Any) -> None:
+    raise AssertionError("the state was gathered")
 
 
 def weights_and_steps(model: Model, optimizer: Optimizer) -> dict[str, Any]:
@@ -85,14 +114,22 @@ for number in range(3):
 position = Progress(config.training.batch_sizes)
 for _ in range(3):
     position.advance()
-dist_checkpointing.save(sharded(model, optimizer, loading=False), str(folder), InProcessStrategy(ranks.cpu_group))
+with replaced(DistributedOptimizer, "get_parameter_state_dp_zero", gathered):
+    save(folder / "own")
+with megatrons_format():
+    save(folder / "megatrons")
 step(model, optimizer, 3)
-results = {"uninterrupted": weights_and_steps(model, optimizer), "cured": resume(folder)}
+results = {
+    "uninterrupted": weights_and_steps(model, optimizer),
+    "from megatron-core's format": resume(folder / "megatrons"),
+}
+with replaced(DistributedOptimizer, "get_parameter_state_dp_zero", gathered):
+    results["cured"] = resume(folder / "own")
+with megatrons_format():
+    results["by megatron-core's format"] = resume(folder / "own")
 for name in ("initialize_state", "_set_main_param_and_optimizer_states", "load_state_dict"):
-    cure = vars(TorchDistributedOptimizer)[name]
-    setattr(TorchDistributedOptimizer, name, vars(DistributedOptimizer).get(name, lambda self: None))
-    results[f"without {name}"] = resume(folder)
-    setattr(TorchDistributedOptimizer, name, cure)
+    with replaced(TorchDistributedOptimizer, name, vars(DistributedOptimizer).get(name, lambda self: None)):
+        results[f"without {name}"] = resume(folder / "own")
 print(json.dumps(results))
 sys.stdout.flush()
 os._exit(0)

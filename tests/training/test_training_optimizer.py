@@ -27,6 +27,11 @@ def test_a_cured_resume_is_exact(results: dict[str, Any]) -> None:
     assert results["cured"]["steps"] == [4.0]
 
 
+def test_checkpoints_are_those_of_megatron_cores_reshardable_format(results: dict[str, Any]) -> None:
+    assert results["from megatron-core's format"] == results["uninterrupted"]
+    assert results["by megatron-core's format"] == results["uninterrupted"]
+
+
 def test_without_a_state_to_load_into_it_fails(results: dict[str, Any]) -> None:
     assert "AssertionError" in results["without initialize_state"]["error"]
 
