@@ -156,6 +156,7 @@ class Training:
         steps = self.config.training.steps
         if self.config.training.manual_gc_interval:
             gc.disable()  # else each rank stops at another time, and all wait for each
+        gc.freeze()  # what set-up made stays: collections, of which every save has one, look at the rest alone
         while True:
             order = self.saver.look()
             at = self.position.iteration
