@@ -1,29 +1,30 @@
 """Seconds from a signal to the successor's first new step, by phases, beside the same phases without a launcher.
 
-The real training program (two CPU ranks, a tiny model) in a chain on a Slurm of this machine. A repetition:
-SIGUSR2 to the batch script of the running job, until the next job has done a step; then the same checkpoint by
-hand, two processes without Slurm and supervisor, until a step, then SIGUSR2 and the save; then Slurm alone: how
-long a singleton waits whose predecessor, with a step on the same nodes, has ended.
+The real training program (two CPU ranks, a Llama of 12 layers whose checkpoint is about 1 GB) in a chain on a Slurm of
+this machine. A repetition: SIGUSR2 to the batch script of the running job, until the next job has done a step; then the
+same checkpoint by hand, two processes without Slurm and supervisor, until a step, then SIGUSR2 and the save.
 
 | phase | from | to |
 |---|---|---|
 | step | the signal | the start of the save |
 | save | | rank 0's last word |
-| queue | | the supervisor has opened the next attempt; bare: Slurm alone |
-| launch | | rank 0's process exists; bare: nothing |
+| end | | Slurm's controller has taken the end of the job |
+| queue | | Slurm starts the next job's batch script |
+| begin | | the supervisor has opened the next attempt |
+| launch | | rank 0's process exists |
 | import | | torch, megatron-core and the program are imported |
 | init | | ranks have met, model and optimizer are made |
 | load | | the checkpoint is in place |
 | first step | | the end of the first new step |
 
-`own`: the total less the bare phases without Slurm's queue; `own_beside_slurm`: less that too. Both differ by what
-else the machine does while it imports, which is most of the time; `own_phases` is the difference in the phases alone
-in which the launcher takes part: step, queue and launch.
+`own` is the launcher's: end, begin and launch (with the start of srun), and what step takes longer than bare. `queue`
+is Slurm's alone, by the clocks of its logs: on an idle cluster up to a second, and hours on a busy one.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -50,8 +51,11 @@ from relayrun.rundir.records import Begin, Left, Started, commits  # noqa: E402
 from tests.slurm.cluster import TestCluster  # noqa: E402
 from tests.workspace import Workspace  # noqa: E402
 
-REPETITIONS = 7
-PHASES = ("step", "save", "queue", "launch", "import", "init", "load", "first step")
+REPETITIONS = 5
+PHASES = ("step", "save", "end", "queue", "begin", "launch", "import", "init", "load", "first step")
+OWN = ("step", "end", "begin", "launch")
+MODEL = {"num_layers": 12, "hidden_size": 768, "ffn_hidden_size": 2048, "num_attention_heads": 12,
+         "num_query_groups": 12}  # fmt: skip
 STEPS = 5
 """That an attempt does before it is asked to leave."""
 
@@ -67,14 +71,14 @@ def main() -> None:
     try:
         workspace = Workspace.make(cluster.work)
         config = workspace.config(
-            "run", training={"steps": 1_000_000}, job={"nodes": 2, "ntasks_per_node": 1, "time": "30"},
+            "run", model=MODEL, training={"steps": 1_000_000}, job={"nodes": 2, "ntasks_per_node": 1, "time": "30"},
             cluster={"name": "test", "scheduler": "slurm", "environment": {"MASTER_ADDR": "127.0.0.1"}},
         )  # fmt: skip
         pairs: list[tuple[Phases, Phases]] = []
         for number in range(repetitions):
             chain, begin = relay(cluster, workspace.run("run"), config)
             bare = by_hand(workspace.run("run"), workspace.run(f"bare{number}"), begin)
-            pairs.append((chain, bare | {"queue": slurm_alone(cluster), "launch": 0.0}))
+            pairs.append((chain, bare))
             print(f"{number + 1}: chain {rounded(pairs[-1][0])}\n   bare  {rounded(pairs[-1][1])}", flush=True)
     finally:
         cluster.down()
@@ -99,8 +103,13 @@ def relay(cluster: TestCluster, run: RunDir, config: Path) -> tuple[Phases, Begi
     assert begin is not None
     assert started is not None
     phases = leaving(before, signalled)
+    over = logged(cluster.path / "log/slurmctld.log", rf"_job_complete: JobId={began.job_id} done")
+    launched = logged(cluster.path / f"log/slurmd-{first_host(cluster, begin)}.log",
+                      rf"Launching batch job {begin.job_id} for")  # fmt: skip
     phases |= {
-        "queue": begin.start_time - signalled - sum(phases.values()),
+        "end": over - signalled - sum(phases.values()),
+        "queue": launched - over,
+        "begin": begin.start_time - launched,
         "launch": started.process - begin.start_time,
     }
     phases |= starting(after, started, started.process)
@@ -149,17 +158,15 @@ def by_hand(run: RunDir, bare: RunDir, begin: Begin) -> Phases:
     return leaving(attempt, signalled) | starting(attempt, started, spawned)
 
 
-def slurm_alone(cluster: TestCluster) -> float:
-    """Seconds from the end of a job, whose step slept on both nodes, to the start of its singleton successor."""
-    marks = [cluster.work / "first-ended", cluster.work / "second-began"]
-    for mark, wrap in zip(marks, ("srun sleep 2; date +%s.%N", "date +%s.%N"), strict=True):
-        mark.unlink(missing_ok=True)
-        job = cluster.sbatch(
-            ["--job-name=alone", "--dependency=singleton", "--nodes=2", f"--output={mark}", f"--wrap={wrap}"]
-        )
-    cluster.wait_job(job)
-    ended, began = (float(mark.read_text()) for mark in marks)
-    return began - ended
+def logged(log: Path, words: str) -> float:
+    """When one of Slurm's daemons wrote a line with these words: seconds since 1970, to the millisecond."""
+    match = re.search(rf"^\[([\d-]+T[\d:]+)\.(\d{{3}})\] .*{words}", log.read_text(), re.M)
+    assert match is not None, (log, words)
+    return time.mktime(time.strptime(match[1], "%Y-%m-%dT%H:%M:%S")) + int(match[2]) / 1000
+
+
+def first_host(cluster: TestCluster, begin: Begin) -> str:
+    return cluster.run(["scontrol", "show", "hostnames", begin.nodes]).stdout.split()[0]
 
 
 def leaving(attempt: AttemptDir, signalled: float) -> Phases:
@@ -192,7 +199,7 @@ def wait(condition: Callable[[], bool], seconds: float = 120) -> None:
 
 
 def rounded(phases: Phases) -> dict[str, float]:
-    return {name: round(phases[name], 3) for name in PHASES}
+    return {name: round(phases[name], 3) for name in PHASES if name in phases}
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -201,22 +208,17 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def write(pairs: list[tuple[Phases, Phases]], load: tuple[float, float, float]) -> None:
     totals = [sum(chain.values()) for chain, _ in pairs]
-    own = [total - sum(bare.values()) + bare["queue"] for total, (_, bare) in zip(totals, pairs, strict=True)]
-    phases = [sum(chain[name] - bare[name] for name in ("step", "queue", "launch")) for chain, bare in pairs]
-    beside = [total - sum(bare.values()) for total, (_, bare) in zip(totals, pairs, strict=True)]
+    own = [sum(chain[name] - bare.get(name, 0.0) for name in OWN) for chain, bare in pairs]
     figures: dict[str, Any] = {
         "unit": "seconds, where it is no share",
         "repetitions": len(pairs),
+        "model": MODEL,
         "load_average": {"before": load, "after": os.getloadavg()},
         "total": spread(totals),
         "chain": {name: spread([chain[name] for chain, _ in pairs]) for name in PHASES},
-        "bare": {name: spread([bare[name] for _, bare in pairs]) for name in PHASES},
+        "bare": {name: spread([bare[name] for _, bare in pairs]) for name in PHASES if name in pairs[0][1]},
         "own": spread(own),
         "own_share": spread([part / total for part, total in zip(own, totals, strict=True)]),
-        "own_beside_slurm": spread(beside),
-        "own_beside_slurm_share": spread([part / total for part, total in zip(beside, totals, strict=True)]),
-        "own_phases": spread(phases),
-        "own_phases_share": spread([part / total for part, total in zip(phases, totals, strict=True)]),
     }
     for name in [name for name in figures if name.startswith(("total", "own"))]:
         print(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in figures[name].items()))

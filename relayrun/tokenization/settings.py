@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from relayrun.config import yamlfile
 from relayrun.config.compose import ROOT
-from relayrun.config.schema import Positive, Section, SlurmTime
+from relayrun.config.section import Positive, Section, SlurmTime
 from relayrun.errors import ConfigError
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]

@@ -14,12 +14,10 @@ import traceback
 import warnings
 from pathlib import Path
 
-from relayrun.config import compose
 from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError
 from relayrun.rundir import lineage
 from relayrun.rundir.layout import AttemptDir, RunDir
 from relayrun.rundir.records import Begin, Failure, Left, commits
-from relayrun.training import debugging
 from relayrun.training.heartbeat import Pulse, is_first_of_node, node_name
 from relayrun.training.pace import Pace
 from relayrun.training.signals import SignalFlag, dump_stacks_on_request
@@ -52,12 +50,16 @@ def main(flag: SignalFlag) -> int:
         # what these two say to their own authors, at every import, config and save
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+        # from here on imports that take long; nsys must be around the process before torch is there
+        from relayrun.config import compose
+        from relayrun.training import debugging
+
         config = compose.read_resolved(run.config_revision(begin.config_revision))
         debug = run.debug_of(attempt.number)
         debugging.enter_nsys(config.debug, debug / "profile", rank)
         if config.debug.log_nccl:
             debugging.log_nccl(debug / "nccl", node=node, rank=rank)
-        from relayrun.training.loop import train  # imports torch and megatron-core: seconds
+        from relayrun.training.loop import train
 
         debugging.write_surroundings(run, begin, config, rank=rank, node=node, first_of_node=is_first_of_node())
         train(run, begin, config, flag, pace, pulse, process_began=began)

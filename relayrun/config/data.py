@@ -1,0 +1,103 @@
+"""What is trained on: `data` and the data sets of its mixture."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from relayrun.config.section import NAME, Fraction, Positive, Section
+
+
+class Source(Section):
+    """One data set of a mixture."""
+
+    path: str | list[str] | None = None
+    """Folders of .bin/.idx shards, shards (without suffix), or patterns of either; only a user's own order may
+    do without."""
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    """Share of the samples, in any unit: the weights of a mixture are divided by their sum."""
+    order: str | None = None
+    """`window`, `megatron` or `module:callable`; default: data.order."""
+    options: dict[str, Any] = {}
+    """Given to a user's own order."""
+    edition: Positive = 1
+    """Rises when the files are replaced by others. Set by submit."""
+
+    def identity(self, name: str) -> str:
+        """Under which the data set called `name` is counted."""
+        return name if self.edition == 1 else f"{name}@{self.edition}"
+
+    @property
+    def paths(self) -> list[str]:
+        return [] if self.path is None else [self.path] if isinstance(self.path, str) else self.path
+
+
+MOCK_ORDER = "relayrun.data.mock:MockDataset"
+
+_ORDER = re.compile(r"window|megatron|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class Data(Section):
+    """Which tokens are read, and in which order. Relative paths start at the folder that holds `launchers/`."""
+
+    tokenizer: str
+    """Folder or file of the tokenizer the shards were made with (for its size and its end of document)."""
+    datasets: list[str] = []
+    """Folders of .bin/.idx shards; links are followed. Short for a mixture of one data set, `train`."""
+    mixture: dict[Annotated[str, Field(pattern=NAME)], Source] = {}
+    """Data sets by name. May be given as the name of a YAML or JSON file that holds this, or as `path*,0.3;path*,0.7`.
+    A mixture that is changed on a resume goes on in every data set where it was."""
+    validation: dict[Annotated[str, Field(pattern=NAME)], list[str]] = {}
+    """Held-out sets by name, each a list of folders; never part of training."""
+    split: Fraction = 0.0
+    """Share of each data set's windows, at its end, that is held out: a validation set of the data set's name."""
+    order: str = "window"
+    """How a data set's windows are cut and shuffled: `window`, without an index; `megatron`, megatron-core's
+    GPTDataset for each epoch; `module:callable`, a user's own."""
+    data_cache_dir: str | None = None
+    """Folder for the indices of `order: megatron`; without it every rank builds them in memory."""
+    reset_position_ids: bool = False
+    """Positions start at 0 after each end of document. Rotary positions are relative: no effect on a Llama."""
+    reset_attention_mask: bool = False
+    """A token sees only its own document."""
+    eod_mask_loss: bool = False
+    """What follows an end of document is not predicted: its loss does not count."""
+    mock_data: bool = False
+    """Made-up tokens in place of tokenizer, data sets and validation sets, whatever these are: nothing is read."""
+    mock_vocabulary_size: Positive = 128_256
+    """Of the made-up tokens; Llama 3's."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _mock(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("mock_data") is not True:
+            return values
+        size = values.get("mock_vocabulary_size", cls.model_fields["mock_vocabulary_size"].default)
+        source = {"weight": 1.0, "order": MOCK_ORDER, "options": {"vocabulary_size": size}}
+        rest = {name: value for name, value in values.items() if name not in ("datasets", "validation", "split")}
+        return rest | {"mixture": {"mock": source}}
+
+    @property
+    def sources(self) -> dict[str, Source]:
+        """The mixture, also where `datasets` is given."""
+        return self.mixture or {"train": Source(path=self.datasets, weight=1.0)}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if bool(self.datasets) == bool(self.mixture):
+            raise ValueError("give either datasets or mixture")
+        for name, source in self.sources.items():
+            order = source.order or self.order
+            if not _ORDER.fullmatch(order):
+                raise ValueError(f"order {order!r} is none of window, megatron, module:callable")
+            own = ":" in order
+            if not source.paths and not own:
+                raise ValueError(f"mixture.{name}: this data set has no path")
+            if own and self.split:
+                raise ValueError(f"mixture.{name}: data.split cannot hold out a part of a user's own order {order!r}; "
+                                 "hold data out by path")  # fmt: skip
+            if self.split and name in self.validation:
+                raise ValueError(f"data.split makes a validation set {name!r}, and data.validation has one too")
+        return self

@@ -1,0 +1,146 @@
+"""Where it runs and what goes on around it: `chain`, `tracking`, `debug`, `job`, `evaluation` and `cluster`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from relayrun.config.section import NAME, NonNegative, Positive, Section, SlurmTime
+
+
+class Chain(Section):
+    """How one job follows the other."""
+
+    auto_requeue: bool = False
+    """Queue a successor behind every job until the run is done. Costs node hours unattended: off by default."""
+    mode: Literal["singleton", "requeue"] = "singleton"
+    """singleton: a successor is queued behind every job. requeue: the job queues itself again, under the same id."""
+    max_failed_attempts: Positive = 3
+    """Attempts in a row without a new durable iteration, after which the chain stops."""
+    lead: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
+    """Seconds before the job's end at which rank 0 saves and leaves. auto: min(600, a quarter of the limit) for the
+    first attempt, later what steps and saves took, measured while it runs."""
+    lead_floor: Positive = 30
+    """The measured lead is never below this many seconds (nor above half the time limit)."""
+    signal_lead: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
+    """Seconds before the end at which Slurm sends SIGUSR2, the backstop; auto: 60 less than the lead, or half of it."""
+    hang_timeout: Positive = 300
+    """Seconds without progress after which the ranks are ended; ten usual steps if that is longer."""
+    start_timeout: Positive = 1800
+    """The same before the first step: imports, set-up, loading."""
+    triggers_group: str | None = None
+    """Name or number of the group that may touch triggers; default: the group of the run directory."""
+
+
+class Tracking(Section):
+    """Where the metrics go besides the run directory. W&B is on where WANDB_API_KEY or WANDB_MODE=offline is in the
+    environment, under `project` and `name`."""
+
+    tensorboard: bool = False
+    """Write event files into the run directory's `tensorboard` folder."""
+
+
+class Debug(Section):
+    """What helps to find out what is wrong; files go to debug/<attempt>/ of the run directory."""
+
+    log_nccl: bool = False
+    """NCCL_DEBUG=INFO (where the environment says nothing else), into a file per rank and node."""
+    profile: Literal["nsys", "torch"] | None = None
+    """nsys: NVIDIA's Nsight Systems around the ranks. torch: torch.profiler, a Chrome trace per rank."""
+    profile_step_start: Positive = 10
+    """The first iteration that is profiled."""
+    profile_step_end: Positive = 12
+    """The last one."""
+    profile_ranks: list[NonNegative] = [0]
+    backup_codebase: bool = False
+    """Every attempt runs the code as it was at the submit, uncommitted changes included."""
+    memory_interval: NonNegative = 60
+    """Seconds between lines of memory_logging-<node>.txt; 0: none."""
+
+    @model_validator(mode="after")
+    def _steps(self) -> Self:
+        if self.profile_step_end < self.profile_step_start:
+            raise ValueError(f"profile_step_end {self.profile_step_end} is before "
+                             f"profile_step_start {self.profile_step_start}")  # fmt: skip
+        return self
+
+
+class Job(Section):
+    """What one job asks of the scheduler; names are Slurm's."""
+
+    time: SlurmTime
+    nodes: Positive = 1
+    ntasks_per_node: Positive = 1
+    """Ranks per node, one per GPU where there are GPUs."""
+    cpus_per_task: Positive = 1
+    gpus_per_node: NonNegative = 0
+    mem: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    reservation: str | None = None
+    constraint: str | None = None
+    exclude: str | None = None
+    exclusive: bool = False
+
+
+class EvaluationJob(Section):
+    """What the job of an evaluation asks of the scheduler: one node, one task. What is left out is as in `job`."""
+
+    time: SlurmTime = "01:00:00"
+    cpus_per_task: Positive | None = None
+    gpus_per_node: NonNegative | None = None
+    """Default: one where the run's jobs have GPUs."""
+    mem: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    reservation: str | None = None
+    constraint: str | None = None
+    exclude: str | None = None
+
+
+class Evaluation(Section):
+    """Checkpoints that are exported to Hugging Face's form and evaluated, each in a job of its own beside the chain."""
+
+    interval: Positive
+    """Iterations; a multiple of checkpoint.interval. The last iteration is always evaluated."""
+    tasks: list[str] = []
+    """Tasks of lm-evaluation-harness (extra `evaluation`); none: the mean loss on the validation sets."""
+    include_path: str | None = None
+    """Folder of task files (YAML) of your own."""
+    num_fewshot: NonNegative | None = None
+    limit: Positive | None = None
+    """Documents of each task, or windows of each validation set; default: all, or as training evaluates."""
+    batch_size: Positive = 8
+    keep_exported: bool = False
+    """Keep the exported folders, in evaluations/ of the run directory."""
+    hold: NonNegative = 3
+    """Checkpoints that may wait for their export although checkpoint.keep_last would remove them."""
+    job: EvaluationJob = EvaluationJob()
+
+
+class Cluster(Section):
+    """What a site needs; a file of configs/clusters/."""
+
+    name: Annotated[str, Field(pattern=NAME)]
+    scheduler: Literal["slurm", "local"]
+    job: dict[str, Any] = {}
+    """Defaults of the `job` section at this site (account, partition, ...)."""
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = {}
+    """Variables of every rank. They override relayrun's own defaults. Never put secrets here."""
+    modules: list[str] = []
+    """`module load` names, loaded in the batch script."""
+    srun_options: list[str] = []
+    """Options of srun alone: container image, mounts (`--environment=...`, `--container-image=...`)."""
+    command_prefix: list[str] = []
+    """Put before the program of every rank, for example `numactl --membind=0-3`."""
+    python: str | None = None
+    """Python of the ranks; default: the one that submits."""
+    transformer_engine: bool = False
+    """TransformerEngine is installed where the ranks run (in the container)."""
+    host_python: str = "python3"
+    """Python of the batch script, 3.11 or newer; needs the standard library alone."""
+    read_only_paths: list[str] = []
+    """Nothing may be written below these."""

@@ -1,0 +1,31 @@
+"""What all sections of a config have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from relayrun.slurmtime import parse_time
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+
+
+def _time_text(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError(f"{value!r} is no Slurm time; write MM, HH:MM:SS or D-HH:MM:SS")
+    if parse_time(str(value)) <= 0:
+        raise ValueError("the time limit must be positive")
+    return str(value).strip()
+
+
+SlurmTime = Annotated[str, BeforeValidator(_time_text)]
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A part of the config: no unknown names, no silent conversion, no change after reading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

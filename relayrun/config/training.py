@@ -1,0 +1,198 @@
+"""What is trained and how: `model`, `training`, `optimizer`, `checkpoint` and `parallel`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from relayrun.config.rampup import BatchSizes
+from relayrun.config.section import Fraction, NonNegative, Positive, Section
+
+
+class Model(Section):
+    """A Llama: RMSNorm, SwiGLU, rotary positions, grouped-query attention (arXiv 2407.21783)."""
+
+    num_layers: Positive
+    hidden_size: Positive
+    ffn_hidden_size: Positive
+    num_attention_heads: Positive
+    num_query_groups: Positive
+    """Key-value heads; equal to num_attention_heads for plain multi-head attention."""
+    rotary_base: Positive = 500_000
+    rope_scaling_factor: Annotated[float, Field(ge=1)] | None = None
+    """Llama 3.1's stretching of the low rotary frequencies, over an original context of 8,192; None: none."""
+    norm_epsilon: float = 1e-5
+    init_method_std: float = 0.02
+    hidden_dropout: Fraction = 0.0
+    attention_dropout: Fraction = 0.0
+    untie_embeddings_and_output_weights: bool = True
+    make_vocab_size_divisible_by: Positive = 128
+    """The vocabulary is padded to a multiple of this, however the model is split: a checkpoint fits every layout."""
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Self:
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(f"hidden_size {self.hidden_size} is no multiple of "
+                             f"num_attention_heads {self.num_attention_heads}")  # fmt: skip
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(f"num_attention_heads {self.num_attention_heads} is no multiple of "
+                             f"num_query_groups {self.num_query_groups}")  # fmt: skip
+        return self
+
+
+class Training(Section):
+    """How long and in which batches."""
+
+    steps: Positive
+    """Iterations (optimizer steps) until the run is done."""
+    micro_batch_size: Positive
+    """Samples that one data-parallel rank runs at a time."""
+    global_batch_size: Positive
+    """Samples of one iteration over all ranks; the rest is gradient accumulation. With a ramp: at its end."""
+    rampup_batch_size: list[Any] | None = None
+    """Smaller batches at the beginning. As in Megatron [start, increment, samples]: from start to global_batch_size in
+    steps of increment, over that many samples; or [[size, samples], ...]: size until samples are consumed."""
+    seq_length: Positive
+    """Tokens of one sample."""
+    seed: NonNegative = 28
+    """Of weights, dropout and data order."""
+    eval_interval: NonNegative = 0
+    """Iterations between evaluations on the validation sets; the last iteration always evaluates. 0: only then."""
+    eval_steps: Positive = 8
+    """Global batches per validation set and evaluation."""
+    threads: NonNegative = 0
+    """CPU threads of a rank (torch.set_num_threads); 0 leaves torch's own choice."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of weights and activations. With bf16 the optimizer keeps fp32 weights; gradients are summed in fp32."""
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Layers of TransformerEngine, or local ones: attention on torch's SDPA (flash on GPUs) and torch's fused norms.
+    auto: TransformerEngine on a GPU where it is installed, except with data.reset_attention_mask."""
+    recompute_granularity: Literal["full"] | None = None
+    """full: keep only the inputs of the layers and compute the rest again in the backward pass. Saves memory."""
+    recompute_num_layers: Positive | None = None
+    """Of each pipeline stage (of each part, with virtual stages) only so many layers, the first ones; Megatron's
+    recompute_method block. None: all of them."""
+    manual_gc_interval: NonNegative = 0
+    """Iterations between Python's garbage collections, at the same time on all ranks; 0 leaves it to Python."""
+    on_nan: Literal["stop", "skip", "rewind"] = "stop"
+    """Where loss or gradient norm are no finite number. stop: end the chain. skip: leave out this update.
+    rewind: go back to the newest checkpoint and pass over the samples from there up to these."""
+    on_spike: Literal["ignore", "stop", "skip", "rewind"] = "ignore"
+    """The same where the loss is a spike: above the median of the last losses by spike_threshold median deviations."""
+    spike_window: Annotated[int, Field(ge=8)] = 128
+    """Iterations whose losses a spike is measured against."""
+    spike_threshold: Annotated[float, Field(gt=0)] = 10.0
+    """In median absolute deviations; 10 are 6.7 standard deviations of normal noise."""
+    max_skips: Positive = 10
+    """Updates left out in a row, after which one more stops the chain."""
+    max_rewinds: NonNegative = 3
+    """Rewinds of the whole run, after which one more stops the chain."""
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        return BatchSizes(self.global_batch_size, self.rampup_batch_size)
+
+    @model_validator(mode="after")
+    def _recompute(self) -> Self:
+        if self.recompute_num_layers is not None and self.recompute_granularity is None:
+            raise ValueError("recompute_num_layers needs recompute_granularity full")
+        return self
+
+    @model_validator(mode="after")
+    def _ramp(self) -> Self:
+        try:
+            _ = self.batch_sizes
+        except ValueError as error:
+            raise ValueError(f"rampup_batch_size: {error}") from None
+        return self
+
+
+class Optimizer(Section):
+    """Adam with decoupled weight decay, and the learning rate's way. Names as in Megatron's arguments."""
+
+    lr: Annotated[float, Field(gt=0)]
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
+    """WSD: constant after the warm-up, then down over lr_wsd_decay_steps."""
+    lr_warmup_steps: NonNegative = 0
+    lr_warmup_tokens: Positive | None = None
+    """Instead of lr_warmup_steps; rounded up to whole iterations."""
+    lr_decay_steps: Positive | None = None
+    """Iterations until min_lr is reached; default: training.steps."""
+    lr_decay_tokens: Positive | None = None
+    """Instead of lr_decay_steps; rounded up to whole iterations."""
+    lr_wsd_decay_steps: Positive | None = None
+    """Iterations of the way down of WSD, which end at lr_decay_steps."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    adam_beta1: Fraction = 0.9
+    adam_beta2: Fraction = 0.95
+    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    clip_grad: Annotated[float, Field(ge=0)] = 1.0
+
+
+class Checkpoint(Section):
+    """When the state is made durable. A leave (time, signal, trigger, last step) always saves too."""
+
+    interval: Positive
+    """Iterations between saves."""
+    keep_last: Positive = 3
+    """Published checkpoints that are kept; older ones are removed."""
+    keep_every: Positive | None = None
+    """Checkpoints whose iteration is a multiple of this are never removed."""
+    async_save: bool = True
+    """Write while training goes on, from a copy in host memory (on each rank, as large as what it saves). A save that
+    is due while one is under way waits for it."""
+    writer_threads: Positive = 2
+    """Files that each rank writes at a time."""
+    load: str | None = None
+    """What a run without a checkpoint of its own goes on from: another run (its directory, or PROJECT/NAME) or the
+    folder of a checkpoint; `:ITERATION` behind a run takes another than its newest."""
+    finetune: bool = False
+    """Of `load` the weights alone: iterations, optimizer, random numbers and data begin anew."""
+    no_load_optim: bool = False
+    """Of `load` not the state of the optimizer; iterations and data go on."""
+    no_load_data: bool = False
+    """Of `load` not the position in the data: they begin anew, and may be others. Iterations go on."""
+
+    @model_validator(mode="after")
+    def _of_load(self) -> Self:
+        for name in ("finetune", "no_load_optim", "no_load_data"):
+            if getattr(self, name) and self.load is None:
+                raise ValueError(f"{name} says what of `load` is left out, and load is not set")
+        return self
+
+
+class Parallel(Section):
+    """How the model is split over ranks; what is left of the ranks is data-parallel."""
+
+    tensor_model_parallel_size: Positive = 1
+    pipeline_model_parallel_size: Positive = 1
+    num_layers_per_virtual_pipeline_stage: Positive | None = None
+    """Layers of one of several parts that a pipeline stage holds, for a smaller pipeline bubble; None: one part."""
+    sequence_parallel: bool = False
+    """Split norms and dropout over the tensor-parallel ranks by sequence."""
+    context_parallel_size: Positive = 1
+    """Split every sequence over this many ranks; needs TransformerEngine's attention."""
+    use_distributed_optimizer: bool = False
+    """Split the optimizer's state over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass goes on."""
+    overlap_param_gather: bool = False
+    """Gather the updated weights while the forward pass goes on."""
+
+    @property
+    def virtual_stages(self) -> bool:
+        return self.num_layers_per_virtual_pipeline_stage is not None
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError("sequence_parallel splits over tensor-parallel ranks: it needs "
+                             "tensor_model_parallel_size above 1")  # fmt: skip
+        if self.virtual_stages and self.pipeline_model_parallel_size == 1:
+            raise ValueError("num_layers_per_virtual_pipeline_stage needs pipeline_model_parallel_size above 1")
+        if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
+            raise ValueError("overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce")
+        return self
