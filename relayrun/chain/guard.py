@@ -29,6 +29,7 @@ def guard(run: RunDir, number: int, *, batch_pid: int) -> int:
     attempt = run.attempt(number)
     own = scheduler.current_job_id()
     patience = SHARE * scheduler.kill_wait()
+    log(f"guarding attempt {number}, job {own}")
     signal.sigwait({signal.SIGTERM})
     killed = not alive(batch_pid)  # a job that is cancelled, or at its limit, still has it
     deadline = time.monotonic() + patience

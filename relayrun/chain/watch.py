@@ -68,11 +68,11 @@ class Watch:
         guarded = not (self.plan.mode == "requeue" and self.plan.auto_requeue)
         while os.getppid() == parent:
             self._follow()
+            if not self.attempt.hang.exists():
+                self._look_for_hang()
             if not guarded and self._seen:  # the ranks have their step, so it cannot be in their way
                 self._guard(parent)
                 guarded = True
-            if not self.attempt.hang.exists():
-                self._look_for_hang()
             self._pay()
             self._evaluate()
             if select.select([leaving], [], [], POLL_SECONDS)[0]:

@@ -85,6 +85,12 @@ def kill_batch_script(stage: Stage) -> None:
     os.kill(stage.batch_pid(), signal.SIGKILL)
 
 
+def kill_guarded_batch_script(stage: Stage) -> None:
+    guard = stage.run.attempt(1).guard_log
+    stage.wait(lambda: guard.exists() and guard.stat().st_size)
+    kill_batch_script(stage)
+
+
 def stop_rank(stage: Stage) -> None:
     stage.wait_iteration(15)
     os.kill(stage.rank_pids()[1], signal.SIGSTOP)
@@ -178,7 +184,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(name="batch-script-killed", what="SIGKILL of the batch script", expect="resumed",
           causes=("saved|unknown", "done"), act=kill_batch_script),
     Fault(name="batch-script-killed-requeue", what="the same in requeue mode", expect="resumed",
-          causes=("saved|unknown", "done"), act=kill_batch_script, config={"chain": {"mode": "requeue"}}),
+          causes=("saved|unknown", "done"), act=kill_guarded_batch_script,
+          config={"chain": {"mode": "requeue"}}),
     Fault(name="crash-loop", what="an exception before the first step, every time", expect="stopped",
           causes=("failed", "failed"), inject="crash-at-once", config={"chain": {"max_failed_attempts": 2}},
           act=lambda stage: stage.hurry(), says="2 attempts in a row without a new durable iteration"),
