@@ -8,7 +8,7 @@ one thread, in turns of --steps iterations, after one turn of each for warming u
 times (`time.process_time`, all threads of the process). Dropout is off. About two minutes on an idle machine.
 
 GPU part, where torch sees a GPU: the 1B baseline in bf16 on one GPU at sequence length 4096, by the training program as
-it is submitted, in turns with a Llama of the same shape in plain PyTorch (`plain_llama.py`); tokens/s, and the MFU
+it is submitted, in turns with a Llama of the same shape in plain PyTorch (`_plain_llama.py`); tokens/s, and the MFU
 that the program reports (formula and peaks: relayrun/training/size.py). Every turn is a process of its own, its
 first steps are left out. Without a GPU the result says so.
 """
@@ -262,7 +262,7 @@ def program(run: RunDir) -> int:
 
 def plain() -> int:
     """The peer: prints the seconds of its steps."""
-    from plain_llama import seconds_per_step
+    from _plain_llama import seconds_per_step
 
     print(json.dumps(seconds_per_step(model_1b(), GPU_VOCABULARY, seq_length=GPU_SEQ_LENGTH, batch=GPU_BATCH,
                                       steps=GPU_STEPS, warm_up=GPU_WARM_UP)))  # fmt: skip
