@@ -44,7 +44,7 @@ format: setup ## put the files into the form that `check` asks for
 	$(BIN)/shfmt -i 2 -ci -w $(SHELL_FILES)
 
 bench: setup ## all benchmarks; results go to benchmarks/results/
-	for script in benchmarks/*.py; do $(BIN)/python "$$script"; done
+	for script in benchmarks/[!_]*.py; do $(BIN)/python "$$script"; done
 
 # Slurm from Debian's packages, for the tests; RELAYRUN_NO_SLURM=1 goes without.
 .PHONY: slurm
