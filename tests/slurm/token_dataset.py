@@ -46,10 +46,16 @@ def shards(settings: TokenizationSettings) -> dict[str, bytes]:
     return {str(file.relative_to(output)): file.read_bytes() for file in sorted(output.rglob("*_tokens.*"))}
 
 
+LENGTH = 6000
+"""Characters of a document."""
+
+
 def make_dataset(folder: Path) -> Dataset:
     """Below `folder`: six parquet files with odd names, a tokenizer, and the dumps tokenized without Slurm."""
-    sources = sorted(Path(os.__file__).parent.glob("*.py"))[:60]
+    sources = sorted(Path(os.__file__).parent.glob("*.py"))
     texts = [source.read_text(encoding="utf-8", errors="replace") for source in sources]
+    # of one length, so that every dump gets two files, whatever Python's sources are
+    texts = [text[:LENGTH] for text in texts if len(text) >= LENGTH][:60]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     special = ["<|endoftext|>"]

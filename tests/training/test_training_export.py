@@ -58,7 +58,10 @@ except InputError as error:
 def run_python(*arguments: str | Path) -> str:
     done = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    said = [
+        line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line
+    ]  # torch, with a toolkit
+    assert said == []
     return done.stdout
 
 
