@@ -123,11 +123,7 @@ def make_plan(config: RunConfig, run: RunDir, root: Path, *, revision: int, base
     lead = first_lead(time_limit) if fixed is None else fixed
     signal_lead = config.chain.signal_lead
     job, cluster = config.job, config.cluster
-    options: dict[str, str | None] = {
-        name: value
-        for name in ("account", "partition", "qos", "reservation", "constraint", "exclude", "mem")
-        if (value := getattr(job, name)) is not None
-    }
+    options: dict[str, str | None] = {**job.placement}
     if job.gpus_per_node:
         options["gpus-per-node"] = str(job.gpus_per_node)
     if job.exclusive:
@@ -185,12 +181,8 @@ def evaluation_script(config: RunConfig, plan: Plan, run: RunDir) -> str:
     own, job = config.evaluation.job, config.job
     cpus = str(own.cpus_per_task or job.cpus_per_task)
     options: dict[str, str | None] = {"time": format_time(parse_time(own.time)), "cpus-per-task": cpus}
-    for name in ("account", "partition", "qos", "reservation", "constraint", "exclude", "mem"):
-        value = getattr(own, name)
-        if value is None and name != "mem":  # the run's memory is meant for all its ranks of a node
-            value = getattr(job, name)
-        if value is not None:
-            options[name] = value
+    # without the run's memory, which is meant for all its ranks of a node
+    options |= {name: value for name, value in job.placement.items() if name != "mem"} | own.placement
     gpus = min(1, job.gpus_per_node) if own.gpus_per_node is None else own.gpus_per_node
     if gpus:
         options["gpus-per-node"] = str(gpus)

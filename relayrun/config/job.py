@@ -66,7 +66,24 @@ class Debug(Section):
         return self
 
 
-class Job(Section):
+class Place(Section):
+    """Where a job may run; names are Slurm's."""
+
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    reservation: str | None = None
+    constraint: str | None = None
+    exclude: str | None = None
+    mem: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
+
+    @property
+    def placement(self) -> dict[str, str]:
+        """What of it is set, as options of sbatch."""
+        return {name: value for name in Place.model_fields if (value := getattr(self, name)) is not None}
+
+
+class Job(Place):
     """What one job asks of the scheduler; names are Slurm's."""
 
     time: SlurmTime
@@ -75,30 +92,16 @@ class Job(Section):
     """Ranks per node, one per GPU where there are GPUs."""
     cpus_per_task: Positive = 1
     gpus_per_node: NonNegative = 0
-    mem: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
-    account: str | None = None
-    partition: str | None = None
-    qos: str | None = None
-    reservation: str | None = None
-    constraint: str | None = None
-    exclude: str | None = None
     exclusive: bool = False
 
 
-class EvaluationJob(Section):
+class EvaluationJob(Place):
     """What the job of an evaluation asks of the scheduler: one node, one task. What is left out is as in `job`."""
 
     time: SlurmTime = "01:00:00"
     cpus_per_task: Positive | None = None
     gpus_per_node: NonNegative | None = None
     """Default: one where the run's jobs have GPUs."""
-    mem: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
-    account: str | None = None
-    partition: str | None = None
-    qos: str | None = None
-    reservation: str | None = None
-    constraint: str | None = None
-    exclude: str | None = None
 
 
 class Evaluation(Section):
