@@ -1,15 +1,10 @@
-"""The text column of a file, as Arrow arrays of a bounded size.
-
-Names are opened literally; fsspec, which gives `::`, `*` and undecodable bytes a meaning of their own, is used
-for paths with a scheme (`s3://bucket/x.parquet`) alone.
-"""
+"""The text column of a file, as Arrow arrays of a bounded size."""
 
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import orjson
 import pyarrow as pa
@@ -17,6 +12,7 @@ import pyarrow.parquet as pq
 
 from relayrun.errors import InputError
 from relayrun.tokenization.metadata import printable
+from relayrun.tokenization.stores import open_input
 
 MOST_ROWS = 1024
 """Rows that are decoded at a time, where documents are short."""
@@ -48,20 +44,6 @@ def read_column(path: str, column: str, *, batch_bytes: int = 4_000_000) -> Iter
         lines = str(error).splitlines() or [type(error).__name__]
         raise InputError(f"cannot be read, it may be torn: {lines[0]}", where=printable(path),
                          hint="fetch the file again, then run again: what is done is kept") from None  # fmt: skip
-
-
-def open_input(path: str) -> BinaryIO:
-    """A file, or with a scheme whatever fsspec knows it as."""
-    if "://" in path:
-        import fsspec
-
-        return cast(BinaryIO, fsspec.open(path, "rb").open())
-    return open(path, "rb")
-
-
-def join(folder: str, name: str) -> str:
-    """The path of a file below a folder that may carry a scheme."""
-    return f"{folder.rstrip('/')}/{name}" if "://" in folder else os.path.join(folder, name)
 
 
 def _read_parquet(raw: BinaryIO, path: str, column: str, batch_bytes: int) -> Iterator[pa.Array]:

@@ -11,11 +11,12 @@ import heapq
 import os
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import fsync_directory, write_atomic
+from relayrun.tokenization import stores
 from relayrun.tokenization.metadata import MetadataFolder, paths_file_bytes, printable, read_paths_file, replace_link
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -31,8 +32,8 @@ class DataFile:
 
     path: str
     size: int
-    identity: tuple[int, int]
-    """Device and inode: equal for two paths that lead to one file."""
+    identity: tuple[int, int] | str
+    """Device and inode: equal for two paths that lead to one file. Below a URL: the path."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +51,35 @@ class Dump:
 def find_files(
     folder: str | os.PathLike[str], *, filter_in: Sequence[str] = (), filter_out: Sequence[str] = ()
 ) -> list[DataFile]:
-    """All data files below `folder`, links followed, ordered by path.
+    """All data files below `folder`, a local one or a URL that fsspec knows, ordered by path.
 
     A file is kept if its path below `folder` (links not resolved, case-sensitive) contains any of
-    `filter_in`, where given, and none of `filter_out`. A link back to a folder that it lies in is not
-    followed. Raises InputError if the folder is missing or a link to a data file leads nowhere.
+    `filter_in`, where given, and none of `filter_out`. Links of a local folder are followed, but not one back to
+    a folder that it lies in. Raises InputError if the folder is missing or cannot be listed, or a link to a data
+    file leads nowhere.
     """
-    folder = os.fspath(folder)
+
+    def is_wanted(path: str) -> bool:
+        return (
+            path.lower().endswith(SUFFIXES)
+            and (not filter_in or any(text in path for text in filter_in))
+            and not any(text in path for text in filter_out)
+        )
+
+    find = _find_below_url if stores.is_url(folder) else _find_locally
+    return sorted(find(stores.absolute(folder), is_wanted), key=lambda file: os.fsencode(file.path))
+
+
+def _find_below_url(url: str, is_wanted: Callable[[str], bool]) -> list[DataFile]:
+    found = [DataFile(path=path, size=size, identity=path) for path, size in stores.find(url) if is_wanted(path)]
+    for file in found:
+        if "::" in file.path:
+            raise InputError("fsspec cannot open a name with `::`", where=stores.join(url, file.path),
+                             hint="rename the file, or leave it out with --filter-out")  # fmt: skip
+    return found
+
+
+def _find_locally(folder: str, is_wanted: Callable[[str], bool]) -> list[DataFile]:
     if not os.path.isdir(folder):
         raise InputError("there is no such dataset folder", where=folder)
     found: list[DataFile] = []
@@ -67,11 +90,7 @@ def find_files(
         with os.scandir(os.path.join(folder, relative)) as entries:
             for entry in entries:
                 path = os.path.join(relative, entry.name)
-                wanted = (
-                    entry.name.lower().endswith(SUFFIXES)
-                    and (not filter_in or any(text in path for text in filter_in))
-                    and not any(text in path for text in filter_out)
-                )
+                wanted = is_wanted(path)
                 try:
                     status = entry.stat()
                 except OSError as error:
@@ -87,7 +106,7 @@ def find_files(
                         stack.append((path, ancestors | {identity}))
                 elif wanted and stat.S_ISREG(status.st_mode):
                     found.append(DataFile(path=path, size=status.st_size, identity=identity))
-    return sorted(found, key=lambda file: os.fsencode(file.path))
+    return found
 
 
 def split(files: Sequence[DataFile], n_dumps: int, *, first_index: int = 0) -> list[Dump]:
@@ -119,7 +138,7 @@ def prepare(
     """
     if n_dumps is not None and n_dumps < 1:
         raise InputError("the number of dumps must be at least 1", where="--n-dumps")
-    dataset = os.path.abspath(dataset_folder)
+    dataset = stores.absolute(dataset_folder)
     found = find_files(dataset, filter_in=filter_in, filter_out=filter_out)
     metadata = MetadataFolder(metadata_folder)
     metadata.path.mkdir(parents=True, exist_ok=True)

@@ -19,13 +19,14 @@ import pyarrow.compute as pc
 
 from relayrun.errors import InputError
 from relayrun.indexed import ShardWriter
-from relayrun.tokenization.columns import join, read_column
+from relayrun.tokenization.columns import read_column
 from relayrun.tokenization.cuts import can_cut, cuts
 from relayrun.tokenization.engines import Engine, Selection
 from relayrun.tokenization.framing import Framing
 from relayrun.tokenization.metadata import InputFile, printable, stat_inputs
 from relayrun.tokenization.progress import Progress
 from relayrun.tokenization.record import Skipped, TaskRecord, fingerprint
+from relayrun.tokenization.stores import is_url, join
 from relayrun.tokenization.texts import Texts
 
 OnError = Literal["stop", "skip"]
@@ -157,7 +158,7 @@ def _batches(array: pa.Array, job: Job, record: TaskRecord) -> Iterator[Texts]:
 
 def sample(job_column: str, paths: list[str], *, most_bytes: int) -> Texts:
     """The first texts of at most eight of the files, spread over them all; what cannot be read is left out."""
-    paths = [path for path in paths if "://" in path or os.path.isfile(path)]  # a pipe can be read once alone
+    paths = [path for path in paths if is_url(path) or os.path.isfile(path)]  # a pipe can be read once alone
     chosen = paths[:: max(1, len(paths) // 8)][:8]
     texts: list[str] = []
     for path in chosen:

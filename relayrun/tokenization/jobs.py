@@ -104,7 +104,7 @@ def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]
             result = tokenize(
                 tokenizer_name_or_path=settings.tokenizer,
                 output_folder=output,
-                dataset=os.path.realpath(metadata.raw_link),  # messages name files of the dataset, not of the link
+                dataset=metadata.dataset(),  # messages name files of the dataset, not of the link
                 paths_file=paths_file,
                 n_tasks=settings.tasks,
                 n_workers=settings.workers,

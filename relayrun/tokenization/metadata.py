@@ -1,6 +1,6 @@
 """The preprocessing-metadata folder M of a dataset: which dumps there are and which are done.
 
-    raw-dataset-link              -> the dataset folder
+    raw-dataset-link              -> the dataset folder; its target may be a URL (`s3://bucket/web`), as text
     dumps/paths_file_{i}.txt      files of dump i, not tokenized yet: paths below the dataset folder, one a line
     completed-dumps/              where a finished dump's paths file goes
     tokenized-dir-link            -> OUTPUT/TOKENIZER_NAME/DATASET_NAME
@@ -20,12 +20,12 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
-from datetime import datetime
 from pathlib import Path
 
 from relayrun.chain.scheduler import Slurm
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import append_line, fsync_directory, read_json, read_lines, write_json
+from relayrun.tokenization import stores
 from relayrun.tokenization.locks import locked
 
 _PATHS_FILE = re.compile(r"paths_file_(0|[1-9][0-9]*)\.txt")
@@ -67,10 +67,10 @@ def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
 def stat_inputs(dataset: str | os.PathLike[str], names: list[str]) -> list[InputFile]:
     """Size and time of change of `names` below `dataset`. Raises InputError naming what is missing.
 
-    `dataset` may carry a scheme that fsspec knows: then a time of change is what its store tells, or 0.
+    `dataset` may be a URL, see `stores.stat`.
     """
-    if "://" in os.fspath(dataset):
-        return [_stat_remote(f"{os.fspath(dataset).rstrip('/')}/{name}", name) for name in names]
+    if stores.is_url(dataset):
+        return [(name, *stores.stat(stores.join(os.fspath(dataset), name))) for name in names]
     if not os.path.isdir(dataset):
         raise InputError("there is no such dataset folder", where=dataset)
     inputs: list[InputFile] = []
@@ -82,24 +82,6 @@ def stat_inputs(dataset: str | os.PathLike[str], names: list[str]) -> list[Input
                              hint="run prepare_dumps.py again if the dataset has changed") from None  # fmt: skip
         inputs.append((name, status.st_size, status.st_mtime_ns))
     return inputs
-
-
-def _stat_remote(url: str, name: str) -> InputFile:
-    import fsspec
-
-    try:
-        store, path = fsspec.core.url_to_fs(url)
-        found = store.info(path)
-        changed = next((found[key] for key in ("mtime", "LastModified", "updated", "created") if key in found), 0)
-        size = int(found["size"])
-    except FileNotFoundError:
-        raise InputError("this file of the paths file is missing", where=url) from None
-    except (ValueError, ImportError, OSError) as error:  # an unknown scheme, a package that is missing, no access
-        raise InputError(f"fsspec cannot look at this: {error}", where=url,
-                         hint="install fsspec's package of the scheme, and set its credentials") from None  # fmt: skip
-    if isinstance(changed, datetime):
-        changed = changed.timestamp()
-    return name, size, round(float(changed) * 1e9) if isinstance(changed, (int, float)) else 0
 
 
 def paths_file_bytes(names: Iterable[str]) -> bytes:
@@ -135,6 +117,14 @@ class MetadataFolder:
         self.tokenized_link = self.path / "tokenized-dir-link"
         self._jobs = self.path / "jobs.jsonl"
         self._sizes = self.path / "dump-sizes.json"
+
+    def dataset(self) -> str:
+        """Where paths files start: a folder, links resolved, or a URL."""
+        with contextlib.suppress(OSError):
+            target = os.readlink(self.raw_link)
+            if stores.is_url(target):
+                return target
+        return os.path.realpath(self.raw_link)
 
     def paths_file(self, index: int) -> Path:
         return self.dumps / f"paths_file_{index}.txt"
@@ -211,5 +201,5 @@ def _numbers(folder: Path) -> list[int]:
 
 def dump_size(paths_file: str | os.PathLike[str]) -> int:
     """Bytes of all files of a paths file in `dumps/` or `completed-dumps/`. Raises InputError if one is missing."""
-    dataset = Path(os.path.abspath(paths_file)).parent.parent / "raw-dataset-link"
-    return sum(size for _, size, _ in stat_inputs(dataset, read_paths_file(paths_file)))
+    metadata = MetadataFolder(Path(os.path.abspath(paths_file)).parent.parent)
+    return sum(size for _, size, _ in stat_inputs(metadata.dataset(), read_paths_file(paths_file)))

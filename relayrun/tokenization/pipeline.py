@@ -14,7 +14,6 @@ from pathlib import Path
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import write_atomic
 from relayrun.tokenization import progress
-from relayrun.tokenization.columns import join
 from relayrun.tokenization.engines import EngineName, select
 from relayrun.tokenization.fused import (
     BATCH_BYTES,
@@ -30,6 +29,7 @@ from relayrun.tokenization.locks import locked
 from relayrun.tokenization.metadata import InputFile, read_paths_file, stat_inputs
 from relayrun.tokenization.pool import one_thread, run_tasks
 from relayrun.tokenization.record import ShardFolder, TaskRecord
+from relayrun.tokenization.stores import join
 from relayrun.tokenization.tokenizer import AppendEod, load_tokenizer
 
 SMALLEST_SAMPLE, LARGEST_SAMPLE = 250_000, 4_000_000

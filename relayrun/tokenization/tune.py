@@ -1,8 +1,8 @@
 """How many workers and which batches suit this node: short runs over a sample of the user's own files.
 
-A trial starts the real program (`preprocess_megatron.py`) on links to the files, into a temporary folder, waits until
-every worker tokenizes, counts what they say of their progress for some seconds, and ends it. Start-up, which a dump
-pays once, is not counted.
+A trial starts the real program (`preprocess_megatron.py`) on links to the files (below a URL: on the first of them,
+each once), into a temporary folder, waits until every worker tokenizes, counts what they say of their progress for
+some seconds, and ends it. Start-up, which a dump pays once, is not counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import psutil
 from relayrun.config.compose import ROOT
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import read_json
-from relayrun.tokenization import progress
+from relayrun.tokenization import progress, stores
 from relayrun.tokenization.dumps import SUFFIXES
 from relayrun.tokenization.metadata import MetadataFolder, paths_file_bytes, read_paths_file
 from relayrun.tokenization.record import NAME
@@ -76,15 +76,15 @@ def tune(
     paths_files += [metadata.completed / f"paths_file_{index}.txt" for index in metadata.finished()]
     if not paths_files:
         raise InputError("there are no dumps here", where=metadata.path, hint="prepare_dumps.py makes them")
-    dataset = os.path.realpath(metadata.raw_link)
-    files = [os.path.join(dataset, name) for name in read_paths_file(paths_files[0])]
+    dataset = metadata.dataset()
+    names = read_paths_file(paths_files[0])
     trials = []
     for count in workers:
         for size in batch_bytes:
             with tempfile.TemporaryDirectory(
                 dir=temp_dir, prefix="relayrun-tune-", ignore_cleanup_errors=True
             ) as place:
-                trials.append(_trial(Path(place), files, options, count, size, seconds))
+                trials.append(_trial(Path(place), dataset, names, options, count, size, seconds))
             report(trials[-1])
     return trials
 
@@ -112,14 +112,27 @@ def advice(trial: Trial) -> str:
             f"and tasks: {trial.workers} or more")  # fmt: skip
 
 
-def _trial(place: Path, files: Sequence[str], options: Sequence[str], workers: int, size: int, seconds: float) -> Trial:
-    data, output, log = place / "data", place / "tokens", place / "log"
-    data.mkdir()
-    names = _link(files, data, least=workers, most_bytes=workers * seconds * _BYTES_PER_SECOND)
+def _trial(
+    place: Path,
+    dataset: str,
+    names: Sequence[str],
+    options: Sequence[str],
+    workers: int,
+    size: int,
+    seconds: float,
+) -> Trial:
+    output, log = place / "tokens", place / "log"
+    most_bytes = workers * seconds * _BYTES_PER_SECOND
+    if stores.is_url(dataset):
+        names = _first(dataset, names, least=workers, most_bytes=most_bytes)
+    else:
+        files, dataset = [os.path.join(dataset, name) for name in names], str(place / "data")
+        os.mkdir(dataset)
+        names = _link(files, Path(dataset), least=workers, most_bytes=most_bytes)
     (place / "paths").write_bytes(paths_file_bytes(names))
     command = [
         sys.executable, str(ROOT / "scripts/tokenization/preprocess_megatron.py"), "--output-folder", str(output),
-        "--dataset", str(data), "--paths-file", str(place / "paths"), "--n-tasks", str(workers),
+        "--dataset", dataset, "--paths-file", str(place / "paths"), "--n-tasks", str(workers),
         "--n-workers", str(workers), "--batch-bytes", str(size), *options,
     ]  # fmt: skip
     environment = os.environ | {progress.VARIABLE: "0.5"}
@@ -137,6 +150,20 @@ def _trial(place: Path, files: Sequence[str], options: Sequence[str], workers: i
         busy = max(task["started"] + task["seconds"] for task in tasks) - min(task["started"] for task in tasks)
         rate = sum(task["tokens"] for task in tasks) / busy
     return Trial(workers=workers, batch_bytes=size, tokens_per_second=rate, worker_bytes=memory)
+
+
+def _first(url: str, names: Sequence[str], *, least: int, most_bytes: float) -> list[str]:
+    """The first of the files below a URL, which cannot be linked: as many as the trial can read."""
+    if len(names) < least:
+        raise InputError(f"{least} workers need as many files, and the first dump has {len(names)}", where=url,
+                         hint="give fewer --workers, or prepare fewer dumps")  # fmt: skip
+    total, chosen = 0, list[str]()
+    for name in names:
+        if len(chosen) >= least and total >= most_bytes:
+            break
+        chosen.append(name)
+        total += stores.stat(stores.join(url, name))[0]
+    return chosen
 
 
 def _link(files: Sequence[str], folder: Path, *, least: int, most_bytes: float) -> list[str]:

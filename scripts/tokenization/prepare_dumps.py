@@ -13,7 +13,8 @@ from relayrun.tokenization.dumps import prepare, print_dumps
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dataset-folder", required=True, metavar="D",
-                        help="searched for parquet, jsonl, jsonl.gz and jsonl.zst files, links followed")  # fmt: skip
+                        help="a folder, or a URL that fsspec knows (s3://bucket/x), searched for parquet, "
+                             "jsonl, jsonl.gz and jsonl.zst files")  # fmt: skip
     parser.add_argument("--preprocessing-metadata-folder", required=True, metavar="M",
                         help="gets raw-dataset-link and dumps/paths_file_{i}.txt")  # fmt: skip
     parser.add_argument("--filter-in", nargs="+", default=[], metavar="TEXT",

@@ -1,0 +1,121 @@
+"""Where a dataset lies: a local folder, or below a URL that fsspec knows (`s3://bucket/web`).
+
+Credentials come from the environment, as the package of the scheme reads them. Local names are opened literally;
+fsspec, which gives `::` and undecodable bytes a meaning of their own, is used for URLs alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any, BinaryIO, cast
+from urllib.parse import urlsplit
+
+from relayrun.errors import InputError, RelayrunError
+
+
+def is_url(place: str | os.PathLike[str]) -> bool:
+    """Whether a folder or file carries a scheme. No absolute local path does: it holds no `//`."""
+    return "://" in os.fspath(place)
+
+
+def absolute(folder: str | os.PathLike[str]) -> str:
+    """A local folder from the root of the file system; a URL without slashes at its end.
+
+    Raises InputError for a URL with a password, which would be written into files.
+    """
+    if not is_url(folder):
+        return os.path.abspath(folder)
+    scheme, _, rest = os.fspath(folder).partition("://")
+    if urlsplit(os.fspath(folder)).password is not None:
+        raise InputError("a URL with a password in it would be written into files", where=f"{scheme}://...",
+                         hint="give credentials in the environment")  # fmt: skip
+    if scheme in ("file", "local"):
+        rest = os.path.abspath(rest)  # fsspec would read it from the working directory
+    return f"{scheme}://{rest.rstrip('/')}"
+
+
+def join(folder: str, name: str) -> str:
+    """The path of a file below a folder."""
+    return f"{absolute(folder)}/{name}" if is_url(folder) else os.path.join(folder, name)
+
+
+def open_input(path: str) -> BinaryIO:
+    """Open a file to read its bytes. Raises OSError, or whatever else the package of a scheme does."""
+    if is_url(path):
+        import fsspec
+
+        return cast(BinaryIO, fsspec.open(path, "rb").open())
+    return open(path, "rb")
+
+
+def find(url: str) -> list[tuple[str, int]]:
+    """All files below a URL: their paths below it, and their bytes.
+
+    Raises InputError where the scheme is not known or its package not installed, for lack of access to any folder,
+    and where there is nothing.
+    """
+    with _clear_errors(url, missing="there is no such dataset folder"):
+        import fsspec
+
+        store, root = fsspec.core.url_to_fs(url)
+        found = [(info["name"].removeprefix(root).lstrip("/"), _size(store, info)) for info in _files(store, root)]
+    if not found:
+        raise InputError("there is no file below this", where=url)
+    return found
+
+
+def stat(url: str) -> tuple[int, int]:
+    """Bytes of the file at a URL, and its time of change in ns: what its store tells, or 0. Raises InputError."""
+    with _clear_errors(url, missing="this file of the paths file is missing"):
+        import fsspec
+
+        store, path = fsspec.core.url_to_fs(url)
+        info = store.info(path)
+        changed = next((info[key] for key in ("mtime", "LastModified", "updated", "created") if key in info), 0)
+        if isinstance(changed, datetime):
+            changed = changed.timestamp()
+        return _size(store, info), round(float(changed) * 1e9) if isinstance(changed, (int, float)) else 0
+
+
+def _files(store: Any, root: str) -> Iterator[dict[str, Any]]:
+    from fsspec.asyn import AsyncFileSystem
+    from fsspec.spec import AbstractFileSystem
+
+    own = type(store).find is not AbstractFileSystem.find
+    if own or getattr(type(store), "_find", AsyncFileSystem._find) is not AsyncFileSystem._find:
+        yield from store.find(root, detail=True).values()  # a store of objects lists them all at once
+        return
+    folders = [root]
+    while folders:  # not the general `find`: it leaves out folders that cannot be read
+        folder = folders.pop()
+        for info in store.ls(folder, detail=True):
+            if info["type"] == "directory":
+                folders += [info["name"]] if info["name"].rstrip("/") != folder.rstrip("/") else []
+            elif info["type"] == "file" or info.get("islink"):
+                yield info
+
+
+def _size(store: Any, info: dict[str, Any]) -> int:
+    size = info.get("size")
+    if size is None:  # not in a listing of web pages
+        size = store.info(info["name"]).get("size")
+    if size is None:
+        raise InputError("the server does not tell the size of this file", where=info["name"])
+    return int(size)
+
+
+@contextlib.contextmanager
+def _clear_errors(url: str, *, missing: str) -> Iterator[None]:
+    try:
+        yield
+    except RelayrunError:
+        raise
+    except FileNotFoundError:
+        raise InputError(missing, where=url) from None
+    except Exception as error:  # an unknown scheme, a package that is missing, no access: each package has its own
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise InputError(f"fsspec cannot look at this: {lines[0]}", where=url,
+                         hint="install fsspec's package of the scheme, and set its credentials") from None  # fmt: skip
