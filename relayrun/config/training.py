@@ -68,8 +68,13 @@ class Training(Section):
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers of TransformerEngine, or local ones: attention on torch's SDPA (flash on GPUs) and torch's fused norms.
     auto: TransformerEngine on a GPU where it is installed, except with data.reset_attention_mask."""
-    recompute_granularity: Literal["full"] | None = None
-    """full: keep only the inputs of the layers and compute the rest again in the backward pass. Saves memory."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """What is computed again in the backward pass instead of being kept. full: all but the inputs of the layers.
+    selective: `recompute_modules` of every layer."""
+    recompute_modules: list[Literal["core_attn", "mlp"]] | None = None
+    """Of `selective`; by default core_attn, as in Megatron. Flash kernels compute core_attn's scores again by
+    themselves, so that it saves nothing with them. Megatron's layernorm is left out: without TransformerEngine it fails
+    (megatron-core 0.16.1), and TransformerEngine's norms are parts of its linear layers."""
     recompute_num_layers: Positive | None = None
     """Of each pipeline stage (of each part, with virtual stages) only so many layers, the first ones; Megatron's
     recompute_method block. None: all of them."""
@@ -95,8 +100,12 @@ class Training(Section):
 
     @model_validator(mode="after")
     def _recompute(self) -> Self:
-        if self.recompute_num_layers is not None and self.recompute_granularity is None:
+        if self.recompute_num_layers is not None and self.recompute_granularity != "full":
             raise ValueError("recompute_num_layers needs recompute_granularity full")
+        if self.recompute_modules is not None and self.recompute_granularity != "selective":
+            raise ValueError("recompute_modules needs recompute_granularity selective")
+        if self.recompute_modules == []:
+            raise ValueError("recompute_modules names nothing; leave out recompute_granularity")
         return self
 
     @model_validator(mode="after")

@@ -262,8 +262,9 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         recompute_granularity=recompute,
-        recompute_method=("block" if some_layers else "uniform") if recompute else None,
-        recompute_num_layers=(some_layers or 1) if recompute else None,
+        recompute_modules=config.training.recompute_modules,
+        recompute_method=("block" if some_layers else "uniform") if recompute == "full" else None,
+        recompute_num_layers=(some_layers or 1) if recompute == "full" else None,
         use_cpu_initialization=not on_gpu,
         # compiled by torch on first use; on a CPU that takes longer than the runs that go there
         bias_activation_fusion=on_gpu,

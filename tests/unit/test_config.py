@@ -82,6 +82,9 @@ def test_an_override_is_checked_like_a_file(run_yaml: Path) -> None:
         ("optimizer={lr: 1e-3, lr_warmup_steps: 50, lr_decay_steps: 30}", "must be below optimizer.lr_decay_steps 30"),
         ("optimizer.min_lr=1e-3", "optimizer.min_lr 0.001 is above optimizer.lr 1e-05"),
         ("training.global_batch_size=5", "training.global_batch_size 5 is no multiple of micro_batch_size"),
+        ("training.recompute_granularity=layers", "training.recompute_granularity: Input should be 'full' or 'selective'"),
+        ("training.recompute_num_layers=1", "recompute_num_layers needs recompute_granularity full"),
+        ("training.recompute_modules=[mlp]", "recompute_modules needs recompute_granularity selective"),
         ("training.seq_length=no", "training.seq_length: Input should be a valid integer, not 'no'"),
         ("chain.auto_requeue=yes", "chain.auto_requeue: Input should be a valid boolean, not 'yes'"),
         ("job.time=soon", "'soon' is no Slurm time"),
@@ -94,6 +97,17 @@ def test_an_override_is_checked_like_a_file(run_yaml: Path) -> None:
 )
 def test_wrong_values_are_refused_by_name(run_yaml: Path, override: str, message: str) -> None:
     assert message in error_of(run_yaml, override)
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [("[layernorm]", "training.recompute_modules.0: Input should be 'core_attn' or 'mlp'"),
+     ("[]", "recompute_modules names nothing; leave out recompute_granularity")],
+)  # fmt: skip
+def test_modules_that_cannot_be_recomputed_are_refused(run_yaml: Path, modules: str, message: str) -> None:
+    overrides = ["training.recompute_granularity=selective", f"training.recompute_modules={modules}"]
+    assert message in error_of(run_yaml, *overrides)
+    assert "recompute_num_layers needs" in error_of(run_yaml, overrides[0], "training.recompute_num_layers=1")
 
 
 def test_includes_are_merged_in_order_and_loops_are_named(run_yaml: Path, tmp_path: Path) -> None:

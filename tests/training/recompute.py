@@ -1,0 +1,90 @@
+"""Run by test_training_recompute.py in a process of its own: one pass with each way to recompute. Prints JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import warnings
+from typing import Any
+
+warnings.simplefilter("ignore")
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from relayrun.config.schema import RunConfig  # noqa: E402
+from relayrun.training import device_shim, parallel  # noqa: E402
+
+device_shim.install()
+
+from relayrun.training.model import MicroBatch, Model  # noqa: E402
+
+VOCABULARY, LENGTH, SIZE = 64, 48, 2
+CONFIG: dict[str, Any] = {
+    "project": "tests", "name": "recompute",
+    "model": {"num_layers": 3, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4,
+              "num_query_groups": 2},
+    "data": {"tokenizer": "none", "datasets": ["none"]},
+    "training": {"steps": 10, "micro_batch_size": SIZE, "global_batch_size": 2 * SIZE, "seq_length": LENGTH},
+    "optimizer": {"lr": 1e-2}, "checkpoint": {"interval": 10},
+    "job": {"time": "10"}, "cluster": {"name": "test", "scheduler": "local"},
+}  # fmt: skip
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+WAYS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"recompute_granularity": "full"},
+    "first layer": {"recompute_granularity": "full", "recompute_num_layers": 1},
+    "by default": {"recompute_granularity": "selective"},
+    "core_attn": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "both": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "core_attn"]},
+}
+
+
+def pass_with(way: dict[str, Any], dropout: dict[str, float], precision: str) -> dict[str, Any]:
+    """Losses, a checksum of all gradients, and the bytes that one forward pass keeps for the backward pass."""
+    sections = CONFIG | {
+        "model": CONFIG["model"] | dropout,
+        "training": CONFIG["training"] | way | {"precision": precision},
+    }
+    model = Model(RunConfig.model_validate_json(json.dumps(sections)), ranks, VOCABULARY)
+    model.train_mode(True)
+    generator = np.random.default_rng(1)
+    tokens = generator.integers(0, VOCABULARY, (2, SIZE, LENGTH + 1))
+    model.zero_grad()
+    losses = model.run([MicroBatch(tokens=part) for part in tokens], train=True)
+    digest = hashlib.sha256()
+    for chunk in model.chunks:
+        for parameter in chunk.parameters():
+            assert parameter.main_grad.abs().sum() > 0
+            digest.update(parameter.main_grad.numpy().tobytes())
+    return {"losses": [loss.hex() for loss in losses], "gradients": digest.hexdigest(), "kept": kept(model, tokens[0])}
+
+
+def kept(model: Model, tokens: np.ndarray) -> int:
+    """Bytes of all tensors but weights that autograd holds between the passes."""
+    storages: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    inputs = torch.from_numpy(tokens)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model.chunks[0](inputs[:, :-1], torch.arange(LENGTH).expand(SIZE, -1), None, labels=inputs[:, 1:])
+    assert loss.requires_grad
+    return sum(storages.values())
+
+
+ranks = parallel.start(RunConfig.model_validate_json(json.dumps(CONFIG)))
+print(json.dumps({
+    f"{precision}, {'dropout' if dropout else 'none'}": {
+        name: pass_with(way, dropout, precision) for name, way in WAYS.items()
+    } for precision in ("fp32", "bf16") for dropout in ({}, DROPOUT)
+}))  # fmt: skip
+sys.stdout.flush()
+os._exit(0)

@@ -1,0 +1,62 @@
+"""What is computed again in the backward pass is what was computed before, to the last bit, and is not kept."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def test_every_way_to_recompute_gives_the_same_bits_and_keeps_less() -> None:
+    """Two micro-batches, in fp32 and bf16, with dropout and without."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    program = Path(__file__).with_name("recompute.py")
+    done = subprocess.run([sys.executable, program, port], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for setting, ways in found.items():
+        right = ways["none"]
+        for name, way in ways.items():
+            assert (way["losses"], way["gradients"]) == (right["losses"], right["gradients"]), (setting, name)
+        kept = {name: way["kept"] for name, way in ways.items()}
+        assert kept["full"] < kept["first layer"] < kept["none"], setting
+        assert kept["mlp"] < kept["none"], setting
+        assert kept["by default"] == kept["core_attn"], setting
+        # with dropout torch has no flash kernel on a CPU, and keeps the matrix of scores
+        assert (kept["core_attn"] < 0.9 * kept["none"]) == setting.endswith("dropout"), (setting, kept)
+        assert kept["both"] <= kept["mlp"], setting
+    assert found["fp32, none"]["none"]["losses"] != found["fp32, dropout"]["none"]["losses"]
+
+
+FULL = {"recompute_granularity": "full"}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "ways"),
+    [(True, [FULL]), pytest.param(True, [SELECTIVE], marks=pytest.mark.long),
+     pytest.param(False, [FULL, SELECTIVE], marks=pytest.mark.long)],
+)  # fmt: skip
+def test_over_tensor_parallel_ranks_with_dropout_too(
+    harness: Callable[..., Any], sequence_parallel: bool, ways: list[dict[str, Any]]
+) -> None:
+    """With sequence parallel a layer's dropout draws from the ranks' own generators already, where attention begins."""
+    parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
+    steps = {"steps": 3, "eval_steps": 1}
+    plain, *others = (harness(parallel=parallel, training=steps | way).train() for way in ({}, *ways))
+    assert sorted(plain.steps()) == [1, 2, 3]
+    for way, other in zip(ways, others, strict=True):
+        for iteration, step in plain.steps().items():
+            for name in ("loss", "grad_norm"):
+                assert other.steps()[iteration][name].hex() == step[name].hex(), (way, iteration, name)
+        assert other.evaluations() == plain.evaluations() != {}
