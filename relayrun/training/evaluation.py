@@ -21,6 +21,11 @@ class Evaluation:
     training: Training
     ranks: Ranks
 
+    @property
+    def samples(self) -> int:
+        """Of one evaluation, over all sets."""
+        return sum(self._samples(order) for order in self.orders.values())
+
     def run(self, model: Model) -> dict[str, float]:
         """Mean loss in nats per token, by name of the set. Called by all ranks together."""
         model.train_mode(False)
@@ -32,7 +37,7 @@ class Evaluation:
 
     def _loss(self, model: Model, order: SampleOrder) -> float:
         """Samples 0 .. eval_steps x global batch - 1, each window at most once."""
-        wanted = min(self.training.eval_steps * self.training.global_batch_size, order.windows_per_epoch)
+        wanted = self._samples(order)
         own = range(self.ranks.data_parallel_rank, wanted, self.ranks.data_parallel_size)
         batches = [self._batch(order, own[at : at + self.training.micro_batch_size])
                    for at in range(0, len(own), self.training.micro_batch_size)]  # fmt: skip
@@ -41,6 +46,9 @@ class Evaluation:
         losses = model.run(batches, train=False) if batches else []
         total, count = self.ranks.sum_over_samples([sum(losses), float(len(own))])
         return total / count
+
+    def _samples(self, order: SampleOrder) -> int:
+        return min(self.training.eval_steps * self.training.global_batch_size, order.windows_per_epoch)
 
     def _batch(self, order: SampleOrder, samples: range) -> MicroBatch:
         """A whole micro-batch: pipeline stages exchange fixed shapes, so a short one is filled up, weight 0."""

@@ -65,6 +65,7 @@ class Training:
         self.run_dir, self.attempt = run, run.attempt(begin.attempt)
         self.order = training_order(config, manifest)
         self.evaluation = Evaluation(orders=validation_orders(config, manifest), training=settings, ranks=ranks)
+        pace.expect_evaluation(self.evaluation.samples)
         self.control = Control(run, begin, ranks, flag)
         self.metrics = Metrics(run.attempt(begin.attempt), ranks, total_steps=settings.steps)
         traces = run.debug_of(begin.attempt) / "profile"
@@ -199,6 +200,8 @@ class Training:
         self.position.advance(skipped=verdict.action is Action.SKIP)
         seconds = time.perf_counter() - started - waited
         self.pace.step(seconds, size)
+        if self.pace.estimates_evaluation:  # it may be due before a save or an evaluation moves the deadline
+            self.control.lead = self.pace.lead()
         flops = self.model.flops_per_token() * tokens / seconds / self.ranks.world_size
         self.metrics.step(
             Step(

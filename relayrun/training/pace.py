@@ -24,6 +24,7 @@ class Pace:
         self._saves: deque[float] = deque(earlier_saves, maxlen=SAVES)
         known = [] if begin.evaluation_seconds is None else [begin.evaluation_seconds]
         self._evaluations: deque[float] = deque(known, maxlen=SAVES)
+        self._evaluated_samples = 0
 
     def step(self, seconds: float, samples: int) -> None:
         """A step with this global batch size; the steps of smaller ones before it count as if they had had this one."""
@@ -40,6 +41,15 @@ class Pace:
         """Of all validation sets together."""
         self._evaluations.append(seconds)
 
+    def expect_evaluation(self, samples: int) -> None:
+        """There will be evaluations, of this many samples over all validation sets."""
+        self._evaluated_samples = samples
+
+    @property
+    def estimates_evaluation(self) -> bool:
+        """Whether the lead has room for an evaluation although the run has measured none."""
+        return bool(self._evaluated_samples and self._steps and not self._evaluations)
+
     @property
     def step_p95(self) -> float | None:
         return percentile(self._steps, 0.95) if self._steps else None
@@ -50,15 +60,20 @@ class Pace:
 
     def lead(self, *, under_way: float | None = None) -> float:
         """Seconds before the end of the job at which to leave; what the attempt began with until steps and saves
-        are measured, and for good where its bounds leave no choice.
+        are measured (with room for an evaluation), and for good where its bounds leave no choice.
 
         `under_way`: seconds since the start of a save that is not over.
         """
         begin = self._begin
         if begin.lead_floor == begin.lead_ceiling:
             return begin.lead
+        estimate = self._estimated_evaluation() if self.estimates_evaluation else 0.0
         measured = measured_lead(
             list(self._steps), list(self._saves), floor=begin.lead_floor, ceiling=begin.lead_ceiling,
-            under_way=under_way, evaluation_seconds=list(self._evaluations),
+            under_way=under_way, evaluation_seconds=list(self._evaluations) or [estimate],
         )  # fmt: skip
-        return begin.lead if measured is None else measured
+        return min(begin.lead + estimate, begin.lead_ceiling) if measured is None else measured
+
+    def _estimated_evaluation(self) -> float:
+        """Half a step for each batch: a forward pass is a third of a step's work, and the first one is slow."""
+        return self._evaluated_samples / self._samples * percentile(self._steps, 0.95) / 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -106,6 +107,16 @@ def test_evaluation_changes_nothing_in_training(harness: Make) -> None:
     for iteration, step in plain.steps().items():
         assert step["loss"].hex() == evaluated.steps()[iteration]["loss"].hex()
         assert step["grad_norm"].hex() == evaluated.steps()[iteration]["grad_norm"].hex()
+
+
+def test_an_evaluation_that_the_job_has_no_time_for_is_not_begun(harness: Make) -> None:
+    """None was measured, so its length follows from the first step's; the attempt saves and leaves in time."""
+    made = harness(training={"steps": 6, "eval_interval": 2, "eval_steps": 1})
+    prefix = [sys.executable, "-m", "tests.training.long_evaluation", "--"]
+    attempt = made.start(prefix=prefix, job_end_time=time.time() + 3600)
+    assert attempt.wait() == [0, 0], attempt.output()
+    assert (attempt.outcome.outcome, attempt.outcome.reason) == ("saved", "time limit near")
+    assert (durable(made.run).iteration, attempt.evaluations()) == (1, {})
 
 
 def test_an_overtaken_attempt_publishes_nothing(harness: Make) -> None:

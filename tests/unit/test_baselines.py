@@ -96,8 +96,8 @@ def memory(config: RunConfig) -> dict[str, float]:
 
     Per parameter 2 (weights) + 4 (gradients), and 12 over the data-parallel ranks (fp32 weights, two moments). Kept
     for the backward pass, in bf16 per token and layer: 8 hidden (inputs and outputs of two norms, q, k and v as if
-    spread over all heads, attention's output) + 3 ffn, over the tensor-parallel ranks; of a recomputed layer its input. A
-    pipeline of p stages in v parts holds p (1 + (p - 1) / (p v)) micro-batches (arXiv 2104.04473 and 2205.05198).
+    spread over all heads, attention's output) + 3 ffn, over the tensor-parallel ranks; of a recomputed layer its input.
+    A pipeline of p stages in v parts holds p (1 + (p - 1) / (p v)) micro-batches (arXiv 2104.04473 and 2205.05198).
     The loss: logits in bf16, twice in fp32, and their gradient in bf16.
     """
     model, parallel, training = config.model, config.parallel, config.training

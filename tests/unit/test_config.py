@@ -82,7 +82,10 @@ def test_an_override_is_checked_like_a_file(run_yaml: Path) -> None:
         ("optimizer={lr: 1e-3, lr_warmup_steps: 50, lr_decay_steps: 30}", "must be below optimizer.lr_decay_steps 30"),
         ("optimizer.min_lr=1e-3", "optimizer.min_lr 0.001 is above optimizer.lr 1e-05"),
         ("training.global_batch_size=5", "training.global_batch_size 5 is no multiple of micro_batch_size"),
-        ("training.recompute_granularity=layers", "training.recompute_granularity: Input should be 'full' or 'selective'"),
+        (
+            "training.recompute_granularity=some",
+            "training.recompute_granularity: Input should be 'full' or 'selective'",
+        ),
         ("training.recompute_num_layers=1", "recompute_num_layers needs recompute_granularity full"),
         ("training.recompute_modules=[mlp]", "recompute_modules needs recompute_granularity selective"),
         ("training.seq_length=no", "training.seq_length: Input should be a valid integer, not 'no'"),

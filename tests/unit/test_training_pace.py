@@ -78,6 +78,28 @@ def test_an_evaluation_that_may_be_under_way_is_counted_in() -> None:
     assert later.lead() == before + 4
 
 
+def test_an_evaluation_that_was_never_measured_is_counted_with_half_a_step_for_each_batch() -> None:
+    pace = Pace(begin(lead_ceiling=300.0))
+    pace.expect_evaluation(samples=800)
+    assert pace.lead() == 60, "nothing is known before the first step"
+    pace.step(2.0, 16)
+    assert (pace.estimates_evaluation, pace.lead()) == (True, 60 + 800 / 16 * 2.0 / 2)
+    pace.save(4.0)
+    assert pace.lead() == 2 * 2 + 800 / 16 * 2.0 / 2 + 1.5 * 4 + 10
+    pace.step(30.0, 16)
+    assert pace.lead() == 300, "within the bounds"
+    pace.evaluation(20.0)
+    assert (pace.estimates_evaluation, pace.lead()) == (False, 2 * 30 + 20 + 1.5 * 4 + 10)
+    fixed = Pace(begin(lead=12.0, lead_floor=12.0, lead_ceiling=12.0))
+    fixed.expect_evaluation(samples=800)
+    fixed.step(2.0, 16)
+    assert fixed.lead() == 12
+    known = Pace(begin(evaluation_seconds=40.0))
+    known.expect_evaluation(samples=800)
+    known.step(2.0, 16)
+    assert (known.estimates_evaluation, known.lead()) == (False, 60)
+
+
 def test_only_the_newest_saves_count() -> None:
     pace = Pace(begin(), earlier_saves=[500.0, *[2.0] * 10])
     assert pace.save_p95 == 2.0
