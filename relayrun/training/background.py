@@ -1,24 +1,34 @@
 """A save under way, in a thread of its rank.
 
 No fork and no server process, which a signal to the whole job would kill. The rank's main thread goes on with
-training; it waits only before it changes what is not copied yet, and where it wants the result.
+training; it waits only before it changes what is not copied yet, and where it wants the result. From the copy on
+the save stands behind training on the processors: where both want the same one, training gets most of it.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
 
 from relayrun.rundir.records import Commit
 
+NICE = 10
+"""How far a save beside training stands behind it: a tenth of a contended processor (weights of nice(2), sched(7)).
+At 19 it would get a seventieth, and training, waiting for the interpreter's lock in its hands, would wait long."""
+
 
 class BackgroundSave:
     """Runs `write` at once. The ranks' threads talk to each other: all ranks begin the same saves in the same order."""
 
-    def __init__(self, iteration: int, write: Callable[[Callable[[], None]], Commit]) -> None:
-        """`write` is given what it must call when the state is copied; it returns the commit, or raises."""
+    def __init__(self, iteration: int, write: Callable[[Callable[[], None]], Commit], *, beside: bool) -> None:
+        """`write` is given what it must call when the state is copied; it returns the commit, or raises.
+
+        `beside`: training goes on meanwhile; else it waits for the result.
+        """
         self.iteration = iteration
+        self._beside = beside
         self._began = time.monotonic()
         self._copied = threading.Event()
         self._commit: Commit | None = None
@@ -28,11 +38,17 @@ class BackgroundSave:
 
     def _run(self, write: Callable[[Callable[[], None]], Commit]) -> None:
         try:
-            self._commit = write(self._copied.set)
+            self._commit = write(self._state_is_copied)
         except BaseException as error:
             self._error = error
         finally:
             self._copied.set()
+
+    def _state_is_copied(self) -> None:
+        self._copied.set()
+        if self._beside:  # on Linux a priority is of a thread, and the threads that it starts have it too
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICE)
 
     @property
     def over(self) -> bool:

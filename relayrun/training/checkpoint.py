@@ -104,12 +104,12 @@ class Checkpointer:
         )
         self._first = True
 
-    def begin(self, position: Progress, *, copy: bool) -> BackgroundSave:
+    def begin(self, position: Progress, *, copy: bool, beside: bool) -> BackgroundSave:
         """Start to write, publish and record a checkpoint.
 
         With `copy` the state may change as soon as `BackgroundSave.wait_for_copy` returns, without it when the
-        save is over. Its result raises SaveFailed on every rank if it did not work on one of them, and
-        FatalTrainingError if a newer attempt owns the run.
+        save is over. `beside`: training goes on meanwhile. The save's result raises SaveFailed on every rank if it
+        did not work on one of them, and FatalTrainingError if a newer attempt owns the run.
         """
         started = time.monotonic()
         iteration, consumed_samples = position.iteration, position.consumed_samples
@@ -142,7 +142,7 @@ class Checkpointer:
                 raise SaveFailed(f"rank {rank}: {type(cause).__name__}: {cause}") from None
             return self._on_first_rank(partial(self._publish, folder, iteration, consumed_samples, started))
 
-        return BackgroundSave(iteration, write)
+        return BackgroundSave(iteration, write, beside=beside)
 
     def _publish(self, folder: Path, iteration: int, consumed_samples: int, started: float) -> Commit:
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))

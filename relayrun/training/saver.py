@@ -124,9 +124,10 @@ class Saver:
     def _begin(self, position: Progress, asked: Sequence[Trigger], *, leaving: bool = False) -> str:
         started = time.perf_counter()
         self._pulse.enter("save", position.iteration)
-        self._under_way = self._checkpointer.begin(position, copy=self._asynchronous)
+        beside = self._asynchronous and not leaving
+        self._under_way = self._checkpointer.begin(position, copy=self._asynchronous, beside=beside)
         self._asked = asked
-        result = self._conclude() if leaving or not self._asynchronous else ""
+        result = "" if beside else self._conclude()
         self.stall_seconds += time.perf_counter() - started
         return result
 

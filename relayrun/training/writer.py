@@ -23,12 +23,12 @@ class ThreadedWriter(FileSystemWriter):
 
     def __init__(self, folder: str | Path, threads: int) -> None:
         super().__init__(folder, thread_count=threads)
-        # half of a writer's work, and torch.load never looks at it
-        torch.serialization.set_crc32_options(False)
         self._one = FileSystemWriter(folder, per_thread_copy_ahead=0)
 
     def _write_data(self, planner: SavePlanner, file_queue: Queue[Any]) -> Future[list[WriteResult]]:
         def write(file: Any) -> list[WriteResult]:
+            # half of a writer's work, and torch.load never looks at it; the setting holds for one thread
+            torch.serialization.set_crc32_options(False)
             alone: Queue[Any] = Queue()
             alone.put(file)
             return self._one._write_data(planner, alone).wait()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from relayrun.rundir import triggers
 from relayrun.rundir.lineage import durable
+from relayrun.training.background import NICE, BackgroundSave
 from relayrun.training.writer import ThreadedWriter
 from tests.checkpoints import assert_same_bytes
 
@@ -39,6 +42,46 @@ def test_a_file_that_one_thread_cannot_write_fails_the_save(tmp_path: Path) -> N
         ):
             state_dict_saver.save(state, storage_writer=ThreadedWriter(folder, 2), no_dist=True)
         assert not (folder / ".metadata").exists()
+
+
+def test_no_thread_of_the_writer_spends_its_time_on_checksums_that_nobody_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's switch for them holds for the thread that turns it alone."""
+    switches: dict[str, bool] = {}
+    save = torch.save
+
+    def watched(*arguments: Any, **options: Any) -> None:
+        switches[threading.current_thread().name] = torch.serialization.get_crc32_options()
+        save(*arguments, **options)
+
+    monkeypatch.setattr(torch, "save", watched)
+    state = {"one": torch.ones(3), "two": torch.zeros(5)}
+    with pytest.warns(UserWarning, match="single process"):
+        state_dict_saver.save(state, storage_writer=ThreadedWriter(tmp_path, 2), no_dist=True)
+    assert switches == {"writer_0": False, "writer_1": False}
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_once_the_state_is_copied_a_save_beside_training_stands_behind_it_on_the_processors(beside: bool) -> None:
+    def nice() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    seen: list[int] = []
+
+    def write(copied: Callable[[], None]) -> Any:
+        seen.append(nice())
+        copied()
+        seen.append(nice())
+        threads = [threading.Thread(target=lambda: seen.append(nice())) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+            thread.join()
+        return "commit"
+
+    assert BackgroundSave(1, write, beside=beside).result() == "commit"
+    usual, behind = nice(), nice() + (NICE if beside else 0)
+    assert seen == [usual, behind, behind, behind]
 
 
 @pytest.mark.slow
