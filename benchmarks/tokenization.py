@@ -3,7 +3,9 @@
 
 One run of each variant after the other, `--rounds` times, on the same machine, files, tasks and workers, with
 default flags: the engine's proof and the routing are part of what is measured. The .bin and .idx of both sides
-must be the same bytes. Corpus and tokenizer are kept in the system's folder for temporary files.
+must be the same bytes. The bare loop of the engine, and one worker against two, are measured on four times the
+corpus, as links, where the start of a program counts for less. Corpus and tokenizer are kept in the system's folder
+for temporary files.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ from _results import write
 from relayrun.demo.corpus import build_corpus
 from relayrun.indexed import Shard
 
-CACHE = Path(tempfile.gettempdir()) / "relayrun-benchmarks" / "tokenization"
+CACHE = Path(tempfile.gettempdir()) / "relayrun-benchmarks" / "tokenization-2"
 DOOR = Path(__file__).resolve().parents[1] / "scripts/tokenization/preprocess_megatron.py"
-TASKS, FILES = 4, 8
+TASKS, FILES, COPIES = 4, 8, 4
 _SET_CHILD_SUBREAPER = 36  # prctl: orphans below us become our children, and so their CPU time is seen
 EOS = "<|end_of_text|>"
 PATTERN = (
@@ -60,7 +62,7 @@ if __name__ == "__main__":
 """
 
 BARE = """
-import glob, multiprocessing, sys
+import glob, multiprocessing, os, sys
 import awkward, gigatoken
 import pyarrow.parquet as pq
 from awkward import contents
@@ -68,7 +70,7 @@ from relayrun.tokenization.texts import Texts
 def work(argument):
     data, tokenizer, part, parts, out = argument
     engine = gigatoken.Tokenizer.from_json(open(tokenizer, "rb").read())
-    with open(f"{out}-{part}", "wb") as file:
+    with open(f"{out}-{part}" if out else os.devnull, "wb") as file:
         for name in sorted(glob.glob(data + "/*.parquet"))[part::parts]:
             for batch in pq.ParquetFile(name).iter_batches(1000, columns=["text"], use_threads=False):
                 texts = Texts.from_arrow(batch.column(0))
@@ -89,49 +91,6 @@ if __name__ == "__main__":
 """
 """The bare loop of the fastest engine: reads and encodes; with a last argument that is not empty it also writes ids."""
 
-STEADY = """
-import glob, json, os, sys, time
-from relayrun.tokenization.pool import one_thread
-one_thread()
-import pyarrow.parquet as pq
-from relayrun.tokenization import fused
-from relayrun.tokenization.engines import select
-from relayrun.tokenization.metadata import stat_inputs
-from relayrun.tokenization.texts import Texts
-from relayrun.tokenization.tokenizer import load_tokenizer
-data, tokenizer, eos, out, rounds = sys.argv[1:]
-files = sorted(glob.glob(data + "/*.parquet"))
-loaded = load_tokenizer(tokenizer, eos_token=eos)
-selection = select("auto", loaded.tokenizer, fused.sample("text", files, most_bytes=250_000), print)
-engine = selection.build(loaded.definition)
-bare_engine = engine._fast
-os.makedirs(out, exist_ok=True)
-def bare():
-    with open(out + "/bare", "wb") as file:
-        for name in files:
-            for batch in pq.ParquetFile(name).iter_batches(1000, columns=["text"], use_threads=False):
-                ids, _ = bare_engine.encode(Texts.from_arrow(batch.column(0)))
-                if writes:
-                    file.write(ids.data)
-def ours():
-    inputs = tuple(stat_inputs(data, [os.path.basename(name) for name in files]))
-    job = fused.Job(dataset=data, output=out, definition=tokenizer, selection=selection, framing=loaded.framing(),
-                    column="text")
-    fused.tokenize_part(job, fused.Part(name="00000_tokens", inputs=inputs))
-def cpu(work):
-    before = time.process_time()
-    work()
-    return time.process_time() - before
-found = []
-for _ in range(int(rounds) + 1):
-    writes = False
-    reading = cpu(bare)
-    writes = True
-    found.append({"bare": reading, "bare that writes": cpu(bare), "relayrun": cpu(ours)})
-print("figures", json.dumps(found[1:]))
-"""
-"""The loop alone, in one process, with everything loaded and warm: the engine's, and that of a task."""
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -140,34 +99,38 @@ def main() -> None:
     options = parser.parse_args()
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     data, tokenizer = corpus(), make_tokenizer()
-    (CACHE / "paths.txt").write_text("".join(f"{file.name}\n" for file in sorted(data.glob("*.parquet"))))
+    long = many_times(data)
     rounds: list[dict[str, dict[str, float]]] = []
     for number in range(options.rounds):
         figures = {
             "datatrove": run(BASELINE, data, tokenizer, EOS, CACHE / "theirs", TASKS, options.workers),
             "relayrun": ours(data, tokenizer, CACHE / "ours", options.workers),
             "relayrun fastokens": ours(data, tokenizer, CACHE / "fast", options.workers, "--engine", "fastokens"),
-            "bare loop": run(BARE, data, tokenizer, options.workers, ""),
-            "bare loop that writes": run(BARE, data, tokenizer, options.workers, CACHE / "bare"),
-            "relayrun 1 worker": ours(data, tokenizer, CACHE / "one", 1),
         }
-        figures["relayrun"]["tasks_s"] = tasks_seconds(CACHE / "ours")
-        figures["relayrun 1 worker"]["tasks_s"] = tasks_seconds(CACHE / "one")
         theirs = digests(CACHE / "theirs")
         assert len(theirs) == 2 * TASKS
-        for folder in ("ours", "fast", "one"):
+        for folder in ("ours", "fast"):
             assert digests(CACHE / folder) == theirs, f"{folder} differs from datatrove's bytes"
+        figures |= {
+            "bare loop": run(BARE, long, tokenizer, options.workers, ""),
+            "bare loop that writes": run(BARE, long, tokenizer, options.workers, CACHE / "bare"),
+            "relayrun long": ours(long, tokenizer, CACHE / "long-ours", options.workers),
+            "relayrun long 1 worker": ours(long, tokenizer, CACHE / "long-one", 1),
+        }
+        assert digests(CACHE / "long-ours") == digests(CACHE / "long-one")
+        figures["relayrun long"]["tasks_s"] = tasks_seconds(CACHE / "long-ours")
+        figures["relayrun long 1 worker"]["tasks_s"] = tasks_seconds(CACHE / "long-one")
+        for file in (*CACHE.glob("bare-*"), *CACHE.glob("long-o*/*.bin")):
+            file.unlink()
         rounds.append(figures)
         print(f"round {number + 1}: {json.dumps(figures)}", flush=True)
-    run(STEADY, data, tokenizer, EOS, CACHE / "steady", options.rounds)
-    line = next(line for line in (CACHE / "output.log").read_text().splitlines() if line.startswith("figures "))
-    report(rounds, json.loads(line.removeprefix("figures ")), long_document(tokenizer), data, tokenizer)
+    report(rounds, {kind: long_document(tokenizer, kind) for kind in ("parquet", "jsonl")}, data, tokenizer)
 
 
 Rounds = list[dict[str, dict[str, float]]]
 
 
-def report(rounds: Rounds, steady: list[dict[str, float]], long: float, data: Path, tokenizer: Path) -> None:
+def report(rounds: Rounds, largest: dict[str, float], data: Path, tokenizer: Path) -> None:
     record = json.loads((CACHE / "ours" / "tokenization.json").read_text())
     shards = record["shards"].values()
     tokens = sum(Shard.open(file.with_suffix("")).tokens for file in (CACHE / "ours").glob("*.idx"))
@@ -188,23 +151,20 @@ def report(rounds: Rounds, steady: list[dict[str, float]], long: float, data: Pa
         "load_average": os.getloadavg()[0],
         "cpu_speed_up_over_datatrove": ratio("datatrove", "relayrun"),
         "cpu_speed_up_over_datatrove_fastokens": ratio("datatrove", "relayrun fastokens"),
-        "share_of_the_bare_loop": ratio("bare loop", "relayrun"),
-        "share_of_the_bare_loop_that_writes": ratio("bare loop that writes", "relayrun"),
-        "steady_share_of_the_bare_loop": spread([each["bare"] / each["relayrun"] for each in steady]),
-        "steady_share_of_the_bare_loop_that_writes": spread(
-            [each["bare that writes"] / each["relayrun"] for each in steady]),
-        "steady_mtok_per_cpu_second": tokens / 1e6 / statistics.median(each["relayrun"] for each in steady),
-        "one_to_two_workers": ratio("relayrun 1 worker", "relayrun", "tasks_s"),
-        "one_to_two_workers_with_start": ratio("relayrun 1 worker", "relayrun", "wall_s"),
+        "share_of_the_bare_loop": ratio("bare loop", "relayrun long"),
+        "share_of_the_bare_loop_that_writes": ratio("bare loop that writes", "relayrun long"),
+        "one_to_two_workers": ratio("relayrun long 1 worker", "relayrun long", "tasks_s"),
+        "one_to_two_workers_with_start": ratio("relayrun long 1 worker", "relayrun long", "wall_s"),
         "mtok_per_cpu_second": tokens / 1e6 / statistics.median(each["relayrun"]["cpu_s"] for each in rounds),
         "published_mtok_per_core_second": PUBLISHED,
-        "largest_process_mb_document_of_60_mb": long,
+        "mtok_per_cpu_second_long": COPIES * tokens / 1e6
+        / statistics.median(each["relayrun long"]["cpu_s"] for each in rounds),
+        "largest_process_mb_document_of_60_mb": largest,
         "largest_process_mb": {name: max(each[name]["largest_mb"] for each in rounds) for name in rounds[0]},
         "rounds": rounds,
-        "steady": steady,
     }  # fmt: skip
     write("tokenization", figures)
-    print(json.dumps({name: value for name, value in figures.items() if name not in ("rounds", "steady")}, indent=1))
+    print(json.dumps({name: value for name, value in figures.items() if name != "rounds"}, indent=1))
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -217,28 +177,37 @@ def tasks_seconds(folder: Path) -> float:
     return float(max(task["started"] + task["seconds"] for task in tasks) - min(task["started"] for task in tasks))
 
 
-def long_document(tokenizer: Path) -> float:
-    """Memory of the largest process, in MB, for a parquet file with a document of 60 MB."""
-    folder = CACHE / "long"
-    if not folder.is_dir():
-        folder.mkdir()
-        text = "\n".join(pq.read_table(next(corpus().glob("*.parquet")))["text"].to_pylist())
-        text = (text * (60_000_000 // len(text) + 1))[:60_000_000]
-        pq.write_table(pa.table({"text": ["short", text]}), folder / "long.parquet")
-    (CACHE / "long.txt").write_text("long.parquet\n")
-    return ours(folder, tokenizer, CACHE / "long-tokens", 1, paths=CACHE / "long.txt", tasks=1)["largest_mb"]
+def long_document(tokenizer: Path, kind: str) -> float:
+    """Memory of the largest process, in MB, for a file with a document of 60 MB."""
+    return ours(CACHE / f"long-{kind}", tokenizer, CACHE / f"long-{kind}-tokens", 1, tasks=1)["largest_mb"]
+
+
+def make_long_documents(data: Path) -> None:
+    text = "\n".join(pq.read_table(next(data.glob("*.parquet")))["text"].to_pylist())
+    text = (text * (60_000_000 // len(text) + 1))[:60_000_000]
+    for kind in ("parquet", "jsonl"):
+        (CACHE / f"long-{kind}").mkdir(exist_ok=True)
+    pq.write_table(pa.table({"text": ["short", text]}), CACHE / "long-parquet" / "long.parquet")
+    (CACHE / "long-jsonl" / "long.jsonl").write_text(json.dumps({"text": text}) + "\n")
+
+
+def many_times(data: Path) -> Path:
+    """Links to the files of `data`."""
+    folder = CACHE / "corpus-long"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for copy in range(COPIES):
+        for file in data.glob("*.parquet"):
+            (folder / f"{copy}-{file.name}").symlink_to(file)
+    return folder
 
 
 def ours(
-    data: Path,
-    tokenizer: Path,
-    out: Path,
-    workers: int,
-    *flags: str,
-    paths: Path = CACHE / "paths.txt",
-    tasks: int = TASKS,
-) -> dict[str, float]:
+    data: Path, tokenizer: Path, out: Path, workers: int, *flags: str, tasks: int = TASKS
+) -> dict[str, float]:  # fmt: skip
     shutil.rmtree(out, ignore_errors=True)
+    paths = CACHE / "paths.txt"
+    paths.write_text("".join(f"{file.name}\n" for file in sorted(data.iterdir())))
     return measured([sys.executable, str(DOOR), "--tokenizer-name-or-path", str(tokenizer), "--dataset", str(data),
                      "--paths-file", str(paths), "--output-folder", str(out), "--eos-token", EOS,
                      "--n-tasks", str(tasks), "--n-workers", str(workers), *flags])  # fmt: skip
@@ -272,8 +241,12 @@ def measured(command: list[str]) -> dict[str, float]:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest()
-            for suffix in ("bin", "idx") for file in folder.glob(f"*.{suffix}")}  # fmt: skip
+    found = {}
+    for suffix in ("bin", "idx"):
+        for path in folder.glob(f"*.{suffix}"):
+            with path.open("rb") as file:  # not at once: a child's peak of memory begins with its parent's
+                found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def corpus() -> Path:
@@ -300,6 +273,7 @@ def corpus() -> Path:
     for number in range(FILES):
         table = pa.table({"text": texts[number::FILES]})
         pq.write_table(table, building / f"{number:02d}.parquet", row_group_size=1 << 20, compression="snappy")
+    make_long_documents(building)
     building.rename(folder)
     os.execv(sys.executable, [sys.executable, *sys.argv])  # a child's peak of memory begins with its parent's
     raise AssertionError
