@@ -22,6 +22,7 @@ export GBS="${GBS:-8}"
 export SEQ_LEN="${SEQ_LEN:-256}"
 export TRAINING_STEPS="${TRAINING_STEPS:-360}"
 export CHECKPOINT_STEPS="${CHECKPOINT_STEPS:-100}"
+export LOAD="${LOAD:-}"                             # begin with the checkpoint of another run, RUN[:ITERATION]
 export AUTO_JOB_REQUEUE="${AUTO_JOB_REQUEUE:-true}" # a successor behind every job; costs node hours unattended
 export TENSORBOARD="${TENSORBOARD:-false}"          # event files in the run directory; W&B is on by WANDB_API_KEY
 export LOG_NCCL="${LOG_NCCL:-false}"                # these four: docs/monitoring.md

@@ -23,6 +23,7 @@ export GBS="${GBS:-128}"
 export SEQ_LEN="${SEQ_LEN:-8192}"
 export TRAINING_STEPS="${TRAINING_STEPS:-5000}"
 export CHECKPOINT_STEPS="${CHECKPOINT_STEPS:-250}"
+export LOAD="${LOAD:-}"                              # begin with the checkpoint of another run, RUN[:ITERATION]
 export AUTO_JOB_REQUEUE="${AUTO_JOB_REQUEUE:-false}" # a successor behind every job; costs node hours unattended
 export TENSORBOARD="${TENSORBOARD:-true}"            # event files in the run directory; W&B is on by WANDB_API_KEY
 export LOG_NCCL="${LOG_NCCL:-false}"                 # these four: docs/monitoring.md

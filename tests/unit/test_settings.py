@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from relayrun import settings
@@ -45,3 +48,18 @@ def test_resume_is_true_or_false() -> None:
 def test_a_mixture_takes_the_place_of_datasets() -> None:
     texts = settings.overrides({"MIXTURE": "/a*,1;/b,2", "DATASETS": "demo-output", "DATASET_CACHE_DIR": "/cache"})
     assert texts == ["data.datasets=[]", "data.mixture='/a*,1;/b,2'", "data.data_cache_dir='/cache'"]
+
+
+def test_load_names_a_run_or_a_folder_whatever_is_in_it() -> None:
+    (text,) = settings.overrides({"LOAD": "it's/a run:500"})
+    assert yamlfile.parse_value(text.removeprefix("checkpoint.load=")) == "it's/a run:500"
+
+
+def test_every_launcher_offers_the_same_settings_and_all_of_them_are_read() -> None:
+    launchers = sorted((Path(__file__).resolve().parents[2] / "launchers").glob("submit-*.sh"))
+    assert len(launchers) == 5
+    offered = [re.findall(r'^export (\w+)="\$\{\1:-', path.read_text(encoding="utf-8"), re.M) for path in launchers]
+    assert offered == [offered[0]] * len(launchers)
+    assert set(offered[0]) - set(settings.OVERRIDES) == {"CONFIG", settings.PROFILER}
+    given_otherwise = {"RUN_DIR", "CLUSTER", "TOKENIZER"}  # by the config, unless the environment has them
+    assert set(settings.OVERRIDES) - set(offered[0]) == given_otherwise
