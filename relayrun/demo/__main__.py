@@ -115,6 +115,9 @@ def show(run: RunDir, config: RunConfig, *, seconds: float) -> int:
     output = Console(highlight=False)
     output.width = max(output.width, 110)
     output.print(report.attempts_table(summary))
+    if not summary.validation.get("heldout"):
+        raise RelayrunError("the training ended before its last iteration", where=run.path,
+                            hint=f"relayrun status {run.path} says why")  # fmt: skip
     print(report.terminal_curve(summary))
     picture = run.path / "loss.png"
     report.write_png(summary, picture)

@@ -1,0 +1,73 @@
+"""The table in the README is one that `make demo` prints: its form is rendered again from its own numbers."""
+
+from __future__ import annotations
+
+import io
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from relayrun.config import compose
+from relayrun.demo import __main__ as demo
+from relayrun.errors import RelayrunError
+from relayrun.monitoring import report
+from relayrun.monitoring.report import AttemptRow, Report, attempts_table
+from relayrun.rundir.layout import RunDir
+from tests.readme import README
+
+
+def shown() -> str:
+    (text,) = re.findall(r"^```\n( +attempts of .*?)^```$", README, re.M | re.S)
+    return str(text)
+
+
+def number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def rows() -> list[AttemptRow]:
+    """What its lines say."""
+    found = []
+    for line in shown().splitlines():
+        if line.startswith("│"):
+            attempt, cause, why, iterations, durable, tokens, wall, speed = (
+                cell.strip() for cell in line[1:-1].split("│")
+            )
+            first, last = iterations.split("–")
+            found.append(AttemptRow(
+                number=int(attempt), cause=cause, reason=why, first_iteration=int(first), last_iteration=int(last),
+                durable_iteration=number(durable), tokens=number(tokens), seconds=float(wall),
+                tokens_per_second=float(number(speed)),
+            ))  # fmt: skip
+    return found
+
+
+def test_its_form_is_that_of_the_report() -> None:
+    output = io.StringIO()
+    told = Report(run=RunDir(Path("demo")), attempts=rows(), iterations=[], losses=[], validation={})
+    Console(file=output, width=110).print(attempts_table(told))
+    assert [line.rstrip() for line in output.getvalue().splitlines()] == shown().splitlines()
+
+
+def test_its_numbers_are_those_of_one_exact_relay() -> None:
+    attempts, training = rows(), compose.load(compose.ROOT / "configs/runs/demo.yaml").training
+    assert attempts[0].first_iteration == 1
+    for before, after in pairwise(attempts):
+        assert after.first_iteration == before.last_iteration + 1 == (before.durable_iteration or 0) + 1
+    for row in attempts:
+        assert (
+            row.tokens
+            == (row.last_iteration - row.first_iteration + 1) * training.global_batch_size * training.seq_length
+        )
+    assert (attempts[-1].cause, attempts[-1].last_iteration) == ("done", training.steps)
+
+
+def test_a_demo_that_was_stopped_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = compose.load(compose.ROOT / "configs/runs/demo.yaml")
+    stopped = Report(run=RunDir(tmp_path), attempts=[], iterations=[1], losses=[6.0], validation={})
+    monkeypatch.setattr(report, "read_report", lambda run: stopped)
+    with pytest.raises(RelayrunError, match="ended before its last iteration"):
+        demo.show(RunDir(tmp_path), config, seconds=1.0)
