@@ -3,7 +3,7 @@
 A whole file is written under a temporary name in its own folder, synced, then renamed; a reader sees
 the old content or the new, never a part. An appended file has one writer, each record is one
 `write` of one line, and a torn last line (the writer was killed) is ignored on read.
-Standard library only: this module also runs on a bare host Python.
+The standard library and `errors` only: this module also runs on a bare host Python.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from relayrun.errors import RelayrunError
 
 
 def fsync_directory(path: str | os.PathLike[str]) -> None:
@@ -44,6 +46,29 @@ def write_atomic(path: str | os.PathLike[str], data: str | bytes, *, mode: int =
         raise
     if durable:
         fsync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a name to write a file under, beside `path`; on leaving without an error it is synced and becomes `path`.
+
+    For content that does not fit into memory. Raises RelayrunError, naming `path`, where it cannot be written.
+    """
+    path = Path(path)
+    try:
+        fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+        try:
+            os.fchmod(fd, 0o644)
+            yield Path(temporary)
+            os.fsync(fd)
+            os.replace(temporary, path)
+        finally:
+            os.close(fd)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise RelayrunError(f"cannot be written: {reason}", where=path) from None
 
 
 def write_json(path: str | os.PathLike[str], value: Any, *, durable: bool = True) -> None:

@@ -49,7 +49,7 @@ def read_column(path: str, column: str, *, batch_bytes: int = 4_000_000) -> Iter
 def _read_parquet(raw: BinaryIO, path: str, column: str, batch_bytes: int) -> Iterator[pa.Array]:
     # pages come through a buffer: without it the column of a whole row group is read at once
     with pq.ParquetFile(raw, buffer_size=_READ_AHEAD, pre_buffer=False) as file:
-        fields = _fields(file.schema_arrow, path, column)
+        fields = find_field(file.schema_arrow, path, column)
         leaves = [file.metadata.schema.column(i).path for i in range(file.metadata.num_columns)]
         leaf = leaves.index(".".join(fields))
         for group in range(file.num_row_groups):
@@ -67,8 +67,8 @@ def _read_parquet(raw: BinaryIO, path: str, column: str, batch_bytes: int) -> It
                 yield array if _is_text(array.type) else array.cast(pa.large_string())
 
 
-def _fields(schema: pa.Schema, path: str, column: str) -> list[str]:
-    """The names that lead to the column."""
+def find_field(schema: pa.Schema, path: str, column: str) -> list[str]:
+    """The names that lead to the column of the text. Raises InputError naming `path`."""
     names = [column] if column in schema.names else column.split(".")
     if names[0] not in schema.names:
         raise _no_column(path, column, schema.names)

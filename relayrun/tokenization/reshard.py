@@ -1,267 +1,280 @@
-"""A global shuffle of a dataset on disk, in two passes, within a memory limit.
+"""A global shuffle of a dataset on disk, within a memory limit.
 
 Every row has a key: a 64-bit hash of the seed, the number of its file in the sorted list, and its number there.
-The output is all rows in the order of their keys. Pass 1 scatters rows to buckets by the upper bits of the key
-(Arrow streams in a temporary folder); pass 2 sorts one bucket after the other in memory and appends it to the
-output. So the same files and seed give the same bytes, whatever the memory, the threads and the number of
-buckets. DuckDB's ORDER BY of a hash does not, with several threads and files.
-Cost: every row is read twice and written twice; memory of a few buckets.
+The output is all rows in the order of their keys, in files of equal numbers of rows. Where the dataset does not fit
+into memory, pass 1 scatters rows to buckets by the upper bits of the key, on disk (buckets.py), and pass 2 sorts one
+bucket after the other in memory and writes it (shuffled.py). So the same files and seed give the same bytes, whatever
+the memory, the threads, the buckets and the nodes. DuckDB's ORDER BY of a hash does not, with several threads and
+files. Cost: every row is read twice and written twice; memory of a few buckets.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from relayrun.data.folders import replaced_folder
 from relayrun.errors import InputError
-from relayrun.tokenization.columns import read_column
+from relayrun.tokenization import stores
+from relayrun.tokenization.buckets import Buckets, InMemory, OnDisk, SortedRows, keyed, keyed_schema, scatter
 from relayrun.tokenization.dumps import find_files
+from relayrun.tokenization.lengths import Lengths, draw
+from relayrun.tokenization.rows import RowFile, look_at
+from relayrun.tokenization.shuffled import FileForm, Shuffled
 
-KEY, FILE, ROW = "__relayrun_key", "__relayrun_file", "__relayrun_row"
 PICTURE = "lengths.png"
-_BASE = 250_000_000
-"""Memory of the process itself, with Arrow and its readers."""
+_BASE = 180_000_000
+"""Memory of the process itself, with Arrow and what draws the picture."""
 
-_COPIES = 6
-"""Of a bucket at most: as read, keyed, sorted, as a row group, encoded."""
+_THREAD = 30_000_000
+"""And of a thread besides the rows that it keeps: what it reads meanwhile, what the allocator keeps."""
 
-_READ_AHEAD = 1 << 18
-"""Bytes of every column that are read at a time."""
+_PAGES = 2
+"""That a reader holds: as stored, and decompressed."""
 
-_COMPRESSED = 6
-"""A compressed jsonl file holds about this many times its bytes."""
+_LEAST = 32_000_000
+"""For the rows that a thread keeps: with less, they are moved in small pieces."""
 
+_GROUP_COPIES = 3
+"""Of a row group in memory: as taken from its bucket, and encoded."""
 
-@dataclass
-class Lengths:
-    """Mean length of the rows of a stretch, in the order in which they come: enough for a picture."""
+_MOST_BUCKETS = 1 << 15
 
-    rows: list[int] = field(default_factory=list)
-    means: list[float] = field(default_factory=list)
-
-    def add(self, texts: pa.ChunkedArray | pa.Array) -> None:
-        if len(texts):
-            self.rows.append(len(texts))
-            self.means.append(float(pc.mean(pc.binary_length(texts)).as_py() or 0))
+Array = npt.NDArray[np.float64]
 
 
-def reshard(
-    dataset_folder: Path,
-    output: Path,
-    *,
-    column: str = "text",
-    seed: int = 0,
-    file_size: int = 500_000_000,
-    row_group_size: int = 4096,
-    compression: str = "snappy",
-    memory_limit: int = 4_000_000_000,
-    temp_dir: Path | None = None,
-    threads: int = 1,
-) -> int:
-    """Write all rows below `dataset_folder`, shuffled, to `output/data_{i}.parquet`; return their number.
+@dataclass(frozen=True, kw_only=True)
+class ReshardOptions:
+    """What is shuffled and how. Sizes are in bytes; `row_group_size` in rows.
 
     Parquet files keep all their columns, which must be the same in all; of jsonl files only `column` is kept.
-    `file_size`: bytes of an output file, checked after every row group of `row_group_size` rows.
-    `memory_limit`: bytes; `threads` buckets are sorted at a time, each in its share. The folder appears at once.
-    Raises InputError if `output` exists, or a file is torn or has other columns.
+    `file_size`: of an output file, at least; looked at after every row group of the first one.
+    `memory_limit`: of a process; up to `threads` work at a time, as many as find room.
     """
-    files = find_files(dataset_folder)
-    if not files:
-        raise InputError("no parquet or jsonl file below this folder", where=dataset_folder)
-    if output.exists():
-        raise InputError("the output exists", where=output, hint="move it away, or choose another folder")
-    if memory_limit <= _BASE:
-        raise InputError(f"a shuffle needs more memory than {_BASE:,} bytes", where="--memory-limit")
-    paths = [dataset_folder / file.path for file in files]
-    size = sum(_bytes_in_memory(path) for path in paths)
-    buckets = int(min(4096, 1 + size * _COPIES * threads // (memory_limit - _BASE)))
-    before, after = Lengths(), Lengths()
-    with replaced_folder(output) as building, tempfile.TemporaryDirectory(prefix="reshard-", dir=temp_dir) as scratch:
-        most = (memory_limit - _BASE) // 4
-        with ThreadPoolExecutor(threads) as pool:
-            if buckets == 1:
-                tables = iter([_sorted(pa.concat_tables(_keyed(paths, column, seed, before)))])
-            else:
-                streams = _scatter(paths, column, seed, buckets, most, Path(scratch), before)
-                tables = _in_order(pool, streams, threads)
-            rows = _write(tables, building, column, file_size, row_group_size, compression, after)
-        draw(before, after, building / PICTURE)
-    return rows
+
+    dataset_folder: str
+    output: Path
+    column: str = "text"
+    seed: int = 0
+    file_size: int = 500_000_000
+    row_group_size: int = 4096
+    compression: str = "snappy"
+    memory_limit: int = 4_000_000_000
+    temp_dir: Path | None = None
+    threads: int = 1
 
 
-def keys(seed: int, file: int, rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The keys of these rows of file number `file`: two rounds of the splitmix64 finaliser (Steele et al., 2014)."""
-    start = np.random.SeedSequence([seed, file]).generate_state(1, np.uint64)[0]
-    mixed = rows * np.uint64(0x9E3779B97F4A7C15) + start
-    for _ in range(2):
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        mixed ^= mixed >> np.uint64(31)
-    return np.asarray(mixed, np.uint64)
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How the work is split. `parts`: runs of files [first, last) that are scattered side by side."""
+
+    options: ReshardOptions
+    files: tuple[RowFile, ...]
+    parts: tuple[tuple[int, int], ...]
+    buckets: int
+
+    @property
+    def form(self) -> FileForm:
+        options = self.options
+        return FileForm(schema=self.files[0].schema, column=options.column, size=options.file_size,
+                        row_group_size=options.row_group_size, compression=options.compression)  # fmt: skip
+
+    def readers(self) -> Shares:
+        """Threads of pass 1. Raises InputError where there is no room for one."""
+        return _shares(self.options, _THREAD + _PAGES * max(file.page for file in self.files), _LEAST)
+
+    def writers(self, size: int, rows: int) -> Shares:
+        """Threads of pass 2, where `rows` rows take `size` bytes. Raises InputError where there is no room for one."""
+        group = size / max(rows, 1) * min(self.options.row_group_size, rows)
+        return _shares(self.options, _THREAD, max(_LEAST, int(2 * _GROUP_COPIES * group)))  # a half is for buckets
 
 
-def _bytes_in_memory(path: Path) -> int:
-    if path.suffix.lower() != ".parquet":
-        return path.stat().st_size * (1 if path.suffix.lower() == ".jsonl" else _COMPRESSED)
-    try:
-        metadata = pq.read_metadata(path)
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(f"cannot be read, it may be torn: {error}", where=path) from None
-    return sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+@dataclass(frozen=True)
+class Shares:
+    """How many threads find room at a time, and the bytes that each may keep."""
+
+    threads: int
+    each: int
 
 
-def _read(path: Path, column: str) -> Iterator[pa.Table]:
-    if path.suffix.lower() != ".parquet":
-        for array in read_column(str(path), column):
-            yield pa.table({column: array.cast(pa.large_string())})
-        return
-    try:
-        # pages come through a buffer: without it a whole row group is read at once
-        with pq.ParquetFile(path, buffer_size=_READ_AHEAD, pre_buffer=False) as file:
-            if column not in file.schema_arrow.names:
-                raise InputError(f"no column {column!r}; there are: {', '.join(file.schema_arrow.names)}", where=path)
-            for batch in file.iter_batches(1024, use_threads=False):
-                yield pa.Table.from_batches([batch]).replace_schema_metadata()
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(f"cannot be read, it may be torn: {error}", where=path) from None
+def _shares(options: ReshardOptions, fixed: int, least: int) -> Shares:
+    room = options.memory_limit - _BASE
+    if (threads := min(options.threads, room // (fixed + least))) < 1:
+        raise InputError(f"a thread that shuffles these rows takes at least {(_BASE + fixed + least) / 1e9:.2f} GB",
+                         where="--memory-limit",
+                         hint="give more, or, where rows are long, make --row-group-size smaller")  # fmt: skip
+    return Shares(threads, room // threads - fixed)
 
 
-def _keyed(paths: Sequence[Path], column: str, seed: int, before: Lengths) -> Iterator[pa.Table]:
-    """The rows of all files, in pieces, with their keys and where they stood."""
-    schema: pa.Schema | None = None
-    for number, path in enumerate(paths):
-        row = 0
-        for table in _read(path, column):
-            before.add(table[column])
-            rows = np.arange(row, row + len(table), dtype=np.uint64)
-            row += len(table)
-            keyed = table.append_column(KEY, pa.array(keys(seed, number, rows)))
-            keyed = keyed.append_column(FILE, pa.array(np.full(len(table), number, np.uint32)))
-            keyed = keyed.append_column(ROW, pa.array(rows))
-            if schema is not None and keyed.schema != schema:
-                raise InputError("its columns are others than those of the files before it", where=path,
-                                 hint="shuffle files of one kind at a time")  # fmt: skip
-            schema = keyed.schema
-            yield keyed
+def reshard(options: ReshardOptions) -> int:
+    """Write all rows, shuffled, to `output/data_{i}.parquet`, and return their number. The folder appears at once.
+
+    Raises InputError if `output` exists, a file is torn or has other columns, or memory does not suffice.
+    """
+    plan = make_plan(options, tasks=1)
+    with (
+        replaced_folder(options.output) as building,
+        tempfile.TemporaryDirectory(prefix="reshard-", dir=options.temp_dir) as folder,
+    ):
+        work = Path(folder)
+        buckets, before = _in_memory(plan) or _on_disk(plan, work)
+        rows = write_first(plan, buckets, building, work)
+        files = file_count(buckets, rows)
+        write_files(plan, buckets, range(1, files), rows, building, work)
+        draw(before, [np.load(work / f"after-{number}.npy") for number in range(files)], building / PICTURE)
+    return int(buckets.counts.sum())
 
 
-def _scatter(
-    paths: Sequence[Path], column: str, seed: int, buckets: int, most: int, scratch: Path, before: Lengths
-) -> list[Path]:
-    """Pass 1: the rows of all files, with their keys, into a stream for every bucket."""
-    streams = [scratch / f"{number}.arrow" for number in range(buckets)]
-    writers: dict[int, Any] = {}
-    waiting: list[pa.Table] = []
-    size = 0
-
-    def flush() -> None:
-        nonlocal size
-        if not waiting:
-            return
-        table = pa.concat_tables(waiting)
-        bucket = (table[KEY].to_numpy() >> np.uint64(32)) * np.uint64(buckets) >> np.uint64(32)
-        order = np.argsort(bucket, kind="stable")
-        bounds = np.searchsorted(bucket[order], np.arange(buckets + 1, dtype=np.uint64))
-        for number in np.flatnonzero(np.diff(bounds)).tolist():
-            if number not in writers:
-                writers[number] = pa.ipc.new_stream(str(streams[number]), table.schema)
-            writers[number].write_table(table.take(order[bounds[number] : bounds[number + 1]]))
-        waiting.clear()
-        size = 0
-
-    try:
-        for keyed in _keyed(paths, column, seed, before):
-            waiting.append(keyed)
-            size += keyed.nbytes
-            if size > most // 2:
-                flush()
-        flush()
-    finally:
-        for writer in writers.values():
-            writer.close()
-    return [streams[number] for number in sorted(writers)]
+def make_plan(options: ReshardOptions, *, tasks: int) -> Plan:
+    """Look at all files; `tasks` is the number of processes. Raises InputError before anything is written."""
+    for name in ("file_size", "row_group_size", "threads"):
+        if getattr(options, name) < 1:
+            raise InputError("must be at least 1", where=f"--{name.replace('_', '-')}")
+    output = os.path.realpath(options.output)
+    if os.path.lexists(options.output):
+        raise InputError("the output exists", where=options.output, hint="move it away, or choose another folder")
+    folder = stores.absolute(options.dataset_folder)
+    if not stores.is_url(folder) and Path(output).is_relative_to(os.path.realpath(folder)):
+        raise InputError("the output would lie in the dataset folder, and join its files", where=options.output)
+    found = find_files(folder)
+    if not found:
+        raise InputError("no parquet or jsonl file below this folder", where=folder)
+    files = look_at([(stores.join(folder, file.path), file.size) for file in found], options.column)
+    size = sum(file.size for file in files)
+    workers = tasks * options.threads
+    plan = Plan(options=options, files=tuple(files), parts=_parts(files, workers * (4 if tasks > 1 else 1)), buckets=1)
+    plan.readers()
+    rows = sum(file.rows or 0 for file in files)
+    writers = plan.writers(size if all(file.rows is not None for file in files) else 0, rows)
+    buckets = 1 + size * 5 // 4 // (writers.each // 3)
+    if tasks > 1:  # tasks write runs of files, and two neighbours read the bucket between them
+        buckets = max(buckets, 16 * workers)
+    return replace(plan, buckets=min(_MOST_BUCKETS, buckets))
 
 
-def _in_order(pool: ThreadPoolExecutor, streams: Sequence[Path], threads: int) -> Iterator[pa.Table]:
-    """Pass 2: every bucket sorted, `threads` of them at a time."""
-    for start in range(0, len(streams), threads):
-        yield from pool.map(_sorted_bucket, streams[start : start + threads])
+def _parts(files: Sequence[RowFile], count: int) -> tuple[tuple[int, int], ...]:
+    """Runs of files of about equal size, at most `count` of them."""
+    ends = np.cumsum([file.size + 1 for file in files])
+    bounds = np.searchsorted(ends, ends[-1] * np.arange(count + 1) / count, side="left")
+    bounds[0], bounds[-1] = 0, len(files)
+    return tuple((first, last) for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
+                 if first < last)  # fmt: skip
 
 
-def _sorted_bucket(stream: Path) -> pa.Table:
-    with pa.OSFile(str(stream)) as source, pa.ipc.open_stream(source) as reader:
-        table = reader.read_all()
-    stream.unlink()
-    return _sorted(table)
+def _keyed(plan: Plan, part: int, lengths: Lengths) -> Iterator[pa.Table]:
+    first, last = plan.parts[part]
+    files = ((number, plan.files[number]) for number in range(first, last))
+    return keyed(files, plan.options.column, plan.options.seed, lengths)
 
 
-def _sorted(table: pa.Table) -> pa.Table:
-    order = np.lexsort([table[name].to_numpy() for name in (ROW, FILE, KEY)])
-    return table.drop_columns([KEY, FILE, ROW]).take(order)
+class _TooLarge(Exception):
+    """For the memory."""
 
 
-def _write(
-    tables: Iterator[pa.Table], folder: Path, column: str, file_size: int, rows: int, compression: str, after: Lengths
-) -> int:
-    """Row groups of exactly `rows` rows, one behind the other, whatever the buckets."""
-    written, number = 0, 0
-    writer: Any = None
-    sink: Any = None
-    rest: pa.Table | None = None
+def _in_memory(plan: Plan) -> tuple[Buckets, list[Array]] | None:
+    """All rows in memory; None where they do not fit."""
+    readers = plan.readers()
+    room = readers.threads * readers.each
+    if sum(file.size for file in plan.files) * 2 > room:
+        return None
+    lengths = [Lengths() for _ in plan.parts]
+    tables: list[list[pa.Table]] = [[] for _ in plan.parts]
+    sizes = [0] * len(plan.parts)
 
-    def write(group: pa.Table) -> None:
-        nonlocal writer, sink, number, written
-        if writer is None:
-            sink = pa.OSFile(str(folder / f"data_{number}.parquet"), "wb")
-            writer = pq.ParquetWriter(sink, group.schema, compression=compression)
-        writer.write_table(group.combine_chunks(), row_group_size=len(group))
-        after.add(group[column])
-        written += len(group)
-        if sink.tell() >= file_size:
-            close()
-            number += 1
-
-    def close() -> None:
-        nonlocal writer, sink
-        if writer is not None:
-            writer.close()
-            sink.close()
-            writer = None
+    def collect(part: int) -> Iterator[None]:
+        for table in _keyed(plan, part, lengths[part]):
+            tables[part].append(table)
+            sizes[part] += table.nbytes
+            if sum(sizes) * 5 // 2 > room:
+                raise _TooLarge
+            yield
 
     try:
-        for table in tables:
-            whole = table if rest is None else pa.concat_tables([rest, table])
-            cut = len(whole) - len(whole) % rows
-            for start in range(0, cut, rows):
-                write(whole.slice(start, rows))
-            rest = whole.slice(cut)
-        if rest is not None and len(rest):
-            write(rest)
-    finally:
-        close()
-    return written
+        in_threads([collect(part) for part in range(len(plan.parts))], readers.threads)
+    except _TooLarge:
+        return None
+    all_tables = [table for part in tables for table in part]
+    tables.clear()
+    return InMemory(SortedRows(all_tables, keyed_schema(plan.files[0].schema))), [each.array() for each in lengths]
 
 
-def draw(before: Lengths, after: Lengths, file: Path) -> None:
-    """A PNG: mean length of the rows against their place in the dataset, before and after."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def _on_disk(plan: Plan, work: Path) -> tuple[Buckets, list[Array]]:
+    scatter_parts(plan, range(len(plan.parts)), work)
+    found = scattered(plan, work)
+    return found, found.before
 
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for panel, title, lengths in zip(panels, ("before", "after"), (before, after), strict=True):
-        panel.scatter(np.cumsum(lengths.rows), lengths.means, s=4)
-        panel.set(title=title, xlabel="row", xlim=(0, None), ylim=(0, None))
-    panels[0].set_ylabel("mean length of text, bytes")
-    FigureCanvasAgg(figure).print_png(file)
+
+def scatter_parts(plan: Plan, parts: Iterable[int], work: Path) -> None:
+    """Pass 1 for these parts; those that are done are left out."""
+    readers = plan.readers()
+
+    def one(part: int) -> Iterator[None]:
+        lengths = Lengths()
+        # a buffer, its sorted copy in pieces, what is read meanwhile
+        yield from scatter(_keyed(plan, part, lengths), stem(work, part), plan.buckets, readers.each // 4, lengths)
+
+    missing = [part for part in parts if not stem(work, part).with_suffix(".npz").exists()]
+    in_threads([one(part) for part in missing], readers.threads)
+
+
+def stem(work: Path, part: int) -> Path:
+    return work / f"part-{part}"
+
+
+def scattered(plan: Plan, work: Path) -> OnDisk:
+    """What pass 1 made of all parts. Raises InputError where there is no row."""
+    found = OnDisk([stem(work, part) for part in range(len(plan.parts))], plan.files[0].schema)
+    found.split(plan.writers(found.size, int(found.counts.sum())).each // 3)
+    return found
+
+
+def write_first(plan: Plan, buckets: Buckets, building: Path, work: Path) -> int:
+    """Write file 0; return its number of rows, which is that of all files but the last."""
+    if not buckets.counts.sum():
+        raise InputError("the files hold no row", where=plan.options.dataset_folder)
+    rows: list[int] = []
+    for _ in Shuffled(buckets, plan.form, building, work).write_first(rows):
+        pass
+    return rows[0]
+
+
+def file_count(buckets: Buckets, rows: int) -> int:
+    return -(-int(buckets.counts.sum()) // rows)
+
+
+def write_files(plan: Plan, buckets: Buckets, numbers: Sequence[int], rows: int, building: Path, work: Path) -> None:
+    """Pass 2 for these files, in runs for the threads."""
+    threads = plan.writers(buckets.size, int(buckets.counts.sum())).threads
+    runs = [numbers[at * len(numbers) // threads : (at + 1) * len(numbers) // threads] for at in range(threads)]
+    in_threads([Shuffled(buckets, plan.form, building, work).write(run, rows) for run in runs if run], threads)
+
+
+def in_threads(works: Sequence[Iterator[None]], threads: int) -> None:
+    """Exhaust all iterators, `threads` at a time. After an error or an interrupt the others end at their next step."""
+    stop = threading.Event()
+
+    def exhaust(work: Iterator[None]) -> None:
+        try:
+            for _ in work:
+                if stop.is_set():
+                    break
+        except BaseException:
+            stop.set()
+            raise
+
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        try:
+            for future in [pool.submit(exhaust, work) for work in works]:
+                future.result()
+        except BaseException:
+            stop.set()
+            raise

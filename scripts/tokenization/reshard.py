@@ -16,7 +16,7 @@ from relayrun.errors import run_main
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset-folder", required=True, type=Path, metavar="D")
+    parser.add_argument("--dataset-folder", required=True, metavar="D")
     parser.add_argument("--output-folder", required=True, type=Path, metavar="O", help="must not exist yet")
     parser.add_argument("--column", default="text", help="of the text (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
@@ -28,11 +28,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="default: %(default)s")
     options = parser.parse_args()
 
-    from relayrun.tokenization.reshard import PICTURE, reshard  # pyarrow: not paid for --help
+    from relayrun.tokenization.reshard import PICTURE, ReshardOptions, reshard  # pyarrow: not paid for --help
 
-    rows = reshard(
-        options.dataset_folder,
-        options.output_folder,
+    rows = reshard(ReshardOptions(
+        dataset_folder=options.dataset_folder,
+        output=options.output_folder,
         column=options.column,
         seed=options.seed,
         file_size=int(options.file_size * 1e6),
@@ -41,7 +41,7 @@ def main() -> None:
         memory_limit=int(options.memory_limit * 1e9),
         temp_dir=options.temp_dir,
         threads=options.threads,
-    )
+    ))  # fmt: skip
     print(f"{rows:,} rows; length against position, before and after: {options.output_folder / PICTURE}")
 
 
