@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Iterator
+from typing import BinaryIO
 
-import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from relayrun.errors import InputError
+from relayrun.tokenization.jsonlines import MOST_ROWS, no_column, read_jsonl
 from relayrun.tokenization.metadata import printable
 from relayrun.tokenization.stores import open_input
 
-MOST_ROWS = 1024
-"""Rows that are decoded at a time, where documents are short."""
-
-MOST_REPEATED_ROWS = 128
-"""Likewise where the file may hold a text once for many rows, so that its size says little of theirs."""
+_MOST_REPEATED_ROWS = 128
+"""Rows of an array where the file may hold a text once for many rows, so that its size says little of theirs."""
 
 _READ_AHEAD = 1 << 20
 
@@ -36,7 +32,7 @@ def read_column(path: str, column: str, *, batch_bytes: int = 4_000_000) -> Iter
                 yield from _read_parquet(raw, path, column, batch_bytes)
             else:
                 compression = "gzip" if name.endswith(".gz") else "zstd" if name.endswith(".zst") else None
-                yield from _read_jsonl(raw, path, column, compression, batch_bytes)
+                yield from read_jsonl(raw, path, column, compression, batch_bytes)
     except FileNotFoundError:
         raise InputError("this file of the dump is missing", where=printable(path),
                          hint="run prepare_dumps.py again if the dataset has changed") from None  # fmt: skip
@@ -55,7 +51,7 @@ def _read_parquet(raw: BinaryIO, path: str, column: str, batch_bytes: int) -> It
         for group in range(file.num_row_groups):
             chunk = file.metadata.row_group(group).column(leaf)
             average = chunk.total_uncompressed_size / max(chunk.num_values, 1)
-            most = MOST_REPEATED_ROWS if chunk.has_dictionary_page else MOST_ROWS
+            most = _MOST_REPEATED_ROWS if chunk.has_dictionary_page else MOST_ROWS
             most = int(max(1, min(most, batch_bytes / max(average, 1))))
             # one thread: the workers share the cores already
             for batch in file.iter_batches(most, [group], [".".join(fields)], use_threads=False):
@@ -64,18 +60,21 @@ def _read_parquet(raw: BinaryIO, path: str, column: str, batch_bytes: int) -> It
                     array = pa.compute.struct_field(array, field)
                 if pa.types.is_dictionary(array.type):
                     array = array.dictionary_decode()
-                yield array if _is_text(array.type) else array.cast(pa.large_string())
+                array = array if _is_text(array.type) else array.cast(pa.large_string())
+                del batch
+                yield array
+                del array  # a long document is not kept while the next one is read
 
 
 def find_field(schema: pa.Schema, path: str, column: str) -> list[str]:
     """The names that lead to the column of the text. Raises InputError naming `path`."""
     names = [column] if column in schema.names else column.split(".")
     if names[0] not in schema.names:
-        raise _no_column(path, column, schema.names)
+        raise no_column(path, column, schema.names)
     kind = schema.field(names[0]).type
     for name in names[1:]:
         if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
-            raise _no_column(path, column, _leaves(schema))
+            raise no_column(path, column, _leaves(schema))
         kind = kind.field(name).type
     inner = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (_is_text(inner) or pa.types.is_string_view(inner) or pa.types.is_null(inner)):
@@ -95,51 +94,3 @@ def _leaves(schema: pa.Schema) -> list[str]:
         )
         names += [f"{field.name}.{name}" for name in inner] or [field.name]
     return names
-
-
-def _read_jsonl(raw: BinaryIO, path: str, column: str, compression: str | None, batch_bytes: int) -> Iterator[pa.Array]:
-    lines: BinaryIO | io.BufferedReader = raw
-    if compression is not None:  # Arrow notices a truncated stream, the zstandard package does not
-        lines = io.BufferedReader(pa.CompressedInputStream(raw, compression))
-    texts: list[str | None] = []
-    size = 0
-    for number, line in enumerate(lines, start=1):
-        if line.isspace():
-            continue
-        where = f"{printable(path)}:{number}"
-        try:
-            row: Any = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            raise InputError(f"this line is not JSON: {error}", where=where) from None
-        text = _value(row, column, where)
-        if texts and (size + len(line) > batch_bytes or len(texts) == MOST_ROWS):
-            yield pa.array(texts, pa.large_string())
-            texts, size = [], 0
-        texts.append(text)
-        size += len(line)
-        del line, row, text
-        if size > batch_bytes:  # a long one: nothing else of it is kept meanwhile
-            array = pa.array(texts, pa.large_string())
-            texts, size = [], 0
-            yield array
-            del array
-    if texts:
-        yield pa.array(texts, pa.large_string())
-
-
-def _value(row: Any, column: str, where: str) -> str | None:
-    if not isinstance(row, dict):
-        raise InputError("this line is no JSON object", where=where)
-    value: Any = row
-    for name in [column] if column in row else column.split("."):
-        if not isinstance(value, dict) or name not in value:
-            raise _no_column(where, column, list(row))
-        value = value[name]
-    if value is not None and not isinstance(value, str):
-        raise InputError(f"{column!r} holds {type(value).__name__}, not text", where=where)
-    return value
-
-
-def _no_column(where: str, column: str, columns: Sequence[str]) -> InputError:
-    return InputError(f"no column {column!r}; there are: {', '.join(columns)}", where=printable(where),
-                      hint="name the column of the text with --column")  # fmt: skip

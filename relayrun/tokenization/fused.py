@@ -99,17 +99,17 @@ def _tokenize_file(
 ) -> None:
     path = join(job.dataset, file[0])
     record.fingerprints.append(fingerprint(path))
-    for array in _gathered(read_column(path, job.column, batch_bytes=job.batch_bytes), job):
-        for texts in _batches(array, job, record):
-            if texts.used.size > job.batch_bytes and _can_cut(job.definition):  # then it is one text alone
-                record.documents += 1
-                _tokenize_long(texts, job.framing, engine, shard)
-                continue
+    for texts in _batches(_gathered(read_column(path, job.column, batch_bytes=job.batch_bytes), job), job, record):
+        if texts.used.size > job.batch_bytes and _can_cut(job.definition):  # then it is one text alone
+            record.documents += 1
+            _tokenize_long(texts, job.framing, engine, shard)
+        else:
             ids, lengths = job.framing.apply(*engine.encode(texts))
             record.documents += len(lengths)
             record.empty_documents += len(texts) - len(lengths)
             shard.add(ids, lengths)
-            progress.say(documents=record.documents, tokens=shard.tokens)
+        progress.say(documents=record.documents, tokens=shard.tokens)
+        del texts  # a long one is not kept while the next is read
     progress.bytes_read += file[1]
     if stat_inputs(job.dataset, [file[0]]) != [file]:
         raise InputError("this file was changed while it was read", where=printable(path), hint="run again")
@@ -136,24 +136,39 @@ def _gathered(arrays: Iterator[pa.Array], job: Job) -> Iterator[pa.Array]:
     size = rows = 0
     for array in arrays:
         if waiting and (size + array.nbytes > job.batch_bytes or rows + len(array) > job.batch_documents):
-            yield waiting[0] if len(waiting) == 1 else pa.concat_arrays(waiting)
-            waiting, size, rows = [], 0, 0
+            yield _taken(waiting)
+            size = rows = 0
         waiting.append(array)
         size, rows = size + array.nbytes, rows + len(array)
+        del array  # or a long document would still be here when the next one is read
+        if size > job.batch_bytes:
+            yield _taken(waiting)
+            size = rows = 0
     if waiting:
-        yield waiting[0] if len(waiting) == 1 else pa.concat_arrays(waiting)
+        yield _taken(waiting)
 
 
-def _batches(array: pa.Array, job: Job, record: TaskRecord) -> Iterator[Texts]:
-    if array.null_count:
-        record.null_documents += array.null_count
-        array = array.drop_null()
-    if not job.framing.keep_empty:
-        full = pc.not_equal(pc.binary_length(array), 0)
-        if empty := len(array) - (pc.sum(full).as_py() or 0):
-            record.empty_documents += empty
-            array = array.filter(full)
-    yield from Texts.from_arrow(array).split(job.batch_bytes, job.batch_documents)
+def _taken(arrays: list[pa.Array]) -> pa.Array:
+    """All of them as one, out of the list."""
+    array = arrays[0] if len(arrays) == 1 else pa.concat_arrays(arrays)
+    arrays.clear()
+    return array
+
+
+def _batches(arrays: Iterator[pa.Array], job: Job, record: TaskRecord) -> Iterator[Texts]:
+    for array in arrays:
+        if array.null_count:
+            record.null_documents += array.null_count
+            array = array.drop_null()
+        if not job.framing.keep_empty:
+            full = pc.not_equal(pc.binary_length(array), 0)
+            if empty := len(array) - (pc.sum(full).as_py() or 0):
+                record.empty_documents += empty
+                array = array.filter(full)
+        batches = Texts.from_arrow(array).split(job.batch_bytes, job.batch_documents)
+        del array
+        yield from batches
+        del batches
 
 
 def sample(job_column: str, paths: list[str], *, most_bytes: int) -> Texts:
@@ -185,7 +200,8 @@ def _can_cut(definition: str) -> bool:
 def engine_of_this_process(definition: str, selection: Selection) -> Engine:
     """Loaded once per worker, however many tasks it runs."""
     engine = selection.build(Path(definition).read_text(encoding="utf-8"))
-    # loading needs several times what it leaves, and glibc would keep that for a worker's whole life
+    # loading, and reading the sample, need several times what they leave: a worker would keep that for its whole life
+    pa.default_memory_pool().release_unused()
     with contextlib.suppress(AttributeError):  # other C libraries have no such function
         ctypes.CDLL(None).malloc_trim(0)
     return engine

@@ -1,0 +1,86 @@
+"""What a worker needs for long documents: real workers, the largest resident set of each."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from .tokenization_corpus import TEXTS, train_tokenizer
+
+MB = 1_000_000
+PROGRAM = """
+import json, sys
+from relayrun.tokenization.pool import one_thread
+one_thread()
+import resource
+from relayrun.tokenization.pipeline import tokenize
+if __name__ == "__main__":
+    tokenizer, data = sys.argv[1:]
+    tokenize(tokenizer_name_or_path=tokenizer, output_folder="out", dataset=data, paths_file="paths", n_workers=2)
+    lines = dict(line.split(":") for line in open("/proc/self/status"))  # its ru_maxrss begins with pytest's
+    largest = [int(lines["VmHWM"].split()[0]), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss]
+    print(json.dumps([1024 * each for each in largest]))
+"""
+
+
+def largest(folder: Path, tokenizer: Path, file: Path) -> tuple[int, int]:
+    """Bytes of the starting process and of the larger of its two workers; the other one has a short file."""
+    folder.mkdir()
+    (file.parent / "short.jsonl").write_text('{"text": "short"}\n')
+    (folder / "paths").write_text(f"{file.name}\nshort.jsonl\n")
+    (folder / "program.py").write_text(PROGRAM)
+    done = subprocess.run([sys.executable, "program.py", tokenizer, file.parent], cwd=folder, capture_output=True,
+                          text=True, check=True)  # fmt: skip
+    parent, worker = json.loads(done.stdout.splitlines()[-1])
+    return parent, worker
+
+
+def document(kind: str, size: int) -> str:
+    text = "a line of plain text, as long as most\n" if kind == "ascii" else "\n".join(TEXTS[1:6]) + "\n\U0001f600\n"
+    return text * (size // len(text.encode()))
+
+
+def write(file: Path, kind: str, size: int) -> None:
+    text = document(kind, size)
+    if file.suffix == ".parquet":
+        table = pa.table({"text": ["short", text, text]})
+        pq.write_table(table, file, use_dictionary=kind == "dictionary", write_batch_size=1)
+        return
+    line = json.dumps({"id": 7, "text": text}, ensure_ascii=kind == "escaped").encode() + b"\n"
+    line += line  # one is not kept while the next is read
+    packed = {".gz": lambda: gzip.compress(line, 1), ".zst": lambda: zstandard.compress(line)}
+    file.write_bytes(packed.get(file.suffix, lambda: line)())
+
+
+@pytest.mark.parametrize(
+    ("suffix", "kind", "factor"),
+    [
+        pytest.param("jsonl", "escaped", 1.5, marks=pytest.mark.slow),
+        pytest.param("jsonl", "ascii", 1.5, marks=pytest.mark.long),
+        pytest.param("jsonl", "wide", 1.5, marks=pytest.mark.long),
+        pytest.param("jsonl.gz", "escaped", 1.5, marks=pytest.mark.long),
+        pytest.param("jsonl.zst", "escaped", 1.5, marks=pytest.mark.long),
+        pytest.param("parquet", "wide", 3.5, marks=pytest.mark.long),
+        pytest.param("parquet", "dictionary", 4.5, marks=pytest.mark.long),
+    ],
+)
+def test_a_document_of_60_mb_needs_little_more_memory_than_its_bytes(
+    suffix: str, kind: str, factor: float, tmp_path: Path
+) -> None:
+    tokenizer = train_tokenizer(tmp_path / "tok" / "tokenizer.json")
+    for name, size in (("small", MB), ("large", 60 * MB)):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / f"a.{suffix}", kind, size)
+    small, large = (largest(tmp_path / f"{name} run", tokenizer, tmp_path / name / f"a.{suffix}")
+                    for name in ("small", "large"))  # fmt: skip
+    more = [round((there - here) / (59 * MB), 2) for here, there in zip(small, large, strict=True)]
+    print(f"{suffix} {kind}: bytes of memory for a byte of the document: {more} (the starting process, a worker)")
+    assert max(more) < factor
