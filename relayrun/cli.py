@@ -62,7 +62,12 @@ def add_dumps(parser: argparse.ArgumentParser) -> None:
     tune = commands.add_parser("tune", help="try workers and batches on the dataset's own files, on this node")
     for each in (status, tune):
         each.add_argument("folder", metavar="METADATA_FOLDER", help="as written by prepare_dumps.py")
-    status.add_argument("--watch", type=float, metavar="SECONDS", help="again and again, until all dumps are done")
+    status.add_argument(
+        "--watch",
+        type=float,
+        metavar="SECONDS",
+        help="again and again, until all dumps are done, or the rest has failed: exit code 1",
+    )
     tune.add_argument("--tokenizer-name-or-path", required=True, metavar="T",
                       help="a tokenizer.json, a folder that holds one, or a hub name")  # fmt: skip
     tune.add_argument("--column", default="text", help="column of the text (default: %(default)s)")
@@ -83,9 +88,8 @@ def run_dumps(options: argparse.Namespace) -> int:
         from relayrun.tokenization import status
 
         if options.watch is not None:
-            status.watch(options.folder, max(options.watch, 0.1))
-        else:
-            print(status.table(status.read_status(options.folder)))
+            return 0 if status.watch(options.folder, max(options.watch, 0.1)) else 1
+        print(status.table(status.read_status(options.folder)))
         return 0
     from relayrun.tokenization import tune
 

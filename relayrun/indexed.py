@@ -55,9 +55,10 @@ class Shard:
         prefix = os.fspath(prefix)
         hint = "tokenize it again, or leave this prefix out"
         try:
-            with open(prefix + ".idx", "rb") as file:
+            with open(prefix + ".idx", "rb", buffering=0) as file:
                 header = file.read(HEADER.size)
                 idx_bytes = os.fstat(file.fileno()).st_size
+                last = _last_sequence(file.fileno(), header, idx_bytes)
             bin_bytes = os.stat(prefix + ".bin").st_size
         except FileNotFoundError as error:
             raise InputError("a shard needs both its .bin and its .idx file; this one is missing",
@@ -74,11 +75,7 @@ class Shard:
         dtype = np.dtype(CODES[code])
         tokens = bin_bytes // dtype.itemsize
         if sequences:  # the last sequence must end inside the .bin; a cut shard may leave bytes behind it
-            with open(prefix + ".idx", "rb") as file:
-                file.seek(HEADER.size + 4 * (sequences - 1))
-                (length,) = struct.unpack("<i", file.read(4))
-                file.seek(HEADER.size + 4 * sequences + 8 * (sequences - 1))
-                (offset,) = struct.unpack("<q", file.read(8))
+            length, offset = last
             end = offset + length * dtype.itemsize
             if end > bin_bytes:
                 raise InputError(f"token file is torn: {bin_bytes} bytes, its index asks for {end}",
@@ -111,6 +108,17 @@ class Shard:
     def ids(self) -> npt.NDArray[np.generic]:
         """All token ids, shape [tokens], memory-mapped."""
         return np.memmap(self.prefix + ".bin", self.dtype, "r", 0, (self.tokens,))
+
+
+def _last_sequence(idx: int, header: bytes, idx_bytes: int) -> tuple[int, int]:
+    """Length in tokens and offset in bytes of the last sequence of the open index; zeros where it holds none."""
+    sequences = HEADER.unpack(header)[3] if len(header) == HEADER.size else 0
+    place = HEADER.size + 4 * sequences
+    if not sequences or place + 8 * sequences > idx_bytes:
+        return 0, 0
+    (length,) = struct.unpack("<i", os.pread(idx, 4, place - 4))
+    (offset,) = struct.unpack("<q", os.pread(idx, 8, place + 8 * (sequences - 1)))
+    return length, offset
 
 
 class ShardWriter:

@@ -115,6 +115,7 @@ def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]
                 special_text=settings.special_text,
                 keep_empty=settings.keep_empty,
                 engine=settings.engine,
+                batch_documents=settings.batch_documents,
                 batch_bytes=settings.batch_bytes,
                 on_error=settings.on_error,
                 cache_dir=settings.cache_dir,

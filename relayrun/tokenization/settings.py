@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from relayrun.config import yamlfile
 from relayrun.config.compose import ROOT
@@ -17,6 +17,10 @@ from relayrun.errors import ConfigError
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 """Becomes a part of folder and job names."""
+
+
+def _yes_or_no(value: object) -> object:
+    return ("yes" if value else "no") if isinstance(value, bool) else value
 
 
 class TokenizationSettings(Section):
@@ -36,10 +40,12 @@ class TokenizationSettings(Section):
     """Shards made at a time on a node; -1: as many as tasks."""
     batch_bytes: Positive = 4_000_000
     """Most bytes that a worker tokenizes at a time, a longer document alone; see `relayrun dumps tune`."""
+    batch_documents: Positive = 10_000
+    """Most documents likewise."""
     eos_token: str | None = None
     """Ends every document; default: the tokenizer's own."""
-    append_eod: Literal["yes", "no", "auto"] = "yes"
-    """auto: a warning and no token where the tokenizer has no EOS."""
+    append_eod: Annotated[Literal["yes", "no", "auto"], BeforeValidator(_yes_or_no)] = "yes"
+    """auto: a warning and no token where the tokenizer has no EOS; true and false are yes and no."""
     bos: bool = False
     """Put the tokenizer's BOS in front of every document."""
     special_text: bool = False
@@ -126,7 +132,9 @@ ENVIRONMENT = {
     "TOKENIZER": "tokenizer",
     "TOKENIZER_NAME": "tokenizer_name",
     "DATASET_NAME": "dataset_name",
+    "MODEL_IDENTIFIER": "model_identifier",
     "COLUMN_KEY": "column",
+    "TEXT_FIELD": "text_field",
     "EOS_TOKEN": "eos_token",
     "APPEND_EOD": "append_eod",
     "TOKENIZER_ENGINE": "engine",
@@ -138,7 +146,15 @@ ENVIRONMENT = {
     "NUMBER_OF_DATATROVE_WORKERS": "workers",
     "TOKENIZER_BATCH_BYTES": "batch_bytes",
 }
-"""Names in the Bash launcher, and the setting that each of them is."""
+"""Names in the Bash launcher, and the setting that each of them is; Curator's own names too, but for PATH."""
+
+CURATOR = {
+    "model_identifier": "tokenizer",
+    "path": "output_folder",
+    "text_field": "column",
+    "tokenization_batch_size": "batch_documents",
+}
+"""Names of NeMo Curator's MegatronTokenizerWriter, and the setting that each of them is, where the names differ."""
 
 _Settings = TypeVar("_Settings", bound=Section)
 
@@ -172,6 +188,14 @@ def settings_from_environment(environment: Mapping[str, str]) -> TokenizationSet
 
 
 def _validate(model: type[_Settings], source: yamlfile.Settings) -> _Settings:
+    for other, name in CURATOR.items():
+        if other in source.values:
+            place = source.place((other,))
+            if name in source.values:
+                raise ConfigError(f"{other}: this is another name of {name}, which is given too", where=place,
+                                  hint=f"{name} is given at {source.place((name,))}; keep one of them")  # fmt: skip
+            source.values[name] = source.values.pop(other)
+            source.places[(name,)] = place or other
     try:
         return model.model_validate(source.values)
     except ValidationError as error:

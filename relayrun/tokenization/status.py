@@ -20,6 +20,9 @@ from relayrun.tokenization.record import NAME
 ERROR_FILE = "error.txt"
 """Beside the shards of a dump that failed: the one message."""
 
+GONE_SECONDS = 600.0
+"""After so long without a word a stalled dump is not waited for."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DumpStatus:
@@ -128,8 +131,21 @@ def table(dumps: Sequence[DumpStatus]) -> str:
     return "\n".join([*lines, *_failures(dumps)])
 
 
-def watch(metadata_folder: str | os.PathLike[str], seconds: float) -> None:
-    """Print the table every so many seconds, on a terminal in place, until all dumps are done. Raises InputError."""
+def all_done(dumps: Sequence[DumpStatus], *, now: float) -> bool | None:
+    """Whether all dumps are done; None while there is something to wait for, running or queued."""
+    if all(dump.state == "done" for dump in dumps):
+        return True
+    over = all(dump.state in ("done", "failed")
+               or (dump.state == "stalled" and now - max(task.at for task in dump.silent) > GONE_SECONDS)
+               for dump in dumps)  # fmt: skip
+    return False if over else None
+
+
+def watch(metadata_folder: str | os.PathLike[str], seconds: float) -> bool:
+    """Print the table every so many seconds, on a terminal in place, until there is nothing left to wait for.
+
+    Returns whether all dumps are done; the others have failed. Raises InputError.
+    """
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -143,8 +159,8 @@ def watch(metadata_folder: str | os.PathLike[str], seconds: float) -> None:
                 print(text, flush=True)
             else:
                 live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
-            if all(dump.state == "done" for dump in dumps):
-                return
+            if (done := all_done(dumps, now=time.time())) is not None:
+                return done
             time.sleep(seconds)
 
 

@@ -9,7 +9,7 @@ set -euo pipefail
 export TOKENIZER="${TOKENIZER:-}"                                           # tokenizer.json, its folder, or a hub name
 export TOKENIZER_NAME="${TOKENIZER_NAME:-}"                                 # names the output folder and the jobs
 export DATASET_NAME="${DATASET_NAME:-}"                                     # likewise
-export COLUMN_KEY="${COLUMN_KEY:-text}"                                     # column of the text
+export COLUMN_KEY="${COLUMN_KEY:-}"                                         # column of the text; empty: text
 export EOS_TOKEN="${EOS_TOKEN:-}"                                           # ends a document; empty: the tokenizer's own
 export APPEND_EOD="${APPEND_EOD:-yes}"                                      # yes, no, auto
 export TOKENIZER_ENGINE="${TOKENIZER_ENGINE:-auto}"                         # auto, huggingface, fastokens, gigatoken

@@ -17,7 +17,7 @@ from relayrun.tokenization.dumps import prepare
 from relayrun.tokenization.jobs import begin, tokenize_dump
 from relayrun.tokenization.progress import FOLDER, STALE_SECONDS, Progress
 from relayrun.tokenization.settings import TokenizationSettings
-from relayrun.tokenization.status import read_status, seconds_left, table, tokens_per_byte
+from relayrun.tokenization.status import GONE_SECONDS, all_done, read_status, seconds_left, table, tokens_per_byte
 
 from .tokenization_corpus import TEXTS, train_tokenizer, write_parquet
 
@@ -110,6 +110,37 @@ def test_files_that_were_left_out_are_named(settings: TokenizationSettings) -> N
     with pytest.raises(InputError, match="no document with text"):
         tokenize_dump(settings.model_copy(update={"on_error": "skip"}), 0)
     assert "dump 0 left out: " in table(read_status(settings.metadata_folder))
+
+
+def test_watch_ends_with_code_1_when_what_is_not_done_has_failed(
+    settings: TokenizationSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: list[float] = []
+
+    def slept(seconds: float) -> None:
+        rounds.append(seconds)
+        assert len(rounds) <= 2, "it does not end"
+        if len(rounds) == 1:  # the other one was queued until now
+            tokenize_dump(settings, 1)
+        else:
+            (settings.dump_output(0) / FOLDER / "00007_tokens.json").unlink()
+
+    with pytest.raises(InputError):
+        tokenize_dump(settings.model_copy(update={"column": "nope"}), 0)
+    running(settings, 0, tokens=50)  # of another task of the dump that failed
+    monkeypatch.setattr(time, "sleep", slept)
+    assert cli.main(["dumps", "status", settings.metadata_folder, "--watch", "7"]) == 1
+    assert rounds == [7, 7]
+
+
+def test_a_dump_without_a_word_for_long_is_not_waited_for(settings: TokenizationSettings) -> None:
+    tokenize_dump(settings, 1)
+    running(settings, 0, tokens=50)
+    for seconds, expected in ((0.0, None), (STALE_SECONDS + 1, None), (GONE_SECONDS + 1, False)):
+        now = time.time() + seconds
+        assert all_done(read_status(settings.metadata_folder, now=now), now=now) is expected
+    tokenize_dump(settings, 0)
+    assert all_done(read_status(settings.metadata_folder), now=time.time()) is True
 
 
 @pytest.mark.slow

@@ -271,3 +271,19 @@ def test_the_door(tmp_path: Path) -> None:
         assert failed.stderr.startswith("error: --weights: ")
         assert message in failed.stderr
         assert not (tmp_path / "other").exists()
+
+
+def test_each_index_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = ShardWriter(tmp_path / "a", np.uint16)
+    writer.add([1, 2, 3], [1, 2])
+    writer.finish()
+    opened: list[str] = []
+    real = open
+
+    def counted(name: str, *options: object, **more: object) -> object:
+        opened.append(name)
+        return real(name, *options, **more)  # type: ignore[call-overload]
+
+    monkeypatch.setattr("builtins.open", counted)
+    assert Shard.open(tmp_path / "a").tokens == 3
+    assert opened == [f"{tmp_path}/a.idx"]

@@ -171,6 +171,11 @@ def test_rows_are_appended_whole_behind_a_torn_line_and_by_many_at_once(tmp_path
         ("tokenizer_name: a b\n", r"config\.yaml:1: tokenizer_name: String should match"),
         ("tokenizer: x\nslurm: {partitions: p}\n", r":2: slurm\.partitions: unknown.*did you mean 'partition'"),
         ("slurm: {time: soon}\n", r":1: slurm\.time: 'soon' is no Slurm time"),
+        (
+            "tokenizer: x\nmodel_identifier: y\n",
+            r":2: model_identifier: this is another name of tokenizer, which is [\s\S]*:1;",
+        ),
+        ("tokenization_batch_size: 0\n", r":1: batch_documents: Input should be greater than"),
     ],
 )
 def test_a_wrong_config_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:
@@ -183,6 +188,27 @@ def test_a_wrong_config_is_named_with_its_line(tmp_path: Path, text: str, messag
     )
     with pytest.raises(ConfigError, match=message):
         load_config(tmp_path / "config.yaml")
+
+
+def test_a_config_in_the_names_of_nemo_curator(settings: TokenizationSettings, tmp_path: Path) -> None:
+    ours = {name: value for name, value in settings if value is not None} | {
+        "column": "body", "append_eod": "no", "batch_documents": 7, "cache_dir": "c",
+    }  # fmt: skip
+    theirs = {"tokenizer": "model_identifier", "output_folder": "path", "column": "text_field",
+              "batch_documents": "tokenization_batch_size"}  # fmt: skip
+    texts = [{name: ours[name] for name in ours},
+             {theirs.get(name, name): False if name == "append_eod" else ours[name] for name in ours}]  # fmt: skip
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.yaml").write_text(json.dumps(text))
+    assert load_config(tmp_path / "0.yaml") == load_config(tmp_path / "1.yaml")
+
+
+def test_the_bash_launcher_takes_names_of_nemo_curator(settings: TokenizationSettings) -> None:
+    given = environment(settings, MODEL_IDENTIFIER=settings.tokenizer, TEXT_FIELD="body")
+    with pytest.raises(ConfigError, match=r"^MODEL_IDENTIFIER: .*another name of tokenizer.*\n.*given at TOKENIZER;"):
+        settings_from_environment(given)
+    del given["TOKENIZER"]
+    assert settings_from_environment(given) == settings.model_copy(update={"column": "body"})
 
 
 def test_the_example_config_is_valid_and_its_paths_start_beside_launchers() -> None:
