@@ -3,46 +3,66 @@
 
     reshard.py --dataset-folder raw/web --output-folder shuffled/web --seed 1
 The same files and seed give the same bytes, whatever the memory and the threads. The input stays as it is.
+On several nodes: submit_reshard.sh.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from pathlib import Path
 
 from relayrun.errors import run_main
 
+STAGES = ("begin", "scatter", "measure", "write", "finish")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset-folder", required=True, metavar="D")
+    parser.add_argument("--dataset-folder", required=True, metavar="D",
+                        help="local, or a URL that fsspec knows (s3://bucket/x)")  # fmt: skip
     parser.add_argument("--output-folder", required=True, type=Path, metavar="O", help="must not exist yet")
     parser.add_argument("--column", default="text", help="of the text (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--file-size", type=float, default=500, metavar="MB", help="default: %(default)s")
     parser.add_argument("--row-group-size", type=int, default=4096, metavar="ROWS", help="default: %(default)s")
     parser.add_argument("--compression", choices=("snappy", "zstd", "gzip", "lz4", "none"), default="snappy")
-    parser.add_argument("--memory-limit", type=float, default=4, metavar="GB", help="default: %(default)s")
+    parser.add_argument("--memory-limit", type=float, default=4, metavar="GB",
+                        help="of the process, on several nodes of each (default: %(default)s)")  # fmt: skip
     parser.add_argument("--temp-dir", type=Path, metavar="T", help="gets as many bytes as the dataset has unpacked")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="default: %(default)s")
-    options = parser.parse_args()
+    parser.add_argument("--threads", type=int, default=1, metavar="N",
+                        help="at most, as memory allows (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--stage", choices=STAGES, help="one of several tasks of Slurm: see submit_reshard.sh")
+    given = parser.parse_args()
 
-    from relayrun.tokenization.reshard import PICTURE, ReshardOptions, reshard  # pyarrow: not paid for --help
+    # pyarrow: not paid for --help
+    from relayrun.tokenization.reshard import PICTURE, ReshardOptions, reshard
 
-    rows = reshard(ReshardOptions(
-        dataset_folder=options.dataset_folder,
-        output=options.output_folder,
-        column=options.column,
-        seed=options.seed,
-        file_size=int(options.file_size * 1e6),
-        row_group_size=options.row_group_size,
-        compression=options.compression,
-        memory_limit=int(options.memory_limit * 1e9),
-        temp_dir=options.temp_dir,
-        threads=options.threads,
-    ))  # fmt: skip
-    print(f"{rows:,} rows; length against position, before and after: {options.output_folder / PICTURE}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # temporary files are removed
+    options = ReshardOptions(
+        dataset_folder=given.dataset_folder,
+        output=given.output_folder,
+        column=given.column,
+        seed=given.seed,
+        file_size=int(given.file_size * 1e6),
+        row_group_size=given.row_group_size,
+        compression=given.compression,
+        memory_limit=int(given.memory_limit * 1e9),
+        temp_dir=given.temp_dir,
+        threads=given.threads,
+    )
+    rows: int | None
+    if given.stage:
+        from relayrun.tokenization.reshard_tasks import ReshardTask
+
+        task, tasks = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+        rows = ReshardTask(options, task=task, tasks=tasks).run(given.stage)
+    else:
+        rows = reshard(options)
+    if rows is not None:
+        print(f"{rows:,} rows; length against position, before and after: {given.output_folder / PICTURE}")
 
 
 if __name__ == "__main__":

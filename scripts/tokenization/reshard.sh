@@ -1,0 +1,13 @@
+#!/bin/bash
+# The job that shuffles a dataset; submit_reshard.sh submits it with the options of reshard.py.
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --time=12:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+set -euo pipefail
+
+root=${RELAYRUN_ROOT:?set by submit_reshard.sh}
+for stage in begin scatter measure write finish; do # a stage begins when all tasks have finished the one before
+  srun --kill-on-bad-exit=1 --cpu-bind=none "${PYTHON:-python3}" "$root/scripts/tokenization/reshard.py" --stage "$stage" "$@"
+done

@@ -1,0 +1,27 @@
+#!/bin/bash
+# Shuffles a dataset globally on several nodes of Slurm, as one job. Its options are those of reshard.py:
+#   NODES=4 scripts/tokenization/submit_reshard.sh --dataset-folder raw/web --output-folder shuffled/web \
+#     --temp-dir scratch/shuffles --seed 1 --threads 32 --memory-limit 100
+# The bytes are those of reshard.py on one node. All nodes must see the three folders. After a kill or an error the
+# job goes on when it is queued again or submitted again: whole parts and files are kept, in --temp-dir.
+# Options for the job (partition, account, time) stand in reshard.sh, or in sbatch's own variables.
+set -euo pipefail
+
+# Settings: edit them here, or give them in the environment.
+NODES="${NODES:-2}"
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+venv_python=$here/../../.venv/bin/python
+if [[ -z ${PYTHON:-} ]]; then
+  PYTHON=python3
+  [[ ! -x $venv_python ]] || PYTHON=$venv_python
+fi
+RELAYRUN_ROOT=$(cd "$here/../.." && pwd) # Slurm runs a copy of reshard.sh that lies elsewhere
+export PYTHON RELAYRUN_ROOT
+
+logs=${PATH_TO_LOGS:-$here/../../logs}/slurm/reshard
+mkdir -p -- "$logs"
+job=$(sbatch --parsable --nodes="$NODES" --job-name=reshard --output="$logs/R-%x-%j.out" --error="$logs/R-%x-%j.err" \
+  "$here/reshard.sh" "$@")
+echo "Slurm job ${job%%;*}"
+echo "logs: $logs"

@@ -1,0 +1,99 @@
+"""A shuffle on several nodes gives the bytes of one node, and goes on after kills."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from .cluster import ROOT, TestCluster
+
+pytestmark = pytest.mark.slurm
+ROWS = 6000
+
+KILLS_ONCE = """#!/bin/bash
+# A Python that hangs in stage scatter and is killed in stage write, once each, on task 1 of the job.
+here=$(dirname "$0")
+if [[ $SLURM_PROCID == 1 && $3 == scatter ]] && mkdir "$here/hung" 2>/dev/null; then
+  sleep 300
+elif [[ $SLURM_PROCID == 1 && $3 == write ]] && mkdir "$here/killed" 2>/dev/null; then
+  PYTHON "$@" &
+  until compgen -G "$here/out/.shuf fled.reshard/data_2[0-9].parquet" >/dev/null; do :; done
+  kill -9 $!
+  exit 137
+fi
+exec PYTHON "$@"
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Input, and what one process makes of it."""
+    place = tmp_path_factory.mktemp("re ' shard")
+    for name in ("data", "temp"):
+        (place / name).mkdir()
+    generator = np.random.default_rng(0)
+    for number in range(9):
+        texts = [f"{number}-{row} " + "x" * int(generator.integers(900)) for row in range(ROWS // 9 + 1)]
+        pq.write_table(
+            pa.table({"text": texts[: ROWS // 9 + (number < ROWS % 9)]}), place / "data" / f"{number}.parquet"
+        )
+    command = [sys.executable, ROOT / "scripts/tokenization/reshard.py", *options(place, "alone")]
+    subprocess.run(command, check=True, capture_output=True)
+    return place
+
+
+def options(place: Path, name: str) -> list[str]:
+    return ["--dataset-folder", str(place / "data"), "--output-folder", str(place / "out" / name), "--seed", "5",
+            "--file-size", "0.05", "--row-group-size", "100", "--compression", "none",
+            "--temp-dir", str(place / "temp")]  # fmt: skip
+
+
+def submit(cluster: TestCluster, place: Path, arguments: list[str], python: str, nodes: int) -> str:
+    environment = {"NODES": str(nodes), "PYTHON": python, "PATH_TO_LOGS": str(place / "logs")}
+    command = [ROOT / "scripts/tokenization/submit_reshard.sh", *arguments]
+    return cluster.run(command, env=environment).stdout.splitlines()[0].removeprefix("Slurm job ")
+
+
+def log(place: Path, job: str) -> str:
+    return (place / f"logs/slurm/reshard/R-reshard-{job}.err").read_text()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_several_nodes_give_the_bytes_of_one_whatever_is_killed(cluster: TestCluster, place: Path) -> None:
+    alone = contents(place / "out/alone")
+    assert len(alone) > 20
+    wrapper = place / "python"
+    wrapper.write_text(KILLS_ONCE.replace("PYTHON", f'"{sys.executable}"'))
+    wrapper.chmod(0o755)
+    arguments = options(place, "shuf fled")
+    job = submit(cluster, place, arguments, str(wrapper), 3)
+    cluster.wait_until((place / "hung").exists, timeout=60, what="task 1 scatters")
+    cluster.run(["scontrol", "requeue", job])
+    assert cluster.wait_job(job, timeout=120) == "FAILED"
+    assert (place / "killed").exists()
+    assert cluster.job(job)["Restarts"] == "1"
+    assert not (place / "out/shuf fled").exists()
+    job = submit(cluster, place, arguments, str(wrapper), 2)
+    assert cluster.wait_job(job, timeout=120) == "COMPLETED", log(place, job)
+    assert cluster.job(job)["NumNodes"] == "2"
+    assert contents(place / "out/shuf fled") == alone
+    assert sorted(entry.name for entry in (place / "out").iterdir()) == ["alone", "shuf fled"]
+    assert not list((place / "temp").iterdir())
+
+
+def test_bad_input_is_one_error(cluster: TestCluster, place: Path) -> None:
+    job = submit(cluster, place, [*options(place, "bad"), "--column", "nope"], sys.executable, 2)
+    assert cluster.wait_job(job, timeout=60) == "FAILED"
+    assert log(place, job).count("error: ") - log(place, job).count("srun: error: ") == 1
+    assert "0.parquet: no column 'nope'; there are: text" in log(place, job)
+    assert not (place / "out/bad").exists()
+    assert not list((place / "temp").iterdir())
