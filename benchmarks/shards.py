@@ -4,7 +4,7 @@
 CPU seconds, one after the other, `--rounds` times, on the same files, which lie in the page cache. Reading is a loop
 over the bytes of the same shards; `cat` is followed by the same sync as a merge; DuckDB orders the same rows by a hash
 with one thread and writes files of the same size, compression and row groups. Memory is that of the whole process
-tree, looked at every 20 ms, for a dataset of eight times `--memory-limit`.
+tree, looked at every 20 ms, for a dataset of eight times `--memory-limit`, with one thread and with four.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from relayrun.tokenization.record import FORMAT, NAME
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARDS, SHARD_TOKENS, VOCABULARY = 4, 25_000_000, 128_256
-ROWS, ROW_GROUP, FILES = 250_000, 4096, 4
-MEMORY_GB = 0.4
+ROWS, ROW_GROUP, FILES = 500_000, 4096, 4
+MEMORY_GB, THREADS = 0.4, (1, 4)
 
 DUCKDB = """
 import sys, duckdb
@@ -72,7 +72,15 @@ def main() -> None:
             (place / name).unlink()
         shutil.rmtree(place / "duckdb")
         large = eight_times(rows, place / "large")
-        cpu, peak = reshard(large, place / "reshard", memory_gb=MEMORY_GB)
+        memory = []
+        for threads in THREADS:
+            cpu, peak = reshard(large, place / "reshard", memory_gb=MEMORY_GB, threads=threads)
+            memory.append({
+                "threads": threads,
+                "peak_of_the_process_tree_mb": peak / 1e6,
+                "peak_over_memory_limit": peak / (MEMORY_GB * 1e9),
+                "cpu_s": cpu,
+            })  # fmt: skip
         shard_bytes = sum(os.path.getsize(prefix + ".bin") for prefix in prefixes)
         write("shards", {
             "shard_bytes": shard_bytes,
@@ -83,9 +91,7 @@ def main() -> None:
             "reshard_memory": {
                 "memory_limit_mb": MEMORY_GB * 1000,
                 "data_mb": bytes_of(large) / 1e6,
-                "peak_of_the_process_tree_mb": peak / 1e6,
-                "peak_over_memory_limit": peak / (MEMORY_GB * 1e9),
-                "cpu_s": cpu,
+                "runs": memory,
             },
             "load_average": os.getloadavg()[0],
             "seconds": seconds,
@@ -110,7 +116,7 @@ def make_shards(folder: Path) -> list[str]:
 
 
 def make_rows(folder: Path) -> Path:
-    """About 700 MB of text of many lengths, sorted by length."""
+    """About 1 GB of text of many lengths, sorted by length."""
     generator = np.random.default_rng(1)
     words = np.array([f"{number:x}" for number in generator.integers(0, 1 << 28, 20_000)])
     lengths = np.sort(np.exp(generator.normal(5.0, 1.1, ROWS)).astype(np.int64) + 1)
@@ -174,11 +180,12 @@ def duckdb(rows: Path, out: Path) -> float:
     return watched([sys.executable, "-c", DUCKDB, str(rows), str(out), str(ROW_GROUP)])[0]
 
 
-def reshard(rows: Path, out: Path, *, memory_gb: float) -> tuple[float, int]:
+def reshard(rows: Path, out: Path, *, memory_gb: float, threads: int = 1) -> tuple[float, int]:
     shutil.rmtree(out, ignore_errors=True)
     door = ROOT / "scripts/tokenization/reshard.py"
     return watched([sys.executable, str(door), "--dataset-folder", str(rows), "--output-folder", str(out),
-                    "--memory-limit", str(memory_gb), "--temp-dir", str(rows.parent)])  # fmt: skip
+                    "--memory-limit", str(memory_gb), "--threads", str(threads),
+                    "--temp-dir", str(rows.parent)])  # fmt: skip
 
 
 def watched(command: list[str]) -> tuple[float, int]:

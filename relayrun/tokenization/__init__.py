@@ -1,7 +1,8 @@
 """Raw text to token shards.
 
     dumps.py, metadata.py   which files make up a dump, and the folder that remembers it
-    reshard.py              a global shuffle of a dataset before it is split
+    reshard.py, reshard_tasks.py         a global shuffle of a dataset before it is split, on one node or several
+    rows.py, buckets.py, shuffled.py, lengths.py     its input, its order, its files, its picture
     tokenizer.py            a Hugging Face tokenizer, what stands around a document (framing.py), its size
     engines.py, nasty.py    the libraries that encode, and the proof that they agree; texts.py is what they take
     columns.py, fused.py    files to Arrow's buffers to one .bin/.idx, without a row in between

@@ -32,7 +32,7 @@ from relayrun.tokenization.rows import RowFile, look_at
 from relayrun.tokenization.shuffled import FileForm, Shuffled
 
 PICTURE = "lengths.png"
-_BASE = 180_000_000
+_BASE = 200_000_000
 """Memory of the process itself, with Arrow and what draws the picture."""
 
 _THREAD = 30_000_000

@@ -262,7 +262,7 @@ def test_files_without_rows_are_refused_unless_others_have_some(data: Path, tmp_
 
 def test_too_little_memory_is_said_before_anything_is_written(data: Path, tmp_path: Path) -> None:
     refuse(
-        data, tmp_path, r"--memory-limit: a thread that shuffles these rows takes at least 0\.24 GB", memory_limit=10**8
+        data, tmp_path, r"--memory-limit: a thread that shuffles these rows takes at least 0\.26 GB", memory_limit=10**8
     )
     pq.write_table(pa.table({"text": ["x" * 100_000 + str(row) for row in range(1000)], "id": range(1000)}),
                    data / "long.parquet", use_dictionary=False)  # fmt: skip
