@@ -10,6 +10,7 @@ and on a fixed nasty set, before it is trusted, and goes on with the next slower
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -30,6 +31,9 @@ EngineName = Literal["auto", "huggingface", "fastokens", "gigatoken"]
 ENGINES: tuple[EngineName, ...] = ("auto", "huggingface", "fastokens", "gigatoken")
 Encoded = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]
 """Ids of all texts, shape [tokens], and the number of each text's, shape [texts]."""
+
+_ODD = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "fuse_unk")
+"""What a BPE model may have, and a plain one has not."""
 
 _HF_BYTES = 500_000
 """`tokenizers` needs about 100 bytes of memory per byte of text."""
@@ -110,13 +114,12 @@ class Route:
     @classmethod
     def of(cls, definition: str) -> Route | None:
         """None if gigatoken cannot be trusted with this kind of tokenizer: it is no plain byte-level BPE."""
-        known = json.loads(definition)
+        known = without_vocabulary(definition)
         model, normalizer, before = known["model"], known.get("normalizer"), known.get("pre_tokenizer") or {}
-        odd = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "fuse_unk")
         steps = before.get("pretokenizers", [before])
         plain = (
             model.get("type") == "BPE"
-            and not any(model.get(name) for name in odd)
+            and not any(model.get(name) for name in _ODD)
             and all(step.get("type") in ("Split", "Digits", "ByteLevel") for step in steps)
             and steps[-1].get("type") == "ByteLevel"
             and not steps[-1].get("add_prefix_space")
@@ -243,6 +246,21 @@ def select(
             return candidate
         report(f"warning: going on without {candidate.engine}; this will be slower")
     return Selection(engine="huggingface", version=_version("tokenizers"))
+
+
+def without_vocabulary(definition: str) -> dict[str, Any]:
+    """A serialized tokenizer; of a BPE model as `Tokenizer.to_str` gives it without vocabulary and merges.
+
+    They are most of it, and stand at its end. In a string of JSON the quotes of the name would be escaped.
+    """
+    head, found, _ = definition.partition('"vocab":{')
+    if found:
+        with contextlib.suppress(ValueError):
+            known: dict[str, Any] = json.loads(head + '"vocab":{}}}')
+            if "pre_tokenizer" in known and known["model"].keys() >= {"type", *_ODD}:
+                return known
+    whole: dict[str, Any] = json.loads(definition)
+    return whole
 
 
 def _without_added_tokens(definition: str) -> str:

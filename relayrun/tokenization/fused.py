@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from relayrun.errors import InputError
 from relayrun.indexed import ShardWriter
 from relayrun.tokenization.columns import read_column
 from relayrun.tokenization.cuts import can_cut, cuts
-from relayrun.tokenization.engines import Engine, Selection
+from relayrun.tokenization.engines import Engine, Selection, without_vocabulary
 from relayrun.tokenization.framing import Framing
 from relayrun.tokenization.metadata import InputFile, printable, stat_inputs
 from relayrun.tokenization.progress import Progress
@@ -193,7 +192,7 @@ def sample(job_column: str, paths: list[str], *, most_bytes: int) -> Texts:
 
 @functools.lru_cache(maxsize=1)
 def _can_cut(definition: str) -> bool:
-    return can_cut(json.loads(Path(definition).read_bytes()))
+    return can_cut(without_vocabulary(Path(definition).read_text(encoding="utf-8")))
 
 
 @functools.lru_cache(maxsize=1)

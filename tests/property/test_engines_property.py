@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from relayrun.tokenization import engines
 from relayrun.tokenization.cuts import can_cut, cuts
-from relayrun.tokenization.engines import EngineName, HuggingFace, Route, select
+from relayrun.tokenization.engines import EngineName, HuggingFace, Route, select, without_vocabulary
 from relayrun.tokenization.texts import Texts, not_ascii, unassigned
 
 from ..unit.tokenization_corpus import TEXTS
@@ -145,6 +145,21 @@ def test_the_ids_of_a_document_are_those_of_its_pieces(kind: str, text: str, siz
     pieces = Texts(data=data, offsets=np.array([0, *ends], np.int64))
     reference = HuggingFace(tokenizer(kind))
     assert reference.encode(pieces)[0].tolist() == reference.encode(Texts.of([text]))[0].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tokenizer_is_known_without_its_vocabulary(kind: str) -> None:
+    made = Tokenizer.from_str(tokenizer(kind).to_str())
+    made.add_tokens([AddedToken('"vocab":{', normalized=False)])
+    whole = json.loads(made.to_str())
+    known = without_vocabulary(made.to_str())
+    assert without_vocabulary(json.dumps(whole, indent=1)) == whole
+    assert known["model"]["type"] == whole["model"]["type"]
+    if whole["model"]["type"] == "BPE":
+        assert not known["model"].pop("vocab")
+        assert known["model"].pop("merges", None) is None
+        del whole["model"]["vocab"], whole["model"]["merges"]
+    assert known == whole
 
 
 def test_documents_are_cut_for_known_tokenizers_alone_and_at_known_places_alone() -> None:
