@@ -49,7 +49,7 @@ def expected(line: bytes, column: str) -> str | None:
 
 
 @given(good=st.booleans(), data=st.data(), end=st.sampled_from([b"\n", b"", b"\r\n", b"\nx", b"\n\n{}"]))
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_a_long_line_reads_as_orjson_reads_it(good: bool, data: st.DataObject, end: bytes) -> None:
     first, second, third = (data.draw(strings(GOOD if good else PIECES)) for _ in range(3))
     line = data.draw(st.sampled_from([
@@ -74,7 +74,7 @@ def test_a_long_line_reads_as_orjson_reads_it(good: bool, data: st.DataObject, e
 @given(pieces=st.lists(st.sampled_from(GOOD), min_size=1, max_size=4), times=st.integers(1, 200))
 @example(pieces=[b"\\\\"], times=200)
 @example(pieces=[b"\\ud83d\\ude00"], times=100)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_runs_of_escapes_are_cut_between_them(pieces: list[bytes], times: int) -> None:
     line = b'{"text": "' + b"".join(pieces) * times + b'"}'
     assert list(read(line + b"\n" + line, "text")) == [expected(line, "text")] * 2
