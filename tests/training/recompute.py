@@ -20,6 +20,10 @@ from relayrun.training import device_shim, parallel  # noqa: E402
 
 device_shim.install()
 
+from megatron.core.tensor_parallel import checkpoint, get_cuda_rng_tracker  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+
+from relayrun.training.attention import CausalAttention  # noqa: E402
 from relayrun.training.model import MicroBatch, Model  # noqa: E402
 
 VOCABULARY, LENGTH, SIZE = 64, 48, 2
@@ -80,11 +84,30 @@ def kept(model: Model, tokens: np.ndarray) -> int:
     return sum(storages.values())
 
 
+def attention_within_a_fork(again: bool) -> list[str]:
+    """Output and gradients of an attention with dropout where sequence parallel calls it, computed again or not."""
+    transformer = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.5,
+                                    tensor_model_parallel_size=2, sequence_parallel=True)  # fmt: skip
+    attention = CausalAttention(transformer)
+    parallel.seed_dropout(ranks, 1)
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randn((LENGTH, SIZE, 4, 8), generator=generator).requires_grad_() for _ in range(3)]
+    with get_cuda_rng_tracker().fork():
+        torch.rand(7)  # the layers before
+        out = checkpoint(attention, False, *parts, None) if again else attention(*parts, None)
+    (out * torch.arange(out.numel()).view(out.shape)).sum().backward()
+    return [
+        hashlib.sha256(part.detach().numpy().tobytes()).hexdigest() for part in (out, *(part.grad for part in parts))
+    ]
+
+
+torch.set_num_threads(1)
 ranks = parallel.start(RunConfig.model_validate_json(json.dumps(CONFIG)))
-print(json.dumps({
+passes = {
     f"{precision}, {'dropout' if dropout else 'none'}": {
         name: pass_with(way, dropout, precision) for name, way in WAYS.items()
     } for precision in ("fp32", "bf16") for dropout in ({}, DROPOUT)
-}))  # fmt: skip
+}  # fmt: skip
+print(json.dumps({"passes": passes, "attention": [attention_within_a_fork(again) for again in (False, True)]}))
 sys.stdout.flush()
 os._exit(0)

@@ -15,16 +15,23 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
-def test_every_way_to_recompute_gives_the_same_bits_and_keeps_less() -> None:
-    """Two micro-batches, in fp32 and bf16, with dropout and without."""
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """What recompute.py saw."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     program = Path(__file__).with_name("recompute.py")
     done = subprocess.run([sys.executable, program, port], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    for setting, ways in found.items():
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_every_way_to_recompute_gives_the_same_bits_and_keeps_less(found: dict[str, Any]) -> None:
+    """Two micro-batches, in fp32 and bf16, with dropout and without."""
+    passes = found["passes"]
+    for setting, ways in passes.items():
         right = ways["none"]
         for name, way in ways.items():
             assert (way["losses"], way["gradients"]) == (right["losses"], right["gradients"]), (setting, name)
@@ -35,27 +42,28 @@ def test_every_way_to_recompute_gives_the_same_bits_and_keeps_less() -> None:
         # with dropout torch has no flash kernel on a CPU, and keeps the matrix of scores
         assert (kept["core_attn"] < 0.9 * kept["none"]) == setting.endswith("dropout"), (setting, kept)
         assert kept["both"] <= kept["mlp"], setting
-    assert found["fp32, none"]["none"]["losses"] != found["fp32, dropout"]["none"]["losses"]
+    assert passes["fp32, none"]["none"]["losses"] != passes["fp32, dropout"]["none"]["losses"]
 
 
-FULL = {"recompute_granularity": "full"}
-SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+def test_attention_within_the_fork_of_sequence_parallel_drops_out_the_same_again(found: dict[str, Any]) -> None:
+    """A layer's dropout draws from the ranks' own generators already, where attention begins."""
+    first, again = found["attention"]
+    assert first == again
 
 
-@pytest.mark.parametrize(
-    ("sequence_parallel", "ways"),
-    [(True, [FULL]), pytest.param(True, [SELECTIVE], marks=pytest.mark.long),
-     pytest.param(False, [FULL, SELECTIVE], marks=pytest.mark.long)],
-)  # fmt: skip
-def test_over_tensor_parallel_ranks_with_dropout_too(
-    harness: Callable[..., Any], sequence_parallel: bool, ways: list[dict[str, Any]]
-) -> None:
-    """With sequence parallel a layer's dropout draws from the ranks' own generators already, where attention begins."""
+@pytest.mark.long
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_over_tensor_parallel_ranks_with_dropout_too(harness: Callable[..., Any], sequence_parallel: bool) -> None:
     parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
+    ways: list[dict[str, Any]] = [
+        {},
+        {"recompute_granularity": "full"},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    ]
     steps = {"steps": 3, "eval_steps": 1}
-    plain, *others = (harness(parallel=parallel, training=steps | way).train() for way in ({}, *ways))
+    plain, *others = (harness(parallel=parallel, training=steps | way).train() for way in ways)
     assert sorted(plain.steps()) == [1, 2, 3]
-    for way, other in zip(ways, others, strict=True):
+    for way, other in zip(ways[1:], others, strict=True):
         for iteration, step in plain.steps().items():
             for name in ("loss", "grad_norm"):
                 assert other.steps()[iteration][name].hex() == step[name].hex(), (way, iteration, name)
