@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, BinaryIO, cast
-from urllib.parse import urlsplit
 
 from relayrun.errors import InputError, RelayrunError
 
@@ -29,7 +29,7 @@ def absolute(folder: str | os.PathLike[str]) -> str:
     if not is_url(folder):
         return os.path.abspath(folder)
     scheme, _, rest = os.fspath(folder).partition("://")
-    if urlsplit(os.fspath(folder)).password is not None:
+    if re.match(r"[^/]*:[^/]*@", rest):
         raise InputError("a URL with a password in it would be written into files", where=f"{scheme}://...",
                          hint="give credentials in the environment")  # fmt: skip
     if scheme in ("file", "local"):

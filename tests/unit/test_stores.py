@@ -90,6 +90,7 @@ class Locked(MemoryFileSystem):  # type: ignore[misc]  # fsspec is untyped
         ("memory://there-is-none", r"^memory://there-is-none: there is no (such dataset folder|file below this)"),
         ("locked://x", r"^locked://x: fsspec cannot look at this: Access Denied"),
         ("ftp://me:secret@host/x", r"^ftp://\.\.\.: a URL with a password"),
+        ("memory://[x", r"^memory://\[x: there is no (such dataset folder|file below this)"),
     ],
 )
 def test_what_cannot_be_listed_is_one_clear_error(
