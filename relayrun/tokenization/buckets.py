@@ -18,7 +18,6 @@ import errno
 import io
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -63,46 +62,62 @@ def keyed(files: Iterable[tuple[int, RowFile]], column: str, seed: int, lengths:
             yield table.append_column(_KEY, pa.array(keys(seed, number, rows)))
 
 
-def scatter(tables: Iterable[pa.Table], stem: Path, buckets: int, most: int, lengths: Lengths) -> Iterator[None]:
-    """Write the part `stem` (.arrow, .npz) with the rows of `tables`, of which about `most` bytes are kept in memory.
+class Partition:
+    """Takes rows apart by bucket, about `most` bytes at a time: in few steps, through memory that is used again."""
+
+    def __init__(self, buckets: int, most: int) -> None:
+        self._buckets, self._most = buckets, most
+        self._waiting: list[pa.Table] = []
+        self._size = 0
+        self.counts = np.zeros(buckets * BINS, np.int64)
+        """Rows of every bin."""
+
+    def add(self, table: pa.Table) -> Iterator[tuple[int, pa.Table]]:
+        """Numbers of buckets and rows of theirs, when enough has come together."""
+        self._waiting.append(table)
+        self._size += table.nbytes
+        del table
+        if self._size > self._most:
+            yield from self.rest()
+
+    def rest(self) -> Iterator[tuple[int, pa.Table]]:
+        """What waits."""
+        if not self._waiting:
+            return
+        table = pa.concat_tables(self._waiting).combine_chunks()
+        self._waiting.clear()
+        self._size = 0
+        bins = _bins(table, self._buckets)
+        self.counts += np.bincount(bins, minlength=self.counts.size)
+        order = np.argsort(bins // BINS, kind="stable")
+        bounds = np.searchsorted(bins[order] // BINS, np.arange(self._buckets + 1))
+        for number in np.flatnonzero(np.diff(bounds)).tolist():
+            yield number, table.take(order[bounds[number] : bounds[number + 1]])
+
+
+def scatter(tables: Iterable[pa.Table], stem: Path, partition: Partition, lengths: Lengths) -> Iterator[None]:
+    """Write the part `stem` (.arrow, .npz) with the rows of `tables`.
 
     Yields after every table. Both files come whole, the .npz last: a part that has one is done.
     """
     segments: list[tuple[int, int, int]] = []
-    counts = np.zeros(buckets * BINS, np.int64)
-    waiting: list[pa.Table] = []
-    size = 0
+
+    def write(pieces: Iterable[tuple[int, pa.Table]]) -> None:
+        for number, piece in pieces:
+            for batch in piece.to_batches():
+                start = sink.tell()
+                sink.write(batch.serialize())
+                segments.append((number, start, sink.tell() - start))
+
     with whole_file(stem.with_suffix(".arrow")) as temporary, pa.OSFile(str(temporary), "wb") as sink:
         for table in tables:
-            waiting.append(table)
-            size += table.nbytes
+            write(partition.add(table))
             del table
-            if size > most:
-                counts += _write_segments(waiting, sink, buckets, segments)
-                size = 0
             yield
-        counts += _write_segments(waiting, sink, buckets, segments)
+        write(partition.rest())
     with whole_file(stem.with_suffix(".npz")) as temporary, open(temporary, "wb") as file:
-        np.savez(file, segments=np.array(segments, np.int64).reshape(-1, 3), counts=counts, lengths=lengths.array())
-
-
-def _write_segments(
-    waiting: list[pa.Table], sink: pa.NativeFile, buckets: int, segments: list[tuple[int, int, int]]
-) -> npt.NDArray[np.int64]:
-    """Write the rows that wait, sorted by bucket, and empty the list; return their number in every bin."""
-    if not waiting:
-        return np.zeros(buckets * BINS, np.int64)
-    table = pa.concat_tables(waiting).combine_chunks()
-    waiting.clear()
-    bins = _bins(table, buckets)
-    order = np.argsort(bins // BINS, kind="stable")
-    bounds = np.searchsorted(bins[order] // BINS, np.arange(buckets + 1))
-    for number in np.flatnonzero(np.diff(bounds)).tolist():
-        for batch in table.take(order[bounds[number] : bounds[number + 1]]).to_batches():
-            start = sink.tell()
-            sink.write(batch.serialize())
-            segments.append((number, start, sink.tell() - start))
-    return np.bincount(bins, minlength=buckets * BINS)
+        found = np.array(segments, np.int64).reshape(-1, 3)
+        np.savez(file, segments=found, counts=partition.counts, lengths=lengths.array())
 
 
 def _bins(table: pa.Table, buckets: int) -> npt.NDArray[np.int64]:
@@ -122,10 +137,6 @@ class SortedRows:
     def __len__(self) -> int:
         return len(self._order)
 
-    @property
-    def size(self) -> int:
-        return int(self._table.nbytes)
-
     def take(self, start: int, stop: int) -> pa.Table:
         return self._table.take(self._order[start:stop])
 
@@ -133,33 +144,38 @@ class SortedRows:
 class Buckets(Protocol):
     """Where sorted rows come from, bucket by bucket."""
 
+    size: int
+    """Bytes of all rows."""
+
+    before: list[npt.NDArray[np.float64]]
+    """Lengths of the texts of every part, in the order of the input."""
+
     @property
     def counts(self) -> npt.NDArray[np.int64]:
         """Rows of every bucket."""
 
-    @property
-    def size(self) -> int:
-        """Bytes of all rows."""
-
     def load(self, number: int) -> SortedRows: ...
 
 
-@dataclass
 class InMemory:
-    """All rows as one bucket."""
+    """Buckets that fit into memory."""
 
-    rows: SortedRows
+    def __init__(self, schema: pa.Schema) -> None:
+        self._schema = keyed_schema(schema)
+        self._pieces: list[list[pa.Table]] = []
+        self.counts = np.zeros(0, np.int64)
+        self.size = 0
+        self.before: list[npt.NDArray[np.float64]] = []
 
-    @property
-    def counts(self) -> npt.NDArray[np.int64]:
-        return np.array([len(self.rows)], np.int64)
-
-    @property
-    def size(self) -> int:
-        return self.rows.size
+    def add_part(self, pieces: Sequence[list[pa.Table]], lengths: Lengths) -> None:
+        """The pieces of every bucket, from the part that comes next in the input."""
+        self._pieces = [[*old, *new] for old, new in zip(self._pieces or [[] for _ in pieces], pieces, strict=True)]
+        self.counts = np.array([sum(map(len, tables)) for tables in self._pieces], np.int64)
+        self.size += sum(table.nbytes for tables in pieces for table in tables)
+        self.before.append(lengths.array())
 
     def load(self, number: int) -> SortedRows:
-        return self.rows
+        return SortedRows(self._pieces[number], self._schema)
 
 
 class OnDisk:
@@ -168,7 +184,8 @@ class OnDisk:
     def __init__(self, stems: Sequence[Path], schema: pa.Schema) -> None:
         self._files = [stem.with_suffix(".arrow") for stem in stems]
         self._schema = keyed_schema(schema)
-        segments, bins, self.before = [], np.zeros(0, np.int64), []
+        segments, bins = [], np.zeros(0, np.int64)
+        self.before: list[npt.NDArray[np.float64]] = []
         for part, stem in enumerate(stems):
             with np.load(stem.with_suffix(".npz")) as found:
                 segments.append(np.insert(found["segments"], 0, part, axis=1))

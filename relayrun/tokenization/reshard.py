@@ -25,7 +25,7 @@ import pyarrow as pa
 from relayrun.data.folders import replaced_folder
 from relayrun.errors import InputError
 from relayrun.tokenization import stores
-from relayrun.tokenization.buckets import Buckets, InMemory, OnDisk, SortedRows, keyed, keyed_schema, scatter
+from relayrun.tokenization.buckets import Buckets, InMemory, OnDisk, Partition, keyed, scatter
 from relayrun.tokenization.dumps import find_files
 from relayrun.tokenization.lengths import Lengths, draw
 from relayrun.tokenization.rows import RowFile, look_at
@@ -37,6 +37,12 @@ _BASE = 200_000_000
 
 _THREAD = 30_000_000
 """And of a thread besides the rows that it keeps: what it reads meanwhile, what the allocator keeps."""
+
+_ENOUGH = 64_000_000
+"""Bytes moved at a time, or of a bucket, where more would fit: memory that was not in use has to be cleared."""
+
+_SEGMENT = 256_000
+"""Bytes of a segment, where memory allows: smaller ones cost more calls."""
 
 _PAGES = 2
 """That a reader holds: as stored, and decompressed."""
@@ -88,6 +94,11 @@ class Plan:
         return FileForm(schema=self.files[0].schema, column=options.column, size=options.file_size,
                         row_group_size=options.row_group_size, compression=options.compression)  # fmt: skip
 
+    @property
+    def buffer(self) -> int:
+        """Bytes that a thread of pass 1 takes apart at a time."""
+        return min(self.readers().each // 4, max(_ENOUGH, self.buckets * _SEGMENT))
+
     def readers(self) -> Shares:
         """Threads of pass 1. Raises InputError where there is no room for one."""
         return _shares(self.options, _THREAD + _PAGES * max(file.page for file in self.files), _LEAST)
@@ -126,11 +137,14 @@ def reshard(options: ReshardOptions) -> int:
         tempfile.TemporaryDirectory(prefix="reshard-", dir=options.temp_dir) as folder,
     ):
         work = Path(folder)
-        buckets, before = _in_memory(plan) or _on_disk(plan, work)
+        buckets: Buckets | None = _in_memory(plan)
+        if buckets is None:
+            scatter_parts(plan, range(len(plan.parts)), work)
+            buckets = scattered(plan, work)
         rows = write_first(plan, buckets, building, work)
         files = file_count(buckets, rows)
         write_files(plan, buckets, range(1, files), rows, building, work)
-        draw(before, [np.load(work / f"after-{number}.npy") for number in range(files)], building / PICTURE)
+        draw(buckets.before, [np.load(work / f"after-{number}.npy") for number in range(files)], building / PICTURE)
     return int(buckets.counts.sum())
 
 
@@ -155,7 +169,7 @@ def make_plan(options: ReshardOptions, *, tasks: int) -> Plan:
     plan.readers()
     rows = sum(file.rows or 0 for file in files)
     writers = plan.writers(size if all(file.rows is not None for file in files) else 0, rows)
-    buckets = 1 + size * 5 // 4 // (writers.each // 3)
+    buckets = 1 + size * 5 // 4 // min(writers.each // 3, max(_ENOUGH, size // 1000))
     if tasks > 1:  # tasks write runs of files, and two neighbours read the bucket between them
         buckets = max(buckets, 16 * workers)
     return replace(plan, buckets=min(_MOST_BUCKETS, buckets))
@@ -180,37 +194,38 @@ class _TooLarge(Exception):
     """For the memory."""
 
 
-def _in_memory(plan: Plan) -> tuple[Buckets, list[Array]] | None:
+def _in_memory(plan: Plan) -> InMemory | None:
     """All rows in memory; None where they do not fit."""
     readers = plan.readers()
-    room = readers.threads * readers.each
-    if sum(file.size for file in plan.files) * 2 > room:
+    # while they come, a thread holds a buffer and its copy; while they go, a bucket and row groups
+    room = readers.threads * (readers.each - 2 * plan.buffer)
+    if sum(file.size for file in plan.files) > room * 9 // 10:
         return None
     lengths = [Lengths() for _ in plan.parts]
-    tables: list[list[pa.Table]] = [[] for _ in plan.parts]
+    pieces: list[list[list[pa.Table]]] = [[[] for _ in range(plan.buckets)] for _ in plan.parts]
     sizes = [0] * len(plan.parts)
 
     def collect(part: int) -> Iterator[None]:
+        partition = Partition(plan.buckets, plan.buffer)
         for table in _keyed(plan, part, lengths[part]):
-            tables[part].append(table)
             sizes[part] += table.nbytes
-            if sum(sizes) * 5 // 2 > room:
+            if sum(sizes) > room * 9 // 10:
                 raise _TooLarge
+            for number, piece in partition.add(table):
+                pieces[part][number].append(piece)
+            del table
             yield
+        for number, piece in partition.rest():
+            pieces[part][number].append(piece)
 
     try:
         in_threads([collect(part) for part in range(len(plan.parts))], readers.threads)
     except _TooLarge:
         return None
-    all_tables = [table for part in tables for table in part]
-    tables.clear()
-    return InMemory(SortedRows(all_tables, keyed_schema(plan.files[0].schema))), [each.array() for each in lengths]
-
-
-def _on_disk(plan: Plan, work: Path) -> tuple[Buckets, list[Array]]:
-    scatter_parts(plan, range(len(plan.parts)), work)
-    found = scattered(plan, work)
-    return found, found.before
+    found = InMemory(plan.files[0].schema)
+    for part, of_part in enumerate(pieces):
+        found.add_part(of_part, lengths[part])
+    return found
 
 
 def scatter_parts(plan: Plan, parts: Iterable[int], work: Path) -> None:
@@ -219,11 +234,12 @@ def scatter_parts(plan: Plan, parts: Iterable[int], work: Path) -> None:
 
     def one(part: int) -> Iterator[None]:
         lengths = Lengths()
-        # a buffer, its sorted copy in pieces, what is read meanwhile
-        yield from scatter(_keyed(plan, part, lengths), stem(work, part), plan.buckets, readers.each // 4, lengths)
+        partition = Partition(plan.buckets, plan.buffer)
+        yield from scatter(_keyed(plan, part, lengths), stem(work, part), partition, lengths)
 
     missing = [part for part in parts if not stem(work, part).with_suffix(".npz").exists()]
     in_threads([one(part) for part in missing], readers.threads)
+    pa.default_memory_pool().release_unused()  # pass 2 has buffers of other sizes
 
 
 def stem(work: Path, part: int) -> Path:
@@ -231,7 +247,7 @@ def stem(work: Path, part: int) -> Path:
 
 
 def scattered(plan: Plan, work: Path) -> OnDisk:
-    """What pass 1 made of all parts. Raises InputError where there is no row."""
+    """What pass 1 made of all parts."""
     found = OnDisk([stem(work, part) for part in range(len(plan.parts))], plan.files[0].schema)
     found.split(plan.writers(found.size, int(found.counts.sum())).each // 3)
     return found

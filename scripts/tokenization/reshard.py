@@ -37,8 +37,10 @@ def main() -> None:
     parser.add_argument("--stage", choices=STAGES, help="one of several tasks of Slurm: see submit_reshard.sh")
     given = parser.parse_args()
 
-    # Arrow's allocator keeps what it has: to give pages back and clear them again costs a third of the CPU time
-    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
+    if given.memory_limit >= 2:
+        # Arrow's allocator keeps what it has: to give pages back and clear them again costs CPU time. What it keeps
+        # too much is some 150 MB, which a small limit has no room for.
+        os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
     # pyarrow: not paid for --help
     from relayrun.tokenization.reshard import PICTURE, ReshardOptions, reshard
 

@@ -91,7 +91,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
     [
-        (buckets, "_write_segments", 3), (buckets, "_write_segments", 10), (buckets.np, "savez", 4),
+        (buckets, "_bins", 3), (buckets, "_bins", 10), (buckets.np, "savez", 4),
         (shuffled.np, "save", 1), (shuffled, "narrow", 20), (shuffled.np, "save", 6),
         (reshard_tasks, "write_json", 1), (reshard_tasks, "draw", 1), (reshard_tasks.os, "rename", 1),
         (reshard_tasks.shutil, "rmtree", 3),
