@@ -21,6 +21,7 @@ import xxhash
 
 from relayrun.errors import InputError
 from relayrun.files import fsync_directory
+from relayrun.passing import PassingFile
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -139,7 +140,7 @@ class ShardWriter:
         """Tokens of the document that `append` has begun."""
         self._hash = xxhash.xxh3_128()
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._bin = open(self.prefix + ".bin.tmp", "wb")  # noqa: SIM115 - closed by finish or abort
+        self._bin = PassingFile(self.prefix + ".bin.tmp")  # closed by finish or abort
 
     @property
     def documents(self) -> int:
@@ -198,7 +199,6 @@ class ShardWriter:
                 idx.flush()
                 os.fsync(idx.fileno())
             self.xxh3_128 = {"bin": self._hash.hexdigest(), "idx": xxhash.xxh3_128_hexdigest(idx_bytes)}
-            self._bin.flush()
             os.fsync(self._bin.fileno())
             self._bin.close()
         except BaseException:
@@ -211,7 +211,7 @@ class ShardWriter:
 
     def abort(self) -> None:
         """Drop what was written."""
-        with contextlib.suppress(OSError):  # a full disk fails again when the buffer is flushed
+        with contextlib.suppress(OSError):  # some network file systems tell of a full disk when a file is closed
             self._bin.close()
         for name in (".bin.tmp", ".idx.tmp"):
             with contextlib.suppress(FileNotFoundError):

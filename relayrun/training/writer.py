@@ -17,44 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-WINDOW = 32 << 20
-"""Bytes of a file that wait in memory to be written, about; as many are on their way to the disk."""
-
-
-class PassingFile(io.FileIO):
-    """A file for writing that does not pile up in the page cache.
-
-    The kernel is told early to write and to forget what was written. So a checkpoint does not push the data set
-    out of memory, the disk has no burst at the sync, and the same few pages serve the whole file.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path, "wb")
-        self._done = self._under_way = 0
-        """Ends of the window that should be on disk and of the one behind it."""
-
-    def write(self, data: Any) -> int:
-        """All of `data`, bytes or a buffer of them."""
-        with memoryview(data).cast("B") as view:
-            for begin in range(0, len(view), WINDOW):
-                piece = view[begin : begin + WINDOW]
-                while piece:
-                    piece = piece[super().write(piece) :]
-                at = self.tell()
-                if at - self._under_way >= WINDOW:
-                    self._forget(self._done, at)
-                    self._done, self._under_way = self._under_way, at
-            return len(view)
-
-    def close(self) -> None:
-        if not self.closed:
-            self._forget(self._done, self.tell())
-        super().close()
-
-    def _forget(self, begin: int, end: int) -> None:
-        """Begins to write what is not on disk yet, and drops the rest (Linux, mm/fadvise.c)."""
-        with contextlib.suppress(OSError):  # advice alone
-            os.posix_fadvise(self.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
+from relayrun.passing import PassingFile
 
 
 class _PassingFiles(FileSystem):

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_saver
@@ -21,9 +18,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from relayrun.rundir import triggers
 from relayrun.rundir.lineage import durable
-from relayrun.training import writer
 from relayrun.training.background import NICE, BackgroundSave
-from relayrun.training.writer import PassingFile, ThreadedWriter
+from relayrun.training.writer import ThreadedWriter
 from tests.checkpoints import assert_same_bytes
 
 Make = Callable[..., Any]
@@ -64,25 +60,6 @@ def test_no_thread_of_the_writer_spends_its_time_on_checksums_that_nobody_reads(
     with pytest.warns(UserWarning, match="single process"):
         state_dict_saver.save(state, storage_writer=ThreadedWriter(tmp_path, 2), no_dist=True)
     assert switches == {"writer_0": False, "writer_1": False}
-
-
-def test_a_file_on_its_way_is_forgotten_window_by_window_and_holds_every_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writer, "WINDOW", 1000)
-    forgotten: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda _, begin, size, __: forgotten.append((begin, begin + size)))
-    pieces = [random.Random(size).randbytes(size) for size in (0, 1, 999, 3, 12_345, 1000, 500)]
-    with PassingFile(tmp_path / "file") as file:
-        for piece in pieces:
-            assert file.write(np.frombuffer(piece, np.uint8)) == len(piece)
-        assert file.tell() == sum(map(len, pieces))
-    assert (tmp_path / "file").read_bytes() == b"".join(pieces)
-    assert forgotten[-1][1] == sum(map(len, pieces))
-    twice = Counter(place for begin, end in forgotten for place in range(begin, end))
-    assert set(twice) == set(range(forgotten[-1][1]))  # all of it, the first time to be written, then to be dropped
-    assert all(count == 2 for place, count in twice.items() if place < forgotten[-1][0])
-    assert max(end - begin for begin, end in forgotten) < 4 * 1000
 
 
 @pytest.mark.parametrize("beside", [True, False])
