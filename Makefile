@@ -43,8 +43,9 @@ format: setup ## put the files into the form that `check` asks for
 	$(BIN)/ruff format .
 	$(BIN)/shfmt -i 2 -ci -w $(SHELL_FILES)
 
-bench: setup ## all benchmarks; results go to benchmarks/results/
+bench: setup ## all benchmarks; results go to benchmarks/results/ and docs/benchmarks.md
 	for script in benchmarks/[!_]*.py; do $(BIN)/python "$$script"; done
+	$(BIN)/python benchmarks/_report.py
 
 # Slurm from Debian's packages, for the tests; RELAYRUN_NO_SLURM=1 goes without.
 .PHONY: slurm
