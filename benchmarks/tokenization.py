@@ -3,7 +3,7 @@
 
 One run of each variant after the other, `--rounds` times, on the same machine, files, tasks and workers, with
 default flags: the engine's proof and the routing are part of what is measured. The .bin and .idx of both sides
-must be the same bytes. The bare loop of the engine, and one worker against two, are measured on four times the
+must be the same bytes. The bare loop of the engine, and one worker against two, are measured on eight times the
 corpus, as links, where the start of a program counts for less. Corpus and tokenizer are kept in the system's folder
 for temporary files.
 """
@@ -38,7 +38,8 @@ from relayrun.indexed import Shard
 
 CACHE = Path(tempfile.gettempdir()) / "relayrun-benchmarks" / "tokenization-2"
 DOOR = Path(__file__).resolve().parents[1] / "scripts/tokenization/preprocess_megatron.py"
-TASKS, FILES, COPIES = 4, 8, 4
+TASKS, FILES = 4, 8
+COPIES, LONG_TASKS = 8, 16
 _SET_CHILD_SUBREAPER = 36  # prctl: orphans below us become our children, and so their CPU time is seen
 EOS = "<|end_of_text|>"
 PATTERN = (
@@ -114,8 +115,8 @@ def main() -> None:
         figures |= {
             "bare loop": run(BARE, long, tokenizer, options.workers, ""),
             "bare loop that writes": run(BARE, long, tokenizer, options.workers, CACHE / "bare"),
-            "relayrun long": ours(long, tokenizer, CACHE / "long-ours", options.workers),
-            "relayrun long 1 worker": ours(long, tokenizer, CACHE / "long-one", 1),
+            "relayrun long": ours(long, tokenizer, CACHE / "long-ours", options.workers, tasks=LONG_TASKS),
+            "relayrun long 1 worker": ours(long, tokenizer, CACHE / "long-one", 1, tasks=LONG_TASKS),
         }
         assert digests(CACHE / "long-ours") == digests(CACHE / "long-one")
         figures["relayrun long"]["tasks_s"] = tasks_seconds(CACHE / "long-ours")
