@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.files import read_lines
 from relayrun.indexed import Shard
 from relayrun.tokenization.metadata import MetadataFolder
 from relayrun.tokenization.settings import TokenizationSettings
@@ -39,7 +40,9 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def submit(cluster: TestCluster, launcher: str, settings: TokenizationSettings, *, minutes: int = 5) -> list[str]:
-    """Ids of the jobs, by dump."""
+    """Ids of the jobs that this makes, by dump."""
+    record = Path(settings.metadata_folder, "jobs.jsonl")
+    before = len(list(read_lines(record)))
     if launcher == "bash":
         variables = environment(settings) | {"SBATCH_TIMELIMIT": str(minutes)}
         cluster.run([BASH], env=variables, cwd=Path("/"))
@@ -47,9 +50,8 @@ def submit(cluster: TestCluster, launcher: str, settings: TokenizationSettings, 
         config = write_config(settings, max_parallel=DUMPS)
         config.write_text(config.read_text().replace("time: 5", f"time: {minutes}"))
         cluster.run([sys.executable, PYTHON, config])
-    lines = Path(settings.metadata_folder, "jobs.jsonl").read_text().splitlines()
-    recorded = [json.loads(line) for line in lines][-DUMPS:]
-    return [record["slurm_job_id"] for record in sorted(recorded, key=lambda record: record["dump"])]
+    made = sorted(list(read_lines(record))[before:], key=lambda line: line["dump"])
+    return [line["slurm_job_id"] for line in made]
 
 
 def processes(cluster: TestCluster, job: str) -> list[int]:
@@ -227,6 +229,8 @@ def test_jobs_killed_at_any_moment_give_the_same_files(
     cluster.run(["scancel", "--signal=KILL", *jobs], check=False)  # some may have ended
     cluster.run(["scancel", *jobs], check=False)  # those that are still pending
     cluster.wait_until(lambda: not cluster.queue(), what="the queue is empty")
-    if missing := MetadataFolder(settings.metadata_folder).pending():
-        wait_for_ends(cluster, submit(cluster, launcher, settings)[-len(missing) :])
+    for job in jobs:  # one may finish its dump after Slurm has ended it
+        cluster.wait_until(lambda job=job: not processes(cluster, job), what=f"job {job} has no process")
+    if MetadataFolder(settings.metadata_folder).pending():
+        wait_for_ends(cluster, submit(cluster, launcher, settings))
     assert_whole(settings, dataset)
