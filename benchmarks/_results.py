@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import statistics
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,11 @@ from relayrun.files import write_json
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("relayrun", "torch", "megatron-core", "numpy", "pyarrow", "datatrove", "tokenizers")
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Smallest, median and largest of the rounds."""
+    return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
 def write(name: str, figures: dict[str, Any]) -> Path:

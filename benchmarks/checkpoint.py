@@ -87,15 +87,15 @@ def measure(folder: Path, saves: int) -> dict[str, Any]:
     return {
         "seed": SEED,
         "checkpoint_bytes": bytes_,
-        "step_seconds": spread(usual),
+        "step_seconds": _results.spread(usual),
         "saves_of_each_kind": len(beside),
-        "lost_seconds_async": spread([lost[iteration] for iteration in beside]),
-        "lost_seconds_sync": spread([lost[iteration] for iteration in still]),
-        "lost_async_over_sync": spread(ratios),
-        "main_thread_cpu_seconds_of_a_save_async": spread([held[str(iteration)] for iteration in beside]),
-        "save_to_commit_seconds_async": spread([committed[iteration].seconds for iteration in beside]),
-        "save_to_commit_seconds_sync": spread([committed[iteration].seconds for iteration in still]),
-        "memcpy_seconds": spread(repeated(copier(bytes_), 10)),
+        "lost_seconds_async": _results.spread([lost[iteration] for iteration in beside]),
+        "lost_seconds_sync": _results.spread([lost[iteration] for iteration in still]),
+        "lost_async_over_sync": _results.spread(ratios),
+        "main_thread_cpu_seconds_of_a_save_async": _results.spread([held[str(iteration)] for iteration in beside]),
+        "save_to_commit_seconds_async": _results.spread([committed[iteration].seconds for iteration in beside]),
+        "save_to_commit_seconds_sync": _results.spread([committed[iteration].seconds for iteration in still]),
+        "memcpy_seconds": _results.spread(repeated(copier(bytes_), 10)),
         "disk_bytes_per_second": bytes_ / statistics.median(repeated(lambda: write_raw(folder, bytes_), 3)),
         "load_average": os.getloadavg()[0],
     }
@@ -122,10 +122,6 @@ def losses(steps: list[dict[str, Any]], committed: dict[int, float]) -> tuple[di
     usual = [value for iteration, value in seconds.items() if iteration not in touched and iteration > INTERVAL]
     median = statistics.median(usual)
     return {saved: sum(seconds[i] - median for i in window) for saved, window in windows.items()}, usual
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
 def repeated(action: Callable[[], None], times: int) -> list[float]:

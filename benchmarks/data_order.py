@@ -137,9 +137,9 @@ def opening(folder: Path, *, quick: bool) -> list[dict[str, Any]]:
         opens = [in_a_process("open", manifest=manifest) for _ in range(3)]
         row: dict[str, Any] = {
             "documents": documents_, "shards": SHARDS, "tokens": tokens, "freeze_once": freeze,
-            "open_seconds": spread([one["seconds"] for one in opens]),
-            "open_added_megabytes": spread([one["added_megabytes"] for one in opens]),
-            "open_peak_megabytes": spread([one["peak_megabytes"] for one in opens]),
+            "open_seconds": _results.spread([one["seconds"] for one in opens]),
+            "open_added_megabytes": _results.spread([one["added_megabytes"] for one in opens]),
+            "open_peak_megabytes": _results.spread([one["peak_megabytes"] for one in opens]),
         }  # fmt: skip
         shutil.rmtree(place)
         row["megatron"] = []
@@ -238,8 +238,8 @@ def throughput(folder: Path, *, quick: bool) -> list[dict[str, Any]]:
             best = max((name for name in rates if name != "relayrun"), key=lambda name: statistics.median(rates[name]))
             ratios = [a / b for a, b in zip(rates["relayrun"], rates[best], strict=True)]
             rows.append({"seq_length": seq_length, "micro_batch_size": micro, "resets_and_eod_mask": flags,
-                         "batches_per_second": {name: spread(values) for name, values in rates.items()},
-                         "megatron_best": best, "ratio": spread(ratios)})  # fmt: skip
+                         "batches_per_second": {name: _results.spread(values) for name, values in rates.items()},
+                         "megatron_best": best, "ratio": _results.spread(ratios)})  # fmt: skip
             print("throughput", json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -312,10 +312,6 @@ def shuffle_quality(folder: Path, *, quick: bool) -> dict[str, Any]:
                         "batch_mean_variance_ratio": float(means.var() / (values.var() / batch))}  # fmt: skip
     print("shuffle", json.dumps(result), flush=True)
     return result
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
 def main() -> None:

@@ -28,7 +28,6 @@ import os
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -204,10 +203,6 @@ def rounded(phases: Phases) -> dict[str, float]:
     return {name: round(phases[name], 3) for name in PHASES if name in phases}
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"min": min(values), "median": statistics.median(values), "max": max(values)}
-
-
 def write(pairs: list[tuple[Phases, Phases]], load: tuple[float, float, float]) -> None:
     totals = [sum(chain.values()) for chain, _ in pairs]
     own = [sum(chain[name] for name in OWN) for chain, _ in pairs]
@@ -216,11 +211,11 @@ def write(pairs: list[tuple[Phases, Phases]], load: tuple[float, float, float]) 
         "repetitions": len(pairs),
         "model": MODEL,
         "load_average": {"before": load, "after": os.getloadavg()},
-        "total": spread(totals),
-        "chain": {name: spread([chain[name] for chain, _ in pairs]) for name in PHASES},
-        "bare": {name: spread([bare[name] for _, bare in pairs]) for name in PHASES if name in pairs[0][1]},
-        "own": spread(own),
-        "own_share": spread([part / total for part, total in zip(own, totals, strict=True)]),
+        "total": _results.spread(totals),
+        "chain": {name: _results.spread([chain[name] for chain, _ in pairs]) for name in PHASES},
+        "bare": {name: _results.spread([bare[name] for _, bare in pairs]) for name in PHASES if name in pairs[0][1]},
+        "own": _results.spread(own),
+        "own_share": _results.spread([part / total for part, total in zip(own, totals, strict=True)]),
     }
     for name in [name for name in figures if name.startswith(("total", "own"))]:
         print(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in figures[name].items()))

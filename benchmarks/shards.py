@@ -14,7 +14,6 @@ import json
 import os
 import resource
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
-from _results import write
+from _results import spread, write
 
 from relayrun.data.merge import merge
 from relayrun.data.verify import verify
@@ -228,8 +227,7 @@ def sorted_ids(folder: Path) -> list[int]:
 
 
 def ratio(above: list[float], below: list[float]) -> dict[str, float]:
-    values = [one / other for one, other in zip(above, below, strict=True)]
-    return {"min": min(values), "median": statistics.median(values), "max": max(values)}
+    return spread([one / other for one, other in zip(above, below, strict=True)])
 
 
 if __name__ == "__main__":

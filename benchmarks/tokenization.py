@@ -31,7 +31,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from _results import write
+from _results import spread, write
 
 from relayrun.demo.corpus import build_corpus
 from relayrun.indexed import Shard
@@ -166,10 +166,6 @@ def report(rounds: Rounds, largest: dict[str, float], data: Path, tokenizer: Pat
     }  # fmt: skip
     write("tokenization", figures)
     print(json.dumps({name: value for name, value in figures.items() if name != "rounds"}, indent=1))
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
 def tasks_seconds(folder: Path) -> float:

@@ -161,9 +161,9 @@ def in_turns(run: RunDir, pairs: int, steps: int) -> int:
     print(json.dumps({
         "pairs": pairs, "steps_of_a_turn": steps, "tokens_of_a_step": 8 * 256,
         "parameters": training.model.parameters(),
-        "loop_cpu_seconds_of_a_step": spread([value / steps for value in mine]),
-        "bare_cpu_seconds_of_a_step": spread([value / steps for value in theirs]),
-        "ratio": spread([a / b for a, b in zip(mine, theirs, strict=True)]),
+        "loop_cpu_seconds_of_a_step": _results.spread([value / steps for value in mine]),
+        "bare_cpu_seconds_of_a_step": _results.spread([value / steps for value in theirs]),
+        "ratio": _results.spread([a / b for a, b in zip(mine, theirs, strict=True)]),
         "load_average": os.getloadavg()[0],
     }))  # fmt: skip
     sys.stdout.flush()
@@ -234,9 +234,9 @@ def gpu(folder: Path) -> dict[str, Any]:
     return {
         "device": name, "model": "llama3-1b", "seq_length": GPU_SEQ_LENGTH, "batch": GPU_BATCH,
         "steps_of_a_turn": GPU_STEPS, "turns": GPU_TURNS,
-        "tokens_per_second": {"relayrun": spread(ours), "plain_torch": spread(peer)},
-        "ratio": spread([a / b for a, b in zip(ours, peer, strict=True)]),
-        "mfu": spread(known) if known else "the peak of this device is not in relayrun/training/size.py",
+        "tokens_per_second": {"relayrun": _results.spread(ours), "plain_torch": _results.spread(peer)},
+        "ratio": _results.spread([a / b for a, b in zip(ours, peer, strict=True)]),
+        "mfu": _results.spread(known) if known else "the peak of this device is not in relayrun/training/size.py",
         "peak_memory_bytes": memory,
     }  # fmt: skip
 
@@ -267,10 +267,6 @@ def plain() -> int:
     print(json.dumps(seconds_per_step(model_1b(), GPU_VOCABULARY, seq_length=GPU_SEQ_LENGTH, batch=GPU_BATCH,
                                       steps=GPU_STEPS, warm_up=GPU_WARM_UP)))  # fmt: skip
     return 0
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
 if __name__ == "__main__":
