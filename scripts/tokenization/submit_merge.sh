@@ -7,15 +7,9 @@ set -euo pipefail
 
 dataset=$(realpath -- "${1:?the folder that holds dump-0, dump-1, ...}")
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-venv_python=$here/../../.venv/bin/python
-if [[ -z ${PYTHON:-} ]]; then
-  PYTHON=python3
-  [[ ! -x $venv_python ]] || PYTHON=$venv_python
-fi
-RELAYRUN_ROOT=$(cd "$here/../.." && pwd) # Slurm runs a copy of merge.sh that lies elsewhere
-export PYTHON RELAYRUN_ROOT
+source "$here/lib/python.sh"
 
-logs=${PATH_TO_LOGS:-$here/../../logs}/slurm/merge-$(basename -- "$dataset")
+logs=${PATH_TO_LOGS:-$RELAYRUN_ROOT/logs}/slurm/merge-$(basename -- "$dataset")
 mkdir -p -- "$logs" "$dataset-merge"
 shopt -s nullglob
 for dump in "$dataset"/dump-*/; do

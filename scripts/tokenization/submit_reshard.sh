@@ -11,15 +11,9 @@ set -euo pipefail
 NODES="${NODES:-2}"
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-venv_python=$here/../../.venv/bin/python
-if [[ -z ${PYTHON:-} ]]; then
-  PYTHON=python3
-  [[ ! -x $venv_python ]] || PYTHON=$venv_python
-fi
-RELAYRUN_ROOT=$(cd "$here/../.." && pwd) # Slurm runs a copy of reshard.sh that lies elsewhere
-export PYTHON RELAYRUN_ROOT
+source "$here/lib/python.sh"
 
-logs=${PATH_TO_LOGS:-$here/../../logs}/slurm/reshard
+logs=${PATH_TO_LOGS:-$RELAYRUN_ROOT/logs}/slurm/reshard
 mkdir -p -- "$logs"
 job=$(sbatch --parsable --nodes="$NODES" --job-name=reshard --output="$logs/R-%x-%j.out" --error="$logs/R-%x-%j.err" \
   "$here/reshard.sh" "$@")

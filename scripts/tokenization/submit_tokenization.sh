@@ -22,12 +22,7 @@ export PATH_TO_OUTPUT_FOLDER="${PATH_TO_OUTPUT_FOLDER:-}"                   # ge
 export PATH_TO_LOGS="${PATH_TO_LOGS:-}"                                     # empty: logs/ beside scripts/
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-venv_python=$here/../../.venv/bin/python
-if [[ -z ${PYTHON:-} ]]; then
-  PYTHON=python3
-  [[ ! -x $venv_python ]] || PYTHON=$venv_python
-fi
-export PYTHON
+source "$here/lib/python.sh"
 
 plan=$("$PYTHON" -m relayrun.tokenization begin)
 mapfile -t lines <<<"$plan"
