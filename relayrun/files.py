@@ -31,19 +31,8 @@ def fsync_directory(path: str | os.PathLike[str]) -> None:
 def write_atomic(path: str | os.PathLike[str], data: str | bytes, *, mode: int = 0o644, durable: bool = True) -> None:
     """Write `data` to `path` whole or not at all; the file gets exactly `mode`. `durable` syncs it to disk."""
     path = Path(path)
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
-            os.fchmod(file.fileno(), mode)
-            if durable:
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+    with _replacing(path, mode=mode, durable=durable) as (fd, _), os.fdopen(fd, "wb", closefd=False) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
     if durable:
         fsync_directory(path.parent)
 
@@ -54,21 +43,28 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     For content that does not fit into memory. Raises RelayrunError, naming `path`, where it cannot be written.
     """
-    path = Path(path)
     try:
-        fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
-        try:
-            os.fchmod(fd, 0o644)
-            yield Path(temporary)
-            os.fsync(fd)
-            os.replace(temporary, path)
-        finally:
-            os.close(fd)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
+        with _replacing(Path(path), mode=0o644, durable=True) as (_, temporary):
+            yield temporary
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise RelayrunError(f"cannot be written: {reason}", where=path) from None
+
+
+@contextlib.contextmanager
+def _replacing(path: Path, *, mode: int, durable: bool) -> Iterator[tuple[int, Path]]:
+    """A temporary file beside `path`, open and by name, which takes its place on leaving without an error."""
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+    try:
+        os.fchmod(fd, mode)
+        yield fd, Path(temporary)
+        if durable:
+            os.fsync(fd)
+        os.replace(temporary, path)
+    finally:
+        os.close(fd)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
 
 
 def write_json(path: str | os.PathLike[str], value: Any, *, durable: bool = True) -> None:

@@ -37,9 +37,13 @@ def read_column(path: str, column: str, *, batch_bytes: int = 4_000_000) -> Iter
         raise InputError("this file of the dump is missing", where=printable(path),
                          hint="run prepare_dumps.py again if the dataset has changed") from None  # fmt: skip
     except (pa.ArrowException, OSError) as error:
-        lines = str(error).splitlines() or [type(error).__name__]
-        raise InputError(f"cannot be read, it may be torn: {lines[0]}", where=printable(path),
-                         hint="fetch the file again, then run again: what is done is kept") from None  # fmt: skip
+        raise unreadable(path, error, hint="fetch the file again, then run again: what is done is kept") from None
+
+
+def unreadable(path: str, error: Exception, *, hint: str | None = None) -> InputError:
+    """The error of a file that Arrow or the store cannot read."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return InputError(f"cannot be read, it may be torn: {lines[0]}", where=printable(path), hint=hint)
 
 
 def _read_parquet(raw: BinaryIO, path: str, column: str, batch_bytes: int) -> Iterator[pa.Array]:

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from relayrun.errors import InputError
 from relayrun.tokenization import stores
-from relayrun.tokenization.columns import find_field, read_column
+from relayrun.tokenization.columns import find_field, read_column, unreadable
 from relayrun.tokenization.metadata import printable
 
 _READ_AHEAD = 1 << 18
@@ -114,16 +114,12 @@ def _opened(path: str) -> Iterator[pq.ParquetFile]:
         ):
             yield file
     except (pa.ArrowException, OSError) as error:
-        lines = str(error).splitlines() or [type(error).__name__]
-        raise InputError(f"cannot be read, it may be torn: {lines[0]}", where=printable(path)) from None
+        raise unreadable(path, error) from None
 
 
 def _source(path: str) -> pa.NativeFile:
-    try:
-        path.encode()
-    except UnicodeEncodeError:  # a name of other bytes: Arrow takes UTF-8 alone
-        return pa.PythonFile(stores.open_input(path), "r")
-    return pa.PythonFile(stores.open_input(path), "r") if stores.is_url(path) else pa.OSFile(path)
+    utf8 = path == printable(path)  # Arrow takes no other names
+    return pa.OSFile(path) if utf8 and not stores.is_url(path) else pa.PythonFile(stores.open_input(path), "r")
 
 
 def wide(schema: pa.Schema) -> pa.Schema:
