@@ -182,7 +182,6 @@ class ShardWriter:
         self._open = 0
         del self._lengths[count:]
         self._bin.truncate(self.tokens * self.dtype.itemsize)
-        self._bin.seek(self.tokens * self.dtype.itemsize)
 
     def finish(self) -> bool:
         """Publish the shard. Returns False, and leaves nothing, if no document was added."""

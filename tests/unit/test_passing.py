@@ -1,48 +1,120 @@
-"""Files that pass through the page cache."""
+"""Files that pass by the page cache."""
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
+import mmap
 import os
 import random
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from relayrun import passing
-from relayrun.passing import PassingFile
+from relayrun.passing import ALIGNMENT, PassingFile
+
+BLOCK = 4 * ALIGNMENT
+DIRECT = os.O_DIRECT
 
 
-def test_a_file_on_its_way_is_forgotten_window_by_window_and_holds_every_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(passing, "WINDOW", 1000)
-    forgotten: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda _, begin, size, __: forgotten.append((begin, begin + size)))
-    pieces = [random.Random(size).randbytes(size) for size in (0, 1, 999, 3, 12_345, 1000, 500)]
+@pytest.fixture(params=["direct", "refused when opened", "refused when written"])
+def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small blocks, on file systems of three kinds."""
+    monkeypatch.setattr(passing, "BLOCK", BLOCK)
+    really_open, really_write = os.open, os.pwrite
+    direct: set[int] = set()
+
+    def open_(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & DIRECT and request.param == "refused when opened":
+            raise OSError(errno.EINVAL, "no direct writes here")
+        return really_open(path, flags, mode)
+
+    def pwrite(fd: int, data: memoryview, place: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & DIRECT:
+            direct.add(fd)
+            assert place % ALIGNMENT == 0 == len(data) % ALIGNMENT
+            if request.param == "refused when written":
+                raise OSError(errno.EINVAL, "no direct writes here")
+        return really_write(fd, data, place)
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("seed", range(10))
+def test_every_byte_arrives_whatever_the_pieces(tmp_path: Path, seed: int) -> None:
+    generator = random.Random(seed)
+    expected = bytearray()
     with PassingFile(tmp_path / "file") as file:
-        for piece in pieces:
-            assert file.write(np.frombuffer(piece, np.uint8)) == len(piece)
-        assert file.write(np.zeros(0, np.int32)) == 0
-        assert file.tell() == sum(map(len, pieces))
-    assert (tmp_path / "file").read_bytes() == b"".join(pieces)
-    assert forgotten[-1][1] == sum(map(len, pieces))
-    twice = Counter(place for begin, end in forgotten for place in range(begin, end))
-    assert set(twice) == set(range(forgotten[-1][1]))  # all of it, the first time to be written, then to be dropped
-    assert all(count == 2 for place, count in twice.items() if place < forgotten[-1][0])
-    assert max(end - begin for begin, end in forgotten) < 4 * 1000
+        for _ in range(generator.randrange(1, 40)):
+            match generator.randrange(6):
+                case 0:
+                    size = generator.randrange(len(expected) + 1)
+                    assert file.truncate(size) == size
+                    del expected[size:]
+                case 1:
+                    os.fsync(file.fileno())
+                    assert (tmp_path / "file").read_bytes() == expected
+                case 2:
+                    numbers = np.arange(generator.randrange(3 * ALIGNMENT), dtype=np.int32)
+                    assert file.write(numbers.data) == numbers.nbytes
+                    expected += numbers.tobytes()
+                case _:
+                    piece = generator.randbytes(generator.choice((0, 1, 64, ALIGNMENT, BLOCK, 3 * BLOCK + 7)))
+                    assert file.write(piece) == len(piece)
+                    expected += piece
+            assert file.tell() == len(expected)
+    assert (tmp_path / "file").read_bytes() == expected
 
 
-def test_what_was_cut_off_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passing, "WINDOW", 1000)
-    forgotten: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda _, begin, size, __: forgotten.append((begin, begin + size)))
+def test_little_stays_in_the_page_cache(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.write_bytes(bytes(1 << 20))
+    with plain.open("rb") as other:
+        os.fsync(other.fileno())
+        os.posix_fadvise(other.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if resident(plain):
+        pytest.skip("this file system lives in memory")
     with PassingFile(tmp_path / "file") as file:
-        file.write(b"a" * 5000)
-        file.truncate(1500)
-        file.seek(1500)
-        file.write(b"b" * 3000)
-    assert (tmp_path / "file").read_bytes() == b"a" * 1500 + b"b" * 3000
-    assert all(0 <= begin < end for begin, end in forgotten)
-    assert forgotten[-1][1] == 4500
+        file.write(np.ones(40 << 20, np.uint8))
+        os.fsync(file.fileno())
+    assert resident(tmp_path / "file") <= mmap.PAGESIZE
+
+
+@pytest.mark.usefixtures("small")
+def test_an_error_behind_is_raised_by_every_later_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, data: memoryview, place: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = PassingFile(tmp_path / "file")
+    monkeypatch.setattr(os, "pwrite", full)
+    file.write(bytes(BLOCK))
+    for action in (file.flush, file.fileno, lambda: file.write(bytes(BLOCK)), file.close):
+        with pytest.raises(OSError, match="No space"):
+            action()
+    assert file.closed
+    file.close()
+
+
+def test_what_cannot_be_opened_is_said(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        PassingFile(tmp_path / "none" / "file")
+
+
+def resident(path: Path) -> int:
+    """Bytes of a file in the page cache."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    size = path.stat().st_size
+    pages = -(-size // mmap.PAGESIZE)
+    with path.open("rb") as file:
+        place = libc.mmap(None, size, 1, 1, file.fileno(), 0)
+    found = (ctypes.c_ubyte * pages)()
+    assert libc.mincore(ctypes.c_void_p(place), ctypes.c_size_t(size), found) == 0
+    libc.munmap(ctypes.c_void_p(place), ctypes.c_size_t(size))
+    return mmap.PAGESIZE * sum(each & 1 for each in found)
