@@ -14,7 +14,6 @@ from typing import Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from relayrun.errors import InputError
 from relayrun.indexed import ShardWriter
@@ -159,11 +158,6 @@ def _batches(arrays: Iterator[pa.Array], job: Job, record: TaskRecord) -> Iterat
         if array.null_count:
             record.null_documents += array.null_count
             array = array.drop_null()
-        if not job.framing.keep_empty:
-            full = pc.not_equal(pc.binary_length(array), 0)
-            if empty := len(array) - (pc.sum(full).as_py() or 0):
-                record.empty_documents += empty
-                array = array.filter(full)
         batches = Texts.from_arrow(array).split(job.batch_bytes, job.batch_documents)
         del array
         yield from batches

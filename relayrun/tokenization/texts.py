@@ -67,10 +67,6 @@ class Texts:
         """One Python string per text."""
         return [str(piece, "utf-8") for piece in self.views()]
 
-    def pieces(self) -> list[bytes]:
-        """One Python object with the bytes of each text."""
-        return [*map(bytes, self.views())]
-
     def views(self) -> Iterator[memoryview]:
         view = memoryview(self.data)  # type: ignore[arg-type]
         return (view[begin:end] for begin, end in itertools.pairwise(self.offsets.tolist()))
