@@ -56,6 +56,8 @@ SECTIONS: dict[str, list[Row]] = {
             ".0f", most=600),
         Row("MB of the largest process, a jsonl document of 60 MB", "largest_process_mb_document_of_60_mb.jsonl",
             ".0f", most=600),
+        Row("MB of the largest process, a jsonl document of 1 GB", "largest_process_mb_document_of_1_gb",
+            ".0f", most=600),
     ],
     "shards": [
         Row("CPU time of reading shards over that of `verify_dataset.py`", "verify_share_of_reading", ".2f", least=0.5),

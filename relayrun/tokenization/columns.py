@@ -19,11 +19,14 @@ _MOST_REPEATED_ROWS = 128
 _READ_AHEAD = 1 << 20
 
 
-def read_column(path: str, column: str, *, batch_bytes: int = 4_000_000) -> Iterator[pa.Array]:
+def read_column(
+    path: str, column: str, *, batch_bytes: int = 4_000_000, scratch: str | None = None
+) -> Iterator[pa.Array]:
     """String or large_string arrays of all rows of a file, in order, nulls kept, of about `batch_bytes` each.
 
     The kind of file is known by its suffix. `column` is a name, or names with dots for a nested field; a name
-    that holds the dots itself comes first. Raises InputError naming the file, and the line of a jsonl file.
+    that holds the dots itself comes first. `scratch`: a folder for texts of jsonl files that are too long for memory.
+    Raises InputError naming the file, and the line of a jsonl file.
     """
     name = path.lower()
     try:
@@ -32,7 +35,7 @@ def read_column(path: str, column: str, *, batch_bytes: int = 4_000_000) -> Iter
                 yield from _read_parquet(raw, path, column, batch_bytes)
             else:
                 compression = "gzip" if name.endswith(".gz") else "zstd" if name.endswith(".zst") else None
-                yield from read_jsonl(raw, path, column, compression, batch_bytes)
+                yield from read_jsonl(raw, path, column, compression, batch_bytes, scratch)
     except FileNotFoundError:
         raise InputError("this file of the dump is missing", where=printable(path),
                          hint="run prepare_dumps.py again if the dataset has changed") from None  # fmt: skip

@@ -5,16 +5,20 @@ because of it. With the pre-tokenizers listed here that holds between a newline 
 before the newline, too: no alternative of theirs matches a newline and a letter behind it, and the white space run
 is the newline alone, whatever follows (`\\s+(?!\\S)` looks no further than that). A Unicode normaliser never joins a
 newline to anything. Letters are taken from blocks that every version of Unicode's tables agrees about.
+A tokenizer without merges gives every character ids of its own: it may be cut between any two.
 So a document needs the memory of a piece, however long it is; other tokenizers get it whole.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+from relayrun.tokenization.engines import ODD
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CL100K = _CONTRACTIONS + (r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -35,19 +39,31 @@ _PLACE = re.compile(f"[{_LETTERS}]\n(?=[{_LETTERS}])")
 _WINDOW = 1 << 16
 
 
-def can_cut(known: dict[str, Any]) -> bool:
-    """Whether documents of this tokenizer (its tokenizer.json) may be cut."""
-    normalizer, before = known.get("normalizer"), known.get("pre_tokenizer") or {}
+Places = Literal["lines", "characters"]
+
+
+def places(known: dict[str, Any], *, merges: bool) -> Places | None:
+    """What documents of this tokenizer may be cut between; None: nothing.
+
+    `known` is its tokenizer.json, without the vocabulary perhaps; `merges`: whether its BPE has any.
+    """
+    model, normalizer, before = known["model"], known.get("normalizer"), known.get("pre_tokenizer") or {}
     *splits, last = before.get("pretokenizers", [before])
     added = [token for token in known.get("added_tokens", []) if not token["special"]]
-    return (
-        known["model"].get("type") == "BPE"
-        and (not normalizer or normalizer.get("type") in ("NFC", "NFD", "NFKC", "NFKD"))
-        and last.get("type") == "ByteLevel"
-        and not last.get("add_prefix_space")
-        and (bool(last.get("use_regex", True)) if not splits else len(splits) == 1 and _is_known(splits[0]))
-        and not any(token["lstrip"] or token["rstrip"] or "\n" in token["content"] for token in added)
-    )
+    if (
+        model.get("type") != "BPE"
+        or last.get("type") != "ByteLevel"
+        or last.get("add_prefix_space")
+        or any(token["lstrip"] or token["rstrip"] or "\n" in token["content"] for token in added)
+    ):
+        return None
+    odd = any(model.get(name) for name in (*ODD, "ignore_merges"))
+    if not (merges or odd or splits or normalizer or added):
+        return "characters"
+    if normalizer and normalizer.get("type") not in ("NFC", "NFD", "NFKC", "NFKD"):
+        return None
+    exact = bool(last.get("use_regex", True)) if not splits else len(splits) == 1 and _is_known(splits[0])
+    return "lines" if exact else None
 
 
 def _is_known(split: dict[str, Any]) -> bool:
@@ -59,15 +75,24 @@ def _is_known(split: dict[str, Any]) -> bool:
     )
 
 
-def cuts(text: npt.NDArray[np.uint8], size: int) -> list[int]:
+def cuts(text: npt.NDArray[np.uint8], size: int, where: Places = "lines") -> Iterator[int]:
     """Where pieces of the UTF-8 `text` end: each begins at least `size` bytes before; the last end is the text's."""
-    ends = [0]
-    while text.size - ends[-1] > size and (end := _after(text, ends[-1] + size)) is not None:
-        ends.append(end)
-    return [*ends[1:], text.size] if ends[-1] != text.size else ends[1:]
+    find, end = {"lines": _line, "characters": _character}[where], 0
+    while text.size - end > size and (after := find(text, end + size)) is not None:
+        end = after
+        yield end
+    if end != text.size:
+        yield text.size
 
 
-def _after(text: npt.NDArray[np.uint8], begin: int) -> int | None:
+def _character(text: npt.NDArray[np.uint8], begin: int) -> int | None:
+    """The first place from `begin` where a character begins, behind the first one."""
+    window = text[max(begin, 1) : begin + 5]
+    heads = np.flatnonzero(window & 0xC0 != 0x80)
+    return max(begin, 1) + int(heads[0]) if heads.size else None
+
+
+def _line(text: npt.NDArray[np.uint8], begin: int) -> int | None:
     """The first place behind `begin` where `text` may be cut."""
     for start in range(begin, text.size, _WINDOW - 16):  # windows overlap by the longest place
         window = text[start : start + _WINDOW].tobytes()

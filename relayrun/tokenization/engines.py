@@ -32,7 +32,7 @@ ENGINES: tuple[EngineName, ...] = ("auto", "huggingface", "fastokens", "gigatoke
 Encoded = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]
 """Ids of all texts, shape [tokens], and the number of each text's, shape [texts]."""
 
-_ODD = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "fuse_unk")
+ODD = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "fuse_unk")
 """What a BPE model may have, and a plain one has not."""
 
 _HF_BYTES = 500_000
@@ -125,7 +125,7 @@ class Route:
         steps = before.get("pretokenizers", [before])
         plain = (
             model.get("type") == "BPE"
-            and not any(model.get(name) for name in _ODD)
+            and not any(model.get(name) for name in ODD)
             and all(step.get("type") in ("Split", "Digits", "ByteLevel") for step in steps)
             and steps[-1].get("type") == "ByteLevel"
             and not steps[-1].get("add_prefix_space")
@@ -263,7 +263,7 @@ def without_vocabulary(definition: str) -> dict[str, Any]:
     if found:
         with contextlib.suppress(ValueError):
             known: dict[str, Any] = json.loads(head + '"vocab":{}}}')
-            if "pre_tokenizer" in known and known["model"].keys() >= {"type", *_ODD}:
+            if "pre_tokenizer" in known and known["model"].keys() >= {"type", *ODD}:
                 return known
     whole: dict[str, Any] = json.loads(definition)
     return whole

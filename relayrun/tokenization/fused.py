@@ -18,12 +18,13 @@ import pyarrow as pa
 from relayrun.errors import InputError
 from relayrun.indexed import ShardWriter
 from relayrun.tokenization.columns import read_column
-from relayrun.tokenization.cuts import can_cut, cuts
+from relayrun.tokenization.cuts import Places, cuts, places
 from relayrun.tokenization.engines import Engine, Selection, without_vocabulary
 from relayrun.tokenization.framing import Framing
 from relayrun.tokenization.metadata import InputFile, printable, stat_inputs
 from relayrun.tokenization.progress import Progress
 from relayrun.tokenization.record import Skipped, TaskRecord, fingerprint
+from relayrun.tokenization.spill import let_go
 from relayrun.tokenization.stores import is_url, join
 from relayrun.tokenization.texts import Texts
 
@@ -97,10 +98,12 @@ def _tokenize_file(
 ) -> None:
     path = join(job.dataset, file[0])
     record.fingerprints.append(fingerprint(path))
-    for texts in _batches(_gathered(read_column(path, job.column, batch_bytes=job.batch_bytes), job), job, record):
-        if texts.used.size > job.batch_bytes and _can_cut(job.definition):  # then it is one text alone
+    arrays = read_column(path, job.column, batch_bytes=job.batch_bytes, scratch=job.output)
+    for texts in _batches(_gathered(arrays, job), job, record):
+        where = _places(job.definition) if texts.used.size > job.batch_bytes else None
+        if where is not None:  # one text alone
             record.documents += 1
-            _tokenize_long(texts, job.framing, engine, shard)
+            _tokenize_long(texts, where, job.framing, engine, shard)
         else:
             ids, lengths = job.framing.apply(*engine.encode(texts))
             record.documents += len(lengths)
@@ -113,14 +116,15 @@ def _tokenize_file(
         raise InputError("this file was changed while it was read", where=printable(path), hint="run again")
 
 
-def _tokenize_long(text: Texts, framing: Framing, engine: Engine, shard: ShardWriter) -> None:
+def _tokenize_long(text: Texts, where: Places, framing: Framing, engine: Engine, shard: ShardWriter) -> None:
     """One text, in pieces."""
     routed, begin = engine.routed, 0
     if framing.bos_id is not None:
         shard.append([framing.bos_id])
-    for end in cuts(text.used, PIECE):
+    for end in cuts(text.used, PIECE, where):
         piece = Texts(data=text.used, offsets=np.array([begin, end], np.int64))
         shard.append(engine.encode(piece)[0])
+        let_go(piece.used)
         begin = end
     if framing.eod_id is not None:
         shard.append([framing.eod_id])
@@ -164,15 +168,18 @@ def _batches(arrays: Iterator[pa.Array], job: Job, record: TaskRecord) -> Iterat
         del batches
 
 
-def sample(job_column: str, paths: list[str], *, most_bytes: int) -> Texts:
-    """The first texts of at most eight of the files, spread over them all; what cannot be read is left out."""
+def sample(job_column: str, paths: list[str], *, most_bytes: int, scratch: str | None = None) -> Texts:
+    """The first texts of at most eight of the files, spread over them all; what cannot be read is left out.
+
+    `scratch`: see `read_column`.
+    """
     paths = [path for path in paths if is_url(path) or os.path.isfile(path)]  # a pipe can be read once alone
     chosen = paths[:: max(1, len(paths) // 8)][:8]
     texts: list[str] = []
     for path in chosen:
         left = most_bytes // len(chosen)
         try:
-            for array in read_column(path, job_column, batch_bytes=left):
+            for array in read_column(path, job_column, batch_bytes=left, scratch=scratch):
                 for piece in Texts.from_arrow(array.drop_null()).views():
                     if left > 0 and piece:
                         texts.append(str(piece[:left], "utf-8", "ignore"))  # the cut may split a character
@@ -185,8 +192,9 @@ def sample(job_column: str, paths: list[str], *, most_bytes: int) -> Texts:
 
 
 @functools.lru_cache(maxsize=1)
-def _can_cut(definition: str) -> bool:
-    return can_cut(without_vocabulary(Path(definition).read_text(encoding="utf-8")))
+def _places(definition: str) -> Places | None:
+    text = Path(definition).read_text(encoding="utf-8")
+    return places(without_vocabulary(text), merges=not text.endswith('"merges":[]}}'))
 
 
 @functools.lru_cache(maxsize=1)

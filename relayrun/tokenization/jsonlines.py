@@ -1,8 +1,9 @@
-"""Lines of JSON to texts. A long document costs its own bytes of memory, whatever its escapes and its alphabet.
+"""Lines of JSON to texts. A long document costs little memory, whatever its length, its escapes and its alphabet.
 
 orjson reads the lines. A Python string takes up to four bytes per character, so where a line is long, its long strings
-are taken out first, and decoded block by block into UTF-8. What is left of the line is short, and orjson decides about
-it, with a name in the place of each of those strings: duplicates, types and faults are as in any other line.
+are taken out first, and decoded block by block into UTF-8, the longest into files. What is left of the line is short,
+and orjson decides about it, with a name in the place of each of those strings: duplicates, types and faults are as in
+any other line.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pyarrow as pa
 
 from relayrun.errors import InputError
 from relayrun.tokenization.metadata import printable
+from relayrun.tokenization.spill import Spill
 
 MOST_ROWS = 1024
 """Rows of an array, at most."""
@@ -35,26 +37,28 @@ _CUT = re.compile(
 """Where the inside of a JSON string may be cut into two."""
 
 
-def read_jsonl(raw: BinaryIO, path: str, column: str, compression: str | None, batch_bytes: int) -> Iterator[pa.Array]:
+def read_jsonl(
+    raw: BinaryIO, path: str, column: str, compression: str | None, batch_bytes: int, scratch: str | None = None
+) -> Iterator[pa.Array]:
     """As `columns.read_column`. Raises InputError naming the line."""
     stream: Any = raw
     if compression is not None:  # Arrow notices a truncated stream, the zstandard package does not
         stream = pa.CompressedInputStream(raw, compression)
     own = isinstance(stream, (io.BufferedReader, io.BytesIO))
     with stream if own else io.BufferedReader(stream, _LONG) as lines:
-        yield from _texts(lines, printable(path), column, batch_bytes)
+        yield from _texts(lines, printable(path), column, batch_bytes, scratch)
 
 
-def _texts(lines: BinaryIO, file: str, column: str, batch_bytes: int) -> Iterator[pa.Array]:
+def _texts(lines: BinaryIO, file: str, column: str, batch_bytes: int, scratch: str | None) -> Iterator[pa.Array]:
     most, readline = _LONG, lines.readline
     texts: list[str | None] = []
-    taken: dict[str, bytearray] = {}
+    taken: dict[str, Spill] = {}
     size = number = 0
     while line := readline(most):
         number += 1
         try:
             if len(line) == most and not line.endswith(b"\n"):
-                line, taken = _without_long_strings(line, lines)
+                line, taken = _without_long_strings(line, lines, scratch)
             if line.isspace():
                 continue
             text = _value(orjson.loads(line), column, file, number)
@@ -65,7 +69,7 @@ def _texts(lines: BinaryIO, file: str, column: str, batch_bytes: int) -> Iterato
             yield pa.array(texts, pa.large_string())
             texts, size = [], 0
         if text in taken:
-            array, taken = _array(taken[text]), {}
+            array, taken = taken[text].text(), {}
             yield array
             del array  # it is not kept while the next one is read
             continue
@@ -74,12 +78,6 @@ def _texts(lines: BinaryIO, file: str, column: str, batch_bytes: int) -> Iterato
         size += length
     if texts:
         yield pa.array(texts, pa.large_string())
-
-
-def _array(text: bytearray) -> pa.Array:
-    """One text, not copied."""
-    offsets = pa.array([0, len(text)], pa.int64()).buffers()[1]
-    return pa.LargeStringArray.from_buffers(1, offsets, pa.py_buffer(text))
 
 
 def _value(row: Any, column: str, file: str, number: int) -> str | None:
@@ -101,35 +99,36 @@ def no_column(where: str, column: str, columns: Sequence[str]) -> InputError:
                       hint="name the column of the text with --column")  # fmt: skip
 
 
-def _without_long_strings(begin: bytes, lines: BinaryIO) -> tuple[bytes, dict[str, bytearray]]:
+def _without_long_strings(begin: bytes, lines: BinaryIO, scratch: str | None) -> tuple[bytes, dict[str, Spill]]:
     """A line that begins with `begin`, with names for its long strings; and these strings by name, in UTF-8.
 
     Raises orjson.JSONDecodeError for what is no string of JSON.
     """
-    short, taken = bytearray(), dict[str, bytearray]()
+    short, taken = bytearray(), dict[str, Spill]()
     left = bytearray(begin)
-    text: bytearray | None = None  # of the string that `left` is inside of
-    ended = False
+    text: Spill | None = None  # of the string that `left` is inside of
+    long = ended = False
     while True:
         if text is None:
             quote = left.find(b'"')
             short += left[:quote] if quote >= 0 else left
             del left[: quote + 1 if quote >= 0 else len(left)]
             if quote >= 0:
-                text = bytearray()
+                text, long = Spill(scratch), False
                 continue
         elif (quote := _closing(left)) >= 0:
             string = left[:quote]
             del left[: quote + 1]
-            if text:
-                text += _decoded(string)
+            if long:
+                text.add(_decoded(string))
                 string = bytearray(f"{_NAME} {len(taken)}".encode())
                 taken[string.decode()] = text
             short += b'"' + string + b'"'
             text = None
             continue
         elif len(left) > _LONG and (cut := _CUT.search(left, len(left) - 4096)):
-            text += _decoded(left[: cut.start()])
+            text.add(_decoded(left[: cut.start()]))
+            long = True
             del left[: cut.start()]
         if ended:
             return bytes(short if text is None else short + b'"'), taken  # an open string is an error

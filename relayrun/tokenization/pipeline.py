@@ -140,7 +140,8 @@ def tokenize(
             write_atomic(logs / "tokenizer.json", tokenizer.definition)
             files = [file for part in todo for file in part.inputs]
             size = min(max(sum(file[1] for file in files) // 2000, SMALLEST_SAMPLE), LARGEST_SAMPLE)
-            texts = sample(column, [join(source, file[0]) for file in files], most_bytes=size)
+            texts = sample(column, [join(source, file[0]) for file in files], most_bytes=size,
+                           scratch=str(output))  # fmt: skip
             selection = select(engine, tokenizer.tokenizer, texts, _warn, definition=tokenizer.definition)
             print(f"engine: {selection}", flush=True)
             job = Job(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from relayrun.tokenization import engines
-from relayrun.tokenization.cuts import can_cut, cuts
+from relayrun.tokenization.cuts import cuts, places
 from relayrun.tokenization.engines import EngineName, HuggingFace, Route, select, without_vocabulary
 from relayrun.tokenization.texts import Texts, not_ascii, unassigned
 
@@ -138,7 +138,7 @@ lines = st.lists(
 @given(text=lines, size=st.integers(1, 60))
 def test_the_ids_of_a_document_are_those_of_its_pieces(kind: str, text: str, size: int) -> None:
     data = np.frombuffer(text.encode(), np.uint8)
-    ends = cuts(data, size)
+    ends = list(cuts(data, size))
     assert ends == sorted(set(ends))
     assert (ends or [0])[-1] == data.size
     assert all(end - begin >= size for begin, end in itertools.pairwise([0, *ends[:-1]]))
@@ -163,18 +163,35 @@ def test_a_tokenizer_is_known_without_its_vocabulary(kind: str) -> None:
 
 
 def test_documents_are_cut_for_known_tokenizers_alone_and_at_known_places_alone() -> None:
-    found = {kind: can_cut(json.loads(tokenizer(kind).to_str())) for kind in (*KINDS, "o200k")}
-    assert {kind for kind, cuttable in found.items() if cuttable} == set(CUTTABLE)
-    for text, places in (("a\nb", [2]), ("a\n\nb", []), ("a \nb", []), ("a\n b", []), ("é\n漢", [3]), ("1\nb", []),
+    found = {kind: places(json.loads(tokenizer(kind).to_str()), merges=True) for kind in (*KINDS, "o200k")}
+    assert {kind for kind, where in found.items() if where == "lines"} == set(CUTTABLE)
+    assert set(found.values()) == {"lines", None}
+    for text, right in (("a\nb", [2]), ("a\n\nb", []), ("a \nb", []), ("a\n b", []), ("é\n漢", [3]), ("1\nb", []),
                          ("a\n1", []), ("a\r\nb", [])):  # fmt: skip
         data = np.frombuffer(text.encode(), np.uint8)
-        assert cuts(data, 0)[:-1] == places, text
+        assert list(cuts(data, 0))[:-1] == right, text
+
+
+@given(text=documents, size=st.integers(1, 20))
+def test_a_tokenizer_without_merges_is_cut_between_any_characters(text: str, size: int) -> None:
+    data = np.frombuffer(text.encode(), np.uint8)
+    made = Tokenizer(models.BPE({letter: id_ for id_, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert places(json.loads(made.to_str()), merges=False) == "characters"
+    assert places(json.loads(made.to_str()) | {"normalizer": {"type": "NFC"}}, merges=False) == "lines"
+    ends = list(cuts(data, size, "characters"))
+    assert ends == sorted(set(ends))
+    assert (ends or [0])[-1] == data.size
+    assert all(size <= end - begin < size + 4 for begin, end in itertools.pairwise([0, *ends[:-1]]))
+    pieces = Texts(data=data, offsets=np.array([0, *ends], np.int64))
+    pieces.strings()  # no character is cut
+    assert HuggingFace(made).encode(pieces)[0].tolist() == HuggingFace(made).encode(Texts.of([text]))[0].tolist()
 
 
 def test_a_place_to_cut_is_found_across_windows() -> None:
     for shift in range(40):
         data = np.frombuffer(("漢" * 21_830 + "x" * shift + "é\n漢" + "." * 100).encode(), np.uint8)
-        assert cuts(data, 10)[0] == 3 * 21_830 + shift + 3
+        assert next(cuts(data, 10)) == 3 * 21_830 + shift + 3
 
 
 @given(texts=st.lists(st.text(max_size=20), max_size=8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tempfile
 from collections.abc import Iterator
 
 import orjson
@@ -11,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from relayrun.errors import InputError
-from relayrun.tokenization import jsonlines
+from relayrun.tokenization import jsonlines, spill
 
 PIECES = [
     b"plain text ", b"a", b"u", b"0041", "é".encode(), "漢".encode(), "\U0001f600".encode(), b"\\n", b'\\"', b"\\\\",
@@ -29,10 +30,11 @@ def strings(pieces: list[bytes]) -> st.SearchStrategy[bytes]:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonlines, "_LONG", 40)
+    monkeypatch.setattr(spill, "MOST_IN_MEMORY", 60)
 
 
 def read(content: bytes, column: str) -> Iterator[str | None]:
-    for array in jsonlines.read_jsonl(io.BytesIO(content), "x.jsonl", column, None, 1000):
+    for array in jsonlines.read_jsonl(io.BytesIO(content), "x.jsonl", column, None, 1000, tempfile.gettempdir()):
         array.validate(full=True)
         yield from array.to_pylist()
 
