@@ -8,6 +8,7 @@ import fcntl
 import io
 import mmap
 import os
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -28,7 +29,7 @@ class PassingFile(io.RawIOBase):
     neither copies nor looks for pages, which is most of the CPU time of an ordinary write. On a file system without
     direct writes (O_DIRECT) the kernel is told early to write and to forget instead.
 
-    What goes wrong behind is raised by a later call: by `flush` or `close` at the latest.
+    What goes wrong behind is raised by a later call: by `fileno` or `close` at the latest.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -53,15 +54,20 @@ class PassingFile(io.RawIOBase):
         return True
 
     def fileno(self) -> int:
-        """Flushes, so that whoever syncs by it syncs everything (torch does so, without a `flush` of its own)."""
-        self.flush()
+        """All that was written is in the file first, so that whoever syncs by it syncs everything."""
+        self._checkClosed()
+        self._hand_over()
         return self._fd
+
+    def flush(self) -> None:
+        """Nothing: torch asks for it behind every tensor, and the last block would be written again each time."""
 
     def tell(self) -> int:
         return self._begin + self._filled
 
     def write(self, data: Any) -> int:
         """All of `data`, bytes or a contiguous buffer of whatever type; returns its bytes."""
+        self._checkClosed()
         view = memoryview(data)
         if not view.nbytes:
             return 0  # Python cannot look at nothing as bytes
@@ -83,38 +89,43 @@ class PassingFile(io.RawIOBase):
         size = self.tell() if size is None else size
         if not 0 <= size <= self.tell():
             raise ValueError(f"there are {self.tell()} bytes, not {size}")
+        self._wait()  # or what is on its way would be cut off, or come back
         if size < self._begin:
-            self._wait()
             self._begin = size // ALIGNMENT * ALIGNMENT
-            if size > self._begin:
-                os.preadv(self._fd, [memoryview(self._block)[:ALIGNMENT]], self._begin)
+            with self._through_the_cache():
+                tail = os.pread(self._fd, size - self._begin, self._begin)
+            if len(tail) != size - self._begin:
+                raise OSError(errno.EIO, f"{len(tail)} bytes at {self._begin}, not {size - self._begin}")
+            self._block[: len(tail)] = tail
         os.ftruncate(self._fd, min(size, os.fstat(self._fd).st_size))
         self._filled = size - self._begin
         return size
-
-    def flush(self) -> None:
-        """Everything is in the kernel's hands; raises what went wrong behind."""
-        if not self._dirty:
-            return
-        self._wait()
-        whole = self._filled // ALIGNMENT * ALIGNMENT
-        self._write_at(memoryview(self._block)[:whole], self._begin)
-        if whole < self._filled:  # kept in the block, for a file that goes on
-            self._cached(memoryview(self._block)[whole : self._filled], self._begin + whole)
-        self._dirty = False
 
     def close(self) -> None:
         if self.closed or self._fd < 0:
             return
         try:
-            super().close()  # flushes
+            self._hand_over()
         finally:
-            if self._thread is not None:
-                self._thread.shutdown()
-            with contextlib.suppress(OSError):  # advice alone
-                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(self._fd)
-            self._fd = -1
+            super().close()
+            try:
+                if self._thread is not None:
+                    self._thread.shutdown()
+            finally:
+                with contextlib.suppress(OSError):  # advice alone
+                    os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(self._fd)
+                self._fd = -1
+
+    def _hand_over(self) -> None:
+        """Everything is in the kernel's hands."""
+        self._wait()
+        if self._dirty:
+            whole = self._filled // ALIGNMENT * ALIGNMENT
+            self._write_at(memoryview(self._block)[:whole], self._begin)
+            # the rest is kept in the block too, for a file that goes on
+            self._cached(memoryview(self._block)[whole : self._filled], self._begin + whole)
+            self._dirty = False
 
     def _pass_on(self) -> None:
         """The full block is written behind, the other one fills up."""
@@ -143,17 +154,22 @@ class PassingFile(io.RawIOBase):
 
     def _cached(self, data: memoryview, place: int) -> None:
         """Through the page cache."""
-        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        try:
+        with self._through_the_cache():
             _write_all(self._fd, data, place)
-        finally:
-            if self._direct:
-                fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
         # begins to write this, and drops what is written of the block before (Linux, mm/fadvise.c)
         with contextlib.suppress(OSError):  # advice alone
             begin = max(place - BLOCK, 0)
             os.posix_fadvise(self._fd, begin, place + len(data) - begin, os.POSIX_FADV_DONTNEED)
+
+    @contextlib.contextmanager
+    def _through_the_cache(self) -> Iterator[None]:
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        try:
+            yield
+        finally:
+            if self._direct:
+                fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
 
 
 def _write_all(fd: int, data: memoryview, place: int) -> None:

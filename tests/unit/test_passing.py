@@ -8,10 +8,12 @@ import fcntl
 import mmap
 import os
 import random
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from relayrun import passing
 from relayrun.passing import ALIGNMENT, PassingFile
@@ -85,6 +87,43 @@ def test_little_stays_in_the_page_cache(tmp_path: Path) -> None:
     assert resident(tmp_path / "file") <= mmap.PAGESIZE
 
 
+def test_what_is_cut_off_is_not_what_is_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passing, "BLOCK", BLOCK)
+    really_write, really_cut = os.pwrite, os.ftruncate
+
+    def slowly(fd: int, data: memoryview, place: int) -> int:
+        time.sleep(0.02)
+        return really_write(fd, data, place)
+
+    def behind_the_write(fd: int, size: int) -> None:  # as the kernel does it
+        time.sleep(0.05)
+        really_cut(fd, size)
+
+    monkeypatch.setattr(os, "pwrite", slowly)
+    monkeypatch.setattr(os, "ftruncate", behind_the_write)
+    for size in (BLOCK, BLOCK + 5, BLOCK - 5, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 5):
+        data = random.Random(size).randbytes(3 * BLOCK + 100)
+        with PassingFile(tmp_path / "file") as file:
+            file.write(data)
+            file.truncate(size)
+            file.write(b"more")
+        assert (tmp_path / "file").read_bytes() == data[:size] + b"more"
+
+
+def test_tensor_by_tensor_every_byte_is_written_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    really = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, place: written.append(len(data)) or really(fd, data, place))
+    with PassingFile(tmp_path / "file") as file:
+        for number in range(300):
+            torch.save(torch.full((5000,), number), file)
+            file.flush()  # as torch's checkpoint writer does
+        size = file.tell()
+        os.fsync(file.fileno())
+    assert (tmp_path / "file").stat().st_size == size
+    assert size <= sum(written) < size + ALIGNMENT
+
+
 @pytest.mark.usefixtures("small")
 def test_an_error_behind_is_raised_by_every_later_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(fd: int, data: memoryview, place: int) -> int:
@@ -93,11 +132,14 @@ def test_an_error_behind_is_raised_by_every_later_call(tmp_path: Path, monkeypat
     file = PassingFile(tmp_path / "file")
     monkeypatch.setattr(os, "pwrite", full)
     file.write(bytes(BLOCK))
-    for action in (file.flush, file.fileno, lambda: file.write(bytes(BLOCK)), file.close):
+    for action in (file.fileno, lambda: file.write(bytes(BLOCK)), file.close):
         with pytest.raises(OSError, match="No space"):
             action()
     assert file.closed
     file.close()
+    for action in (file.fileno, lambda: file.write(b"x")):
+        with pytest.raises(ValueError, match="closed"):
+            action()
 
 
 def test_what_cannot_be_opened_is_said(tmp_path: Path) -> None:
