@@ -48,7 +48,7 @@ def places(known: dict[str, Any], *, merges: bool) -> Places | None:
     `known` is its tokenizer.json, without the vocabulary perhaps; `merges`: whether its BPE has any.
     """
     model, normalizer, before = known["model"], known.get("normalizer"), known.get("pre_tokenizer") or {}
-    *splits, last = before.get("pretokenizers", [before])
+    *splits, last = before.get("pretokenizers") or [before]
     added = [token for token in known.get("added_tokens", []) if not token["special"]]
     if (
         model.get("type") != "BPE"

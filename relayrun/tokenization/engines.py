@@ -122,7 +122,7 @@ class Route:
         """None if gigatoken cannot be trusted with this kind of tokenizer: it is no plain byte-level BPE."""
         known = without_vocabulary(definition)
         model, normalizer, before = known["model"], known.get("normalizer"), known.get("pre_tokenizer") or {}
-        steps = before.get("pretokenizers", [before])
+        steps = before.get("pretokenizers") or [before]
         plain = (
             model.get("type") == "BPE"
             and not any(model.get(name) for name in ODD)

@@ -29,6 +29,7 @@ from relayrun.tokenization.stores import is_url, join
 from relayrun.tokenization.texts import Texts
 
 OnError = Literal["stop", "skip"]
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 BATCH_DOCUMENTS, BATCH_BYTES = 10_000, 4_000_000
 """Of a batch, at most; a longer document is alone, in pieces. A batch costs 0.15 ms: as much as 20 kB of text."""
 
@@ -54,6 +55,8 @@ class Job:
     output: str
     definition: str
     """Path of the serialized tokenizer."""
+    fingerprint: str
+    """Of the tokenizer: another one may have been under this path in the life of a process."""
     selection: Selection
     framing: Framing
     column: str
@@ -65,7 +68,7 @@ class Job:
 def tokenize_part(job: Job, part: Part) -> TaskRecord:
     """Write the shard of `part`; nothing stands under its name before it is whole. Raises InputError for a bad file."""
     started = time.time()
-    engine = engine_of_this_process(job.definition, job.selection)
+    engine = engine_of_this_process(job.definition, job.fingerprint, job.selection)
     routed = engine.routed
     record = TaskRecord(inputs=list(part.inputs), started=started, engine=job.selection.engine,
                         engine_version=job.selection.version)  # fmt: skip
@@ -100,10 +103,12 @@ def _tokenize_file(
     record.fingerprints.append(fingerprint(path))
     arrays = read_column(path, job.column, batch_bytes=job.batch_bytes, scratch=job.output)
     for texts in _batches(_gathered(arrays, job), job, record):
-        where = _places(job.definition) if texts.used.size > job.batch_bytes else None
+        where = _places(job.definition, job.fingerprint) if texts.used.size > job.batch_bytes else None
         if where is not None:  # one text alone
-            record.documents += 1
-            _tokenize_long(texts, where, job.framing, engine, shard)
+            if _tokenize_long(texts, where, job.framing, engine, shard):
+                record.documents += 1
+            else:
+                record.empty_documents += 1
         else:
             ids, lengths = job.framing.apply(*engine.encode(texts))
             record.documents += len(lengths)
@@ -116,20 +121,24 @@ def _tokenize_file(
         raise InputError("this file was changed while it was read", where=printable(path), hint="run again")
 
 
-def _tokenize_long(text: Texts, where: Places, framing: Framing, engine: Engine, shard: ShardWriter) -> None:
-    """One text, in pieces."""
-    routed, begin = engine.routed, 0
-    if framing.bos_id is not None:
-        shard.append([framing.bos_id])
+def _tokenize_long(text: Texts, where: Places, framing: Framing, engine: Engine, shard: ShardWriter) -> bool:
+    """One text, in pieces; what becomes of it is as in `Framing`. Returns whether the shard got a document."""
+    routed, begin, before = engine.routed, 0, shard.tokens
     for end in cuts(text.used, PIECE, where):
         piece = Texts(data=text.used, offsets=np.array([begin, end], np.int64))
-        shard.append(engine.encode(piece)[0])
+        ids = engine.encode(piece)[0]
+        if ids.size and shard.tokens == before and framing.bos_id is not None:
+            shard.append([framing.bos_id])
+        shard.append(ids)
         let_go(piece.used)
         begin = end
-    if framing.eod_id is not None:
-        shard.append([framing.eod_id])
-    shard.end_document()
     engine.routed = min(engine.routed, routed + 1)
+    full = shard.tokens > before
+    if full and framing.eod_id is not None:
+        shard.append([framing.eod_id])
+    if full or framing.keep_empty:
+        shard.end_document()
+    return full or framing.keep_empty
 
 
 def _gathered(arrays: Iterator[pa.Array], job: Job) -> Iterator[pa.Array]:
@@ -192,17 +201,21 @@ def sample(job_column: str, paths: list[str], *, most_bytes: int, scratch: str |
 
 
 @functools.lru_cache(maxsize=1)
-def _places(definition: str) -> Places | None:
+def _places(definition: str, fingerprint: str) -> Places | None:
     text = Path(definition).read_text(encoding="utf-8")
     return places(without_vocabulary(text), merges=not text.endswith('"merges":[]}}'))
 
 
 @functools.lru_cache(maxsize=1)
-def engine_of_this_process(definition: str, selection: Selection) -> Engine:
+def engine_of_this_process(definition: str, fingerprint: str, selection: Selection) -> Engine:
     """Loaded once per worker, however many tasks it runs."""
     engine = selection.build(Path(definition).read_text(encoding="utf-8"))
     # loading, and reading the sample, need several times what they leave: a worker would keep that for its whole life
     pa.default_memory_pool().release_unused()
-    with contextlib.suppress(AttributeError):  # other C libraries have no such function
-        ctypes.CDLL(None).malloc_trim(0)
+    with contextlib.suppress(AttributeError):  # other C libraries have no such functions
+        libc = ctypes.CDLL(None)
+        libc.malloc_trim(0)
+        # what one batch frees is for the next: the kernel would have to clear it again (mallopt(3))
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
     return engine

@@ -148,6 +148,7 @@ def tokenize(
                 dataset=source,
                 output=str(output),
                 definition=str(logs / "tokenizer.json"),
+                fingerprint=tokenizer.fingerprint,
                 selection=selection,
                 framing=framing,
                 column=column,
@@ -157,7 +158,7 @@ def tokenize(
             )
 
             del tokenizer, texts  # forks would carry them
-            engine_of_this_process(job.definition, selection)
+            engine_of_this_process(job.definition, job.fingerprint, selection)
 
             def on_done(part: Part, task: TaskRecord) -> None:
                 folder.add(part.name, task)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import tempfile
 import weakref
+from collections.abc import Iterator
 from typing import IO
 
 import numpy as np
@@ -33,27 +35,31 @@ class Spill:
         """Raises RelayrunError when the disk is full."""
         self._memory += data
         if self._folder is not None and (self._file is not None or len(self._memory) > MOST_IN_MEMORY):
-            self._to_file(self._folder)
-
-    def _to_file(self, folder: str) -> None:
-        try:
-            if self._file is None:
-                self._file = tempfile.TemporaryFile(dir=folder, prefix=".text-")  # noqa: SIM115 (`text` closes it)
-            self._file.write(self._memory)
-            self._file.flush()
-        except OSError as error:
-            raise RelayrunError(f"no room for a long text: {error.strerror}", where=folder) from None
-        self._memory = bytearray()
+            with _no_room(self._folder):
+                if self._file is None:
+                    self._file = tempfile.TemporaryFile(dir=self._folder, prefix=".text-")  # noqa: SIM115 (`text` closes it)
+                self._file.write(self._memory)
+                self._file.flush()
+            self._memory = bytearray()
 
     def text(self) -> pa.Array:
-        """A large_string array of this one text, not copied; nothing may be added any more."""
+        """A large_string array of this one text, not copied; nothing may be added any more. Raises as `add` does."""
         data: bytearray | mmap.mmap = self._memory
         if self._file is not None:
-            with self._file:
+            with _no_room(self._folder), self._file:
                 data = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
             _mapped[_address(np.frombuffer(data, np.uint8))] = data
         offsets = pa.array([0, len(data)], pa.int64()).buffers()[1]
         return pa.LargeStringArray.from_buffers(1, offsets, pa.py_buffer(data))
+
+
+@contextlib.contextmanager
+def _no_room(folder: object) -> Iterator[None]:
+    """An error of the file is not one of the input."""
+    try:
+        yield
+    except OSError as error:
+        raise RelayrunError(f"no room for a long text: {error.strerror}", where=folder) from None
 
 
 def let_go(data: npt.NDArray[np.uint8]) -> None:

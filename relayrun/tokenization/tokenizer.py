@@ -52,7 +52,7 @@ class DocumentTokenizer:
         """The serialized tokenizer."""
         return str(self.tokenizer.to_str())
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """sha256 of the serialized tokenizer: equal for equal ids."""
         return hashlib.sha256(self.definition.encode()).hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import mmap
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,16 @@ def test_the_disk_space_is_free_when_the_text_is_gone(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_not_laid_on_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(**_: Any) -> Any:
+    def full(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
     with pytest.raises(RelayrunError, match="no room for a long text: No space left on device"):
         Spill(str(tmp_path)).add(b"x" * 5000)
+    monkeypatch.undo()
+    monkeypatch.setattr(spill, "MOST_IN_MEMORY", 1000)
+    text = Spill(str(tmp_path))
+    text.add(b"x" * 5000)
+    monkeypatch.setattr(mmap, "mmap", full)
+    with pytest.raises(RelayrunError, match="no room for a long text"):
+        text.text()

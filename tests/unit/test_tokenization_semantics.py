@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -278,6 +279,43 @@ def test_long_documents_are_tokenized_in_pieces_to_the_same_bytes(
                   for folder in (out, tmp_path / "pieces"))  # fmt: skip
     for name in ("documents", "tokens", "empty_documents", "routed_documents", "xxh3_128"):
         assert one[name] == other[name], name
+
+
+@pytest.mark.parametrize("keep_empty", [False, True])
+def test_texts_without_a_known_letter_are_empty_however_long_they_are(
+    run: Run, data: Path, out: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, keep_empty: bool
+) -> None:
+    made = Tokenizer(models.BPE({"A": 0, "C": 1, "G": 2, "T": 3}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.add_special_tokens([EOS, "<s>"])
+    made.save(str(tokenizer))
+    name_tokens(tokenizer, bos_token="<s>", eos_token=EOS)
+    write_parquet(data / "a.parquet", ["N" * 100, "N" * 50 + "ACGT" * 20, "", "GATTACA", "N" * 2000, "T" * 300])
+    run(["a.parquet"], bos=True, keep_empty=keep_empty)
+    monkeypatch.setattr(fused, "PIECE", 16)
+    run(["a.parquet"], bos=True, keep_empty=keep_empty, batch_bytes=40, output_folder=tmp_path / "pieces")
+    for suffix in ("bin", "idx"):
+        file = f"00000_tokens.{suffix}"
+        assert (tmp_path / "pieces" / file).read_bytes() == (out / file).read_bytes()
+    whole, pieces = (json.loads((folder / "tokenization.json").read_text())["shards"]["00000_tokens"]
+                     for folder in (out, tmp_path / "pieces"))  # fmt: skip
+    assert whole["documents"] == pieces["documents"] == (6 if keep_empty else 3)
+    assert whole["empty_documents"] == pieces["empty_documents"] == (0 if keep_empty else 3)
+    assert shard_documents(out / "00000_tokens")[-1] == [5, *[3] * 300, 4]
+
+
+def test_another_tokenizer_under_the_same_path_is_another_tokenizer(
+    run: Run, data: Path, out: Path, tokenizer: Path
+) -> None:
+    write_parquet(data / "a.parquet", ["ACGT"])
+    for order in ("ACGT", "TGCA"):
+        shutil.rmtree(out, ignore_errors=True)
+        made = Tokenizer(models.BPE({letter: number for number, letter in enumerate(order)}, []))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.add_special_tokens([EOS])
+        made.save(str(tokenizer))
+        run(["a.parquet"], n_workers=1)
+        assert shard_documents(out / "00000_tokens") == [[*map(order.index, "ACGT"), 4]]
 
 
 MEMORY = """
