@@ -21,7 +21,7 @@ import xxhash
 
 from relayrun.errors import InputError
 from relayrun.files import fsync_directory
-from relayrun.passing import PassingFile
+from relayrun.passing import LARGEST_ROOM, PassingFile
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -139,6 +139,8 @@ class ShardWriter:
         self._open = 0
         """Tokens of the document that `append` has begun."""
         self._hash = xxhash.xxh3_128()
+        self._room: npt.NDArray[np.generic] | None = None
+        """What `room` gave and nobody filled."""
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         self._bin = PassingFile(self.prefix + ".bin.tmp")  # closed by finish or abort
 
@@ -148,7 +150,7 @@ class ShardWriter:
 
     def add(self, ids: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
         """Append documents: `ids` is their concatenation, `lengths` the tokens of each, shape [documents]."""
-        array = np.ascontiguousarray(ids, dtype=self.dtype)
+        array = ids if ids is self._room else np.ascontiguousarray(ids, dtype=self.dtype)
         counts = np.array(lengths, dtype=np.int32)  # a copy: the caller may reuse its buffer
         if int(counts.sum(dtype=np.int64)) != array.size:
             raise ValueError(f"lengths sum to {counts.sum(dtype=np.int64)}, but there are {array.size} ids")
@@ -166,8 +168,18 @@ class ShardWriter:
         self._lengths.append(np.array([self._open], np.int32))
         self._open = 0
 
+    def room(self, tokens: int) -> npt.NDArray[np.generic]:
+        """An array for `add`, shape [tokens]: it lies where the file is written from, its ids need not be copied."""
+        size = tokens * self.dtype.itemsize
+        self._room = self._bin.room(size).view(self.dtype) if size <= LARGEST_ROOM else np.empty(tokens, self.dtype)
+        return self._room
+
     def _write(self, array: npt.NDArray[np.generic]) -> None:
-        self._bin.write(array.data)
+        if array is self._room and array.nbytes <= LARGEST_ROOM:
+            self._bin.wrote(array.nbytes)
+        else:
+            self._bin.write(array.data)
+        self._room = None
         self._hash.update(array.data)
         self.tokens += array.size
 

@@ -13,12 +13,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 BLOCK = 8 << 20
 """Bytes of a write. There are two blocks: one fills up while the other is written."""
 
 ALIGNMENT = 4096
 """Direct writes begin and end at multiples of it: no device asks for more (open(2), O_DIRECT)."""
+
+LARGEST_ROOM = BLOCK - ALIGNMENT
 
 
 class PassingFile(io.RawIOBase):
@@ -72,17 +75,28 @@ class PassingFile(io.RawIOBase):
         if not view.nbytes:
             return 0  # Python cannot look at nothing as bytes
         source = np.frombuffer(view.cast("B"), np.uint8)
-        self._dirty = True
         begin = 0
         while begin < len(source):
             piece = source[begin : begin + BLOCK - self._filled]
             # numpy lets other threads run meanwhile, a copy between memoryviews does not
-            np.frombuffer(self._block, np.uint8)[self._filled : self._filled + len(piece)] = piece
-            self._filled += len(piece)
+            self.room(len(piece))[:] = piece
+            self.wrote(len(piece))
             begin += len(piece)
-            if self._filled == BLOCK:
-                self._pass_on()
         return len(source)
+
+    def room(self, size: int) -> npt.NDArray[np.uint8]:
+        """Memory for the next `size` bytes, shape [size], at most `LARGEST_ROOM`; to be filled before `wrote`."""
+        if self._filled + size > BLOCK:
+            self._pass_on()
+        return np.frombuffer(self._block, np.uint8)[self._filled : self._filled + size]
+
+    def wrote(self, size: int) -> None:
+        """The first `size` bytes of the `room` are the file's."""
+        self._checkClosed()
+        self._filled += size
+        self._dirty = True
+        if self._filled == BLOCK:
+            self._pass_on()
 
     def truncate(self, size: int | None = None) -> int:
         """Cut off what was written behind `size`; writing goes on there."""
@@ -128,12 +142,15 @@ class PassingFile(io.RawIOBase):
             self._dirty = False
 
     def _pass_on(self) -> None:
-        """The full block is written behind, the other one fills up."""
+        """The block is written behind, but for what ends between two places of a direct write; the other fills up."""
         self._wait()
+        whole = self._filled // ALIGNMENT * ALIGNMENT
+        rest = self._filled - whole
+        self._other[:rest] = self._block[whole : self._filled]
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="write-behind")
-        self._behind = self._thread.submit(self._write_at, memoryview(self._block), self._begin)
+        self._behind = self._thread.submit(self._write_at, memoryview(self._block)[:whole], self._begin)
         self._block, self._other = self._other, self._block
-        self._begin, self._filled = self._begin + BLOCK, 0
+        self._begin, self._filled = self._begin + whole, rest
 
     def _wait(self) -> None:
         """For the block behind. What failed once fails every time."""

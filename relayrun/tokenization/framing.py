@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,15 +23,22 @@ class Framing:
     keep_empty: bool = False
 
     def apply(
-        self, ids: npt.NDArray[np.uint32], lengths: npt.NDArray[np.int64]
+        self,
+        ids: npt.NDArray[np.uint32],
+        lengths: npt.NDArray[np.int64],
+        room: Callable[[int], npt.NDArray[np.generic]] | None = None,
     ) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.int64]]:
-        """Concatenated `ids`, shape [tokens], and `lengths`, shape [documents], of what goes into the shard."""
+        """Concatenated `ids`, shape [tokens], and `lengths`, shape [documents], of what goes into the shard.
+
+        `room` gives the array for the ids, of `dtype`.
+        """
         if not self.keep_empty:
             lengths = lengths[lengths > 0]
         inside = lengths > 0
         framed = lengths + inside * ((self.bos_id is not None) + (self.eod_id is not None))
         ends = np.cumsum(framed)
-        out = np.empty(int(framed.sum()), self.dtype)
+        total = int(framed.sum())
+        out = np.empty(total, self.dtype) if room is None else room(total)
         text = np.ones(out.size, np.bool_)
         for token, places in ((self.bos_id, (ends - framed)[inside]), (self.eod_id, ends[inside] - 1)):
             if token is not None:
