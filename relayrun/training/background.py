@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from relayrun.rundir.records import Commit
 
-NICE = 10
-"""How far a save beside training stands behind it: a tenth of a contended processor (weights of nice(2), sched(7)).
+NICE = 15
+"""How far a save beside training stands behind it: a thirtieth of a contended processor (weights of nice(2), sched(7)).
 At 19 it would get a seventieth, and training, waiting for the interpreter's lock in its hands, would wait long."""
 
 
