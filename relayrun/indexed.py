@@ -190,8 +190,8 @@ class ShardWriter:
     def rollback(self, mark: object) -> None:
         """Drop what was added since `mark`."""
         assert isinstance(mark, tuple)
-        self.tokens, count, self._hash = mark
-        self._open = 0
+        self.tokens, count, digest = mark
+        self._hash, self._room, self._open = digest.copy(), None, 0
         del self._lengths[count:]
         self._bin.truncate(self.tokens * self.dtype.itemsize)
 
@@ -222,11 +222,13 @@ class ShardWriter:
 
     def abort(self) -> None:
         """Drop what was written."""
-        with contextlib.suppress(OSError):  # some network file systems tell of a full disk when a file is closed
-            self._bin.close()
-        for name in (".bin.tmp", ".idx.tmp"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.prefix + name)
+        try:
+            with contextlib.suppress(OSError):  # a full disk may be told of when a file is closed
+                self._bin.close()
+        finally:
+            for name in (".bin.tmp", ".idx.tmp"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self.prefix + name)
 
 
 def index_bytes(lengths: npt.NDArray[np.int32], bounds: npt.NDArray[np.int64], dtype: np.dtype[np.generic]) -> bytes:

@@ -86,6 +86,7 @@ class PassingFile(io.RawIOBase):
 
     def room(self, size: int) -> npt.NDArray[np.uint8]:
         """Memory for the next `size` bytes, shape [size], at most `LARGEST_ROOM`; to be filled before `wrote`."""
+        assert size <= BLOCK - ALIGNMENT or self._filled + size <= BLOCK
         if self._filled + size > BLOCK:
             self._pass_on()
         return np.frombuffer(self._block, np.uint8)[self._filled : self._filled + size]
@@ -104,15 +105,16 @@ class PassingFile(io.RawIOBase):
         if not 0 <= size <= self.tell():
             raise ValueError(f"there are {self.tell()} bytes, not {size}")
         self._wait()  # or what is on its way would be cut off, or come back
-        if size < self._begin:
-            self._begin = size // ALIGNMENT * ALIGNMENT
+        begin, tail = self._begin, b""
+        if size < begin:
+            begin = size // ALIGNMENT * ALIGNMENT
             with self._through_the_cache():
-                tail = os.pread(self._fd, size - self._begin, self._begin)
-            if len(tail) != size - self._begin:
-                raise OSError(errno.EIO, f"{len(tail)} bytes at {self._begin}, not {size - self._begin}")
-            self._block[: len(tail)] = tail
+                tail = os.pread(self._fd, size - begin, begin)
+            if len(tail) != size - begin:
+                raise OSError(errno.EIO, f"{len(tail)} bytes at {begin}, not {size - begin}")
         os.ftruncate(self._fd, min(size, os.fstat(self._fd).st_size))
-        self._filled = size - self._begin
+        self._block[: len(tail)] = tail
+        self._begin, self._filled = begin, size - begin
         return size
 
     def close(self) -> None:

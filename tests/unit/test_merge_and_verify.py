@@ -147,9 +147,14 @@ def test_checksums_are_those_of_the_files(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path / "x", np.uint16)
     writer.add([1, 2, 3], [3])
     mark = writer.mark()
-    writer.add([4, 5], [1, 1])
-    writer.rollback(mark)
-    writer.add([6], [1])
+    for _ in range(2):
+        writer.add([4, 5], [1, 1])
+        room = writer.room(2)
+        room[:] = 7
+        writer.rollback(mark)
+    room = writer.room(1)
+    room[:] = 6
+    writer.add(room, [1])
     writer.finish()
     assert np.fromfile(tmp_path / "x.bin", np.uint16).tolist() == [1, 2, 3, 6]
     for suffix, digest in writer.xxh3_128.items():

@@ -118,6 +118,19 @@ def test_what_is_cut_off_is_not_what_is_on_its_way(tmp_path: Path, monkeypatch: 
         assert (tmp_path / "file").read_bytes() == data[:size] + b"more"
 
 
+def test_a_cut_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passing, "BLOCK", BLOCK)
+    data = random.Random(0).randbytes(2 * BLOCK + 100)
+    with PassingFile(tmp_path / "file") as file:
+        file.write(data)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pread", lambda *_: b"")
+            with pytest.raises(OSError, match="0 bytes at"):
+                file.truncate(BLOCK + 7)
+        assert file.tell() == len(data)
+    assert (tmp_path / "file").read_bytes() == data
+
+
 def test_tensor_by_tensor_every_byte_is_written_about_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = []
     really = os.pwrite
