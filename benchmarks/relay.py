@@ -24,6 +24,7 @@ of its logs: on an idle cluster up to a second, and hours on a busy one.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -63,7 +64,9 @@ Phases = dict[str, float]
 
 
 def main() -> None:
-    repetitions = int(sys.argv[1]) if len(sys.argv) > 1 else REPETITIONS
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("repetitions", type=int, nargs="?", default=REPETITIONS, help="default: %(default)s")
+    repetitions = parser.parse_args().repetitions
     load = os.getloadavg()
     folder = Path(tempfile.mkdtemp(prefix="relay-"))
     cluster = TestCluster(folder / "c", nodes=2, cpus=8, gpus=1)

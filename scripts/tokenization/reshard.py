@@ -14,7 +14,7 @@ import signal
 import sys
 from pathlib import Path
 
-from relayrun.errors import run_main
+from relayrun.errors import RelayrunError, run_main
 
 STAGES = ("begin", "scatter", "measure", "write", "finish")
 
@@ -61,6 +61,8 @@ def main() -> None:
     if given.stage:
         from relayrun.tokenization.reshard_tasks import ReshardTask
 
+        if "SLURM_PROCID" not in os.environ:
+            raise RelayrunError("--stage is for the tasks of a Slurm job step", hint="submit_reshard.sh starts them")
         task, tasks = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
         rows = ReshardTask(options, task=task, tasks=tasks).run(given.stage)
     else:

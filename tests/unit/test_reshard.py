@@ -309,3 +309,10 @@ def test_the_door(data: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("3,000 rows")
     assert len(list(data.iterdir())) == 3
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    stage = subprocess.run(
+        [*command, "--output-folder", str(tmp_path / "stage"), "--stage", "begin"],
+        capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    assert stage.returncode == 1
+    assert stage.stderr.startswith("error: --stage is for the tasks of a Slurm job step\n")
