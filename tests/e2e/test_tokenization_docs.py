@@ -28,7 +28,8 @@ def test_the_way_from_raw_text_to_a_mixture(tmp_path: Path) -> None:
     environment = checkout(tmp_path)
     tokenize(tmp_path, environment, "my-code")
     (block,) = blocks("bash", PAGE)
-    done = subprocess.run(["bash", "-c", f"set -euo pipefail\n{block}"], cwd=tmp_path, env=environment,
+    activated = f"set -euo pipefail\nsource .venv/bin/activate  # as the README begins\n{block}"
+    done = subprocess.run(["bash", "-c", activated], cwd=tmp_path, env=environment,
                           capture_output=True, text=True, timeout=500)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "recommended for this node: workers:" in done.stdout
