@@ -140,7 +140,7 @@ class ShardWriter:
         """Tokens of the document that `append` has begun."""
         self._hash = xxhash.xxh3_128()
         self._room: npt.NDArray[np.generic] | None = None
-        """What `room` gave and nobody filled."""
+        """What `room` gave of the file's own memory and nobody filled."""
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         self._bin = PassingFile(self.prefix + ".bin.tmp")  # closed by finish or abort
 
@@ -150,7 +150,7 @@ class ShardWriter:
 
     def add(self, ids: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
         """Append documents: `ids` is their concatenation, `lengths` the tokens of each, shape [documents]."""
-        array = ids if ids is self._room else np.ascontiguousarray(ids, dtype=self.dtype)
+        array = np.ascontiguousarray(ids, dtype=self.dtype)  # itself, where it is that already: see `room`
         counts = np.array(lengths, dtype=np.int32)  # a copy: the caller may reuse its buffer
         if int(counts.sum(dtype=np.int64)) != array.size:
             raise ValueError(f"lengths sum to {counts.sum(dtype=np.int64)}, but there are {array.size} ids")
@@ -171,11 +171,13 @@ class ShardWriter:
     def room(self, tokens: int) -> npt.NDArray[np.generic]:
         """An array for `add`, shape [tokens]: it lies where the file is written from, its ids need not be copied."""
         size = tokens * self.dtype.itemsize
-        self._room = self._bin.room(size).view(self.dtype) if size <= LARGEST_ROOM else np.empty(tokens, self.dtype)
+        if size > LARGEST_ROOM:
+            return np.empty(tokens, self.dtype)
+        self._room = self._bin.room(size).view(self.dtype)
         return self._room
 
     def _write(self, array: npt.NDArray[np.generic]) -> None:
-        if array is self._room and array.nbytes <= LARGEST_ROOM:
+        if array is self._room:
             self._bin.wrote(array.nbytes)
         else:
             self._bin.write(array.data)

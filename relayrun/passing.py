@@ -22,6 +22,7 @@ ALIGNMENT = 4096
 """Direct writes begin and end at multiples of it: no device asks for more (open(2), O_DIRECT)."""
 
 LARGEST_ROOM = BLOCK - ALIGNMENT
+"""Bytes that a block has room for, whatever ends between two places of a direct write."""
 
 
 class PassingFile(io.RawIOBase):
@@ -86,9 +87,9 @@ class PassingFile(io.RawIOBase):
 
     def room(self, size: int) -> npt.NDArray[np.uint8]:
         """Memory for the next `size` bytes, shape [size], at most `LARGEST_ROOM`; to be filled before `wrote`."""
-        assert size <= BLOCK - ALIGNMENT or self._filled + size <= BLOCK
         if self._filled + size > BLOCK:
             self._pass_on()
+        assert self._filled + size <= BLOCK
         return np.frombuffer(self._block, np.uint8)[self._filled : self._filled + size]
 
     def wrote(self, size: int) -> None:

@@ -84,18 +84,17 @@ class Gigatoken:
     """Raises what the library raises for a tokenizer that it cannot load. Right only behind a `Route`."""
 
     def __init__(self, definition: str) -> None:
-        import awkward
         import gigatoken
 
         self.routed = 0
-        self._awkward = awkward
         # special text stays text, and texts with other added tokens are routed
         self._backend: Any = gigatoken.Tokenizer.from_json(_without_added_tokens(definition)).backend
 
     def encode(self, texts: Texts) -> Encoded:
         if not len(texts):
             return np.empty(0, np.uint32), np.empty(0, np.int64)
-        ak = self._awkward  # what it takes without an object, and a copy, per text
+        import awkward as ak  # what it takes without an object, and a copy, per text
+
         content = ak.contents.NumpyArray(texts.data, parameters={"__array__": "byte"})
         offsets = ak.index.Index64(texts.offsets)
         array = ak.Array(ak.contents.ListOffsetArray(offsets, content, parameters={"__array__": "bytestring"}))

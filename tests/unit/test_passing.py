@@ -27,7 +27,6 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """Small blocks, on file systems of three kinds."""
     monkeypatch.setattr(passing, "BLOCK", BLOCK)
     really_open, really_write = os.open, os.pwrite
-    direct: set[int] = set()
 
     def open_(path: str, flags: int, mode: int = 0o777) -> int:
         if flags & DIRECT and request.param == "refused when opened":
@@ -36,7 +35,6 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
     def pwrite(fd: int, data: memoryview, place: int) -> int:
         if fcntl.fcntl(fd, fcntl.F_GETFL) & DIRECT:
-            direct.add(fd)
             assert place % ALIGNMENT == 0 == len(data) % ALIGNMENT
             if request.param == "refused when written":
                 raise OSError(errno.EINVAL, "no direct writes here")
