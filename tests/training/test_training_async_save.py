@@ -50,9 +50,11 @@ def test_no_thread_of_the_writer_spends_its_time_on_checksums_that_nobody_reads(
     """torch's switch for them holds for the thread that turns it alone."""
     switches: dict[str, bool] = {}
     save = torch.save
+    both = threading.Barrier(2)
 
     def watched(*arguments: Any, **options: Any) -> None:
         switches[threading.current_thread().name] = torch.serialization.get_crc32_options()
+        both.wait(timeout=60)  # or a thread that is done already might take the other's file, too
         save(*arguments, **options)
 
     monkeypatch.setattr(torch, "save", watched)
