@@ -24,8 +24,9 @@ class Row:
     most: float | None = None
 
     def line(self, figures: Any) -> str:
-        value = reduce(lambda found, key: found[int(key) if isinstance(found, list) else key],
-                       self.place.split("."), figures)  # fmt: skip
+        value = reduce(
+            lambda found, key: found[int(key) if isinstance(found, list) else key], self.place.split("."), figures
+        )
         if isinstance(value, dict):
             middle = value["median"]
             text = f"{middle:{self.form}} ({value['min']:{self.form}} to {value['max']:{self.form}})"
@@ -41,37 +42,69 @@ class Row:
 
 SECTIONS: dict[str, list[Row]] = {
     "tokenization": [
-        Row("CPU time of datatrove's reader and Megatron writer over ours, same bytes", "cpu_speed_up_over_datatrove",
-            ".1f", least=10),
+        Row(
+            "CPU time of datatrove's reader and Megatron writer over ours, same bytes",
+            "cpu_speed_up_over_datatrove",
+            ".1f",
+            least=10,
+        ),
         Row("the same with the engine fastokens", "cpu_speed_up_over_datatrove_fastokens", ".1f", least=7),
         Row("million tokens per CPU second, with all that a start costs", "mtok_per_cpu_second", ".1f"),
         Row("the same on a longer text", "mtok_per_cpu_second_long", ".1f"),
-        Row("CPU time of a bare loop of the same engine, which throws its ids away, over ours",
-            "share_of_the_bare_loop", ".2f", least=0.85),
+        Row(
+            "CPU time of a bare loop of the same engine, which throws its ids away, over ours",
+            "share_of_the_bare_loop",
+            ".2f",
+            least=0.85,
+        ),
         Row("the same on eight times the text", "share_of_the_bare_loop_long", ".2f"),
-        Row("the same on eight times the text, with ids that the bare loop writes",
-            "share_of_the_bare_loop_long_that_writes", ".2f"),
+        Row(
+            "the same on eight times the text, with ids that the bare loop writes",
+            "share_of_the_bare_loop_long_that_writes",
+            ".2f",
+        ),
         Row("speed of two workers over that of one", "one_to_two_workers", ".2f", least=1.8),
         Row("MB of the largest process", "largest_process_mb.relayrun", ".0f", most=600),
-        Row("MB of the largest process, a parquet document of 60 MB", "largest_process_mb_document_of_60_mb.parquet",
-            ".0f", most=600),
-        Row("MB of the largest process, a jsonl document of 60 MB", "largest_process_mb_document_of_60_mb.jsonl",
-            ".0f", most=600),
-        Row("MB of the largest process, a jsonl document of 1 GB", "largest_process_mb_document_of_1_gb",
-            ".0f", most=600),
+        Row(
+            "MB of the largest process, a parquet document of 60 MB",
+            "largest_process_mb_document_of_60_mb.parquet",
+            ".0f",
+            most=600,
+        ),
+        Row(
+            "MB of the largest process, a jsonl document of 60 MB",
+            "largest_process_mb_document_of_60_mb.jsonl",
+            ".0f",
+            most=600,
+        ),
+        Row(
+            "MB of the largest process, a jsonl document of 1 GB",
+            "largest_process_mb_document_of_1_gb",
+            ".0f",
+            most=600,
+        ),
     ],
     "shards": [
         Row("CPU time of reading shards over that of `verify_dataset.py`", "verify_share_of_reading", ".2f", least=0.5),
         Row("CPU time of `cat` and sync over that of `merge_datasets.py`", "merge_share_of_cat", ".2f", least=0.8),
-        Row("CPU time of DuckDB with one thread over that of `reshard.py`", "reshard_share_of_duckdb",
-            ".2f", least=0.5),
-        Row("memory of `reshard.py` over `--memory-limit`, data eight times that, one thread",
-            "reshard_memory.runs.0.peak_over_memory_limit", ".2f", most=1.1),
+        Row(
+            "CPU time of DuckDB with one thread over that of `reshard.py`", "reshard_share_of_duckdb", ".2f", least=0.5
+        ),
+        Row(
+            "memory of `reshard.py` over `--memory-limit`, data eight times that, one thread",
+            "reshard_memory.runs.0.peak_over_memory_limit",
+            ".2f",
+            most=1.1,
+        ),
         Row("the same with four threads", "reshard_memory.runs.1.peak_over_memory_limit", ".2f", most=1.1),
     ],
     "checkpoint": [
-        Row("time that a save beside training loses, over that of one that stands still", "lost_async_over_sync", ".2f",
-            most=0.15),
+        Row(
+            "time that a save beside training loses, over that of one that stands still",
+            "lost_async_over_sync",
+            ".2f",
+            most=0.15,
+        ),
         Row("seconds lost beside training", "lost_seconds_async", ".2f"),
         Row("seconds lost standing still", "lost_seconds_sync", ".2f"),
         Row("seconds of a copy in memory of as many bytes", "memcpy_seconds", ".2f"),
@@ -87,7 +120,7 @@ SECTIONS: dict[str, list[Row]] = {
         Row("batches per second over Megatron's data set, length 512", "throughput.0.ratio", ".1f", least=2),
         Row("batches per second over Megatron's data set, length 4096", "throughput.2.ratio", ".1f", least=1.3),
     ],
-}  # fmt: skip
+}
 
 
 def render() -> str:
@@ -104,9 +137,15 @@ def render() -> str:
             continue
         result = json.loads(file.read_text())
         versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
-        parts += ["", f"## `benchmarks/{name}.py`", f"{result['date'][:10]}, {result['cpus']} CPUs, {versions}.", "",
-                  "| what | measured | wanted | reached |", "|---|---|---|---|",
-                  *(row.line(result["figures"]) for row in rows)]  # fmt: skip
+        parts += [
+            "",
+            f"## `benchmarks/{name}.py`",
+            f"{result['date'][:10]}, {result['cpus']} CPUs, {versions}.",
+            "",
+            "| what | measured | wanted | reached |",
+            "|---|---|---|---|",
+            *(row.line(result["figures"]) for row in rows),
+        ]
     return "\n".join(parts) + "\n"
 
 

@@ -27,13 +27,16 @@ def write(name: str, figures: dict[str, Any]) -> Path:
     """Write `results/NAME.json` with the date, the command, versions and the number of CPUs beside the figures."""
     RESULTS.mkdir(exist_ok=True)
     versions = {package: importlib.metadata.version(package) for package in PACKAGES}
-    write_json(RESULTS / f"{name}.json", {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-        "versions": versions,
-        "figures": figures,
-    })  # fmt: skip
+    write_json(
+        RESULTS / f"{name}.json",
+        {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "cpus": os.cpu_count(),
+            "versions": versions,
+            "figures": figures,
+        },
+    )
     return RESULTS / f"{name}.json"

@@ -77,8 +77,10 @@ def measure(folder: Path, saves: int) -> dict[str, Any]:
         raise RelayrunError(f"the training program failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     committed = {commit.iteration: commit for commit in commits(attempt)}
     bytes_ = sum(committed[INTERVAL].files.values())
-    lost, usual = losses([line for line in read_lines(attempt.metrics) if "loss" in line],
-                         {iteration: commit.time for iteration, commit in committed.items()})  # fmt: skip
+    lost, usual = losses(
+        [line for line in read_lines(attempt.metrics) if "loss" in line],
+        {iteration: commit.time for iteration, commit in committed.items()},
+    )
     measured = [iteration for iteration in sorted(lost) if iteration > 2 * INTERVAL][: 2 * saves]
     beside = [iteration for iteration in measured if is_beside(iteration)]
     still = [iteration for iteration in measured if not is_beside(iteration)]
@@ -167,28 +169,60 @@ def make_run(folder: Path, *, steps: int) -> RunDir:
     writer.finish()
     shards = {"train": [folder / "shard"]}
     Manifest.build(shards, {}, vocabulary_size=VOCABULARY, eod=0, tokenizer="none").write(run.manifest)
-    config = RunConfig.model_validate({
-        "project": "benchmark", "name": "checkpoint",
-        "model": {"num_layers": 8, "hidden_size": 768, "ffn_hidden_size": 2048, "num_attention_heads": 12,
-                  "num_query_groups": 12, "untie_embeddings_and_output_weights": False},
-        "data": {"tokenizer": "none", "datasets": ["none"]},
-        "training": {"steps": steps, "micro_batch_size": 1, "global_batch_size": 1, "seq_length": 64, "threads": 1,
-                     "seed": SEED},
-        "optimizer": {"lr": 1e-4},
-        "parallel": {"use_distributed_optimizer": True},
-        "checkpoint": {"interval": INTERVAL, "keep_last": 1},
-        "job": {"time": "60"}, "cluster": {"name": "benchmark", "scheduler": "local"},
-    })  # fmt: skip
+    config = RunConfig.model_validate(
+        {
+            "project": "benchmark",
+            "name": "checkpoint",
+            "model": {
+                "num_layers": 8,
+                "hidden_size": 768,
+                "ffn_hidden_size": 2048,
+                "num_attention_heads": 12,
+                "num_query_groups": 12,
+                "untie_embeddings_and_output_weights": False,
+            },
+            "data": {"tokenizer": "none", "datasets": ["none"]},
+            "training": {
+                "steps": steps,
+                "micro_batch_size": 1,
+                "global_batch_size": 1,
+                "seq_length": 64,
+                "threads": 1,
+                "seed": SEED,
+            },
+            "optimizer": {"lr": 1e-4},
+            "parallel": {"use_distributed_optimizer": True},
+            "checkpoint": {"interval": INTERVAL, "keep_last": 1},
+            "job": {"time": "60"},
+            "cluster": {"name": "benchmark", "scheduler": "local"},
+        }
+    )
     run.config_revision(1).write_text(yamlfile.dump(config.model_dump(mode="json")))
-    Begin(attempt=1, job_id="1", job_name="benchmark", nodes="localhost", config_revision=1, base_iteration=0,
-          base_path=None, start_time=time.time(), job_end_time=None, lead=0.0).write(run.attempt(1).begin)  # fmt: skip
+    Begin(
+        attempt=1,
+        job_id="1",
+        job_name="benchmark",
+        nodes="localhost",
+        config_revision=1,
+        base_iteration=0,
+        base_path=None,
+        start_time=time.time(),
+        job_end_time=None,
+        lead=0.0,
+    ).write(run.attempt(1).begin)
     return run
 
 
 def program(run: RunDir) -> int:
     """The training program as every rank runs it; only that every other save stands still."""
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
-                   "WANDB_MODE": "disabled"}  # fmt: skip
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "WANDB_MODE": "disabled",
+    }
     from relayrun.training import __main__ as training
     from relayrun.training import saver
     from relayrun.training.signals import SignalFlag

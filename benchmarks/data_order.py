@@ -95,8 +95,14 @@ def megatron_dataset(prefix: str, seq_length: int, **flags: bool) -> Any:
 
     settings = {"reset_position_ids": False, "reset_attention_mask": False, "eod_mask_loss": False, **flags}
     tokenizer = SimpleNamespace(eod=EOD, vocab_size=None, unique_identifiers="none")
-    config = GPTDatasetConfig(random_seed=1, sequence_length=seq_length, split="1", create_attention_mask=False,
-                              tokenizer=tokenizer, **settings)  # fmt: skip
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=seq_length,
+        split="1",
+        create_attention_mask=False,
+        tokenizer=tokenizer,
+        **settings,
+    )
     indexed = IndexedDataset(prefix)
     return GPTDataset(indexed, prefix, np.arange(len(indexed), dtype=np.int32), None, Split.train, config)
 
@@ -136,11 +142,14 @@ def opening(folder: Path, *, quick: bool) -> list[dict[str, Any]]:
         freeze = in_a_process("freeze", folder=str(place), manifest=manifest)
         opens = [in_a_process("open", manifest=manifest) for _ in range(3)]
         row: dict[str, Any] = {
-            "documents": documents_, "shards": SHARDS, "tokens": tokens, "freeze_once": freeze,
+            "documents": documents_,
+            "shards": SHARDS,
+            "tokens": tokens,
+            "freeze_once": freeze,
             "open_seconds": _results.spread([one["seconds"] for one in opens]),
             "open_added_megabytes": _results.spread([one["added_megabytes"] for one in opens]),
             "open_peak_megabytes": _results.spread([one["peak_megabytes"] for one in opens]),
-        }  # fmt: skip
+        }
         shutil.rmtree(place)
         row["megatron"] = []
         for size in (10**9,) if quick else (10**11, 10**12):
@@ -172,8 +181,14 @@ def ours(dataset: Dataset, micro: int, *, flags: bool) -> Iterator[Batch]:
 
     order = MixedOrder({"train": Part(dataset=dataset, weight=1.0, record={})}, {})
     ones = positions = None
-    with BatchReader(order, data_parallel_rank=0, data_parallel_size=1, micro_batch_size=micro,
-                     batch_sizes=BatchSizes(8 * micro), consumed_samples=0) as reader:  # fmt: skip
+    with BatchReader(
+        order,
+        data_parallel_rank=0,
+        data_parallel_size=1,
+        micro_batch_size=micro,
+        batch_sizes=BatchSizes(8 * micro),
+        consumed_samples=0,
+    ) as reader:
         for iteration in reader:
             for rows in iteration:
                 tokens = torch.from_numpy(rows)
@@ -185,8 +200,12 @@ def ours(dataset: Dataset, micro: int, *, flags: bool) -> Iterator[Batch]:
                         ones = torch.ones(micro, rows.shape[1] - 1)
                         positions = torch.arange(rows.shape[1] - 1).expand(micro, -1)
                     mask, places = ones, positions
-                yield {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(),
-                       "loss_mask": mask, "position_ids": places}  # fmt: skip
+                yield {
+                    "tokens": tokens[:, :-1].contiguous(),
+                    "labels": tokens[:, 1:].contiguous(),
+                    "loss_mask": mask,
+                    "position_ids": places,
+                }
 
 
 def theirs(dataset: Any, micro: int, workers: int) -> Iterator[Batch]:
@@ -237,9 +256,16 @@ def throughput(folder: Path, *, quick: bool) -> list[dict[str, Any]]:
                     rates[f"workers {workers}"].append(rate(theirs(dataset, micro, workers), seconds))
             best = max((name for name in rates if name != "relayrun"), key=lambda name: statistics.median(rates[name]))
             ratios = [a / b for a, b in zip(rates["relayrun"], rates[best], strict=True)]
-            rows.append({"seq_length": seq_length, "micro_batch_size": micro, "resets_and_eod_mask": flags,
-                         "batches_per_second": {name: _results.spread(values) for name, values in rates.items()},
-                         "megatron_best": best, "ratio": _results.spread(ratios)})  # fmt: skip
+            rows.append(
+                {
+                    "seq_length": seq_length,
+                    "micro_batch_size": micro,
+                    "resets_and_eod_mask": flags,
+                    "batches_per_second": {name: _results.spread(values) for name, values in rates.items()},
+                    "megatron_best": best,
+                    "ratio": _results.spread(ratios),
+                }
+            )
             print("throughput", json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -281,8 +307,13 @@ def addressing() -> dict[str, Any]:
         for k in numbers:
             interleave.locate(k)
         mix[str(count)] = (time.perf_counter() - started) / len(numbers) * 1e6
-    return {"windows": windows, "ranks": ranks, "microseconds_each": one * 1e6, "microseconds_each_in_numpy": many,
-            "mix_microseconds_by_datasets": mix}  # fmt: skip
+    return {
+        "windows": windows,
+        "ranks": ranks,
+        "microseconds_each": one * 1e6,
+        "microseconds_each_in_numpy": many,
+        "mix_microseconds_by_datasets": mix,
+    }
 
 
 def shuffle_quality(folder: Path, *, quick: bool) -> dict[str, Any]:
@@ -308,8 +339,10 @@ def shuffle_quality(folder: Path, *, quick: bool) -> dict[str, Any]:
     for name, sequence in (("none", np.arange(len(windows))), ("relayrun", windows)):
         values = np.log(all_lengths[np.searchsorted(starts, sequence * 512, side="right") - 1])
         means = values[: len(values) // batch * batch].reshape(-1, batch).mean(axis=1)
-        result[name] = {"lag_1_correlation": float(np.corrcoef(values[:-1], values[1:])[0, 1]),
-                        "batch_mean_variance_ratio": float(means.var() / (values.var() / batch))}  # fmt: skip
+        result[name] = {
+            "lag_1_correlation": float(np.corrcoef(values[:-1], values[1:])[0, 1]),
+            "batch_mean_variance_ratio": float(means.var() / (values.var() / batch)),
+        }
     print("shuffle", json.dumps(result), flush=True)
     return result
 

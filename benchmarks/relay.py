@@ -55,8 +55,13 @@ from tests.workspace import Workspace  # noqa: E402
 REPETITIONS = 5
 PHASES = ("signal", "step", "save", "end", "queue", "begin", "launch", "import", "init", "load", "first step")
 OWN = ("signal", "end", "begin", "launch")
-MODEL = {"num_layers": 12, "hidden_size": 768, "ffn_hidden_size": 2048, "num_attention_heads": 12,
-         "num_query_groups": 12}  # fmt: skip
+MODEL = {
+    "num_layers": 12,
+    "hidden_size": 768,
+    "ffn_hidden_size": 2048,
+    "num_attention_heads": 12,
+    "num_query_groups": 12,
+}
 STEPS = 5
 """That an attempt does before it is asked to leave."""
 
@@ -74,9 +79,12 @@ def main() -> None:
     try:
         workspace = Workspace.make(cluster.work)
         config = workspace.config(
-            "run", model=MODEL, training={"steps": 1_000_000}, job={"nodes": 2, "ntasks_per_node": 1, "time": "30"},
+            "run",
+            model=MODEL,
+            training={"steps": 1_000_000},
+            job={"nodes": 2, "ntasks_per_node": 1, "time": "30"},
             cluster={"name": "test", "scheduler": "slurm", "environment": {"MASTER_ADDR": "127.0.0.1"}},
-        )  # fmt: skip
+        )
         pairs: list[tuple[Phases, Phases]] = []
         for number in range(repetitions):
             chain, begin = relay(cluster, workspace.run("run"), config)
@@ -108,8 +116,9 @@ def relay(cluster: TestCluster, run: RunDir, config: Path) -> tuple[Phases, Begi
     acted = before.stop.stat().st_mtime
     phases = {"signal": acted - signalled} | leaving(before, acted)
     over = logged(cluster.path / "log/slurmctld.log", rf"_job_complete: JobId={began.job_id} done")
-    launched = logged(cluster.path / f"log/slurmd-{first_host(cluster, begin)}.log",
-                      rf"Launching batch job {begin.job_id} for")  # fmt: skip
+    launched = logged(
+        cluster.path / f"log/slurmd-{first_host(cluster, begin)}.log", rf"Launching batch job {begin.job_id} for"
+    )
     phases |= {
         "end": over - signalled - sum(phases.values()),
         "queue": launched - over,
@@ -131,9 +140,13 @@ def by_hand(run: RunDir, bare: RunDir, begin: Begin) -> Phases:
     shutil.copy(run.manifest, bare.manifest)
     Begin.of(asdict(begin) | {"job_end_time": None}).write(attempt.begin)
     shared = os.environ | {
-        "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     command = [sys.executable, "-m", "relayrun.training", f"--run-dir={bare.path}", f"--attempt={begin.attempt}"]
     with open(bare.path / "log", "wb") as log:
         spawned = time.time()

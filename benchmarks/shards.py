@@ -75,27 +75,32 @@ def main() -> None:
         memory = []
         for threads in THREADS:
             cpu, peak = reshard(large, place / "reshard", memory_gb=MEMORY_GB, threads=threads)
-            memory.append({
-                "threads": threads,
-                "peak_of_the_process_tree_mb": peak / 1e6,
-                "peak_over_memory_limit": peak / (MEMORY_GB * 1e9),
-                "cpu_s": cpu,
-            })  # fmt: skip
+            memory.append(
+                {
+                    "threads": threads,
+                    "peak_of_the_process_tree_mb": peak / 1e6,
+                    "peak_over_memory_limit": peak / (MEMORY_GB * 1e9),
+                    "cpu_s": cpu,
+                }
+            )
         shard_bytes = sum(os.path.getsize(prefix + ".bin") for prefix in prefixes)
-        write("shards", {
-            "shard_bytes": shard_bytes,
-            "verify_share_of_reading": ratio(seconds["read"], seconds["verify"]),
-            "merge_share_of_cat": ratio(seconds["cat"], seconds["merge"]),
-            "reshard_share_of_duckdb": ratio(seconds["duckdb"], seconds["reshard"]),
-            "reshard_rows": ROWS,
-            "reshard_memory": {
-                "memory_limit_mb": MEMORY_GB * 1000,
-                "data_mb": bytes_of(large) / 1e6,
-                "runs": memory,
+        write(
+            "shards",
+            {
+                "shard_bytes": shard_bytes,
+                "verify_share_of_reading": ratio(seconds["read"], seconds["verify"]),
+                "merge_share_of_cat": ratio(seconds["cat"], seconds["merge"]),
+                "reshard_share_of_duckdb": ratio(seconds["duckdb"], seconds["reshard"]),
+                "reshard_rows": ROWS,
+                "reshard_memory": {
+                    "memory_limit_mb": MEMORY_GB * 1000,
+                    "data_mb": bytes_of(large) / 1e6,
+                    "runs": memory,
+                },
+                "load_average": os.getloadavg()[0],
+                "seconds": seconds,
             },
-            "load_average": os.getloadavg()[0],
-            "seconds": seconds,
-        })  # fmt: skip
+        )
     print((ROOT / "benchmarks/results/shards.json").read_text())
 
 
@@ -188,9 +193,22 @@ def duckdb(rows: Path, out: Path) -> float:
 def reshard(rows: Path, out: Path, *, memory_gb: float, threads: int = 1) -> tuple[float, int]:
     shutil.rmtree(out, ignore_errors=True)
     door = ROOT / "scripts/tokenization/reshard.py"
-    return watched([sys.executable, str(door), "--dataset-folder", str(rows), "--output-folder", str(out),
-                    "--memory-limit", str(memory_gb), "--threads", str(threads),
-                    "--temp-dir", str(rows.parent)])  # fmt: skip
+    return watched(
+        [
+            sys.executable,
+            str(door),
+            "--dataset-folder",
+            str(rows),
+            "--output-folder",
+            str(out),
+            "--memory-limit",
+            str(memory_gb),
+            "--threads",
+            str(threads),
+            "--temp-dir",
+            str(rows.parent),
+        ]
+    )
 
 
 def watched(command: list[str]) -> tuple[float, int]:

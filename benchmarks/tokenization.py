@@ -144,8 +144,10 @@ def report(rounds: Rounds, largest: dict[str, float], data: Path, tokenizer: Pat
         return spread([figures[above][what] / figures[below][what] for figures in rounds])
 
     figures: dict[str, Any] = {
-        "text_mb": sum(pq.read_metadata(file).row_group(0).column(0).total_uncompressed_size
-                       for file in data.glob("*.parquet")) / 1e6,
+        "text_mb": sum(
+            pq.read_metadata(file).row_group(0).column(0).total_uncompressed_size for file in data.glob("*.parquet")
+        )
+        / 1e6,
         "tokens": tokens,
         "vocabulary": len(json.loads(tokenizer.read_text())["model"]["vocab"]),
         "tokenizer": (tokenizer.parent / "origin.txt").read_text(),
@@ -163,13 +165,15 @@ def report(rounds: Rounds, largest: dict[str, float], data: Path, tokenizer: Pat
         "one_to_two_workers_with_start": ratio("relayrun long 1 worker", "relayrun long", "wall_s"),
         "mtok_per_cpu_second": tokens / 1e6 / statistics.median(each["relayrun"]["cpu_s"] for each in rounds),
         "published_mtok_per_core_second": PUBLISHED,
-        "mtok_per_cpu_second_long": COPIES * tokens / 1e6
+        "mtok_per_cpu_second_long": COPIES
+        * tokens
+        / 1e6
         / statistics.median(each["relayrun long"]["cpu_s"] for each in rounds),
         "largest_process_mb_document_of_1_gb": largest.pop("huge"),
         "largest_process_mb_document_of_60_mb": largest,
         "largest_process_mb": {name: max(each[name]["largest_mb"] for each in rounds) for name in rounds[0]},
         "rounds": rounds,
-    }  # fmt: skip
+    }
     write("tokenization", figures)
     print(json.dumps({name: value for name, value in figures.items() if name != "rounds"}, indent=1))
 
@@ -223,15 +227,31 @@ def many_times(data: Path) -> Path:
     return folder
 
 
-def ours(
-    data: Path, tokenizer: Path, out: Path, workers: int, *flags: str, tasks: int = TASKS
-) -> dict[str, float]:  # fmt: skip
+def ours(data: Path, tokenizer: Path, out: Path, workers: int, *flags: str, tasks: int = TASKS) -> dict[str, float]:
     shutil.rmtree(out, ignore_errors=True)
     paths = CACHE / "paths.txt"
     paths.write_text("".join(f"{file.name}\n" for file in sorted(data.iterdir())))
-    return measured([sys.executable, str(DOOR), "--tokenizer-name-or-path", str(tokenizer), "--dataset", str(data),
-                     "--paths-file", str(paths), "--output-folder", str(out), "--eos-token", EOS,
-                     "--n-tasks", str(tasks), "--n-workers", str(workers), *flags])  # fmt: skip
+    return measured(
+        [
+            sys.executable,
+            str(DOOR),
+            "--tokenizer-name-or-path",
+            str(tokenizer),
+            "--dataset",
+            str(data),
+            "--paths-file",
+            str(paths),
+            "--output-folder",
+            str(out),
+            "--eos-token",
+            EOS,
+            "--n-tasks",
+            str(tasks),
+            "--n-workers",
+            str(workers),
+            *flags,
+        ]
+    )
 
 
 def run(program: str, *arguments: object) -> dict[str, float]:
@@ -277,8 +297,12 @@ def corpus() -> Path:
         return folder
     CACHE.mkdir(parents=True, exist_ok=True)
     build_corpus(CACHE / "source", megabytes=400)
-    texts = [text for file in sorted((CACHE / "source").rglob("*.parquet"))
-             for text in pq.read_table(file, columns=["text"])["text"].to_pylist() if "<|" not in text]  # fmt: skip
+    texts = [
+        text
+        for file in sorted((CACHE / "source").rglob("*.parquet"))
+        for text in pq.read_table(file, columns=["text"])["text"].to_pylist()
+        if "<|" not in text
+    ]
     generator = random.Random(0)
     while sum(map(len, texts)) < 181_000_000:
         for text in list(texts):
@@ -325,20 +349,28 @@ def _llama3(package: Path) -> Any:
             return {base64.b64decode(token): int(rank) for token, rank in lines}
 
     special = ["<|begin_of_text|>", EOS, *(f"<|reserved_special_token_{number}|>" for number in range(254))]
-    return Converter(vocab_file=str(package / "llama3/tokenizer.model"), pattern=PATTERN,
-                     extra_special_tokens=special).converted()  # fmt: skip
+    return Converter(
+        vocab_file=str(package / "llama3/tokenizer.model"), pattern=PATTERN, extra_special_tokens=special
+    ).converted()
 
 
 def _trained() -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(PATTERN), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False),
-    ])  # fmt: skip
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=128_000, special_tokens=[EOS], show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
+    trainer = trainers.BpeTrainer(
+        vocab_size=128_000,
+        special_tokens=[EOS],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     tables = (pq.read_table(file, columns=["text"])["text"].to_pylist() for file in sorted(corpus().glob("*.parquet")))
     tokenizer.train_from_iterator((text for texts in tables for text in texts), trainer)
     return tokenizer

@@ -44,11 +44,17 @@ SEED = 28
 GPU_STEPS, GPU_WARM_UP, GPU_TURNS = 30, 10, 3
 GPU_VOCABULARY, GPU_SEQ_LENGTH, GPU_BATCH = 128_256, 4096, 2
 SMALL = {
-    "model": {"num_layers": 5, "hidden_size": 192, "ffn_hidden_size": 576, "num_attention_heads": 6,
-              "num_query_groups": 2, "untie_embeddings_and_output_weights": False},
+    "model": {
+        "num_layers": 5,
+        "hidden_size": 192,
+        "ffn_hidden_size": 576,
+        "num_attention_heads": 6,
+        "num_query_groups": 2,
+        "untie_embeddings_and_output_weights": False,
+    },
     "training": {"micro_batch_size": 4, "global_batch_size": 8, "seq_length": 256, "threads": 1},
     "parallel": {"use_distributed_optimizer": True},
-}  # fmt: skip
+}
 SMALL_VOCABULARY = 4096
 
 
@@ -102,15 +108,32 @@ def make_run(folder: Path, sections: dict[str, Any], vocabulary: int, *, steps: 
     writer.add(np.random.default_rng(SEED).integers(0, vocabulary, 4_000_000), [1000] * 4000)
     writer.finish()
     Manifest.build({"train": [shard]}, {}, vocabulary_size=vocabulary, eod=0, tokenizer="none").write(run.manifest)
-    config = RunConfig.model_validate({
-        "project": "benchmark", "name": "training", "data": {"tokenizer": "none", "datasets": ["none"]},
-        "optimizer": {"lr": 1e-4}, "checkpoint": {"interval": 10**9},
-        "job": {"time": "60"}, "cluster": {"name": "benchmark", "scheduler": "local"},
-        **sections, "training": sections["training"] | {"steps": steps, "seed": SEED},
-    })  # fmt: skip
+    config = RunConfig.model_validate(
+        {
+            "project": "benchmark",
+            "name": "training",
+            "data": {"tokenizer": "none", "datasets": ["none"]},
+            "optimizer": {"lr": 1e-4},
+            "checkpoint": {"interval": 10**9},
+            "job": {"time": "60"},
+            "cluster": {"name": "benchmark", "scheduler": "local"},
+            **sections,
+            "training": sections["training"] | {"steps": steps, "seed": SEED},
+        }
+    )
     run.config_revision(1).write_text(yamlfile.dump(config.model_dump(mode="json")))
-    Begin(attempt=1, job_id="1", job_name="benchmark", nodes="localhost", config_revision=1, base_iteration=0,
-          base_path=None, start_time=time.time(), job_end_time=None, lead=0.0).write(run.attempt(1).begin)  # fmt: skip
+    Begin(
+        attempt=1,
+        job_id="1",
+        job_name="benchmark",
+        nodes="localhost",
+        config_revision=1,
+        base_iteration=0,
+        base_path=None,
+        start_time=time.time(),
+        job_end_time=None,
+        lead=0.0,
+    ).write(run.attempt(1).begin)
     return run
 
 
@@ -158,14 +181,20 @@ def in_turns(run: RunDir, pairs: int, steps: int) -> int:
     training.reader.close()
     assert len(times["loop"]) == pairs + 1
     mine, theirs = times["loop"][1:], times["bare"][1:]
-    print(json.dumps({
-        "pairs": pairs, "steps_of_a_turn": steps, "tokens_of_a_step": 8 * 256,
-        "parameters": training.model.parameters(),
-        "loop_cpu_seconds_of_a_step": _results.spread([value / steps for value in mine]),
-        "bare_cpu_seconds_of_a_step": _results.spread([value / steps for value in theirs]),
-        "ratio": _results.spread([a / b for a, b in zip(mine, theirs, strict=True)]),
-        "load_average": os.getloadavg()[0],
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "pairs": pairs,
+                "steps_of_a_turn": steps,
+                "tokens_of_a_step": 8 * 256,
+                "parameters": training.model.parameters(),
+                "loop_cpu_seconds_of_a_step": _results.spread([value / steps for value in mine]),
+                "bare_cpu_seconds_of_a_step": _results.spread([value / steps for value in theirs]),
+                "ratio": _results.spread([a / b for a, b in zip(mine, theirs, strict=True)]),
+                "load_average": os.getloadavg()[0],
+            }
+        )
+    )
     sys.stdout.flush()
     os._exit(0)
 
@@ -190,17 +219,26 @@ def bare_stepper(config: RunConfig, ranks: Any) -> Any:
 
     def forward(batches: Any, chunk: Any) -> Any:
         batch = next(batches)
-        losses = chunk(input_ids=batch[:, :-1].contiguous(), position_ids=positions, attention_mask=None,
-                       labels=batch[:, 1:].contiguous())  # fmt: skip
+        losses = chunk(
+            input_ids=batch[:, :-1].contiguous(),
+            position_ids=positions,
+            attention_mask=None,
+            labels=batch[:, 1:].contiguous(),
+        )
         return losses, lambda output: (output.float().mean(), {})
 
     def step() -> None:
         model.chunks[0].zero_grad_buffer()
         optimizer.inner.zero_grad()
         get_forward_backward_func()(
-            forward_step_func=forward, data_iterator=iter(tokens), model=model.chunks, num_microbatches=count,
-            seq_length=length, micro_batch_size=settings.micro_batch_size, forward_only=False,
-        )  # fmt: skip
+            forward_step_func=forward,
+            data_iterator=iter(tokens),
+            model=model.chunks,
+            num_microbatches=count,
+            seq_length=length,
+            micro_batch_size=settings.micro_batch_size,
+            forward_only=False,
+        )
         optimizer.inner.step()
         optimizer.schedule.step(increment=1)
 
@@ -216,11 +254,16 @@ def gpu(folder: Path) -> dict[str, Any]:
     tokens = GPU_BATCH * GPU_SEQ_LENGTH
     sections = {
         "model": model_1b().model_dump(),
-        "training": {"micro_batch_size": GPU_BATCH, "global_batch_size": GPU_BATCH, "seq_length": GPU_SEQ_LENGTH,
-                     "precision": "bf16", "manual_gc_interval": 500},
+        "training": {
+            "micro_batch_size": GPU_BATCH,
+            "global_batch_size": GPU_BATCH,
+            "seq_length": GPU_SEQ_LENGTH,
+            "precision": "bf16",
+            "manual_gc_interval": 500,
+        },
         "parallel": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
         "job": {"time": "60", "gpus_per_node": 1},
-    }  # fmt: skip
+    }
     ours, peer, mfu, memory = [], [], [], 0
     for _ in range(GPU_TURNS):
         run = make_run(folder, sections, GPU_VOCABULARY, steps=GPU_WARM_UP + GPU_STEPS)
@@ -232,13 +275,17 @@ def gpu(folder: Path) -> dict[str, Any]:
         peer.append(tokens / statistics.median(child("plain")))
     known = [value for value in mfu if value is not None]
     return {
-        "device": name, "model": "llama3-1b", "seq_length": GPU_SEQ_LENGTH, "batch": GPU_BATCH,
-        "steps_of_a_turn": GPU_STEPS, "turns": GPU_TURNS,
+        "device": name,
+        "model": "llama3-1b",
+        "seq_length": GPU_SEQ_LENGTH,
+        "batch": GPU_BATCH,
+        "steps_of_a_turn": GPU_STEPS,
+        "turns": GPU_TURNS,
         "tokens_per_second": {"relayrun": _results.spread(ours), "plain_torch": _results.spread(peer)},
         "ratio": _results.spread([a / b for a, b in zip(ours, peer, strict=True)]),
         "mfu": _results.spread(known) if known else "the peak of this device is not in relayrun/training/size.py",
         "peak_memory_bytes": memory,
-    }  # fmt: skip
+    }
 
 
 def model_1b() -> Model:
@@ -264,8 +311,18 @@ def plain() -> int:
     """The peer: prints the seconds of its steps."""
     from _plain_llama import seconds_per_step
 
-    print(json.dumps(seconds_per_step(model_1b(), GPU_VOCABULARY, seq_length=GPU_SEQ_LENGTH, batch=GPU_BATCH,
-                                      steps=GPU_STEPS, warm_up=GPU_WARM_UP)))  # fmt: skip
+    print(
+        json.dumps(
+            seconds_per_step(
+                model_1b(),
+                GPU_VOCABULARY,
+                seq_length=GPU_SEQ_LENGTH,
+                batch=GPU_BATCH,
+                steps=GPU_STEPS,
+                warm_up=GPU_WARM_UP,
+            )
+        )
+    )
     return 0
 
 

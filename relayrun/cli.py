@@ -44,14 +44,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 def add_submit(parser: argparse.ArgumentParser) -> None:
     """The arguments of `relayrun submit`, also those of launchers/submit.py."""
     parser.add_argument("config", type=Path, help="run config, for example configs/runs/demo.yaml")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="NAME=VALUE",
-                        help="override a setting: --set training.steps=50")  # fmt: skip
-    parser.add_argument("--load", metavar="RUN[:ITERATION]",
-                        help="begin with another run's checkpoint, or a checkpoint's folder")  # fmt: skip
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="override a setting: --set training.steps=50",
+    )
+    parser.add_argument(
+        "--load", metavar="RUN[:ITERATION]", help="begin with another run's checkpoint, or a checkpoint's folder"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the job script; write and submit nothing")
     parser.add_argument("--resume", action="store_true", help="go on although the chain of this run has ended")
-    parser.add_argument("--accept-data-change", action="store_true",
-                        help="go on with data that are not those the run began with (docs/data-order.md)")  # fmt: skip
+    parser.add_argument(
+        "--accept-data-change",
+        action="store_true",
+        help="go on with data that are not those the run began with (docs/data-order.md)",
+    )
     parser.set_defaults(run=run_submit)
 
 
@@ -68,16 +78,31 @@ def add_dumps(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="again and again, until all dumps are done, or the rest has failed: exit code 1",
     )
-    tune.add_argument("--tokenizer-name-or-path", required=True, metavar="T",
-                      help="a tokenizer.json, a folder that holds one, or a hub name")  # fmt: skip
+    tune.add_argument(
+        "--tokenizer-name-or-path",
+        required=True,
+        metavar="T",
+        help="a tokenizer.json, a folder that holds one, or a hub name",
+    )
     tune.add_argument("--column", default="text", help="column of the text (default: %(default)s)")
     tune.add_argument("--engine", default="auto", help="as for preprocess_megatron.py (default: %(default)s)")
-    tune.add_argument("--workers", type=int, nargs="+", metavar="N",
-                      help="numbers to try (default: 1, and a quarter, half and all of the cores)")  # fmt: skip
-    tune.add_argument("--batch-bytes", type=int, nargs="+", metavar="N",
-                      help="bounds of a batch to try (default: 1, 4 and 16 MB)")  # fmt: skip
-    tune.add_argument("--seconds", type=float, default=10.0, metavar="S",
-                      help="that each pair is measured, start-up aside (default: %(default)s)")  # fmt: skip
+    tune.add_argument(
+        "--workers",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="numbers to try (default: 1, and a quarter, half and all of the cores)",
+    )
+    tune.add_argument(
+        "--batch-bytes", type=int, nargs="+", metavar="N", help="bounds of a batch to try (default: 1, 4 and 16 MB)"
+    )
+    tune.add_argument(
+        "--seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="that each pair is measured, start-up aside (default: %(default)s)",
+    )
     tune.add_argument("--temp-dir", metavar="DIR", help="on the file system that the dumps go to (default: TMPDIR)")
     parser.set_defaults(run=run_dumps)
 
@@ -96,14 +121,22 @@ def run_dumps(options: argparse.Namespace) -> int:
     print(tune.row(None), flush=True)
     trials = tune.tune(
         options.folder,
-        options=["--tokenizer-name-or-path", options.tokenizer_name_or_path, "--column", options.column,
-                 "--engine", options.engine, "--append-eod", "auto"],
+        options=[
+            "--tokenizer-name-or-path",
+            options.tokenizer_name_or_path,
+            "--column",
+            options.column,
+            "--engine",
+            options.engine,
+            "--append-eod",
+            "auto",
+        ],
         workers=options.workers or tune.default_workers(),
         batch_bytes=options.batch_bytes or tune.BATCH_BYTES,
         seconds=options.seconds,
         temp_dir=options.temp_dir,
         report=lambda trial: print(tune.row(trial), flush=True),
-    )  # fmt: skip
+    )
     print(tune.advice(tune.recommended(trials)))
     return 0
 
@@ -142,8 +175,12 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     hf.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file of weights (default: 5GB)")
     hf.add_argument("--test-logits", action="store_true", help="compare its logits with megatron-core's")
     hf.add_argument("--readme", action="store_true", help="write a model card from the run's records")
-    torch.add_argument("--transformer-impl", choices=("transformer_engine", "local"), default="transformer_engine",
-                       help="whose names the weights get")  # fmt: skip
+    torch.add_argument(
+        "--transformer-impl",
+        choices=("transformer_engine", "local"),
+        default="transformer_engine",
+        help="whose names the weights get",
+    )
     parser.set_defaults(run=run_export)
 
 
@@ -153,8 +190,13 @@ def add_import(parser: argparse.ArgumentParser) -> None:
     hf.add_argument("folder", type=Path, metavar="DIR", help="with config.json and *.safetensors")
     hf.add_argument("--output", type=Path, required=True, metavar="CKPT", help="must not exist")
     hf.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: that of the folder's weights")
-    hf.add_argument("--make-vocab-size-divisible-by", type=int, default=128, metavar="N",
-                    help="as in the model section of the run that starts from it (default: 128)")  # fmt: skip
+    hf.add_argument(
+        "--make-vocab-size-divisible-by",
+        type=int,
+        default=128,
+        metavar="N",
+        help="as in the model section of the run that starts from it (default: 128)",
+    )
     parser.set_defaults(run=run_import)
 
 
@@ -187,10 +229,12 @@ def run_submit(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(submission.dry_run(config), end="")
         return 0
-    submitted = submission.submit(config, resume=options.resume,
-                                  accept_data_change=options.accept_data_change)  # fmt: skip
-    print(f"job {submitted.job_id} ({submitted.plan.job_name})\nrun directory {submitted.run.path}\n"
-          f"logs {submitted.plan.log_folder}", flush=True)  # fmt: skip
+    submitted = submission.submit(config, resume=options.resume, accept_data_change=options.accept_data_change)
+    print(
+        f"job {submitted.job_id} ({submitted.plan.job_name})\nrun directory {submitted.run.path}\n"
+        f"logs {submitted.plan.log_folder}",
+        flush=True,
+    )
     if submitted.plan.scheduler == "local":
         follower = Follower(submitted.run, total_steps=submitted.plan.total_steps)
         local.LocalScheduler(submitted.run).run_queue(local.print_event, follower.poll)

@@ -26,8 +26,15 @@ from relayrun.passing import LARGEST_ROOM, PassingFile
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 CODES: dict[int, type[np.generic]] = {
-    1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16,
-}  # fmt: skip
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    6: np.float64,
+    7: np.float32,
+    8: np.uint16,
+}
 
 
 def token_dtype(vocabulary_size: int) -> type[np.generic]:
@@ -62,8 +69,9 @@ class Shard:
                 last = _last_sequence(file.fileno(), header, idx_bytes)
             bin_bytes = os.stat(prefix + ".bin").st_size
         except FileNotFoundError as error:
-            raise InputError("a shard needs both its .bin and its .idx file; this one is missing",
-                             where=error.filename, hint=hint) from None  # fmt: skip
+            raise InputError(
+                "a shard needs both its .bin and its .idx file; this one is missing", where=error.filename, hint=hint
+            ) from None
         if len(header) < HEADER.size or header[:9] != MAGIC:
             raise InputError("not a Megatron index", where=prefix + ".idx", hint=hint)
         _, version, code, sequences, bounds = HEADER.unpack(header)
@@ -71,21 +79,30 @@ class Shard:
             raise InputError(f"unknown index version {version} or token type {code}", where=prefix + ".idx", hint=hint)
         wanted = HEADER.size + 12 * sequences + 8 * bounds
         if idx_bytes != wanted or bounds == 0:
-            raise InputError(f"index is torn: {idx_bytes} bytes, its header asks for {wanted}",
-                             where=prefix + ".idx", hint=hint)  # fmt: skip
+            raise InputError(
+                f"index is torn: {idx_bytes} bytes, its header asks for {wanted}", where=prefix + ".idx", hint=hint
+            )
         dtype = np.dtype(CODES[code])
         tokens = bin_bytes // dtype.itemsize
         if sequences:  # the last sequence must end inside the .bin; a cut shard may leave bytes behind it
             length, offset = last
             end = offset + length * dtype.itemsize
             if end > bin_bytes:
-                raise InputError(f"token file is torn: {bin_bytes} bytes, its index asks for {end}",
-                                 where=prefix + ".bin", hint=hint)  # fmt: skip
+                raise InputError(
+                    f"token file is torn: {bin_bytes} bytes, its index asks for {end}", where=prefix + ".bin", hint=hint
+                )
             tokens = end // dtype.itemsize
         else:
             tokens = 0
-        return cls(prefix=prefix, dtype=dtype, sequences=sequences, documents=bounds - 1,
-                   tokens=tokens, bin_bytes=bin_bytes, idx_bytes=idx_bytes)  # fmt: skip
+        return cls(
+            prefix=prefix,
+            dtype=dtype,
+            sequences=sequences,
+            documents=bounds - 1,
+            tokens=tokens,
+            bin_bytes=bin_bytes,
+            idx_bytes=idx_bytes,
+        )
 
     @property
     def cut(self) -> bool:
@@ -98,13 +115,15 @@ class Shard:
 
     def offsets(self) -> npt.NDArray[np.int64]:
         """Byte offset of each sequence in the .bin, shape [sequences], memory-mapped."""
-        return np.memmap(self.prefix + ".idx", np.dtype("<i8"), "r",
-                         HEADER.size + 4 * self.sequences, (self.sequences,))  # fmt: skip
+        return np.memmap(
+            self.prefix + ".idx", np.dtype("<i8"), "r", HEADER.size + 4 * self.sequences, (self.sequences,)
+        )
 
     def bounds(self) -> npt.NDArray[np.int64]:
         """First sequence of each document, and the number of sequences, shape [documents + 1], memory-mapped."""
-        return np.memmap(self.prefix + ".idx", np.dtype("<i8"), "r",
-                         HEADER.size + 12 * self.sequences, (self.documents + 1,))  # fmt: skip
+        return np.memmap(
+            self.prefix + ".idx", np.dtype("<i8"), "r", HEADER.size + 12 * self.sequences, (self.documents + 1,)
+        )
 
     def ids(self) -> npt.NDArray[np.generic]:
         """All token ids, shape [tokens], memory-mapped."""

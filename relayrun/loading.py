@@ -40,28 +40,37 @@ def find(config: RunConfig, run: RunDir) -> Durable:
     iteration = 0 if settings.finetune else found.iteration
     if iteration >= config.training.steps:
         steps = config.training.steps
-        raise ConfigError(f"{found.path} stands at iteration {iteration}, and training.steps is {steps}",
-                          where="checkpoint.load",
-                          hint="raise training.steps, or set checkpoint.finetune=true to count from 0")  # fmt: skip
+        raise ConfigError(
+            f"{found.path} stands at iteration {iteration}, and training.steps is {steps}",
+            where="checkpoint.load",
+            hint="raise training.steps, or set checkpoint.finetune=true to count from 0",
+        )
     return Durable(iteration=iteration, path=found.path)
 
 
 def _folder(folder: Path, config: RunConfig, wanted: int | None) -> Durable:
     """A checkpoint by itself: of a run, or of an import, which lays the model's settings beside it."""
     if wanted is not None:
-        raise ConfigError(f"{folder} is one checkpoint, of which no iteration can be chosen", where="checkpoint.load",
-                          hint="leave :ITERATION out, or name the run")  # fmt: skip
+        raise ConfigError(
+            f"{folder} is one checkpoint, of which no iteration can be chosen",
+            where="checkpoint.load",
+            hint="leave :ITERATION out, or name the run",
+        )
     beside = folder / "model.yaml"
     if beside.is_file():
         _same_model(_model(beside), config, folder)
         if not config.checkpoint.finetune:
-            raise ConfigError(f"{folder} holds weights alone", where="checkpoint.load",
-                              hint="set checkpoint.finetune=true")  # fmt: skip
+            raise ConfigError(
+                f"{folder} holds weights alone", where="checkpoint.load", hint="set checkpoint.finetune=true"
+            )
         return Durable(iteration=0, path=str(folder))
     match = _FOLDER.fullmatch(folder.name)
     if match is None:
-        raise ConfigError(f"{folder} does not say its iteration", where="checkpoint.load",
-                          hint="a checkpoint's folder is called iter_0000100")  # fmt: skip
+        raise ConfigError(
+            f"{folder} does not say its iteration",
+            where="checkpoint.load",
+            hint="a checkpoint's folder is called iter_0000100",
+        )
     return Durable(iteration=int(match[1]), path=str(folder))
 
 
@@ -69,16 +78,18 @@ def _model(path: Path) -> Model:
     try:
         return Model.model_validate(yamlfile.read(path).values.get("model"))
     except ValidationError as error:
-        raise InputError(f"this is not the model section of an import: {error.errors()[0]['msg']}",
-                         where=path) from None  # fmt: skip
+        raise InputError(
+            f"this is not the model section of an import: {error.errors()[0]['msg']}", where=path
+        ) from None
 
 
 def _run(name: str, config: RunConfig, wanted: int | None) -> Durable:
     try:
         found = source.find(runs.find(name), wanted)
     except RelayrunError as error:
-        raise InputError(f"checkpoint.load={config.checkpoint.load}: {error.message}", where=error.where,
-                         hint=error.hint) from None  # fmt: skip
+        raise InputError(
+            f"checkpoint.load={config.checkpoint.load}: {error.message}", where=error.where, hint=error.hint
+        ) from None
     _same_model(found.config.model, config, found.folder)
     return Durable(iteration=found.iteration, path=str(found.folder))
 
@@ -90,5 +101,8 @@ def _same_model(other: Model, config: RunConfig, folder: Path) -> None:
         if name not in FREE and getattr(other, name) != value
     ]
     if differences:
-        raise ConfigError(f"{folder} is of another model: {'; '.join(differences)}", where="checkpoint.load",
-                          hint="take the model section of the run that made it")  # fmt: skip
+        raise ConfigError(
+            f"{folder} is of another model: {'; '.join(differences)}",
+            where="checkpoint.load",
+            hint="take the model section of the run that made it",
+        )

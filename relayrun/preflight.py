@@ -21,8 +21,11 @@ def check(config: RunConfig) -> None:
     for place in config.cluster.read_only_paths:
         protected = Path(os.path.realpath(place))
         if Path(os.path.realpath(run_dir)).is_relative_to(protected):
-            raise ConfigError(f"cluster {config.cluster.name!r} allows no writing below {place}",
-                              where=run_dir, hint="set run_dir to another file system")  # fmt: skip
+            raise ConfigError(
+                f"cluster {config.cluster.name!r} allows no writing below {place}",
+                where=run_dir,
+                hint="set run_dir to another file system",
+            )
     _check_evaluation(config)
 
 
@@ -31,12 +34,18 @@ def _check_evaluation(config: RunConfig) -> None:
     if settings is None:
         return
     if not settings.tasks and not config.data.validation and not config.data.split:
-        raise ConfigError("there is nothing to evaluate on: neither tasks nor a validation set", where="evaluation",
-                          hint="name tasks of lm-evaluation-harness, or set data.validation")  # fmt: skip
+        raise ConfigError(
+            "there is nothing to evaluate on: neither tasks nor a validation set",
+            where="evaluation",
+            hint="name tasks of lm-evaluation-harness, or set data.validation",
+        )
     # another Python's packages are not known here
     if settings.tasks and config.cluster.python is None and importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("lm-evaluation-harness is not installed", where="evaluation.tasks",
-                          hint="pip install 'relayrun[evaluation]', or name no tasks")  # fmt: skip
+        raise ConfigError(
+            "lm-evaluation-harness is not installed",
+            where="evaluation.tasks",
+            hint="pip install 'relayrun[evaluation]', or name no tasks",
+        )
     if settings.include_path is not None and not Path(settings.include_path).is_dir():
         raise ConfigError("there is no such folder", where=f"evaluation.include_path: {settings.include_path}")
 
@@ -50,6 +59,7 @@ def _check_transformer_engine(config: RunConfig) -> None:
             what = "training.transformer_impl=transformer_engine"
         raise ConfigError(
             f"{what} needs TransformerEngine, which this Python does not have and cluster {cluster.name!r} does not "
-            "declare", where=f"configs/clusters/{cluster.name}.yaml",
+            "declare",
+            where=f"configs/clusters/{cluster.name}.yaml",
             hint="set transformer_engine: true there if the ranks' container has it",
-        )  # fmt: skip
+        )

@@ -51,10 +51,12 @@ def overrides(environment: Mapping[str, str]) -> list[str]:
     Raises ConfigError for MEGATRON_LM_DIR, and where a switch is neither true nor false.
     """
     if value := environment.get(MEGATRON_LM_DIR, ""):
-        raise ConfigError(f"{MEGATRON_LM_DIR}={value}: relayrun trains with the megatron-core package that is "
-                          "installed, not with a checkout", where="settings block",
-                          hint="leave it empty; to change the code, edit relayrun and set BACKUP_CODEBASE=true",
-                          )  # fmt: skip
+        raise ConfigError(
+            f"{MEGATRON_LM_DIR}={value}: relayrun trains with the megatron-core package that is "
+            "installed, not with a checkout",
+            where="settings block",
+            hint="leave it empty; to change the code, edit relayrun and set BACKUP_CODEBASE=true",
+        )
     given = {setting: value for setting in OVERRIDES if (value := environment.get(setting, "")) != ""}
     if "MIXTURE" in given:  # a launcher may have a default for DATASETS
         given.pop("DATASETS", None)

@@ -92,8 +92,11 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool) -> Iterator[tupl
         plan = make_plan(config, run, root, revision=_add_revision(run, config), base=base)
         triggers.create_folder(run, config.chain.triggers_group)
         if config.chain.triggers_group is not None and (barrier := triggers.barrier(run)) is not None:
-            print(f"warning: members of chain.triggers_group {config.chain.triggers_group} cannot reach the triggers: "
-                  f"{barrier} is closed to them; open it with chmod g+x", file=sys.stderr)  # fmt: skip
+            print(
+                f"warning: members of chain.triggers_group {config.chain.triggers_group} cannot reach the triggers: "
+                f"{barrier} is closed to them; open it with chmod g+x",
+                file=sys.stderr,
+            )
         _acknowledge_stale(run)
         plan.write(run.plan)
         write_atomic(run.job_script, render.job_script(plan, run), mode=0o755)
@@ -169,8 +172,12 @@ def _prepare_evaluations(config: RunConfig, plan: Plan, run: RunDir) -> None:
         return
     run.evaluations.mkdir(exist_ok=True)
     settings = config.evaluation
-    policy = Policy(interval=settings.interval, total_steps=config.training.steps, hold=settings.hold,
-                    time_limit=parse_time(settings.job.time))  # fmt: skip
+    policy = Policy(
+        interval=settings.interval,
+        total_steps=config.training.steps,
+        hold=settings.hold,
+        time_limit=parse_time(settings.job.time),
+    )
     write_atomic(run.evaluation_script, evaluation_script(config, plan, run), mode=0o755)
     policy.write(run.evaluation_policy)
 
@@ -229,15 +236,21 @@ def _refuse_while_live(run: RunDir) -> None:
     live = for_plan(plan, run).jobs(plan)
     if live:
         jobs = ", ".join(f"{job.id} ({job.state.lower()})" for job in live)
-        raise RunDirError(f"this run has jobs already: {jobs}", where=run.path,
-                          hint=f"let them run, or touch {run.triggers / 'exit'} and submit again")  # fmt: skip
+        raise RunDirError(
+            f"this run has jobs already: {jobs}",
+            where=run.path,
+            hint=f"let them run, or touch {run.triggers / 'exit'} and submit again",
+        )
 
 
 def _refuse_after_end(run: RunDir, resume: bool) -> None:
     if run.stop.exists() and not resume:
         reason = run.stop.read_text(encoding="utf-8").partition("\n")[0]
-        raise RunDirError(f"the chain of this run has ended: {reason}", where=run.stop,
-                          hint="submit with --resume to go on all the same")  # fmt: skip
+        raise RunDirError(
+            f"the chain of this run has ended: {reason}",
+            where=run.stop,
+            hint="submit with --resume to go on all the same",
+        )
 
 
 def _freeze_data(run: RunDir, config: RunConfig, found: Manifest, *, accept: bool) -> RunConfig:
@@ -259,8 +272,10 @@ def _freeze_data(run: RunDir, config: RunConfig, found: Manifest, *, accept: boo
         evolved.manifest.write(run.manifest)
     if trained and weights_of(evolved.config) != weights_of(history[0]):
         consumed = line(run)[-1].consumed_samples
-        print(f"the mixture changes: its phase begins where the next attempt resumes, now sample {consumed}",
-              file=sys.stderr)  # fmt: skip
+        print(
+            f"the mixture changes: its phase begins where the next attempt resumes, now sample {consumed}",
+            file=sys.stderr,
+        )
     return evolved.config
 
 

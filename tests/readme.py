@@ -61,8 +61,13 @@ def tokenize(folder: Path, environment: dict[str, str], dataset: str) -> None:
     example = (folder / "configs/data/tokenization-example.yaml").read_text(encoding="utf-8")
     settings.write_text(example.replace("my-text", dataset), encoding="utf-8")
     for command in (
-        ["scripts/tokenization/prepare_dumps.py", "--dataset-folder", f"data/{dataset}",
-         "--preprocessing-metadata-folder", f"data/{dataset}-dumps"],
+        [
+            "scripts/tokenization/prepare_dumps.py",
+            "--dataset-folder",
+            f"data/{dataset}",
+            "--preprocessing-metadata-folder",
+            f"data/{dataset}-dumps",
+        ],
         ["launchers/submit_tokenization.py", str(settings), "--executor", "local"],
-    ):  # fmt: skip
+    ):
         subprocess.run([sys.executable, *command], cwd=folder, env=environment, check=True, capture_output=True)

@@ -57,10 +57,15 @@ class WandBService:
             known["newest"] = variables
             project = {"id": "p", "name": variables["project"], "entity": ME}
             bucket = {
-                "id": "x", "name": name, "displayName": variables.get("displayName") or name, "description": "",
-                "config": variables.get("config") or "{}", "sweepName": None, "project": project,
+                "id": "x",
+                "name": name,
+                "displayName": variables.get("displayName") or name,
+                "description": "",
+                "config": variables.get("config") or "{}",
+                "sweepName": None,
+                "project": project,
                 "historyLineCount": len(self.lines.get(str(name), [])),
-            }  # fmt: skip
+            }
             return {"upsertBucket": {"bucket": bucket, "inserted": True}}
         if operation == "CreateRunFiles":
             files = [{"name": file, "uploadUrl": f"{self.url}/upload"} for file in variables["files"]]
@@ -72,10 +77,20 @@ class WandBService:
             return None
         lines = self.lines.get(name, [])
         return {
-            "id": "x", "name": name, "displayName": name, "config": "{}", "tags": [], "notes": None,
-            "summaryMetrics": lines[-1] if lines else "{}", "historyLineCount": len(lines), "logLineCount": 0,
-            "eventsLineCount": 0, "historyTail": json.dumps(lines[-1:]), "eventsTail": "[]", "wandbConfig": '{"t": 1}',
-        }  # fmt: skip
+            "id": "x",
+            "name": name,
+            "displayName": name,
+            "config": "{}",
+            "tags": [],
+            "notes": None,
+            "summaryMetrics": lines[-1] if lines else "{}",
+            "historyLineCount": len(lines),
+            "logLineCount": 0,
+            "eventsLineCount": 0,
+            "historyTail": json.dumps(lines[-1:]),
+            "eventsTail": "[]",
+            "wandbConfig": '{"t": 1}',
+        }
 
     def stream(self, run_id: str, files: dict[str, Any]) -> None:
         """Lines of a run's files, each at its offset."""

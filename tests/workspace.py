@@ -20,15 +20,22 @@ VOCABULARY = 300
 CONFIG: dict[str, Any] = {
     "project": "tests",
     "name": "tiny",
-    "model": {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4,
-              "num_query_groups": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "model": {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+    },
     "training": {"steps": 20, "micro_batch_size": 2, "global_batch_size": 8, "seq_length": 64, "threads": 1},
     "optimizer": {"lr": 1e-3, "lr_warmup_steps": 2},
     "checkpoint": {"interval": 1000},
     "chain": {"auto_requeue": True},
     "job": {"time": "5", "ntasks_per_node": 2},
     "cluster": {"name": "local", "scheduler": "local"},
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

@@ -103,10 +103,15 @@ def at_end(facts: EndFacts) -> Decision:
         return Decision(action="stop", reason=f"fatal: {facts.outcome_reason}")
     if facts.cancelled:
         return Decision(action="stop", reason="the job was cancelled")
-    reason = facts.hang or facts.outcome_reason or (
-        f"the ranks left no outcome (exit code {facts.exit_code})" if facts.exit_code != UNKNOWN
-        else "the job ended without a word"
-    )  # fmt: skip
+    reason = (
+        facts.hang
+        or facts.outcome_reason
+        or (
+            f"the ranks left no outcome (exit code {facts.exit_code})"
+            if facts.exit_code != UNKNOWN
+            else "the job ended without a word"
+        )
+    )
     if facts.durable_iteration > facts.base_iteration:
         return Decision(action="continue" if facts.auto_requeue else "end", reason=reason)
     failed = facts.failed_attempts + 1

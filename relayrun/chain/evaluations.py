@@ -43,8 +43,17 @@ def _attend(run: RunDir, plan: Plan, scheduler: Scheduler, folder: EvaluationDir
     began = folder.claim.exists()
     how = "is not known to the scheduler any more" if job is None else f"ended ({job.state.lower()})"
     error = f"job {known.job_id} {how} {'without a result' if began else 'before it began'}"
-    evaluations.finish(run, Result(iteration=folder.iteration, attempt=folder.attempt, status="failed",
-                                   time=time.time(), job_id=known.job_id, error=error))  # fmt: skip
+    evaluations.finish(
+        run,
+        Result(
+            iteration=folder.iteration,
+            attempt=folder.attempt,
+            status="failed",
+            time=time.time(),
+            job_id=known.job_id,
+            error=error,
+        ),
+    )
     log(f"evaluation of iteration {folder.iteration} failed: {error}")
 
 
@@ -56,9 +65,12 @@ def _submit(plan: Plan, scheduler: Scheduler, folder: EvaluationDir, script: Pat
     except FileExistsError:  # a supervisor was killed, or could not reach the scheduler
         queued = scheduler.named(name)
     job_id = queued or scheduler.submit_beside(
-        plan, script, name=name, arguments=[f"--iteration={folder.iteration}", f"--attempt={folder.attempt}"],
+        plan,
+        script,
+        name=name,
+        arguments=[f"--iteration={folder.iteration}", f"--attempt={folder.attempt}"],
         time_limit=time_limit,
-    )  # fmt: skip
+    )
     Submitted(job_id=job_id, time=time.time()).write(folder.submitted)
     log(f"job {job_id} evaluates iteration {folder.iteration}")
 

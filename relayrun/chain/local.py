@@ -90,9 +90,7 @@ class LocalScheduler:
             )
         )
 
-    def submit_beside(
-        self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], time_limit: int
-    ) -> str:  # fmt: skip
+    def submit_beside(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], time_limit: int) -> str:
         return self._add(
             LocalJob(
                 id="",
@@ -171,8 +169,9 @@ class LocalScheduler:
             state = "NODE_FAIL"  # whoever ran the queue was killed, and the job with it
         if state == "RUNNING" and job.cancel_requested:
             state = "CANCELLED"
-        return Job(id=job.id, name=job.name, state=state, nodes=socket.gethostname(), end_time=job.end_time,
-                   requeue=True)  # fmt: skip
+        return Job(
+            id=job.id, name=job.name, state=state, nodes=socket.gethostname(), end_time=job.end_time, requeue=True
+        )
 
     def cancelled(self, job_id: str, *, nodes: str) -> bool:
         job = self.query(job_id)
@@ -190,8 +189,15 @@ class LocalScheduler:
         return []
 
     def task_command(self, plan: Plan, job: Job) -> list[str]:
-        return [plan.host_python, "-m", "relayrun.chain", "tasks", f"--ntasks={plan.ntasks}",
-                f"--pid-file={self._starter_pid}", "--"]  # fmt: skip
+        return [
+            plan.host_python,
+            "-m",
+            "relayrun.chain",
+            "tasks",
+            f"--ntasks={plan.ntasks}",
+            f"--pid-file={self._starter_pid}",
+            "--",
+        ]
 
     def signal_command(self, job_id: str) -> list[str]:
         return []

@@ -70,8 +70,11 @@ class Plan(Record):
         """Read the plan of a run. Raises RunDirError where there is none."""
         plan = cls.read(run.plan)
         if plan is None:
-            raise RunDirError("this is no run directory: it has no plan.json", where=run.path,
-                              hint="give the directory that `relayrun submit` printed")  # fmt: skip
+            raise RunDirError(
+                "this is no run directory: it has no plan.json",
+                where=run.path,
+                hint="give the directory that `relayrun submit` printed",
+            )
         return plan
 
     @property

@@ -62,21 +62,25 @@ def evaluation_script(
         "error": f"{literal(plan.log_folder)}/%x-%j.err",
         "no-requeue": None,  # one that came back would find its own claim
     }
-    return "\n".join(
-        [
-            *_header(plan, every),
-            "set -euo pipefail",
-            *exports(environment),
-            *(f"module load {shlex.quote(name)}" for name in plan.modules),
-            f'exec {shlex.join(command)} "$@"',
-        ]
-    ) + "\n"  # fmt: skip
+    return (
+        "\n".join(
+            [
+                *_header(plan, every),
+                "set -euo pipefail",
+                *exports(environment),
+                *(f"module load {shlex.quote(name)}" for name in plan.modules),
+                f'exec {shlex.join(command)} "$@"',
+            ]
+        )
+        + "\n"
+    )
 
 
 def _header(plan: Plan, options: Mapping[str, str | None]) -> list[str]:
     lines = ["#!/usr/bin/env bash", f"# {plan.run}: rendered by relayrun; a submit writes it anew"]
-    return lines + ["#SBATCH --" + name + ("" if value is None else f"={_quote(value)}")
-                    for name, value in options.items()]  # fmt: skip
+    return lines + [
+        "#SBATCH --" + name + ("" if value is None else f"={_quote(value)}") for name, value in options.items()
+    ]
 
 
 def attempt_environment(
@@ -87,14 +91,17 @@ def attempt_environment(
     signal_command: Sequence[str],
 ) -> str:
     """job.env of an attempt, sourced by job.sh: variables and three arrays."""
-    return "\n".join(
-        [
-            *exports(environment),
-            f"modules=({shlex.join(modules)})",
-            f"task_command=({shlex.join(task_command)})",
-            f"signal_command=({shlex.join(signal_command)})",
-        ]
-    ) + "\n"  # fmt: skip
+    return (
+        "\n".join(
+            [
+                *exports(environment),
+                f"modules=({shlex.join(modules)})",
+                f"task_command=({shlex.join(task_command)})",
+                f"signal_command=({shlex.join(signal_command)})",
+            ]
+        )
+        + "\n"
+    )
 
 
 def exports(variables: Mapping[str, str]) -> list[str]:

@@ -63,9 +63,7 @@ class Scheduler(Protocol):
     def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
         """Queue `script` as a singleton of its job name, not before `delay` seconds; return its id."""
 
-    def submit_beside(
-        self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], time_limit: int
-    ) -> str:  # fmt: skip
+    def submit_beside(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], time_limit: int) -> str:
         """Queue a job that is no part of the chain and that nothing waits for; return its id. `time_limit`: seconds."""
 
     def named(self, name: str) -> str | None:
@@ -156,9 +154,7 @@ class Slurm:
         # not `--`: sbatch takes the rest as the script and its arguments anyway
         return self._run([*command, str(script)]).strip().split(";")[0]
 
-    def submit_beside(
-        self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], time_limit: int
-    ) -> str:  # fmt: skip
+    def submit_beside(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], time_limit: int) -> str:
         command = ["sbatch", "--parsable", f"--job-name={name}", f"--time={format_time(time_limit)}", str(script)]
         command += arguments
         return self._run(command).strip().split(";")[0]
@@ -186,9 +182,22 @@ class Slurm:
             self._run(["scontrol", "update", f"JobId={job_id}", f"StartTime=now+{delay}"])
 
     def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
-        step = ["srun", f"--jobid={job_id}", "--overlap", "--relative=0", "--nodes=1", "--ntasks=1",
-                "--cpus-per-task=1", "--cpu-bind=none", "--mem=0", "--gres=none", "--input=none", "--quiet",
-                f"--output={literal(str(log))}", "--export=ALL"]  # fmt: skip
+        step = [
+            "srun",
+            f"--jobid={job_id}",
+            "--overlap",
+            "--relative=0",
+            "--nodes=1",
+            "--ntasks=1",
+            "--cpus-per-task=1",
+            "--cpu-bind=none",
+            "--mem=0",
+            "--gres=none",
+            "--input=none",
+            "--quiet",
+            f"--output={literal(str(log))}",
+            "--export=ALL",
+        ]
         environment = clean_environment(os.environ)  # srun would take the job's own options from it
         devnull = subprocess.DEVNULL
         try:  # it ends with the job; nobody waits for it
@@ -302,9 +311,10 @@ class Slurm:
                     command, capture_output=True, text=True, env=clean_environment(os.environ), check=False
                 )
             except FileNotFoundError:
-                raise SchedulerError(f"{command[0]} is not installed here",
-                                     hint="submit from a login node of the cluster, or use `cluster: local`",
-                                     ) from None  # fmt: skip
+                raise SchedulerError(
+                    f"{command[0]} is not installed here",
+                    hint="submit from a login node of the cluster, or use `cluster: local`",
+                ) from None
             if result.returncode == 0:
                 return result.stdout
             message = result.stderr.strip() or f"exit code {result.returncode}"
@@ -345,9 +355,16 @@ def parse_job(text: str) -> Job:
 
 
 _KEPT = {
-    "NumNodes": "nodes", "TimeLimit": "time", "Partition": "partition", "Account": "account", "QOS": "qos",
-    "Reservation": "reservation", "Features": "constraint", "ExcNodeList": "exclude", "CPUs/Task": "cpus-per-task",
-}  # fmt: skip
+    "NumNodes": "nodes",
+    "TimeLimit": "time",
+    "Partition": "partition",
+    "Account": "account",
+    "QOS": "qos",
+    "Reservation": "reservation",
+    "Features": "constraint",
+    "ExcNodeList": "exclude",
+    "CPUs/Task": "cpus-per-task",
+}
 """Fields of scontrol whose values hold for successors, with the option that sets them. Memory and GPUs too."""
 
 

@@ -22,8 +22,7 @@ def save(run: RunDir, scheduler: Scheduler) -> str:
     plan = Plan.load(run)
     ended = supervisor.stop_reason(run)
     if ended is not None:
-        raise RunDirError(f"the chain of this run has ended: {ended}", where=run.stop,
-                          hint="there is nothing to save")  # fmt: skip
+        raise RunDirError(f"the chain of this run has ended: {ended}", where=run.stop, hint="there is nothing to save")
     try:
         jobs = scheduler.jobs(plan, anyone=True)
     except SchedulerError as error:

@@ -187,9 +187,7 @@ def _submit_successor(run: RunDir, plan: Plan, scheduler: Scheduler, attempt: At
         log(f"no successor yet: {error.message}")
 
 
-def successor_options(
-    run: RunDir, plan: Plan, scheduler: Scheduler, options: Mapping[str, str]
-) -> dict[str, str]:  # fmt: skip
+def successor_options(run: RunDir, plan: Plan, scheduler: Scheduler, options: Mapping[str, str]) -> dict[str, str]:
     """A job's options for the next one: the nodes that a person excluded, and those that are bad now."""
     strikes = nodes.read_strikes(run)
     if not strikes:
@@ -326,9 +324,7 @@ def stop_reason(run: RunDir) -> str | None:
         return None
 
 
-def stop_chain(
-    run: RunDir, plan: Plan, scheduler: Scheduler, reason: str, *, own_job: str, words: str = ""
-) -> None:  # fmt: skip
+def stop_chain(run: RunDir, plan: Plan, scheduler: Scheduler, reason: str, *, own_job: str, words: str = "") -> None:
     """Say why in STOP first, so that a successor that starts meanwhile stops too; then cancel what is queued."""
     if stop_reason(run) is None:
         text = f"{reason.replace(chr(10), ' ')}\n\nThe chain has ended. To go on all the same: submit with --resume.\n"

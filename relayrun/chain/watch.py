@@ -124,9 +124,19 @@ class Watch:
 
     def _guard(self, batch_pid: int) -> None:
         root = Path(self.plan.package_root)
-        command = ["env", f"PYTHONPATH={root}", "bash", str(root / "launchers/lib/rank.sh"), self.plan.host_python,
-                   "-m", "relayrun.chain", "guard", f"--run-dir={self.run.path}",
-                   f"--attempt={self.attempt.number}", f"--batch-pid={batch_pid}"]  # fmt: skip
+        command = [
+            "env",
+            f"PYTHONPATH={root}",
+            "bash",
+            str(root / "launchers/lib/rank.sh"),
+            self.plan.host_python,
+            "-m",
+            "relayrun.chain",
+            "guard",
+            f"--run-dir={self.run.path}",
+            f"--attempt={self.attempt.number}",
+            f"--batch-pid={batch_pid}",
+        ]
         try:
             self.scheduler.guard(self.scheduler.current_job_id(), command, log=self.attempt.guard_log)
         except SchedulerError as error:

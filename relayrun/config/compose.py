@@ -134,8 +134,9 @@ def _insert_cluster(settings: Settings, path: Path) -> None:
         file = folder / f"{name}.yaml"
         if not file.is_file():
             known = sorted(entry.stem for entry in folder.glob("*.yaml"))
-            raise ConfigError(f"unknown cluster {name!r}; there are: {', '.join(known)}",
-                              where=settings.place(("cluster",)))  # fmt: skip
+            raise ConfigError(
+                f"unknown cluster {name!r}; there are: {', '.join(known)}", where=settings.place(("cluster",))
+            )
         cluster = yamlfile.read(file)
         settings.values["cluster"] = cluster.values
         settings.places.update({("cluster", *location): place for location, place in cluster.places.items()})

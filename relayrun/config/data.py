@@ -96,8 +96,10 @@ class Data(Section):
             if not source.paths and not own:
                 raise ValueError(f"mixture.{name}: this data set has no path")
             if own and self.split:
-                raise ValueError(f"mixture.{name}: data.split cannot hold out a part of a user's own order {order!r}; "
-                                 "hold data out by path")  # fmt: skip
+                raise ValueError(
+                    f"mixture.{name}: data.split cannot hold out a part of a user's own order {order!r}; "
+                    "hold data out by path"
+                )
             if self.split and name in self.validation:
                 raise ValueError(f"data.split makes a validation set {name!r}, and data.validation has one too")
         return self

@@ -61,8 +61,9 @@ class Debug(Section):
     @model_validator(mode="after")
     def _steps(self) -> Self:
         if self.profile_step_end < self.profile_step_start:
-            raise ValueError(f"profile_step_end {self.profile_step_end} is before "
-                             f"profile_step_start {self.profile_step_start}")  # fmt: skip
+            raise ValueError(
+                f"profile_step_end {self.profile_step_end} is before profile_step_start {self.profile_step_start}"
+            )
         return self
 
 

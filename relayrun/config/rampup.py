@@ -124,8 +124,9 @@ def _stages(last: int, rampup: Sequence[Any] | None) -> tuple[Stage, ...]:
     if rampup is None:
         return (Stage(first=0, size=last),)
     if not _numbers(rampup) and not (rampup and all(_numbers(part) and len(part) == 2 for part in rampup)):
-        raise ValueError(f"{rampup!r} is neither [start, increment, samples] nor [[size, samples], ...], "
-                         "all integers above 0")  # fmt: skip
+        raise ValueError(
+            f"{rampup!r} is neither [start, increment, samples] nor [[size, samples], ...], all integers above 0"
+        )
     if not _numbers(rampup):
         ends = [samples for _, samples in rampup]
         if any(a >= b for a, b in pairwise(ends)):
@@ -143,6 +144,8 @@ def _stages(last: int, rampup: Sequence[Any] | None) -> tuple[Stage, ...]:
 
 
 def _numbers(value: object) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(
-        isinstance(item, int) and not isinstance(item, bool) and item > 0 for item in value
-    )  # fmt: skip
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(isinstance(item, int) and not isinstance(item, bool) and item > 0 for item in value)
+    )

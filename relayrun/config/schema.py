@@ -18,8 +18,25 @@ from relayrun.config.job import Chain, Cluster, Debug, Evaluation, EvaluationJob
 from relayrun.config.section import NAME, Section
 from relayrun.config.training import Checkpoint, Model, Optimizer, Parallel, Training
 
-__all__ = ["MOCK_ORDER", "Chain", "Checkpoint", "Cluster", "Data", "Debug", "Evaluation", "EvaluationJob", "Job",
-           "Model", "Optimizer", "Parallel", "RunConfig", "Section", "Source", "Tracking", "Training"]  # fmt: skip
+__all__ = [
+    "MOCK_ORDER",
+    "Chain",
+    "Checkpoint",
+    "Cluster",
+    "Data",
+    "Debug",
+    "Evaluation",
+    "EvaluationJob",
+    "Job",
+    "Model",
+    "Optimizer",
+    "Parallel",
+    "RunConfig",
+    "Section",
+    "Source",
+    "Tracking",
+    "Training",
+]
 
 
 class RunConfig(Section):
@@ -85,20 +102,26 @@ class RunConfig(Section):
             )
         self._check_attention()
         if self.model.num_layers % pipeline:
-            raise ValueError(f"model.num_layers {self.model.num_layers} is no multiple of "
-                             f"parallel.pipeline_model_parallel_size {pipeline}")  # fmt: skip
+            raise ValueError(
+                f"model.num_layers {self.model.num_layers} is no multiple of "
+                f"parallel.pipeline_model_parallel_size {pipeline}"
+            )
         for name in ("num_query_groups", "ffn_hidden_size"):
             if getattr(self.model, name) % tensor:
-                raise ValueError(f"model.{name} {getattr(self.model, name)} is no multiple of "
-                                 f"parallel.tensor_model_parallel_size {tensor}")  # fmt: skip
+                raise ValueError(
+                    f"model.{name} {getattr(self.model, name)} is no multiple of "
+                    f"parallel.tensor_model_parallel_size {tensor}"
+                )
         if self.model.make_vocab_size_divisible_by % tensor:
             raise ValueError(
                 f"model.make_vocab_size_divisible_by {self.model.make_vocab_size_divisible_by} is no multiple of "
                 f"parallel.tensor_model_parallel_size {tensor}"
             )
         if self.parallel.sequence_parallel and self.training.seq_length % tensor:
-            raise ValueError(f"training.seq_length {self.training.seq_length} is no multiple of "
-                             f"parallel.tensor_model_parallel_size {tensor}, as sequence_parallel needs")  # fmt: skip
+            raise ValueError(
+                f"training.seq_length {self.training.seq_length} is no multiple of "
+                f"parallel.tensor_model_parallel_size {tensor}, as sequence_parallel needs"
+            )
         batch = self.training.micro_batch_size * self.data_parallel_size
         stages = self.training.batch_sizes.stages
         for number, part in enumerate(stages, start=1):
@@ -118,8 +141,10 @@ class RunConfig(Section):
         if (layers := self.parallel.num_layers_per_virtual_pipeline_stage) is not None:
             stage = self.model.num_layers // pipeline
             if stage % layers or stage == layers:
-                raise ValueError(f"the {stage} layers of a pipeline stage cannot be split into several parts of "
-                                 f"parallel.num_layers_per_virtual_pipeline_stage {layers}")  # fmt: skip
+                raise ValueError(
+                    f"the {stage} layers of a pipeline stage cannot be split into several parts of "
+                    f"parallel.num_layers_per_virtual_pipeline_stage {layers}"
+                )
         return self
 
     def _check_attention(self) -> None:
@@ -127,8 +152,7 @@ class RunConfig(Section):
         context, tensor = self.parallel.context_parallel_size, self.parallel.tensor_model_parallel_size
         masked = self.data.reset_attention_mask
         if self.training.transformer_impl == "transformer_engine" and masked:
-            raise ValueError("data.reset_attention_mask needs the local attention; "
-                             "set training.transformer_impl=local")  # fmt: skip
+            raise ValueError("data.reset_attention_mask needs the local attention; set training.transformer_impl=local")
         if context == 1:
             return
         if self.training.transformer_impl == "local" or masked or self.data.eod_mask_loss:
@@ -147,8 +171,10 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _evaluated_checkpoints(self) -> Self:
         if self.evaluation is not None and self.evaluation.interval % self.checkpoint.interval:
-            raise ValueError(f"evaluation.interval {self.evaluation.interval} is no multiple of "
-                             f"checkpoint.interval {self.checkpoint.interval}")  # fmt: skip
+            raise ValueError(
+                f"evaluation.interval {self.evaluation.interval} is no multiple of "
+                f"checkpoint.interval {self.checkpoint.interval}"
+            )
         return self
 
     def lr_steps(self, reaches: Callable[[int], int]) -> tuple[int, int]:
@@ -180,13 +206,17 @@ class RunConfig(Section):
                 last = "optimizer.lr_decay_tokens, in steps"
             elif optimizer.lr_decay_steps is not None:
                 last = "optimizer.lr_decay_steps"
-            raise ValueError(f"optimizer.{first} {warmup} must be below {last} {decay}; "
-                             f"set optimizer.lr_warmup_steps={decay // 10}, or train longer")  # fmt: skip
+            raise ValueError(
+                f"optimizer.{first} {warmup} must be below {last} {decay}; "
+                f"set optimizer.lr_warmup_steps={decay // 10}, or train longer"
+            )
         if (optimizer.lr_decay_style == "WSD") != (optimizer.lr_wsd_decay_steps is not None):
             raise ValueError("optimizer.lr_wsd_decay_steps belongs to lr_decay_style WSD, which needs it")
         if (optimizer.lr_wsd_decay_steps or 0) > decay - warmup:
-            raise ValueError(f"optimizer.lr_wsd_decay_steps {optimizer.lr_wsd_decay_steps} must fit between "
-                             f"the warm-up of {warmup} steps and the end of the decay at {decay}")  # fmt: skip
+            raise ValueError(
+                f"optimizer.lr_wsd_decay_steps {optimizer.lr_wsd_decay_steps} must fit between "
+                f"the warm-up of {warmup} steps and the end of the decay at {decay}"
+            )
         if optimizer.min_lr > optimizer.lr:
             raise ValueError(f"optimizer.min_lr {optimizer.min_lr} is above optimizer.lr {optimizer.lr}")
         return self

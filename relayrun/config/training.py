@@ -33,11 +33,14 @@ class Model(Section):
     @model_validator(mode="after")
     def _divisible(self) -> Self:
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError(f"hidden_size {self.hidden_size} is no multiple of "
-                             f"num_attention_heads {self.num_attention_heads}")  # fmt: skip
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is no multiple of num_attention_heads {self.num_attention_heads}"
+            )
         if self.num_attention_heads % self.num_query_groups:
-            raise ValueError(f"num_attention_heads {self.num_attention_heads} is no multiple of "
-                             f"num_query_groups {self.num_query_groups}")  # fmt: skip
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is no multiple of "
+                f"num_query_groups {self.num_query_groups}"
+            )
         return self
 
 
@@ -198,8 +201,9 @@ class Parallel(Section):
     @model_validator(mode="after")
     def _rules(self) -> Self:
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            raise ValueError("sequence_parallel splits over tensor-parallel ranks: it needs "
-                             "tensor_model_parallel_size above 1")  # fmt: skip
+            raise ValueError(
+                "sequence_parallel splits over tensor-parallel ranks: it needs tensor_model_parallel_size above 1"
+            )
         if self.virtual_stages and self.pipeline_model_parallel_size == 1:
             raise ValueError("num_layers_per_virtual_pipeline_stage needs pipeline_model_parallel_size above 1")
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):

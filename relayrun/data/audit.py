@@ -122,8 +122,15 @@ def audit(run: RunDir) -> Audited:
             if (identity := source.identity(name)) in order.schedule.names and identity not in datasets:
                 datasets[identity] = make_dataset(past, manifest, name)
     iteration, consumed = _durable(run)
-    return Audited(run=run, config=config, order=order, datasets=datasets, progress=progress,
-                   iteration=iteration, consumed_samples=consumed)  # fmt: skip
+    return Audited(
+        run=run,
+        config=config,
+        order=order,
+        datasets=datasets,
+        progress=progress,
+        iteration=iteration,
+        consumed_samples=consumed,
+    )
 
 
 def samples(audited: Audited, numbers: range) -> Iterator[Sample]:
@@ -132,8 +139,15 @@ def samples(audited: Audited, numbers: range) -> Iterator[Sample]:
         name, epoch, i = audited.order.locate(k)
         dataset = audited.datasets[name]
         origins = getattr(dataset, "origins", None)
-        yield Sample(number=k, dataset=name, epoch=epoch, i=i, step=audited.progress.iteration_of(k),
-                     origins=origins(epoch, i) if origins else [], tokens=dataset.read(epoch, i))  # fmt: skip
+        yield Sample(
+            number=k,
+            dataset=name,
+            epoch=epoch,
+            i=i,
+            step=audited.progress.iteration_of(k),
+            origins=origins(epoch, i) if origins else [],
+            tokens=dataset.read(epoch, i),
+        )
 
 
 def ledger(audited: Audited) -> list[LedgerRow]:

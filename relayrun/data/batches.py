@@ -63,11 +63,15 @@ class BatchReader(Iterator[Batch]):
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(f"data-parallel rank {data_parallel_rank} of {data_parallel_size}")
         if micro_batch_size < 1 or consumed_samples < 0:
-            raise ValueError(f"micro_batch_size must be positive and consumed_samples not negative, not "
-                             f"{micro_batch_size}, {consumed_samples}")  # fmt: skip
+            raise ValueError(
+                f"micro_batch_size must be positive and consumed_samples not negative, not "
+                f"{micro_batch_size}, {consumed_samples}"
+            )
         if (stage := batch_sizes.indivisible(micro_batch_size * data_parallel_size, consumed_samples)) is not None:
-            raise ConfigError(f"{stage} is no multiple of micro_batch_size x data-parallel size = "
-                              f"{micro_batch_size} x {data_parallel_size}")  # fmt: skip
+            raise ConfigError(
+                f"{stage} is no multiple of micro_batch_size x data-parallel size = "
+                f"{micro_batch_size} x {data_parallel_size}"
+            )
         self.consumed_samples = consumed_samples
         """Number of the first sample that `next` has not returned yet, over all ranks."""
         self._order = order
@@ -78,8 +82,9 @@ class BatchReader(Iterator[Batch]):
         self._queue: Queue[Batch | BaseException] = Queue(DEPTH)
         self._error: BaseException | None = None
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._read_ahead, args=(consumed_samples,), daemon=True,
-                                        name=f"batches-{order.name}")  # fmt: skip
+        self._thread = threading.Thread(
+            target=self._read_ahead, args=(consumed_samples,), daemon=True, name=f"batches-{order.name}"
+        )
         self._thread.start()
 
     def __next__(self) -> Batch:

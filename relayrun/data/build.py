@@ -67,12 +67,20 @@ def training_order(config: RunConfig, manifest: Manifest) -> MixedOrder:
 def validation_orders(config: RunConfig, manifest: Manifest) -> dict[str, SampleOrder]:
     """The held-out sets: those given by path, and the share of each data set that `data.split` holds out."""
     length, split = config.training.seq_length, config.data.split
-    orders = {name: SampleOrder(dataset, seq_length=length, seed=VALIDATION_SEED, name=name)
-              for name, dataset in manifest.validation.items()}  # fmt: skip
+    orders = {
+        name: SampleOrder(dataset, seq_length=length, seed=VALIDATION_SEED, name=name)
+        for name, dataset in manifest.validation.items()
+    }
     if split:
         for name, source in config.data.sources.items():
-            orders[name] = SampleOrder(manifest.datasets[source.identity(name)], seq_length=length, name=name,
-                                       seed=VALIDATION_SEED, split=split, held_out=True)  # fmt: skip
+            orders[name] = SampleOrder(
+                manifest.datasets[source.identity(name)],
+                seq_length=length,
+                name=name,
+                seed=VALIDATION_SEED,
+                split=split,
+                held_out=True,
+            )
     return orders
 
 
@@ -91,9 +99,16 @@ def make_dataset(config: RunConfig, manifest: Manifest, name: str) -> Dataset:
         return SampleOrder(shards, seq_length=training.seq_length, seed=training.seed, name=identity, split=data.split)
     make = _imported(IMPORT_PATHS.get(order, order), f"data set {identity!r}")
     dataset = make(
-        Source(name=identity, seed=training.seed, seq_length=training.seq_length, manifest=shards,
-               split=data.split, cache_dir=data.data_cache_dir, options=source.options)
-    )  # fmt: skip
+        Source(
+            name=identity,
+            seed=training.seed,
+            seq_length=training.seq_length,
+            manifest=shards,
+            split=data.split,
+            cache_dir=data.data_cache_dir,
+            options=source.options,
+        )
+    )
     if len(dataset) < 1:
         raise ConfigError(f"{order} gives no window", where=f"data set {identity!r}")
     return dataset
@@ -104,8 +119,11 @@ def _imported(path: str, where: str) -> Callable[[Source], Dataset]:
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"order {path!r} cannot be imported: {error}", where=where,
-                          hint="write module:callable, and put its folder on PYTHONPATH") from None  # fmt: skip
+        raise ConfigError(
+            f"order {path!r} cannot be imported: {error}",
+            where=where,
+            hint="write module:callable, and put its folder on PYTHONPATH",
+        ) from None
     if not callable(found):
         raise ConfigError(f"order {path!r} is no callable", where=where)
     made: Callable[[Source], Dataset] = found

@@ -58,14 +58,30 @@ def ledger(audited: audit.Audited) -> None:
     """A table of the data sets."""
     rows = audit.ledger(audited)
     table = Table(title=f"{audited.run.path.name}: {audited.consumed_samples:,} samples in {audited.iteration:,} steps")
-    for name in ("data set", "weight", "samples", "not trained on", "epochs", "windows", "first epoch ends at sample",
-                 "at step"):  # fmt: skip
+    for name in (
+        "data set",
+        "weight",
+        "samples",
+        "not trained on",
+        "epochs",
+        "windows",
+        "first epoch ends at sample",
+        "at step",
+    ):
         table.add_column(name, justify="left" if name == "data set" else "right")
     for row in rows:
         step = "passed over" if row.exhausted_step is None else f"{row.exhausted_step:,}"
         end = ("never", "never") if row.exhausted_sample is None else (f"{row.exhausted_sample:,}", step)
-        table.add_row(row.dataset, f"{row.weight:.4f}" if row.weight else "left", f"{row.samples:,}",
-                      f"{row.untrained:,}", f"{row.epochs:.3f}", f"{row.windows:,}", *end)  # fmt: skip
-    table.add_row("total", "", f"{sum(row.samples for row in rows):,}", f"{sum(row.untrained for row in rows):,}",
-                  "", "", "", "")  # fmt: skip
+        table.add_row(
+            row.dataset,
+            f"{row.weight:.4f}" if row.weight else "left",
+            f"{row.samples:,}",
+            f"{row.untrained:,}",
+            f"{row.epochs:.3f}",
+            f"{row.windows:,}",
+            *end,
+        )
+    table.add_row(
+        "total", "", f"{sum(row.samples for row in rows):,}", f"{sum(row.untrained for row in rows):,}", "", "", "", ""
+    )
     Console(width=120, highlight=False).print(table)

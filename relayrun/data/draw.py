@@ -51,8 +51,11 @@ def normalised(weights: Sequence[float]) -> list[float]:
     """The weights divided by their sum. Raises ConfigError unless all are positive and finite."""
     for weight in weights:
         if not (math.isfinite(weight) and weight > 0):
-            raise ConfigError(f"a weight must be a positive number, not {weight:g}", where="--weights",
-                              hint="leave a dataset out to give it no weight")  # fmt: skip
+            raise ConfigError(
+                f"a weight must be a positive number, not {weight:g}",
+                where="--weights",
+                hint="leave a dataset out to give it no weight",
+            )
     largest = max(weights, default=1.0)  # first, lest the sum of huge weights be infinite
     total = math.fsum(weight / largest for weight in weights)
     shares = [weight / largest / total for weight in weights]
@@ -72,8 +75,9 @@ def drawing_order(names: Sequence[str], *, seed: int, dataset: int) -> list[int]
     return sorted(range(len(names)), key=lambda i: (digests[i], names[i]))
 
 
-def wanted(available: Sequence[int], weights: Sequence[float], *, tokens: int | None = None,
-           repeat: bool = False) -> list[int]:  # fmt: skip
+def wanted(
+    available: Sequence[int], weights: Sequence[float], *, tokens: int | None = None, repeat: bool = False
+) -> list[int]:
     """Tokens that each dataset is to give.
 
     With `tokens` they sum to it, within rounding, and a dataset that has fewer is repeated. Without, the mixture

@@ -50,8 +50,10 @@ def evolve(
     """
     fixed = _fixed(frozen, history[0], found, config)
     if fixed and trained:
-        raise InputError("these cannot change in a run that has trained, not even accepted:\n  " + "\n  ".join(fixed),
-                         hint="restore them, or start a run with another name")  # fmt: skip
+        raise InputError(
+            "these cannot change in a run that has trained, not even accepted:\n  " + "\n  ".join(fixed),
+            hint="restore them, or start a run with another name",
+        )
     changes = list(fixed)
     datasets, sources = dict(frozen.datasets), {}
     for name, source in config.data.sources.items():
@@ -65,8 +67,10 @@ def evolve(
             changes += [f"validation {name!r}: {line}" for line in _shard_differences(before, held_out)]
     if changes and not accept:
         how = "see docs/data-order.md for how it would go on" if trained else "it has not trained, and would begin anew"
-        raise InputError("the data are not those that this run began with:\n  " + "\n  ".join(changes),
-                         hint=f"restore them, or submit with {ACCEPT}: {how}")  # fmt: skip
+        raise InputError(
+            "the data are not those that this run began with:\n  " + "\n  ".join(changes),
+            hint=f"restore them, or submit with {ACCEPT}: {how}",
+        )
     if changes and not trained:
         return Evolved(config=config, manifest=found, notes=changes)
     _refuse_leak(frozen, sources, found, config.data.split)
@@ -83,10 +87,11 @@ def _refuse_leak(frozen: Manifest, sources: Mapping[str, Source], found: Manifes
     known = {dataset.fingerprint for dataset in frozen.datasets.values()}
     for name, source in sources.items():
         if split and source.edition > 1 and found.datasets[name].fingerprint not in known:
-            raise InputError(f"{name}: these files are not those the run began with, and data.split would hold out "
-                             "windows of them that may have been trained on",
-                             hint="restore the files, or add the new ones alone as a data set of another name",
-                             )  # fmt: skip
+            raise InputError(
+                f"{name}: these files are not those the run began with, and data.split would hold out "
+                "windows of them that may have been trained on",
+                hint="restore the files, or add the new ones alone as a data set of another name",
+            )
 
 
 def weights_of(config: RunConfig) -> dict[str, int]:
@@ -103,10 +108,15 @@ def _edition(
         editions[len(editions) + 1] = frozen.datasets[identity]
     revision = next((revision for revision in history if name in revision.data.sources), None)
     if not editions or revision is None:
-        twins = [other for other, dataset in frozen.datasets.items()
-                 if dataset.shards and dataset.fingerprint == files.fingerprint and other != name]  # fmt: skip
-        return 1, [f"{name}: has the files of {twin!r}, which the run has under that name: its windows would come again"
-                   for twin in twins[:1]]  # fmt: skip
+        twins = [
+            other
+            for other, dataset in frozen.datasets.items()
+            if dataset.shards and dataset.fingerprint == files.fingerprint and other != name
+        ]
+        return 1, [
+            f"{name}: has the files of {twin!r}, which the run has under that name: its windows would come again"
+            for twin in twins[:1]
+        ]
     last = revision.data.sources[name]
     was, now = (last.order or revision.data.order, last.options), (source.order or order, source.options)
     if was != now:
@@ -144,8 +154,10 @@ def _shard_differences(before: DatasetManifest, now: DatasetManifest) -> list[st
     for name in old:
         if name in new and (was := old[name]).fingerprint != (now_is := new[name]).fingerprint:
             same = ", in another order or of other lengths" if was.tokens == now_is.tokens else ""
-            lines.append(f"shard {name} had {was.documents:,} documents, {was.tokens:,} tokens, now "
-                         f"{now_is.documents:,} documents, {now_is.tokens:,} tokens{same}")  # fmt: skip
+            lines.append(
+                f"shard {name} had {was.documents:,} documents, {was.tokens:,} tokens, now "
+                f"{now_is.documents:,} documents, {now_is.tokens:,} tokens{same}"
+            )
         elif name in new and old[name].bin_bytes != new[name].bin_bytes:
             lines.append(f"shard {name}: the .bin had {old[name].bin_bytes:,} bytes, now {new[name].bin_bytes:,}")
     if not lines:

@@ -60,17 +60,28 @@ class ShardEntry:
         try:
             prefix.encode()
         except UnicodeEncodeError:
-            raise InputError("the name of a shard must be valid UTF-8", where=repr(prefix),
-                             hint="rename it or its folder") from None  # fmt: skip
+            raise InputError(
+                "the name of a shard must be valid UTF-8", where=repr(prefix), hint="rename it or its folder"
+            ) from None
         shard = Shard.open(prefix)
         if not np.issubdtype(shard.dtype, np.integer):
-            raise InputError(f"token ids must be integers, these are {shard.dtype}", where=prefix + ".idx",
-                             hint="tokenize it again, or leave this prefix out")  # fmt: skip
+            raise InputError(
+                f"token ids must be integers, these are {shard.dtype}",
+                where=prefix + ".idx",
+                hint="tokenize it again, or leave this prefix out",
+            )
         _check_contiguous(shard)
         with open(prefix + ".idx", "rb") as file:
             fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
-        return cls(prefix=prefix, dtype=shard.dtype.name, tokens=shard.tokens, documents=shard.documents,
-                   bin_bytes=shard.bin_bytes, idx_bytes=shard.idx_bytes, fingerprint=fingerprint)  # fmt: skip
+        return cls(
+            prefix=prefix,
+            dtype=shard.dtype.name,
+            tokens=shard.tokens,
+            documents=shard.documents,
+            bin_bytes=shard.bin_bytes,
+            idx_bytes=shard.idx_bytes,
+            fingerprint=fingerprint,
+        )
 
     def differences(self) -> list[str]:
         """What differs on disk: a line per missing file or other size."""
@@ -101,8 +112,10 @@ class DatasetManifest:
         """SHA-256 over type, sizes and fingerprint of every shard in order, hexadecimal."""
         digest = hashlib.sha256()
         for shard in self.shards:
-            digest.update(f"{shard.dtype} {shard.tokens} {shard.documents} {shard.bin_bytes} "
-                          f"{shard.idx_bytes} {shard.fingerprint}\n".encode())  # fmt: skip
+            digest.update(
+                f"{shard.dtype} {shard.tokens} {shard.documents} {shard.bin_bytes} "
+                f"{shard.idx_bytes} {shard.fingerprint}\n".encode()
+            )
         return digest.hexdigest()
 
     @classmethod
@@ -146,11 +159,18 @@ class Manifest:
         for sets, what in ((datasets, "data set"), (validation, "validation set")):
             for name, prefixes in sets.items():
                 if prefixes is not None and not prefixes:
-                    raise InputError(f"the {what} {name!r} has no shard",
-                                     hint="give folders that hold .bin and .idx files")  # fmt: skip
+                    raise InputError(
+                        f"the {what} {name!r} has no shard", hint="give folders that hold .bin and .idx files"
+                    )
             built.append({name: DatasetManifest.build(prefixes or []) for name, prefixes in sets.items()})
-        manifest = cls(datasets=built[0], validation=built[1], vocabulary_size=vocabulary_size, eod=eod,
-                       tokenizer=tokenizer, tokenizer_fingerprint=tokenizer_fingerprint)  # fmt: skip
+        manifest = cls(
+            datasets=built[0],
+            validation=built[1],
+            vocabulary_size=vocabulary_size,
+            eod=eod,
+            tokenizer=tokenizer,
+            tokenizer_fingerprint=tokenizer_fingerprint,
+        )
         manifest.check_apart(list(datasets))
         return manifest
 
@@ -166,16 +186,21 @@ class Manifest:
             for identity, prefix in _identities(name, dataset, missing_ok=name not in together).items():
                 other, first = in_training.setdefault(identity, (name, prefix))
                 if other != name and {name, other} <= together:
-                    raise InputError(f"stands in the data sets {other!r} ({first}) and {name!r}", where=prefix,
-                                     hint="name each shard once, or its tokens are repeated")  # fmt: skip
+                    raise InputError(
+                        f"stands in the data sets {other!r} ({first}) and {name!r}",
+                        where=prefix,
+                        hint="name each shard once, or its tokens are repeated",
+                    )
         for name, dataset in self.validation.items():
             held_out = _identities(f"validation {name!r}", dataset)
             shared = in_training.keys() & held_out.keys()
             if shared:
                 first = min(in_training[identity][1] for identity in shared)
-                raise InputError(f"{len(shared)} training shard(s) also stand in validation {name!r}; the first is "
-                                 "this one", where=first,
-                                 hint="held-out data must not be trained on: mend one set")  # fmt: skip
+                raise InputError(
+                    f"{len(shared)} training shard(s) also stand in validation {name!r}; the first is this one",
+                    where=first,
+                    hint="held-out data must not be trained on: mend one set",
+                )
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
@@ -194,25 +219,35 @@ class Manifest:
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = "it is no JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else repr(error)
-            raise InputError(f"cannot be read as a manifest: {what}", where=path,
-                             hint="it is written once and never edited; restore it from a copy") from None  # fmt: skip
+            raise InputError(
+                f"cannot be read as a manifest: {what}",
+                where=path,
+                hint="it is written once and never edited; restore it from a copy",
+            ) from None
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write as JSON, atomically."""
-        write_json(path, {
-            "version": VERSION,
-            "tokenizer": self.tokenizer,
-            "tokenizer_fingerprint": self.tokenizer_fingerprint,
-            "vocabulary_size": self.vocabulary_size,
-            "eod": self.eod,
-            "datasets": {name: _json(dataset) for name, dataset in self.datasets.items()},
-            "validation": {name: _json(dataset) for name, dataset in self.validation.items()},
-        })  # fmt: skip
+        write_json(
+            path,
+            {
+                "version": VERSION,
+                "tokenizer": self.tokenizer,
+                "tokenizer_fingerprint": self.tokenizer_fingerprint,
+                "vocabulary_size": self.vocabulary_size,
+                "eod": self.eod,
+                "datasets": {name: _json(dataset) for name, dataset in self.datasets.items()},
+                "validation": {name: _json(dataset) for name, dataset in self.validation.items()},
+            },
+        )
 
     def differences(self, mixture: Iterable[str]) -> list[str]:
         """What differs on disk in the data sets `mixture` and the validation sets: two `stat` calls per shard."""
-        found = [f"{name}: {line}" for name in mixture for shard in self.datasets[name].shards
-                 for line in shard.differences()]  # fmt: skip
+        found = [
+            f"{name}: {line}"
+            for name in mixture
+            for shard in self.datasets[name].shards
+            for line in shard.differences()
+        ]
         for name, dataset in self.validation.items():
             found += [f"validation {name!r}: {line}" for shard in dataset.shards for line in shard.differences()]
         return found
@@ -220,8 +255,10 @@ class Manifest:
     def verify(self, mixture: Iterable[str] | None = None) -> None:
         """Raise InputError that names every difference of sizes on disk. `mixture` as in `differences`; None: all."""
         if found := self.differences(self.datasets if mixture is None else mixture):
-            raise InputError("\n  ".join([f"the data differ from the manifest in {len(found)} file(s):", *found]),
-                             hint="put these files back as they were, or start a new run")  # fmt: skip
+            raise InputError(
+                "\n  ".join([f"the data differ from the manifest in {len(found)} file(s):", *found]),
+                hint="put these files back as they were, or start a new run",
+            )
 
 
 def _check_contiguous(shard: Shard) -> None:
@@ -233,9 +270,12 @@ def _check_contiguous(shard: Shard) -> None:
         wrong = np.flatnonzero(offsets[start : start + _CHUNK] != ends - sizes)
         if len(wrong) or sizes.min() < 0:
             at = start + int(wrong[0] if len(wrong) else sizes.argmin())
-            raise InputError(f"the token file is not its documents one behind the other: sequence {at} of the index "
-                             "does not begin where the one before it ends", where=shard.prefix + ".idx",
-                             hint="write the shard again in the order of its index, or leave it out")  # fmt: skip
+            raise InputError(
+                f"the token file is not its documents one behind the other: sequence {at} of the index "
+                "does not begin where the one before it ends",
+                where=shard.prefix + ".idx",
+                hint="write the shard again in the order of its index, or leave it out",
+            )
         expected = int(ends[-1])
 
 
@@ -251,14 +291,20 @@ def _identities(name: str, dataset: DatasetManifest, *, missing_ok: bool = False
             raise
         other = found.setdefault((status.st_dev, status.st_ino), shard.prefix)
         if other is not shard.prefix and not repeated_on_purpose(shard.prefix, other):
-            raise InputError(f"stands twice in {name}, also as {other}", where=shard.prefix,
-                             hint="name each shard once, or its tokens are repeated within an epoch")  # fmt: skip
+            raise InputError(
+                f"stands twice in {name}, also as {other}",
+                where=shard.prefix,
+                hint="name each shard once, or its tokens are repeated within an epoch",
+            )
     return found
 
 
 def _json(dataset: DatasetManifest) -> dict[str, Any]:
-    return {"fingerprint": dataset.fingerprint, "tokens": dataset.tokens,
-            "shards": [asdict(shard) for shard in dataset.shards]}  # fmt: skip
+    return {
+        "fingerprint": dataset.fingerprint,
+        "tokens": dataset.tokens,
+        "shards": [asdict(shard) for shard in dataset.shards],
+    }
 
 
 def _dataset(value: dict[str, Any]) -> DatasetManifest:

@@ -35,8 +35,11 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike[str]) -> Shard:
             raise InputError("this exists already", where=target + suffix, hint="move it away, or choose another name")
     dtype = shards[0].dtype
     if other := next((shard for shard in shards if shard.dtype != dtype), None):
-        raise InputError(f"token types differ: {other.dtype} here, {dtype} in {shards[0].prefix}", where=other.prefix,
-                         hint="merge shards of one tokenizer alone")  # fmt: skip
+        raise InputError(
+            f"token types differ: {other.dtype} here, {dtype} in {shards[0].prefix}",
+            where=other.prefix,
+            hint="merge shards of one tokenizer alone",
+        )
     Path(target).parent.mkdir(parents=True, exist_ok=True)
     try:
         with open(target + ".bin.tmp", "wb") as out:

@@ -87,14 +87,20 @@ class MixedOrder:
         another order, so that sample numbers would not mean the same samples, or if its ledger is wrong.
         """
         consumed, phases, records = _read(state)
-        differences = [f"{name} was {_text(old)}, is {_text(self.settings.get(name))}"
-                       for name, old in state["settings"].items() if self.settings.get(name) != old]  # fmt: skip
+        differences = [
+            f"{name} was {_text(old)}, is {_text(self.settings.get(name))}"
+            for name, old in state["settings"].items()
+            if self.settings.get(name) != old
+        ]
         for dataset, record in records.items():
             now = self.records.get(dataset)
             if now is not None and dataset in self.parts:
                 pairs = {name: (record.get(name), now.get(name)) for name in sorted(record.keys() | now.keys())}
-                differences += [f"{name} of data set {dataset!r} was {_text(old)}, is {_text(new)}"
-                                for name, (old, new) in pairs.items() if old != new]  # fmt: skip
+                differences += [
+                    f"{name} of data set {dataset!r} was {_text(old)}, is {_text(new)}"
+                    for name, (old, new) in pairs.items()
+                    if old != new
+                ]
         if differences:
             raise FatalTrainingError(
                 "the data order differs from the checkpoint's, samples would be lost or repeated: "
@@ -123,8 +129,9 @@ def _read(state: Mapping[str, Any]) -> tuple[int, Schedule, dict[str, dict[str, 
             raise ValueError("its data sets are not those of its phases")
         return consumed, schedule, records
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FatalTrainingError(f"the data state of the checkpoint is damaged: {error}",
-                                 hint="resume from an older checkpoint") from None  # fmt: skip
+        raise FatalTrainingError(
+            f"the data state of the checkpoint is damaged: {error}", hint="resume from an older checkpoint"
+        ) from None
 
 
 def _text(value: object) -> str:

@@ -64,11 +64,17 @@ def create_mixture(
     Raises ConfigError for wrong weights or options, InputError for wrong folders or torn shards.
     """
     if len(folders) != len(weights):
-        raise ConfigError(f"{len(folders)} folders but {len(weights)} weights", where="--weights",
-                          hint="give one weight a folder, in the same order")  # fmt: skip
+        raise ConfigError(
+            f"{len(folders)} folders but {len(weights)} weights",
+            where="--weights",
+            hint="give one weight a folder, in the same order",
+        )
     if whole_shards and (tokens is not None or allow_repeats):
-        raise ConfigError("a number of tokens and repeats are for shards that may be cut", where="--whole-shards",
-                          hint="leave out one of the options")  # fmt: skip
+        raise ConfigError(
+            "a number of tokens and repeats are for shards that may be cut",
+            where="--whole-shards",
+            hint="leave out one of the options",
+        )
     shares = draw.normalised(weights)
     check_output(output, folders)
     datasets = _read_datasets(folders, shares, seed, report)
@@ -80,8 +86,11 @@ def create_mixture(
         datasets = [_taking(dataset, target) for dataset, target in zip(datasets, targets, strict=True)]
     links = sum(dataset.prefixes for dataset in datasets)
     if links > MOST_LINKS:
-        raise ConfigError(f"{links:,} shards would be linked, because a small dataset is repeated often",
-                          where="--weights", hint="give it less weight, or merge its shards first")  # fmt: skip
+        raise ConfigError(
+            f"{links:,} shards would be linked, because a small dataset is repeated often",
+            where="--weights",
+            hint="give it less weight, or merge its shards first",
+        )
     summary = summarise(datasets, seed)
     if dry_run:
         return summary
@@ -124,8 +133,11 @@ def check_output(output: Path, folders: Sequence[Path]) -> None:
     for folder in folders:
         real = Path(os.path.realpath(folder))
         if final == real or real in final.parents or final in real.parents:
-            raise InputError("output and input lie inside each other", where=f"{output} and {folder}",
-                             hint="give an output folder of its own")  # fmt: skip
+            raise InputError(
+                "output and input lie inside each other",
+                where=f"{output} and {folder}",
+                hint="give an output folder of its own",
+            )
     if not final.exists():
         return
     if not final.is_dir():
@@ -138,14 +150,18 @@ def check_output(output: Path, folders: Sequence[Path]) -> None:
             for entry in entries:
                 name, link = entry.path[start:], entry.is_symlink()
                 if name not in expected or (expected[name] and not link):
-                    raise InputError(f"the output holds something that no former mixture left there: {entry.name}",
-                                     where=output, hint=hint)  # fmt: skip
+                    raise InputError(
+                        f"the output holds something that no former mixture left there: {entry.name}",
+                        where=output,
+                        hint=hint,
+                    )
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append(entry.path)
 
 
-def _read_datasets(folders: Sequence[Path], shares: Sequence[float], seed: int,
-                   report: Callable[[str], None]) -> list[Dataset]:  # fmt: skip
+def _read_datasets(
+    folders: Sequence[Path], shares: Sequence[float], seed: int, report: Callable[[str], None]
+) -> list[Dataset]:
     """Open every shard, put each dataset's shards into the order of the draw, name the links."""
     roots = [folder.absolute() for folder in folders]
     bases = [os.path.basename(os.path.normpath(root)) or "dataset" for root in roots]
@@ -164,16 +180,26 @@ def _read_datasets(folders: Sequence[Path], shares: Sequence[float], seed: int,
         reals = [real_path(shard.prefix + ".bin") for shard in shards]
         for shard, real in zip(shards, reals, strict=True):
             if real in owners:
-                raise InputError("this shard stands in the mixture twice", where=f"{shard.prefix} and {owners[real]}",
-                                 hint="remove one of the links, or give folders that do not overlap")  # fmt: skip
+                raise InputError(
+                    "this shard stands in the mixture twice",
+                    where=f"{shard.prefix} and {owners[real]}",
+                    hint="remove one of the links, or give folders that do not overlap",
+                )
             owners[real] = shard.prefix
         if not any(shard.tokens for shard in shards):
             raise InputError("the shards of this folder hold no tokens", where=root, hint="leave it out")
         links = distinct([os.path.basename(path) for path in relative], [path.replace("/", "-") for path in relative])
         order = draw.drawing_order(relative, seed=seed, dataset=i)
-        datasets.append(Dataset(name=name, folder=str(root), weight=shares[i],
-                                shards=[shards[k] for k in order], links=[links[k] for k in order],
-                                reals=[reals[k] for k in order]))  # fmt: skip
+        datasets.append(
+            Dataset(
+                name=name,
+                folder=str(root),
+                weight=shares[i],
+                shards=[shards[k] for k in order],
+                links=[links[k] for k in order],
+                reals=[reals[k] for k in order],
+            )
+        )
     return datasets
 
 
@@ -192,8 +218,11 @@ def _taking(dataset: Dataset, target: int) -> Dataset:
         passes, taken = passes + 1, 0
     found = replace(dataset, passes=passes, taken=taken, cut=cut)
     if not found.tokens:
-        raise ConfigError(f"{target:,} tokens are less than half of the first document", where=dataset.folder,
-                          hint="ask for more --tokens, or give this dataset more weight")  # fmt: skip
+        raise ConfigError(
+            f"{target:,} tokens are less than half of the first document",
+            where=dataset.folder,
+            hint="ask for more --tokens, or give this dataset more weight",
+        )
     return found
 
 
@@ -203,8 +232,11 @@ def _cut(shard: Shard, tokens: int) -> Cut:
     ends = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=ends[1:])
     if not np.array_equal(shard.offsets(), ends[:-1] * shard.dtype.itemsize):
-        raise InputError("this shard cannot be cut: its sequences do not lie one behind the other",
-                         where=shard.prefix + ".idx", hint="write it again, or use --whole-shards")  # fmt: skip
+        raise InputError(
+            "this shard cannot be cut: its sequences do not lie one behind the other",
+            where=shard.prefix + ".idx",
+            hint="write it again, or use --whole-shards",
+        )
     bounds = np.asarray(shard.bounds())
     documents = draw.nearest_end(ends[bounds], tokens)
     return Cut(documents=documents, tokens=int(ends[bounds[documents]]), of=shard)

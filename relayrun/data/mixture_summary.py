@@ -129,14 +129,36 @@ def summarise(datasets: Sequence[Dataset], seed: int) -> str:
     total = sum(dataset.tokens for dataset in datasets)
     rows = [("dataset", "tokens", "of", "epochs", "lasts", "prefixes", "of", "GB", "wanted", "reached", "folder")]
     rows += [
-        (d.name, f"{d.tokens:,}", f"{d.available:,}", f"{d.epochs:.3f}", f"{d.available / d.weight:,.0f}",
-         f"{d.prefixes:,}", f"{len(d.shards):,}", f"{d.size / 1e9:.3f}", f"{d.weight:.4f}",
-         f"{d.tokens / total:.4f}", d.folder)
+        (
+            d.name,
+            f"{d.tokens:,}",
+            f"{d.available:,}",
+            f"{d.epochs:.3f}",
+            f"{d.available / d.weight:,.0f}",
+            f"{d.prefixes:,}",
+            f"{len(d.shards):,}",
+            f"{d.size / 1e9:.3f}",
+            f"{d.weight:.4f}",
+            f"{d.tokens / total:.4f}",
+            d.folder,
+        )
         for d in datasets
-    ]  # fmt: skip
-    rows.append(("total", f"{total:,}", f"{sum(d.available for d in datasets):,}", "", "",
-                 f"{sum(d.prefixes for d in datasets):,}", f"{sum(len(d.shards) for d in datasets):,}",
-                 f"{sum(d.size for d in datasets) / 1e9:.3f}", "1.0000", "1.0000", ""))  # fmt: skip
+    ]
+    rows.append(
+        (
+            "total",
+            f"{total:,}",
+            f"{sum(d.available for d in datasets):,}",
+            "",
+            "",
+            f"{sum(d.prefixes for d in datasets):,}",
+            f"{sum(len(d.shards) for d in datasets):,}",
+            f"{sum(d.size for d in datasets) / 1e9:.3f}",
+            "1.0000",
+            "1.0000",
+            "",
+        )
+    )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -156,8 +178,10 @@ def _remarks(d: Dataset, total: int) -> Iterator[str]:
     elif d.tokens == d.available:
         yield f"{d.name} is used up: all its shards are taken"
     if d.cut is not None:
-        yield (f"{d.name}: {d.cut.of.prefix} is cut after {d.cut.documents:,} of {d.cut.of.documents:,} documents, "
-               f"{d.cut.tokens:,} of {d.cut.of.tokens:,} tokens")  # fmt: skip
+        yield (
+            f"{d.name}: {d.cut.of.prefix} is cut after {d.cut.documents:,} of {d.cut.of.documents:,} documents, "
+            f"{d.cut.tokens:,} of {d.cut.of.tokens:,} tokens"
+        )
     off = d.tokens / total / d.weight - 1
     if abs(off) > TOLERANCE:
         why = "no shard or document ends closer to it"
@@ -174,12 +198,22 @@ def as_json(datasets: Sequence[Dataset], seed: int) -> str:
         "seed": seed,
         "tokens": total,
         "datasets": [
-            {"name": d.name, "folder": d.folder, "weight": d.weight, "reached": d.tokens / total, "tokens": d.tokens,
-             "epochs": d.epochs, "exhausted_after_tokens": round(d.available / d.weight), "bytes": d.size,
-             "prefixes": d.prefixes, "available_tokens": d.available, "available_prefixes": len(d.shards)}
+            {
+                "name": d.name,
+                "folder": d.folder,
+                "weight": d.weight,
+                "reached": d.tokens / total,
+                "tokens": d.tokens,
+                "epochs": d.epochs,
+                "exhausted_after_tokens": round(d.available / d.weight),
+                "bytes": d.size,
+                "prefixes": d.prefixes,
+                "available_tokens": d.available,
+                "available_prefixes": len(d.shards),
+            }
             for d in datasets
         ],
-    }  # fmt: skip
+    }
     shards = ",\n    ".join(json.dumps(entry) for d in datasets for entry in d.entries())
     return json.dumps(head, indent=2)[:-2] + f',\n  "shards": [\n    {shards}\n  ]\n}}\n'
 

@@ -44,9 +44,16 @@ class SampleOrder:
     """
 
     def __init__(
-        self, manifest: DatasetManifest, *, seq_length: int, seed: int, name: str = "train", shuffle: bool = True,
-        split: float = 0.0, held_out: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        manifest: DatasetManifest,
+        *,
+        seq_length: int,
+        seed: int,
+        name: str = "train",
+        shuffle: bool = True,
+        split: float = 0.0,
+        held_out: bool = False,
+    ) -> None:
         self.manifest = manifest
         self.seq_length = seq_length
         self.seed = seed
@@ -58,9 +65,11 @@ class SampleOrder:
         self.windows_per_epoch = len(self.windows) - training if held_out else training
         if not self.windows_per_epoch:
             share = f", of which data.split {split} is held out" if split else ""
-            raise InputError(f"the data set {name!r} has {manifest.tokens} tokens{share}, fewer than one sample: "
-                             f"seq_length {seq_length} needs {seq_length + 1}",
-                             hint="give more data or a smaller seq_length")  # fmt: skip
+            raise InputError(
+                f"the data set {name!r} has {manifest.tokens} tokens{share}, fewer than one sample: "
+                f"seq_length {seq_length} needs {seq_length + 1}",
+                hint="give more data or a smaller seq_length",
+            )
         # two epochs, since readers of one order may stand on both sides of an epoch's end
         self._permutation = lru_cache(2)(partial(_epoch_permutation, self.windows_per_epoch, seed, name))
 

@@ -35,8 +35,9 @@ def find_prefixes(paths: Sequence[Path]) -> list[str]:
             raise InputError(what, where=root, hint="give folders that hold .bin and .idx files")
         found = set(_walk(os.fspath(root), seen))
         if not found and not any(_walk(os.fspath(root), set())):  # not even when read without the others
-            raise InputError("no .bin and .idx files below this folder", where=root,
-                             hint="tokenize into it first, or leave it out")  # fmt: skip
+            raise InputError(
+                "no .bin and .idx files below this folder", where=root, hint="tokenize into it first, or leave it out"
+            )
         prefixes |= found
     return sorted(prefixes)
 
@@ -56,15 +57,19 @@ def expand(paths: Sequence[str]) -> list[str]:
         below = [Path(match) for match in files if os.path.isdir(match)]
         shards = {os.path.abspath(match[:-4]) for match in files if match.endswith(SUFFIXES) and os.path.isfile(match)}
         if not below and not shards:
-            raise InputError("leads to no folder and to no shard", where=path,
-                             hint="give a folder, a shard without its suffix, or a pattern of either")  # fmt: skip
+            raise InputError(
+                "leads to no folder and to no shard",
+                where=path,
+                hint="give a folder, a shard without its suffix, or a pattern of either",
+            )
         folders += below
         prefixes |= shards
     for prefix in prefixes:
         for suffix in SUFFIXES:
             if not os.path.isfile(prefix + suffix):
-                raise InputError("a shard needs both its .bin and its .idx file; this one is missing",
-                                 where=prefix + suffix)  # fmt: skip
+                raise InputError(
+                    "a shard needs both its .bin and its .idx file; this one is missing", where=prefix + suffix
+                )
     return sorted(prefixes | set(find_prefixes(folders)))
 
 
@@ -75,8 +80,11 @@ def one_line(prefixes: Sequence[str]) -> str:
     """
     for prefix in prefixes:
         if prefix.split() != [prefix]:
-            raise InputError("this prefix holds a blank and cannot stand in a space-separated line",
-                             where=repr(prefix), hint="use --json or --null")  # fmt: skip
+            raise InputError(
+                "this prefix holds a blank and cannot stand in a space-separated line",
+                where=repr(prefix),
+                hint="use --json or --null",
+            )
     return " ".join(prefixes)
 
 
@@ -99,15 +107,18 @@ def _walk(root: str, seen: set[tuple[int, int]]) -> Iterator[str]:
                         folders.append(entry.path)
                 elif suffix in SUFFIXES and stem:
                     if not entry.is_file():
-                        raise InputError("not a file, or a link that leads nowhere", where=entry.path,
-                                         hint="mend or remove it")  # fmt: skip
+                        raise InputError(
+                            "not a file, or a link that leads nowhere", where=entry.path, hint="mend or remove it"
+                        )
                     stems[suffix].add(stem)
         bins, indices = stems.values()
         if bins != indices:
             alone = min(bins ^ indices)
             missing = alone + (".idx" if alone in bins else ".bin")
-            raise InputError("a shard needs both its .bin and its .idx file; this one is missing",
-                             where=os.path.join(folder, missing),
-                             hint="wait until it is written, tokenize it again, or remove its other half")  # fmt: skip
+            raise InputError(
+                "a shard needs both its .bin and its .idx file; this one is missing",
+                where=os.path.join(folder, missing),
+                hint="wait until it is written, tokenize it again, or remove its other half",
+            )
         yield from (os.path.join(folder, stem) for stem in bins)
         waiting.extend(sorted(folders, reverse=True))

@@ -22,9 +22,14 @@ class Progress:
     """Iterations done, samples consumed, and the legs in which that came about."""
 
     def __init__(
-        self, sizes: BatchSizes, *, iteration: int = 0, consumed_samples: int = 0, legs: Sequence[Leg] = (),
+        self,
+        sizes: BatchSizes,
+        *,
+        iteration: int = 0,
+        consumed_samples: int = 0,
+        legs: Sequence[Leg] = (),
         skipped: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A run that stands there and goes on with `sizes`; `legs` are its past."""
         self.iteration = iteration
         self.consumed_samples = consumed_samples
@@ -70,8 +75,9 @@ class Progress:
     def passed_over(self) -> list[tuple[int, int]]:
         """Samples that were consumed and not trained on, as (first, end)."""
         ends = [0] + [leg.consumed(after.iteration) for leg, after in pairwise(self.legs)]
-        return [(end, leg.consumed_samples) for end, leg in zip(ends, self.legs, strict=True)
-                if end < leg.consumed_samples]  # fmt: skip
+        return [
+            (end, leg.consumed_samples) for end, leg in zip(ends, self.legs, strict=True) if end < leg.consumed_samples
+        ]
 
     @property
     def untrained(self) -> list[tuple[int, int]]:
@@ -98,8 +104,10 @@ class Progress:
     def resume(cls, state: Mapping[str, Any], sizes: BatchSizes) -> Self:
         """Go on from a state with these batch sizes. Raises FatalTrainingError if the state is damaged."""
         try:
-            legs = [Leg(entry["iteration"], entry["consumed_samples"], BatchSizes.from_json(entry))
-                    for entry in state["legs"]]  # fmt: skip
+            legs = [
+                Leg(entry["iteration"], entry["consumed_samples"], BatchSizes.from_json(entry))
+                for entry in state["legs"]
+            ]
             iteration, consumed = state["iteration"], state["consumed_samples"]
             for leg, after in pairwise(legs):
                 if not leg.iteration < after.iteration or leg.consumed(after.iteration) > after.consumed_samples:
@@ -108,8 +116,9 @@ class Progress:
                 raise ValueError(f"its legs do not lead to {consumed} samples in {iteration} iterations")
             return cls(sizes, iteration=iteration, consumed_samples=consumed, legs=legs, skipped=state["skipped"])
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise FatalTrainingError(f"the progress in the checkpoint is damaged: {error}",
-                                     hint="resume from an older checkpoint") from None  # fmt: skip
+            raise FatalTrainingError(
+                f"the progress in the checkpoint is damaged: {error}", hint="resume from an older checkpoint"
+            ) from None
 
     def _begin_leg(self, sizes: BatchSizes) -> None:
         """From here on; a leg that would begin at this iteration or later never trained, and is dropped."""

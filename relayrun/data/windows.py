@@ -85,8 +85,14 @@ class WindowDataset:
             document = int(np.searchsorted(offsets, within * itemsize, side="right")) - 1
             stop = int(offsets[document + 1]) // itemsize if document + 1 < len(offsets) else entry.tokens
             count = min(end - at, stop - within)
-            found.append(Origin(prefix=entry.prefix, document=document, tokens=count,
-                                offset=within - int(offsets[document]) // itemsize))  # fmt: skip
+            found.append(
+                Origin(
+                    prefix=entry.prefix,
+                    document=document,
+                    tokens=count,
+                    offset=within - int(offsets[document]) // itemsize,
+                )
+            )
             at += count
         return found
 
@@ -114,8 +120,11 @@ class _TokenFile:
         size = count * self._dtype.itemsize
         data = os.pread(self._fd, size, start * self._dtype.itemsize)
         if len(data) != size:
-            raise InputError(f"token file has become shorter: no token {start + len(data) // self._dtype.itemsize}",
-                             where=self._path, hint="put the shard back as it was")  # fmt: skip
+            raise InputError(
+                f"token file has become shorter: no token {start + len(data) // self._dtype.itemsize}",
+                where=self._path,
+                hint="put the shard back as it was",
+            )
         return np.frombuffer(data, dtype=self._dtype)
 
     def __del__(self) -> None:

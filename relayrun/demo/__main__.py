@@ -43,12 +43,21 @@ console = Console(stderr=True, highlight=False)
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make demo", description="Raw text to a trained model on this machine.")
-    parser.add_argument("--size", choices=sorted(path.stem.removeprefix("llama-") for path in
-                        (ROOT / "configs/models").glob("llama-*m.yaml")), default="3m")  # fmt: skip
+    parser.add_argument(
+        "--size",
+        choices=sorted(path.stem.removeprefix("llama-") for path in (ROOT / "configs/models").glob("llama-*m.yaml")),
+        default="3m",
+    )
     parser.add_argument("--slurm", action="store_true", help="jobs of the cluster that SLURM_CONF names")
     parser.add_argument("--megabytes", type=float, default=24.0, help="text of the corpus")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="NAME=VALUE",
-                        help="override a setting of the run's config")  # fmt: skip
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="override a setting of the run's config",
+    )
     options = parser.parse_args()
     started = time.monotonic()
     model = yamlfile.read(ROOT / "configs" / "models" / f"llama-{options.size}.yaml").values["model"]
@@ -68,15 +77,31 @@ def main() -> int:
     headline("3. tokens: dumps, tokenized with datatrove as jobs")
     for name, dumps in (("docs", 2), ("code", 2), ("heldout", 1)):
         folder = OUTPUT / "dumps" / name
-        run_door("scripts/tokenization/prepare_dumps.py", "--dataset-folder", OUTPUT / "text" / name,
-                 "--preprocessing-metadata-folder", folder, "--n-dumps", dumps)  # fmt: skip
+        run_door(
+            "scripts/tokenization/prepare_dumps.py",
+            "--dataset-folder",
+            OUTPUT / "text" / name,
+            "--preprocessing-metadata-folder",
+            folder,
+            "--n-dumps",
+            dumps,
+        )
         executor = ("--executor", "slurm", "--wait") if options.slurm else ("--executor", "local")
         run_door("launchers/submit_tokenization.py", write_tokenization_config(name, folder, tokenizer), *executor)
 
     headline("4. mixture: a folder of links, 70 % documentation and 30 % code")
     tokens = OUTPUT / "tokens" / "demo"
-    run_door("scripts/tools/create_data_mixture.py", "--folders", tokens / "docs", tokens / "code",
-             "--weights", 0.7, 0.3, "--output", OUTPUT / "mixture")  # fmt: skip
+    run_door(
+        "scripts/tools/create_data_mixture.py",
+        "--folders",
+        tokens / "docs",
+        tokens / "code",
+        "--weights",
+        0.7,
+        0.3,
+        "--output",
+        OUTPUT / "mixture",
+    )
 
     headline("5. training: a Llama on two ranks, through as many jobs as the time limit asks for")
     run_door("launchers/submit.py", config_file, *(f"--set={text}" for text in overrides))
@@ -116,17 +141,20 @@ def show(run: RunDir, config: RunConfig, *, seconds: float) -> int:
     output.width = max(output.width, 110)
     output.print(report.attempts_table(summary))
     if not summary.validation.get("heldout"):
-        raise RelayrunError("the training ended before its last iteration", where=run.path,
-                            hint=f"relayrun status {run.path} says why")  # fmt: skip
+        raise RelayrunError(
+            "the training ended before its last iteration", where=run.path, hint=f"relayrun status {run.path} says why"
+        )
     print(report.terminal_curve(summary))
     picture = run.path / "loss.png"
     report.write_png(summary, picture)
     iteration, loss = summary.validation["heldout"][-1]
     entropy = unigram.entropy(config, run, "heldout")
     learned = loss <= entropy - MARGIN
-    print(f"held-out loss {loss:.4f} nats per token at iteration {iteration}; unigram entropy of the same text "
-          f"{entropy:.4f}; difference {entropy - loss:.4f} (at least {MARGIN} wanted): "
-          f"{'learned' if learned else 'NOT LEARNED'}")  # fmt: skip
+    print(
+        f"held-out loss {loss:.4f} nats per token at iteration {iteration}; unigram entropy of the same text "
+        f"{entropy:.4f}; difference {entropy - loss:.4f} (at least {MARGIN} wanted): "
+        f"{'learned' if learned else 'NOT LEARNED'}"
+    )
     for what, path in (
         ("text", OUTPUT / "text"),
         ("tokens", OUTPUT / "tokens"),
@@ -138,8 +166,10 @@ def show(run: RunDir, config: RunConfig, *, seconds: float) -> int:
     ):
         print(f"{what:14} {path}")
     prompt = continuation.first_words(OUTPUT / "text" / "heldout")
-    print(f"{seconds:.0f} s in all\nA line of the held-out text, and how the exported model goes on:\n"
-          f"  {prompt} | {continuation.continued(OUTPUT / 'hf', prompt)}")  # fmt: skip
+    print(
+        f"{seconds:.0f} s in all\nA line of the held-out text, and how the exported model goes on:\n"
+        f"  {prompt} | {continuation.continued(OUTPUT / 'hf', prompt)}"
+    )
     return 0 if learned else 1
 
 
@@ -150,8 +180,11 @@ def wait_for_chain(run: RunDir) -> None:
     seen: dict[str, str] = {}
     while jobs := {job.id: job.state for job in for_plan(plan, run).jobs(plan)}:
         if jobs != seen:
-            console.print(time.strftime("%H:%M:%S") + " queue: "
-                          + ", ".join(f"job {number} {state.lower()}" for number, state in jobs.items()))  # fmt: skip
+            console.print(
+                time.strftime("%H:%M:%S")
+                + " queue: "
+                + ", ".join(f"job {number} {state.lower()}" for number, state in jobs.items())
+            )
         seen = jobs
         follower.poll()
         time.sleep(1)

@@ -34,7 +34,13 @@ def continued(model_folder: Path, prompt: str) -> str:
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     set_seed(0)
-    ids = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=True, temperature=0.7, top_k=20,
-                         pad_token_id=tokenizer.eos_token_id)  # fmt: skip
+    ids = model.generate(
+        **inputs,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=True,
+        temperature=0.7,
+        top_k=20,
+        pad_token_id=tokenizer.eos_token_id,
+    )
     text: str = tokenizer.decode(ids[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return " ".join(text.split())

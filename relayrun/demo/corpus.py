@@ -86,8 +86,13 @@ class _Gathering:
         return self.bytes >= self.wanted
 
 
-def build_corpus(output: Path, *, megabytes: float = 24, seed: int = 0,
-                 progress: Callable[[int, int], None] = lambda done, wanted: None) -> Corpus:  # fmt: skip
+def build_corpus(
+    output: Path,
+    *,
+    megabytes: float = 24,
+    seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, wanted: None,
+) -> Corpus:
     """Write `docs`, `code` (together `megabytes` million bytes of text, 3 to 2) and `heldout` below `output`.
 
     The folder appears at once; a former corpus there is replaced. `progress` gets the bytes gathered
@@ -118,8 +123,11 @@ def build_corpus(output: Path, *, megabytes: float = 24, seed: int = 0,
         progress(min(sets["docs"].bytes + sets["code"].bytes, wanted), wanted)
     for name, gathering in sets.items():
         if not gathering.documents:
-            raise InputError(f"this Python installation gave no text for the set '{name}'",
-                             where=sysconfig.get_path("stdlib"), hint="ask for more megabytes")  # fmt: skip
+            raise InputError(
+                f"this Python installation gave no text for the set '{name}'",
+                where=sysconfig.get_path("stdlib"),
+                hint="ask for more megabytes",
+            )
     made = {
         name: TextSet(folder=output / name, documents=len(gathering.documents), bytes=gathering.bytes)
         for name, gathering in sets.items()
@@ -300,10 +308,12 @@ def _write_parquet(folder: Path, documents: Sequence[tuple[str, str]], *, parts:
         groups[before * parts // total].append((path, text))
         before += len(text)
     for number, group in enumerate(groups):
-        table = pa.table({
-            "text": pa.array([text for _, text in group], pa.string()),
-            "path": pa.array([path for path, _ in group], pa.string()),
-        })  # fmt: skip
+        table = pa.table(
+            {
+                "text": pa.array([text for _, text in group], pa.string()),
+                "path": pa.array([path for path, _ in group], pa.string()),
+            }
+        )
         pq.write_table(table, folder / f"part-{number:03d}.parquet", compression="snappy")
 
 
@@ -318,5 +328,8 @@ def _check_output(output: Path) -> None:
         for name in names:
             relative = os.path.relpath(os.path.join(folder, name), output)
             if not ours.fullmatch(relative):
-                raise InputError(f"the output holds something that is no part of a corpus: {relative}",
-                                 where=output, hint="move it away, or choose another output")  # fmt: skip
+                raise InputError(
+                    f"the output holds something that is no part of a corpus: {relative}",
+                    where=output,
+                    hint="move it away, or choose another output",
+                )

@@ -14,9 +14,12 @@ def entropy(config: RunConfig, run: RunDir, name: str) -> float:
     """Entropy in nats of the distribution of exactly those tokens that an evaluation on set `name` predicts."""
     manifest = Manifest.read(run.manifest)
     order = SampleOrder(
-        manifest.validation[name], seq_length=config.training.seq_length, seed=config.training.seed, name=name,
+        manifest.validation[name],
+        seq_length=config.training.seq_length,
+        seed=config.training.seed,
+        name=name,
         shuffle=False,
-    )  # fmt: skip
+    )
     samples = min(config.training.eval_steps * config.training.global_batch_size, order.windows_per_epoch)
     counts = np.zeros(manifest.vocabulary_size, dtype=np.int64)
     for number in range(samples):

@@ -75,8 +75,16 @@ def install(faults: Mapping[str, str], *, first_attempt: bool, rank: int) -> Non
             time.sleep(float(faults.get("publish-delay", 0)))
         publication(*arguments)
 
-    known = {"step-delay", "crash-at", "crash-at-once", "sleep-at", "publish-delay", "slow-save", "nan-sample",
-             "spike-sample"}  # fmt: skip
+    known = {
+        "step-delay",
+        "crash-at",
+        "crash-at-once",
+        "sleep-at",
+        "publish-delay",
+        "slow-save",
+        "nan-sample",
+        "spike-sample",
+    }
     if unknown := faults.keys() - known:
         raise ValueError(f"unknown faults: {', '.join(sorted(unknown))}")
     _replace(loop.Training, "_step", faulty_step)

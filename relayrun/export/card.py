@@ -113,22 +113,30 @@ def _training(source: Source) -> list[str]:
         ("tokens", f"{consumed_samples(source) * config.training.seq_length:,}"),
         ("global batch size", f"{config.training.global_batch_size:,} samples"),
         ("precision", config.training.precision),
-        ("optimizer", f"Adam, learning rate {config.optimizer.lr:g} ({config.optimizer.lr_decay_style}), "
-                      f"weight decay {config.optimizer.weight_decay:g}"),
+        (
+            "optimizer",
+            f"Adam, learning rate {config.optimizer.lr:g} ({config.optimizer.lr_decay_style}), "
+            f"weight decay {config.optimizer.weight_decay:g}",
+        ),
         ("attempts", f"{len(source.run.attempt_numbers())}"),
-    ]  # fmt: skip
+    ]
     if losses:
         rows.append(
             ("training loss", f"{losses[-1]['loss']:.4f} nats per token at iteration {losses[-1]['iteration']:,}")
         )
     if validation is not None:
-        rows += [(f"loss on {name}", f"{loss:.4f} nats per token at iteration {validation['iteration']:,}")
-                 for name, loss in validation["validation"].items()]  # fmt: skip
+        rows += [
+            (f"loss on {name}", f"{loss:.4f} nats per token at iteration {validation['iteration']:,}")
+            for name, loss in validation["validation"].items()
+        ]
     for result in evaluations.results(source.run):
         if result.iteration == source.iteration and result.status == "done":
             program = result.settings.get("program", "")
-            rows += [(f"{task}: {name}", f"{value:.4g} ({program})")
-                     for task, values in result.results.items() for name, value in values.items()]  # fmt: skip
+            rows += [
+                (f"{task}: {name}", f"{value:.4g} ({program})")
+                for task, values in result.results.items()
+                for name, value in values.items()
+            ]
     return _table(("", ""), rows)
 
 
@@ -137,8 +145,11 @@ def consumed_samples(source: Source) -> int:
     for commit in lineage.line(source.run):
         if commit.iteration == source.iteration and commit.consumed_samples >= 0:
             return commit.consumed_samples
-    raise InputError("no record says how many samples this checkpoint was trained on", where=source.folder,
-                     hint="export it without --readme")  # fmt: skip
+    raise InputError(
+        "no record says how many samples this checkpoint was trained on",
+        where=source.folder,
+        hint="export it without --readme",
+    )
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -24,11 +24,15 @@ def export_hf(options: argparse.Namespace) -> int:
             from relayrun.export import logits
 
             found = logits.check(source, folder)
-            compared = (f"logits of megatron-core and transformers on {found.tokens} tokens differ by at most "
-                        f"{found.difference:.2g} (largest logit {found.largest:.3g})")  # fmt: skip
+            compared = (
+                f"logits of megatron-core and transformers on {found.tokens} tokens differ by at most "
+                f"{found.difference:.2g} (largest logit {found.largest:.3g})"
+            )
     files = "1 file" if made.files == 1 else f"{made.files} files"
-    print(f"iteration {source.iteration}: {made.parameters:,} parameters, {made.bytes:,} bytes in {files}: "
-          f"{Path(options.output).absolute()}")  # fmt: skip
+    print(
+        f"iteration {source.iteration}: {made.parameters:,} parameters, {made.bytes:,} bytes in {files}: "
+        f"{Path(options.output).absolute()}"
+    )
     if compared:
         print(compared)
     return 0
@@ -46,8 +50,11 @@ def export_torch(options: argparse.Namespace) -> int:
 def import_hf(options: argparse.Namespace) -> int:
     """Write a checkpoint from a Hugging Face folder. Raises RelayrunError."""
     output: Path = options.output.absolute()
-    made = importer.import_hf(options.folder, output, dtype=options.dtype,
-                              divisible_by=options.make_vocab_size_divisible_by)  # fmt: skip
-    print(f"{made.vocabulary} tokens, padded to {made.padded_vocabulary}: {output}\n"
-          f"the model section for a run config: {output / 'model.yaml'}")  # fmt: skip
+    made = importer.import_hf(
+        options.folder, output, dtype=options.dtype, divisible_by=options.make_vocab_size_divisible_by
+    )
+    print(
+        f"{made.vocabulary} tokens, padded to {made.padded_vocabulary}: {output}\n"
+        f"the model section for a run config: {output / 'model.yaml'}"
+    )
     return 0

@@ -96,8 +96,11 @@ def run_tasks(model: Path, settings: Evaluation) -> tuple[Results, dict[str, Any
         import lm_eval
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise InputError(f"lm-evaluation-harness cannot be imported: {error}", where="evaluation.tasks",
-                         hint="pip install 'relayrun[evaluation]'") from None  # fmt: skip
+        raise InputError(
+            f"lm-evaluation-harness cannot be imported: {error}",
+            where="evaluation.tasks",
+            hint="pip install 'relayrun[evaluation]'",
+        ) from None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     answer = lm_eval.simple_evaluate(
         model="hf",

@@ -39,8 +39,9 @@ def new_folder(target: Path) -> Iterator[Path]:
         words = _why_not_written(error)
         if words is None:
             raise
-        raise InputError(f"cannot be written: {words}", where=target,
-                         hint="see that there is room, and that you may write there") from None  # fmt: skip
+        raise InputError(
+            f"cannot be written: {words}", where=target, hint="see that there is room, and that you may write there"
+        ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

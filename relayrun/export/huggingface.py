@@ -29,9 +29,15 @@ SHARD_SIZE = 5_000_000_000
 """Bytes of one safetensors file, at most, as transformers has it; a single larger tensor has a file of its own."""
 
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "tokenizer.model", "vocab.json", "merges.txt",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -67,12 +73,14 @@ def write(source: Source, folder: Path, *, dtype: str, max_shard_size: int) -> E
     name = next(name for name, value in DTYPES.items() if value is of)
     write_tokenizer(source, folder)
     bos, eos = _bos(folder), source.manifest.eod
-    config = llama.to_config(model, vocabulary=vocabulary, seq_length=source.config.training.seq_length, dtype=name,
-                             bos=bos, eos=eos)  # fmt: skip
+    config = llama.to_config(
+        model, vocabulary=vocabulary, seq_length=source.config.training.seq_length, dtype=name, bos=bos, eos=eos
+    )
     write_json(folder / "config.json", config)
     generation = {"bos_token_id": bos, "eos_token_id": eos}
-    write_json(folder / "generation_config.json", {key: value for key, value in generation.items() if value is not None}
-               )  # fmt: skip
+    write_json(
+        folder / "generation_config.json", {key: value for key, value in generation.items() if value is not None}
+    )
     return _write_weights(reader, list(llama.pieces(model, vocabulary)), folder, name, max_shard_size)
 
 
@@ -89,8 +97,10 @@ def _write_weights(
         index |= dict.fromkeys(tensors, name)
     parameters = sum(torch.Size(shape).numel() for piece in pieces for shape in piece.shapes.values())
     if len(files) > 1:
-        write_json(folder / "model.safetensors.index.json",
-                   {"metadata": {"total_size": parameters * dtype.itemsize}, "weight_map": index})  # fmt: skip
+        write_json(
+            folder / "model.safetensors.index.json",
+            {"metadata": {"total_size": parameters * dtype.itemsize}, "weight_map": index},
+        )
     return Exported(parameters, parameters * dtype.itemsize, dtype_name, len(files))
 
 
@@ -136,8 +146,11 @@ def write_tokenizer(source: Source, folder: Path) -> None:
         AutoTokenizer.from_pretrained(source.config.data.tokenizer).save_pretrained(folder)
     if not (folder / "tokenizer_config.json").exists():
         eod = source.manifest.eod
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-                    "eos_token": None if eod is None else tokenizer.tokenizer.id_to_token(eod)}  # fmt: skip
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "eos_token": None if eod is None else tokenizer.tokenizer.id_to_token(eod),
+        }
         write_json(folder / "tokenizer_config.json", settings)
 
 

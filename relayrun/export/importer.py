@@ -66,8 +66,11 @@ class Weights:
                 with safe_open(folder / name, "pt") as file:
                     self.shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
         except FileNotFoundError as error:
-            raise InputError(f"has no weights in safetensors: {error}", where=folder,
-                             hint="give a folder that transformers' save_pretrained wrote") from None  # fmt: skip
+            raise InputError(
+                f"has no weights in safetensors: {error}",
+                where=folder,
+                hint="give a folder that transformers' save_pretrained wrote",
+            ) from None
         except (SafetensorError, json.JSONDecodeError, KeyError) as error:
             raise InputError(f"its weights cannot be read: {error}", where=folder) from None
 
@@ -95,8 +98,11 @@ def import_hf(folder: Path, output: Path, *, dtype: str = "auto", divisible_by: 
         raise InputError(f"its tokenizer has {vocabulary} entries, its embeddings {rows}", where=folder)
     wanted = {name: shape for piece in llama.pieces(model, rows) for name, shape in piece.shapes.items()}
     if missing := [name for name, shape in wanted.items() if weights.shapes.get(name) != shape]:
-        raise InputError(f"{missing[0]} has the shape {weights.shapes.get(missing[0])}, not {wanted[missing[0]]} "
-                         "as config.json says", where=folder)  # fmt: skip
+        raise InputError(
+            f"{missing[0]} has the shape {weights.shapes.get(missing[0])}, not {wanted[missing[0]]} "
+            "as config.json says",
+            where=folder,
+        )
     if extra := [name for name in weights.shapes.keys() - wanted.keys() if name != "lm_head.weight"]:
         raise InputError(f"{min(extra)} is no weight of a Llama", where=folder)
     size = padded(vocabulary or rows, divisible_by)
@@ -113,8 +119,12 @@ def import_hf(folder: Path, output: Path, *, dtype: str = "auto", divisible_by: 
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             state_dict_saver.save({}, storage_writer=FileSystemWriter(made), planner=planner, no_dist=True)
         torch.save({"iteration": 0}, made / "common.pt")
-        backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
-                    "common_backend": "torch", "common_backend_version": 1}  # fmt: skip
+        backends = {
+            "sharded_backend": "torch_dist",
+            "sharded_backend_version": 1,
+            "common_backend": "torch",
+            "common_backend_version": 1,
+        }
         write_json(made / "metadata.json", backends)
         (made / "model.yaml").write_text(
             f"# the model of {folder.absolute()}\n" + yamlfile.dump({"model": model.model_dump(mode="json")})
@@ -139,8 +149,9 @@ def from_config(config: Mapping[str, Any], divisible_by: int, *, where: object) 
     """The model section of a config.json, of transformers 4 or 5. Raises InputError if this is not that Llama."""
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
-        raise InputError(f"does not describe a Llama: hidden_size {hidden!r}, num_attention_heads {heads!r}",
-                         where=where)  # fmt: skip
+        raise InputError(
+            f"does not describe a Llama: hidden_size {hidden!r}, num_attention_heads {heads!r}", where=where
+        )
     rope = config.get("rope_parameters") or (config.get("rope_scaling") or {})
     fixed = {
         "model_type": (config.get("model_type"), "llama"),
@@ -160,9 +171,11 @@ def from_config(config: Mapping[str, Any], divisible_by: int, *, where: object) 
     fixed["rope_theta"] = (base, int(base))
     for name, (found, wanted) in fixed.items():
         if found != wanted:
-            raise InputError(f"{name} is {found!r}; only {wanted!r} can be imported", where=where,
-                             hint="relayrun trains Llamas with RMSNorm, SwiGLU, rotary positions and grouped queries",
-                             )  # fmt: skip
+            raise InputError(
+                f"{name} is {found!r}; only {wanted!r} can be imported",
+                where=where,
+                hint="relayrun trains Llamas with RMSNorm, SwiGLU, rotary positions and grouped queries",
+            )
     try:
         return Model(
             num_layers=config["num_hidden_layers"],
@@ -207,8 +220,11 @@ class _Planner(DefaultSavePlanner):
             return tensor.reshape(part).contiguous()
 
         index = MetadataIndex(piece.key, offsets)
-        data = TensorWriteData(chunk=ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(part)),
-                               properties=TensorProperties(dtype=dtype), size=torch.Size(size))  # fmt: skip
+        data = TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(part)),
+            properties=TensorProperties(dtype=dtype),
+            size=torch.Size(size),
+        )
         self._items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
         self._make[index] = make
 

@@ -76,13 +76,19 @@ def megatron_shapes(model: Model, padded_vocabulary: int) -> dict[str, tuple[int
 def check(found: dict[str, tuple[int, ...]], model: Model, padded_vocabulary: int, where: object) -> None:
     """Raise InputError unless these are the weights of this Llama, no more and no less."""
     wanted = megatron_shapes(model, padded_vocabulary)
-    problems = [f"{key} has the shape {list(found[key])}, not {list(shape)}" if key in found else f"{key} is missing"
-                for key, shape in wanted.items() if found.get(key) != shape]  # fmt: skip
+    problems = [
+        f"{key} has the shape {list(found[key])}, not {list(shape)}" if key in found else f"{key} is missing"
+        for key, shape in wanted.items()
+        if found.get(key) != shape
+    ]
     problems += [f"{key} is no weight of a Llama" for key in found if key not in wanted]
     if problems:
         more = f", and {len(problems) - 1} more differences" if len(problems) > 1 else ""
-        raise InputError(f"this checkpoint is not the model of its run's config: {problems[0]}{more}", where=where,
-                         hint="give the config that it was trained with")  # fmt: skip
+        raise InputError(
+            f"this checkpoint is not the model of its run's config: {problems[0]}{more}",
+            where=where,
+            hint="give the config that it was trained with",
+        )
 
 
 def pieces(model: Model, vocabulary: int) -> Iterator[Piece]:
@@ -91,13 +97,16 @@ def pieces(model: Model, vocabulary: int) -> Iterator[Piece]:
     yield _whole(EMBEDDING, "model.embed_tokens.weight", (vocabulary, hidden), rows=vocabulary)
     for layer in range(model.num_layers):
         name, key = f"model.layers.{layer}.", "decoder.layers."
-        yield _whole(key + "self_attention.linear_qkv.layer_norm_weight", name + "input_layernorm.weight",
-                     (hidden,), layer=layer)  # fmt: skip
+        yield _whole(
+            key + "self_attention.linear_qkv.layer_norm_weight", name + "input_layernorm.weight", (hidden,), layer=layer
+        )
         yield _qkv(model, layer)
-        yield _whole(key + "self_attention.linear_proj.weight", name + "self_attn.o_proj.weight",
-                     (hidden, hidden), layer=layer)  # fmt: skip
-        yield _whole(key + "mlp.linear_fc1.layer_norm_weight", name + "post_attention_layernorm.weight",
-                     (hidden,), layer=layer)  # fmt: skip
+        yield _whole(
+            key + "self_attention.linear_proj.weight", name + "self_attn.o_proj.weight", (hidden, hidden), layer=layer
+        )
+        yield _whole(
+            key + "mlp.linear_fc1.layer_norm_weight", name + "post_attention_layernorm.weight", (hidden,), layer=layer
+        )
         gate_up = {f"{name}mlp.{part}_proj.weight": (ffn, hidden) for part in ("gate", "up")}
         yield Piece(key + "mlp.linear_fc1.weight", layer, None, gate_up, lambda fc1: list(fc1.chunk(2)), torch.cat)
         yield _whole(key + "mlp.linear_fc2.weight", name + "mlp.down_proj.weight", (hidden, ffn), layer=layer)
@@ -124,18 +133,33 @@ def _qkv(model: Model, layer: int) -> Piece:
     def join(parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([part.view(groups, -1, hidden) for part in parts], dim=1).view(-1, hidden)
 
-    shapes = {name + "q_proj.weight": (hidden, hidden), name + "k_proj.weight": (groups * head, hidden),
-              name + "v_proj.weight": (groups * head, hidden)}  # fmt: skip
+    shapes = {
+        name + "q_proj.weight": (hidden, hidden),
+        name + "k_proj.weight": (groups * head, hidden),
+        name + "v_proj.weight": (groups * head, hidden),
+    }
     return Piece("decoder.layers.self_attention.linear_qkv.weight", layer, None, shapes, split, join)
 
 
-def to_config(model: Model, *, vocabulary: int, seq_length: int, dtype: str, bos: int | None, eos: int | None,
-              ) -> dict[str, Any]:  # fmt: skip
+def to_config(
+    model: Model,
+    *,
+    vocabulary: int,
+    seq_length: int,
+    dtype: str,
+    bos: int | None,
+    eos: int | None,
+) -> dict[str, Any]:
     """config.json, in the names that every transformers since 4.43 reads."""
     scaling, context = None, seq_length
     if model.rope_scaling_factor is not None:
-        scaling = {"rope_type": "llama3", "factor": float(model.rope_scaling_factor), "low_freq_factor": 1.0,
-                   "high_freq_factor": 4.0, "original_max_position_embeddings": ROPE_CONTEXT}  # fmt: skip
+        scaling = {
+            "rope_type": "llama3",
+            "factor": float(model.rope_scaling_factor),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": ROPE_CONTEXT,
+        }
         context = max(seq_length, int(ROPE_CONTEXT * model.rope_scaling_factor))
     return {
         "architectures": ["LlamaForCausalLM"],

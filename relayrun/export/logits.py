@@ -50,9 +50,12 @@ def check(source: Source, folder: Path) -> Comparison:
         ours = _megatron(source, tokens)[..., : source.manifest.vocabulary_size]
     found = Comparison(float((ours - theirs).abs().max()), float(ours.abs().max()), tokens.numel())
     if not found.equal:
-        raise InputError(f"the export is not the checkpoint: logits differ by {found.difference:.3g} (largest logit "
-                         f"{found.largest:.3g})", where=source.folder,
-                         hint="if the export was rounded (--dtype), that is why; otherwise report this")  # fmt: skip
+        raise InputError(
+            f"the export is not the checkpoint: logits differ by {found.difference:.3g} (largest logit "
+            f"{found.largest:.3g})",
+            where=source.folder,
+            hint="if the export was rounded (--dtype), that is why; otherwise report this",
+        )
     return found
 
 
@@ -74,8 +77,13 @@ def _megatron(source: Source, tokens: torch.Tensor) -> torch.Tensor:
     from relayrun.training.model import Model
 
     device_shim.install()
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": str(free_port())}  # fmt: skip
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     config = _one_rank(source.config)
     ranks = parallel.start(config)
     model = Model(config, ranks, source.manifest.vocabulary_size, eod=source.manifest.eod)

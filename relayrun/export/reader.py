@@ -34,9 +34,11 @@ class CheckpointReader:
         try:
             metadata: Metadata = reader.read_metadata()
         except (FileNotFoundError, NotADirectoryError):
-            raise InputError("this is no torch_dist checkpoint: it has no .metadata", where=folder,
-                             hint="give a run directory, or one of the folders iter_* in its checkpoints/",
-                             ) from None  # fmt: skip
+            raise InputError(
+                "this is no torch_dist checkpoint: it has no .metadata",
+                where=folder,
+                hint="give a run directory, or one of the folders iter_* in its checkpoints/",
+            ) from None
         except (pickle.UnpicklingError, EOFError, ValueError, AttributeError, ImportError) as error:
             raise InputError(f"its .metadata cannot be read: {error}", where=folder) from None
         reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -102,8 +104,12 @@ def check_sizes(folder: Path, metadata: Metadata) -> None:
         try:
             size = (folder / name).stat().st_size
         except FileNotFoundError:
-            raise InputError(f"this checkpoint is torn: {name} is missing", where=folder,
-                             hint="export another iteration") from None  # fmt: skip
+            raise InputError(
+                f"this checkpoint is torn: {name} is missing", where=folder, hint="export another iteration"
+            ) from None
         if size < end:
-            raise InputError(f"this checkpoint is torn: {name} has {size} bytes, its metadata names {end}",
-                             where=folder, hint="export another iteration")  # fmt: skip
+            raise InputError(
+                f"this checkpoint is torn: {name} has {size} bytes, its metadata names {end}",
+                where=folder,
+                hint="export another iteration",
+            )

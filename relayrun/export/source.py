@@ -32,9 +32,11 @@ class Source:
         """Raises InputError if it is not the one that the run's tokens were made with."""
         found = load_tokenizer(self.config.data.tokenizer, append_eod="auto")
         if self.manifest.tokenizer_fingerprint not in ("", found.fingerprint):
-            raise InputError("this is not the tokenizer that the run began with: it gives other ids",
-                             where=self.config.data.tokenizer,
-                             hint="put the run's tokenizer back as it was")  # fmt: skip
+            raise InputError(
+                "this is not the tokenizer that the run began with: it gives other ids",
+                where=self.config.data.tokenizer,
+                hint="put the run's tokenizer back as it was",
+            )
         return found
 
 

@@ -21,8 +21,10 @@ from relayrun.export.reader import CheckpointReader
 from relayrun.export.source import Source
 from relayrun.training.size import padded
 
-_LOCAL = {"self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-          "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight"}  # fmt: skip
+_LOCAL = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
 """Names of the norms that Transformer Engine fuses into the layer behind them."""
 
 
@@ -45,8 +47,12 @@ def write(source: Source, folder: Path, *, dtype: str, transformer_impl: str) ->
             weights[name] = reader.read(key, start=start, shape=(1, *shape[1:]), dtype=of)[0]
     target = folder / f"iter_{source.iteration:07}" / "mp_rank_00"
     target.mkdir(parents=True)
-    state = {"model": weights, "args": _arguments(source, vocabulary, of, transformer_impl),
-             "iteration": source.iteration, "checkpoint_version": 3.0}  # fmt: skip
+    state = {
+        "model": weights,
+        "args": _arguments(source, vocabulary, of, transformer_impl),
+        "iteration": source.iteration,
+        "checkpoint_version": 3.0,
+    }
     torch.save(state, target / "model_optim_rng.pt")
     (folder / "latest_checkpointed_iteration.txt").write_text(f"{source.iteration}\n")
     return sum(tensor.numel() for tensor in weights.values())

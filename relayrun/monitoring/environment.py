@@ -55,8 +55,11 @@ def describe(config: RunConfig, begin: Begin, *, root: Path, job_script: Path, e
 
 def shown(environment: Mapping[str, str]) -> list[str]:
     """`NAME=value` of what may be shown, by name."""
-    return [f"{name}={value}" for name, value in sorted(environment.items())
-            if SHOWN.fullmatch(name) and not SECRET.search(name)]  # fmt: skip
+    return [
+        f"{name}={value}"
+        for name, value in sorted(environment.items())
+        if SHOWN.fullmatch(name) and not SECRET.search(name)
+    ]
 
 
 def without_secrets(text: str, environment: Mapping[str, str]) -> str:

@@ -103,8 +103,12 @@ def main() -> int:
     except Rewound:
         start_over(options, FIRST_PAUSE)
     except Exception as error:
-        print(f"warning: {options.tracker}: {type(error).__name__}: {error}; training goes on, and {options.tracker} "
-              f"is tried again in {pause:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"warning: {options.tracker}: {type(error).__name__}: {error}; training goes on, and {options.tracker} "
+            f"is tried again in {pause:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
         if wait(pause):
             os._exit(0)  # the client's own last words would be about the same failure
         start_over(options, min(2 * pause, LONGEST_PAUSE))
@@ -113,8 +117,16 @@ def main() -> int:
 
 def start_over(options: argparse.Namespace, pause: float) -> NoReturn:
     """Become a fresh process: a client that has lost its service finds no other."""
-    command = [sys.executable, "-m", "relayrun.monitoring.feed", options.tracker, f"--run-dir={options.run_dir}",
-               f"--attempt={options.attempt}", f"--parent={options.parent}", f"--pause={pause}"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "relayrun.monitoring.feed",
+        options.tracker,
+        f"--run-dir={options.run_dir}",
+        f"--attempt={options.attempt}",
+        f"--parent={options.parent}",
+        f"--pause={pause}",
+    ]
     os.execv(command[0], command)
 
 

@@ -14,9 +14,19 @@ from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin
 
 SPEED = frozenset(
-    ["tokens_per_second", "step_seconds", "data_seconds", "forward_backward_seconds", "optimizer_seconds",
-     "save_seconds", "evaluation_seconds", "model_tflops_per_gpu", "mfu", "memory_bytes"]
-)  # fmt: skip
+    [
+        "tokens_per_second",
+        "step_seconds",
+        "data_seconds",
+        "forward_backward_seconds",
+        "optimizer_seconds",
+        "save_seconds",
+        "evaluation_seconds",
+        "model_tflops_per_gpu",
+        "mfu",
+        "memory_bytes",
+    ]
+)
 """Fields that say how fast it goes, and not what is learned."""
 
 

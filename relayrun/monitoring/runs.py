@@ -22,8 +22,11 @@ def find(name: str) -> RunDir:
     for run in candidates:
         if run.path.is_dir():
             Plan.load(run)  # says what is missing
-    raise RunDirError("there is no such run", where=name,
-                      hint=f"give a run directory, or project/name below {RUNS}; see `relayrun status`")  # fmt: skip
+    raise RunDirError(
+        "there is no such run",
+        where=name,
+        hint=f"give a run directory, or project/name below {RUNS}; see `relayrun status`",
+    )
 
 
 def every() -> list[RunDir]:

@@ -165,8 +165,11 @@ def gather(run: RunDir, queue: Queue, *, now: float) -> Status:
     try:
         return _gather(run, queue, now)
     except (KeyError, TypeError, ValueError, AttributeError) as error:  # records that were edited, or torn by a disk
-        raise RunDirError(f"its records cannot be read: {type(error).__name__}: {error}", where=run.path,
-                          hint="look at plan.json and at the newest folder of attempts/") from None  # fmt: skip
+        raise RunDirError(
+            f"its records cannot be read: {type(error).__name__}: {error}",
+            where=run.path,
+            hint="look at plan.json and at the newest folder of attempts/",
+        ) from None
 
 
 def _gather(run: RunDir, queue: Queue, now: float) -> Status:
@@ -233,8 +236,11 @@ def _gather(run: RunDir, queue: Queue, now: float) -> Status:
 
 def _waiting(run: RunDir) -> list[tuple[int, str]]:
     """(iteration, job id) of the evaluations that were submitted and have no result."""
-    return [(folder.iteration, submitted.job_id) for folder in evaluations.every(run)
-            if not folder.result.exists() and (submitted := Submitted.read(folder.submitted))]  # fmt: skip
+    return [
+        (folder.iteration, submitted.job_id)
+        for folder in evaluations.every(run)
+        if not folder.result.exists() and (submitted := Submitted.read(folder.submitted))
+    ]
 
 
 def _state(queue: Queue, stop: str | None) -> State:

@@ -54,8 +54,11 @@ def read_streams(run: RunDir) -> list[Stream]:
     except FileNotFoundError:
         return []
     except (json.JSONDecodeError, TypeError) as error:
-        raise RunDirError(f"unreadable record: {error}", where=run.streams,
-                          hint="put it back, or remove it: then all is told again under new ids") from None  # fmt: skip
+        raise RunDirError(
+            f"unreadable record: {error}",
+            where=run.streams,
+            hint="put it back, or remove it: then all is told again under new ids",
+        ) from None
 
 
 def record_streams(run: RunDir) -> list[Stream]:
@@ -64,8 +67,15 @@ def record_streams(run: RunDir) -> list[Stream]:
     found = list(known) or [Stream(id=_new_id(), first_attempt=1)]
     for start, base in _rewinds(run):
         if start > found[-1].start:
-            found.append(Stream(id=_fork_id(found[0].id, start), first_attempt=start[0], rewind=start[1],
-                                forked_from=found[-1].id, fork_iteration=base))  # fmt: skip
+            found.append(
+                Stream(
+                    id=_fork_id(found[0].id, start),
+                    first_attempt=start[0],
+                    rewind=start[1],
+                    forked_from=found[-1].id,
+                    fork_iteration=base,
+                )
+            )
     if found != known:
         write_json(run.streams, [asdict(stream) for stream in found])
     return found

@@ -56,8 +56,11 @@ def copy_project(
 ) -> Iterator[str]:
     """Copy these runs, or all; yield a line for each. Raises InputError."""
     if source == target:
-        raise InputError("source and destination are the same project, so a copy would be its own source",
-                         where=str(source), hint="give another project with -dp")  # fmt: skip
+        raise InputError(
+            "source and destination are the same project, so a copy would be its own source",
+            where=str(source),
+            hint="give another project with -dp",
+        )
     if new_name is not None and len(run_ids) != 1:
         raise InputError("a new name is for one run", hint="give the run with -r")
     for run in [api.run(f"{source}/{run_id}") for run_id in run_ids] if run_ids else api.runs(str(source)):
@@ -80,10 +83,16 @@ def copy_run(source: SourceRun, target: Project, name: str) -> str:
         resume="allow",
         mode="online",
         settings=wandb.Settings(
-            silent=True, console="off", save_code=False, disable_code=True, disable_git=True,
-            x_disable_meta=True, x_disable_machine_info=True, x_disable_stats=True,
+            silent=True,
+            console="off",
+            save_code=False,
+            disable_code=True,
+            disable_git=True,
+            x_disable_meta=True,
+            x_disable_machine_info=True,
+            x_disable_stats=True,
         ),
-    )  # fmt: skip
+    )
     first, rows, left_out = made.starting_step, 0, set()
     for row in source.scan_history(page_size=ROWS, min_step=first, use_cache=False):
         step = int(row["_step"])
@@ -93,8 +102,13 @@ def copy_run(source: SourceRun, target: Project, name: str) -> str:
         left_out |= {key for key, value in values.items() if _is_media(value)}
         made.log({key: value for key, value in values.items() if not _is_media(value)}, step=step)
         rows += 1
-    made.summary.update({key: value for key, value in source.summary_metrics.items()
-                         if not key.startswith("_") and not _is_media(value)})  # fmt: skip
+    made.summary.update(
+        {
+            key: value
+            for key, value in source.summary_metrics.items()
+            if not key.startswith("_") and not _is_media(value)
+        }
+    )
     made.finish()
     if left_out:
         print(f"warning: {source.id}: media are not copied: {', '.join(sorted(left_out))}", file=sys.stderr)

@@ -43,8 +43,11 @@ def tell(run: RunDir, config: RunConfig, mode: Mode) -> None:
         client.define_metric("evaluation/*", step_metric="iteration")
         for number, result in enumerate(results, 1):
             if number > known:
-                values = {f"evaluation/{task}/{metric}": value
-                          for task, metrics in result.results.items() for metric, value in metrics.items()}  # fmt: skip
+                values = {
+                    f"evaluation/{task}/{metric}": value
+                    for task, metrics in result.results.items()
+                    for metric, value in metrics.items()
+                }
                 client.log(values | {"iteration": result.iteration, "_timestamp": result.time}, step=number)
         client.finish(exit_code=0)
         wandb.teardown()

@@ -121,8 +121,11 @@ def due(run: RunDir) -> list[tuple[int, Commit]]:
     policy = Policy.read(run.evaluation_policy)
     if policy is None:
         return []
-    wanted = [commit for commit in lineage.line(run)
-              if commit.iteration % policy.interval == 0 or commit.iteration == policy.total_steps]  # fmt: skip
+    wanted = [
+        commit
+        for commit in lineage.line(run)
+        if commit.iteration % policy.interval == 0 or commit.iteration == policy.total_steps
+    ]
     attempts = {
         (commit.iteration, commit.time): number
         for number in run.attempt_numbers()

@@ -39,9 +39,14 @@ def line(run: RunDir) -> list[Commit]:
         found = [commit for commit in found if commit.iteration <= begin.base_iteration]
         if begin.base_path is not None and not any(commit.iteration == begin.base_iteration for commit in found):
             found.append(
-                Commit(iteration=begin.base_iteration, path=begin.base_path, consumed_samples=-1,
-                       time=begin.start_time, seconds=0.0)
-            )  # fmt: skip
+                Commit(
+                    iteration=begin.base_iteration,
+                    path=begin.base_path,
+                    consumed_samples=-1,
+                    time=begin.start_time,
+                    seconds=0.0,
+                )
+            )
         found += commits(attempt)
     return found
 

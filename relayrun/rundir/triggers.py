@@ -53,9 +53,10 @@ def create_folder(run: RunDir, group: str | None = None) -> None:
         run.triggers.chmod(MODE)  # after the change of group, which takes the setgid bit away
     except PermissionError:
         raise ConfigError(
-            f"the triggers cannot be given to the group {group_name(wanted)}", where=run.triggers,
+            f"the triggers cannot be given to the group {group_name(wanted)}",
+            where=run.triggers,
             hint=f"set chain.triggers_group to a group of yours, or let {user_name(found.st_uid)} submit",
-        ) from None  # fmt: skip
+        ) from None
 
 
 def touch(run: RunDir, name: Name) -> None:
@@ -63,8 +64,9 @@ def touch(run: RunDir, name: Name) -> None:
     try:
         (run.triggers / name).touch()
     except FileNotFoundError:
-        raise RunDirError("this run has no folder for triggers", where=run.triggers,
-                          hint="submit the run first; that makes it") from None  # fmt: skip
+        raise RunDirError(
+            "this run has no folder for triggers", where=run.triggers, hint="submit the run first; that makes it"
+        ) from None
     except PermissionError:
         with contextlib.suppress(PermissionError):
             if look(run, name) is not None:  # a colleague asked for the same and it is not yet answered
@@ -72,8 +74,10 @@ def touch(run: RunDir, name: Name) -> None:
         folder = run.triggers.stat()
         raise RunDirError(
             f"you may not write here: only the user {user_name(folder.st_uid)} and the group "
-            f"{group_name(folder.st_gid)} may", where=run.triggers, hint="ask one of them",
-        ) from None  # fmt: skip
+            f"{group_name(folder.st_gid)} may",
+            where=run.triggers,
+            hint="ask one of them",
+        ) from None
 
 
 def barrier(run: RunDir) -> Path | None:
@@ -130,8 +134,11 @@ def _gid(group: str) -> int:
     try:
         return int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid
     except KeyError:
-        raise ConfigError(f"there is no group {group!r} on this machine", where="chain.triggers_group",
-                          hint="give a name that `getent group` knows, or a number") from None  # fmt: skip
+        raise ConfigError(
+            f"there is no group {group!r} on this machine",
+            where="chain.triggers_group",
+            hint="give a name that `getent group` knows, or a number",
+        ) from None
 
 
 def _done(run: RunDir, name: Name) -> Path:

@@ -225,8 +225,10 @@ class OnDisk:
         buffer = pa.allocate_buffer(sum(length for _, _, length in segments))
         view, tables, at = memoryview(buffer), [], 0
         with contextlib.ExitStack() as stack, _reading():
-            files = {part: stack.enter_context(open(self._files[part], "rb", buffering=0))
-                     for part in {part for part, _, _ in segments}}  # fmt: skip
+            files = {
+                part: stack.enter_context(open(self._files[part], "rb", buffering=0))
+                for part in {part for part, _, _ in segments}
+            }
             for part, start, length in segments:
                 _read_at(files[part], start, view[at : at + length])
                 batch = pa.ipc.read_record_batch(buffer.slice(at, length), self._schema)

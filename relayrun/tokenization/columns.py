@@ -37,8 +37,11 @@ def read_column(
                 compression = "gzip" if name.endswith(".gz") else "zstd" if name.endswith(".zst") else None
                 yield from read_jsonl(raw, path, column, compression, batch_bytes, scratch)
     except FileNotFoundError:
-        raise InputError("this file of the dump is missing", where=printable(path),
-                         hint="run prepare_dumps.py again if the dataset has changed") from None  # fmt: skip
+        raise InputError(
+            "this file of the dump is missing",
+            where=printable(path),
+            hint="run prepare_dumps.py again if the dataset has changed",
+        ) from None
     except (pa.ArrowException, OSError) as error:
         raise unreadable(path, error, hint="fetch the file again, then run again: what is done is kept") from None
 

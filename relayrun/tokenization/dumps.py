@@ -74,8 +74,11 @@ def _find_below_url(url: str, is_wanted: Callable[[str], bool]) -> list[DataFile
     found = [DataFile(path=path, size=size, identity=path) for path, size in stores.find(url) if is_wanted(path)]
     for file in found:
         if "::" in file.path:
-            raise InputError("fsspec cannot open a name with `::`", where=stores.join(url, file.path),
-                             hint="rename the file, or leave it out with --filter-out")  # fmt: skip
+            raise InputError(
+                "fsspec cannot open a name with `::`",
+                where=stores.join(url, file.path),
+                hint="rename the file, or leave it out with --filter-out",
+            )
     return found
 
 
@@ -97,8 +100,9 @@ def _find_locally(folder: str, is_wanted: Callable[[str], bool]) -> list[DataFil
                     if not wanted:
                         continue
                     if entry.is_symlink():
-                        raise InputError(f"this link leads nowhere ({error.strerror})",
-                                         where=printable(entry.path)) from None  # fmt: skip
+                        raise InputError(
+                            f"this link leads nowhere ({error.strerror})", where=printable(entry.path)
+                        ) from None
                     raise
                 identity = (status.st_dev, status.st_ino)
                 if stat.S_ISDIR(status.st_mode):
@@ -146,14 +150,20 @@ def prepare(
         metadata.refuse_live_jobs()
         finished = metadata.finished()
         if finished and metadata.raw_link.is_symlink() and os.readlink(metadata.raw_link) != dataset:
-            raise InputError(f"finished dumps of this folder belong to {os.readlink(metadata.raw_link)}",
-                             where=metadata.path, hint="use one metadata folder per dataset")  # fmt: skip
+            raise InputError(
+                f"finished dumps of this folder belong to {os.readlink(metadata.raw_link)}",
+                where=metadata.path,
+                hint="use one metadata folder per dataset",
+            )
         done = {name for index in finished for name in read_paths_file(metadata.completed / f"paths_file_{index}.txt")}
         files = [file for file in found if file.path not in done]
         if not files:
             why = f"all {len(found)} files are in finished dumps" if found else "no file fits"
-            raise InputError(f"nothing to tokenize: {why}", where=dataset,
-                             hint=f"files end in {', '.join(SUFFIXES)}; look at the filters")  # fmt: skip
+            raise InputError(
+                f"nothing to tokenize: {why}",
+                where=dataset,
+                hint=f"files end in {', '.join(SUFFIXES)}; look at the filters",
+            )
         number = n_dumps or sum(file.size for file in files) // BYTES_PER_DUMP + 1
         dumps = split(files, number, first_index=finished[-1] + 1 if finished else 0)
         contents = {dump.index: paths_file_bytes(file.path for file in dump.files) for dump in dumps}
@@ -179,8 +189,11 @@ def _refuse_to_change_half_done(metadata: MetadataFolder, contents: dict[int, by
     for index in metadata.pending():
         output = metadata.tokenized_link / f"dump-{index}"
         if contents.get(index) != metadata.paths_file(index).read_bytes() and any(output.glob("*.bin")):
-            raise RelayrunError(f"dump {index} is half tokenized, and would now hold other files", where=output,
-                                hint="finish it by submitting again, or delete this folder")  # fmt: skip
+            raise RelayrunError(
+                f"dump {index} is half tokenized, and would now hold other files",
+                where=output,
+                hint="finish it by submitting again, or delete this folder",
+            )
 
 
 def _replace_dumps(metadata: MetadataFolder, contents: dict[int, bytes]) -> None:

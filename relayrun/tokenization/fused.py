@@ -70,8 +70,9 @@ def tokenize_part(job: Job, part: Part) -> TaskRecord:
     started = time.time()
     engine = engine_of_this_process(job.definition, job.fingerprint, job.selection)
     routed = engine.routed
-    record = TaskRecord(inputs=list(part.inputs), started=started, engine=job.selection.engine,
-                        engine_version=job.selection.version)  # fmt: skip
+    record = TaskRecord(
+        inputs=list(part.inputs), started=started, engine=job.selection.engine, engine_version=job.selection.version
+    )
     shard = ShardWriter(os.path.join(job.output, part.name), np.dtype(job.framing.dtype).type)
     progress = Progress(job.output, part.name)
     try:

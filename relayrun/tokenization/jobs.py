@@ -30,9 +30,20 @@ from relayrun.tokenization.settings import SlurmOptions, TokenizationSettings
 from relayrun.tokenization.status import ERROR_FILE, finished_shards
 
 CSV_COLUMNS = (
-    "slurm_job_id", "node", "start", "end", "paths_file", "output_folder", "dataset_total_size",
-    "processed_total_size", "number_of_workers_per_node", "time", "bw", "total_tokens_processed", "throughput",
-)  # fmt: skip
+    "slurm_job_id",
+    "node",
+    "start",
+    "end",
+    "paths_file",
+    "output_folder",
+    "dataset_total_size",
+    "processed_total_size",
+    "number_of_workers_per_node",
+    "time",
+    "bw",
+    "total_tokens_processed",
+    "throughput",
+)
 """dataset_total_size: bytes of the dump's files; processed_total_size: bytes of its .bin files; time: seconds;
 bw: MB (10^6 bytes) of input per second; total_tokens_processed: counted; throughput: tokens per second."""
 
@@ -62,8 +73,11 @@ def begin(settings: TokenizationSettings) -> list[int]:
     output = settings.dataset_output
     link = metadata.tokenized_link
     if metadata.finished() and link.is_symlink() and os.readlink(link) != str(output):
-        raise InputError(f"finished dumps of this folder went to {os.readlink(link)}, not to {output}", where=link,
-                         hint="use another metadata folder, or the same output folder and names")  # fmt: skip
+        raise InputError(
+            f"finished dumps of this folder went to {os.readlink(link)}, not to {output}",
+            where=link,
+            hint="use another metadata folder, or the same output folder and names",
+        )
     output.mkdir(parents=True, exist_ok=True)
     settings.job_logs.mkdir(parents=True, exist_ok=True)
     for index in indices:
@@ -229,8 +243,9 @@ def _submit_slurm(
     try:
         executor = submitit.SlurmExecutor(settings.job_logs / "submitit")
     except RuntimeError as error:
-        raise SchedulerError(f"Slurm is not installed here: {error}",
-                             hint="submit from a login node, or use the local executor") from None  # fmt: skip
+        raise SchedulerError(
+            f"Slurm is not installed here: {error}", hint="submit from a login node, or use the local executor"
+        ) from None
     log = settings.job_logs / "R-%x-%j"
     plain = options.model_dump(exclude={"time", "additional_parameters"}, exclude_none=True)
     executor.update_parameters(
@@ -273,6 +288,7 @@ def _raise_failures(settings: TokenizationSettings, failed: Sequence[int], total
     with contextlib.suppress(FileNotFoundError):
         message = (settings.dump_output(failed[0]) / ERROR_FILE).read_text(encoding="utf-8").strip()
     numbers = ", ".join(map(str, failed))
-    raise RelayrunError(f"{len(failed)} of {total} dumps failed (dump {numbers}). Dump {failed[0]}: {message}",
-                        hint=f"logs: {settings.job_logs}; submit again when it is mended: what is done is kept",
-                        )  # fmt: skip
+    raise RelayrunError(
+        f"{len(failed)} of {total} dumps failed (dump {numbers}). Dump {failed[0]}: {message}",
+        hint=f"logs: {settings.job_logs}; submit again when it is mended: what is done is kept",
+    )

@@ -95,8 +95,11 @@ def _value(row: Any, column: str, file: str, number: int) -> str | None:
 
 def no_column(where: str, column: str, columns: Sequence[str]) -> InputError:
     """The error of a file without the column."""
-    return InputError(f"no column {column!r}; there are: {', '.join(columns)}", where=printable(where),
-                      hint="name the column of the text with --column")  # fmt: skip
+    return InputError(
+        f"no column {column!r}; there are: {', '.join(columns)}",
+        where=printable(where),
+        hint="name the column of the text with --column",
+    )
 
 
 def _without_long_strings(begin: bytes, lines: BinaryIO, scratch: str | None) -> tuple[bytes, dict[str, Spill]]:

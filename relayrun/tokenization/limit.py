@@ -70,14 +70,17 @@ def requeued_before_the_limit(progress: Callable[[], int]) -> Iterator[None]:
     except _TimeIsUp:
         whole = time.time() - began > left / 2  # else it was asked to leave early, for a preemption perhaps
         if whole and progress() == before and int(os.environ.get("SLURM_RESTART_COUNT") or 0):
-            raise RelayrunError("no shard was finished before the time limit, for the second time",
-                                where=f"Slurm job {job}",
-                                hint="give the jobs more time, or more tasks (smaller shards)") from None  # fmt: skip
+            raise RelayrunError(
+                "no shard was finished before the time limit, for the second time",
+                where=f"Slurm job {job}",
+                hint="give the jobs more time, or more tasks (smaller shards)",
+            ) from None
         slurm = Slurm()
         slurm.allow_requeue(job)  # tokenize.sh asks for --no-requeue: nothing else is to start it again
         slurm.requeue(job)
-        raise Requeued("the time limit is near; the job is queued again and goes on with what is missing",
-                       where=f"Slurm job {job}") from None  # fmt: skip
+        raise Requeued(
+            "the time limit is near; the job is queued again and goes on with what is missing", where=f"Slurm job {job}"
+        ) from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, former_alarm)

@@ -78,8 +78,11 @@ def stat_inputs(dataset: str | os.PathLike[str], names: list[str]) -> list[Input
         try:
             status = os.stat(os.path.join(dataset, name))
         except (FileNotFoundError, NotADirectoryError):
-            raise InputError("this file of the paths file is missing", where=printable(os.path.join(dataset, name)),
-                             hint="run prepare_dumps.py again if the dataset has changed") from None  # fmt: skip
+            raise InputError(
+                "this file of the paths file is missing",
+                where=printable(os.path.join(dataset, name)),
+                hint="run prepare_dumps.py again if the dataset has changed",
+            ) from None
         inputs.append((name, status.st_size, status.st_mtime_ns))
     return inputs
 
@@ -89,8 +92,11 @@ def paths_file_bytes(names: Iterable[str]) -> bytes:
     lines = []
     for name in names:
         if "\n" in name:
-            raise InputError("a file name with a newline cannot stand in a paths file", where=repr(name),
-                             hint="rename the file, or leave it out with --filter-out")  # fmt: skip
+            raise InputError(
+                "a file name with a newline cannot stand in a paths file",
+                where=repr(name),
+                hint="rename the file, or leave it out with --filter-out",
+            )
         lines.append(os.fsencode(name) + b"\n")
     return b"".join(lines)
 
@@ -149,8 +155,11 @@ class MetadataFolder:
         """Keep everybody else from preparing or submitting dumps of this folder. Raises RelayrunError if taken."""
         with locked(self.path / ".lock", wait=False) as held:
             if not held:
-                raise RelayrunError("the dumps of this folder are being prepared or tokenized by another process",
-                                    where=self.path, hint="wait until it has ended")  # fmt: skip
+                raise RelayrunError(
+                    "the dumps of this folder are being prepared or tokenized by another process",
+                    where=self.path,
+                    hint="wait until it has ended",
+                )
             yield
 
     @contextlib.contextmanager
@@ -187,8 +196,11 @@ class MetadataFolder:
         """Raises RelayrunError while Slurm jobs of this folder are queued or running."""
         if live := self.live_jobs():
             names = ", ".join(live[:8]) + (f" and {len(live) - 8} others" if len(live) > 8 else "")
-            raise RelayrunError(f"dumps of this folder are pending or running as Slurm jobs {names}",
-                                where=self.path, hint="wait for them, or cancel them with scancel")  # fmt: skip
+            raise RelayrunError(
+                f"dumps of this folder are pending or running as Slurm jobs {names}",
+                where=self.path,
+                hint="wait for them, or cancel them with scancel",
+            )
 
 
 def _numbers(folder: Path) -> list[int]:

@@ -11,11 +11,17 @@ from relayrun.tokenization.texts import categories
 
 _SPACES = " \t\n\r\v\f\x1c\x85\u00a0\u1680\u2000\u2003\u2028\u2029\u202f\u205f\u3000\u200b\ufeff"
 _JOINERS = "\u200d\u0301\u0327\u20dd\ufe0f\u093f\u0e33\u1160\U000e0061\U0001f3fd"
-_WORDS = ("don't I'LL we'Ve 'S 'ſ 'ſt can’t", "x1234567890y ٠١٢٣٤ ½²³ⅷ 12.5e-3",
-          "ǅungla İstanbul ŉ ß ẞ ﬁ Å Å é é",
-          "한국어 각 漢字かな交じり文 ไทย हिन्दी தமிழ்", "👩‍👩‍👧‍👦🏳️‍🌈🇩🇪", "a\0b\x7f\x80\x9f",
-          "<|im_start|> [INST] </s> <s>",
-          "snake_case CamelCase HTTPServer2XX __init__ ===>>> \\n ''' \"\"\"", "\u0300leading \u0e31 mark")  # fmt: skip
+_WORDS = (
+    "don't I'LL we'Ve 'S 'ſ 'ſt can’t",
+    "x1234567890y ٠١٢٣٤ ½²³ⅷ 12.5e-3",
+    "ǅungla İstanbul ŉ ß ẞ ﬁ Å Å é é",
+    "한국어 각 漢字かな交じり文 ไทย हिन्दी தமிழ்",
+    "👩‍👩‍👧‍👦🏳️‍🌈🇩🇪",
+    "a\0b\x7f\x80\x9f",
+    "<|im_start|> [INST] </s> <s>",
+    "snake_case CamelCase HTTPServer2XX __init__ ===>>> \\n ''' \"\"\"",
+    "\u0300leading \u0e31 mark",
+)
 
 
 def nasty_texts(tokenizer: Tokenizer) -> list[str]:

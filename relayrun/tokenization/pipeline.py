@@ -113,19 +113,27 @@ def tokenize(
             raise RelayrunError("another process is writing shards here", where=output)
         with _one_download(cache_dir):
             tokenizer = load_tokenizer(
-                tokenizer_name_or_path, eos_token=eos_token, append_eod=append_eod, add_bos=bos,
-                special_text=special_text, cache_dir=cache_dir,
-            )  # fmt: skip
+                tokenizer_name_or_path,
+                eos_token=eos_token,
+                append_eod=append_eod,
+                add_bos=bos,
+                special_text=special_text,
+                cache_dir=cache_dir,
+            )
         framing = tokenizer.framing(keep_empty=keep_empty)
-        folder = ShardFolder(output, {
-            "tokenizer": tokenizer.fingerprint,
-            "eos": tokenizer.eos_id,
-            "bos": tokenizer.bos_id,
-            "token type": framing.dtype,
-            "column": column,
-            "empty documents": "kept" if keep_empty else "dropped",
-            "tasks": n_tasks,
-        }, names)  # fmt: skip
+        folder = ShardFolder(
+            output,
+            {
+                "tokenizer": tokenizer.fingerprint,
+                "eos": tokenizer.eos_id,
+                "bos": tokenizer.bos_id,
+                "token type": framing.dtype,
+                "column": column,
+                "empty documents": "kept" if keep_empty else "dropped",
+                "tasks": n_tasks,
+            },
+            names,
+        )
         parts = [Part(name=name, inputs=tuple(inputs[file] for file in files)) for name, files in folder.parts.items()]
         todo = [part for part in parts if not folder.is_done(part.name, part.inputs, source)]
         workers = min(len(parts) if n_workers == -1 else n_workers, len(parts))
@@ -140,8 +148,7 @@ def tokenize(
             write_atomic(logs / "tokenizer.json", tokenizer.definition)
             files = [file for part in todo for file in part.inputs]
             size = min(max(sum(file[1] for file in files) // 2000, SMALLEST_SAMPLE), LARGEST_SAMPLE)
-            texts = sample(column, [join(source, file[0]) for file in files], most_bytes=size,
-                           scratch=str(output))  # fmt: skip
+            texts = sample(column, [join(source, file[0]) for file in files], most_bytes=size, scratch=str(output))
             selection = select(engine, tokenizer.tokenizer, texts, _warn, definition=tokenizer.definition)
             print(f"engine: {selection}", flush=True)
             job = Job(
@@ -173,9 +180,12 @@ def tokenize(
                 progress.clear(output)
     result = _result(folder, inputs.values(), workers=workers, tasks_run=len(todo), seconds=time.monotonic() - started)
     if not result.documents:
-        raise InputError(f"no document with text in {len(names):,} files, so there is no shard: "
-                         f"{result.empty_documents:,} empty and {result.null_documents:,} null documents",
-                         where=paths_file, hint=f"is {column!r} the column of the text?")  # fmt: skip
+        raise InputError(
+            f"no document with text in {len(names):,} files, so there is no shard: "
+            f"{result.empty_documents:,} empty and {result.null_documents:,} null documents",
+            where=paths_file,
+            hint=f"is {column!r} the column of the text?",
+        )
     return result
 
 

@@ -53,9 +53,16 @@ class Progress:
         self._next = 0.0
         self.bytes_read = 0
         """Of the files that are done; the task counts them here."""
-        self._last = Running(shard=shard, node=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-                             job=job_id() or "", started=time.time(), at=time.time(), documents=0, tokens=0,
-                             bytes_read=0)  # fmt: skip
+        self._last = Running(
+            shard=shard,
+            node=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+            job=job_id() or "",
+            started=time.time(),
+            at=time.time(),
+            documents=0,
+            tokens=0,
+            bytes_read=0,
+        )
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(exist_ok=True)
         self.say(documents=0, tokens=0)
@@ -66,8 +73,12 @@ class Progress:
         if now < self._next:
             return
         self._next = now + self._seconds
-        record = asdict(self._last) | {"at": time.time(), "documents": documents, "tokens": tokens,
-                                       "bytes_read": self.bytes_read}  # fmt: skip
+        record = asdict(self._last) | {
+            "at": time.time(),
+            "documents": documents,
+            "tokens": tokens,
+            "bytes_read": self.bytes_read,
+        }
         with contextlib.suppress(OSError):
             write_atomic(self._path, json.dumps(record) + "\n", durable=False)
 

@@ -110,14 +110,18 @@ class ShardFolder:
             different.append("paths")
         shards = {file.name.rsplit(".", 1)[0] for suffix in ("bin", "idx") for file in self.path.glob(f"*.{suffix}")}
         if different and shards:
-            raise InputError(f"this folder holds shards of another choice of {', '.join(different)}",
-                             where=self.path, hint=hint)  # fmt: skip
+            raise InputError(
+                f"this folder holds shards of another choice of {', '.join(different)}", where=self.path, hint=hint
+            )
         if different:
             self.parts, self.tasks = {}, {}
         self._deal(files)
         if strange := sorted(shards - set(self.parts)):
-            raise InputError(f"this folder holds shards that are not of this run, for example {strange[0]}",
-                             where=self.path, hint=hint)  # fmt: skip
+            raise InputError(
+                f"this folder holds shards that are not of this run, for example {strange[0]}",
+                where=self.path,
+                hint=hint,
+            )
 
     def _deal(self, files: Sequence[str]) -> None:
         """Give every file that is in no part yet a place in a new one: file i of them in part i mod `tasks`."""

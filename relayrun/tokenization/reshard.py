@@ -91,8 +91,13 @@ class Plan:
     @property
     def form(self) -> FileForm:
         options = self.options
-        return FileForm(schema=self.files[0].schema, column=options.column, size=options.file_size,
-                        row_group_size=options.row_group_size, compression=options.compression)  # fmt: skip
+        return FileForm(
+            schema=self.files[0].schema,
+            column=options.column,
+            size=options.file_size,
+            row_group_size=options.row_group_size,
+            compression=options.compression,
+        )
 
     @property
     def buffer(self) -> int:
@@ -120,9 +125,11 @@ class Shares:
 def _shares(options: ReshardOptions, fixed: int, least: int) -> Shares:
     room = options.memory_limit - _BASE
     if (threads := min(options.threads, room // (fixed + least))) < 1:
-        raise InputError(f"a thread that shuffles these rows takes at least {(_BASE + fixed + least) / 1e9:.2f} GB",
-                         where="--memory-limit",
-                         hint="give more, or, where rows are long, make --row-group-size smaller")  # fmt: skip
+        raise InputError(
+            f"a thread that shuffles these rows takes at least {(_BASE + fixed + least) / 1e9:.2f} GB",
+            where="--memory-limit",
+            hint="give more, or, where rows are long, make --row-group-size smaller",
+        )
     return Shares(threads, room // threads - fixed)
 
 
@@ -180,8 +187,9 @@ def _parts(files: Sequence[RowFile], count: int) -> tuple[tuple[int, int], ...]:
     ends = np.cumsum([file.size + 1 for file in files])
     bounds = np.searchsorted(ends, ends[-1] * np.arange(count + 1) / count, side="left")
     bounds[0], bounds[-1] = 0, len(files)
-    return tuple((first, last) for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
-                 if first < last)  # fmt: skip
+    return tuple(
+        (first, last) for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True) if first < last
+    )
 
 
 def _keyed(plan: Plan, part: int, lengths: Lengths) -> Iterator[pa.Table]:

@@ -73,9 +73,12 @@ class ReshardTask:
         if self._is_named() and stage != "finish":  # a former start was killed behind its last rename
             return None
         does: dict[str, Callable[[], int | None]] = {
-            "begin": self._begin, "scatter": self._scatter, "measure": self._measure,
-            "write": self._write, "finish": self._finish,
-        }  # fmt: skip
+            "begin": self._begin,
+            "scatter": self._scatter,
+            "measure": self._measure,
+            "write": self._write,
+            "finish": self._finish,
+        }
         return does[stage]()
 
     def _is_named(self) -> bool:
@@ -126,8 +129,11 @@ class ReshardTask:
         if not self._is_named():
             names = [file_name(number) for number in range(rows["files"])]
             if missing := [name for name in names if not (self.building / name).exists()]:
-                raise RelayrunError(f"{len(missing)} files are missing, the first is {missing[0]}", where=self.building,
-                                    hint="submit again: what is done is kept")  # fmt: skip
+                raise RelayrunError(
+                    f"{len(missing)} files are missing, the first is {missing[0]}",
+                    where=self.building,
+                    hint="submit again: what is done is kept",
+                )
             before = scattered(self._plan(), self.work).before
             after = [np.load(self.work / f"after-{number}.npy") for number in range(rows["files"])]
             draw(before, after, self.building / PICTURE)
@@ -159,7 +165,9 @@ def _changed(path: str) -> int:
 
 def _from_record(record: dict[str, Any], options: ReshardOptions) -> Plan:
     schema = pa.ipc.read_schema(pa.py_buffer(bytes.fromhex(record["of"]["schema"])))
-    files = tuple(RowFile(path=path, size=size, rows=rows, page=page, schema=schema)
-                  for path, size, rows, page, _ in record["of"]["files"])  # fmt: skip
+    files = tuple(
+        RowFile(path=path, size=size, rows=rows, page=page, schema=schema)
+        for path, size, rows, page, _ in record["of"]["files"]
+    )
     parts = tuple((first, last) for first, last in record["parts"])
     return Plan(options=options, files=files, parts=parts, buckets=record["buckets"])

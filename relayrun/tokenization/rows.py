@@ -62,9 +62,11 @@ def look_at(files: Sequence[tuple[str, int]], column: str) -> list[RowFile]:
     first = wide(found[0].schema)
     for file in found[1:]:
         if (schema := wide(file.schema)) != first:
-            raise InputError(f"its columns are others than those of {printable(found[0].path)}: "
-                             f"{_difference(schema, first)}", where=printable(file.path),
-                             hint="shuffle files of one kind at a time")  # fmt: skip
+            raise InputError(
+                f"its columns are others than those of {printable(found[0].path)}: {_difference(schema, first)}",
+                where=printable(file.path),
+                hint="shuffle files of one kind at a time",
+            )
     return found
 
 
@@ -77,10 +79,16 @@ def _look_at(path: str, size: int, column: str) -> RowFile:
         find_field(file.schema_arrow, path, column)
         metadata = file.metadata
         groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
-        return RowFile(path=path, size=sum(group.total_byte_size for group in groups), rows=metadata.num_rows,
-                       page=max((group.total_byte_size * min(_PAGE_ROWS, group.num_rows) // max(group.num_rows, 1)
-                                 for group in groups), default=0),
-                       schema=_plain(file.schema_arrow))  # fmt: skip
+        return RowFile(
+            path=path,
+            size=sum(group.total_byte_size for group in groups),
+            rows=metadata.num_rows,
+            page=max(
+                (group.total_byte_size * min(_PAGE_ROWS, group.num_rows) // max(group.num_rows, 1) for group in groups),
+                default=0,
+            ),
+            schema=_plain(file.schema_arrow),
+        )
 
 
 def read_rows(file: RowFile, column: str) -> Iterator[pa.Table]:

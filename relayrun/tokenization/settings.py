@@ -92,12 +92,14 @@ class TokenizationSettings(Section):
     def absolute(self, base: str | os.PathLike[str]) -> Self:
         """With relative paths read from the folder `base`; a tokenizer that is no path stays a name."""
         tokenizer = os.path.join(base, self.tokenizer)
-        return self.model_copy(update={
-            "tokenizer": os.path.abspath(tokenizer) if os.path.exists(tokenizer) else self.tokenizer,
-            "metadata_folder": os.path.abspath(os.path.join(base, self.metadata_folder)),
-            "output_folder": os.path.abspath(os.path.join(base, self.output_folder)),
-            "logs": os.path.abspath(os.path.join(base, self.logs)),
-        })  # fmt: skip
+        return self.model_copy(
+            update={
+                "tokenizer": os.path.abspath(tokenizer) if os.path.exists(tokenizer) else self.tokenizer,
+                "metadata_folder": os.path.abspath(os.path.join(base, self.metadata_folder)),
+                "output_folder": os.path.abspath(os.path.join(base, self.output_folder)),
+                "logs": os.path.abspath(os.path.join(base, self.logs)),
+            }
+        )
 
 
 class SlurmOptions(Section):
@@ -172,8 +174,11 @@ def settings_from_environment(environment: Mapping[str, str]) -> TokenizationSet
     """
     for name in environment:
         if name not in ENVIRONMENT and (near := difflib.get_close_matches(name, ENVIRONMENT, n=1, cutoff=0.8)):
-            raise ConfigError(f"{name} is no setting; did you mean {near[0]}?", where="environment",
-                              hint=f"rename it, or `unset {name}` if it is for another program")  # fmt: skip
+            raise ConfigError(
+                f"{name} is no setting; did you mean {near[0]}?",
+                where="environment",
+                hint=f"rename it, or `unset {name}` if it is for another program",
+            )
     given = {name: environment[name] for name in ENVIRONMENT if environment.get(name)}
     for name in ("NUMBER_OF_DATATROVE_TASKS", "NUMBER_OF_DATATROVE_WORKERS", "TOKENIZER_BATCH_BYTES"):
         if name in given and not given[name].removeprefix("-").isdecimal():
@@ -192,8 +197,11 @@ def _validate(model: type[_Settings], source: yamlfile.Settings) -> _Settings:
         if other in source.values:
             place = source.place((other,))
             if name in source.values:
-                raise ConfigError(f"{other}: this is another name of {name}, which is given too", where=place,
-                                  hint=f"{name} is given at {source.place((name,))}; keep one of them")  # fmt: skip
+                raise ConfigError(
+                    f"{other}: this is another name of {name}, which is given too",
+                    where=place,
+                    hint=f"{name} is given at {source.place((name,))}; keep one of them",
+                )
             source.values[name] = source.values.pop(other)
             source.places[(name,)] = place or other
     try:

@@ -87,8 +87,10 @@ def read_status(metadata_folder: str | os.PathLike[str], *, now: float | None = 
     if not finished and not pending:
         raise InputError("there are no dumps here", where=metadata.path, hint="prepare_dumps.py makes them")
     now, sizes = time.time() if now is None else now, metadata.sizes()
-    return [_dump(metadata, index, now, done=index in finished, size=sizes.get(index, 0))
-            for index in sorted(finished | pending)]  # fmt: skip
+    return [
+        _dump(metadata, index, now, done=index in finished, size=sizes.get(index, 0))
+        for index in sorted(finished | pending)
+    ]
 
 
 def seconds_left(dumps: Iterable[DumpStatus], *, tokens_per_byte: float, rate: float) -> float | None:
@@ -115,17 +117,35 @@ def table(dumps: Sequence[DumpStatus]) -> str:
     rows = [("dump", "state", "shards", "tokens", "Mtok/s node", "Mtok/s core", "ETA", "node", "left out")]
     for d in dumps:
         left = seconds_left([d], tokens_per_byte=density, rate=d.node_rate) if d.running else None
-        rows.append((str(d.index), d.state, f"{d.shards}/{d.of}" if d.of else "-", f"{d.tokens:,}", _rate(d.node_rate),
-                     _rate(d.core_rate), _duration(left), d.nodes or "-", f"{len(d.skipped)} files"))  # fmt: skip
+        rows.append(
+            (
+                str(d.index),
+                d.state,
+                f"{d.shards}/{d.of}" if d.of else "-",
+                f"{d.tokens:,}",
+                _rate(d.node_rate),
+                _rate(d.core_rate),
+                _duration(left),
+                d.nodes or "-",
+                f"{len(d.skipped)} files",
+            )
+        )
     now = sum(dump.node_rate for dump in dumps if dump.running)
     seconds = sum(d.worker_seconds + sum(task.at - task.started for task in d.running) for d in dumps)
     tokens = sum(dump.tokens for dump in dumps)
-    rows.append((
-        "total", f"{sum(d.state == 'done' for d in dumps)}/{len(dumps)} done", "", f"{tokens:,}", _rate(now),
-        _rate(tokens / seconds if seconds > 0 else 0.0),
-        _duration(seconds_left(dumps, tokens_per_byte=density, rate=now)),
-        f"{len({task.node for d in dumps for task in d.running})} nodes", f"{sum(len(d.skipped) for d in dumps)} files",
-    ))  # fmt: skip
+    rows.append(
+        (
+            "total",
+            f"{sum(d.state == 'done' for d in dumps)}/{len(dumps)} done",
+            "",
+            f"{tokens:,}",
+            _rate(now),
+            _rate(tokens / seconds if seconds > 0 else 0.0),
+            _duration(seconds_left(dumps, tokens_per_byte=density, rate=now)),
+            f"{len({task.node for d in dumps for task in d.running})} nodes",
+            f"{sum(len(d.skipped) for d in dumps)} files",
+        )
+    )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([*lines, *_failures(dumps)])
@@ -135,9 +155,11 @@ def all_done(dumps: Sequence[DumpStatus], *, now: float) -> bool | None:
     """Whether all dumps are done; None while there is something to wait for, running or queued."""
     if all(dump.state == "done" for dump in dumps):
         return True
-    over = all(dump.state in ("done", "failed")
-               or (dump.state == "stalled" and now - max(task.at for task in dump.silent) > GONE_SECONDS)
-               for dump in dumps)  # fmt: skip
+    over = all(
+        dump.state in ("done", "failed")
+        or (dump.state == "stalled" and now - max(task.at for task in dump.silent) > GONE_SECONDS)
+        for dump in dumps
+    )
     return False if over else None
 
 
@@ -170,8 +192,10 @@ def _failures(dumps: Iterable[DumpStatus]) -> Iterable[str]:
             yield f"dump {dump.index} failed: {dump.error}"
         if dump.state == "stalled":
             since = time.strftime("%F %T", time.localtime(max(task.at for task in dump.silent)))
-            yield (f"dump {dump.index}: no word from {dump.nodes} since {since}; was its job killed? "
-                   "Submit again: what is done is kept")  # fmt: skip
+            yield (
+                f"dump {dump.index}: no word from {dump.nodes} since {since}; was its job killed? "
+                "Submit again: what is done is kept"
+            )
         for error in dump.skipped:
             yield f"dump {dump.index} left out: {error}"
 

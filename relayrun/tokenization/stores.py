@@ -30,8 +30,11 @@ def absolute(folder: str | os.PathLike[str]) -> str:
         return os.path.abspath(folder)
     scheme, _, rest = os.fspath(folder).partition("://")
     if re.match(r"[^/]*:[^/]*@", rest):
-        raise InputError("a URL with a password in it would be written into files", where=f"{scheme}://...",
-                         hint="give credentials in the environment")  # fmt: skip
+        raise InputError(
+            "a URL with a password in it would be written into files",
+            where=f"{scheme}://...",
+            hint="give credentials in the environment",
+        )
     if scheme in ("file", "local"):
         rest = os.path.abspath(rest)  # fsspec would read it from the working directory
     return f"{scheme}://{rest.rstrip('/')}"
@@ -117,5 +120,8 @@ def _clear_errors(url: str, *, missing: str) -> Iterator[None]:
         raise InputError(missing, where=url) from None
     except Exception as error:  # an unknown scheme, a package that is missing, no access: each package has its own
         lines = str(error).splitlines() or [type(error).__name__]
-        raise InputError(f"fsspec cannot look at this: {lines[0]}", where=url,
-                         hint="install fsspec's package of the scheme, and set its credentials") from None  # fmt: skip
+        raise InputError(
+            f"fsspec cannot look at this: {lines[0]}",
+            where=url,
+            hint="install fsspec's package of the scheme, and set its credentials",
+        ) from None

@@ -92,12 +92,18 @@ def load_tokenizer(
     eos_token = _ending(tokenizer, eos_token or configured.eos, append_eod, name_or_path)
     eos_id = tokenizer.token_to_id(eos_token) if eos_token is not None else None
     if eos_token is not None and eos_id is None:
-        raise InputError(f"the tokenizer has no token {eos_token!r} to end documents with", where=name_or_path,
-                         hint="name one of its tokens with --eos-token")  # fmt: skip
+        raise InputError(
+            f"the tokenizer has no token {eos_token!r} to end documents with",
+            where=name_or_path,
+            hint="name one of its tokens with --eos-token",
+        )
     bos_id = tokenizer.token_to_id(configured.bos) if add_bos and configured.bos is not None else None
     if add_bos and bos_id is None:
-        raise InputError("the tokenizer names no token to begin documents with", where=name_or_path,
-                         hint="leave --bos out, or put a bos_token into its tokenizer_config.json")  # fmt: skip
+        raise InputError(
+            "the tokenizer names no token to begin documents with",
+            where=name_or_path,
+            hint="leave --bos out, or put a bos_token into its tokenizer_config.json",
+        )
     if special_text:
         tokenizer = _all_plain(tokenizer)
     tokenizer.encode_special_tokens = True
@@ -152,9 +158,11 @@ def _from_transformers(name: str, cache_dir: str | None) -> tuple[Tokenizer, int
         loaded: Any = AutoTokenizer.from_pretrained(name, cache_dir=cache_dir)
     except Exception as error:  # OSError, ValueError, ImportError, ... by what is missing
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"no such tokenizer: {reason}", where=name,
-                         hint="give a tokenizer.json, a folder that holds one, or a name on the Hugging Face hub",
-                         ) from None  # fmt: skip
+        raise InputError(
+            f"no such tokenizer: {reason}",
+            where=name,
+            hint="give a tokenizer.json, a folder that holds one, or a name on the Hugging Face hub",
+        ) from None
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise InputError("this tokenizer has no fast version (no tokenizer.json)", where=name)
@@ -182,5 +190,4 @@ def _usual_eos(tokenizer: Tokenizer, where: str | os.PathLike[str]) -> str:
     if len(found) == 1:
         return found[0]
     what = f"has several that could be it: {', '.join(found)}" if found else "names none"
-    raise InputError(f"which token ends a document? The tokenizer {what}", where=where,
-                     hint="name it with --eos-token")  # fmt: skip
+    raise InputError(f"which token ends a document? The tokenizer {what}", where=where, hint="name it with --eos-token")

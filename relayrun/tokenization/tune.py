@@ -101,15 +101,22 @@ def row(trial: Trial | None) -> str:
     cells = ("workers", "batch bytes", "Mtok/s node", "Mtok/s core", "GB a worker")
     if trial is not None:
         rate = trial.tokens_per_second / 1e6
-        cells = (f"{trial.workers}", f"{trial.batch_bytes:,}", f"{rate:.2f}", f"{rate / trial.workers:.2f}",
-                 f"{trial.worker_bytes / 1e9:.2f}")  # fmt: skip
+        cells = (
+            f"{trial.workers}",
+            f"{trial.batch_bytes:,}",
+            f"{rate:.2f}",
+            f"{rate / trial.workers:.2f}",
+            f"{trial.worker_bytes / 1e9:.2f}",
+        )
     return "  ".join(cell.rjust(11) for cell in cells)
 
 
 def advice(trial: Trial) -> str:
     """What to write into a config."""
-    return (f"recommended for this node: workers: {trial.workers}, batch_bytes: {trial.batch_bytes}, "
-            f"and tasks: {trial.workers} or more")  # fmt: skip
+    return (
+        f"recommended for this node: workers: {trial.workers}, batch_bytes: {trial.batch_bytes}, "
+        f"and tasks: {trial.workers} or more"
+    )
 
 
 def _trial(
@@ -131,10 +138,22 @@ def _trial(
         names = _link(files, Path(dataset), least=workers, most_bytes=most_bytes)
     (place / "paths").write_bytes(paths_file_bytes(names))
     command = [
-        sys.executable, str(ROOT / "scripts/tokenization/preprocess_megatron.py"), "--output-folder", str(output),
-        "--dataset", dataset, "--paths-file", str(place / "paths"), "--n-tasks", str(workers),
-        "--n-workers", str(workers), "--batch-bytes", str(size), *options,
-    ]  # fmt: skip
+        sys.executable,
+        str(ROOT / "scripts/tokenization/preprocess_megatron.py"),
+        "--output-folder",
+        str(output),
+        "--dataset",
+        dataset,
+        "--paths-file",
+        str(place / "paths"),
+        "--n-tasks",
+        str(workers),
+        "--n-workers",
+        str(workers),
+        "--batch-bytes",
+        str(size),
+        *options,
+    ]
     environment = os.environ | {progress.VARIABLE: "0.5"}
     with open(log, "wb") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process:
         try:
@@ -155,8 +174,11 @@ def _trial(
 def _first(url: str, names: Sequence[str], *, least: int, most_bytes: float) -> list[str]:
     """The first of the files below a URL, which cannot be linked: as many as the trial can read."""
     if len(names) < least:
-        raise InputError(f"{least} workers need as many files, and the first dump has {len(names)}", where=url,
-                         hint="give fewer --workers, or prepare fewer dumps")  # fmt: skip
+        raise InputError(
+            f"{least} workers need as many files, and the first dump has {len(names)}",
+            where=url,
+            hint="give fewer --workers, or prepare fewer dumps",
+        )
     total, chosen = 0, list[str]()
     for name in names:
         if len(chosen) >= least and total >= most_bytes:
@@ -194,11 +216,16 @@ def _measure(process: subprocess.Popen[bytes], output: Path, workers: int, secon
         if len(first) >= workers:
             counting = counting or now
             if now - counting >= seconds:
-                return sum((last[name].tokens - first[name].tokens) / (last[name].at - first[name].at)
-                           for name in first if last[name].at > first[name].at), memory  # fmt: skip
+                return sum(
+                    (last[name].tokens - first[name].tokens) / (last[name].at - first[name].at)
+                    for name in first
+                    if last[name].at > first[name].at
+                ), memory
         elif now - begun > _START_SECONDS:
-            raise RelayrunError(f"not all of {workers} workers tokenized anything within {_START_SECONDS:.0f} s",
-                                hint="give fewer --workers; is the file system slow?")  # fmt: skip
+            raise RelayrunError(
+                f"not all of {workers} workers tokenized anything within {_START_SECONDS:.0f} s",
+                hint="give fewer --workers; is the file system slow?",
+            )
         time.sleep(0.2)
     return None, memory
 

@@ -153,8 +153,9 @@ def _tokenizer_of_this_process(
     loaded = load_tokenizer(
         name_or_path, eos_token=eos_token, append_eod=append_eod, add_bos=add_bos, cache_dir=cache_dir
     )
-    selection = select(engine, loaded.tokenizer, sample.texts, lambda line: print(line, file=sys.stderr),
-                       definition=loaded.definition)  # fmt: skip
+    selection = select(
+        engine, loaded.tokenizer, sample.texts, lambda line: print(line, file=sys.stderr), definition=loaded.definition
+    )
     return selection.build(loaded.definition), loaded.framing(keep_empty=keep_empty)
 
 

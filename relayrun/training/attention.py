@@ -29,9 +29,14 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         self._forked = config.sequence_parallel
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, *_: Any,
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        visible: torch.Tensor | None,
+        *_: Any,
         **__: Any,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """query [sequence, batch, heads, channels], key and value [sequence, batch, groups, channels] →
         [sequence, batch, heads * channels]. Heads and groups are those of this tensor-parallel rank.
 
@@ -58,9 +63,15 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         if repeat > 1 and not shared:
             key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
         return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=visible, dropout_p=dropout, is_causal=visible is None, scale=self._scale,
+            query,
+            key,
+            value,
+            attn_mask=visible,
+            dropout_p=dropout,
+            is_causal=visible is None,
+            scale=self._scale,
             enable_gqa=shared,
-        )  # fmt: skip
+        )
 
 
 def _kernel_takes_groups(

@@ -80,9 +80,18 @@ class Checkpointer:
     """Saves and loads the state of one run, for one attempt. Every method is called by all ranks together."""
 
     def __init__(
-        self, run: RunDir, attempt: int, *, ranks: Ranks, model: Model, optimizer: Optimizer, order: MixedOrder,
-        guard: LossGuard, settings: Checkpoint, fixed: dict[str, object],
-    ) -> None:  # fmt: skip
+        self,
+        run: RunDir,
+        attempt: int,
+        *,
+        ranks: Ranks,
+        model: Model,
+        optimizer: Optimizer,
+        order: MixedOrder,
+        guard: LossGuard,
+        settings: Checkpoint,
+        fixed: dict[str, object],
+    ) -> None:
         """`fixed`: settings by name that a resume must find as they were."""
         self._run = run
         self._attempt = attempt
@@ -179,8 +188,9 @@ class Checkpointer:
         if not same_layout:
             del wanted["random"]
             if self._ranks.rank == 0 and not anew:
-                print(f"ranks are now {self._ranks.layout}, were {common['layout']}: dropout masks start anew",
-                      flush=True)  # fmt: skip
+                print(
+                    f"ranks are now {self._ranks.layout}, were {common['layout']}: dropout masks start anew", flush=True
+                )
         self._check_shapes(wanted, path)
         state = dist_checkpointing.load(wanted, str(path))
         self._model.load(state["model"])
@@ -227,8 +237,11 @@ class Checkpointer:
         ]
         for rank, texts in enumerate(self._ranks.gather(differences[:3])):
             if texts:
-                raise FatalTrainingError(f"this checkpoint is of another model (rank {rank}): {'; '.join(texts)}",
-                                         where=path, hint="take the model section of the run that made it")  # fmt: skip
+                raise FatalTrainingError(
+                    f"this checkpoint is of another model (rank {rank}): {'; '.join(texts)}",
+                    where=path,
+                    hint="take the model section of the run that made it",
+                )
 
     def _sharded_state(self, *, loading: bool, optimizer: bool = True) -> ShardedStateDict:
         model, inner = self._model.sharded_state_dict(dict(_METADATA)), self._optimizer.inner
@@ -238,10 +251,8 @@ class Checkpointer:
         return {
             "model": model,
             **part,
-            "random": ShardedObject(
-                "random", random_state.capture(), (self._ranks.world_size,), (self._ranks.rank,)
-            ),
-        }  # fmt: skip
+            "random": ShardedObject("random", random_state.capture(), (self._ranks.world_size,), (self._ranks.rank,)),
+        }
 
     def _on_first_rank(self, action: Callable[[], T]) -> T:
         """In the thread of a save: do it on rank 0; return its result, or raise what it met, on every rank."""

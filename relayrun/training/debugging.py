@@ -26,8 +26,16 @@ UNDER_NSYS = "RELAYRUN_UNDER_NSYS"
 
 def nsys_command(output: Path) -> list[str]:
     """What stands before a rank's program. Recorded is what lies between cudaProfilerStart and Stop, see `Profiler`."""
-    return ["nsys", "profile", "--sample=none", "--trace=nvtx,cuda", f"--output={output}", "--force-overwrite=true",
-            "--capture-range=cudaProfilerApi", "--capture-range-end=stop"]  # fmt: skip
+    return [
+        "nsys",
+        "profile",
+        "--sample=none",
+        "--trace=nvtx,cuda",
+        f"--output={output}",
+        "--force-overwrite=true",
+        "--capture-range=cudaProfilerApi",
+        "--capture-range-end=stop",
+    ]
 
 
 def enter_nsys(debug: Debug, folder: Path, rank: int) -> None:
@@ -38,9 +46,10 @@ def enter_nsys(debug: Debug, folder: Path, rank: int) -> None:
     if debug.profile != "nsys" or UNDER_NSYS in os.environ:
         return
     if shutil.which("nsys") is None:
-        raise ConfigError("debug.profile=nsys (NSYS_PROFILER=true), but there is no nsys on the PATH of the ranks",
-                          hint="install Nsight Systems in the ranks' environment, or use debug.profile=torch",
-                          )  # fmt: skip
+        raise ConfigError(
+            "debug.profile=nsys (NSYS_PROFILER=true), but there is no nsys on the PATH of the ranks",
+            hint="install Nsight Systems in the ranks' environment, or use debug.profile=torch",
+        )
     if rank in debug.profile_ranks:
         folder.mkdir(parents=True, exist_ok=True)
         os.environ[UNDER_NSYS] = "1"

@@ -39,8 +39,10 @@ class Evaluation:
         """Samples 0 .. eval_steps x global batch - 1, each window at most once."""
         wanted = self._samples(order)
         own = range(self.ranks.data_parallel_rank, wanted, self.ranks.data_parallel_size)
-        batches = [self._batch(order, own[at : at + self.training.micro_batch_size])
-                   for at in range(0, len(own), self.training.micro_batch_size)]  # fmt: skip
+        batches = [
+            self._batch(order, own[at : at + self.training.micro_batch_size])
+            for at in range(0, len(own), self.training.micro_batch_size)
+        ]
         while len(batches) % model.batches_multiple:
             batches.append(MicroBatch(tokens=batches[-1].tokens, weights=np.zeros_like(batches[-1].weights)))
         losses = model.run(batches, train=False) if batches else []

@@ -59,9 +59,13 @@ class Pulse:
             return
         self._last = now
         beat = Heartbeat(
-            node=self._node, iteration=self._iteration, phase=self._phase, time=time.time(),
-            step_p95=self._pace.step_p95, save_p95=self._pace.save_p95,
-        )  # fmt: skip
+            node=self._node,
+            iteration=self._iteration,
+            phase=self._phase,
+            time=time.time(),
+            step_p95=self._pace.step_p95,
+            save_p95=self._pace.save_p95,
+        )
         try:
             self._folder.mkdir(exist_ok=True)
             write_json(self._folder / f"{self._node}.json", asdict(beat), durable=False)

@@ -259,8 +259,13 @@ class Training:
             raise FatalTrainingError(f"iteration {at}: {reason}; there is no checkpoint to go back to")
         self.metrics.say(f"iteration {at}: {reason}; back to iteration {base}")
         self.pulse.enter("start", base)
-        rewind = Rewind(iteration=at, reason=reason, base_iteration=base,
-                        next_sample=self.position.consumed_samples, time=time.time())  # fmt: skip
+        rewind = Rewind(
+            iteration=at,
+            reason=reason,
+            base_iteration=base,
+            next_sample=self.position.consumed_samples,
+            time=time.time(),
+        )
         path = self.ranks.on_first_rank(partial(record_rewind, self.run_dir, self.attempt, rewind), RewindFailed)
         self.reader.close()
         self._take_up(base, path)
@@ -320,8 +325,11 @@ def record_rewind(run: RunDir, attempt: AttemptDir, rewind: Rewind) -> str:
     """Put a rewind on record and return the path of its checkpoint. Raises RelayrunError if that is not whole."""
     newest = durable(run)
     if newest.path is None or newest.iteration != rewind.base_iteration:
-        raise RelayrunError(f"iteration {rewind.iteration}: {rewind.reason}; the checkpoint of iteration "
-                            f"{rewind.base_iteration}, to go back to, is not whole", where=run.checkpoints)  # fmt: skip
+        raise RelayrunError(
+            f"iteration {rewind.iteration}: {rewind.reason}; the checkpoint of iteration "
+            f"{rewind.base_iteration}, to go back to, is not whole",
+            where=run.checkpoints,
+        )
     rewinds.append(attempt, rewind)
     return newest.path
 

@@ -51,8 +51,10 @@ class MegatronOrder:
         tokens = int(ends[len(indices) - 1]) if len(indices) else 0
         self._length = max(0, tokens - 1) // source.seq_length
         if not self._length:
-            raise InputError(f"the data set {source.name!r} has {tokens} tokens to train on, fewer than one sample",
-                             hint="give more data or a smaller seq_length")  # fmt: skip
+            raise InputError(
+                f"the data set {source.name!r} has {tokens} tokens to train on, fewer than one sample",
+                hint="give more data or a smaller seq_length",
+            )
         self._epoch: Callable[[int], Epoch] = lru_cache(2)(partial(_open_epoch, source, self._documents, indices))
 
     def __len__(self) -> int:

@@ -84,7 +84,7 @@ class Model:
                 config=transformer, ddp_config=ddp_config, module=part, disable_bucketing=number > 0
             )
             for number, part in enumerate(parts)
-        ]  # fmt: skip
+        ]
         """The parts of the model on this rank: one, or one per virtual stage."""
         if config.parallel.overlap_grad_reduce:  # gradients are reduced with the last micro-batch alone
             hooks = [chunk.no_sync for chunk in self.chunks]
@@ -121,8 +121,9 @@ class Model:
         if self._overlap_param_gather:  # else the weights of before the last update would be saved
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
-        return {str(number): chunk.module.sharded_state_dict(metadata=metadata)
-                for number, chunk in enumerate(self.chunks)}  # fmt: skip
+        return {
+            str(number): chunk.module.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(self.chunks)
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         """Put in place what a load into `sharded_state_dict` gave."""
@@ -227,8 +228,11 @@ def _loss(
 def _eod(data: Data, eod: int | None) -> int:
     """The end of a document; -1, which no token is, where nothing asks for it."""
     if eod is None and (data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss):
-        raise ConfigError("reset_position_ids, reset_attention_mask and eod_mask_loss need an end-of-document token, "
-                          "and this tokenizer has none", where="data")  # fmt: skip
+        raise ConfigError(
+            "reset_position_ids, reset_attention_mask and eod_mask_loss need an end-of-document token, "
+            "and this tokenizer has none",
+            where="data",
+        )
     return -1 if eod is None else eod
 
 

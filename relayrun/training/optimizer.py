@@ -58,7 +58,7 @@ class ShardedDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]  
     @torch.no_grad()
     def load_parameter_state_from_fully_reshardable(
         self, state_dict: dict[int, dict[str, dict[int, torch.Tensor]]]
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Put in place what a load into `sharded_param_state_fully_reshardable` gave."""
         for number, (parameter, _) in enumerate(self._held()):
             tensors = {
@@ -195,8 +195,12 @@ def schedule(config: RunConfig, optimizer: MegatronOptimizer, position: Progress
     settings = config.optimizer
     warmup, decay = config.lr_steps(position.reaches)
     if warmup >= decay:
-        raise ConfigError(f"in this run, whose batch sizes have changed, the warm-up ends at iteration {warmup} and "
-                          f"the decay at {decay}", where="optimizer", hint="set a longer decay")  # fmt: skip
+        raise ConfigError(
+            f"in this run, whose batch sizes have changed, the warm-up ends at iteration {warmup} and "
+            f"the decay at {decay}",
+            where="optimizer",
+            hint="set a longer decay",
+        )
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0 if warmup else settings.lr,

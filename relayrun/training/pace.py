@@ -69,9 +69,13 @@ class Pace:
             return begin.lead
         estimate = self._estimated_evaluation() if self.estimates_evaluation else 0.0
         measured = measured_lead(
-            list(self._steps), list(self._saves), floor=begin.lead_floor, ceiling=begin.lead_ceiling,
-            under_way=under_way, evaluation_seconds=list(self._evaluations) or [estimate],
-        )  # fmt: skip
+            list(self._steps),
+            list(self._saves),
+            floor=begin.lead_floor,
+            ceiling=begin.lead_ceiling,
+            under_way=under_way,
+            evaluation_seconds=list(self._evaluations) or [estimate],
+        )
         return min(begin.lead + estimate, begin.lead_ceiling) if measured is None else measured
 
     def _estimated_evaluation(self) -> float:

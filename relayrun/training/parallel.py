@@ -124,10 +124,12 @@ def start(config: RunConfig) -> Ranks:
     parallel = config.parallel
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size % config.model_parallel_size:
-        raise FatalTrainingError(f"{world_size} ranks cannot be split into tensor x pipeline x context parallel size "
-                                 f"{parallel.tensor_model_parallel_size} x {parallel.pipeline_model_parallel_size} x "
-                                 f"{parallel.context_parallel_size}",
-                                 hint="change job.nodes, job.ntasks_per_node or the parallel section")  # fmt: skip
+        raise FatalTrainingError(
+            f"{world_size} ranks cannot be split into tensor x pipeline x context parallel size "
+            f"{parallel.tensor_model_parallel_size} x {parallel.pipeline_model_parallel_size} x "
+            f"{parallel.context_parallel_size}",
+            hint="change job.nodes, job.ntasks_per_node or the parallel section",
+        )
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)

@@ -39,8 +39,9 @@ def publish(run: RunDir, attempt: int, commit: Commit, staged: Path) -> None:
     _sync(staged)
     newest = run.attempt_numbers()[-1]
     if newest != attempt:
-        raise FatalTrainingError(f"superseded: attempt {newest} has begun, so attempt {attempt} publishes nothing",
-                                 where=run.path)  # fmt: skip
+        raise FatalTrainingError(
+            f"superseded: attempt {newest} has begun, so attempt {attempt} publishes nothing", where=run.path
+        )
     target = Path(commit.path)
     if target.exists():  # of an attempt that died, or lost its right to it; nothing vouches for it
         aside = run.checkpoints / ".superseded" / f"{target.name}-{attempt:04}"

@@ -37,9 +37,17 @@ class Saver:
     """Called by all ranks together, at the same steps."""
 
     def __init__(
-        self, checkpointer: Checkpointer, *, control: Control, metrics: Metrics, pace: Pace, pulse: Pulse,
-        progress: ProgressLog | None, asynchronous: bool, saved_iteration: int,
-    ) -> None:  # fmt: skip
+        self,
+        checkpointer: Checkpointer,
+        *,
+        control: Control,
+        metrics: Metrics,
+        pace: Pace,
+        pulse: Pulse,
+        progress: ProgressLog | None,
+        asynchronous: bool,
+        saved_iteration: int,
+    ) -> None:
         """`progress`: on rank 0."""
         self._checkpointer = checkpointer
         self._control = control

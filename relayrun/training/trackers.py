@@ -59,6 +59,13 @@ class Trackers:
 
 
 def _start(name: str, run: RunDir, attempt: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "relayrun.monitoring.feed", name,
-               f"--run-dir={run.path}", f"--attempt={attempt}", f"--parent={os.getpid()}"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "relayrun.monitoring.feed",
+        name,
+        f"--run-dir={run.path}",
+        f"--attempt={attempt}",
+        f"--parent={os.getpid()}",
+    ]
     return subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)

@@ -12,18 +12,41 @@ from relayrun.tokenization.dumps import prepare, print_dumps
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dataset-folder", required=True, metavar="D",
-                        help="a folder, or a URL that fsspec knows (s3://bucket/x), searched for parquet, "
-                             "jsonl, jsonl.gz and jsonl.zst files")  # fmt: skip
-    parser.add_argument("--preprocessing-metadata-folder", required=True, metavar="M",
-                        help="gets raw-dataset-link and dumps/paths_file_{i}.txt")  # fmt: skip
-    parser.add_argument("--filter-in", nargs="+", default=[], metavar="TEXT",
-                        help="keep files whose path below D contains any of these (case-sensitive)")  # fmt: skip
-    parser.add_argument("--filter-out", nargs="+", default=[], metavar="TEXT",
-                        help="leave out files whose path below D contains any of these")  # fmt: skip
+    parser.add_argument(
+        "--dataset-folder",
+        required=True,
+        metavar="D",
+        help="a folder, or a URL that fsspec knows (s3://bucket/x), searched for parquet, "
+        "jsonl, jsonl.gz and jsonl.zst files",
+    )
+    parser.add_argument(
+        "--preprocessing-metadata-folder",
+        required=True,
+        metavar="M",
+        help="gets raw-dataset-link and dumps/paths_file_{i}.txt",
+    )
+    parser.add_argument(
+        "--filter-in",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="keep files whose path below D contains any of these (case-sensitive)",
+    )
+    parser.add_argument(
+        "--filter-out",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="leave out files whose path below D contains any of these",
+    )
     parser.add_argument("--n-dumps", type=int, metavar="N", help="default: one per 150 GB begun")
-    parser.add_argument("--seconds-per-gb", type=float, default=20.0, metavar="S",
-                        help="for the estimate of hours (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--seconds-per-gb",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="for the estimate of hours (default: %(default)s)",
+    )
     options = parser.parse_args()
     dumps = prepare(
         options.dataset_folder,

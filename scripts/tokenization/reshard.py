@@ -21,19 +21,26 @@ STAGES = ("begin", "scatter", "measure", "write", "finish")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dataset-folder", required=True, metavar="D",
-                        help="local, or a URL that fsspec knows (s3://bucket/x)")  # fmt: skip
+    parser.add_argument(
+        "--dataset-folder", required=True, metavar="D", help="local, or a URL that fsspec knows (s3://bucket/x)"
+    )
     parser.add_argument("--output-folder", required=True, type=Path, metavar="O", help="must not exist yet")
     parser.add_argument("--column", default="text", help="of the text (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--file-size", type=float, default=500, metavar="MB", help="default: %(default)s")
     parser.add_argument("--row-group-size", type=int, default=4096, metavar="ROWS", help="default: %(default)s")
     parser.add_argument("--compression", choices=("snappy", "zstd", "gzip", "lz4", "none"), default="snappy")
-    parser.add_argument("--memory-limit", type=float, default=4, metavar="GB",
-                        help="of the process, on several nodes of each (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--memory-limit",
+        type=float,
+        default=4,
+        metavar="GB",
+        help="of the process, on several nodes of each (default: %(default)s)",
+    )
     parser.add_argument("--temp-dir", type=Path, metavar="T", help="gets as many bytes as the dataset has unpacked")
-    parser.add_argument("--threads", type=int, default=1, metavar="N",
-                        help="at most, as memory allows (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--threads", type=int, default=1, metavar="N", help="at most, as memory allows (default: %(default)s)"
+    )
     parser.add_argument("--stage", choices=STAGES, help="one of several tasks of Slurm: see submit_reshard.sh")
     given = parser.parse_args()
 

@@ -21,8 +21,14 @@ from relayrun.errors import run_main
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-p", "--paths", action="append", required=True, metavar="A,B",
-                        help="folders separated by commas, blanks after commas ignored; may be repeated")  # fmt: skip
+    parser.add_argument(
+        "-p",
+        "--paths",
+        action="append",
+        required=True,
+        metavar="A,B",
+        help="folders separated by commas, blanks after commas ignored; may be repeated",
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON list")
     form.add_argument("--null", action="store_true", help="end each prefix with a NUL byte, as xargs -0 reads")

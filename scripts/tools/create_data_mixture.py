@@ -22,19 +22,45 @@ from relayrun.errors import run_main
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folders", nargs="+", required=True, type=Path, metavar="DIR",
-                        help="one folder a dataset; shards are found at any depth, links are followed")  # fmt: skip
-    parser.add_argument("--weights", nargs="+", required=True, type=float, metavar="W",
-                        help="wanted share of the tokens, one a folder, in the same order")  # fmt: skip
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR",
-                        help="folder to write; a former mixture there is replaced, anything else refused")  # fmt: skip
+    parser.add_argument(
+        "--folders",
+        nargs="+",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="one folder a dataset; shards are found at any depth, links are followed",
+    )
+    parser.add_argument(
+        "--weights",
+        nargs="+",
+        required=True,
+        type=float,
+        metavar="W",
+        help="wanted share of the tokens, one a folder, in the same order",
+    )
+    parser.add_argument(
+        "--output",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="folder to write; a former mixture there is replaced, anything else refused",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the shuffle of each dataset's shards (default: 0)")
-    parser.add_argument("--tokens", metavar="N", help="tokens in all, for example 300M, 10B, 1.5T; a dataset that has "
-                        "fewer than its share is repeated")  # fmt: skip
-    parser.add_argument("--allow-repeats", action="store_true",
-                        help="end where the last dataset is used up, not the first: others are repeated")  # fmt: skip
-    parser.add_argument("--whole-shards", action="store_true",
-                        help="cut none: weights hold to one shard (for readers that take all of a .bin)")  # fmt: skip
+    parser.add_argument(
+        "--tokens",
+        metavar="N",
+        help="tokens in all, for example 300M, 10B, 1.5T; a dataset that has fewer than its share is repeated",
+    )
+    parser.add_argument(
+        "--allow-repeats",
+        action="store_true",
+        help="end where the last dataset is used up, not the first: others are repeated",
+    )
+    parser.add_argument(
+        "--whole-shards",
+        action="store_true",
+        help="cut none: weights hold to one shard (for readers that take all of a .bin)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the table; write nothing")
     arguments = parser.parse_args()
     summary = create_mixture(

@@ -38,8 +38,10 @@ def main() -> int:
             for point in Progress.of_stream(run, streams, number, mark=sink.mark).poll(complete=complete):
                 sink.write(point)
             sink.close()
-            print(f"{config.project}/{config.name}: id {stream.id}: the service had iteration {before}, "
-                  f"sent up to {sink.mark}")  # fmt: skip
+            print(
+                f"{config.project}/{config.name}: id {stream.id}: the service had iteration {before}, "
+                f"sent up to {sink.mark}"
+            )
         wandb_evaluations.tell(run, config, "online")
     return 0
 

@@ -35,8 +35,14 @@ def main() -> None:
         for fault in verified.faults:
             print(f"{verified.prefix}: {fault}", flush=True)
 
-    checked = verify(find_prefixes(options.folders), vocabulary_size=size, eod=eod,
-                     checksums=not options.no_checksums, threads=options.threads, report=report)  # fmt: skip
+    checked = verify(
+        find_prefixes(options.folders),
+        vocabulary_size=size,
+        eod=eod,
+        checksums=not options.no_checksums,
+        threads=options.threads,
+        report=report,
+    )
     wrong = sum(bool(each.faults) for each in checked)
     print(f"{len(checked):,} shards, {sum(each.tokens for each in checked):,} tokens: {wrong:,} with faults")
     if wrong:

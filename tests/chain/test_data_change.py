@@ -27,8 +27,9 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
 
 def start(config: Path, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "launchers/submit.py", str(config), *arguments]
-    return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE)  # fmt: skip
+    return subprocess.Popen(
+        command, cwd=ROOT, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
 def data_command(*arguments: str) -> str:
@@ -44,16 +45,21 @@ def test_every_sample_is_read_once_over_changes_of_mixture_ramp_batch_and_ranks(
 
     def config(weights: dict[str, float], *, ranks: int, micro: int, batch: int, ramp: list[Any] | None = None) -> Path:
         mixture: dict[str, Any] = {
-            name: {"path": f"{tmp_path}/data/shard{'abc'.index(name)}", "weight": weight,
-                   "order": "tests.chain.logged_order:Logged", "options": {"log": str(log)}}
+            name: {
+                "path": f"{tmp_path}/data/shard{'abc'.index(name)}",
+                "weight": weight,
+                "order": "tests.chain.logged_order:Logged",
+                "options": {"log": str(log)},
+            }
             for name, weight in weights.items()
-        }  # fmt: skip
+        }
         return workspace.config(
-            "run", data={"tokenizer": f"{tmp_path}/tokenizer.json", "datasets": [], "mixture": mixture},
+            "run",
+            data={"tokenizer": f"{tmp_path}/tokenizer.json", "datasets": [], "mixture": mixture},
             training={"steps": 90, "micro_batch_size": micro, "global_batch_size": batch, "rampup_batch_size": ramp},
             job={"ntasks_per_node": ranks},
             cluster={"name": "local", "scheduler": "local", "environment": {"PYTHONPATH": str(ROOT)}},
-        )  # fmt: skip
+        )
 
     def train_until(attempt: int, iteration: int, process: subprocess.Popen[str]) -> None:
         """Ask the chain to end once the attempt has come so far; the last one runs to its end."""
@@ -107,8 +113,11 @@ def test_every_sample_is_read_once_over_changes_of_mixture_ramp_batch_and_ranks(
     ledger = data_command("ledger", str(run.path))
     assert f"{commits[-1]:,} samples in 90 steps" in ledger
     for name, count in counts.items():
-        assert any(row.split("│")[1].strip() == name and row.split("│")[3].strip() == f"{count:,}"
-                   for row in ledger.splitlines() if row.count("│") > 5)  # fmt: skip
+        assert any(
+            row.split("│")[1].strip() == name and row.split("│")[3].strip() == f"{count:,}"
+            for row in ledger.splitlines()
+            if row.count("│") > 5
+        )
     shown = data_command("show", str(run.path), "--samples", f"{commits[0] - 1}:{commits[0] + 1}")
     assert shown.count("sample ") == 2
     assert [Begin.read(run.attempt(number).begin).config_revision for number in (1, 2, 3)] == [1, 2, 3]  # type: ignore[union-attr]

@@ -30,9 +30,7 @@ class Queue:
         self.killed_after_submit = False
         self.down = False
 
-    def submit_beside(
-        self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], time_limit: int
-    ) -> str:  # fmt: skip
+    def submit_beside(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], time_limit: int) -> str:
         if self.down:
             raise SchedulerError("sbatch: unable to contact slurm controller")
         job_id = str(100 + len(self.submitted))
@@ -54,12 +52,26 @@ def attempt(run: RunDir, number: int, *, base: int = 0, iterations: Sequence[int
     folder = run.attempt(number)
     folder.path.mkdir(parents=True)
     path = str(run.checkpoint(base)) if base else None
-    Begin(attempt=number, job_id=str(number), job_name="", nodes="", config_revision=1, base_iteration=base,
-          base_path=path, start_time=float(number), job_end_time=None, lead=1.0).write(folder.begin)  # fmt: skip
+    Begin(
+        attempt=number,
+        job_id=str(number),
+        job_name="",
+        nodes="",
+        config_revision=1,
+        base_iteration=base,
+        base_path=path,
+        start_time=float(number),
+        job_end_time=None,
+        lead=1.0,
+    ).write(folder.begin)
     for iteration in iterations:
         path = str(run.checkpoint(iteration))
-        append_commit(folder, Commit(iteration=iteration, path=path, consumed_samples=iteration,
-                                     time=100.0 * number + iteration, seconds=1.0))  # fmt: skip
+        append_commit(
+            folder,
+            Commit(
+                iteration=iteration, path=path, consumed_samples=iteration, time=100.0 * number + iteration, seconds=1.0
+            ),
+        )
 
 
 @pytest.fixture

@@ -24,8 +24,12 @@ SETTINGS: dict[str, Any] = {"training": {"steps": 8}, "checkpoint": {"interval":
 def submit(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "relayrun.cli", "submit", str(config), *arguments],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +65,12 @@ def test_progress_txt_has_the_lines_of_megatron_lm(workspace: Workspace) -> None
 
 
 def test_finetune_takes_the_weights_alone(workspace: Workspace) -> None:
-    config = workspace.config("tuned", training={"steps": 1}, optimizer={"lr": 1e-30, "lr_warmup_steps": 0},
-                              checkpoint={"interval": 4, "finetune": True})  # fmt: skip
+    config = workspace.config(
+        "tuned",
+        training={"steps": 1},
+        optimizer={"lr": 1e-30, "lr_warmup_steps": 0},
+        checkpoint={"interval": 4, "finetune": True},
+    )
     done = submit(config, "--load", str(workspace.run("source").path))
     assert done.returncode == 0, done.stderr
     run = workspace.run("tuned")
@@ -81,15 +89,19 @@ def test_without_optimizer_and_data_position_the_iterations_go_on(workspace: Wor
     left_out = {"no_load_optim": True, "no_load_data": True}
     run = workspace.run("other-data")
     config = workspace.config("other-data", training={"steps": 6, "seed": 5}, checkpoint={"interval": 1} | left_out)
-    refused = submit(workspace.config("refused", training={"steps": 6, "seed": 5}, checkpoint={"interval": 1}),
-                     "--load", f"{workspace.run('source').path}:4")  # fmt: skip
+    refused = submit(
+        workspace.config("refused", training={"steps": 6, "seed": 5}, checkpoint={"interval": 1}),
+        "--load",
+        f"{workspace.run('source').path}:4",
+    )
     assert "seed was 28, is 5" in refused.stderr + refused.stdout + workspace.run("refused").stop.read_text()
     done = submit(config, "--load", f"{workspace.run('source').path}:4")
     assert done.returncode == 0, done.stderr
     lines = [line for line in read_lines(run.metrics_view) if "loss" in line]
     assert [(line["iteration"], line["consumed_samples"]) for line in lines] == [(5, 8), (6, 16)]
-    more = submit(workspace.config("other-data", training={"steps": 8, "seed": 5}, checkpoint={"interval": 1}),
-                  "--resume")  # fmt: skip
+    more = submit(
+        workspace.config("other-data", training={"steps": 8, "seed": 5}, checkpoint={"interval": 1}), "--resume"
+    )
     assert more.returncode == 0, more.stderr
     lines = [line for line in read_lines(run.metrics_view) if "loss" in line]
     assert [(line["iteration"], line["consumed_samples"]) for line in lines][2:] == [(7, 24), (8, 32)]
@@ -100,12 +112,15 @@ def test_without_optimizer_and_data_position_the_iterations_go_on(workspace: Wor
     [
         (":5", {}, "no checkpoint of iteration 5"),
         (":8", {}, "stands at iteration 8, and training.steps is 8"),
-        (":4", {"model": {"num_layers": 4, "ffn_hidden_size": 256}},
-         "num_layers is 2 there and 4 here; ffn_hidden_size is 128 there and 256 here"),
+        (
+            ":4",
+            {"model": {"num_layers": 4, "ffn_hidden_size": 256}},
+            "num_layers is 2 there and 4 here; ffn_hidden_size is 128 there and 256 here",
+        ),
         ("/checkpoints/iter_0000004:4", {}, "of which no iteration can be chosen"),
         ("/nowhere", {}, "there is no such run"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_loaded_is_refused_before_submission(
     workspace: Workspace, name: str, sections: dict[str, Any], says: str
 ) -> None:

@@ -23,8 +23,12 @@ STEPS = 500
 def submit(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "launchers/submit.py", str(config), *arguments],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
 
 
 def start_seconds(run: RunDir) -> float:
@@ -45,9 +49,13 @@ def test_a_run_cut_by_sigusr2_at_its_limit_equals_the_uninterrupted_run(tmp_path
     work = uninterrupted.end_time - reference.attempt(1).begin.stat().st_mtime - start
     for folder in ("it's in pieces", "once more", "and again"):  # a machine that grows faster meanwhile cuts too late
         # the deadline inside comes after the signal, so that the signal is what cuts
-        pieces = workspace.config(folder, training=training, job={"time": f"00:00:{round(start + 3 + 0.3 * work)}"},
-                                  chain={"lead": 1, "signal_lead": 3, "max_failed_attempts": 9},
-                                  checkpoint={"interval": 211})  # fmt: skip
+        pieces = workspace.config(
+            folder,
+            training=training,
+            job={"time": f"00:00:{round(start + 3 + 0.3 * work)}"},
+            chain={"lead": 1, "signal_lead": 3, "max_failed_attempts": 9},
+            checkpoint={"interval": 211},
+        )
         cut = submit(pieces)
         assert cut.returncode == 0, cut.stderr
         run = workspace.run(folder)
@@ -71,9 +79,13 @@ def test_a_slow_save_moves_the_deadline_of_its_own_attempt(tmp_path: Path) -> No
     workspace = Workspace.make(tmp_path)
     prefix = [sys.executable, "-m", "relayrun.drill.inject", "slow-save=20:20", "--"]
     config = workspace.config(
-        "run", training={"steps": 30}, checkpoint={"interval": 10}, job={"time": "6"}, chain={"lead_floor": 5},
+        "run",
+        training={"steps": 30},
+        checkpoint={"interval": 10},
+        job={"time": "6"},
+        chain={"lead_floor": 5},
         cluster={"name": "local", "scheduler": "local", "command_prefix": prefix},
-    )  # fmt: skip
+    )
     done = submit(config)
     assert done.returncode == 0, done.stderr
     run = workspace.run("run")

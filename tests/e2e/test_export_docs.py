@@ -36,8 +36,9 @@ def test_every_command_runs(tmp_path: Path) -> None:
     environment = checkout(tmp_path)
     make_run(tmp_path / "logs/runs/my-project/my-run", make_hf(tmp_path / "original"), iteration=40)
     script = "set -euo pipefail\nmkdir models\n" + "\n".join(blocks("bash"))
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True,
-                          check=False, timeout=300)  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert "logits of megatron-core and transformers on 256 tokens differ by at most" in done.stdout
     card = (tmp_path / "models/my-run/README.md").read_text()
@@ -62,7 +63,13 @@ def test_every_command_runs(tmp_path: Path) -> None:
     )
     (spool / "scontrol").chmod(0o755)
     in_job = environment | {"SLURM_JOB_ID": "1", "PATH": f"{spool}:{environment['PATH']}", "PYTHON": sys.executable}
-    done = subprocess.run(["bash", spool / "slurm_script", *arguments], cwd=tmp_path, env=in_job,
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        ["bash", spool / "slurm_script", *arguments],
+        cwd=tmp_path,
+        env=in_job,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "models/my-run-job/config.json").is_file()

@@ -43,8 +43,15 @@ def test_training_offline_sending_looking_and_debugging(tmp_path: Path, monkeypa
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
 
     def run(block: str, **more: str) -> str:
-        done = subprocess.run(["bash", "-euo", "pipefail", "-c", blocks()[block]], cwd=tmp_path, text=True,
-                              env=environment | more, capture_output=True, timeout=300, check=False)  # fmt: skip
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", blocks()[block]],
+            cwd=tmp_path,
+            text=True,
+            env=environment | more,
+            capture_output=True,
+            timeout=300,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -57,8 +64,14 @@ def test_training_offline_sending_looking_and_debugging(tmp_path: Path, monkeypa
     (stream,) = json.loads((tmp_path / "logs/runs/my-project/my-run/streams.json").read_text())
     assert stream["id"] == run_id
 
-    board = subprocess.Popen([*shlex.split(blocks()["tensorboard"]), "--port=0"], cwd=tmp_path, env=environment,
-                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    board = subprocess.Popen(
+        [*shlex.split(blocks()["tensorboard"]), "--port=0"],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert board.stderr is not None
         assert any("http://localhost:" in line for line in board.stderr)
@@ -79,9 +92,15 @@ def test_the_copy_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
     asked: list[str] = []
     source = SimpleNamespace(
-        id="f5v94x1q", name="a", config={}, summary_metrics={}, tags=[], notes=None, group=None,
+        id="f5v94x1q",
+        name="a",
+        config={},
+        summary_metrics={},
+        tags=[],
+        notes=None,
+        group=None,
         scan_history=lambda **_options: [{"_step": 1, "_timestamp": 1e9, "loss": 2.0}],
-    )  # fmt: skip
+    )
     monkeypatch.setattr(wandb, "Api", lambda: SimpleNamespace(run=lambda path: asked.append(path) or source))
     monkeypatch.chdir(tmp_path)
     script, *arguments = shlex.split(blocks()["copy"])

@@ -16,9 +16,14 @@ PAGE = (ROOT / "docs/tokenization.md").read_text(encoding="utf-8")
 def test_every_program_and_option_that_is_named_exists() -> None:
     for script in set(re.findall(r"(?:scripts|launchers)/[\w/]+\.(?:py|sh)", PAGE)):
         assert (ROOT / script).is_file(), script
-    known = "".join(path.read_text(encoding="utf-8") for path in (
-        *(ROOT / "scripts").rglob("*.py"), *(ROOT / "launchers").glob("*.py"), ROOT / "relayrun/cli.py",
-    ))  # fmt: skip
+    known = "".join(
+        path.read_text(encoding="utf-8")
+        for path in (
+            *(ROOT / "scripts").rglob("*.py"),
+            *(ROOT / "launchers").glob("*.py"),
+            ROOT / "relayrun/cli.py",
+        )
+    )
     for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) - {"--help"}:
         assert f'"{option}"' in known, option
 
@@ -29,8 +34,9 @@ def test_the_way_from_raw_text_to_a_mixture(tmp_path: Path) -> None:
     tokenize(tmp_path, environment, "my-code")
     (block,) = blocks("bash", PAGE)
     activated = f"set -euo pipefail\nsource .venv/bin/activate  # as the README begins\n{block}"
-    done = subprocess.run(["bash", "-c", activated], cwd=tmp_path, env=environment,
-                          capture_output=True, text=True, timeout=500)  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-c", activated], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stderr
     assert "recommended for this node: workers:" in done.stdout
     assert "total  1/1 done" in done.stdout

@@ -61,8 +61,9 @@ def test_ramp_warm_up_evaluations_branch_and_fine_tuning(tmp_path: Path) -> None
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {"PATH": path, "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
     script = "set -euo pipefail\n" + "\n".join(blocks("bash"))
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True,
-                          check=False, timeout=500)  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=500
+    )
     assert done.returncode == 0, done.stderr
 
     def lines(name: str) -> list[dict[str, Any]]:
@@ -79,8 +80,10 @@ def test_ramp_warm_up_evaluations_branch_and_fine_tuning(tmp_path: Path) -> None
     assert max(first, key=lambda line: line["lr"])["iteration"] == 15
     assert [line["lr"] for line in first[:14]] == pytest.approx([3e-3 * step / 14 for step in range(14)])
     evaluated = [line for line in lines("my-run") if "validation" in line]
-    assert [(line["iteration"], set(line["validation"])) for line in evaluated] == [(20, {"held-out"}),
-                                                                                  (40, {"held-out"})]  # fmt: skip
+    assert [(line["iteration"], set(line["validation"])) for line in evaluated] == [
+        (20, {"held-out"}),
+        (40, {"held-out"}),
+    ]
 
     branch = [line for line in lines("my-run-annealed") if "loss" in line]
     assert (begin("my-run-annealed").base_iteration, branch[0]["iteration"], len(branch)) == (20, 21, 10)

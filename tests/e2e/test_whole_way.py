@@ -47,14 +47,32 @@ def test_every_token_of_the_demo_corpus_and_every_awkward_name_goes_through(tmp_
         for part, odd in zip(parts, NAMES * 2, strict=False):
             part.rename(folder / odd)
         metadata = home / f"dumps of {name}"
-        door("scripts/tokenization/prepare_dumps.py", "--dataset-folder", folder,
-             "--preprocessing-metadata-folder", metadata, "--n-dumps", "2")  # fmt: skip
+        door(
+            "scripts/tokenization/prepare_dumps.py",
+            "--dataset-folder",
+            folder,
+            "--preprocessing-metadata-folder",
+            metadata,
+            "--n-dumps",
+            "2",
+        )
         settings = home / f"{name}'s settings.yaml"
-        settings.write_text(yamlfile.dump({
-            "tokenizer": str(tokenizer_folder), "tokenizer_name": "demo", "dataset_name": name,
-            "metadata_folder": str(metadata), "output_folder": str(home / "tokens"), "logs": str(home / "logs"),
-            "tasks": 2, "workers": 2, "executor": "local", "max_parallel": 1,
-        }))  # fmt: skip
+        settings.write_text(
+            yamlfile.dump(
+                {
+                    "tokenizer": str(tokenizer_folder),
+                    "tokenizer_name": "demo",
+                    "dataset_name": name,
+                    "metadata_folder": str(metadata),
+                    "output_folder": str(home / "tokens"),
+                    "logs": str(home / "logs"),
+                    "tasks": 2,
+                    "workers": 2,
+                    "executor": "local",
+                    "max_parallel": 1,
+                }
+            )
+        )
         door("launchers/submit_tokenization.py", settings)
 
         # every document, in the order of its file: the ids that tokenizers gives, then the end of the document
@@ -81,14 +99,29 @@ def test_every_token_of_the_demo_corpus_and_every_awkward_name_goes_through(tmp_
         assert documents == (corpus.docs if name == "docs" else corpus.code).documents
 
     mixture = home / "a mixture"
-    door("scripts/tools/create_data_mixture.py", "--folders", home / "tokens/demo/docs", home / "tokens/demo/code",
-         "--weights", "0.7", "0.3", "--output", mixture)  # fmt: skip
+    door(
+        "scripts/tools/create_data_mixture.py",
+        "--folders",
+        home / "tokens/demo/docs",
+        home / "tokens/demo/code",
+        "--weights",
+        "0.7",
+        "0.3",
+        "--output",
+        mixture,
+    )
     run = RunDir(home / "the run")
     config = home / "run's config.yaml"
-    config.write_text(yamlfile.dump(CONFIG | {
-        "run_dir": str(run.path), "training": CONFIG["training"] | {"steps": 5},
-        "data": {"tokenizer": str(tokenizer_folder), "datasets": [str(mixture)]},
-    }))  # fmt: skip
+    config.write_text(
+        yamlfile.dump(
+            CONFIG
+            | {
+                "run_dir": str(run.path),
+                "training": CONFIG["training"] | {"steps": 5},
+                "data": {"tokenizer": str(tokenizer_folder), "datasets": [str(mixture)]},
+            }
+        )
+    )
     door("launchers/submit.py", config)
     assert [record.cause for record in ends(run)] == ["done"]
     assert sorted(steps(run)) == [1, 2, 3, 4, 5]

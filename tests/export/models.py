@@ -20,11 +20,23 @@ from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, Commit, append_commit
 from relayrun.tokenization.tokenizer import load_tokenizer
 
-SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 8,
-         "num_key_value_heads": 2, "max_position_embeddings": 128, "rope_theta": 10000.0,
-         "tie_word_embeddings": False}  # fmt: skip
-LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 8192}  # fmt: skip
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 VOCABULARY = 300
 
 
@@ -76,31 +88,60 @@ def make_run(folder: Path, hf: Path, *, iteration: int = 7, divisible_by: int = 
     writer.add(np.arange(lengths.sum()) % tokenizer.size, lengths)
     writer.finish()
     values: dict[str, Any] = {
-        "project": "tests", "name": "imported", "model": made.model.model_dump(),
+        "project": "tests",
+        "name": "imported",
+        "model": made.model.model_dump(),
         "data": {"tokenizer": str(hf / "tokenizer.json"), "datasets": [str(folder / "data")]},
         "training": {"steps": 2 * iteration, "micro_batch_size": 2, "global_batch_size": 8, "seq_length": 128},
-        "optimizer": {"lr": 1e-3}, "checkpoint": {"interval": iteration}, "job": {"time": "5"},
+        "optimizer": {"lr": 1e-3},
+        "checkpoint": {"interval": iteration},
+        "job": {"time": "5"},
         "cluster": {"name": "test", "scheduler": "local"},
-    }  # fmt: skip
+    }
     config = RunConfig.model_validate(values | sections)
     run.config_revision(1).write_text(compose.dump(config))
     Manifest.build(
-        {"train": [folder / "data" / "shard"]}, {}, vocabulary_size=tokenizer.size, eod=tokenizer.eos_id,
-        tokenizer=str(hf / "tokenizer.json"), tokenizer_fingerprint=tokenizer.fingerprint,
-    ).write(run.manifest)  # fmt: skip
-    Begin(attempt=1, job_id="1", job_name="test", nodes="here", config_revision=1, base_iteration=0, base_path=None,
-          start_time=0.0, job_end_time=None, lead=0.0).write(attempt.begin)  # fmt: skip
+        {"train": [folder / "data" / "shard"]},
+        {},
+        vocabulary_size=tokenizer.size,
+        eod=tokenizer.eos_id,
+        tokenizer=str(hf / "tokenizer.json"),
+        tokenizer_fingerprint=tokenizer.fingerprint,
+    ).write(run.manifest)
+    Begin(
+        attempt=1,
+        job_id="1",
+        job_name="test",
+        nodes="here",
+        config_revision=1,
+        base_iteration=0,
+        base_path=None,
+        start_time=0.0,
+        job_end_time=None,
+        lead=0.0,
+    ).write(attempt.begin)
     files = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
-    append_commit(attempt, Commit(iteration=iteration, path=str(checkpoint), consumed_samples=8 * iteration, time=1.0,
-                                  seconds=1.0, files=files))  # fmt: skip
+    append_commit(
+        attempt,
+        Commit(
+            iteration=iteration,
+            path=str(checkpoint),
+            consumed_samples=8 * iteration,
+            time=1.0,
+            seconds=1.0,
+            files=files,
+        ),
+    )
     return Imported(run, hf, checkpoint)
 
 
 def write_task(folder: Path, *, documents: int) -> Path:
     """A task of lm-evaluation-harness, `tiny_choice`, with its data; no network."""
     folder.mkdir(parents=True)
-    lines = [{"prompt": f"w{n + 1} w{n + 2}", "choices": [f"w{n + 3}", f"w{n + 50}"], "label": n % 2}
-             for n in range(documents)]  # fmt: skip
+    lines = [
+        {"prompt": f"w{n + 1} w{n + 2}", "choices": [f"w{n + 3}", f"w{n + 50}"], "label": n % 2}
+        for n in range(documents)
+    ]
     (folder / "test.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     task = {
         "task": "tiny_choice",

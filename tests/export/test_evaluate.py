@@ -28,11 +28,22 @@ def prepared(folder: Path, **evaluation: Any) -> Imported:
 
 
 def start(made: Imported) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "relayrun.export.evaluate", f"--run-dir={made.run.path}", "--iteration=7",
-               "--attempt=1"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "relayrun.export.evaluate",
+        f"--run-dir={made.run.path}",
+        "--iteration=7",
+        "--attempt=1",
+    ]
     home = str(made.hf.parent / "home")  # caches of the libraries
-    return subprocess.Popen(command, env=os.environ | {"HOME": home, "HF_HUB_OFFLINE": "1"}, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    return subprocess.Popen(
+        command,
+        env=os.environ | {"HOME": home, "HF_HUB_OFFLINE": "1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def test_a_local_task_is_evaluated_once(tmp_path: Path) -> None:

@@ -114,8 +114,9 @@ print("\\n" + json.dumps(peak() - before))
 
 def peak_memory(*arguments: str | Path) -> int:
     """Bytes of a command above what its imports take."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", PEAK, *map(str, arguments)], capture_output=True,
-                          text=True, check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PEAK, *map(str, arguments)], capture_output=True, text=True, check=True
+    )
     peak: int = json.loads(done.stdout.splitlines()[-1])
     return peak
 
@@ -124,8 +125,15 @@ def peak_memory(*arguments: str | Path) -> int:
 @pytest.mark.slow
 def test_memory_is_bounded_by_the_largest_file(tmp_path: Path) -> None:
     """A model of 320 MB in files of 25 MB: twice a file, and less than a third of the 500 MB that may come on top."""
-    hf = make_hf(tmp_path / "hf", hidden_size=1024, intermediate_size=3072, num_hidden_layers=6,
-                 num_attention_heads=8, vocab_size=4096, vocabulary=4096)  # fmt: skip
+    hf = make_hf(
+        tmp_path / "hf",
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        vocab_size=4096,
+        vocabulary=4096,
+    )
     assert sum(path.stat().st_size for path in hf.glob("*.safetensors")) > 300_000_000
     assert peak_memory("import", "hf", hf, "--output", tmp_path / "checkpoint") < 200_000_000
     shutil.rmtree(tmp_path / "checkpoint")
@@ -199,8 +207,9 @@ def test_each_wrong_input_is_one_clear_error(
     message = refused(capsys, *export)
     assert "is not the model of its run's config: decoder.layers." in message
     assert "more differences" in message
-    revision.write_text(config.replace("untie_embeddings_and_output_weights: true",
-                                       "untie_embeddings_and_output_weights: false"))  # fmt: skip
+    revision.write_text(
+        config.replace("untie_embeddings_and_output_weights: true", "untie_embeddings_and_output_weights: false")
+    )
     assert "output_layer.weight is no weight of a Llama" in refused(capsys, *export)
     revision.write_text(config)
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json", 299)
@@ -223,7 +232,7 @@ def test_each_wrong_input_is_one_clear_error(
         ({"vocab_size": 299}, "its tokenizer has 300 entries, its embeddings 299"),
         ({"hidden_size": "64"}, "does not describe a Llama"),
     ],
-)  # fmt: skip
+)
 def test_another_architecture_is_not_imported(
     tmp_path: Path, imported: Imported, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
 ) -> None:
@@ -261,9 +270,13 @@ def test_without_room_nothing_is_left(tmp_path: Path, imported: Imported, what: 
     outputs = tmp_path / "outputs"
     outputs.mkdir()
     command = ["import", "hf", imported.hf] if what == "import" else ["export", what, imported.run.path]
-    done = subprocess.run([sys.executable, "-W", "ignore", "-m", "relayrun.cli", *map(str, command), "--output",
-                           str(outputs / "out")], preexec_fn=partial(limit_files, 100_000), capture_output=True,
-                          text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "relayrun.cli", *map(str, command), "--output", str(outputs / "out")],
+        preexec_fn=partial(limit_files, 100_000),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 1, done.stderr
     assert [line[:7] for line in done.stderr.splitlines()] == ["error: ", "  -> se"]
     assert f"{outputs / 'out'}: cannot be written: " in done.stderr
@@ -274,15 +287,17 @@ def test_without_room_nothing_is_left(tmp_path: Path, imported: Imported, what: 
 def test_the_torch_format_holds_the_model_of_one_rank(tmp_path: Path, imported: Imported) -> None:
     for impl in ("transformer_engine", "local"):
         output = tmp_path / impl
-        assert main(["export", "torch", str(imported.run.path), "--output", str(output), "--transformer-impl", impl]
-                    ) == 0  # fmt: skip
+        assert (
+            main(["export", "torch", str(imported.run.path), "--output", str(output), "--transformer-impl", impl]) == 0
+        )
         assert (output / "latest_checkpointed_iteration.txt").read_text() == "7\n"
         state = torch.load(output / "iter_0000007/mp_rank_00/model_optim_rng.pt", weights_only=False)
         assert state["iteration"] == 7
         assert (state["args"].num_layers, state["args"].padded_vocab_size) == (3, 384)
         norm = {"local": "input_layernorm.weight"}.get(impl, "self_attention.linear_qkv.layer_norm_weight")
         original = tensors(imported.hf)
-        assert torch.equal(state["model"][f"decoder.layers.2.{norm}"],
-                           original["model.layers.2.input_layernorm.weight"])  # fmt: skip
+        assert torch.equal(
+            state["model"][f"decoder.layers.2.{norm}"], original["model.layers.2.input_layernorm.weight"]
+        )
         assert torch.equal(state["model"]["output_layer.weight"][:300], original["lm_head.weight"])
         assert not state["model"]["output_layer.weight"][300:].any()

@@ -116,10 +116,12 @@ def configure(workspace: Workspace, folder: str, fault: Fault | None) -> Path:
         "job": {"nodes": 2, "ntasks_per_node": 1, "time": "10"},
         "chain": {"auto_requeue": True},
         "cluster": {
-            "name": "test", "scheduler": "slurm", "environment": {"MASTER_ADDR": "127.0.0.1"},
+            "name": "test",
+            "scheduler": "slurm",
+            "environment": {"MASTER_ADDR": "127.0.0.1"},
             "command_prefix": [*PREFIX, inject, "--"],
         },
-    }  # fmt: skip
+    }
     for section, changes in (fault.config if fault else {}).items():
         sections[section] = sections[section] | dict(changes)
     return workspace.config(folder, **sections)

@@ -20,18 +20,20 @@ SCRIPTS = {
     "demo-slurm.sbatch": ["bash", "launchers/submit-demo.sh", "--dry-run"],
     **{f"llama3-{size}.sbatch": ["bash", f"launchers/submit-llama3-{size}.sh", "--dry-run"] for size in BASELINES},
     "odd-names.sbatch": [
-        sys.executable, "launchers/submit.py", "configs/runs/demo-slurm.yaml", "--dry-run",
-        "--set", """run_dir=/tmp/it's a "run" dir/$HOME `id` 50%""",
+        sys.executable,
+        "launchers/submit.py",
+        "configs/runs/demo-slurm.yaml",
+        "--dry-run",
+        "--set",
+        """run_dir=/tmp/it's a "run" dir/$HOME `id` 50%""",
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_rendered_job_is_the_golden_file(name: str, tmp_path: Path) -> None:
     environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        SCRIPTS[name], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )  # fmt: skip
+    result = subprocess.run(SCRIPTS[name], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     # the job's name holds a hash of the run directory's path, which differs from checkout to checkout
     text = result.stdout.replace(sys.executable, "/PYTHON").replace(str(ROOT), "/ROOT")

@@ -29,11 +29,25 @@ MEGATRON = {
 def test_the_files_are_those_of_megatrons_own_script(tmp_path: Path) -> None:
     (tmp_path / "paths").write_text("in.jsonl\n")
     command = [
-        sys.executable, str(HERE.parents[1] / "scripts/tokenization/preprocess_megatron.py"),
-        "--model-identifier", str(INPUT / "tokenizer"), "--path", str(tmp_path / "out"), "--dataset", str(INPUT),
-        "--paths-file", str(tmp_path / "paths"), "--text-field", "text", "--append-eod", "--keep-empty",
-        "--tokenization-batch-size", "3", "--cache-dir", str(tmp_path / "cache"),
-    ]  # fmt: skip
+        sys.executable,
+        str(HERE.parents[1] / "scripts/tokenization/preprocess_megatron.py"),
+        "--model-identifier",
+        str(INPUT / "tokenizer"),
+        "--path",
+        str(tmp_path / "out"),
+        "--dataset",
+        str(INPUT),
+        "--paths-file",
+        str(tmp_path / "paths"),
+        "--text-field",
+        "text",
+        "--append-eod",
+        "--keep-empty",
+        "--tokenization-batch-size",
+        "3",
+        "--cache-dir",
+        str(tmp_path / "cache"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for suffix, digest in MEGATRON.items():

@@ -79,15 +79,30 @@ def test_every_history_ends_in_progress_or_stop_within_k_attempts(
     durable = failed = 0
     for outcome, gained in attempts:
         begin = BeginFacts(
-            stopped=None, durable_iteration=durable, total_steps=1000, exit_trigger=None, predecessor_cancelled=False,
-            failed_attempts=failed, max_failed_attempts=allowed, auto_requeue=True, successor_pending=False,
-        )  # fmt: skip
+            stopped=None,
+            durable_iteration=durable,
+            total_steps=1000,
+            exit_trigger=None,
+            predecessor_cancelled=False,
+            failed_attempts=failed,
+            max_failed_attempts=allowed,
+            auto_requeue=True,
+            successor_pending=False,
+        )
         assert at_begin(begin).action == "run"
         end = EndFacts(
-            outcome=outcome, outcome_reason="", exit_code=1, hang=None, cancelled=False, base_iteration=durable,  # type: ignore[arg-type]
-            durable_iteration=durable + gained, total_steps=1000, failed_attempts=failed,
-            max_failed_attempts=allowed, auto_requeue=True,
-        )  # fmt: skip
+            outcome=outcome,
+            outcome_reason="",
+            exit_code=1,
+            hang=None,
+            cancelled=False,
+            base_iteration=durable,  # type: ignore[arg-type]
+            durable_iteration=durable + gained,
+            total_steps=1000,
+            failed_attempts=failed,
+            max_failed_attempts=allowed,
+            auto_requeue=True,
+        )
         action = at_end(end).action
         failed = 0 if gained else failed + 1
         durable += gained

@@ -27,11 +27,13 @@ LLAMA3 = (
     r"|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace("{1,3}", "")
-O200K = "|".join((
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-))  # fmt: skip
+O200K = "|".join(
+    (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
 CUTTABLE = ("gpt2", "llama3", "qwen2 with NFC", "o200k")
 KINDS = ("gpt2", "llama3", "qwen2 with NFC", "llama3 with added tokens", "metaspace with byte fallback", "words")
 
@@ -59,8 +61,9 @@ def tokenizer(kind: str) -> Tokenizer:
             made.normalizer = normalizers.NFC()
     if kind != "words":
         alphabet = [] if kind.startswith("metaspace") else pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=special, initial_alphabet=alphabet,
-                                      show_progress=False)  # fmt: skip
+        trainer = trainers.BpeTrainer(
+            vocab_size=900, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        )
         made.train_from_iterator(TEXTS * 3, trainer)
     if "added" in kind:
         made.add_tokens([AddedToken("fox", single_word=True), AddedToken("<tool>", lstrip=True, rstrip=True)])
@@ -120,8 +123,9 @@ def test_forty_thousand_random_texts_give_the_ids_of_hugging_face(kind: str) -> 
 
     def text() -> str:
         pool = generator.choice([points, points[:0x3000], points[:0x800], marks, plain])
-        return "".join(generator.choice(pool if generator.random() < 0.6 else plain)
-                       for _ in range(generator.randrange(60)))  # fmt: skip
+        return "".join(
+            generator.choice(pool if generator.random() < 0.6 else plain) for _ in range(generator.randrange(60))
+        )
 
     for _ in range(40):
         same(kind, "auto", [text() for _ in range(1000)])
@@ -166,8 +170,16 @@ def test_documents_are_cut_for_known_tokenizers_alone_and_at_known_places_alone(
     found = {kind: places(json.loads(tokenizer(kind).to_str()), merges=True) for kind in (*KINDS, "o200k")}
     assert {kind for kind, where in found.items() if where == "lines"} == set(CUTTABLE)
     assert set(found.values()) == {"lines", None}
-    for text, right in (("a\nb", [2]), ("a\n\nb", []), ("a \nb", []), ("a\n b", []), ("é\n漢", [3]), ("1\nb", []),
-                         ("a\n1", []), ("a\r\nb", [])):  # fmt: skip
+    for text, right in (
+        ("a\nb", [2]),
+        ("a\n\nb", []),
+        ("a \nb", []),
+        ("a\n b", []),
+        ("é\n漢", [3]),
+        ("1\nb", []),
+        ("a\n1", []),
+        ("a\r\nb", []),
+    ):
         data = np.frombuffer(text.encode(), np.uint8)
         assert list(cuts(data, 0))[:-1] == right, text
 

@@ -15,10 +15,35 @@ from relayrun.errors import InputError
 from relayrun.tokenization import jsonlines, spill
 
 PIECES = [
-    b"plain text ", b"a", b"u", b"0041", "é".encode(), "漢".encode(), "\U0001f600".encode(), b"\\n", b'\\"', b"\\\\",
-    b"\\/", b"\\u0041", b"\\u00e9", b"\\ud83d\\ude00", b"\\uD800", b"\\ude00", b"\\u12", b"\\x", b"\\", b'"', b"\t",
-    b"\x80", b"\xf0\x9f", b"{", b"}", b":", b",", b" ",
-]  # fmt: skip
+    b"plain text ",
+    b"a",
+    b"u",
+    b"0041",
+    "é".encode(),
+    "漢".encode(),
+    "\U0001f600".encode(),
+    b"\\n",
+    b'\\"',
+    b"\\\\",
+    b"\\/",
+    b"\\u0041",
+    b"\\u00e9",
+    b"\\ud83d\\ude00",
+    b"\\uD800",
+    b"\\ude00",
+    b"\\u12",
+    b"\\x",
+    b"\\",
+    b'"',
+    b"\t",
+    b"\x80",
+    b"\xf0\x9f",
+    b"{",
+    b"}",
+    b":",
+    b",",
+    b" ",
+]
 BAD = (b"\\uD800", b"\\ude00", b"\\u12", b"\\x", b"\\", b'"', b"\t", b"\x80", b"\xf0\x9f")
 GOOD = [piece for piece in PIECES if piece not in BAD]
 
@@ -54,11 +79,17 @@ def expected(line: bytes, column: str) -> str | None:
 @settings(max_examples=250, deadline=None)
 def test_a_long_line_reads_as_orjson_reads_it(good: bool, data: st.DataObject, end: bytes) -> None:
     first, second, third = (data.draw(strings(GOOD if good else PIECES)) for _ in range(3))
-    line = data.draw(st.sampled_from([
-        b'{"text": "%b", "other": "%b", "x": {"y": "%b"}}', b'{"%b": 1, "text": null, "text": "%b", "x": "%b"}',
-        b'{"text": "%b", "text": "%b", "text": ["%b"]}', b'{"x": {"y": "%b", "text": "%b"}, "x.y": "%b"}',
-        b' {"x": {"y" : "%b"} , "text":"%b","z":"%b" } ',
-    ])) % (first, second, third)  # fmt: skip
+    line = data.draw(
+        st.sampled_from(
+            [
+                b'{"text": "%b", "other": "%b", "x": {"y": "%b"}}',
+                b'{"%b": 1, "text": null, "text": "%b", "x": "%b"}',
+                b'{"text": "%b", "text": "%b", "text": ["%b"]}',
+                b'{"x": {"y": "%b", "text": "%b"}, "x.y": "%b"}',
+                b' {"x": {"y" : "%b"} , "text":"%b","z":"%b" } ',
+            ]
+        )
+    ) % (first, second, third)
     for column in ("text", "x.y"):
         try:
             right = expected(line, column)

@@ -47,10 +47,16 @@ def iteration(order: Samples, layout: tuple[int, int, int], consumed: int, count
     """All ranks of `layout` for `count` iterations: per iteration the samples by number, int64 [gbs, seq + 1]."""
     size, micro, steps = layout
     readers = [
-        BatchReader(order, data_parallel_rank=rank, data_parallel_size=size, micro_batch_size=micro,
-                    batch_sizes=BatchSizes(size * micro * steps), consumed_samples=consumed)
+        BatchReader(
+            order,
+            data_parallel_rank=rank,
+            data_parallel_size=size,
+            micro_batch_size=micro,
+            batch_sizes=BatchSizes(size * micro * steps),
+            consumed_samples=consumed,
+        )
         for rank in range(size)
-    ]  # fmt: skip
+    ]
     try:
         for _ in range(count):
             shares = [next(reader) for reader in readers]
@@ -68,8 +74,10 @@ def test_restarts_and_layouts_do_not_change_the_sequence(
     """Attempts of any layout and global batch, each from the state of the one before through JSON."""
 
     def mixed() -> MixedOrder:
-        return MixedOrder({"train": Part(dataset=SampleOrder(manifest, seq_length=SEQ_LENGTH, seed=seed),
-                                         weight=1.0, record={})}, {"seed": seed})  # fmt: skip
+        return MixedOrder(
+            {"train": Part(dataset=SampleOrder(manifest, seq_length=SEQ_LENGTH, seed=seed), weight=1.0, record={})},
+            {"seed": seed},
+        )
 
     consumed, seen = 0, []
     saved = json.dumps(mixed().state(0))
@@ -91,8 +99,12 @@ def test_two_layouts_of_one_batch_give_the_same_token_hashes(
     manifest: DatasetManifest, layout: tuple[int, int], consumed: int
 ) -> None:
     def hashes(size: int, micro: int) -> list[str]:
-        parts = {name: Part(dataset=SampleOrder(manifest, seq_length=SEQ_LENGTH, seed=9, name=name), weight=weight,
-                            record={}) for name, weight in (("a", 0.3), ("b", 0.7))}  # fmt: skip
+        parts = {
+            name: Part(
+                dataset=SampleOrder(manifest, seq_length=SEQ_LENGTH, seed=9, name=name), weight=weight, record={}
+            )
+            for name, weight in (("a", 0.3), ("b", 0.7))
+        }
         order = MixedOrder(parts, {})
         return [
             hashlib.sha256(np.ascontiguousarray(samples).data).hexdigest()

@@ -113,10 +113,16 @@ def test_every_position_is_trained_or_passed_over_once_whatever_changes(
         if over:
             progress.pass_over(progress.consumed_samples + over)
         readers = [
-            BatchReader(Places(schedule), data_parallel_rank=rank, data_parallel_size=ranks, micro_batch_size=micro,
-                        batch_sizes=sizes, consumed_samples=progress.consumed_samples)
+            BatchReader(
+                Places(schedule),
+                data_parallel_rank=rank,
+                data_parallel_size=ranks,
+                micro_batch_size=micro,
+                batch_sizes=sizes,
+                consumed_samples=progress.consumed_samples,
+            )
             for rank in range(ranks)
-        ]  # fmt: skip
+        ]
         try:
             for _ in range(iterations):
                 size, first = progress.batch_size, progress.consumed_samples

@@ -84,10 +84,13 @@ def test_every_position_comes_once_over_phases_layouts_restarts_and_json(
             schedule = schedule.with_phase(consumed, integer_weights(mixture))
         for _ in range(iterations):
             shares = [
-                [schedule.locate(consumed + (step * size + rank) * micro + row)
-                 for step in range(steps) for row in range(micro)]
+                [
+                    schedule.locate(consumed + (step * size + rank) * micro + row)
+                    for step in range(steps)
+                    for row in range(micro)
+                ]
                 for rank in range(size)
-            ]  # fmt: skip
+            ]
             seen += [place for share in shares for place in share]
             consumed += size * micro * steps
         lines[consumed] = list(seen)

@@ -75,8 +75,15 @@ def test_signals_carry_a_run_through_its_jobs_until_it_is_done(cluster: TestClus
 
 def test_options_of_the_command_line_hold_for_successors(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
     run, plan = make_run("--steps=1000", total_steps=1000, **SLURM)
-    given = {"nodes": "1", "time": "5", "partition": "high", "exclude": "n3", "mem": "100M", "cpus-per-task": "2",
-             "gpus-per-node": "3"}  # fmt: skip
+    given = {
+        "nodes": "1",
+        "time": "5",
+        "partition": "high",
+        "exclude": "n3",
+        "mem": "100M",
+        "cpus-per-task": "2",
+        "gpus-per-node": "3",
+    }
     start(cluster, run, *(f"--{name}={value}" for name, value in given.items()))
     wait_for_iteration(cluster, run)
     for attempt in (1, 2):

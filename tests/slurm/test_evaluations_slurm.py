@@ -28,11 +28,20 @@ def test_each_checkpoint_is_evaluated_once_although_training_is_killed_around_it
     workspace = Workspace.make(tmp_path_factory.mktemp("it's a workspace"))
     tasks = write_task(workspace.folder / "tasks", documents=12)
     config = workspace.config(
-        "run", job=TWO_NODES | {"time": "10"}, cluster=SLURM, training={"steps": STEPS},
+        "run",
+        job=TWO_NODES | {"time": "10"},
+        cluster=SLURM,
+        training={"steps": STEPS},
         checkpoint={"interval": 50, "keep_last": 1},
-        evaluation={"interval": INTERVAL, "tasks": ["tiny_choice"], "include_path": str(tasks), "limit": 10,
-                    "keep_exported": True, "job": {"time": "5", "exclude": "n0,n1"}},
-    )  # fmt: skip
+        evaluation={
+            "interval": INTERVAL,
+            "tasks": ["tiny_choice"],
+            "include_path": str(tasks),
+            "limit": 10,
+            "keep_exported": True,
+            "job": {"time": "5", "exclude": "n0,n1"},
+        },
+    )
     submit(cluster, config)
     run = workspace.run("run")
     name = Plan.load(run).job_name
@@ -63,7 +72,13 @@ def test_each_checkpoint_is_evaluated_once_although_training_is_killed_around_it
         assert json.loads((Path(line["model"]) / "config.json").read_text())["model_type"] == "llama"
     logs = sorted(path.name for path in (ROOT / "logs/slurm/training").glob(f"{name}-iter_*.out"))
     assert len(logs) == 3, "exactly one job a checkpoint"
-    said = subprocess.run([sys.executable, "-m", "relayrun.cli", "status", str(run.path)], cwd=ROOT, env=cluster.env,
-                          capture_output=True, text=True, check=True).stdout  # fmt: skip
+    said = subprocess.run(
+        [sys.executable, "-m", "relayrun.cli", "status", str(run.path)],
+        cwd=ROOT,
+        env=cluster.env,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     assert "iteration 300: tiny_choice " in said
     assert "3 done" in said

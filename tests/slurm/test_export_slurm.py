@@ -26,9 +26,13 @@ def run(cluster: TestCluster, tmp_path_factory: pytest.TempPathFactory) -> RunDi
     """Trained by two tensor-parallel ranks on two nodes, in bf16, with the distributed optimizer."""
     workspace = Workspace.make(tmp_path_factory.mktemp("it's a workspace"))
     config = workspace.config(
-        "a run", job=TWO_NODES | {"time": "10"}, cluster=SLURM, training={"steps": 12, "precision": "bf16"},
-        parallel={"tensor_model_parallel_size": 2, "use_distributed_optimizer": True}, checkpoint={"interval": 6},
-    )  # fmt: skip
+        "a run",
+        job=TWO_NODES | {"time": "10"},
+        cluster=SLURM,
+        training={"steps": 12, "precision": "bf16"},
+        parallel={"tensor_model_parallel_size": 2, "use_distributed_optimizer": True},
+        checkpoint={"interval": 6},
+    )
     submit(cluster, config)
     made = workspace.run("a run")
     wait_for_end(cluster, made, timeout=200)
@@ -44,8 +48,9 @@ def convert(cluster: TestCluster, *arguments: str | Path) -> str:
 def test_a_trained_checkpoint_becomes_a_folder_with_its_logits(cluster: TestCluster, run: RunDir) -> None:
     job = convert(cluster, run.path, "models/it's 12", "--iteration", "12", "--test-logits", "--dtype", "float32")
     assert cluster.wait_job(job, timeout=200) == "COMPLETED", cluster.output(job)
-    said = re.search(r"logits of megatron-core and transformers on \d+ tokens differ by at most (\S+)",
-                     cluster.output(job))  # fmt: skip
+    said = re.search(
+        r"logits of megatron-core and transformers on \d+ tokens differ by at most (\S+)", cluster.output(job)
+    )
     assert said is not None, cluster.output(job)
     assert float(said.group(1).rstrip(".,;")) < 1e-5
     folder = cluster.work / "models/it's 12"

@@ -19,9 +19,19 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 def test_dumps_and_a_chain_as_jobs(cluster: TestCluster, tmp_path: Path) -> None:
     environment = checkout(tmp_path)
     tokenize(tmp_path, environment, "my-code")
-    cluster.run(["scripts/tokenization/prepare_dumps.py", "--dataset-folder", "data/my-text",
-                 "--preprocessing-metadata-folder", "data/my-text-dumps", "--n-dumps", "2"],
-                cwd=tmp_path, env=environment | {"PATH": cluster.env["PATH"]})  # fmt: skip
+    cluster.run(
+        [
+            "scripts/tokenization/prepare_dumps.py",
+            "--dataset-folder",
+            "data/my-text",
+            "--preprocessing-metadata-folder",
+            "data/my-text-dumps",
+            "--n-dumps",
+            "2",
+        ],
+        cwd=tmp_path,
+        env=environment | {"PATH": cluster.env["PATH"]},
+    )
     tokenization, training = blocks("bash slurm")
     environment = environment | {"PATH": cluster.env["PATH"]}
     cluster.run(["bash", "-euo", "pipefail", "-c", tokenization], cwd=tmp_path, env=environment)
@@ -30,8 +40,13 @@ def test_dumps_and_a_chain_as_jobs(cluster: TestCluster, tmp_path: Path) -> None
     assert len(list(output.glob("dump-[01]/*.idx"))) == 4
     assert sum(Shard.open(str(path)[:-4]).documents for path in output.glob("*/*.idx")) == 800
 
-    settings = {"DATASETS": str(output), "TOKENIZER": "data/tokenizer", "TRAINING_STEPS": "25", "SEQ_LEN": "64",
-                "AUTO_JOB_REQUEUE": "false"}  # fmt: skip
+    settings = {
+        "DATASETS": str(output),
+        "TOKENIZER": "data/tokenizer",
+        "TRAINING_STEPS": "25",
+        "SEQ_LEN": "64",
+        "AUTO_JOB_REQUEUE": "false",
+    }
     heldout = tmp_path / "demo-output/tokens/demo"
     heldout.mkdir(parents=True)
     (heldout / "heldout").symlink_to(tmp_path / "data/tokens/my-tokenizer/my-code")

@@ -49,9 +49,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(place: Path, name: str) -> list[str]:
-    return ["--dataset-folder", str(place / "data"), "--output-folder", str(place / "out" / name), "--seed", "5",
-            "--file-size", "0.05", "--row-group-size", "100", "--compression", "none",
-            "--temp-dir", str(place / "temp")]  # fmt: skip
+    return [
+        "--dataset-folder",
+        str(place / "data"),
+        "--output-folder",
+        str(place / "out" / name),
+        "--seed",
+        "5",
+        "--file-size",
+        "0.05",
+        "--row-group-size",
+        "100",
+        "--compression",
+        "none",
+        "--temp-dir",
+        str(place / "temp"),
+    ]
 
 
 def submit(cluster: TestCluster, place: Path, arguments: list[str], python: str, nodes: int) -> str:

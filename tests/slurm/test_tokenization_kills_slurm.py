@@ -88,8 +88,15 @@ def wait_for_ends(cluster: TestCluster, jobs: list[str]) -> None:
 class Blocked:
     """The same work by several launchers at once; every dump has a finished shard, and one of a file without end."""
 
-    def __init__(self, cluster: TestCluster, dataset: Dataset, name: str, *, minutes: int = 5,
-                 launchers: tuple[str, ...] = LAUNCHERS) -> None:  # fmt: skip
+    def __init__(
+        self,
+        cluster: TestCluster,
+        dataset: Dataset,
+        name: str,
+        *,
+        minutes: int = 5,
+        launchers: tuple[str, ...] = LAUNCHERS,
+    ) -> None:
         self.cluster, self.dataset, self.minutes = cluster, dataset, minutes
         self.settings = {launcher: dataset.settings(f"{name}-{launcher}") for launcher in launchers}
         self.files: dict[Path, bytes] = {}
@@ -104,8 +111,10 @@ class Blocked:
         cluster.wait_until(self.stand, timeout=90, what="every dump has an open shard")
 
     def submit(self) -> dict[str, list[str]]:
-        return {launcher: submit(self.cluster, launcher, settings, minutes=self.minutes)
-                for launcher, settings in self.settings.items()}  # fmt: skip
+        return {
+            launcher: submit(self.cluster, launcher, settings, minutes=self.minutes)
+            for launcher, settings in self.settings.items()
+        }
 
     def stand(self) -> bool:
         for settings in self.settings.values():

@@ -75,8 +75,17 @@ def test_jobs_cut_by_their_time_limit_equal_the_uninterrupted_run(cluster: TestC
     seconds = ends(reference)[0].end_time - reference.attempt(1).begin.stat().st_mtime
     # Slurm's shortest limit is a minute; of it each job trains so long that three are needed
     lead = max(5, round(60 - 0.55 * seconds))
-    submit(cluster, workspace.config("pieces", training=training, job=TWO_NODES | {"time": "1"}, cluster=SLURM,
-                                     chain={"lead": lead, "signal_lead": 1}, checkpoint={"interval": 211}))  # fmt: skip
+    submit(
+        cluster,
+        workspace.config(
+            "pieces",
+            training=training,
+            job=TWO_NODES | {"time": "1"},
+            cluster=SLURM,
+            chain={"lead": lead, "signal_lead": 1},
+            checkpoint={"interval": 211},
+        ),
+    )
     run = workspace.run("pieces")
     wait_for_end(cluster, run, timeout=400)
     records = ends(run)
@@ -123,10 +132,18 @@ def test_a_bash_launcher_from_anywhere_with_its_options_triggers_and_resume(
     config = workspace.config("unused", job=TWO_NODES, cluster=SLURM)
     run = workspace.run("bash run")
     settings = {
-        "CONFIG": str(config), "RUN_DIR": str(run.path), "DATASETS": str(workspace.folder / "data"), "MBS": "2",
-        "GBS": "8", "SEQ_LEN": "64", "TRAINING_STEPS": "5000", "CHECKPOINT_STEPS": "4000", "PYTHON": sys.executable,
-        "HOST_PYTHON": SLURM["host_python"], "EXP_NAME": "from-bash",
-    }  # fmt: skip
+        "CONFIG": str(config),
+        "RUN_DIR": str(run.path),
+        "DATASETS": str(workspace.folder / "data"),
+        "MBS": "2",
+        "GBS": "8",
+        "SEQ_LEN": "64",
+        "TRAINING_STEPS": "5000",
+        "CHECKPOINT_STEPS": "4000",
+        "PYTHON": sys.executable,
+        "HOST_PYTHON": SLURM["host_python"],
+        "EXP_NAME": "from-bash",
+    }
     other = cluster.sbatch(["--job-name=relayrun-demo", "--wrap=sleep 300"])  # the launcher's own name
     first = cluster.sbatch(["--nodes=1", "--time=7", ROOT / "launchers/submit-demo.sh"], cwd=tmp_path, env=settings)
     cluster.wait_until(run.plan.exists, timeout=30)
@@ -158,8 +175,9 @@ def test_a_bash_launcher_from_anywhere_with_its_options_triggers_and_resume(
 
     triggers.touch(run, "exit")  # older than the submit that follows: stale
     time.sleep(0.1)
-    resumed = cluster.sbatch(["--nodes=1", ROOT / "launchers/submit-demo.sh"], cwd=tmp_path,
-                             env=settings | {"RESUME": "true"})  # fmt: skip
+    resumed = cluster.sbatch(
+        ["--nodes=1", ROOT / "launchers/submit-demo.sh"], cwd=tmp_path, env=settings | {"RESUME": "true"}
+    )
     wait_for_iteration(cluster, run, 3)
     assert json.loads((run.triggers / "exit.done").read_text())["result"].startswith("stale")
     begin = Begin.read(run.attempt(3).begin)
@@ -179,10 +197,18 @@ def test_the_job_of_a_bash_launcher_that_queues_itself_again_goes_on(
     config = workspace.config("unused-three", job=TWO_NODES, cluster=SLURM, chain={"mode": "requeue"})
     run = workspace.run("requeued bash run")
     settings = {
-        "CONFIG": str(config), "RUN_DIR": str(run.path), "DATASETS": str(workspace.folder / "data"), "MBS": "2",
-        "GBS": "8", "SEQ_LEN": "64", "TRAINING_STEPS": "50000", "CHECKPOINT_STEPS": "40000", "PYTHON": sys.executable,
-        "HOST_PYTHON": SLURM["host_python"], "AUTO_JOB_REQUEUE": "true",
-    }  # fmt: skip
+        "CONFIG": str(config),
+        "RUN_DIR": str(run.path),
+        "DATASETS": str(workspace.folder / "data"),
+        "MBS": "2",
+        "GBS": "8",
+        "SEQ_LEN": "64",
+        "TRAINING_STEPS": "50000",
+        "CHECKPOINT_STEPS": "40000",
+        "PYTHON": sys.executable,
+        "HOST_PYTHON": SLURM["host_python"],
+        "AUTO_JOB_REQUEUE": "true",
+    }
     job = cluster.sbatch(["--nodes=1", "--time=7", ROOT / "launchers/submit-demo.sh"], cwd=tmp_path, env=settings)
     wait_for_iteration(cluster, run, 1)
     cluster.run(["scancel", "--signal=USR2", "--batch", job])
@@ -202,10 +228,19 @@ def test_a_bash_launcher_with_a_backup_survives_what_becomes_of_its_checkout(
     config = workspace.config("unused-either", job=TWO_NODES, cluster=SLURM, data={"mock_vocabulary_size": 300})
     run = workspace.run("backup")
     settings = {
-        "CONFIG": str(config), "RUN_DIR": str(run.path), "DATASETS": "", "MOCK_DATA": "true", "BACKUP_CODEBASE": "true",
-        "MBS": "2", "GBS": "8", "SEQ_LEN": "64", "TRAINING_STEPS": "50000", "CHECKPOINT_STEPS": "40000",
-        "PYTHON": sys.executable, "HOST_PYTHON": SLURM["host_python"],
-    }  # fmt: skip
+        "CONFIG": str(config),
+        "RUN_DIR": str(run.path),
+        "DATASETS": "",
+        "MOCK_DATA": "true",
+        "BACKUP_CODEBASE": "true",
+        "MBS": "2",
+        "GBS": "8",
+        "SEQ_LEN": "64",
+        "TRAINING_STEPS": "50000",
+        "CHECKPOINT_STEPS": "40000",
+        "PYTHON": sys.executable,
+        "HOST_PYTHON": SLURM["host_python"],
+    }
     first = cluster.sbatch(["--time=7", root / "launchers/submit-demo.sh"], cwd=root, env=settings)
     wait_for_iteration(cluster, run, 1)
     break_code(root)

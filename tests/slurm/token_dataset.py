@@ -35,10 +35,15 @@ class Dataset:
         """A fresh metadata folder and output `name`, with all dumps prepared."""
         prepare(self.folder / "data", self.folder / name / "meta", n_dumps=DUMPS)
         return TokenizationSettings(
-            tokenizer=str(self.tokenizer), tokenizer_name="T", dataset_name=name, tasks=2, workers=2,
-            metadata_folder=str(self.folder / name / "meta"), output_folder=str(self.folder / name / "out"),
+            tokenizer=str(self.tokenizer),
+            tokenizer_name="T",
+            dataset_name=name,
+            tasks=2,
+            workers=2,
+            metadata_folder=str(self.folder / name / "meta"),
+            output_folder=str(self.folder / name / "out"),
             logs=str(self.folder / name / "logs"),
-        )  # fmt: skip
+        )
 
 
 def shards(settings: TokenizationSettings) -> dict[str, bytes]:
@@ -75,11 +80,15 @@ def make_dataset(folder: Path) -> Dataset:
 
 def environment(settings: TokenizationSettings) -> dict[str, str]:
     return {
-        "TOKENIZER": settings.tokenizer, "TOKENIZER_NAME": settings.tokenizer_name,
-        "DATASET_NAME": settings.dataset_name, "PATH_TO_PREPROCESSING_METADATA": settings.metadata_folder,
-        "PATH_TO_OUTPUT_FOLDER": settings.output_folder, "PATH_TO_LOGS": settings.logs,
-        "NUMBER_OF_DATATROVE_TASKS": "2", "PYTHON": sys.executable,
-    }  # fmt: skip
+        "TOKENIZER": settings.tokenizer,
+        "TOKENIZER_NAME": settings.tokenizer_name,
+        "DATASET_NAME": settings.dataset_name,
+        "PATH_TO_PREPROCESSING_METADATA": settings.metadata_folder,
+        "PATH_TO_OUTPUT_FOLDER": settings.output_folder,
+        "PATH_TO_LOGS": settings.logs,
+        "NUMBER_OF_DATATROVE_TASKS": "2",
+        "PYTHON": sys.executable,
+    }
 
 
 def write_config(settings: TokenizationSettings, *, max_parallel: int) -> Path:

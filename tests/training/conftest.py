@@ -113,8 +113,9 @@ class Attempt:
         return {line["iteration"]: line for line in read_lines(self.directory.metrics) if "loss" in line}
 
     def evaluations(self) -> dict[int, dict[str, float]]:
-        return {line["iteration"]: line["validation"] for line in read_lines(self.directory.metrics)
-                if "validation" in line}  # fmt: skip
+        return {
+            line["iteration"]: line["validation"] for line in read_lines(self.directory.metrics) if "validation" in line
+        }
 
 
 @dataclass
@@ -142,10 +143,17 @@ class Harness:
         attempt = self.run.attempt(number)
         attempt.path.mkdir(parents=True)
         values: dict[str, Any] = {
-            "attempt": number, "job_id": str(number), "job_name": "test", "nodes": "localhost",
-            "config_revision": self.revision, "base_iteration": base.iteration, "base_path": base.path,
-            "start_time": time.time(), "job_end_time": None, "lead": 0.0,
-        }  # fmt: skip
+            "attempt": number,
+            "job_id": str(number),
+            "job_name": "test",
+            "nodes": "localhost",
+            "config_revision": self.revision,
+            "base_iteration": base.iteration,
+            "base_path": base.path,
+            "start_time": time.time(),
+            "job_end_time": None,
+            "lead": 0.0,
+        }
         Begin(**(values | changes)).write(attempt.begin)
         return attempt
 
@@ -172,19 +180,31 @@ class Harness:
         processes = []
         for rank in range(self.ranks):
             environment = os.environ | {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.ranks),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
-            }  # fmt: skip
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self.ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            }
             limit = file_limit if rank == 1 else None
             with log.open("ab") as output:
                 processes.append(
                     subprocess.Popen(
-                        [*prefix, sys.executable, "-m", "relayrun.training",
-                         f"--run-dir={self.run.path}", f"--attempt={attempt.number}"],
-                        env=environment, stdout=output, stderr=subprocess.STDOUT,
+                        [
+                            *prefix,
+                            sys.executable,
+                            "-m",
+                            "relayrun.training",
+                            f"--run-dir={self.run.path}",
+                            f"--attempt={attempt.number}",
+                        ],
+                        env=environment,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
                         preexec_fn=partial(prepare_rank, limit),
                     )
-                )  # fmt: skip
+                )
         STARTED.extend(processes)
         started = Attempt(attempt, processes, log)
         self.attempts.append(started)
@@ -213,8 +233,10 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Harness]:
     manifest = Manifest.build(
         {"train": write_shards(data / "train", shards=3, documents=40, seed=1)},
         {"held-out": write_shards(data / "held-out", shards=1, documents=12, seed=2)},
-        vocabulary_size=VOCABULARY, eod=0, tokenizer="none",
-    )  # fmt: skip
+        vocabulary_size=VOCABULARY,
+        eod=0,
+        tokenizer="none",
+    )
 
     def make(**sections: dict[str, Any]) -> Harness:
         run = RunDir(tmp_path_factory.mktemp("run"))
@@ -223,16 +245,24 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Harness]:
         triggers.create_folder(run)
         manifest.write(run.manifest)
         config: dict[str, Any] = {
-            "project": "tests", "name": "tiny",
-            "model": {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4,
-                      "num_query_groups": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1},
+            "project": "tests",
+            "name": "tiny",
+            "model": {
+                "num_layers": 2,
+                "hidden_size": 64,
+                "ffn_hidden_size": 128,
+                "num_attention_heads": 4,
+                "num_query_groups": 2,
+                "hidden_dropout": 0.1,
+                "attention_dropout": 0.1,
+            },
             "data": {"tokenizer": "none", "datasets": ["none"]},
             "training": {"steps": 20, "micro_batch_size": 2, "global_batch_size": 8, "seq_length": 64, "threads": 1},
             "optimizer": {"lr": 1e-3, "lr_warmup_steps": 2},
             "checkpoint": {"interval": 1000},
             "job": {"time": "10", "ntasks_per_node": RANKS},
             "cluster": {"name": "test", "scheduler": "local"},
-        }  # fmt: skip
+        }
         for name, changes in sections.items():
             config[name] = config.get(name, {}) | changes
         made = Harness(run, config)

@@ -17,14 +17,22 @@ from relayrun.errors import FatalTrainingError  # noqa: E402
 from relayrun.training import layers  # noqa: E402
 
 CONFIG: dict[str, Any] = {
-    "project": "tests", "name": "layers",
-    "model": {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2,
-              "num_query_groups": 1},
+    "project": "tests",
+    "name": "layers",
+    "model": {
+        "num_layers": 1,
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 2,
+        "num_query_groups": 1,
+    },
     "data": {"tokenizer": "none", "datasets": ["none"]},
     "training": {"steps": 10, "micro_batch_size": 1, "global_batch_size": 2, "seq_length": 16},
-    "optimizer": {"lr": 1e-2}, "checkpoint": {"interval": 10},
-    "job": {"time": "10", "ntasks_per_node": 2}, "cluster": {"name": "test", "scheduler": "local"},
-}  # fmt: skip
+    "optimizer": {"lr": 1e-2},
+    "checkpoint": {"interval": 10},
+    "job": {"time": "10", "ntasks_per_node": 2},
+    "cluster": {"name": "test", "scheduler": "local"},
+}
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "auto": {},
     "auto, masked": {"data": {"reset_attention_mask": True}},

@@ -31,14 +31,23 @@ from relayrun.training.optimizer import Optimizer, ShardedDistributedOptimizer, 
 
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 CONFIG = {
-    "project": "tests", "name": "cures",
-    "model": {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2,
-              "num_query_groups": 1},
+    "project": "tests",
+    "name": "cures",
+    "model": {
+        "num_layers": 1,
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 2,
+        "num_query_groups": 1,
+    },
     "data": {"tokenizer": "none", "datasets": ["none"]},
     "training": {"steps": 10, "micro_batch_size": 2, "global_batch_size": 2, "seq_length": 16, "threads": 1},
-    "optimizer": {"lr": 1e-2}, "checkpoint": {"interval": 10}, "parallel": {"use_distributed_optimizer": True},
-    "job": {"time": "10"}, "cluster": {"name": "test", "scheduler": "local"},
-}  # fmt: skip
+    "optimizer": {"lr": 1e-2},
+    "checkpoint": {"interval": 10},
+    "parallel": {"use_distributed_optimizer": True},
+    "job": {"time": "10"},
+    "cluster": {"name": "test", "scheduler": "local"},
+}
 
 
 def step(model: Model, optimizer: Optimizer, number: int) -> None:

@@ -28,14 +28,22 @@ from relayrun.training.model import MicroBatch, Model  # noqa: E402
 
 VOCABULARY, LENGTH, SIZE = 64, 48, 2
 CONFIG: dict[str, Any] = {
-    "project": "tests", "name": "recompute",
-    "model": {"num_layers": 3, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4,
-              "num_query_groups": 2},
+    "project": "tests",
+    "name": "recompute",
+    "model": {
+        "num_layers": 3,
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+    },
     "data": {"tokenizer": "none", "datasets": ["none"]},
     "training": {"steps": 10, "micro_batch_size": SIZE, "global_batch_size": 2 * SIZE, "seq_length": LENGTH},
-    "optimizer": {"lr": 1e-2}, "checkpoint": {"interval": 10},
-    "job": {"time": "10"}, "cluster": {"name": "test", "scheduler": "local"},
-}  # fmt: skip
+    "optimizer": {"lr": 1e-2},
+    "checkpoint": {"interval": 10},
+    "job": {"time": "10"},
+    "cluster": {"name": "test", "scheduler": "local"},
+}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 WAYS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -86,8 +94,14 @@ def kept(model: Model, tokens: np.ndarray) -> int:
 
 def attention_within_a_fork(again: bool) -> list[str]:
     """Output and gradients of an attention with dropout where sequence parallel calls it, computed again or not."""
-    transformer = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.5,
-                                    tensor_model_parallel_size=2, sequence_parallel=True)  # fmt: skip
+    transformer = TransformerConfig(
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=4,
+        attention_dropout=0.5,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+    )
     attention = CausalAttention(transformer)
     parallel.seed_dropout(ranks, 1)
     generator = torch.Generator().manual_seed(1)
@@ -106,8 +120,10 @@ ranks = parallel.start(RunConfig.model_validate_json(json.dumps(CONFIG)))
 passes = {
     f"{precision}, {'dropout' if dropout else 'none'}": {
         name: pass_with(way, dropout, precision) for name, way in WAYS.items()
-    } for precision in ("fp32", "bf16") for dropout in ({}, DROPOUT)
-}  # fmt: skip
+    }
+    for precision in ("fp32", "bf16")
+    for dropout in ({}, DROPOUT)
+}
 print(json.dumps({"passes": passes, "attention": [attention_within_a_fork(again) for again in (False, True)]}))
 sys.stdout.flush()
 os._exit(0)

@@ -36,10 +36,15 @@ def theirs(prefix: str, seq_length: int, seed: int) -> megatron.GPTDataset:
     from megatron.core.datasets.utils import Split
 
     config = megatron.GPTDatasetConfig(
-        random_seed=seed, sequence_length=seq_length, split="1", reset_position_ids=False, reset_attention_mask=False,
-        eod_mask_loss=False, create_attention_mask=False, tokenizer=SimpleNamespace(eod=0, vocab_size=None,
-                                                                                    unique_identifiers="none"),
-    )  # fmt: skip
+        random_seed=seed,
+        sequence_length=seq_length,
+        split="1",
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        tokenizer=SimpleNamespace(eod=0, vocab_size=None, unique_identifiers="none"),
+    )
     dataset = IndexedDataset(prefix)
     documents = np.arange(len(dataset), dtype=np.int32)
     return megatron.GPTDataset(dataset, prefix, documents, None, Split.train, config)
@@ -48,9 +53,16 @@ def theirs(prefix: str, seq_length: int, seed: int) -> megatron.GPTDataset:
 def ours(prefixes: Sequence[str], seq_length: int, seed: int, cache: Path | None = None, split: float = 0.0):  # type: ignore[no-untyped-def]
     from relayrun.training.megatron_order import MegatronOrder
 
-    return MegatronOrder(Source(name="d", seed=seed, seq_length=seq_length, split=split,
-                                manifest=DatasetManifest.build(prefixes),
-                                cache_dir=None if cache is None else str(cache)))  # fmt: skip
+    return MegatronOrder(
+        Source(
+            name="d",
+            seed=seed,
+            seq_length=seq_length,
+            split=split,
+            manifest=DatasetManifest.build(prefixes),
+            cache_dir=None if cache is None else str(cache),
+        )
+    )
 
 
 @pytest.mark.parametrize("seed", [1, 1234])

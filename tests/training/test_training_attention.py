@@ -21,8 +21,13 @@ def attention() -> Any:
 
         from relayrun.training.attention import CausalAttention
 
-        config = TransformerConfig(num_layers=1, hidden_size=HEADS * CHANNELS, num_attention_heads=HEADS,
-                                   use_cpu_initialization=True, attention_dropout=0.0)  # fmt: skip
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=HEADS * CHANNELS,
+            num_attention_heads=HEADS,
+            use_cpu_initialization=True,
+            attention_dropout=0.0,
+        )
     return CausalAttention(config)
 
 
@@ -90,8 +95,11 @@ def test_on_a_gpu_groups_are_shared_where_a_kernel_takes_them_and_spread_for_the
 ) -> None:
     """Without a GPU: tensors without memory, and torch's answers about its kernels are put in its mouth."""
     for kernel in ("flash", "efficient"):
-        monkeypatch.setattr(torch.backends.cuda, f"can_use_{kernel}_attention",
-                            lambda params, kernel=kernel: params.enable_gqa and kernel == usable)  # fmt: skip
+        monkeypatch.setattr(
+            torch.backends.cuda,
+            f"can_use_{kernel}_attention",
+            lambda params, kernel=kernel: params.enable_gqa and kernel == usable,
+        )
     calls = []
 
     def spy(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -15,11 +15,22 @@ from relayrun.files import read_json
 @pytest.mark.slow
 def test_two_layouts_train_alike_with_every_data_option(harness: Callable[..., Any], tmp_path: Path) -> None:
     """From one checkpoint, data-parallel and pipeline ranks see the same samples and masks, and share one cache."""
-    data = {"tokenizer": "none", "datasets": ["none"], "order": "megatron", "split": 0.05,
-            "data_cache_dir": str(tmp_path / "cache"), "reset_position_ids": True, "reset_attention_mask": True,
-            "eod_mask_loss": True}  # fmt: skip
-    first = harness(data=data, model={"hidden_dropout": 0.0, "attention_dropout": 0.0}, training={"steps": 1},
-                    optimizer={"lr_decay_style": "constant", "lr_warmup_steps": 0})  # fmt: skip
+    data = {
+        "tokenizer": "none",
+        "datasets": ["none"],
+        "order": "megatron",
+        "split": 0.05,
+        "data_cache_dir": str(tmp_path / "cache"),
+        "reset_position_ids": True,
+        "reset_attention_mask": True,
+        "eod_mask_loss": True,
+    }
+    first = harness(
+        data=data,
+        model={"hidden_dropout": 0.0, "attention_dropout": 0.0},
+        training={"steps": 1},
+        optimizer={"lr_decay_style": "constant", "lr_warmup_steps": 0},
+    )
     first.train()
     losses, evaluations = [], []
     for pipeline in (1, 2):

@@ -36,8 +36,14 @@ def test_a_profile_per_rank_the_surroundings_and_made_up_data(
     mock_harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_ThisIsASecretOfTheEnvironment")
-    debug = {"profile": "torch", "profile_step_start": 4, "profile_step_end": 5, "profile_ranks": [0, 1],
-             "memory_interval": 1, "log_nccl": True}  # fmt: skip
+    debug = {
+        "profile": "torch",
+        "profile_step_start": 4,
+        "profile_step_end": 5,
+        "profile_ranks": [0, 1],
+        "memory_interval": 1,
+        "log_nccl": True,
+    }
     made = mock_harness(debug=debug, training={"steps": 30}, optimizer={"lr": 0.01})
     attempt = made.train()
     folder = made.run.debug_of(1)
@@ -65,8 +71,10 @@ def test_nsys_stands_around_the_chosen_ranks_alone(
     mock_harness: Callable[..., Harness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nsys = tmp_path / "nsys"
-    nsys.write_text('#!/bin/bash\necho "$RANK $*" >>"${0%/*}/asked"\n'
-                    'while [[ "$1" == profile || "$1" == --* ]]; do shift; done\nexec "$@"\n')  # fmt: skip
+    nsys.write_text(
+        '#!/bin/bash\necho "$RANK $*" >>"${0%/*}/asked"\n'
+        'while [[ "$1" == profile || "$1" == --* ]]; do shift; done\nexec "$@"\n'
+    )
     nsys.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     made = mock_harness(debug={"profile": "nsys", "profile_ranks": [1]}, training={"steps": 3})

@@ -29,11 +29,16 @@ CASES = [
     pytest.param(2, TENSOR, SCALED, id="TP2-grouped-scaled"),
     pytest.param(2, DISTRIBUTED, TIED | {"num_query_groups": 4}, id="DP2-tied-multi-head", marks=LONG),
     pytest.param(2, PIPELINE | DISTRIBUTED, TIED | SCALED, id="PP2-tied-grouped-scaled", marks=LONG),
-    pytest.param(2, PIPELINE | {"num_layers_per_virtual_pipeline_stage": 1}, {"num_query_groups": 1},
-                 id="PP2-virtual-one-group", marks=LONG),
+    pytest.param(
+        2,
+        PIPELINE | {"num_layers_per_virtual_pipeline_stage": 1},
+        {"num_query_groups": 1},
+        id="PP2-virtual-one-group",
+        marks=LONG,
+    ),
     pytest.param(4, TENSOR | PIPELINE | DISTRIBUTED, SCALED, id="TP2-PP2-grouped-scaled", marks=LONG),
     pytest.param(4, TENSOR | PIPELINE, TIED, id="TP2-PP2-tied", marks=LONG),
-]  # fmt: skip
+]
 
 SWAPPED = """
 import sys

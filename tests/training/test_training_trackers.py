@@ -31,8 +31,12 @@ def test_one_run_over_three_attempts_without_gap_or_repeat_and_no_secret(
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    made = harness(job={"ntasks_per_node": 1}, training={"steps": 60, "eval_interval": 7, "eval_steps": 1},
-                   checkpoint={"interval": 20}, tracking={"tensorboard": True})  # fmt: skip
+    made = harness(
+        job={"ntasks_per_node": 1},
+        training={"steps": 60, "eval_interval": 7, "eval_steps": 1},
+        checkpoint={"interval": 20},
+        tracking={"tensorboard": True},
+    )
     killed = made.start()
     killed.wait_for_iteration(45)  # 40 is durable, so what follows is computed again
     killed.processes[0].kill()
@@ -78,8 +82,12 @@ def test_one_run_over_three_attempts_without_gap_or_repeat_and_no_secret(
 @pytest.mark.long
 def test_a_rewind_by_policy_is_a_fork(harness: Callable[..., Harness], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    made = harness(job={"ntasks_per_node": 1}, training={"steps": 16, "on_nan": "rewind"}, checkpoint={"interval": 5},
-                   tracking={"tensorboard": True})  # fmt: skip
+    made = harness(
+        job={"ntasks_per_node": 1},
+        training={"steps": 16, "on_nan": "rewind"},
+        checkpoint={"interval": 5},
+        tracking={"tensorboard": True},
+    )
     made.train(inject="nan-sample=50,step-delay=0.6")  # iteration 7; back to 5
     first, fork = json.loads(made.run.streams.read_text())
     assert (fork["forked_from"], fork["fork_iteration"], fork["first_attempt"], fork["rewind"]) == (

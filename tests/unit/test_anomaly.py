@@ -89,9 +89,18 @@ def test_a_guard_that_was_saved_anywhere_decides_as_the_one_that_was_not() -> No
 
 def begin(run: RunDir, number: int, base: int) -> None:
     run.attempt(number).path.mkdir(parents=True)
-    Begin(attempt=number, job_id="1", job_name="x", nodes="n", config_revision=1, base_iteration=base,
-          base_path=str(run.checkpoint(base)) if base else None, start_time=float(number), job_end_time=None,
-          lead=0.0).write(run.attempt(number).begin)  # fmt: skip
+    Begin(
+        attempt=number,
+        job_id="1",
+        job_name="x",
+        nodes="n",
+        config_revision=1,
+        base_iteration=base,
+        base_path=str(run.checkpoint(base)) if base else None,
+        start_time=float(number),
+        job_end_time=None,
+        lead=0.0,
+    ).write(run.attempt(number).begin)
 
 
 def trained(run: RunDir, number: int, first: int, last: int, mark: str) -> None:
@@ -108,8 +117,10 @@ def rewind(run: RunDir, number: int, at: int, base: int, sample: int, time: floa
 
 
 def commit(run: RunDir, number: int, iteration: int, time: float) -> None:
-    append_commit(run.attempt(number), Commit(iteration=iteration, path=str(run.checkpoint(iteration)),
-                                              consumed_samples=0, time=time, seconds=1.0))  # fmt: skip
+    append_commit(
+        run.attempt(number),
+        Commit(iteration=iteration, path=str(run.checkpoint(iteration)), consumed_samples=0, time=time, seconds=1.0),
+    )
 
 
 def test_a_rewind_counts_until_its_checkpoint_is_not_the_newest_and_is_not_written_anew(tmp_path: Any) -> None:

@@ -19,26 +19,49 @@ VOCABULARY = 128_256
 PUBLISHED = {"1b": 1_235_814_400, "3b": 3_212_749_824, "8b": 8_030_261_248, "70b": 70_553_706_496}
 
 COMMON = {
-    "model.init_method_std": 0.008944, "model.rope_scaling_factor": 8.0, "training.micro_batch_size": 1,
-    "training.seq_length": 8192, "training.seed": 28, "training.precision": "bf16",
-    "optimizer.lr_decay_style": "cosine", "optimizer.lr_warmup_steps": 200, "optimizer.weight_decay": 0.1,
-    "optimizer.adam_beta1": 0.9, "optimizer.adam_beta2": 0.95, "optimizer.clip_grad": 1.0,
-    "parallel.use_distributed_optimizer": True, "parallel.overlap_grad_reduce": True,
-    "parallel.overlap_param_gather": True, "job.ntasks_per_node": 4, "job.gpus_per_node": 4, "job.cpus_per_task": 72,
-}  # fmt: skip
+    "model.init_method_std": 0.008944,
+    "model.rope_scaling_factor": 8.0,
+    "training.micro_batch_size": 1,
+    "training.seq_length": 8192,
+    "training.seed": 28,
+    "training.precision": "bf16",
+    "optimizer.lr_decay_style": "cosine",
+    "optimizer.lr_warmup_steps": 200,
+    "optimizer.weight_decay": 0.1,
+    "optimizer.adam_beta1": 0.9,
+    "optimizer.adam_beta2": 0.95,
+    "optimizer.clip_grad": 1.0,
+    "parallel.use_distributed_optimizer": True,
+    "parallel.overlap_grad_reduce": True,
+    "parallel.overlap_param_gather": True,
+    "job.ntasks_per_node": 4,
+    "job.gpus_per_node": 4,
+    "job.cpus_per_task": 72,
+}
 AGREED = {
-    "8b": COMMON | {
-        "job.nodes": 16, "training.global_batch_size": 128, "optimizer.lr": 2.2e-4, "optimizer.min_lr": 2.2e-5,
-        "training.manual_gc_interval": 500, "parallel.tensor_model_parallel_size": 1,
+    "8b": COMMON
+    | {
+        "job.nodes": 16,
+        "training.global_batch_size": 128,
+        "optimizer.lr": 2.2e-4,
+        "optimizer.min_lr": 2.2e-5,
+        "training.manual_gc_interval": 500,
+        "parallel.tensor_model_parallel_size": 1,
         "parallel.pipeline_model_parallel_size": 1,
     },
-    "70b": COMMON | {
-        "job.nodes": 32, "training.global_batch_size": 1024, "optimizer.lr": 1.5e-4, "optimizer.min_lr": 1.5e-5,
-        "training.manual_gc_interval": 50, "parallel.tensor_model_parallel_size": 4,
-        "parallel.sequence_parallel": True, "parallel.pipeline_model_parallel_size": 8,
+    "70b": COMMON
+    | {
+        "job.nodes": 32,
+        "training.global_batch_size": 1024,
+        "optimizer.lr": 1.5e-4,
+        "optimizer.min_lr": 1.5e-5,
+        "training.manual_gc_interval": 50,
+        "parallel.tensor_model_parallel_size": 4,
+        "parallel.sequence_parallel": True,
+        "parallel.pipeline_model_parallel_size": 8,
         "parallel.num_layers_per_virtual_pipeline_stage": 5,
     },
-}  # fmt: skip
+}
 
 
 def model(name: str) -> Model:
@@ -231,9 +254,13 @@ def test_a_ramp_comes_back_from_a_config_revision(tmp_path: Path) -> None:
 def test_lengths_in_tokens_follow_the_ramp() -> None:
     config = compose.load(
         compose.ROOT / "configs" / "runs" / "llama3-8b.yaml",
-        ["training.rampup_batch_size=[[64, 640]]", "optimizer.lr_warmup_steps=0",
-         f"optimizer.lr_warmup_tokens={640 * 8192}", f"optimizer.lr_decay_tokens={1281 * 8192}"],
-    )  # fmt: skip
+        [
+            "training.rampup_batch_size=[[64, 640]]",
+            "optimizer.lr_warmup_steps=0",
+            f"optimizer.lr_warmup_tokens={640 * 8192}",
+            f"optimizer.lr_decay_tokens={1281 * 8192}",
+        ],
+    )
     assert config.lr_steps(config.training.batch_sizes.reaches) == (10, 16)
 
 
@@ -241,7 +268,10 @@ def test_tokens_become_whole_iterations() -> None:
     tokens = 128 * 8192
     config = compose.load(
         compose.ROOT / "configs" / "runs" / "llama3-8b.yaml",
-        ["optimizer.lr_warmup_steps=0", f"optimizer.lr_warmup_tokens={10 * tokens + 1}",
-         f"optimizer.lr_decay_tokens={100 * tokens}"],
-    )  # fmt: skip
+        [
+            "optimizer.lr_warmup_steps=0",
+            f"optimizer.lr_warmup_tokens={10 * tokens + 1}",
+            f"optimizer.lr_decay_tokens={100 * tokens}",
+        ],
+    )
     assert config.lr_steps(config.training.batch_sizes.reaches) == (11, 100)

@@ -88,12 +88,18 @@ def test_a_checkout_that_breaks_under_a_running_chain_does_not_break_its_next_jo
     root = tmp_path / "checkout"
     copy_tracked(root)
     workspace = Workspace.make(tmp_path)
-    config = workspace.config("run", training={"steps": 40_000}, checkpoint={"interval": 40_000},
-                              job={"ntasks_per_node": 1}, debug={"backup_codebase": True})  # fmt: skip
+    config = workspace.config(
+        "run",
+        training={"steps": 40_000},
+        checkpoint={"interval": 40_000},
+        job={"ntasks_per_node": 1},
+        debug={"backup_codebase": True},
+    )
     run = workspace.run("run")
     submit = [sys.executable, "-m", "relayrun.cli", "submit", str(config)]
-    process = subprocess.Popen(submit, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, stderr=subprocess.PIPE,
-                               text=True)  # fmt: skip
+    process = subprocess.Popen(
+        submit, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, stderr=subprocess.PIPE, text=True
+    )
     try:
         while not run.attempt(1).metrics.exists():
             assert process.poll() is None, process.communicate()

@@ -51,9 +51,21 @@ def test_a_resolved_config_reads_back_as_it_was_by_us_and_by_plain_yaml(run_yaml
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1e-5", 1e-5), ("12:00:00", "12:00:00"), ("no", "no"), ("010", "010"), ("true", True), ("~", None),
-     ("", None), ("1_000", 1000), ("2026-01-01", "2026-01-01"), (".5", 0.5), ("'1'", "1"), ("[a, 1]", ["a", 1])],
-)  # fmt: skip
+    [
+        ("1e-5", 1e-5),
+        ("12:00:00", "12:00:00"),
+        ("no", "no"),
+        ("010", "010"),
+        ("true", True),
+        ("~", None),
+        ("", None),
+        ("1_000", 1000),
+        ("2026-01-01", "2026-01-01"),
+        (".5", 0.5),
+        ("'1'", "1"),
+        ("[a, 1]", ["a", 1]),
+    ],
+)
 def test_yaml_values_without_surprises(text: str, value: object) -> None:
     assert yamlfile.parse_value(text) == value
     assert type(yamlfile.parse_value(text)) is type(value)
@@ -104,9 +116,11 @@ def test_wrong_values_are_refused_by_name(run_yaml: Path, override: str, message
 
 @pytest.mark.parametrize(
     ("modules", "message"),
-    [("[layernorm]", "training.recompute_modules.0: Input should be 'core_attn' or 'mlp'"),
-     ("[]", "recompute_modules names nothing; leave out recompute_granularity")],
-)  # fmt: skip
+    [
+        ("[layernorm]", "training.recompute_modules.0: Input should be 'core_attn' or 'mlp'"),
+        ("[]", "recompute_modules names nothing; leave out recompute_granularity"),
+    ],
+)
 def test_modules_that_cannot_be_recomputed_are_refused(run_yaml: Path, modules: str, message: str) -> None:
     overrides = ["training.recompute_granularity=selective", f"training.recompute_modules={modules}"]
     assert message in error_of(run_yaml, *overrides)

@@ -62,8 +62,9 @@ def test_an_error_in_a_mixture_file_names_its_line(workspace: Workspace) -> None
 def test_the_short_form_names_data_sets_by_their_paths(workspace: Workspace) -> None:
     config = load_mixture(workspace, "/data/web*,0.3; /data/more code/*,7e-1")
     assert {name: (source.path, source.weight) for name, source in config.data.mixture.items()} == {
-        "web": ("/data/web*", 0.3), "more-code": ("/data/more code/*", 0.7),
-    }  # fmt: skip
+        "web": ("/data/web*", 0.3),
+        "more-code": ("/data/more code/*", 0.7),
+    }
     assert load(workspace, "data.mixture='/data/web,1'", "data.datasets=[]").data.mixture["web"].weight == 1.0
 
 

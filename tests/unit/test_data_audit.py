@@ -33,19 +33,29 @@ class Run:
             folder.mkdir(parents=True)
 
     def submit(self, weights: dict[str, float], **training: Any) -> None:
-        data = {"tokenizer": str(self.workspace.folder / "tokenizer.json"), "datasets": [], "mixture": {
-            name: {"path": str(self.workspace.folder / "data" / shard), "weight": weights[name]}
-            for name, shard in (("web", "shard[01]"), ("code", "shard2")) if name in weights
-        }}  # fmt: skip
+        data = {
+            "tokenizer": str(self.workspace.folder / "tokenizer.json"),
+            "datasets": [],
+            "mixture": {
+                name: {"path": str(self.workspace.folder / "data" / shard), "weight": weights[name]}
+                for name, shard in (("web", "shard[01]"), ("code", "shard2"))
+                if name in weights
+            },
+        }
         config = compose.load(self.workspace.config(self.name, data=data, training=training))
         found = build_manifest(config)
         if self.dir.manifest.exists():
             found = Manifest.build(
-                {n: [s.prefix for s in d.shards]
-                 for n, d in (Manifest.read(self.dir.manifest).datasets | found.datasets).items()},
-                {}, vocabulary_size=found.vocabulary_size, eod=found.eod, tokenizer=found.tokenizer,
+                {
+                    n: [s.prefix for s in d.shards]
+                    for n, d in (Manifest.read(self.dir.manifest).datasets | found.datasets).items()
+                },
+                {},
+                vocabulary_size=found.vocabulary_size,
+                eod=found.eod,
+                tokenizer=found.tokenizer,
                 tokenizer_fingerprint=found.tokenizer_fingerprint,
-            )  # fmt: skip
+            )
         found.write(self.dir.manifest)
         self.dir.config_revision(len(self.dir.revisions()) + 1).write_text(compose.dump(config))
 
@@ -63,21 +73,39 @@ class Run:
             progress = Progress.resume(state["progress"], config.training.batch_sizes)
         attempt = self.dir.attempt(number)
         attempt.path.mkdir()
-        Begin(attempt=number, job_id="1", job_name="x", nodes="n", config_revision=revision, base_iteration=before[0],
-              base_path=str(self.dir.checkpoint(before[0])) if before[0] else None, start_time=0.0, job_end_time=None,
-              lead=0.0).write(attempt.begin)  # fmt: skip
+        Begin(
+            attempt=number,
+            job_id="1",
+            job_name="x",
+            nodes="n",
+            config_revision=revision,
+            base_iteration=before[0],
+            base_path=str(self.dir.checkpoint(before[0])) if before[0] else None,
+            start_time=0.0,
+            job_end_time=None,
+            lead=0.0,
+        ).write(attempt.begin)
         write_json(attempt.data, order.state(before[1]) | {"progress": progress.state()})
         for _ in range(iterations):
             progress.advance()
-            append_line(attempt.metrics, {"iteration": progress.iteration, "loss": 1.0, "grad_norm": 1.0,
-                                          "consumed_samples": progress.consumed_samples})  # fmt: skip
+            append_line(
+                attempt.metrics,
+                {
+                    "iteration": progress.iteration,
+                    "loss": 1.0,
+                    "grad_norm": 1.0,
+                    "consumed_samples": progress.consumed_samples,
+                },
+            )
         end, consumed = progress.iteration, progress.consumed_samples
         self.dir.checkpoint(end).mkdir()
         (self.dir.checkpoint(end) / "state.json").write_text(
             json.dumps(order.state(consumed) | {"progress": progress.state()})
         )
-        append_commit(attempt, Commit(iteration=end, path=str(self.dir.checkpoint(end)), consumed_samples=consumed,
-                                      time=0.0, seconds=0.0))  # fmt: skip
+        append_commit(
+            attempt,
+            Commit(iteration=end, path=str(self.dir.checkpoint(end)), consumed_samples=consumed, time=0.0, seconds=0.0),
+        )
 
 
 @pytest.fixture

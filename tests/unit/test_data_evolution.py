@@ -50,8 +50,9 @@ class Data:
         if self.manifest is None:
             self.manifest, self.history = found, [config]
             return Evolved(config=config, manifest=found, notes=[])
-        evolved = evolve(frozen=self.manifest, history=self.history, found=found, config=config, accept=accept,
-                         trained=trained)  # fmt: skip
+        evolved = evolve(
+            frozen=self.manifest, history=self.history, found=found, config=config, accept=accept, trained=trained
+        )
         self.manifest, self.history = evolved.manifest, [evolved.config, *self.history]
         return evolved
 
@@ -83,11 +84,13 @@ def test_a_moved_folder_is_taken(data: Data) -> None:
     [
         (lambda folder: shard(folder / "s2", [10]), "a: shard s2 was added"),
         (lambda folder: [(folder / f"s1{suffix}").unlink() for suffix in (".bin", ".idx")], "a: shard s1 is gone"),
-        (lambda folder: shard(folder / "s0", [100, 200, 50, 7]),
-         "a: shard s0 had 3 documents, 350 tokens, now 4 documents, 357 tokens"),
+        (
+            lambda folder: shard(folder / "s0", [100, 200, 50, 7]),
+            "a: shard s0 had 3 documents, 350 tokens, now 4 documents, 357 tokens",
+        ),
         (lambda folder: shard(folder / "s0", [200, 100, 50]), "in another order or of other lengths"),
     ],
-)  # fmt: skip
+)
 def test_other_files_are_refused_by_name_and_accepted_as_a_new_edition(data: Data, change: Any, said: str) -> None:
     before = data.manifest
     change(data.folder / "a")

@@ -16,10 +16,10 @@ def spread(values: dict[str, float], form: str) -> str:
 
 def megatron(row: dict[str, Any]) -> str:
     return ", ".join(
-        f"10^{len(str(one['tokens'])) - 1}: " + (
-            "not possible here" if "failed" in one else f"{one['seconds']:.1f} s, {one['added_megabytes']:,.0f} MB")
+        f"10^{len(str(one['tokens'])) - 1}: "
+        + ("not possible here" if "failed" in one else f"{one['seconds']:.1f} s, {one['added_megabytes']:,.0f} MB")
         for one in row["megatron"]
-    )  # fmt: skip
+    )
 
 
 def lines() -> list[str]:

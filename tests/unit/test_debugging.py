@@ -21,9 +21,17 @@ from relayrun.training import debugging
 from tests.workspace import Workspace
 
 BEGIN = Begin(
-    attempt=3, job_id="17", job_name="llama", nodes="n[0-3]", config_revision=2, base_iteration=0, base_path=None,
-    start_time=0.0, job_end_time=None, lead=1.0,
-)  # fmt: skip
+    attempt=3,
+    job_id="17",
+    job_name="llama",
+    nodes="n[0-3]",
+    config_revision=2,
+    base_iteration=0,
+    base_path=None,
+    start_time=0.0,
+    job_end_time=None,
+    lead=1.0,
+)
 SECRETS = {"WANDB_API_KEY": "0123456789abcdef", "HF_TOKEN": "hf_secret_of_mine", "SLURM_JWT": "eyJhbGciOiJIUzI1NiJ9"}
 
 
@@ -50,8 +58,16 @@ def test_a_description_says_what_ran_and_holds_no_secret(tmp_path: Path) -> None
     script.write_text("#SBATCH --nodes=4\n")
     text = environment.describe(config, BEGIN, root=root, job_script=script, environment=os.environ | SECRETS)
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    for expected in (f"commit {head}", "+export WANDB_API_KEY=<WANDB_API_KEY>", "17 (llama), attempt 3", "n[0-3]",
-                     "#SBATCH --nodes=4", "ngc-25.01.sqsh", "torch==", "pytest"):  # fmt: skip
+    for expected in (
+        f"commit {head}",
+        "+export WANDB_API_KEY=<WANDB_API_KEY>",
+        "17 (llama), attempt 3",
+        "n[0-3]",
+        "#SBATCH --nodes=4",
+        "ngc-25.01.sqsh",
+        "torch==",
+        "pytest",
+    ):
         assert expected in text, expected
     for secret in SECRETS.values():
         assert secret not in text

@@ -145,8 +145,10 @@ def test_the_tokenizer_opens_with_transformers_and_gives_the_text_back(corpus: C
 
 
 def test_the_tokenizer_is_the_same_whatever_the_threads_and_hash_seed(corpus: Corpus, tmp_path: Path) -> None:
-    code = ("import sys; from pathlib import Path; from relayrun.demo.corpus import train_tokenizer\n"
-            "train_tokenizer([Path(sys.argv[1])], Path(sys.argv[2]))")  # fmt: skip
+    code = (
+        "import sys; from pathlib import Path; from relayrun.demo.corpus import train_tokenizer\n"
+        "train_tokenizer([Path(sys.argv[1])], Path(sys.argv[2]))"
+    )
     for number in ("1", "2"):
         environment = os.environ | {"RAYON_NUM_THREADS": number, "PYTHONHASHSEED": number}
         subprocess.run([sys.executable, "-c", code, corpus.docs.folder, tmp_path / number], env=environment, check=True)

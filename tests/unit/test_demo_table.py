@@ -37,11 +37,19 @@ def rows() -> list[AttemptRow]:
                 cell.strip() for cell in line[1:-1].split("│")
             )
             first, last = iterations.split("–")
-            found.append(AttemptRow(
-                number=int(attempt), cause=cause, reason=why, first_iteration=int(first), last_iteration=int(last),
-                durable_iteration=number(durable), tokens=number(tokens), seconds=float(wall),
-                tokens_per_second=float(number(speed)),
-            ))  # fmt: skip
+            found.append(
+                AttemptRow(
+                    number=int(attempt),
+                    cause=cause,
+                    reason=why,
+                    first_iteration=int(first),
+                    last_iteration=int(last),
+                    durable_iteration=number(durable),
+                    tokens=number(tokens),
+                    seconds=float(wall),
+                    tokens_per_second=float(number(speed)),
+                )
+            )
     return found
 
 

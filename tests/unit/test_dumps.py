@@ -149,8 +149,11 @@ def test_beside_finished_dumps_only_other_files_are_split_and_numbered_behind(da
     dumps = prepare(dataset, metadata, n_dumps=9)
     assert [dump.index for dump in dumps] == [2, 3, 4, 5]
     assert [file.path for dump in dumps for file in dump.files] == [
-        "a.parquet", "b/d.jsonl.gz", "e.jsonl.zst", "new.parquet",
-    ]  # fmt: skip
+        "a.parquet",
+        "b/d.jsonl.gz",
+        "e.jsonl.zst",
+        "new.parquet",
+    ]
 
 
 def test_no_file_left_is_an_error(dataset: Path, metadata: Path, tmp_path: Path) -> None:
@@ -292,8 +295,10 @@ def test_the_door_prints_a_table_and_one_clear_error(dataset: Path, metadata: Pa
     door = [sys.executable, script, "--dataset-folder", dataset, "--preprocessing-metadata-folder", metadata]
     done = subprocess.run([*door, "--n-dumps", "2"], capture_output=True, text=True, check=True)
     assert [line.split()[:3] for line in done.stdout.splitlines()[1:]] == [
-        ["dump", "0", "2"], ["dump", "1", "2"], ["total", "4", "0.000"],
-    ]  # fmt: skip
+        ["dump", "0", "2"],
+        ["dump", "1", "2"],
+        ["total", "4", "0.000"],
+    ]
     done = subprocess.run([*door, "--filter-in", "x", "y"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {dataset}: nothing to tokenize")

@@ -24,20 +24,49 @@ def config(folder: Path, evaluation: dict[str, Any], **sections: Any) -> RunConf
     return compose.load(Workspace(folder).config("run", checkpoint={"interval": 10}, evaluation=evaluation, **sections))
 
 
-SLURM = {"name": "site", "scheduler": "slurm", "environment": {"HF_HOME": "/it's here"}, "modules": ["a module"],
-         "srun_options": ["--environment=x y"], "python": "/env/bin/python"}  # fmt: skip
-JOB = {"time": "5", "nodes": 8, "ntasks_per_node": 4, "gpus_per_node": 4, "cpus_per_task": 7, "mem": "400G",
-       "account": "a1", "partition": "large", "exclude": "n7"}  # fmt: skip
+SLURM = {
+    "name": "site",
+    "scheduler": "slurm",
+    "environment": {"HF_HOME": "/it's here"},
+    "modules": ["a module"],
+    "srun_options": ["--environment=x y"],
+    "python": "/env/bin/python",
+}
+JOB = {
+    "time": "5",
+    "nodes": 8,
+    "ntasks_per_node": 4,
+    "gpus_per_node": 4,
+    "cpus_per_task": 7,
+    "mem": "400G",
+    "account": "a1",
+    "partition": "large",
+    "exclude": "n7",
+}
 
 
 def test_the_job_is_one_node_one_task_and_one_gpu_with_the_rest_as_in_the_run(tmp_path: Path) -> None:
-    made = config(tmp_path, {"interval": 20, "tasks": ["x"], "job": {"time": "02:00:00", "partition": "small"}},
-                  job=JOB, cluster=SLURM, training={"global_batch_size": 64})  # fmt: skip
+    made = config(
+        tmp_path,
+        {"interval": 20, "tasks": ["x"], "job": {"time": "02:00:00", "partition": "small"}},
+        job=JOB,
+        cluster=SLURM,
+        training={"global_batch_size": 64},
+    )
     run = RunDir(tmp_path / "run")
     script = submission.evaluation_script(made, submission.make_plan(made, run, revision=1, root=compose.ROOT), run)
     options = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
-    assert {"time=0-02:00:00", "nodes=1", "ntasks-per-node=1", "cpus-per-task=7", "gpus-per-node=1", "account=a1",
-            "partition=small", "exclude=n7", "no-requeue"} <= set(options)  # fmt: skip
+    assert {
+        "time=0-02:00:00",
+        "nodes=1",
+        "ntasks-per-node=1",
+        "cpus-per-task=7",
+        "gpus-per-node=1",
+        "account=a1",
+        "partition=small",
+        "exclude=n7",
+        "no-requeue",
+    } <= set(options)
     assert not [option for option in options if option.startswith(("mem", "dependency", "signal"))]
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -51,9 +80,14 @@ def test_the_job_is_one_node_one_task_and_one_gpu_with_the_rest_as_in_the_run(tm
     module, srun = done.stdout.split("/it's here\n")[1:]
     assert module == "[module]\n[load]\n[a module]\n"
     assert srun.splitlines()[-7:] == [
-        "[--environment=x y]", "[/env/bin/python]", "[-m]", "[relayrun.export.evaluate]", f"[--run-dir={run.path}]",
-        "[--iteration=20]", "[--attempt=1]",
-    ]  # fmt: skip
+        "[--environment=x y]",
+        "[/env/bin/python]",
+        "[-m]",
+        "[relayrun.export.evaluate]",
+        f"[--run-dir={run.path}]",
+        "[--iteration=20]",
+        "[--attempt=1]",
+    ]
 
 
 def test_what_cannot_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

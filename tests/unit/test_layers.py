@@ -81,7 +81,10 @@ def test_the_supervisor_runs_on_a_bare_host_python() -> None:
     """Isolated from the environment's packages: -S leaves site-packages out."""
     result = subprocess.run(
         [sys.executable, "-S", "-m", "relayrun.chain", "--help"],
-        capture_output=True, text=True, check=False, env={"PYTHONPATH": str(PACKAGE.parent)},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": str(PACKAGE.parent)},
+    )
     assert result.returncode == 0, result.stderr
     assert "begin" in result.stdout

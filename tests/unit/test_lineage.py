@@ -22,17 +22,29 @@ def begin(run: RunDir, number: int, base: int = 0) -> None:
     attempt = run.attempt(number)
     attempt.path.mkdir(parents=True)
     Begin(
-        attempt=number, job_id=str(number), job_name="j", nodes="n", config_revision=1, base_iteration=base,
-        base_path=str(run.checkpoint(base)) if base else None, start_time=0.0, job_end_time=None, lead=1.0,
-    ).write(attempt.begin)  # fmt: skip
+        attempt=number,
+        job_id=str(number),
+        job_name="j",
+        nodes="n",
+        config_revision=1,
+        base_iteration=base,
+        base_path=str(run.checkpoint(base)) if base else None,
+        start_time=0.0,
+        job_end_time=None,
+        lead=1.0,
+    ).write(attempt.begin)
 
 
 def commit(run: RunDir, number: int, iteration: int, time: float = 100.0) -> None:
     folder = run.checkpoint(iteration)
     folder.mkdir(exist_ok=True)
     (folder / "data").write_bytes(b"12345")
-    append_commit(run.attempt(number), Commit(iteration=iteration, path=str(folder), consumed_samples=iteration,
-                                              time=time, seconds=1.0, files={"data": 5}))  # fmt: skip
+    append_commit(
+        run.attempt(number),
+        Commit(
+            iteration=iteration, path=str(folder), consumed_samples=iteration, time=time, seconds=1.0, files={"data": 5}
+        ),
+    )
 
 
 def at(run: RunDir, iteration: int) -> Durable:

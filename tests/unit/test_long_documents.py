@@ -38,8 +38,9 @@ def largest(folder: Path, tokenizer: Path, file: Path) -> tuple[int, int]:
     (file.parent / "short.jsonl").write_text('{"text": "short"}\n')
     (folder / "paths").write_text(f"{file.name}\nshort.jsonl\n")
     (folder / "program.py").write_text(PROGRAM)
-    done = subprocess.run([sys.executable, "program.py", tokenizer, file.parent], cwd=folder, capture_output=True,
-                          text=True, check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "program.py", tokenizer, file.parent], cwd=folder, capture_output=True, text=True, check=True
+    )
     parent, worker = json.loads(done.stdout.splitlines()[-1])
     return parent, worker
 
@@ -80,8 +81,9 @@ def test_a_document_of_60_mb_needs_little_more_memory_than_its_bytes(
     for name, size in (("small", MB), ("large", 60 * MB)):
         (tmp_path / name).mkdir()
         write(tmp_path / name / f"a.{suffix}", kind, size)
-    small, large = (largest(tmp_path / f"{name} run", tokenizer, tmp_path / name / f"a.{suffix}")
-                    for name in ("small", "large"))  # fmt: skip
+    small, large = (
+        largest(tmp_path / f"{name} run", tokenizer, tmp_path / name / f"a.{suffix}") for name in ("small", "large")
+    )
     more = [round((there - here) / (59 * MB), 2) for here, there in zip(small, large, strict=True)]
     print(f"{suffix} {kind}: bytes of memory for a byte of the document: {more} (the starting process, a worker)")
     assert max(more) < factor

@@ -30,10 +30,13 @@ class Numbers:
 def order(weights: Mapping[str, float], seed: int = 1, **records: dict[str, Any]) -> MixedOrder:
     sizes = {"a": 7, "b": 50, "c": 3}
     parts = {
-        name: Part(dataset=Numbers(sizes[name], 10**6 * "abc".index(name)), weight=weight,
-                   record={"fingerprint": name * 64, **records.get(name, {})})
+        name: Part(
+            dataset=Numbers(sizes[name], 10**6 * "abc".index(name)),
+            weight=weight,
+            record={"fingerprint": name * 64, **records.get(name, {})},
+        )
         for name, weight in weights.items()
-    }  # fmt: skip
+    }
     return MixedOrder(parts, {"seed": seed, "seq_length": 4})
 
 
@@ -101,9 +104,18 @@ def test_other_windows_of_a_data_set_are_refused_and_those_of_one_that_left_do_n
 
 @pytest.mark.parametrize(
     "damage",
-    [{"consumed_samples": None}, {"consumed_samples": -1}, {"consumed_samples": True}, {"consumed_samples": 11},
-     {"counts": {"a": 4, "b": 6}}, {"phases": []}, {"datasets": {}}, {"version": 2}, {"counts": None}],
-)  # fmt: skip
+    [
+        {"consumed_samples": None},
+        {"consumed_samples": -1},
+        {"consumed_samples": True},
+        {"consumed_samples": 11},
+        {"counts": {"a": 4, "b": 6}},
+        {"phases": []},
+        {"datasets": {}},
+        {"version": 2},
+        {"counts": None},
+    ],
+)
 def test_a_damaged_state_or_a_wrong_ledger_is_refused(damage: dict[str, Any]) -> None:
     mixed = order({"a": 1, "b": 1})
     with pytest.raises(FatalTrainingError, match="data state of the checkpoint is damaged"):

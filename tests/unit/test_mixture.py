@@ -257,15 +257,19 @@ def test_the_door(tmp_path: Path) -> None:
     dataset(tmp_path / "b", [10] * 20)
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, SCRIPT, *arguments], cwd=tmp_path, capture_output=True, text=True,
-                              check=False)  # fmt: skip
+        return subprocess.run(
+            [sys.executable, SCRIPT, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
 
     done = run("--folders", "a/", "b", "--weights", "0.8", "0.2", "--output", "m")
     assert done.returncode == 0, done.stderr
     assert done.stdout == (tmp_path / "m" / SUMMARY_TEXT).read_text()
     assert len(links(tmp_path / "m")) == 2 * 25
-    for weights, message in ((["1"], "2 folders but 1 weights"), (["-0.5", "1.5"], "positive number, not -0.5"),
-                             (["nan", "1"], "positive number, not nan")):  # fmt: skip
+    for weights, message in (
+        (["1"], "2 folders but 1 weights"),
+        (["-0.5", "1.5"], "positive number, not -0.5"),
+        (["nan", "1"], "positive number, not nan"),
+    ):
         failed = run("--folders", "a", "b", "--weights", *weights, "--output", "other")
         assert failed.returncode == 1
         assert failed.stderr.startswith("error: --weights: ")

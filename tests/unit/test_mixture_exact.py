@@ -44,8 +44,11 @@ def dataset(folder: Path, *, shards: int, documents: int = 400, longest: int = 4
 
 
 def tokens_of(mixture: Path) -> dict[str, int]:
-    return {folder.name: sum(Shard.open(prefix).tokens for prefix in find_prefixes([folder]))
-            for folder in sorted(mixture.iterdir()) if folder.is_dir()}  # fmt: skip
+    return {
+        folder.name: sum(Shard.open(prefix).tokens for prefix in find_prefixes([folder]))
+        for folder in sorted(mixture.iterdir())
+        if folder.is_dir()
+    }
 
 
 def cut_shards(mixture: Path) -> list[str]:
@@ -172,8 +175,13 @@ def test_what_cannot_be_asked_for_is_one_error(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="no number of tokens"):
             draw.parse_tokens(text)
     assert [draw.parse_tokens(text) for text in ("7", "1_000", "20k", "300M", "10B", "1.5T")] == [
-        7, 1000, 20_000, 300_000_000, 10_000_000_000, 1_500_000_000_000
-    ]  # fmt: skip
+        7,
+        1000,
+        20_000,
+        300_000_000,
+        10_000_000_000,
+        1_500_000_000_000,
+    ]
     assert not (tmp_path / "m").exists()
 
 
@@ -181,8 +189,9 @@ def test_the_door_forecasts_without_writing(tmp_path: Path) -> None:
     for i, name in enumerate("ab"):
         dataset(tmp_path / name, shards=2, seed=i)
     command = [sys.executable, str(SCRIPT), "--folders", "a", "b", "--weights", "3", "1", "--output", "m"]
-    dry = subprocess.run([*command, "--tokens", "20k", "--dry-run"], cwd=tmp_path, capture_output=True, text=True,
-                         check=True)  # fmt: skip
+    dry = subprocess.run(
+        [*command, "--tokens", "20k", "--dry-run"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert not (tmp_path / "m").exists()
     done = subprocess.run([*command, "--tokens", "20k"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == dry.stdout

@@ -14,11 +14,7 @@ def failure(rank: int, node: str, error: str = "CUDA error", time: float = 1.0) 
 
 
 def test_the_node_of_a_rank_that_srun_names_first_is_blamed() -> None:
-    log = (
-        "srun: error: n1: task 3: Killed\n"
-        "srun: Terminating StepId=5.0\n"
-        "srun: error: n0: tasks 0-2: Terminated\n"
-    )  # fmt: skip
+    log = "srun: error: n1: task 3: Killed\nsrun: Terminating StepId=5.0\nsrun: error: n0: tasks 0-2: Terminated\n"
     assert blamed(log, [], ntasks=4) == {"n1": "Killed"}
 
 

@@ -128,8 +128,10 @@ def test_the_door_reports_a_missing_folder_without_a_traceback(tmp_path: Path) -
 
 
 def test_the_door_imports_nothing_heavy() -> None:
-    code = ("import sys, relayrun.data.prefixes\n"
-            "print(sorted({'torch', 'datatrove', 'numpy', 'transformers'} & sys.modules.keys()))")  # fmt: skip
+    code = (
+        "import sys, relayrun.data.prefixes\n"
+        "print(sorted({'torch', 'datatrove', 'numpy', 'transformers'} & sys.modules.keys()))"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"
 
 

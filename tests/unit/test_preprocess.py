@@ -97,8 +97,19 @@ def test_empty_and_null_documents_are_dropped_and_counted(run: Run, data: Path, 
 
 @pytest.mark.parametrize("workers", [1, -1])
 def test_file_names_are_taken_literally(run: Run, data: Path, out: Path, tokenizer: Path, workers: int) -> None:
-    names = [" lead.parquet", "q'u\"o.parquet", "-dash.parquet", "ünï.parquet", "zip::a.parquet", "[*]?.parquet",
-             "~/x.parquet", "file:/y.parquet", "\udcff\udcfe.parquet", "cr\r.parquet", "sep\u2028.parquet"]  # fmt: skip
+    names = [
+        " lead.parquet",
+        "q'u\"o.parquet",
+        "-dash.parquet",
+        "ünï.parquet",
+        "zip::a.parquet",
+        "[*]?.parquet",
+        "~/x.parquet",
+        "file:/y.parquet",
+        "\udcff\udcfe.parquet",
+        "cr\r.parquet",
+        "sep\u2028.parquet",
+    ]
     for number, name in enumerate(names):
         (data / name).parent.mkdir(exist_ok=True)
         write_parquet(os.fsencode(data / name), [f"file {number}"])
@@ -311,15 +322,20 @@ def test_the_door_prints_what_was_done(tmp_path: Path, data: Path, tokenizer: Pa
     (tmp_path / "paths").write_text("good.parquet\n")
     done = subprocess.run(
         door(tokenizer, data, tmp_path / "paths", out, "--logging-dir", str(tmp_path / "lo gs")),
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stderr == ""
     assert "1 documents, 2 tokens from 1 files" in done.stdout
     assert "dropped: 1 empty and 1 null documents" in done.stdout
     assert [file.name for file in (tmp_path / "lo gs").iterdir()] == ["tokenizer.json"]
     assert sorted(file.name for file in out.iterdir()) == [
-        ".lock", "00000_tokens.bin", "00000_tokens.idx", "tokenization.json",
-    ]  # fmt: skip
+        ".lock",
+        "00000_tokens.bin",
+        "00000_tokens.idx",
+        "tokenization.json",
+    ]
 
 
 @pytest.fixture
@@ -331,10 +347,13 @@ def stuck(tmp_path: Path, data: Path, tokenizer: Path, out: Path) -> Callable[[]
         os.mkfifo(data / "b.jsonl")
         (tmp_path / "paths").write_text("a.parquet\nb.jsonl\n")
         process = subprocess.Popen(
-            door(tokenizer, data, tmp_path / "paths", out), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            door(tokenizer, data, tmp_path / "paths", out),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
             # whoever runs the tests in the background has it ignored
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )  # fmt: skip
+        )
         deadline = time.monotonic() + 60
         record = out / "tokenization.json"
         while time.monotonic() < deadline:
@@ -363,8 +382,11 @@ def workers_of(pid: int) -> list[int]:
 @pytest.mark.slow
 def test_a_killed_worker_is_an_error_and_no_hang_and_a_rerun_completes(
     stuck: Callable[[], tuple[subprocess.Popen[str], int]],
-    tmp_path: Path, data: Path, tokenizer: Path, out: Path,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    data: Path,
+    tokenizer: Path,
+    out: Path,
+) -> None:
     process, worker = stuck()
     os.kill(worker, signal.SIGKILL)
     _, errors = process.communicate(timeout=30)

@@ -155,17 +155,21 @@ def test_jsonl_is_read_beside_parquet_and_a_nested_column_has_its_dots_in_the_na
 def test_columns_of_all_types_come_through_and_a_nested_text_is_drawn(tmp_path: Path, small_memory: None) -> None:
     data, count = tmp_path / "data", 400
     data.mkdir()
-    table = pa.table({
-        "doc": pa.array([{"text": f"{row}", "tags": ["a", None]} if row % 7 else None for row in range(count)]),
-        "language": pa.array([f"l{row % 3}" if row % 5 else None for row in range(count)]).dictionary_encode(),
-        "lists": pa.array([[{"x": row}] * (row % 4) for row in range(count)]),
-        "kinds": pa.array([[f"k{row % 2}"] for row in range(count)], pa.list_(pa.dictionary(pa.int32(), pa.string()))),
-        "pairs": pa.array([[("a", row)] for row in range(count)], pa.map_(pa.string(), pa.int32())),
-        "bytes": pa.array([bytes([row % 256]) for row in range(count)]),
-        "none": pa.nulls(count),
-        "json": pa.array(["{}"] * count).cast(pa.json_()),
-        "large": pa.array(["y"] * count, pa.large_string()),
-    })  # fmt: skip
+    table = pa.table(
+        {
+            "doc": pa.array([{"text": f"{row}", "tags": ["a", None]} if row % 7 else None for row in range(count)]),
+            "language": pa.array([f"l{row % 3}" if row % 5 else None for row in range(count)]).dictionary_encode(),
+            "lists": pa.array([[{"x": row}] * (row % 4) for row in range(count)]),
+            "kinds": pa.array(
+                [[f"k{row % 2}"] for row in range(count)], pa.list_(pa.dictionary(pa.int32(), pa.string()))
+            ),
+            "pairs": pa.array([[("a", row)] for row in range(count)], pa.map_(pa.string(), pa.int32())),
+            "bytes": pa.array([bytes([row % 256]) for row in range(count)]),
+            "none": pa.nulls(count),
+            "json": pa.array(["{}"] * count).cast(pa.json_()),
+            "large": pa.array(["y"] * count, pa.large_string()),
+        }
+    )
     pq.write_table(table, data / "a.parquet", row_group_size=37)
     for name, memory in (("one", 1 << 40), ("two", 30_000)):
         reshard(data, tmp_path / name, column="doc.text", memory_limit=memory, row_group_size=50)
@@ -264,8 +268,11 @@ def test_too_little_memory_is_said_before_anything_is_written(data: Path, tmp_pa
     refuse(
         data, tmp_path, r"--memory-limit: a thread that shuffles these rows takes at least 0\.26 GB", memory_limit=10**8
     )
-    pq.write_table(pa.table({"text": ["x" * 100_000 + str(row) for row in range(1000)], "id": range(1000)}),
-                   data / "long.parquet", use_dictionary=False)  # fmt: skip
+    pq.write_table(
+        pa.table({"text": ["x" * 100_000 + str(row) for row in range(1000)], "id": range(1000)}),
+        data / "long.parquet",
+        use_dictionary=False,
+    )
     refuse(data, tmp_path, "make --row-group-size smaller", memory_limit=300_000_000)
 
 
@@ -312,7 +319,9 @@ def test_the_door(data: Path, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     stage = subprocess.run(
         [*command, "--output-folder", str(tmp_path / "stage"), "--stage", "begin"],
-        capture_output=True, text=True, env=environment,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     assert stage.returncode == 1
     assert stage.stderr.startswith("error: --stage is for the tasks of a Slurm job step\n")

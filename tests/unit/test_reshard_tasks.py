@@ -35,8 +35,15 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ReshardOptions:
     for number in range(6):
         texts = [f"{number}-{row}-" + "x" * (row % 50) for row in range(500)]
         pq.write_table(pa.table({"text": texts, "id": list(range(500))}), data / f"{number}.parquet")
-    return ReshardOptions(dataset_folder=str(data), output=tmp_path / "out/shuffled", temp_dir=tmp_path / "temp",
-                          seed=3, file_size=10_000, row_group_size=64, memory_limit=60_000)  # fmt: skip
+    return ReshardOptions(
+        dataset_folder=str(data),
+        output=tmp_path / "out/shuffled",
+        temp_dir=tmp_path / "temp",
+        seed=3,
+        file_size=10_000,
+        row_group_size=64,
+        memory_limit=60_000,
+    )
 
 
 def expected(options: ReshardOptions, tmp_path: Path) -> dict[str, bytes]:
@@ -53,8 +60,10 @@ def run(options: ReshardOptions, tasks: int, stages: tuple[str, ...] = STAGES) -
     """All tasks of a stage, one after the other in any order, then the next stage."""
     rows = None
     for stage in stages:
-        found = [ReshardTask(options, task=task, tasks=tasks).run(stage)
-                 for task in random.Random(stage).sample(range(tasks), tasks)]  # fmt: skip
+        found = [
+            ReshardTask(options, task=task, tasks=tasks).run(stage)
+            for task in random.Random(stage).sample(range(tasks), tasks)
+        ]
         rows = next((each for each in found if each is not None), None)
     return rows
 
@@ -91,12 +100,18 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
     [
-        (buckets, "_bins", 3), (buckets, "_bins", 10), (buckets.np, "savez", 4),
-        (shuffled.np, "save", 1), (shuffled, "narrow", 20), (shuffled.np, "save", 6),
-        (reshard_tasks, "write_json", 1), (reshard_tasks, "draw", 1), (reshard_tasks.os, "rename", 1),
+        (buckets, "_bins", 3),
+        (buckets, "_bins", 10),
+        (buckets.np, "savez", 4),
+        (shuffled.np, "save", 1),
+        (shuffled, "narrow", 20),
+        (shuffled.np, "save", 6),
+        (reshard_tasks, "write_json", 1),
+        (reshard_tasks, "draw", 1),
+        (reshard_tasks.os, "rename", 1),
         (reshard_tasks.shutil, "rmtree", 3),
     ],
-)  # fmt: skip
+)
 def test_a_killed_run_goes_on_with_any_number_of_tasks(
     options: ReshardOptions, tmp_path: Path, owner: Any, name: str, call: int
 ) -> None:

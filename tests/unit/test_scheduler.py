@@ -21,12 +21,23 @@ LINE = (
 def test_a_job_is_read_back_with_the_options_that_hold_for_successors() -> None:
     job = parse_job(LINE)
     assert (job.id, job.name, job.state, job.nodes, job.num_nodes) == (
-        "17", "relayrun-demo-1a2b3c4d", "RUNNING", "n[0-1]", 2,
-    )  # fmt: skip
+        "17",
+        "relayrun-demo-1a2b3c4d",
+        "RUNNING",
+        "n[0-1]",
+        2,
+    )
     assert job.options == {
-        "nodes": "2", "time": "1-00:02:00", "partition": "debug", "qos": "long", "reservation": "res",
-        "exclude": "n3", "cpus-per-task": "2", "mem": "100M", "gpus-per-node": "3",
-    }  # fmt: skip
+        "nodes": "2",
+        "time": "1-00:02:00",
+        "partition": "debug",
+        "qos": "long",
+        "reservation": "res",
+        "exclude": "n3",
+        "cpus-per-task": "2",
+        "mem": "100M",
+        "gpus-per-node": "3",
+    }
     assert job.live
     assert not job.preempted
 
@@ -51,8 +62,15 @@ def test_an_unlimited_job_has_no_end() -> None:
 
 
 def test_a_new_job_inherits_nothing_from_the_surrounding_one() -> None:
-    environment = {"SLURM_JOB_ID": "1", "SBATCH_PARTITION": "x", "SRUN_CPUS_PER_TASK": "2", "RELAYRUN_RUN_DIR": "r",
-                   "SLURM_CONF": "/etc/slurm.conf", "PATH": "/bin", "WANDB_API_KEY": "k"}  # fmt: skip
+    environment = {
+        "SLURM_JOB_ID": "1",
+        "SBATCH_PARTITION": "x",
+        "SRUN_CPUS_PER_TASK": "2",
+        "RELAYRUN_RUN_DIR": "r",
+        "SLURM_CONF": "/etc/slurm.conf",
+        "PATH": "/bin",
+        "WANDB_API_KEY": "k",
+    }
     assert set(clean_environment(environment)) == {"SLURM_CONF", "PATH", "WANDB_API_KEY"}
 
 
@@ -65,10 +83,11 @@ def fake_command(folder: Path, name: str, script: str) -> None:
 def test_an_unreachable_controller_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count = tmp_path / "count"
     fake_command(
-        tmp_path, "scontrol",
-        f'echo x >> {count}; [ $(wc -l < {count}) -lt 3 ] && '
+        tmp_path,
+        "scontrol",
+        f"echo x >> {count}; [ $(wc -l < {count}) -lt 3 ] && "
         f'{{ echo "Unable to contact slurm controller (connect failure)" >&2; exit 1; }}; echo "{LINE}"',
-    )  # fmt: skip
+    )
     monkeypatch.setenv("PATH", str(tmp_path) + os.pathsep + os.environ["PATH"])
     job = Slurm(patience=2, pause=0.01).query("17")
     assert job is not None

@@ -14,8 +14,13 @@ def test_a_settings_block_becomes_overrides_with_names_of_any_kind() -> None:
     texts = settings.overrides(
         {"MBS": "4", "AUTO_JOB_REQUEUE": "True", "DATASETS": "a b/c, it's", "EXP_NAME": "1e5", "GBS": "", "HOME": "/"}
     )
-    assert texts == ["data.mixture=null", "name='1e5'", "data.datasets=['a b/c', 'it''s']",
-                     "training.micro_batch_size=4", "chain.auto_requeue=true"]  # fmt: skip
+    assert texts == [
+        "data.mixture=null",
+        "name='1e5'",
+        "data.datasets=['a b/c', 'it''s']",
+        "training.micro_batch_size=4",
+        "chain.auto_requeue=true",
+    ]
     values = {text.partition("=")[0]: yamlfile.parse_value(text.partition("=")[2]) for text in texts}
     assert values["data.datasets"] == ["a b/c", "it's"]
     assert values["name"] == "1e5"

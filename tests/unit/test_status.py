@@ -31,29 +31,60 @@ def begin(run: RunDir, number: int, *, base: int = 0, start: float = NOW - 600) 
     attempt = run.attempt(number)
     attempt.heartbeats.mkdir(parents=True)
     Begin(
-        attempt=number, job_id=str(number + 6), job_name="j", nodes="n[0-1]", config_revision=1, base_iteration=base,
-        base_path=str(run.checkpoint(base)) if base else None, start_time=start, job_end_time=start + 3600, lead=60.0,
-    ).write(attempt.begin)  # fmt: skip
+        attempt=number,
+        job_id=str(number + 6),
+        job_name="j",
+        nodes="n[0-1]",
+        config_revision=1,
+        base_iteration=base,
+        base_path=str(run.checkpoint(base)) if base else None,
+        start_time=start,
+        job_end_time=start + 3600,
+        lead=60.0,
+    ).write(attempt.begin)
 
 
 def steps(run: RunDir, number: int, first: int, last: int) -> None:
     for iteration in range(first, last + 1):
-        append_line(run.attempt(number).metrics, {
-            "iteration": iteration, "loss": 10.0 - iteration / 10, "tokens_per_second": 1000.0 * number,
-            "time": NOW - 100 + iteration}, durable=False)  # fmt: skip
+        append_line(
+            run.attempt(number).metrics,
+            {
+                "iteration": iteration,
+                "loss": 10.0 - iteration / 10,
+                "tokens_per_second": 1000.0 * number,
+                "time": NOW - 100 + iteration,
+            },
+            durable=False,
+        )
 
 
 def commit(run: RunDir, number: int, iteration: int, *, age: float) -> None:
     folder = run.checkpoint(iteration)
     folder.mkdir(parents=True)
     (folder / "data").write_bytes(b"12345")
-    append_commit(run.attempt(number), Commit(iteration=iteration, path=str(folder), consumed_samples=iteration,
-                                              time=NOW - age, seconds=1.0, files={"data": 5}))  # fmt: skip
+    append_commit(
+        run.attempt(number),
+        Commit(
+            iteration=iteration,
+            path=str(folder),
+            consumed_samples=iteration,
+            time=NOW - age,
+            seconds=1.0,
+            files={"data": 5},
+        ),
+    )
 
 
 def end(run: RunDir, number: int, cause: str, reason: str, durable: int, *, progress: bool) -> None:
-    End(attempt=number, cause=cause, reason=reason, exit_code=0, durable_iteration=durable, progress=progress,
-        end_time=NOW - 500).write(run.attempt(number).end)  # fmt: skip
+    End(
+        attempt=number,
+        cause=cause,
+        reason=reason,
+        exit_code=0,
+        durable_iteration=durable,
+        progress=progress,
+        end_time=NOW - 500,
+    ).write(run.attempt(number).end)
 
 
 @pytest.fixture
@@ -138,7 +169,12 @@ def test_a_run_before_its_first_job(make_run: MakeRun) -> None:  # noqa: F811
     made, _plan = make_run()
     found = status.gather(made, Queue(jobs=[Job(id="1", name="j", state="PENDING")]), now=NOW)
     assert (found.state, found.attempt, found.iteration, found.loss, found.durable_iteration) == (
-        "queued", None, 0, None, 0)  # fmt: skip
+        "queued",
+        None,
+        0,
+        None,
+        0,
+    )
     assert "none yet" in text_of(found)
 
 
@@ -169,12 +205,16 @@ DAMAGE = {
     "plan of another kind": ("plan.json", '{"run": 1}', "unreadable record"),
     "plan is a list": ("plan.json", "[]", "unreadable record"),
     "torn begin": ("attempts/0002/begin.json", "", "unreadable record"),
-    "wrong type in begin": ("attempts/0002/begin.json", '{"attempt": 2, "job_id": "8", "job_name": "j", "nodes": "n", '
-                            '"config_revision": 1, "base_iteration": "ten", "base_path": null, "start_time": 1, '
-                            '"job_end_time": null, "lead": 1}', "its records cannot be read"),
+    "wrong type in begin": (
+        "attempts/0002/begin.json",
+        '{"attempt": 2, "job_id": "8", "job_name": "j", "nodes": "n", '
+        '"config_revision": 1, "base_iteration": "ten", "base_path": null, "start_time": 1, '
+        '"job_end_time": null, "lead": 1}',
+        "its records cannot be read",
+    ),
     "commit without fields": ("attempts/0001/commits.jsonl", "{}\n", "its records cannot be read"),
     "strike without fields": ("nodes.jsonl", '{"node": "n"}\n', "its records cannot be read"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -207,12 +247,18 @@ def test_all_runs_are_a_line_each_the_newest_first(
     (tmp_path / "tests" / "half-made").mkdir()
     found = status.gather_all(runs.every(), now=NOW)
     assert [entry.run if isinstance(entry, Status) else "damaged" for entry in found] == [
-        "tests/newer", "tests/older", "damaged"]  # fmt: skip
+        "tests/newer",
+        "tests/older",
+        "damaged",
+    ]
     assert isinstance(found[2], Damaged)
     assert cli.main(["status"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[1:]] == [
-        ["tests/newer", "idle"], ["tests/older", "idle"], ["tests/half-made", "damaged"]]  # fmt: skip
+        ["tests/newer", "idle"],
+        ["tests/older", "idle"],
+        ["tests/half-made", "damaged"],
+    ]
     assert cli.main(["status", "tests/older", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["path"] == str(tmp_path / "tests/older")
     assert cli.main(["status", "--json"]) == 0

@@ -141,8 +141,14 @@ def test_a_data_set_below_a_url_gives_the_shards_of_the_folder_by_every_door(tmp
     write_parquet(data / "a '.parquet", list(TEXTS))
     for name in ("b.jsonl", "c.jsonl.gz", "d.jsonl.zst"):
         write_jsonl(data / name, list(TEXTS) * 2)
-    common = {"tokenizer": str(train_tokenizer(tmp_path / "tok/tokenizer.json").parent), "tokenizer_name": "T",
-              "dataset_name": "D", "tasks": 2, "workers": 1, "eos_token": EOS}  # fmt: skip
+    common = {
+        "tokenizer": str(train_tokenizer(tmp_path / "tok/tokenizer.json").parent),
+        "tokenizer_name": "T",
+        "dataset_name": "D",
+        "tasks": 2,
+        "workers": 1,
+        "eos_token": EOS,
+    }
 
     def settings(work: Path) -> dict[str, Any]:
         folders = {"metadata_folder": work / "meta", "output_folder": work / "out", "logs": work / "logs"}
@@ -156,8 +162,15 @@ def test_a_data_set_below_a_url_gives_the_shards_of_the_folder_by_every_door(tmp
     for index in begin(near):
         tokenize_dump(near, index)
 
-    run(ROOT / "scripts/tokenization/prepare_dumps.py", "--dataset-folder", f"file://{data}",
-        "--preprocessing-metadata-folder", metadata, "--n-dumps", 2)  # fmt: skip
+    run(
+        ROOT / "scripts/tokenization/prepare_dumps.py",
+        "--dataset-folder",
+        f"file://{data}",
+        "--preprocessing-metadata-folder",
+        metadata,
+        "--n-dumps",
+        2,
+    )
     size = run(ROOT / "scripts/tokenization/compute_dump_size.py", metadata / "dumps/paths_file_0.txt")
     assert int(size.stdout) == json.loads((metadata / "dump-sizes.json").read_text())["0"]
     (tmp_path / "config.yaml").write_text(json.dumps(settings(tmp_path / "far")))

@@ -27,18 +27,30 @@ def trained(tmp_path: Path) -> Workspace:
     run = workspace.run("run")
     attempt = run.attempt(1)
     attempt.path.mkdir(parents=True)
-    Begin(attempt=1, job_id="1", job_name="x", nodes="n", config_revision=1, base_iteration=0, base_path=None,
-          start_time=0.0, job_end_time=None, lead=0.0).write(attempt.begin)  # fmt: skip
+    Begin(
+        attempt=1,
+        job_id="1",
+        job_name="x",
+        nodes="n",
+        config_revision=1,
+        base_iteration=0,
+        base_path=None,
+        start_time=0.0,
+        job_end_time=None,
+        lead=0.0,
+    ).write(attempt.begin)
     run.checkpoint(10).mkdir(parents=True)
-    append_commit(attempt, Commit(iteration=10, path=str(run.checkpoint(10)), consumed_samples=100, time=0.0,
-                                  seconds=0.0))  # fmt: skip
+    append_commit(
+        attempt, Commit(iteration=10, path=str(run.checkpoint(10)), consumed_samples=100, time=0.0, seconds=0.0)
+    )
     return workspace
 
 
 def config(workspace: Workspace, weights: dict[str, float]) -> Path:
     shards = {"web": "shard[01]", "code": "shard2", "books": "books*"}
-    mixture = {name: {"path": f"{workspace.folder}/data/{shards[name]}", "weight": weight}
-               for name, weight in weights.items()}  # fmt: skip
+    mixture = {
+        name: {"path": f"{workspace.folder}/data/{shards[name]}", "weight": weight} for name, weight in weights.items()
+    }
     data = {"tokenizer": f"{workspace.folder}/tokenizer.json", "datasets": [], "mixture": mixture}
     return workspace.config("run", data=data)
 
@@ -64,7 +76,8 @@ def test_a_new_mixture_is_a_new_revision(trained: Workspace, capsys: pytest.Capt
     submit(trained, {"web": 1.0, "code": 1.0})
     submit(trained, {"web": 1.0, "books": 3.0})
     assert "the mixture changes: its phase begins where the next attempt resumes, now sample 100" in (
-        capsys.readouterr().err)  # fmt: skip
+        capsys.readouterr().err
+    )
     run = trained.run("run")
     assert run.revisions() == [1, 2]
     assert list(Manifest.read(run.manifest).datasets) == ["web", "code", "books"]

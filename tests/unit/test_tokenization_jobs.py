@@ -46,11 +46,17 @@ def settings(tmp_path: Path) -> TokenizationSettings:
 def environment(settings: TokenizationSettings, **more: str) -> dict[str, str]:
     """The settings as variables of the Bash launcher."""
     return os.environ | {
-        "TOKENIZER": settings.tokenizer, "TOKENIZER_NAME": settings.tokenizer_name,
-        "DATASET_NAME": settings.dataset_name, "PATH_TO_PREPROCESSING_METADATA": settings.metadata_folder,
-        "PATH_TO_OUTPUT_FOLDER": settings.output_folder, "PATH_TO_LOGS": settings.logs,
-        "NUMBER_OF_DATATROVE_TASKS": "2", "NUMBER_OF_DATATROVE_WORKERS": "1", "PYTHON": sys.executable, **more,
-    }  # fmt: skip
+        "TOKENIZER": settings.tokenizer,
+        "TOKENIZER_NAME": settings.tokenizer_name,
+        "DATASET_NAME": settings.dataset_name,
+        "PATH_TO_PREPROCESSING_METADATA": settings.metadata_folder,
+        "PATH_TO_OUTPUT_FOLDER": settings.output_folder,
+        "PATH_TO_LOGS": settings.logs,
+        "NUMBER_OF_DATATROVE_TASKS": "2",
+        "NUMBER_OF_DATATROVE_WORKERS": "1",
+        "PYTHON": sys.executable,
+        **more,
+    }
 
 
 def rows(settings: TokenizationSettings) -> list[dict[str, str]]:
@@ -68,9 +74,13 @@ def test_a_dump_is_tokenized_moved_and_noted(settings: TokenizationSettings, tmp
     assert (metadata.pending(), metadata.finished()) == ([0], [1])
     output = tmp_path / "out put/T-1/D.2/dump-1"
     direct = tokenize(
-        tokenizer_name_or_path=settings.tokenizer, output_folder=tmp_path / "direct", dataset=metadata.raw_link,
-        paths_file=metadata.completed / "paths_file_1.txt", n_tasks=2, n_workers=1,
-    )  # fmt: skip
+        tokenizer_name_or_path=settings.tokenizer,
+        output_folder=tmp_path / "direct",
+        dataset=metadata.raw_link,
+        paths_file=metadata.completed / "paths_file_1.txt",
+        n_tasks=2,
+        n_workers=1,
+    )
     assert shard_bytes(output) == shard_bytes(tmp_path / "direct")
     assert list(row) == list(CSV_COLUMNS)
     (noted,) = rows(settings)
@@ -192,12 +202,21 @@ def test_a_wrong_config_is_named_with_its_line(tmp_path: Path, text: str, messag
 
 def test_a_config_in_the_names_of_nemo_curator(settings: TokenizationSettings, tmp_path: Path) -> None:
     ours = {name: value for name, value in settings if value is not None} | {
-        "column": "body", "append_eod": "no", "batch_documents": 7, "cache_dir": "c",
-    }  # fmt: skip
-    theirs = {"tokenizer": "model_identifier", "output_folder": "path", "column": "text_field",
-              "batch_documents": "tokenization_batch_size"}  # fmt: skip
-    texts = [{name: ours[name] for name in ours},
-             {theirs.get(name, name): False if name == "append_eod" else ours[name] for name in ours}]  # fmt: skip
+        "column": "body",
+        "append_eod": "no",
+        "batch_documents": 7,
+        "cache_dir": "c",
+    }
+    theirs = {
+        "tokenizer": "model_identifier",
+        "output_folder": "path",
+        "column": "text_field",
+        "batch_documents": "tokenization_batch_size",
+    }
+    texts = [
+        {name: ours[name] for name in ours},
+        {theirs.get(name, name): False if name == "append_eod" else ours[name] for name in ours},
+    ]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.yaml").write_text(json.dumps(text))
     assert load_config(tmp_path / "0.yaml") == load_config(tmp_path / "1.yaml")
@@ -272,10 +291,16 @@ def test_the_bash_launcher_submits_every_dump_from_any_directory(
     logs = tmp_path / "lo gs/slurm/tokenization-T-1-D.2"
     assert logs.is_dir()
     assert [line.split("\0")[:-1] for line in log.read_text().splitlines()] == [
-        ["--parsable", "--job-name=tokenization-T-1-D.2", f"--output={logs}/R-%x-%j.out",
-         f"--error={logs}/R-%x-%j.err", str(SCRIPTS / "tokenize.sh"), dump]
+        [
+            "--parsable",
+            "--job-name=tokenization-T-1-D.2",
+            f"--output={logs}/R-%x-%j.out",
+            f"--error={logs}/R-%x-%j.err",
+            str(SCRIPTS / "tokenize.sh"),
+            dump,
+        ]
         for dump in ("0", "1")
-    ]  # fmt: skip
+    ]
     metadata = MetadataFolder(settings.metadata_folder)
     assert (metadata.pending(), metadata.finished()) == ([], [0, 1])
     assert (metadata.path / "jobs.jsonl").read_text().count("slurm_job_id") == 2

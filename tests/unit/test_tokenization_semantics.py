@@ -275,8 +275,10 @@ def test_long_documents_are_tokenized_in_pieces_to_the_same_bytes(
     for suffix in ("bin", "idx"):
         file = f"00000_tokens.{suffix}"
         assert (tmp_path / "pieces" / file).read_bytes() == (out / file).read_bytes()
-    one, other = (json.loads((folder / "tokenization.json").read_text())["shards"]["00000_tokens"]
-                  for folder in (out, tmp_path / "pieces"))  # fmt: skip
+    one, other = (
+        json.loads((folder / "tokenization.json").read_text())["shards"]["00000_tokens"]
+        for folder in (out, tmp_path / "pieces")
+    )
     for name in ("documents", "tokens", "empty_documents", "routed_documents", "xxh3_128"):
         assert one[name] == other[name], name
 
@@ -297,8 +299,10 @@ def test_texts_without_a_known_letter_are_empty_however_long_they_are(
     for suffix in ("bin", "idx"):
         file = f"00000_tokens.{suffix}"
         assert (tmp_path / "pieces" / file).read_bytes() == (out / file).read_bytes()
-    whole, pieces = (json.loads((folder / "tokenization.json").read_text())["shards"]["00000_tokens"]
-                     for folder in (out, tmp_path / "pieces"))  # fmt: skip
+    whole, pieces = (
+        json.loads((folder / "tokenization.json").read_text())["shards"]["00000_tokens"]
+        for folder in (out, tmp_path / "pieces")
+    )
     assert whole["documents"] == pieces["documents"] == (6 if keep_empty else 3)
     assert whole["empty_documents"] == pieces["empty_documents"] == (0 if keep_empty else 3)
     assert shard_documents(out / "00000_tokens")[-1] == [5, *[3] * 300, 4]
@@ -342,6 +346,9 @@ def test_the_memory_of_a_worker_stays_bounded_however_long_a_document_is(
     (tmp_path / "program.py").write_text(MEMORY)
     done = subprocess.run(
         [sys.executable, "program.py", tokenizer, "out", data, "paths"],
-        cwd=tmp_path, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert int(done.stdout.splitlines()[-1]) < 600

@@ -47,9 +47,18 @@ def begin(run: RunDir, number: int, base: int = 0, *, rewound: bool = False) -> 
     attempt = run.attempt(number)
     attempt.path.mkdir(parents=True)
     record = Begin(
-        attempt=number, job_id="1", job_name="j", nodes="n", config_revision=1, base_iteration=base, rewound=rewound,
-        base_path=None, start_time=0.0, job_end_time=None, lead=1.0,
-    )  # fmt: skip
+        attempt=number,
+        job_id="1",
+        job_name="j",
+        nodes="n",
+        config_revision=1,
+        base_iteration=base,
+        rewound=rewound,
+        base_path=None,
+        start_time=0.0,
+        job_end_time=None,
+        lead=1.0,
+    )
     record.write(attempt.begin)
     return record
 
@@ -131,9 +140,13 @@ def test_only_a_rewind_forks_and_the_fork_holds_the_whole_line(tmp_path: Path) -
     assert (fork.forked_from, fork.fork_iteration, fork.first_attempt) == (first.id, 10, 3)
     begin(run, 4, base=15)
     assert record_streams(run) == streams
-    lines = [[(point.iteration, point.values["train/loss"])
-              for point in Progress.of_stream(run, streams, number, mark=0).poll(complete=True)]
-             for number in range(2)]  # fmt: skip
+    lines = [
+        [
+            (point.iteration, point.values["train/loss"])
+            for point in Progress.of_stream(run, streams, number, mark=0).poll(complete=True)
+        ]
+        for number in range(2)
+    ]
     assert lines[0] == [(k, 1.0) for k in range(1, 21)] + [(k, 2.0) for k in range(21, 31)]
     assert lines[1] == [(k, 1.0) for k in range(1, 11)] + [(k, 3.0) for k in range(11, 16)]
 
@@ -145,8 +158,16 @@ def test_a_failure_is_one_line_and_is_tried_again_from_what_the_tracker_has(tmp_
     (stream,) = record_streams(run)
     step(run, 1, *range(1, 10))
     run.tensorboard.touch()
-    command = [sys.executable, "-m", "relayrun.monitoring.feed", "tensorboard", f"--run-dir={run.path}", "--attempt=1",
-               f"--parent={os.getpid()}", "--pause=1"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "relayrun.monitoring.feed",
+        "tensorboard",
+        f"--run-dir={run.path}",
+        "--attempt=1",
+        f"--parent={os.getpid()}",
+        "--pause=1",
+    ]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
     assert process.stderr is not None
     first, second = (process.stderr.readline().decode() for _ in range(2))
@@ -213,10 +234,16 @@ def losses(points: Iterable[Point]) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize(
     ("environment", "mode"),
-    [({}, None), ({"WANDB_API_KEY": "k"}, "online"), ({"WANDB_MODE": "offline"}, "offline"),
-     ({"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "offline"), ({"WANDB_MODE": "online"}, None),
-     ({"WANDB_API_KEY": "k", "WANDB_MODE": "disabled"}, None), ({"WANDB_API_KEY": ""}, None)],
-)  # fmt: skip
+    [
+        ({}, None),
+        ({"WANDB_API_KEY": "k"}, "online"),
+        ({"WANDB_MODE": "offline"}, "offline"),
+        ({"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "offline"),
+        ({"WANDB_MODE": "online"}, None),
+        ({"WANDB_API_KEY": "k", "WANDB_MODE": "disabled"}, None),
+        ({"WANDB_API_KEY": ""}, None),
+    ],
+)
 def test_when_wandb_is_on(environment: dict[str, str], mode: str | None) -> None:
     assert sinks.wandb_mode(environment) == mode
 
@@ -268,8 +295,10 @@ def test_a_feed_ends_when_rank_0_is_gone(tmp_path: Path) -> None:
     record_streams(run)
     step(run, 1, 1, 2, 3)
     reading, writing = os.pipe()
-    command = (f"{sys.executable} -m relayrun.monitoring.feed tensorboard --run-dir '{run.path}' --attempt 1 "
-               "--parent $$ <&0 & echo $!; sleep 1")  # fmt: skip
+    command = (
+        f"{sys.executable} -m relayrun.monitoring.feed tensorboard --run-dir '{run.path}' --attempt 1 "
+        "--parent $$ <&0 & echo $!; sleep 1"
+    )
     shell = subprocess.run(["bash", "-c", command], stdin=reading, capture_output=True, text=True, timeout=60)
     assert shell.stderr == ""
     os.close(reading)
@@ -289,8 +318,13 @@ def test_records_of_a_wandb_file_span_blocks_and_a_torn_end_is_left(tmp_path: Pa
     import wandb
 
     folder = tmp_path / "wandb"
-    run = wandb.init(project="p", id="abcd1234", dir=str(tmp_path), mode="offline",
-                     settings=wandb.Settings(silent=True, console="off", x_disable_stats=True))  # fmt: skip
+    run = wandb.init(
+        project="p",
+        id="abcd1234",
+        dir=str(tmp_path),
+        mode="offline",
+        settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
+    )
     for iteration in range(1, 31):
         run.log({"text": "x" * 5000, "loss": float(iteration)}, step=iteration)
     run.finish()

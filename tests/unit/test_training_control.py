@@ -42,9 +42,17 @@ def run(tmp_path: Path) -> RunDir:
 
 def control(run: RunDir, ranks: Any = None, flag: SignalFlag | None = None, **changes: Any) -> Control:
     values: dict[str, Any] = {
-        "attempt": 1, "job_id": "1", "job_name": "x", "nodes": "n", "config_revision": 1, "base_iteration": 0,
-        "base_path": None, "start_time": 0.0, "job_end_time": None, "lead": 0.0,
-    }  # fmt: skip
+        "attempt": 1,
+        "job_id": "1",
+        "job_name": "x",
+        "nodes": "n",
+        "config_revision": 1,
+        "base_iteration": 0,
+        "base_path": None,
+        "start_time": 0.0,
+        "job_end_time": None,
+        "lead": 0.0,
+    }
     return Control(run, Begin(**(values | changes)), ranks or OneRank(), flag or SignalFlag())
 
 
@@ -151,10 +159,25 @@ def test_a_handler_does_nothing_in_a_forked_child() -> None:
 
 
 def step(iteration: int) -> Step:
-    return Step(iteration=iteration, loss=1 / 3, grad_norm=0.1 + 0.2, lr=1e-3, consumed_samples=8 * iteration,
-                consumed_tokens=512 * iteration, global_batch_size=8, tokens_per_second=1.0, step_seconds=1.0,
-                data_seconds=0.0, forward_backward_seconds=0.5, optimizer_seconds=0.5, save_seconds=0.0,
-                model_tflops_per_gpu=1.0, mfu=None, memory_bytes=1, time=0.0)  # fmt: skip
+    return Step(
+        iteration=iteration,
+        loss=1 / 3,
+        grad_norm=0.1 + 0.2,
+        lr=1e-3,
+        consumed_samples=8 * iteration,
+        consumed_tokens=512 * iteration,
+        global_batch_size=8,
+        tokens_per_second=1.0,
+        step_seconds=1.0,
+        data_seconds=0.0,
+        forward_backward_seconds=0.5,
+        optimizer_seconds=0.5,
+        save_seconds=0.0,
+        model_tflops_per_gpu=1.0,
+        mfu=None,
+        memory_bytes=1,
+        time=0.0,
+    )
 
 
 def test_metrics_keep_every_bit_of_a_float(tmp_path: Path) -> None:

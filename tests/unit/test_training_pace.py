@@ -23,9 +23,17 @@ from relayrun.training.pace import Pace
 
 def begin(**changes: Any) -> Begin:
     values: dict[str, Any] = {
-        "attempt": 1, "job_id": "1", "job_name": "x", "nodes": "n", "config_revision": 1, "base_iteration": 0,
-        "base_path": None, "start_time": 0.0, "job_end_time": 1000.0, "lead": 60.0,
-    }  # fmt: skip
+        "attempt": 1,
+        "job_id": "1",
+        "job_name": "x",
+        "nodes": "n",
+        "config_revision": 1,
+        "base_iteration": 0,
+        "base_path": None,
+        "start_time": 0.0,
+        "job_end_time": 1000.0,
+        "lead": 60.0,
+    }
     return Begin(**(values | changes))
 
 

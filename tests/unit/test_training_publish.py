@@ -26,16 +26,29 @@ def run(tmp_path: Path) -> RunDir:
 def begin(run: RunDir, attempt: int, base: int = 0) -> None:
     run.attempt(attempt).path.mkdir(parents=True)
     Begin(
-        attempt=attempt, job_id="1", job_name="x", nodes="n", config_revision=1, base_iteration=base,
-        base_path=str(run.checkpoint(base)) if base else None, start_time=0.0, job_end_time=None, lead=0.0,
-    ).write(run.attempt(attempt).begin)  # fmt: skip
+        attempt=attempt,
+        job_id="1",
+        job_name="x",
+        nodes="n",
+        config_revision=1,
+        base_iteration=base,
+        base_path=str(run.checkpoint(base)) if base else None,
+        start_time=0.0,
+        job_end_time=None,
+        lead=0.0,
+    ).write(run.attempt(attempt).begin)
 
 
 def save(run: RunDir, attempt: int, iteration: int, keep_last: int = 100, keep_every: int | None = None) -> None:
     staged = publish.prepare(run, attempt, iteration)
     (staged / "data").write_text(f"{attempt} {iteration}")
-    commit = Commit(iteration=iteration, path=str(run.checkpoint(iteration)), consumed_samples=iteration * 8,
-                    time=time.time(), seconds=0.0)  # fmt: skip
+    commit = Commit(
+        iteration=iteration,
+        path=str(run.checkpoint(iteration)),
+        consumed_samples=iteration * 8,
+        time=time.time(),
+        seconds=0.0,
+    )
     publish.publish(run, attempt, commit, staged)
     publish.prune(run, attempt, keep_last, keep_every)
 

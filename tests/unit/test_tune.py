@@ -35,8 +35,15 @@ def command(tmp_path: Path) -> list[str]:
         write_parquet(tmp_path / "data" / f"{name}.parquet", list(TEXTS) * 500)
     prepare(tmp_path / "data", tmp_path / "meta")
     tokenizer = train_tokenizer(tmp_path / "tok" / "tokenizer.json")
-    return ["dumps", "tune", str(tmp_path / "meta"), "--tokenizer-name-or-path", str(tokenizer),
-            "--temp-dir", str(tmp_path / "temporary")]  # fmt: skip
+    return [
+        "dumps",
+        "tune",
+        str(tmp_path / "meta"),
+        "--tokenizer-name-or-path",
+        str(tokenizer),
+        "--temp-dir",
+        str(tmp_path / "temporary"),
+    ]
 
 
 @pytest.mark.slow

@@ -102,7 +102,11 @@ def test_copies_have_every_row_and_a_second_call_sends_what_is_missing(
         assert [row["_step"] for row in service.history("bbbb2222")] == [0, 3, 6]
         made = service.buckets["aaaa1111"]["inserted"]
         assert (made["entity"], made["project"], made["displayName"], made["tags"]) == (
-            "team", "paper", "llama", ["baseline"])  # fmt: skip
+            "team",
+            "paper",
+            "llama",
+            ["baseline"],
+        )
         assert json.loads(made["config"])["lr"] == {"value": 0.1}
         assert service.summaries["aaaa1111"]["best"] == 1.5
         assert "sample" not in service.summaries["aaaa1111"]
@@ -110,7 +114,12 @@ def test_copies_have_every_row_and_a_second_call_sends_what_is_missing(
 
 
 def test_help_does_not_import_wandb() -> None:
-    done = subprocess.run([sys.executable, "-X", "importtime", "scripts/tools/copy_wandb_project.py", "--help"],
-                          cwd=ROOT, capture_output=True, text=True, check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "scripts/tools/copy_wandb_project.py", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert "-se" in done.stdout
     assert "wandb.sdk" not in done.stderr

@@ -42,10 +42,18 @@ def finish(run: RunDir, iteration: int, *, at: float, value: float, status: str 
 
 
 def tell(run: RunDir, **environment: str) -> None:
-    code = ("import sys, pathlib; from relayrun.export import evaluate; from relayrun.rundir.layout import RunDir; "
-            "evaluate.tell_wandb(RunDir(pathlib.Path(sys.argv[1])))")  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", code, str(run.path)], env=os.environ | environment, text=True,
-                          capture_output=True, check=True, timeout=120)  # fmt: skip
+    code = (
+        "import sys, pathlib; from relayrun.export import evaluate; from relayrun.rundir.layout import RunDir; "
+        "evaluate.tell_wandb(RunDir(pathlib.Path(sys.argv[1])))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run.path)],
+        env=os.environ | environment,
+        text=True,
+        capture_output=True,
+        check=True,
+        timeout=120,
+    )
     assert "warning" not in done.stderr
 
 

@@ -32,17 +32,34 @@ def attempt(run: RunDir, number: int, *, base: int, last: int, rewound: bool = F
     made = run.attempt(number)
     made.path.mkdir(parents=True)
     Begin(
-        attempt=number, job_id="1", job_name="j", nodes="n", config_revision=1, base_iteration=base, rewound=rewound,
-        base_path=None, start_time=0.0, job_end_time=None, lead=1.0,
-    ).write(made.begin)  # fmt: skip
+        attempt=number,
+        job_id="1",
+        job_name="j",
+        nodes="n",
+        config_revision=1,
+        base_iteration=base,
+        rewound=rewound,
+        base_path=None,
+        start_time=0.0,
+        job_end_time=None,
+        lead=1.0,
+    ).write(made.begin)
     for iteration in range(base + 1, last + 1):
         append_line(made.metrics, {"iteration": iteration, "loss": float(number), "time": 1e9 + iteration})
 
 
 def start_feed(run: RunDir, number: int, service: WandBService, *more: str) -> subprocess.Popen[bytes]:
     environment = os.environ | {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": service.url}
-    command = [sys.executable, "-m", "relayrun.monitoring.feed", "wandb", f"--run-dir={run.path}",
-               f"--attempt={number}", f"--parent={os.getpid()}", *more]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "relayrun.monitoring.feed",
+        "wandb",
+        f"--run-dir={run.path}",
+        f"--attempt={number}",
+        f"--parent={os.getpid()}",
+        *more,
+    ]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, bufsize=0)
 
 
@@ -53,8 +70,15 @@ def leave(run: RunDir, number: int, feed: subprocess.Popen[bytes]) -> None:
 
 def sync(run: RunDir, service: WandBService) -> str:
     environment = os.environ | {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": service.url}
-    done = subprocess.run([sys.executable, "scripts/tools/sync_wandb.py", str(run.path)], cwd=ROOT, env=environment,
-                          capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "scripts/tools/sync_wandb.py", str(run.path)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -100,8 +124,9 @@ def test_a_killed_feed_a_resume_and_a_rewind(run: RunDir) -> None:
         fork = record_streams(run)[-1]
         leave(run, 3, start_feed(run, 3, service))
         assert [(row["_step"], row["train/loss"]) for row in service.history(fork.id)] == [
-            *((step, 1.0) for step in range(1, 11)), *((step, 3.0) for step in range(11, 16)),
-        ]  # fmt: skip
+            *((step, 1.0) for step in range(1, 11)),
+            *((step, 3.0) for step in range(11, 16)),
+        ]
         assert service.buckets[fork.id]["inserted"]["displayName"] == "tiny-from-10"
         assert len(service.history(stream.id)) == 40
         assert set(service.buckets) == {stream.id, fork.id}
@@ -151,10 +176,22 @@ def test_a_full_disk_leaves_no_gap_in_the_offline_files(run: RunDir) -> None:
     for number, (base, last) in enumerate([(0, 2000), (1500, 2100)], start=1):
         attempt(run, number, base=base, last=last)
         (stream,) = record_streams(run)
-        command = [sys.executable, "-m", "relayrun.monitoring.feed", "wandb", f"--run-dir={run.path}",
-                   f"--attempt={number}", f"--parent={os.getpid()}"]  # fmt: skip
-        feed = subprocess.Popen(command, env=os.environ | {"WANDB_MODE": "offline"}, stdin=subprocess.PIPE, bufsize=0,
-                                preexec_fn=limit if number == 1 else None)  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "relayrun.monitoring.feed",
+            "wandb",
+            f"--run-dir={run.path}",
+            f"--attempt={number}",
+            f"--parent={os.getpid()}",
+        ]
+        feed = subprocess.Popen(
+            command,
+            env=os.environ | {"WANDB_MODE": "offline"},
+            stdin=subprocess.PIPE,
+            bufsize=0,
+            preexec_fn=limit if number == 1 else None,
+        )
         leave(run, number, feed)
         files = offline_files(run.path / "wandb", stream.id)
         steps.append([row["_step"] for path in files for row in history(path)])
@@ -164,7 +201,13 @@ def test_a_full_disk_leaves_no_gap_in_the_offline_files(run: RunDir) -> None:
 
 def test_sync_without_a_key_is_one_error(run: RunDir) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
-    done = subprocess.run([sys.executable, "scripts/tools/sync_wandb.py", str(run.path)], cwd=ROOT, env=environment,
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "scripts/tools/sync_wandb.py", str(run.path)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.returncode, done.stderr.count("\n")) == (1, 2)
     assert "WANDB_API_KEY is not in the environment" in done.stderr
