@@ -33,13 +33,13 @@ import numpy as np
 
 from relayrun.config import yamlfile
 from relayrun.config.schema import RunConfig
-from relayrun.data.manifest import Manifest
 from relayrun.errors import RelayrunError, run_main
 from relayrun.files import read_json, read_lines, write_json
-from relayrun.indexed import ShardWriter
 from relayrun.rundir import triggers
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, commits
+from relayrun.shards.indexed import ShardWriter
+from relayrun.shards.manifest import Manifest
 
 INTERVAL = 8
 VOCABULARY = 16384

@@ -30,12 +30,12 @@ from relayrun.config.rampup import BatchSizes
 from relayrun.data import documents
 from relayrun.data.batches import BatchReader
 from relayrun.data.build import Source
-from relayrun.data.manifest import DatasetManifest, Manifest
 from relayrun.data.mixed import MixedOrder, Part
 from relayrun.data.order import Dataset, SampleOrder
 from relayrun.data.permutation import Permutation, permutation_key
 from relayrun.data.schedule import Interleave, integer_weights
-from relayrun.indexed import CODES, HEADER, MAGIC, ShardWriter
+from relayrun.shards.indexed import CODES, HEADER, MAGIC, ShardWriter
+from relayrun.shards.manifest import DatasetManifest, Manifest
 
 SHARDS = 1000
 SEQ_LENGTH = 4096

@@ -27,9 +27,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from _results import spread, write
 
-from relayrun.data.merge import merge
-from relayrun.data.verify import verify
-from relayrun.indexed import ShardWriter
+from relayrun.shards.indexed import ShardWriter
+from relayrun.shards.merge import merge
+from relayrun.shards.verify import verify
 from relayrun.tokenization.record import FORMAT, NAME
 
 ROOT = Path(__file__).resolve().parents[1]

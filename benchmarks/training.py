@@ -32,13 +32,13 @@ import numpy as np
 
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import Model, RunConfig
-from relayrun.data.manifest import Manifest
 from relayrun.errors import RelayrunError, run_main
 from relayrun.files import read_lines
-from relayrun.indexed import ShardWriter
 from relayrun.rundir import triggers
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin
+from relayrun.shards.indexed import ShardWriter
+from relayrun.shards.manifest import Manifest
 
 SEED = 28
 GPU_STEPS, GPU_WARM_UP, GPU_TURNS = 30, 10, 3

@@ -22,8 +22,6 @@ from relayrun.chain.scheduler import Slurm, for_plan
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
 from relayrun.data.evolution import evolve, weights_of
-from relayrun.data.manifest import Manifest
-from relayrun.data.prefixes import expand, find_prefixes
 from relayrun.errors import RunDirError
 from relayrun.files import write_atomic
 from relayrun.rundir import triggers
@@ -31,6 +29,8 @@ from relayrun.rundir.evaluations import Policy
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lead import first_lead
 from relayrun.rundir.lineage import BEGINNING, Durable, durable, line
+from relayrun.shards.manifest import Manifest
+from relayrun.shards.prefixes import expand, find_prefixes
 from relayrun.slurmtime import format_time, parse_time
 from relayrun.tokenization.tokenizer import load_tokenizer
 

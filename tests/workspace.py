@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from relayrun.config import yamlfile
 from relayrun.files import read_lines
-from relayrun.indexed import ShardWriter
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import End
+from relayrun.shards.indexed import ShardWriter
 
 VOCABULARY = 300
 

@@ -18,7 +18,6 @@ import numpy.typing as npt
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
 from relayrun.data.build import make_dataset, training_order
-from relayrun.data.manifest import Manifest
 from relayrun.data.mixed import MixedOrder
 from relayrun.data.order import Dataset
 from relayrun.data.progress import Progress
@@ -28,6 +27,7 @@ from relayrun.files import read_json
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lineage import durable, line
 from relayrun.rundir.records import Begin
+from relayrun.shards.manifest import Manifest
 
 COMPARED = 100_000
 """Samples that `differences` looks at, at most."""

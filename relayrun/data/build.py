@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from relayrun.config.schema import RunConfig
-from relayrun.data.manifest import DatasetManifest, Manifest
 from relayrun.data.mixed import MixedOrder, Part
 from relayrun.data.order import Dataset, SampleOrder
 from relayrun.errors import ConfigError
+from relayrun.shards.manifest import DatasetManifest, Manifest
 
 VALIDATION_SEED = 0
 """Fixed, so that runs with other seeds are evaluated on the same windows."""

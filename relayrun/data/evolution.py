@@ -21,9 +21,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from relayrun.config.schema import RunConfig, Source
-from relayrun.data.manifest import DatasetManifest, Manifest, ShardEntry
 from relayrun.data.schedule import integer_weights
 from relayrun.errors import InputError
+from relayrun.shards.manifest import DatasetManifest, Manifest, ShardEntry
 
 ACCEPT = "--accept-data-change"
 

@@ -24,21 +24,12 @@ from pathlib import Path
 import numpy as np
 
 from relayrun.data import draw
-from relayrun.data.folders import replaced_folder
-from relayrun.data.mixture_summary import (
-    SUMMARY_JSON,
-    SUMMARY_TEXT,
-    Cut,
-    Dataset,
-    as_json,
-    files_of,
-    pass_folder,
-    summarise,
-)
-from relayrun.data.prefixes import find_prefixes
+from relayrun.data.mixture_summary import Cut, Dataset, as_json, pass_folder, summarise
 from relayrun.errors import ConfigError, InputError
-from relayrun.files import fsync_directory, write_atomic
-from relayrun.indexed import Shard
+from relayrun.files import fsync_directory, replaced_folder, write_atomic
+from relayrun.shards.indexed import Shard
+from relayrun.shards.mixture_folder import SUMMARY_JSON, SUMMARY_TEXT, files_of
+from relayrun.shards.prefixes import find_prefixes
 
 THREADS = 4  # more are slower on a local disk, where reading a header takes no longer than starting to
 MOST_LINKS = 10_000_000

@@ -8,22 +8,15 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from relayrun.data.draw import TOLERANCE
-from relayrun.data.prefixes import SUFFIXES
-from relayrun.files import read_json
-from relayrun.indexed import Shard, index_bytes
-
-FORMAT = "relayrun dataset mixture, version 1"
-SUMMARY_TEXT = "dataset_mixture_summary.txt"
-SUMMARY_JSON = "dataset_mixture_summary.json"
+from relayrun.shards.indexed import Shard, index_bytes
+from relayrun.shards.mixture_folder import FORMAT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,36 +209,3 @@ def as_json(datasets: Sequence[Dataset], seed: int) -> str:
     }
     shards = ",\n    ".join(json.dumps(entry) for d in datasets for entry in d.entries())
     return json.dumps(head, indent=2)[:-2] + f',\n  "shards": [\n    {shards}\n  ]\n}}\n'
-
-
-def files_of(mixture: Path) -> dict[str, bool]:
-    """What belongs to the mixture in this folder, by its summary: path below it → whether it is a link.
-
-    Nothing, if it is no mixture.
-    """
-    try:
-        former = read_json(mixture / SUMMARY_JSON)
-        if former["format"] != FORMAT:
-            return {}
-        files = dict.fromkeys((SUMMARY_TEXT, SUMMARY_JSON, *(dataset["name"] for dataset in former["datasets"])), False)
-        for shard in former["shards"]:
-            link = shard["link"]
-            files[os.path.dirname(link)] = False
-            files |= {link + suffix: suffix == ".bin" or "cut_after_documents" not in shard for suffix in SUFFIXES}
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):  # ValueError: also no UTF-8
-        return {}
-    return files
-
-
-@functools.lru_cache(maxsize=16)
-def _links(mixture: str) -> frozenset[str]:
-    return frozenset(name[:-4] for name in files_of(Path(mixture)) if name.endswith(SUFFIXES))
-
-
-def repeated_on_purpose(prefix: str, other: str) -> bool:
-    """Whether two prefixes are one shard in two passes of a mixture that repeats its dataset."""
-    folder = os.path.commonpath([prefix, other])
-    mixture = os.path.dirname(folder)
-    names = [os.path.relpath(path, mixture) for path in (prefix, other)]
-    passes = {re.fullmatch(r"epoch-\d+", os.path.basename(os.path.dirname(name))) is not None for name in names}
-    return True in passes and _links(mixture).issuperset(names)

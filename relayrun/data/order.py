@@ -15,10 +15,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from relayrun.data.manifest import DatasetManifest
 from relayrun.data.permutation import Permutation, permutation_key
 from relayrun.data.windows import Origin, WindowDataset
 from relayrun.errors import InputError
+from relayrun.shards.manifest import DatasetManifest
 
 
 class Dataset(Protocol):

@@ -23,9 +23,9 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from relayrun.data.manifest import DatasetManifest, ShardEntry
 from relayrun.errors import InputError
-from relayrun.indexed import Shard
+from relayrun.shards.indexed import Shard
+from relayrun.shards.manifest import DatasetManifest, ShardEntry
 
 OPEN_FILES = 128
 """Shards of one data set that are held open; many systems allow a process 1,024 files in all."""

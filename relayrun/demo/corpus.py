@@ -24,9 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from relayrun.data.folders import replaced_folder
 from relayrun.errors import ConfigError, InputError
-from relayrun.files import write_atomic, write_json
+from relayrun.files import replaced_folder, write_atomic, write_json
 
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 SPECIAL = (BEGIN, END)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from relayrun.config.schema import RunConfig
-from relayrun.data.manifest import Manifest
 from relayrun.data.order import SampleOrder
 from relayrun.rundir.layout import RunDir
+from relayrun.shards.manifest import Manifest
 
 
 def entropy(config: RunConfig, run: RunDir, name: str) -> float:

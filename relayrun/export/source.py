@@ -8,11 +8,11 @@ from pathlib import Path
 
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
-from relayrun.data.manifest import Manifest
 from relayrun.errors import InputError, RunDirError
 from relayrun.rundir import lineage
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, commits
+from relayrun.shards.manifest import Manifest
 from relayrun.tokenization.tokenizer import DocumentTokenizer, load_tokenizer
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from relayrun.errors import InputError
-from relayrun.indexed import ShardWriter
+from relayrun.shards.indexed import ShardWriter
 from relayrun.tokenization.columns import read_column
 from relayrun.tokenization.cuts import Places, cuts, places
 from relayrun.tokenization.engines import Engine, Selection, without_vocabulary

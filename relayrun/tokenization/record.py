@@ -21,7 +21,7 @@ from typing import Any
 
 from relayrun.errors import InputError
 from relayrun.files import read_json, write_atomic
-from relayrun.indexed import Shard
+from relayrun.shards.indexed import Shard
 from relayrun.tokenization.metadata import InputFile
 from relayrun.tokenization.stores import join, open_input
 

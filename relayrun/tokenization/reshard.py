@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from relayrun.data.folders import replaced_folder
 from relayrun.errors import InputError
+from relayrun.files import replaced_folder
 from relayrun.tokenization import stores
 from relayrun.tokenization.buckets import Buckets, InMemory, OnDisk, Partition, keyed, scatter
 from relayrun.tokenization.dumps import find_files

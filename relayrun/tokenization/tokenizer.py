@@ -20,7 +20,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from relayrun.errors import InputError
-from relayrun.indexed import token_dtype
+from relayrun.shards.indexed import token_dtype
 from relayrun.tokenization.framing import Framing
 
 _USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|endofdocument|>")

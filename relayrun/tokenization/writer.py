@@ -14,7 +14,7 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from relayrun.errors import InputError
-from relayrun.indexed import ShardWriter
+from relayrun.shards.indexed import ShardWriter
 from relayrun.tokenization.engines import Engine, EngineName, select
 from relayrun.tokenization.framing import Framing
 from relayrun.tokenization.record import shard_name

@@ -13,7 +13,6 @@ import torch
 from relayrun.config.schema import RunConfig
 from relayrun.data.batches import BatchReader
 from relayrun.data.build import mixture_of, training_order, validation_orders
-from relayrun.data.manifest import Manifest
 from relayrun.data.progress import Progress
 from relayrun.errors import FatalTrainingError, InputError, RelayrunError
 from relayrun.files import write_json
@@ -22,6 +21,7 @@ from relayrun.rundir.layout import AttemptDir, RunDir
 from relayrun.rundir.lineage import Durable, durable, is_own
 from relayrun.rundir.records import Begin, Left, Outcome, Started
 from relayrun.rundir.rewinds import Rewind
+from relayrun.shards.manifest import Manifest
 from relayrun.training import device_shim, parallel
 from relayrun.training.anomaly import Action, LossGuard, Verdict
 from relayrun.training.checkpoint import Checkpointer

@@ -32,7 +32,7 @@ from relayrun.data.build import Source
 from relayrun.data.order import held_out_windows
 from relayrun.data.windows import Origin, WindowDataset
 from relayrun.errors import InputError
-from relayrun.indexed import Shard
+from relayrun.shards.indexed import Shard
 
 logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)  # it warns of our own cache
 

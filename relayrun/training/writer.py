@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from relayrun.passing import PassingFile
+from relayrun.shards.direct_io import PassingFile
 
 
 class _PassingFiles(FileSystem):

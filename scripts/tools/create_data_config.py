@@ -15,8 +15,8 @@ import os
 import sys
 from pathlib import Path
 
-from relayrun.data.prefixes import find_prefixes, one_line
 from relayrun.errors import run_main
+from relayrun.shards.prefixes import find_prefixes, one_line
 
 
 def main() -> None:

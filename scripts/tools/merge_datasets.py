@@ -10,9 +10,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from relayrun.data.merge import merge
-from relayrun.data.prefixes import find_prefixes
 from relayrun.errors import run_main
+from relayrun.shards.merge import merge
+from relayrun.shards.prefixes import find_prefixes
 
 
 def main() -> None:

@@ -10,9 +10,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from relayrun.data.prefixes import find_prefixes
-from relayrun.data.verify import Verified, verify
 from relayrun.errors import InputError, run_main
+from relayrun.shards.prefixes import find_prefixes
+from relayrun.shards.verify import Verified, verify
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from relayrun.indexed import Shard, ShardWriter
+from relayrun.shards.indexed import Shard, ShardWriter
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/tokenization/submit_merge.sh"
 

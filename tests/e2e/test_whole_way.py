@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from relayrun.config import yamlfile
 from relayrun.demo.corpus import build_corpus, train_tokenizer
 from relayrun.files import read_lines
-from relayrun.indexed import Shard
 from relayrun.rundir.layout import RunDir
+from relayrun.shards.indexed import Shard
 from relayrun.tokenization.metadata import read_paths_file
 from tests.workspace import CONFIG, ends, steps
 

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import RunConfig
-from relayrun.data.manifest import Manifest
 from relayrun.export import importer
-from relayrun.indexed import ShardWriter
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, Commit, append_commit
+from relayrun.shards.indexed import ShardWriter
+from relayrun.shards.manifest import Manifest
 from relayrun.tokenization.tokenizer import load_tokenizer
 
 SMALL = {

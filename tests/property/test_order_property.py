@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from relayrun.config.rampup import BatchSizes
 from relayrun.data.batches import BatchReader, Samples
-from relayrun.data.manifest import DatasetManifest
 from relayrun.data.mixed import MixedOrder, Part
 from relayrun.data.order import SampleOrder
-from relayrun.indexed import ShardWriter
+from relayrun.shards.indexed import ShardWriter
+from relayrun.shards.manifest import DatasetManifest
 
 SEQ_LENGTH = 3
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.indexed import Shard
 from relayrun.rundir.layout import RunDir
+from relayrun.shards.indexed import Shard
 from tests.readme import blocks, checkout, tokenize
 from tests.workspace import ends
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.files import read_lines
-from relayrun.indexed import Shard
+from relayrun.shards.indexed import Shard
 from relayrun.tokenization.metadata import MetadataFolder
 from relayrun.tokenization.settings import TokenizationSettings
 from relayrun.tokenization.status import read_status

@@ -21,13 +21,13 @@ import pytest
 import yaml
 
 from relayrun.config.schema import RunConfig
-from relayrun.data.manifest import Manifest
 from relayrun.files import read_lines
-from relayrun.indexed import ShardWriter
 from relayrun.rundir import triggers
 from relayrun.rundir.layout import AttemptDir, RunDir
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.records import Begin, Commit, Failure, Heartbeat, Left, commits
+from relayrun.shards.indexed import ShardWriter
+from relayrun.shards.manifest import Manifest
 
 VOCABULARY = 300
 RANKS = 2

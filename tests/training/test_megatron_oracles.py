@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from relayrun.data.build import Source
-from relayrun.data.manifest import DatasetManifest
 from relayrun.data.schedule import Interleave, integer_weights
-from relayrun.indexed import Shard, ShardWriter
+from relayrun.shards.indexed import Shard, ShardWriter
+from relayrun.shards.manifest import DatasetManifest
 
 megatron = pytest.importorskip("megatron.core.datasets.gpt_dataset")
 

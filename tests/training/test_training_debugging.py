@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from relayrun.config.schema import MOCK_ORDER
-from relayrun.data.manifest import Manifest
 from relayrun.files import read_json
+from relayrun.shards.manifest import Manifest
 
 from .conftest import VOCABULARY, Harness
 

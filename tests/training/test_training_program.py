@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.data.manifest import Manifest
 from relayrun.files import read_lines
-from relayrun.indexed import ShardWriter
 from relayrun.rundir import triggers
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.records import Started
+from relayrun.shards.indexed import ShardWriter
+from relayrun.shards.manifest import Manifest
 
 Make = Callable[..., Any]
 

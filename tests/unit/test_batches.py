@@ -9,10 +9,10 @@ import pytest
 
 from relayrun.config.rampup import BatchSizes
 from relayrun.data.batches import BatchReader
-from relayrun.data.manifest import DatasetManifest
 from relayrun.data.order import SampleOrder
 from relayrun.errors import ConfigError, InputError
-from relayrun.indexed import ShardWriter
+from relayrun.shards.indexed import ShardWriter
+from relayrun.shards.manifest import DatasetManifest
 
 TWELVE = BatchSizes(12)
 

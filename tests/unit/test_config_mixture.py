@@ -11,9 +11,9 @@ import pytest
 
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
-from relayrun.data.prefixes import expand
 from relayrun.errors import ConfigError, InputError
-from relayrun.indexed import ShardWriter
+from relayrun.shards.indexed import ShardWriter
+from relayrun.shards.prefixes import expand
 from tests.workspace import Workspace
 
 

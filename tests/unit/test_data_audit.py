@@ -13,13 +13,13 @@ from relayrun.cli import main
 from relayrun.config import compose
 from relayrun.data import audit
 from relayrun.data.build import training_order
-from relayrun.data.manifest import Manifest
 from relayrun.data.progress import Progress
 from relayrun.errors import InputError
 from relayrun.files import append_line, write_json
-from relayrun.indexed import Shard
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, Commit, append_commit
+from relayrun.shards.indexed import Shard
+from relayrun.shards.manifest import Manifest
 from relayrun.submission import build_manifest
 from tests.workspace import Workspace
 

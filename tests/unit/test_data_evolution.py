@@ -13,9 +13,9 @@ import pytest
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
 from relayrun.data.evolution import Evolved, evolve
-from relayrun.data.manifest import Manifest
 from relayrun.errors import InputError
-from relayrun.indexed import ShardWriter
+from relayrun.shards.indexed import ShardWriter
+from relayrun.shards.manifest import Manifest
 from relayrun.submission import build_manifest
 from tests.workspace import Workspace
 

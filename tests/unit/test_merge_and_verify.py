@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import xxhash
 
-from relayrun.data.merge import merge
-from relayrun.data.verify import verify
 from relayrun.errors import InputError
-from relayrun.indexed import HEADER, Shard, ShardWriter
+from relayrun.shards.indexed import HEADER, Shard, ShardWriter
+from relayrun.shards.merge import merge
+from relayrun.shards.verify import verify
 
 ROOT = Path(__file__).resolve().parents[2]
 EOD = 9

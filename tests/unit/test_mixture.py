@@ -15,10 +15,10 @@ import pytest
 
 from relayrun.data.draw import choose, drawing_order, normalised
 from relayrun.data.mixture import create_mixture, distinct
-from relayrun.data.mixture_summary import SUMMARY_JSON, SUMMARY_TEXT
-from relayrun.data.prefixes import find_prefixes
 from relayrun.errors import ConfigError, InputError
-from relayrun.indexed import Shard, ShardWriter
+from relayrun.shards.indexed import Shard, ShardWriter
+from relayrun.shards.mixture_folder import SUMMARY_JSON, SUMMARY_TEXT
+from relayrun.shards.prefixes import find_prefixes
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "tools" / "create_data_mixture.py"
 

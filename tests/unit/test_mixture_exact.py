@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from relayrun.data import draw
-from relayrun.data.manifest import DatasetManifest, Manifest
-from relayrun.data.merge import merge
 from relayrun.data.mixture import create_mixture
-from relayrun.data.mixture_summary import SUMMARY_JSON
-from relayrun.data.prefixes import find_prefixes
-from relayrun.data.verify import verify
 from relayrun.data.windows import WindowDataset
 from relayrun.errors import ConfigError, InputError
-from relayrun.indexed import Shard, ShardWriter
+from relayrun.shards.indexed import Shard, ShardWriter
+from relayrun.shards.manifest import DatasetManifest, Manifest
+from relayrun.shards.merge import merge
+from relayrun.shards.mixture_folder import SUMMARY_JSON
+from relayrun.shards.prefixes import find_prefixes
+from relayrun.shards.verify import verify
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "tools" / "create_data_mixture.py"
 EOD = 99

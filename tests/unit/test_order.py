@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relayrun.data.manifest import DatasetManifest
 from relayrun.data.order import SampleOrder
 from relayrun.errors import InputError
-from relayrun.indexed import ShardWriter
+from relayrun.shards.indexed import ShardWriter
+from relayrun.shards.manifest import DatasetManifest
 
 
 def dataset(folder: Path, sizes: list[int]) -> DatasetManifest:

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relayrun.data.folders import ASIDE, replaced_folder
-from relayrun.data.prefixes import find_prefixes, one_line
 from relayrun.errors import InputError
-from relayrun.indexed import ShardWriter
+from relayrun.files import ASIDE, replaced_folder
+from relayrun.shards.indexed import ShardWriter
+from relayrun.shards.prefixes import find_prefixes, one_line
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "tools" / "create_data_config.py"
 NAMES = ["a'; echo foo", "-dash", 'quote"d', "größe 数据", "new\nline", ".hidden", "x.bin", "$HOME"]
@@ -129,7 +129,7 @@ def test_the_door_reports_a_missing_folder_without_a_traceback(tmp_path: Path) -
 
 def test_the_door_imports_nothing_heavy() -> None:
     code = (
-        "import sys, relayrun.data.prefixes\n"
+        "import sys, relayrun.shards.prefixes\n"
         "print(sorted({'torch', 'datatrove', 'numpy', 'transformers'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"

@@ -17,7 +17,7 @@ import pytest
 import zstandard
 
 from relayrun.errors import InputError
-from relayrun.indexed import Shard
+from relayrun.shards.indexed import Shard
 from relayrun.tokenization.pipeline import Result, tokenize
 
 from .tokenization_corpus import TEXTS, expected_ids, shard_documents, train_tokenizer, write_parquet

@@ -12,10 +12,10 @@ import pytest
 from relayrun import submission
 from relayrun.cli import main
 from relayrun.config import compose
-from relayrun.data.manifest import Manifest
 from relayrun.errors import InputError
-from relayrun.indexed import ShardWriter
 from relayrun.rundir.records import Begin, Commit, append_commit
+from relayrun.shards.indexed import ShardWriter
+from relayrun.shards.manifest import Manifest
 from tests.workspace import Workspace
 
 

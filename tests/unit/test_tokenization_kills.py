@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.indexed import Shard
+from relayrun.shards.indexed import Shard
 
 from .test_preprocess import door, workers_of
 from .tokenization_corpus import TEXTS, train_tokenizer, write_parquet

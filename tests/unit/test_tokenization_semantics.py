@@ -21,7 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from relayrun.errors import InputError
-from relayrun.indexed import Shard
+from relayrun.shards.indexed import Shard
 from relayrun.tokenization import engines, fused
 from relayrun.tokenization.columns import read_column
 from relayrun.tokenization.pipeline import Result

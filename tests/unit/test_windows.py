@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relayrun.data.manifest import DatasetManifest
 from relayrun.data.windows import WindowDataset
 from relayrun.errors import InputError
-from relayrun.indexed import HEADER, MAGIC, ShardWriter
+from relayrun.shards.indexed import HEADER, MAGIC, ShardWriter
+from relayrun.shards.manifest import DatasetManifest
 
 
 def dataset(folder: Path, sizes: list[int], dtypes: list[type[np.generic]] | None = None) -> DatasetManifest:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from relayrun.indexed import Shard
+from relayrun.shards.indexed import Shard
 
 EOS = "<|endoftext|>"
 

@@ -19,7 +19,7 @@ import xxhash
 
 from relayrun.errors import InputError
 from relayrun.files import read_json
-from relayrun.indexed import Shard
+from relayrun.shards.indexed import Shard
 
 _PIECE = 1 << 20
 """Bytes that are looked at twice, for checksum and range, while they are in the processor's cache."""

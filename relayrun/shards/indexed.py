@@ -21,7 +21,7 @@ import xxhash
 
 from relayrun.errors import InputError
 from relayrun.files import fsync_directory
-from relayrun.passing import LARGEST_ROOM, PassingFile
+from relayrun.shards.direct_io import LARGEST_ROOM, PassingFile
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")

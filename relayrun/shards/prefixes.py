@@ -12,8 +12,8 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from relayrun.data.folders import ASIDE
 from relayrun.errors import InputError
+from relayrun.files import ASIDE
 
 SUFFIXES = (".bin", ".idx")
 

@@ -25,10 +25,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from relayrun.data.mixture_summary import repeated_on_purpose
 from relayrun.errors import InputError
 from relayrun.files import read_json, write_json
-from relayrun.indexed import Shard
+from relayrun.shards.indexed import Shard
+from relayrun.shards.mixture_folder import repeated_on_purpose
 
 VERSION = 2
 _CHUNK = 1 << 20

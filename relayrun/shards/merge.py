@@ -15,7 +15,7 @@ import numpy as np
 
 from relayrun.errors import InputError
 from relayrun.files import fsync_directory
-from relayrun.indexed import Shard, index_bytes
+from relayrun.shards.indexed import Shard, index_bytes
 
 _PIECE = 1 << 26
 
