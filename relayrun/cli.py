@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import relayrun
+from relayrun import ROOT
 from relayrun.errors import run_main
 from relayrun.rundir import triggers
 
@@ -246,7 +247,7 @@ def run_launch(options: argparse.Namespace) -> int:
     from relayrun import settings, submission
     from relayrun.config import compose
 
-    config = compose.load(compose.ROOT / options.config, settings.overrides(os.environ))
+    config = compose.load(ROOT / options.config, settings.overrides(os.environ))
     if options.dry_run:
         print(submission.dry_run(config), end="")
         return 0
@@ -263,33 +264,35 @@ def run_launch(options: argparse.Namespace) -> int:
 
 def run_status(options: argparse.Namespace) -> int:
     """Print where one run, or every run, stands."""
-    from relayrun.monitoring import runs, status, status_view
+    from relayrun.monitoring import status, status_view
+    from relayrun.rundir import find
 
     now = time.time()
     if options.name is not None:
-        run = runs.find(options.name)
+        run = find.find_run(options.name)
         facts = status.gather(run, status.ask(run), now=now)
         if options.json:
             print(status_view.dump(status_view.as_json(facts)))
         else:
             status_view.show(status_view.one(facts, now=now))
         return 0
-    found = status.gather_all(runs.every(), now=now)
+    found = status.gather_all(find.every_run(), now=now)
     if options.json:
         print(status_view.dump([status_view.as_json(entry) for entry in found]))
     elif found:
         status_view.show(status_view.many(found))
     else:
-        print(f"no runs below {runs.RUNS}")
+        print(f"no runs below {find.RUNS}")
     return 0
 
 
 def run_save(options: argparse.Namespace) -> int:
     """Ask a run for a checkpoint."""
     from relayrun.chain import steer
-    from relayrun.monitoring import runs, status
+    from relayrun.monitoring import status
+    from relayrun.rundir import find
 
-    run = runs.find(options.name)
+    run = find.find_run(options.name)
     print(steer.save(run, status.scheduler(run)))
     return 0
 
@@ -297,9 +300,10 @@ def run_save(options: argparse.Namespace) -> int:
 def run_stop(options: argparse.Namespace) -> int:
     """End a run's chain, after a checkpoint where a job runs."""
     from relayrun.chain import steer
-    from relayrun.monitoring import runs, status
+    from relayrun.monitoring import status
+    from relayrun.rundir import find
 
-    run = runs.find(options.name)
+    run = find.find_run(options.name)
     print(steer.stop(run, status.scheduler(run), user=triggers.user_name(os.geteuid())))
     return 0
 

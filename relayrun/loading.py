@@ -8,12 +8,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from relayrun import ROOT
 from relayrun.config import yamlfile
-from relayrun.config.compose import ROOT
 from relayrun.config.schema import Model, RunConfig
 from relayrun.errors import ConfigError, InputError, RelayrunError
 from relayrun.export import source
-from relayrun.monitoring import runs
+from relayrun.rundir.find import find_run
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lineage import BEGINNING, Durable, durable, is_own
 
@@ -85,7 +85,7 @@ def _model(path: Path) -> Model:
 
 def _run(name: str, config: RunConfig, wanted: int | None) -> Durable:
     try:
-        found = source.find(runs.find(name), wanted)
+        found = source.find(find_run(name), wanted)
     except RelayrunError as error:
         raise InputError(
             f"checkpoint.load={config.checkpoint.load}: {error.message}", where=error.where, hint=error.hint

@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from relayrun import codebase, loading, preflight
+from relayrun import ROOT, codebase, loading, preflight
 from relayrun.chain import decide, render
-from relayrun.chain.plan import Plan, job_name
 from relayrun.chain.scheduler import Slurm, for_plan
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
@@ -29,6 +28,7 @@ from relayrun.rundir.evaluations import Policy
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lead import first_lead
 from relayrun.rundir.lineage import BEGINNING, Durable, durable, line
+from relayrun.rundir.plan import Plan, job_name
 from relayrun.shards.manifest import Manifest
 from relayrun.shards.prefixes import expand, find_prefixes
 from relayrun.slurmtime import format_time, parse_time
@@ -88,7 +88,7 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool) -> Iterator[tupl
         _refuse_after_end(run, resume)
         config = _freeze_data(run, config, manifest, accept=accept)
         base = loading.find(config, run)
-        root = codebase.snapshot(run, compose.ROOT) if config.debug.backup_codebase else compose.ROOT
+        root = codebase.snapshot(run, ROOT) if config.debug.backup_codebase else ROOT
         plan = make_plan(config, run, root, revision=_add_revision(run, config), base=base)
         triggers.create_folder(run, config.chain.triggers_group)
         if config.chain.triggers_group is not None and (barrier := triggers.barrier(run)) is not None:
@@ -159,7 +159,7 @@ def make_plan(config: RunConfig, run: RunDir, root: Path, *, revision: int, base
         modules=cluster.modules,
         host_python=sys.executable if cluster.scheduler == "local" else cluster.host_python,
         package_root=str(root),
-        log_folder=str(compose.ROOT / "logs" / "slurm" / "training"),
+        log_folder=str(ROOT / "logs" / "slurm" / "training"),
         load_path=base.path,
         load_iteration=base.iteration,
     )
@@ -209,7 +209,7 @@ def evaluation_script(config: RunConfig, plan: Plan, run: RunDir) -> str:
 def dry_run(config: RunConfig) -> str:
     """The job script that a submit would write."""
     run = RunDir(Path(config.run_dir or ""))
-    root = run.code / "0001" if config.debug.backup_codebase else compose.ROOT
+    root = run.code / "0001" if config.debug.backup_codebase else ROOT
     return render.job_script(make_plan(config, run, root, revision=max(run.revisions(), default=0) + 1), run)
 
 

@@ -13,9 +13,9 @@ import signal
 import time
 
 from relayrun.chain.log import log
-from relayrun.chain.plan import Plan
 from relayrun.chain.scheduler import for_plan
 from relayrun.rundir.layout import RunDir
+from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Begin
 
 SHARE = 2 / 3

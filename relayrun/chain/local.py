@@ -21,11 +21,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from relayrun.chain.beside import Beside, signal_group
-from relayrun.chain.plan import Plan
 from relayrun.chain.scheduler import LIVE_STATES, Job, clean_environment
 from relayrun.chain.tasks import die_with_parent
 from relayrun.errors import SchedulerError
 from relayrun.rundir.layout import RunDir
+from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Record
 
 KILL_WAIT = 30.0

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from relayrun.chain.plan import Plan
 from relayrun.errors import ConfigError, SchedulerError
 from relayrun.rundir.layout import RunDir
+from relayrun.rundir.plan import Plan
 from relayrun.slurmtime import format_time, parse_time
 
 LIVE_STATES = frozenset({"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED"})

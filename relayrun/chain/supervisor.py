@@ -13,13 +13,13 @@ from collections.abc import Mapping
 
 from relayrun.chain import decide, evaluations, evidence, nodes, render
 from relayrun.chain.log import log
-from relayrun.chain.plan import Plan
 from relayrun.chain.scheduler import PATIENCE, Job, Scheduler, for_plan
 from relayrun.chain.watch import Watch
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
 from relayrun.files import fsync_directory, write_atomic
 from relayrun.rundir import lead, lineage, triggers, views
 from relayrun.rundir.layout import AttemptDir, RunDir
+from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Begin, End, Hang, Left
 
 CHAIN_ENDS = 10

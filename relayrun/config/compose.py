@@ -16,13 +16,11 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from relayrun import ROOT
 from relayrun.config import mixture, yamlfile
 from relayrun.config.schema import RunConfig, Source
 from relayrun.config.yamlfile import Location, Settings
 from relayrun.errors import ConfigError
-
-ROOT = Path(__file__).resolve().parents[2]
-"""The folder that holds `launchers/` and `configs/`; relative paths in a config start here."""
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

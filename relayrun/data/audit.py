@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -86,14 +85,6 @@ class LedgerRow:
     @property
     def epochs(self) -> float:
         return self.samples / self.windows
-
-
-def find_run(name: str) -> RunDir:
-    """A run directory by its path, or by project/name below logs/runs. Raises InputError."""
-    for path in (Path(name).expanduser(), compose.ROOT / "logs" / "runs" / name):
-        if (path / "manifest.json").is_file():
-            return RunDir(path.absolute())
-    raise InputError("no run directory", where=name, hint="give its path, or PROJECT/NAME below logs/runs")
 
 
 def audit(run: RunDir) -> Audited:

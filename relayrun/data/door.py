@@ -11,6 +11,7 @@ from rich.table import Table
 
 from relayrun.data import audit
 from relayrun.errors import ConfigError
+from relayrun.rundir.find import find_run
 from relayrun.tokenization.tokenizer import load_tokenizer
 
 CHARACTERS = 300
@@ -19,7 +20,7 @@ CHARACTERS = 300
 
 def run(options: argparse.Namespace) -> int:
     """Do what `relayrun data ...` asks. Raises RelayrunError."""
-    runs = [audit.audit(audit.find_run(name)) for name in options.runs]
+    runs = [audit.audit(find_run(name)) for name in options.runs]
     if options.data_command == "show":
         show(runs[0], numbers(options.samples), full=options.full)
     elif options.data_command == "ledger":

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from relayrun.chain.plan import Plan
+from relayrun import ROOT
 from relayrun.chain.scheduler import for_plan
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import RunConfig
@@ -31,8 +31,8 @@ from relayrun.errors import RelayrunError, run_main
 from relayrun.monitoring import report
 from relayrun.monitoring.follow import Follower
 from relayrun.rundir.layout import RunDir
+from relayrun.rundir.plan import Plan
 
-ROOT = compose.ROOT
 OUTPUT = ROOT / "demo-output"
 MARKER = OUTPUT / ".made-by-relayrun-demo"
 MARGIN = 0.3

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from relayrun.data.audit import find_run
 from relayrun.export import card, huggingface, importer, torch_format
 from relayrun.export.folder import new_folder
 from relayrun.export.source import find
+from relayrun.rundir.find import find_run
 
 
 def export_hf(options: argparse.Namespace) -> int:

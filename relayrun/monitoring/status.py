@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from relayrun.chain import nodes, supervisor
-from relayrun.chain.plan import Plan
 from relayrun.chain.scheduler import Job, Scheduler, for_plan
 from relayrun.chain.watch import read_heartbeats
 from relayrun.errors import RunDirError, SchedulerError
@@ -21,6 +20,7 @@ from relayrun.files import read_lines
 from relayrun.rundir import evaluations, lineage, triggers
 from relayrun.rundir.evaluations import Result, Submitted
 from relayrun.rundir.layout import AttemptDir, RunDir
+from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Begin, End
 from relayrun.rundir.triggers import Trigger
 

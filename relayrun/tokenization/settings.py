@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError
 
+from relayrun import ROOT
 from relayrun.config import yamlfile
-from relayrun.config.compose import ROOT
 from relayrun.config.section import Positive, Section, SlurmTime
 from relayrun.errors import ConfigError
 

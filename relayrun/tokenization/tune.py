@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from relayrun.config.compose import ROOT
+from relayrun import ROOT
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import read_json
 from relayrun.tokenization import progress, stores

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from relayrun.config.compose import ROOT
+from relayrun import ROOT
 from relayrun.config.schema import Debug, RunConfig
 from relayrun.errors import ConfigError
 from relayrun.files import write_atomic

@@ -12,10 +12,11 @@ import sys
 
 from relayrun.config import compose
 from relayrun.errors import InputError, RunDirError, run_main
-from relayrun.monitoring import runs, wandb_evaluations
+from relayrun.monitoring import wandb_evaluations
 from relayrun.monitoring.progress import Progress
 from relayrun.monitoring.sinks import WandB
 from relayrun.monitoring.streams import record_streams
+from relayrun.rundir import find
 
 
 def main() -> int:
@@ -25,7 +26,7 @@ def main() -> int:
     if not os.environ.get("WANDB_API_KEY"):
         raise InputError("WANDB_API_KEY is not in the environment", hint="export it; it is written nowhere")
     for name in options.runs:
-        run = runs.find(name)
+        run = find.find_run(name)
         if not run.attempt_numbers():
             raise RunDirError("this run has not begun", where=run.path)
         config = compose.read_resolved(run.config_revision(run.revisions()[-1]))

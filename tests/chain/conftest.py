@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from relayrun.chain import render
-from relayrun.chain.plan import Plan, job_name
 from relayrun.rundir import triggers
 from relayrun.rundir.layout import RunDir
+from relayrun.rundir.plan import Plan, job_name
 
 PROGRAM = Path(__file__).with_name("relay_program.py")
 ROOT = Path(__file__).resolve().parents[2]

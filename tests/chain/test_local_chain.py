@@ -13,11 +13,11 @@ import pytest
 
 from relayrun.chain import supervisor
 from relayrun.chain.local import LocalScheduler
-from relayrun.chain.plan import Plan
 from relayrun.files import read_lines
 from relayrun.rundir import triggers
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lineage import durable
+from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Begin, End
 
 from .conftest import MakeRun

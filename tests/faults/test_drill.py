@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain.plan import Plan
 from relayrun.drill.table import FAULTS, Fault
 from relayrun.files import read_lines
 from relayrun.rundir.layout import RunDir
+from relayrun.rundir.plan import Plan
 from tests.checkpoints import assert_same_bytes
 from tests.slurm.cluster import ROOT, TestCluster
 from tests.slurm.conftest import MakeCluster

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain.plan import Plan
 from relayrun.files import read_lines
+from relayrun.rundir.plan import Plan
 from tests.export.models import write_task
 from tests.workspace import Workspace, ends, steps
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain.plan import Plan
 from relayrun.files import read_lines
 from relayrun.rundir import triggers
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lineage import durable
+from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Begin
 from tests.checkpoints import assert_same_bytes
 from tests.readme import break_code, copy_tracked

@@ -9,11 +9,12 @@ from typing import Any
 
 warnings.simplefilter("ignore")
 
+from relayrun import ROOT  # noqa: E402
 from relayrun.config import compose  # noqa: E402
 from relayrun.data.progress import Progress  # noqa: E402
 from relayrun.training.optimizer import schedule  # noqa: E402
 
-RUN = compose.ROOT / "configs" / "runs" / "my-run.yaml"
+RUN = ROOT / "configs" / "runs" / "my-run.yaml"
 COMMON = ["optimizer.lr=1.0", "optimizer.min_lr=0.1", "optimizer.lr_warmup_steps=10", "optimizer.lr_decay_steps=110"]
 STYLES = {
     "constant": ["optimizer.lr_decay_style=constant"],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun import preflight
+from relayrun import ROOT, preflight
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import Model, RunConfig
 from relayrun.errors import ConfigError
@@ -65,7 +65,7 @@ AGREED = {
 
 
 def model(name: str) -> Model:
-    return Model.model_validate(yamlfile.read(compose.ROOT / "configs" / "models" / f"{name}.yaml").values["model"])
+    return Model.model_validate(yamlfile.read(ROOT / "configs" / "models" / f"{name}.yaml").values["model"])
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
@@ -84,7 +84,7 @@ def test_the_vocabulary_of_llama_3_needs_no_padding() -> None:
 
 @pytest.mark.parametrize("size", AGREED)
 def test_a_baseline_is_as_agreed(size: str) -> None:
-    config = compose.load(compose.ROOT / "configs" / "runs" / f"llama3-{size}.yaml").model_dump()
+    config = compose.load(ROOT / "configs" / "runs" / f"llama3-{size}.yaml").model_dump()
     found = {name: config[name.split(".")[0]][name.split(".")[1]] for name in AGREED[size]}
     assert found == AGREED[size]
 
@@ -107,7 +107,7 @@ def test_a_baseline_is_as_agreed(size: str) -> None:
 )
 def test_a_wrong_combination_is_refused_by_its_rule(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        compose.load(compose.ROOT / "configs" / "runs" / "llama3-70b.yaml", [override])
+        compose.load(ROOT / "configs" / "runs" / "llama3-70b.yaml", [override])
 
 
 ROOM = 0.9 * 96e9
@@ -140,13 +140,13 @@ def memory(config: RunConfig) -> dict[str, float]:
 
 @pytest.mark.parametrize("size", ["1b", "3b", "8b", "70b"])
 def test_a_baseline_fits_a_gpu_of_96_gb_by_formula(size: str) -> None:
-    path = compose.ROOT / "configs" / "runs" / f"llama3-{size}.yaml"
+    path = ROOT / "configs" / "runs" / f"llama3-{size}.yaml"
     assert sum(memory(compose.load(path)).values()) < ROOM
 
 
 @pytest.mark.parametrize("size", ["8b", "70b"])
 def test_a_baseline_recomputes_layers_because_it_must(size: str) -> None:
-    path = compose.ROOT / "configs" / "runs" / f"llama3-{size}.yaml"
+    path = ROOT / "configs" / "runs" / f"llama3-{size}.yaml"
     without = compose.load(path, ["training.recompute_granularity=null", "training.recompute_num_layers=null"])
     assert sum(memory(without).values()) > ROOM
 
@@ -167,12 +167,12 @@ def test_a_baseline_recomputes_layers_because_it_must(size: str) -> None:
 )
 def test_what_an_attention_cannot_do_is_refused_by_its_rule(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        compose.load(compose.ROOT / "configs" / "runs" / "llama3-70b.yaml", overrides)
+        compose.load(ROOT / "configs" / "runs" / "llama3-70b.yaml", overrides)
 
 
 def test_context_parallel_is_refused_before_submission_unless_the_cluster_has_transformer_engine() -> None:
     overrides = ["parallel.context_parallel_size=2"]
-    config = compose.load(compose.ROOT / "configs" / "runs" / "llama3-70b.yaml", overrides)
+    config = compose.load(ROOT / "configs" / "runs" / "llama3-70b.yaml", overrides)
     assert config.data_parallel_size == 2
     with pytest.raises(ConfigError, match="context_parallel_size above 1 needs TransformerEngine, which this"):
         preflight.check(config)
@@ -180,7 +180,7 @@ def test_context_parallel_is_refused_before_submission_unless_the_cluster_has_tr
     preflight.check(config.model_copy(update={"cluster": declared}))
     forced = ["training.transformer_impl=transformer_engine"]
     with pytest.raises(ConfigError, match="transformer_impl=transformer_engine needs TransformerEngine"):
-        preflight.check(compose.load(compose.ROOT / "configs" / "runs" / "llama3-70b.yaml", forced))
+        preflight.check(compose.load(ROOT / "configs" / "runs" / "llama3-70b.yaml", forced))
 
 
 def test_a_token_costs_six_flops_per_parameter_and_the_causal_half_of_attention() -> None:
@@ -210,7 +210,7 @@ def test_the_peak_of_a_gpu_is_known_by_its_name() -> None:
 )
 def test_a_schedule_that_cannot_be_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        compose.load(compose.ROOT / "configs" / "runs" / "llama3-8b.yaml", overrides)
+        compose.load(ROOT / "configs" / "runs" / "llama3-8b.yaml", overrides)
 
 
 @pytest.mark.parametrize(
@@ -230,21 +230,17 @@ def test_a_schedule_that_cannot_be_is_refused(overrides: list[str], message: str
 )
 def test_a_ramp_that_cannot_be_is_refused_and_its_stage_named(ramp: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        compose.load(compose.ROOT / "configs" / "runs" / "llama3-8b.yaml", [f"training.rampup_batch_size={ramp}"])
+        compose.load(ROOT / "configs" / "runs" / "llama3-8b.yaml", [f"training.rampup_batch_size={ramp}"])
 
 
 def test_a_stage_without_enough_micro_batches_for_the_pipeline_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"stage 1 of 3: .*: 1 micro-batches per iteration and rank are no"):
-        compose.load(
-            compose.ROOT / "configs" / "runs" / "llama3-70b.yaml", ["training.rampup_batch_size=[[4, 100], [8, 200]]"]
-        )
+        compose.load(ROOT / "configs" / "runs" / "llama3-70b.yaml", ["training.rampup_batch_size=[[4, 100], [8, 200]]"])
 
 
 def test_a_ramp_comes_back_from_a_config_revision(tmp_path: Path) -> None:
     for ramp in ("[64, 64, 5000]", "[[64, 5000]]"):
-        config = compose.load(
-            compose.ROOT / "configs" / "runs" / "llama3-8b.yaml", [f"training.rampup_batch_size={ramp}"]
-        )
+        config = compose.load(ROOT / "configs" / "runs" / "llama3-8b.yaml", [f"training.rampup_batch_size={ramp}"])
         (tmp_path / "0001.yaml").write_text(compose.dump(config))
         assert compose.read_resolved(tmp_path / "0001.yaml") == config
         assert config.training.batch_sizes.at(4999) == 64
@@ -253,7 +249,7 @@ def test_a_ramp_comes_back_from_a_config_revision(tmp_path: Path) -> None:
 
 def test_lengths_in_tokens_follow_the_ramp() -> None:
     config = compose.load(
-        compose.ROOT / "configs" / "runs" / "llama3-8b.yaml",
+        ROOT / "configs" / "runs" / "llama3-8b.yaml",
         [
             "training.rampup_batch_size=[[64, 640]]",
             "optimizer.lr_warmup_steps=0",
@@ -267,7 +263,7 @@ def test_lengths_in_tokens_follow_the_ramp() -> None:
 def test_tokens_become_whole_iterations() -> None:
     tokens = 128 * 8192
     config = compose.load(
-        compose.ROOT / "configs" / "runs" / "llama3-8b.yaml",
+        ROOT / "configs" / "runs" / "llama3-8b.yaml",
         [
             "optimizer.lr_warmup_steps=0",
             f"optimizer.lr_warmup_tokens={10 * tokens + 1}",

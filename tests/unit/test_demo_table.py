@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from relayrun import ROOT
 from relayrun.config import compose
 from relayrun.demo import __main__ as demo
 from relayrun.errors import RelayrunError
@@ -61,7 +62,7 @@ def test_its_form_is_that_of_the_report() -> None:
 
 
 def test_its_numbers_are_those_of_one_exact_relay() -> None:
-    attempts, training = rows(), compose.load(compose.ROOT / "configs/runs/demo.yaml").training
+    attempts, training = rows(), compose.load(ROOT / "configs/runs/demo.yaml").training
     assert attempts[0].first_iteration == 1
     for before, after in pairwise(attempts):
         assert after.first_iteration == before.last_iteration + 1 == (before.durable_iteration or 0) + 1
@@ -74,7 +75,7 @@ def test_its_numbers_are_those_of_one_exact_relay() -> None:
 
 
 def test_a_demo_that_was_stopped_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    config = compose.load(compose.ROOT / "configs/runs/demo.yaml")
+    config = compose.load(ROOT / "configs/runs/demo.yaml")
     stopped = Report(run=RunDir(tmp_path), attempts=[], iterations=[1], losses=[6.0], validation={})
     monkeypatch.setattr(report, "read_report", lambda run: stopped)
     with pytest.raises(RelayrunError, match="ended before its last iteration"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from relayrun import preflight, submission
+from relayrun import ROOT, preflight, submission
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
 from relayrun.errors import ConfigError
@@ -54,7 +54,7 @@ def test_the_job_is_one_node_one_task_and_one_gpu_with_the_rest_as_in_the_run(tm
         training={"global_batch_size": 64},
     )
     run = RunDir(tmp_path / "run")
-    script = submission.evaluation_script(made, submission.make_plan(made, run, revision=1, root=compose.ROOT), run)
+    script = submission.evaluation_script(made, submission.make_plan(made, run, revision=1, root=ROOT), run)
     options = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
     assert {
         "time=0-02:00:00",

@@ -11,15 +11,15 @@ import pytest
 
 from relayrun import cli
 from relayrun.chain import nodes
-from relayrun.chain.plan import Plan
 from relayrun.chain.scheduler import Job
 from relayrun.errors import RunDirError
 from relayrun.files import append_line
-from relayrun.monitoring import runs, status, status_view
+from relayrun.monitoring import status, status_view
 from relayrun.monitoring.status import Damaged, Queue, Status
-from relayrun.rundir import evaluations, triggers
+from relayrun.rundir import evaluations, find, triggers
 from relayrun.rundir.evaluations import Result, Submitted
 from relayrun.rundir.layout import RunDir
+from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Begin, Commit, End, Heartbeat, append_commit
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 
@@ -239,13 +239,13 @@ def test_all_runs_are_a_line_each_the_newest_first(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "tests").mkdir()
-    monkeypatch.setattr(runs, "RUNS", tmp_path)
+    monkeypatch.setattr(find, "RUNS", tmp_path)
     for name, start in (("older", NOW - 500), ("newer", NOW - 5)):
         made, plan = make_run(folder=f"tests/{name}")
         Plan.of(vars(plan) | {"run": f"tests/{name}"}).write(made.plan)
         begin(made, 1, start=start)
     (tmp_path / "tests" / "half-made").mkdir()
-    found = status.gather_all(runs.every(), now=NOW)
+    found = status.gather_all(find.every_run(), now=NOW)
     assert [entry.run if isinstance(entry, Status) else "damaged" for entry in found] == [
         "tests/newer",
         "tests/older",
@@ -296,11 +296,11 @@ def test_find_prefers_what_is_a_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made, _plan = make_run(folder="run")
-    monkeypatch.setattr(runs, "RUNS", tmp_path)
-    assert runs.find(str(made.path)) == made
-    assert runs.find("run").path == made.path
+    monkeypatch.setattr(find, "RUNS", tmp_path)
+    assert find.find_run(str(made.path)) == made
+    assert find.find_run("run").path == made.path
     with pytest.raises(RunDirError, match="this is no run directory"):
-        runs.find(str(tmp_path))
+        find.find_run(str(tmp_path))
 
 
 def test_status_does_not_import_torch(run: RunDir) -> None:

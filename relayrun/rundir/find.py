@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relayrun.chain.plan import Plan
-from relayrun.config.compose import ROOT
+from relayrun import ROOT
 from relayrun.errors import RunDirError
 from relayrun.rundir.layout import RunDir
+from relayrun.rundir.plan import Plan
 
 RUNS = ROOT / "logs" / "runs"
 """Where runs lie that have no `run_dir` of their own."""
 
 
-def find(name: str) -> RunDir:
+def find_run(name: str) -> RunDir:
     """The run in this directory, or with this `project/name` below RUNS. Raises RunDirError where there is none."""
     candidates = [RunDir(Path(name).expanduser().absolute()), RunDir(RUNS / name)]
     for run in candidates:
-        if run.plan.exists():
+        if run.plan.exists() or run.manifest.exists():
             return run
     for run in candidates:
         if run.path.is_dir():
@@ -29,6 +29,6 @@ def find(name: str) -> RunDir:
     )
 
 
-def every() -> list[RunDir]:
+def every_run() -> list[RunDir]:
     """All directories project/name below RUNS, whole or not."""
     return [RunDir(path) for path in sorted(RUNS.glob("*/*")) if path.is_dir()]
