@@ -43,12 +43,12 @@ sys.path.insert(0, str(ROOT))  # for the tests' cluster and workspace
 
 import _results  # noqa: E402
 
-from relayrun.chain.tasks import free_port  # noqa: E402
 from relayrun.files import read_lines  # noqa: E402
 from relayrun.rundir import triggers  # noqa: E402
 from relayrun.rundir.layout import AttemptDir, RunDir  # noqa: E402
 from relayrun.rundir.plan import Plan  # noqa: E402
 from relayrun.rundir.records import Begin, Left, Started, commits  # noqa: E402
+from relayrun.scheduler.tasks import free_port  # noqa: E402
 from tests.slurm.cluster import TestCluster  # noqa: E402
 from tests.workspace import Workspace  # noqa: E402
 

@@ -221,9 +221,9 @@ def run_import(options: argparse.Namespace) -> int:
 def run_submit(options: argparse.Namespace) -> int:
     """Submit, or print, one run."""
     from relayrun import settings, submission
-    from relayrun.chain import local
     from relayrun.config import compose
     from relayrun.monitoring.follow import Follower
+    from relayrun.scheduler import local
 
     load = [] if options.load is None else [f"checkpoint.load={settings.quoted(options.load)}"]
     config = compose.load(options.config, [*options.overrides, *load])

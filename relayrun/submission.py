@@ -17,7 +17,6 @@ from pathlib import Path
 
 from relayrun import ROOT, codebase, loading, preflight
 from relayrun.chain import decide, render
-from relayrun.chain.scheduler import Slurm, for_plan
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
 from relayrun.data.evolution import evolve, weights_of
@@ -29,6 +28,8 @@ from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lead import first_lead
 from relayrun.rundir.lineage import BEGINNING, Durable, durable, line
 from relayrun.rundir.plan import Plan, job_name
+from relayrun.scheduler.choose import for_plan
+from relayrun.scheduler.slurm import Slurm
 from relayrun.shards.manifest import Manifest
 from relayrun.shards.prefixes import expand, find_prefixes
 from relayrun.slurmtime import format_time, parse_time

@@ -1,4 +1,4 @@
-"""`python3 -m relayrun.chain begin|watch|guard|end|tasks`, called by launchers/lib/job.sh and by `watch`."""
+"""`python3 -m relayrun.chain begin|watch|guard|end`, called by launchers/lib/job.sh and by `watch`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from relayrun.chain import guard, supervisor, tasks
+from relayrun.chain import guard, supervisor
 from relayrun.errors import run_main
 from relayrun.rundir.layout import RunDir
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["tasks"]:
-        return tasks.main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="relayrun.chain", description="The supervisor beside the ranks.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("begin", "watch", "guard", "end"):

@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 
 from relayrun.chain.log import log
-from relayrun.chain.scheduler import Scheduler
 from relayrun.errors import SchedulerError
 from relayrun.rundir import evaluations
 from relayrun.rundir.evaluations import EvaluationDir, Policy, Result, Submitted
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.plan import Plan
+from relayrun.scheduler.base import Scheduler
 
 
 def attend(run: RunDir, plan: Plan, scheduler: Scheduler) -> None:

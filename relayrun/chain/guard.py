@@ -13,10 +13,10 @@ import signal
 import time
 
 from relayrun.chain.log import log
-from relayrun.chain.scheduler import for_plan
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Begin
+from relayrun.scheduler.choose import for_plan
 
 SHARE = 2 / 3
 """Of KillWait, in which the batch script may still close the attempt itself."""

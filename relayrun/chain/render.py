@@ -9,9 +9,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from relayrun.chain.scheduler import literal
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.plan import Plan
+from relayrun.scheduler.slurm import literal
 from relayrun.slurmtime import format_time
 
 

@@ -7,11 +7,11 @@ or starts while we look, obeys it; only where no job is there to do so is the ch
 from __future__ import annotations
 
 from relayrun.chain import supervisor
-from relayrun.chain.scheduler import Job, Scheduler
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.rundir import lineage, triggers
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.plan import Plan
+from relayrun.scheduler.base import Job, Scheduler
 
 
 def save(run: RunDir, scheduler: Scheduler) -> str:

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 
 from relayrun.chain import decide, evaluations, evidence, nodes, render
 from relayrun.chain.log import log
-from relayrun.chain.scheduler import PATIENCE, Job, Scheduler, for_plan
 from relayrun.chain.watch import Watch
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
 from relayrun.files import fsync_directory, write_atomic
@@ -21,6 +20,8 @@ from relayrun.rundir import lead, lineage, triggers, views
 from relayrun.rundir.layout import AttemptDir, RunDir
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Begin, End, Hang, Left
+from relayrun.scheduler.base import PATIENCE, Job, Scheduler
+from relayrun.scheduler.choose import for_plan
 
 CHAIN_ENDS = 10
 """Exit code of `begin` when the ranks must not start."""

@@ -17,12 +17,13 @@ from pathlib import Path
 
 from relayrun.chain import evaluations, evidence
 from relayrun.chain.log import log
-from relayrun.chain.scheduler import Scheduler, for_plan
 from relayrun.errors import SchedulerError
 from relayrun.rundir import views
 from relayrun.rundir.layout import AttemptDir, RunDir
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Begin, Hang, Heartbeat
+from relayrun.scheduler.base import Scheduler
+from relayrun.scheduler.choose import for_plan
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0

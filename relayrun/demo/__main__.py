@@ -23,7 +23,6 @@ from pathlib import Path
 from rich.console import Console
 
 from relayrun import ROOT
-from relayrun.chain.scheduler import for_plan
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import RunConfig
 from relayrun.demo import continuation, corpus, unigram
@@ -32,6 +31,7 @@ from relayrun.monitoring import report
 from relayrun.monitoring.follow import Follower
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.plan import Plan
+from relayrun.scheduler.choose import for_plan
 
 OUTPUT = ROOT / "demo-output"
 MARKER = OUTPUT / ".made-by-relayrun-demo"

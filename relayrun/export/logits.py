@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from relayrun.chain.tasks import free_port
 from relayrun.config.schema import Parallel, RunConfig
 from relayrun.errors import InputError
 from relayrun.export.source import Source
+from relayrun.scheduler.tasks import free_port
 
 TOLERANCE = 1e-5
 """Largest difference, relative to the largest logit where that is above 1: some ten times the noise of fp32."""

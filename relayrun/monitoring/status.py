@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from relayrun.chain import nodes, supervisor
-from relayrun.chain.scheduler import Job, Scheduler, for_plan
 from relayrun.chain.watch import read_heartbeats
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.files import read_lines
@@ -23,6 +22,8 @@ from relayrun.rundir.layout import AttemptDir, RunDir
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Begin, End
 from relayrun.rundir.triggers import Trigger
+from relayrun.scheduler.base import Job, Scheduler
+from relayrun.scheduler.choose import for_plan
 
 State = Literal["running", "queued", "stopped", "idle", "unknown"]
 """idle: neither queued nor stopped; unknown: the scheduler did not answer, and STOP is not there."""

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from relayrun.chain.scheduler import Job
 from relayrun.monitoring.status import Damaged, Status
+from relayrun.scheduler.base import Job
 
 
 def show(table: Table) -> None:

@@ -18,9 +18,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from relayrun.chain.scheduler import Slurm
 from relayrun.errors import InputError, RelayrunError, SchedulerError
 from relayrun.files import write_atomic
+from relayrun.scheduler.slurm import Slurm
 from relayrun.slurmtime import parse_time
 from relayrun.tokenization.limit import Requeued, job_id, requeued_before_the_limit
 from relayrun.tokenization.locks import locked

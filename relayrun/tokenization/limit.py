@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from relayrun.chain.scheduler import Slurm
 from relayrun.errors import RelayrunError, SchedulerError
+from relayrun.scheduler.slurm import Slurm
 
 LEAD_SECONDS = 120.0
 """How long before the limit the work stops; a tenth of the time that is left at the start where that is less."""

@@ -22,9 +22,9 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from relayrun.chain.scheduler import Slurm
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import append_line, fsync_directory, read_json, read_lines, write_json
+from relayrun.scheduler.slurm import Slurm
 from relayrun.tokenization import stores
 from relayrun.tokenization.locks import locked
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from relayrun.chain import evaluations as chain
-from relayrun.chain.scheduler import Job
 from relayrun.errors import SchedulerError
 from relayrun.rundir import evaluations
 from relayrun.rundir.evaluations import Policy, Result
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Begin, Commit, append_commit
+from relayrun.scheduler.base import Job
 
 from .conftest import MakeRun
 

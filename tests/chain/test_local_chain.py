@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from relayrun.chain import supervisor
-from relayrun.chain.local import LocalScheduler
 from relayrun.files import read_lines
 from relayrun.rundir import triggers
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Begin, End
+from relayrun.scheduler.local import LocalScheduler
 
 from .conftest import MakeRun
 

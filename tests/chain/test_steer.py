@@ -12,11 +12,11 @@ import pytest
 
 from relayrun import cli
 from relayrun.chain import steer
-from relayrun.chain.local import LocalScheduler
 from relayrun.errors import RunDirError
 from relayrun.rundir import triggers
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.records import End
+from relayrun.scheduler.local import LocalScheduler
 
 from .conftest import MakeRun
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from relayrun.chain.nodes import read_strikes
-from relayrun.chain.scheduler import Slurm
 from relayrun.errors import SchedulerError
 from relayrun.rundir import triggers
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Begin, End
+from relayrun.scheduler.slurm import Slurm
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 
 from .cluster import TestCluster

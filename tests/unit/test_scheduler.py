@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain.scheduler import Slurm, clean_environment, parse_job
 from relayrun.errors import SchedulerError
+from relayrun.scheduler.base import clean_environment
+from relayrun.scheduler.slurm import Slurm, parse_job
 
 LINE = (
     "JobId=17 JobName=relayrun-demo-1a2b3c4d UserId=ann(1000) Priority=1 QOS=long JobState=RUNNING Reason=None "

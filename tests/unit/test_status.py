@@ -11,7 +11,6 @@ import pytest
 
 from relayrun import cli
 from relayrun.chain import nodes
-from relayrun.chain.scheduler import Job
 from relayrun.errors import RunDirError
 from relayrun.files import append_line
 from relayrun.monitoring import status, status_view
@@ -21,6 +20,7 @@ from relayrun.rundir.evaluations import Result, Submitted
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Begin, Commit, End, Heartbeat, append_commit
+from relayrun.scheduler.base import Job
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 
 NOW = 10_000.0

@@ -1,6 +1,6 @@
 """The local task starter: what srun is on Slurm, on one machine.
 
-    python -m relayrun.chain tasks --ntasks 2 -- PROGRAM ARG ...
+    python -m relayrun.scheduler.tasks --ntasks 2 -- PROGRAM ARG ...
 
 Starts PROGRAM once per rank with srun's variables (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS) and a free
 MASTER_PORT. Like `srun --kill-on-bad-exit`: the first rank that fails ends the others. SIGUSR1, SIGUSR2 and
@@ -86,7 +86,7 @@ def _exit_code(returncode: int) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="relayrun.chain tasks")
+    parser = argparse.ArgumentParser(prog="relayrun.scheduler.tasks")
     parser.add_argument("--ntasks", type=int, required=True)
     parser.add_argument("--pid-file", type=Path, help="where to write the id of this process")
     parser.add_argument("command", nargs=argparse.REMAINDER)
@@ -95,3 +95,7 @@ def main(argv: Sequence[str]) -> int:
     if options.pid_file is not None:
         write_atomic(options.pid_file, f"{os.getpid()}\n")
     return start_tasks(options.ntasks, command)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

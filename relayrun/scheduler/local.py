@@ -16,58 +16,26 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from relayrun.chain.beside import Beside, signal_group
-from relayrun.chain.scheduler import LIVE_STATES, Job, clean_environment
-from relayrun.chain.tasks import die_with_parent
 from relayrun.errors import SchedulerError
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import Record
+from relayrun.scheduler.auxiliary import Auxiliary
+from relayrun.scheduler.base import LIVE_STATES, Job
+from relayrun.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, LocalQueue, signal_group
 
 KILL_WAIT = 30.0
 """Seconds from SIGTERM at the time limit to SIGKILL; Slurm's default."""
-
-JOB_ID_VARIABLE = "RELAYRUN_LOCAL_JOB_ID"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalJob(Record):
-    """One job of the queue; states have Slurm's names. Times are seconds since 1970."""
-
-    id: str
-    name: str
-    script: str
-    log_folder: str
-    time_limit: int
-    signal_lead: int
-    eligible_time: float
-    """Not started before this (`--begin`)."""
-    state: str = "PENDING"
-    pid: int | None = None
-    start_time: float | None = None
-    end_time: float | None = None
-    """When the limit is reached; once the job has ended, when it did."""
-    exit_code: int | None = None
-    cancel_requested: bool = False
-    arguments: list[str] = field(default_factory=list)
-    """Of the script."""
-    beside: bool = False
-    """No part of the chain: it runs while the chain's jobs run, with the lowest priority."""
-    guarded: bool = False
-    """Queue it again if its batch script is killed."""
-    requeue_delay: int | None = None
-    """Set by `requeue`: queue it again when it ends, after so many seconds."""
 
 
 class LocalScheduler:
     """A `Scheduler` for one run directory."""
 
     def __init__(self, run: RunDir) -> None:
-        self._folder = run.path / "local"
+        self._queue = LocalQueue(run.path / "local")
 
     def current_job_id(self) -> str:
         job_id = os.environ.get(JOB_ID_VARIABLE)
@@ -78,7 +46,7 @@ class LocalScheduler:
     def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
         if options:
             raise SchedulerError(f"the local scheduler takes no options, but was given: {', '.join(options)}")
-        return self._add(
+        return self._queue.add(
             LocalJob(
                 id="",
                 name=plan.job_name,
@@ -91,7 +59,7 @@ class LocalScheduler:
         )
 
     def submit_beside(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], time_limit: int) -> str:
-        return self._add(
+        return self._queue.add(
             LocalJob(
                 id="",
                 name=name,
@@ -106,34 +74,25 @@ class LocalScheduler:
         )
 
     def named(self, name: str) -> str | None:
-        return next((job.id for job in self.every_job() if job.name == name and job.state in LIVE_STATES), None)
-
-    def _add(self, job: LocalJob) -> str:
-        """Queue it under the next number, which becomes its id."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with self.locked():
-            number = max((int(job.id) for job in self.every_job()), default=0) + 1
-            job = replace(job, id=str(number))
-            self.write_job(job)
-        return job.id
+        return next((job.id for job in self._queue.every_job() if job.name == name and job.state in LIVE_STATES), None)
 
     def cancel(self, job_id: str) -> None:
-        if not self._path(job_id).exists():
+        if not self._queue.path(job_id).exists():
             return
-        with self.locked():
-            job = self.read_job(job_id)
+        with self._queue.locked():
+            job = self._queue.read_job(job_id)
             if job.state == "PENDING":
-                self.write_job(replace(job, state="CANCELLED", end_time=time.time()))
+                self._queue.write_job(replace(job, state="CANCELLED", end_time=time.time()))
             elif job.state == "RUNNING":
-                self.write_job(replace(job, cancel_requested=True))
+                self._queue.write_job(replace(job, cancel_requested=True))
 
     def requeue(self, job_id: str, *, delay: int = 0) -> None:
-        with self.locked():
-            self.write_job(replace(self.read_job(job_id), requeue_delay=delay))
+        with self._queue.locked():
+            self._queue.write_job(replace(self._queue.read_job(job_id), requeue_delay=delay))
 
     def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
-        with self.locked():  # no process is needed: who runs the queue sees it
-            self.write_job(replace(self.read_job(job_id), guarded=True))
+        with self._queue.locked():  # no process is needed: who runs the queue sees it
+            self._queue.write_job(replace(self._queue.read_job(job_id), guarded=True))
 
     def kill_wait(self) -> float:
         return KILL_WAIT
@@ -158,14 +117,14 @@ class LocalScheduler:
 
     @property
     def _starter_pid(self) -> Path:
-        return self._folder / "starter.pid"
+        return self._queue.folder / "starter.pid"
 
     def query(self, job_id: str) -> Job | None:
-        if not self._path(job_id).exists():
+        if not self._queue.path(job_id).exists():
             return None
-        job = self.read_job(job_id)
+        job = self._queue.read_job(job_id)
         state = job.state
-        if state == "RUNNING" and not self._running():
+        if state == "RUNNING" and not self._queue.is_run():
             state = "NODE_FAIL"  # whoever ran the queue was killed, and the job with it
         if state == "RUNNING" and job.cancel_requested:
             state = "CANCELLED"
@@ -178,12 +137,12 @@ class LocalScheduler:
         return job is not None and job.state == "CANCELLED"
 
     def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
-        jobs = [self.query(job.id) for job in self.every_job() if not job.beside]
+        jobs = [self.query(job.id) for job in self._queue.every_job() if not job.beside]
         return [job for job in jobs if job is not None and job.live]
 
     def rename(self, job_id: str, name: str) -> None:
-        with self.locked():
-            self.write_job(replace(self.read_job(job_id), name=name))
+        with self._queue.locked():
+            self._queue.write_job(replace(self._queue.read_job(job_id), name=name))
 
     def single_task_command(self, plan: Plan) -> list[str]:
         return []
@@ -192,8 +151,7 @@ class LocalScheduler:
         return [
             plan.host_python,
             "-m",
-            "relayrun.chain",
-            "tasks",
+            "relayrun.scheduler.tasks",
             f"--ntasks={plan.ntasks}",
             f"--pid-file={self._starter_pid}",
             "--",
@@ -211,21 +169,23 @@ class LocalScheduler:
         KeyboardInterrupt cancels the running job and what is queued, waits for the end, and is raised again.
         Raises SchedulerError if somebody runs this queue already.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with open(self._folder / "runner.lock", "w") as lock:
+        self._queue.folder.mkdir(parents=True, exist_ok=True)
+        with open(self._queue.folder / "runner.lock", "w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise SchedulerError("this run's jobs are being run by another terminal", where=self._folder) from None
+                raise SchedulerError(
+                    "this run's jobs are being run by another terminal", where=self._queue.folder
+                ) from None
             self._bury_orphans()
-            beside = Beside(self, on_event)
+            auxiliary = Auxiliary(self._queue, on_event)
 
             def look() -> None:
                 poll()
-                beside.poll()
+                auxiliary.poll()
 
             try:
-                while (waiting := [job for job in self.every_job() if job.state == "PENDING"]) or beside.busy:
+                while (waiting := [job for job in self._queue.every_job() if job.state == "PENDING"]) or auxiliary.busy:
                     job = next((job for job in waiting if not job.beside), None)
                     if job is None or time.time() < job.eligible_time:
                         look()
@@ -233,14 +193,14 @@ class LocalScheduler:
                         continue
                     self._run_job(job, on_event, look)
             except KeyboardInterrupt:
-                for job in self.every_job():
+                for job in self._queue.every_job():
                     self.cancel(job.id)
                 raise
             finally:
-                beside.end()
+                auxiliary.end()
 
     def _run_job(self, job: LocalJob, on_event: Callable[[str], None], poll: Callable[[], None]) -> None:
-        job, process = self.start_job(job)
+        job, process = self._queue.start_job(job)
         started = job.start_time or 0.0
         on_event(f"job {job.id} started")
         state = "COMPLETED"
@@ -258,40 +218,14 @@ class LocalScheduler:
             code = process.wait()
             if state == "COMPLETED" and code:
                 state = "FAILED"
-            with self.locked():
-                job = replace(self.read_job(job.id), state=state, exit_code=code, end_time=time.time())
+            with self._queue.locked():
+                job = replace(self._queue.read_job(job.id), state=state, exit_code=code, end_time=time.time())
                 killed = job.guarded and code < 0
                 if (killed or job.requeue_delay is not None) and state != "CANCELLED":
                     eligible = time.time() + (job.requeue_delay or 0)
                     job = replace(job, state="PENDING", requeue_delay=None, guarded=False, eligible_time=eligible)
-                self.write_job(job)
+                self._queue.write_job(job)
             on_event(f"job {job.id} ended: {state}" + (" and is queued again" if job.state == "PENDING" else ""))
-
-    def start_job(self, job: LocalJob) -> tuple[LocalJob, subprocess.Popen[bytes]]:
-        """Start a job's script in a session of its own; it dies with this process."""
-        Path(job.log_folder).mkdir(parents=True, exist_ok=True)
-        base = Path(job.log_folder) / f"{job.name}-{job.id}"
-
-        def prepare() -> None:
-            die_with_parent(signal.SIGTERM)
-            if job.beside:
-                os.nice(19)
-
-        with open(f"{base}.out", "ab") as out, open(f"{base}.err", "ab") as err:
-            started = time.time()
-            process = subprocess.Popen(
-                ["bash", job.script, *job.arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env=clean_environment(os.environ) | {JOB_ID_VARIABLE: job.id},
-                start_new_session=True,
-                preexec_fn=prepare,
-            )
-        with self.locked():
-            job = replace(job, state="RUNNING", pid=process.pid, start_time=started, end_time=started + job.time_limit)
-            self.write_job(job)
-        return job, process
 
     def _watch(
         self,
@@ -312,7 +246,7 @@ class LocalScheduler:
                 on_event(f"job {job.id}: SIGUSR2, {job.signal_lead} s before the time limit")
                 process.send_signal(signal.SIGUSR2)
                 signal_at = None
-            if term_at is not None and (now >= term_at or self.read_job(job.id).cancel_requested):
+            if term_at is not None and (now >= term_at or self._queue.read_job(job.id).cancel_requested):
                 state = "TIMEOUT" if now >= term_at else "CANCELLED"
                 on_event(f"job {job.id}: SIGTERM ({state.lower()})")
                 signal_group(process, signal.SIGTERM)
@@ -326,49 +260,13 @@ class LocalScheduler:
 
     def _bury_orphans(self) -> None:
         """A job that still counts as running when a new runner starts has lost its own."""
-        for job in self.every_job():
+        for job in self._queue.every_job():
             if job.state == "RUNNING":
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     if job.pid is not None and os.getsid(job.pid) == job.pid:
                         os.killpg(job.pid, signal.SIGKILL)
-                with self.locked():
-                    self.write_job(replace(job, state="NODE_FAIL", end_time=time.time()))
-
-    def _running(self) -> bool:
-        """Whether somebody runs the queue now."""
-        try:
-            with open(self._folder / "runner.lock") as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return False
-        except BlockingIOError:
-            return True
-        except FileNotFoundError:
-            return False
-
-    def _path(self, job_id: str) -> Path:
-        return self._folder / f"job-{int(job_id):04}.json"
-
-    def read_job(self, job_id: str) -> LocalJob:
-        """Raises SchedulerError if there is none."""
-        job = LocalJob.read(self._path(job_id))
-        if job is None:
-            raise SchedulerError(f"there is no local job {job_id}", where=self._folder)
-        return job
-
-    def write_job(self, job: LocalJob) -> None:
-        """Under `locked`."""
-        job.write(self._path(job.id))
-
-    def every_job(self) -> list[LocalJob]:
-        """In the order in which they were queued."""
-        return [self.read_job(path.stem.removeprefix("job-")) for path in sorted(self._folder.glob("job-*.json"))]
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """For who changes a job."""
-        with open(self._folder / "queue.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+                with self._queue.locked():
+                    self._queue.write_job(replace(job, state="NODE_FAIL", end_time=time.time()))
 
 
 def print_event(text: str) -> None:

@@ -1,0 +1,1 @@
+"""Slurm, or a queue on this machine: what a chain asks of either. Standard library only."""

@@ -1,0 +1,122 @@
+"""What a chain asks of a scheduler: the protocol, and a job as a scheduler knows it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from relayrun.rundir.plan import Plan
+
+PATIENCE = 600.0
+"""Seconds for which a controller that does not answer is asked again."""
+
+LIVE_STATES = frozenset({"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One job as the scheduler knows it. Times are seconds since 1970."""
+
+    id: str
+    name: str
+    state: str
+    nodes: str = ""
+    """Slurm's list of the nodes, compressed."""
+    num_nodes: int = 1
+    end_time: float | None = None
+    """When its time limit is reached; None while it is pending or without a limit."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Options of sbatch by their long names, read back from the job, that hold for its successors."""
+    requeue: bool = False
+    """Whether `requeue` takes it."""
+
+    at_limit: bool = False
+    """It has run as long as its time limit allows."""
+    preempted: bool = False
+
+    @property
+    def live(self) -> bool:
+        """Queued or running."""
+        return self.state in LIVE_STATES
+
+
+class Scheduler(Protocol):
+    """Slurm, or the local scheduler. Every method may raise SchedulerError."""
+
+    def current_job_id(self) -> str:
+        """Id of the job that this process runs in."""
+
+    def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
+        """Queue `script` as a singleton of its job name, not before `delay` seconds; return its id."""
+
+    def submit_beside(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], time_limit: int) -> str:
+        """Queue a job that is no part of the chain and that nothing waits for; return its id. `time_limit`: seconds."""
+
+    def named(self, name: str) -> str | None:
+        """Id of a queued or running job of this user with this name."""
+
+    def cancel(self, job_id: str) -> None:
+        """Cancel one job by id; it is no error if it has already gone."""
+
+    def requeue(self, job_id: str, *, delay: int = 0) -> None:
+        """Queue the running job again under its id, not before `delay` seconds. It may end the caller."""
+
+    def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
+        """Have the running job queued again if its batch script is killed; see `chain.guard`, which `command` runs."""
+
+    def kill_wait(self) -> float:
+        """Seconds from SIGTERM to SIGKILL when a job is ended."""
+
+    def allow_requeue(self, job_id: str) -> None:
+        """Make a job that was submitted with --no-requeue one that `requeue` takes."""
+
+    def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
+        """Keep a queued job off exactly these nodes."""
+
+    def known_nodes(self) -> set[str]:
+        """Names of all nodes."""
+
+    def signal_ranks(self, job_id: str, number: signal.Signals) -> None:
+        """Send a signal to the ranks of the running job, not to its batch script."""
+
+    def hostnames(self, nodes: str) -> list[str]:
+        """A compressed list of nodes, written out in the order of the ranks."""
+
+    def query(self, job_id: str) -> Job | None:
+        """The job, or None where the scheduler does not know it any more."""
+
+    def cancelled(self, job_id: str, *, nodes: str) -> bool:
+        """Whether somebody cancelled the job, which began on `nodes`; also right inside its own last seconds.
+
+        May wait for the scheduler to write down how the job ended.
+        """
+
+    def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
+        """Queued and running jobs of the chain: this user's, or `anyone`'s for who only looks on."""
+
+    def rename(self, job_id: str, name: str) -> None:
+        """Give a job the name of its chain."""
+
+    def single_task_command(self, plan: Plan) -> list[str]:
+        """What stands before a program that a job outside the chain starts once."""
+
+    def task_command(self, plan: Plan, job: Job) -> list[str]:
+        """What stands before a rank's program so that it is started once per rank."""
+
+    def signal_command(self, job_id: str) -> list[str]:
+        """Sends SIGUSR2 to all ranks; empty where the batch script signals the task starter itself."""
+
+    def rendezvous(self, job: Job) -> dict[str, str]:
+        """MASTER_ADDR and MASTER_PORT, where the scheduler knows them before the ranks start."""
+
+
+def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without the variables of the surrounding job, which would give a new job wrong defaults."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name == "SLURM_CONF" or not name.startswith(("SLURM_", "SBATCH_", "SRUN_", "RELAYRUN_"))
+    }

@@ -1,0 +1,133 @@
+"""The queue of the local scheduler: a folder of the run directory, one JSON file a job, and how a job is started."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from relayrun.errors import SchedulerError
+from relayrun.rundir.records import Record
+from relayrun.scheduler.base import clean_environment
+from relayrun.scheduler.tasks import die_with_parent
+
+JOB_ID_VARIABLE = "RELAYRUN_LOCAL_JOB_ID"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalJob(Record):
+    """One job of the queue; states have Slurm's names. Times are seconds since 1970."""
+
+    id: str
+    name: str
+    script: str
+    log_folder: str
+    time_limit: int
+    signal_lead: int
+    eligible_time: float
+    """Not started before this (`--begin`)."""
+    state: str = "PENDING"
+    pid: int | None = None
+    start_time: float | None = None
+    end_time: float | None = None
+    """When the limit is reached; once the job has ended, when it did."""
+    exit_code: int | None = None
+    cancel_requested: bool = False
+    arguments: list[str] = field(default_factory=list)
+    """Of the script."""
+    beside: bool = False
+    """No part of the chain: it runs while the chain's jobs run, with the lowest priority."""
+    guarded: bool = False
+    """Queue it again if its batch script is killed."""
+    requeue_delay: int | None = None
+    """Set by `requeue`: queue it again when it ends, after so many seconds."""
+
+
+class LocalQueue:
+    """The jobs of one run directory. Who changes one holds `locked`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def add(self, job: LocalJob) -> str:
+        """Queue it under the next number, which becomes its id."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.locked():
+            number = max((int(job.id) for job in self.every_job()), default=0) + 1
+            job = replace(job, id=str(number))
+            self.write_job(job)
+        return job.id
+
+    def start_job(self, job: LocalJob) -> tuple[LocalJob, subprocess.Popen[bytes]]:
+        """Start a job's script in a session of its own; it dies with this process."""
+        Path(job.log_folder).mkdir(parents=True, exist_ok=True)
+        base = Path(job.log_folder) / f"{job.name}-{job.id}"
+
+        def prepare() -> None:
+            die_with_parent(signal.SIGTERM)
+            if job.beside:
+                os.nice(19)
+
+        with open(f"{base}.out", "ab") as out, open(f"{base}.err", "ab") as err:
+            started = time.time()
+            process = subprocess.Popen(
+                ["bash", job.script, *job.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=clean_environment(os.environ) | {JOB_ID_VARIABLE: job.id},
+                start_new_session=True,
+                preexec_fn=prepare,
+            )
+        with self.locked():
+            job = replace(job, state="RUNNING", pid=process.pid, start_time=started, end_time=started + job.time_limit)
+            self.write_job(job)
+        return job, process
+
+    def is_run(self) -> bool:
+        """Whether somebody runs the queue now."""
+        try:
+            with open(self.folder / "runner.lock") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return False
+        except BlockingIOError:
+            return True
+        except FileNotFoundError:
+            return False
+
+    def path(self, job_id: str) -> Path:
+        return self.folder / f"job-{int(job_id):04}.json"
+
+    def read_job(self, job_id: str) -> LocalJob:
+        """Raises SchedulerError if there is none."""
+        job = LocalJob.read(self.path(job_id))
+        if job is None:
+            raise SchedulerError(f"there is no local job {job_id}", where=self.folder)
+        return job
+
+    def write_job(self, job: LocalJob) -> None:
+        """Under `locked`."""
+        job.write(self.path(job.id))
+
+    def every_job(self) -> list[LocalJob]:
+        """In the order in which they were queued."""
+        return [self.read_job(path.stem.removeprefix("job-")) for path in sorted(self.folder.glob("job-*.json"))]
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """For who changes a job."""
+        with open(self.folder / "queue.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+
+def signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+    """To the batch script and all it started; they share its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
