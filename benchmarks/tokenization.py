@@ -68,7 +68,7 @@ import glob, multiprocessing, os, sys
 import awkward, gigatoken
 import pyarrow.parquet as pq
 from awkward import contents
-from relayrun.tokenization.texts import Texts
+from relayrun.tokenization.readers.texts import Texts
 def work(argument):
     data, tokenizer, part, parts, out = argument
     engine = gigatoken.Tokenizer.from_json(open(tokenizer, "rb").read())

@@ -13,7 +13,7 @@ from datatrove.pipeline.filters import LambdaFilter
 from datatrove.pipeline.readers import JsonlReader
 
 from relayrun.tokenization import MegatronTokenWriter
-from relayrun.tokenization.executor import KillAwareExecutor
+from relayrun.tokenization.datatrove.executor import KillAwareExecutor
 
 TASKS = 4
 

@@ -7,7 +7,7 @@ import argparse
 import sys
 
 from relayrun.errors import run_main
-from relayrun.tokenization.jobs import submit_dumps
+from relayrun.tokenization.dumps.jobs import submit_dumps
 from relayrun.tokenization.settings import load_config
 
 

@@ -111,13 +111,13 @@ def add_dumps(parser: argparse.ArgumentParser) -> None:
 def run_dumps(options: argparse.Namespace) -> int:
     """Print where the dumps of a metadata folder stand, or which settings suit this node."""
     if options.dumps_command == "status":
-        from relayrun.tokenization import status
+        from relayrun.tokenization.dumps import status
 
         if options.watch is not None:
             return 0 if status.watch(options.folder, max(options.watch, 0.1)) else 1
         print(status.table(status.read_status(options.folder)))
         return 0
-    from relayrun.tokenization import tune
+    from relayrun.tokenization.dumps import tune
 
     print(tune.row(None), flush=True)
     trials = tune.tune(

@@ -33,7 +33,7 @@ from relayrun.scheduler.slurm import Slurm
 from relayrun.shards.manifest import Manifest
 from relayrun.shards.prefixes import expand, find_prefixes
 from relayrun.slurmtime import format_time, parse_time
-from relayrun.tokenization.tokenizer import load_tokenizer
+from relayrun.tokenization.encode.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from rich.table import Table
 from relayrun.data import audit
 from relayrun.errors import ConfigError
 from relayrun.rundir.find import find_run
-from relayrun.tokenization.tokenizer import load_tokenizer
+from relayrun.tokenization.encode.tokenizer import load_tokenizer
 
 CHARACTERS = 300
 """Of each sample's text, unless --full is given."""

@@ -21,7 +21,7 @@ from relayrun.export.llama import Piece
 from relayrun.export.reader import CheckpointReader
 from relayrun.export.source import Source
 from relayrun.files import write_json
-from relayrun.tokenization.tokenizer import load_tokenizer
+from relayrun.tokenization.encode.tokenizer import load_tokenizer
 from relayrun.training.size import padded
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

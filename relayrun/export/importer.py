@@ -30,7 +30,7 @@ from relayrun.export.folder import new_folder
 from relayrun.export.huggingface import DTYPES
 from relayrun.export.llama import Piece
 from relayrun.files import read_json, write_json
-from relayrun.tokenization.tokenizer import load_tokenizer
+from relayrun.tokenization.encode.tokenizer import load_tokenizer
 from relayrun.training.size import padded
 
 EXTRA_STATE = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")

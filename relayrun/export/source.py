@@ -13,7 +13,7 @@ from relayrun.rundir import lineage
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, commits
 from relayrun.shards.manifest import Manifest
-from relayrun.tokenization.tokenizer import DocumentTokenizer, load_tokenizer
+from relayrun.tokenization.encode.tokenizer import DocumentTokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,11 @@
 """Raw text to token shards.
 
-    dumps.py, metadata.py   which files make up a dump, and the folder that remembers it
-    reshard.py, reshard_tasks.py         a global shuffle of a dataset before it is split, on one node or several
-    rows.py, buckets.py, shuffled.py, lengths.py     its input, its order, its files, its picture
-    tokenizer.py            a Hugging Face tokenizer, what stands around a document (framing.py), its size
-    engines.py, nasty.py    the libraries that encode, and the proof that they agree; texts.py is what they take
-    columns.py, fused.py    files to Arrow's buffers to one .bin/.idx, without a row in between
-    pool.py, limit.py       tasks on processes that may die; a job that leaves before its time limit
-    record.py, status.py    what is already done
-    pipeline.py             one paths file to one folder of shards
-    settings.py, jobs.py    every dump of a dataset, here or on Slurm
-    writer.py, executor.py               the same as datatrove's steps, for pipelines of your own
+    dumps/       a dataset in dumps of about equal size: their folder, their jobs, where they stand, which settings suit
+    datatrove/   the same as datatrove's steps, for pipelines of your own
+    pipeline     one paths file to one folder of shards, task by task (fused, pool), and what is done (record, progress)
+    encode/      the tokenizer, the libraries that encode, and the proof that they agree
+    readers/     files in a folder or a store to texts and rows of a bounded size
+    settings     of a dataset's tokenization; limit: a job that leaves before its time limit; locks
 
 `MegatronTokenWriter` can stand behind datatrove's own readers and filters in a pipeline of your own.
 """
@@ -20,14 +15,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from relayrun.tokenization.writer import MegatronTokenWriter
+    from relayrun.tokenization.datatrove.writer import MegatronTokenWriter
 
 __all__ = ["MegatronTokenWriter"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "MegatronTokenWriter":  # on demand: datatrove takes a second to import
-        from relayrun.tokenization.writer import MegatronTokenWriter
+        from relayrun.tokenization.datatrove.writer import MegatronTokenWriter
 
         return MegatronTokenWriter
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

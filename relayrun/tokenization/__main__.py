@@ -15,8 +15,8 @@ import os
 import sys
 
 from relayrun.errors import run_main
-from relayrun.tokenization.jobs import begin, tokenize_dump
-from relayrun.tokenization.metadata import MetadataFolder
+from relayrun.tokenization.dumps.jobs import begin, tokenize_dump
+from relayrun.tokenization.dumps.metadata import MetadataFolder
 from relayrun.tokenization.settings import settings_from_environment
 
 

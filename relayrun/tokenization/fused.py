@@ -17,16 +17,16 @@ import pyarrow as pa
 
 from relayrun.errors import InputError
 from relayrun.shards.indexed import ShardWriter
-from relayrun.tokenization.columns import read_column
-from relayrun.tokenization.cuts import Places, cuts, places
-from relayrun.tokenization.engines import Engine, Selection, without_vocabulary
-from relayrun.tokenization.framing import Framing
-from relayrun.tokenization.metadata import InputFile, printable, stat_inputs
+from relayrun.tokenization.encode.engines import Engine, Selection, without_vocabulary
+from relayrun.tokenization.encode.framing import Framing
+from relayrun.tokenization.encode.split_points import Places, cuts, places
 from relayrun.tokenization.progress import Progress
+from relayrun.tokenization.readers.columns import read_column
+from relayrun.tokenization.readers.inputs import InputFile, stat_inputs
+from relayrun.tokenization.readers.spill import let_go
+from relayrun.tokenization.readers.stores import is_url, join, printable
+from relayrun.tokenization.readers.texts import Texts
 from relayrun.tokenization.record import Skipped, TaskRecord, fingerprint
-from relayrun.tokenization.spill import let_go
-from relayrun.tokenization.stores import is_url, join
-from relayrun.tokenization.texts import Texts
 
 OnError = Literal["stop", "skip"]
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

@@ -14,7 +14,8 @@ from pathlib import Path
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import write_atomic
 from relayrun.tokenization import progress
-from relayrun.tokenization.engines import EngineName, select
+from relayrun.tokenization.encode.engines import EngineName, select
+from relayrun.tokenization.encode.tokenizer import AppendEod, load_tokenizer
 from relayrun.tokenization.fused import (
     BATCH_BYTES,
     BATCH_DOCUMENTS,
@@ -26,11 +27,10 @@ from relayrun.tokenization.fused import (
     tokenize_part,
 )
 from relayrun.tokenization.locks import locked
-from relayrun.tokenization.metadata import InputFile, read_paths_file, stat_inputs
 from relayrun.tokenization.pool import one_thread, run_tasks
+from relayrun.tokenization.readers.inputs import InputFile, read_paths_file, stat_inputs
+from relayrun.tokenization.readers.stores import join
 from relayrun.tokenization.record import ShardFolder, TaskRecord
-from relayrun.tokenization.stores import join
-from relayrun.tokenization.tokenizer import AppendEod, load_tokenizer
 
 SMALLEST_SAMPLE, LARGEST_SAMPLE = 250_000, 4_000_000
 """Bytes of the job's documents that engines are proven with: a 2000th of the input, within these bounds.

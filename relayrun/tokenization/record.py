@@ -22,8 +22,8 @@ from typing import Any
 from relayrun.errors import InputError
 from relayrun.files import read_json, write_atomic
 from relayrun.shards.indexed import Shard
-from relayrun.tokenization.metadata import InputFile
-from relayrun.tokenization.stores import join, open_input
+from relayrun.tokenization.readers.inputs import InputFile
+from relayrun.tokenization.readers.stores import join, open_input
 
 NAME = "tokenization.json"
 FORMAT = "relayrun tokenization, version 3"

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from relayrun.errors import run_main
-from relayrun.tokenization.metadata import dump_size
+from relayrun.tokenization.dumps.metadata import dump_size
 
 
 def main() -> int:

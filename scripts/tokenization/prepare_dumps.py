@@ -7,7 +7,7 @@ import argparse
 import sys
 
 from relayrun.errors import run_main
-from relayrun.tokenization.dumps import prepare, print_dumps
+from relayrun.tokenization.dumps.split import prepare, print_dumps
 
 
 def main() -> int:

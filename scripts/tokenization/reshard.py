@@ -49,7 +49,7 @@ def main() -> None:
         # too much is some 150 MB, which a small limit has no room for.
         os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
     # pyarrow: not paid for --help
-    from relayrun.tokenization.reshard import PICTURE, ReshardOptions, reshard
+    from relayrun.shuffle.reshard import PICTURE, ReshardOptions, reshard
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # temporary files are removed
     options = ReshardOptions(
@@ -66,7 +66,7 @@ def main() -> None:
     )
     rows: int | None
     if given.stage:
-        from relayrun.tokenization.reshard_tasks import ReshardTask
+        from relayrun.shuffle.tasks import ReshardTask
 
         if "SLURM_PROCID" not in os.environ:
             raise RelayrunError("--stage is for the tasks of a Slurm job step", hint="submit_reshard.sh starts them")

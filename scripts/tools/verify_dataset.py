@@ -26,7 +26,7 @@ def main() -> None:
     options = parser.parse_args()
     size, eod = options.vocabulary_size, options.eod
     if options.tokenizer is not None:
-        from relayrun.tokenization.tokenizer import load_tokenizer
+        from relayrun.tokenization.encode.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(options.tokenizer, append_eod="auto")
         size, eod = size or tokenizer.size, tokenizer.eos_id if eod is None else eod

@@ -15,7 +15,7 @@ from relayrun.demo.corpus import build_corpus, train_tokenizer
 from relayrun.files import read_lines
 from relayrun.rundir.layout import RunDir
 from relayrun.shards.indexed import Shard
-from relayrun.tokenization.metadata import read_paths_file
+from relayrun.tokenization.readers.inputs import read_paths_file
 from tests.workspace import CONFIG, ends, steps
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, Commit, append_commit
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
-from relayrun.tokenization.tokenizer import load_tokenizer
+from relayrun.tokenization.encode.tokenizer import load_tokenizer
 
 SMALL = {
     "hidden_size": 64,

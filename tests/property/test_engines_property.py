@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from relayrun.tokenization import engines
-from relayrun.tokenization.cuts import cuts, places
-from relayrun.tokenization.engines import EngineName, HuggingFace, Route, select, without_vocabulary
-from relayrun.tokenization.texts import Texts, not_ascii, unassigned
+from relayrun.tokenization.encode import engines
+from relayrun.tokenization.encode.engines import EngineName, HuggingFace, Route, select, without_vocabulary
+from relayrun.tokenization.encode.split_points import cuts, places
+from relayrun.tokenization.readers.texts import Texts, not_ascii, unassigned
 
 from ..unit.tokenization_corpus import TEXTS
 

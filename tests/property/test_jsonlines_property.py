@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from relayrun.errors import InputError
-from relayrun.tokenization import jsonlines, spill
+from relayrun.tokenization.readers import jsonlines, spill
 
 PIECES = [
     b"plain text ",

@@ -15,9 +15,9 @@ import pytest
 
 from relayrun.files import read_lines
 from relayrun.shards.indexed import Shard
-from relayrun.tokenization.metadata import MetadataFolder
+from relayrun.tokenization.dumps.metadata import MetadataFolder
+from relayrun.tokenization.dumps.status import read_status
 from relayrun.tokenization.settings import TokenizationSettings
-from relayrun.tokenization.status import read_status
 
 from .cluster import TestCluster
 from .conftest import MakeCluster

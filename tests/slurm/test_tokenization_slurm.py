@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from relayrun.errors import RelayrunError
-from relayrun.tokenization.dumps import prepare
-from relayrun.tokenization.metadata import MetadataFolder
+from relayrun.tokenization.dumps.metadata import MetadataFolder
+from relayrun.tokenization.dumps.split import prepare
 from relayrun.tokenization.settings import TokenizationSettings
 
 from .cluster import TestCluster

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from relayrun.tokenization.dumps import prepare
-from relayrun.tokenization.jobs import tokenize_dump
+from relayrun.tokenization.dumps.jobs import tokenize_dump
+from relayrun.tokenization.dumps.split import prepare
 from relayrun.tokenization.settings import TokenizationSettings
 
 from .cluster import ROOT

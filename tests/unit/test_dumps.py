@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from relayrun.errors import InputError, RelayrunError, SchedulerError
-from relayrun.tokenization import dumps as dumps_module
-from relayrun.tokenization.dumps import DataFile, estimated_hours, find_files, linked_twice, prepare, split
-from relayrun.tokenization.metadata import MetadataFolder, dump_size, read_paths_file
+from relayrun.tokenization.dumps import split as dumps_module
+from relayrun.tokenization.dumps.metadata import MetadataFolder, dump_size
+from relayrun.tokenization.dumps.split import DataFile, estimated_hours, find_files, linked_twice, prepare, split
+from relayrun.tokenization.readers.inputs import read_paths_file
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,11 +13,18 @@ import pytest
 
 from relayrun import cli
 from relayrun.errors import InputError
-from relayrun.tokenization.dumps import prepare
-from relayrun.tokenization.jobs import begin, tokenize_dump
+from relayrun.tokenization.dumps.jobs import begin, tokenize_dump
+from relayrun.tokenization.dumps.split import prepare
+from relayrun.tokenization.dumps.status import (
+    GONE_SECONDS,
+    all_done,
+    read_status,
+    seconds_left,
+    table,
+    tokens_per_byte,
+)
 from relayrun.tokenization.progress import FOLDER, STALE_SECONDS, Progress
 from relayrun.tokenization.settings import TokenizationSettings
-from relayrun.tokenization.status import GONE_SECONDS, all_done, read_status, seconds_left, table, tokens_per_byte
 
 from .tokenization_corpus import TEXTS, train_tokenizer, write_parquet
 
@@ -152,9 +159,8 @@ def test_a_task_says_how_far_it_is_and_watch_ends_when_all_is_done(
     file.unlink()
     os.mkfifo(file)
     tokenize_dump(settings, 1)
-    code = (
-        f"from relayrun.tokenization.jobs import *; tokenize_dump(TokenizationSettings(**{settings.model_dump()!r}), 0)"
-    )
+    call = f"tokenize_dump(TokenizationSettings(**{settings.model_dump()!r}), 0)"
+    code = f"from relayrun.tokenization.dumps.jobs import *; {call}"
     with subprocess.Popen([sys.executable, "-c", code]) as process:
         deadline = time.monotonic() + 60
         while read_status(settings.metadata_folder)[0].state != "running":

@@ -20,10 +20,10 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from relayrun.errors import RelayrunError
-from relayrun.tokenization import buckets
-from relayrun.tokenization import reshard as module
-from relayrun.tokenization.buckets import keys
-from relayrun.tokenization.reshard import ReshardOptions
+from relayrun.shuffle import buckets
+from relayrun.shuffle import reshard as module
+from relayrun.shuffle.buckets import keys
+from relayrun.shuffle.reshard import ReshardOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = 3000
@@ -283,7 +283,7 @@ def test_a_temp_dir_without_space_or_rights_is_one_error(data: Path, tmp_path: P
         import resource
         from pathlib import Path
         from relayrun.errors import run_main
-        from relayrun.tokenization import reshard
+        from relayrun.shuffle import reshard
         reshard._BASE = reshard._THREAD = reshard._PAGES = reshard._GROUP_COPIES = 0
         reshard._LEAST = 4
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from relayrun.errors import InputError, RelayrunError
-from relayrun.tokenization import buckets, reshard, reshard_tasks, shuffled
-from relayrun.tokenization.reshard import ReshardOptions
-from relayrun.tokenization.reshard_tasks import ReshardTask
+from relayrun.shuffle import buckets, output, reshard, tasks
+from relayrun.shuffle.reshard import ReshardOptions
+from relayrun.shuffle.tasks import ReshardTask
 
 STAGES = ("begin", "scatter", "measure", "write", "finish")
 ROWS = 3000
@@ -103,13 +103,13 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -
         (buckets, "_bins", 3),
         (buckets, "_bins", 10),
         (buckets.np, "savez", 4),
-        (shuffled.np, "save", 1),
-        (shuffled, "narrow", 20),
-        (shuffled.np, "save", 6),
-        (reshard_tasks, "write_json", 1),
-        (reshard_tasks, "draw", 1),
-        (reshard_tasks.os, "rename", 1),
-        (reshard_tasks.shutil, "rmtree", 3),
+        (output.np, "save", 1),
+        (output, "narrow", 20),
+        (output.np, "save", 6),
+        (tasks, "write_json", 1),
+        (tasks, "draw", 1),
+        (tasks.os, "rename", 1),
+        (tasks.shutil, "rmtree", 3),
     ],
 )
 def test_a_killed_run_goes_on_with_any_number_of_tasks(
@@ -125,13 +125,13 @@ def test_a_killed_run_goes_on_with_any_number_of_tasks(
     assert not options.output.exists() or name == "rmtree"
     written: list[Path] = []
     with pytest.MonkeyPatch.context() as patch:
-        whole = shuffled.whole_file
-        for module in (buckets, shuffled):
+        whole = output.whole_file
+        for module in (buckets, output):
             patch.setattr(module, "whole_file", lambda path: written.append(path) or whole(path))
         assert run(reshard.replace(options, threads=2), 3) == ROWS
     assert contents(options.output) == wanted
     assert not list((tmp_path / "temp").iterdir())
-    if owner is shuffled.np and call == 6:  # what was done is kept
+    if owner is output.np and call == 6:  # what was done is kept
         assert not [path for path in written if path.suffix in (".arrow", ".npz")]
         assert len(written) < len(wanted)
 

@@ -15,12 +15,13 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from relayrun.errors import InputError
-from relayrun.tokenization import stores
-from relayrun.tokenization.dumps import find_files, linked_twice, prepare
-from relayrun.tokenization.jobs import begin, tokenize_dump
-from relayrun.tokenization.metadata import MetadataFolder, dump_size, read_paths_file
+from relayrun.tokenization.dumps.jobs import begin, tokenize_dump
+from relayrun.tokenization.dumps.metadata import MetadataFolder, dump_size
+from relayrun.tokenization.dumps.split import find_files, linked_twice, prepare
+from relayrun.tokenization.dumps.tune import tune
+from relayrun.tokenization.readers import stores
+from relayrun.tokenization.readers.inputs import read_paths_file
 from relayrun.tokenization.settings import TokenizationSettings
-from relayrun.tokenization.tune import tune
 
 from .test_preprocess import write_jsonl
 from .tokenization_corpus import EOS, TEXTS, train_tokenizer, write_parquet

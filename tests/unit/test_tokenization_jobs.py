@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from relayrun.errors import ConfigError, InputError, RelayrunError, SchedulerError
-from relayrun.tokenization.dumps import prepare
-from relayrun.tokenization.jobs import CSV_COLUMNS, append_row, begin, submit_dumps, tokenize_dump
-from relayrun.tokenization.metadata import MetadataFolder
+from relayrun.tokenization.dumps.jobs import CSV_COLUMNS, append_row, begin, submit_dumps, tokenize_dump
+from relayrun.tokenization.dumps.metadata import MetadataFolder
+from relayrun.tokenization.dumps.split import prepare
 from relayrun.tokenization.pipeline import tokenize
 from relayrun.tokenization.settings import TokenizationSettings, load_config, settings_from_environment
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from relayrun.errors import RelayrunError
-from relayrun.tokenization.dumps import prepare
-from relayrun.tokenization.jobs import begin
+from relayrun.tokenization.dumps.jobs import begin
+from relayrun.tokenization.dumps.split import prepare
 from relayrun.tokenization.limit import requeued_before_the_limit
 from relayrun.tokenization.settings import settings_from_environment
 

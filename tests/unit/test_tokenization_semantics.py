@@ -22,10 +22,11 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from relayrun.errors import InputError
 from relayrun.shards.indexed import Shard
-from relayrun.tokenization import engines, fused
-from relayrun.tokenization.columns import read_column
+from relayrun.tokenization import fused
+from relayrun.tokenization.encode import engines
 from relayrun.tokenization.pipeline import Result
-from relayrun.tokenization.texts import Texts
+from relayrun.tokenization.readers.columns import read_column
+from relayrun.tokenization.readers.texts import Texts
 
 from .test_preprocess import data, out, run, tokenizer, write_jsonl  # noqa: F401 - fixtures
 from .tokenization_corpus import EOS, TEXTS, expected_ids, shard_documents, write_parquet

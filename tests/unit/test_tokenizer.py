@@ -8,9 +8,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from relayrun.errors import InputError
-from relayrun.tokenization.engines import HuggingFace
-from relayrun.tokenization.texts import Texts
-from relayrun.tokenization.tokenizer import load_tokenizer
+from relayrun.tokenization.encode.engines import HuggingFace
+from relayrun.tokenization.encode.tokenizer import load_tokenizer
+from relayrun.tokenization.readers.texts import Texts
 
 from .tokenization_corpus import EOS, TEXTS, expected_ids, train_tokenizer
 

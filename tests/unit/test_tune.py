@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from relayrun import cli
-from relayrun.tokenization.dumps import prepare
-from relayrun.tokenization.tune import Trial, recommended
+from relayrun.tokenization.dumps.split import prepare
+from relayrun.tokenization.dumps.tune import Trial, recommended
 
 from .tokenization_corpus import TEXTS, train_tokenizer, write_parquet
 

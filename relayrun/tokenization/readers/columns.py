@@ -9,9 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from relayrun.errors import InputError
-from relayrun.tokenization.jsonlines import MOST_ROWS, no_column, read_jsonl
-from relayrun.tokenization.metadata import printable
-from relayrun.tokenization.stores import open_input
+from relayrun.tokenization.readers.jsonlines import MOST_ROWS, no_column, read_jsonl
+from relayrun.tokenization.readers.stores import open_input, printable
 
 _MOST_REPEATED_ROWS = 128
 """Rows of an array where the file may hold a text once for many rows, so that its size says little of theirs."""

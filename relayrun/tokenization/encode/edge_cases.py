@@ -7,7 +7,7 @@ import functools
 import numpy as np
 from tokenizers import Tokenizer
 
-from relayrun.tokenization.texts import categories
+from relayrun.tokenization.readers.texts import categories
 
 _SPACES = " \t\n\r\v\f\x1c\x85\u00a0\u1680\u2000\u2003\u2028\u2029\u202f\u205f\u3000\u200b\ufeff"
 _JOINERS = "\u200d\u0301\u0327\u20dd\ufe0f\u093f\u0e33\u1160\U000e0061\U0001f3fd"

@@ -24,8 +24,8 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from relayrun.errors import InputError
-from relayrun.tokenization.nasty import nasty_texts
-from relayrun.tokenization.texts import Texts, not_ascii, unassigned
+from relayrun.tokenization.encode.edge_cases import nasty_texts
+from relayrun.tokenization.readers.texts import Texts, not_ascii, unassigned
 
 EngineName = Literal["auto", "huggingface", "fastokens", "gigatoken"]
 ENGINES: tuple[EngineName, ...] = ("auto", "huggingface", "fastokens", "gigatoken")

@@ -13,7 +13,7 @@ from typing import Any
 from relayrun.errors import InputError
 from relayrun.files import read_json
 from relayrun.tokenization import progress
-from relayrun.tokenization.metadata import MetadataFolder
+from relayrun.tokenization.dumps.metadata import MetadataFolder
 from relayrun.tokenization.progress import STALE_SECONDS, Running
 from relayrun.tokenization.record import NAME
 

@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from relayrun.files import whole_file
-from relayrun.tokenization.buckets import Buckets, SortedRows
-from relayrun.tokenization.lengths import Lengths
-from relayrun.tokenization.rows import narrow, texts
+from relayrun.shuffle.buckets import Buckets, SortedRows
+from relayrun.shuffle.lengths import Lengths
+from relayrun.tokenization.readers.rows import narrow, texts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,12 +22,12 @@ from relayrun.errors import InputError, RelayrunError, SchedulerError
 from relayrun.files import write_atomic
 from relayrun.scheduler.slurm import Slurm
 from relayrun.slurmtime import parse_time
+from relayrun.tokenization.dumps.metadata import MetadataFolder, replace_link
+from relayrun.tokenization.dumps.status import ERROR_FILE, finished_shards
 from relayrun.tokenization.limit import Requeued, job_id, requeued_before_the_limit
 from relayrun.tokenization.locks import locked
-from relayrun.tokenization.metadata import MetadataFolder, replace_link
 from relayrun.tokenization.pool import one_thread
 from relayrun.tokenization.settings import SlurmOptions, TokenizationSettings
-from relayrun.tokenization.status import ERROR_FILE, finished_shards
 
 CSV_COLUMNS = (
     "slurm_job_id",
@@ -57,7 +57,7 @@ def begin(settings: TokenizationSettings) -> list[int]:
     Folders for logs are made here because a Slurm job whose output folder is missing dies without a log.
     Raises InputError where no dump is left, or finished dumps of this metadata folder went elsewhere.
     """
-    from relayrun.tokenization.tokenizer import load_tokenizer
+    from relayrun.tokenization.encode.tokenizer import load_tokenizer
 
     metadata = MetadataFolder(settings.metadata_folder)
     indices = metadata.pending()

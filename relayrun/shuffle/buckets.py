@@ -27,8 +27,8 @@ import pyarrow as pa
 
 from relayrun.errors import RelayrunError
 from relayrun.files import whole_file
-from relayrun.tokenization.lengths import Lengths
-from relayrun.tokenization.rows import RowFile, read_rows, texts, wide
+from relayrun.shuffle.lengths import Lengths
+from relayrun.tokenization.readers.rows import RowFile, read_rows, texts, wide
 
 _KEY = pa.field("__relayrun_key", pa.uint64(), nullable=False)
 BINS = 64

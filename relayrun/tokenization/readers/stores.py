@@ -125,3 +125,8 @@ def _clear_errors(url: str, *, missing: str) -> Iterator[None]:
             where=url,
             hint="install fsspec's package of the scheme, and set its credentials",
         ) from None
+
+
+def printable(name: str) -> str:
+    """A file name for the terminal: bytes that are not UTF-8 come out as `\\udcff`."""
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")

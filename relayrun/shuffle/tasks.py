@@ -35,9 +35,9 @@ import pyarrow as pa
 
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import fsync_directory, read_json, write_atomic, write_json
-from relayrun.tokenization import stores
-from relayrun.tokenization.lengths import draw
-from relayrun.tokenization.reshard import (
+from relayrun.shuffle.lengths import draw
+from relayrun.shuffle.output import file_name
+from relayrun.shuffle.reshard import (
     PICTURE,
     Plan,
     ReshardOptions,
@@ -48,8 +48,8 @@ from relayrun.tokenization.reshard import (
     write_files,
     write_first,
 )
-from relayrun.tokenization.rows import RowFile
-from relayrun.tokenization.shuffled import file_name
+from relayrun.tokenization.readers import stores
+from relayrun.tokenization.readers.rows import RowFile
 
 _OF_THE_BYTES = ("dataset_folder", "column", "seed", "file_size", "row_group_size", "compression")
 

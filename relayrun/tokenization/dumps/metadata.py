@@ -19,86 +19,17 @@ import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import append_line, fsync_directory, read_json, read_lines, write_json
 from relayrun.scheduler.slurm import Slurm
-from relayrun.tokenization import stores
 from relayrun.tokenization.locks import locked
+from relayrun.tokenization.readers import stores
+from relayrun.tokenization.readers.inputs import read_paths_file, stat_inputs
 
 _PATHS_FILE = re.compile(r"paths_file_(0|[1-9][0-9]*)\.txt")
-
-InputFile = tuple[str, int, int]
-"""Path below the dataset folder, bytes, time of change in ns."""
-
-
-def printable(name: str) -> str:
-    """A file name for the terminal: bytes that are not UTF-8 come out as `\\udcff`."""
-    return name.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
-    """The paths of a paths file, in its order. Empty lines name no file and are skipped.
-
-    Raises InputError for a missing file, an absolute path, a path given twice, or no path at all.
-    """
-    try:
-        content = Path(path).read_bytes()
-    except (FileNotFoundError, IsADirectoryError):
-        raise InputError("there is no such paths file", where=path, hint="prepare_dumps.py writes them") from None
-    names: dict[str, None] = {}
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if not line:
-            continue
-        name = os.fsdecode(line)
-        where = f"{path}:{number}"
-        if b"\0" in line or os.path.isabs(name):
-            raise InputError("a paths file holds paths below the dataset folder, one a line", where=where)
-        if name in names:
-            raise InputError(f"this path is listed twice: {printable(name)}", where=where)
-        names[name] = None
-    if not names:
-        raise InputError("the paths file lists no file", where=path)
-    return list(names)
-
-
-def stat_inputs(dataset: str | os.PathLike[str], names: list[str]) -> list[InputFile]:
-    """Size and time of change of `names` below `dataset`. Raises InputError naming what is missing.
-
-    `dataset` may be a URL, see `stores.stat`.
-    """
-    if stores.is_url(dataset):
-        return [(name, *stores.stat(stores.join(os.fspath(dataset), name))) for name in names]
-    if not os.path.isdir(dataset):
-        raise InputError("there is no such dataset folder", where=dataset)
-    inputs: list[InputFile] = []
-    for name in names:
-        try:
-            status = os.stat(os.path.join(dataset, name))
-        except (FileNotFoundError, NotADirectoryError):
-            raise InputError(
-                "this file of the paths file is missing",
-                where=printable(os.path.join(dataset, name)),
-                hint="run prepare_dumps.py again if the dataset has changed",
-            ) from None
-        inputs.append((name, status.st_size, status.st_mtime_ns))
-    return inputs
-
-
-def paths_file_bytes(names: Iterable[str]) -> bytes:
-    """The content of a paths file. Raises InputError for a name that holds a newline."""
-    lines = []
-    for name in names:
-        if "\n" in name:
-            raise InputError(
-                "a file name with a newline cannot stand in a paths file",
-                where=repr(name),
-                hint="rename the file, or leave it out with --filter-out",
-            )
-        lines.append(os.fsencode(name) + b"\n")
-    return b"".join(lines)
 
 
 def replace_link(link: Path, target: str) -> None:

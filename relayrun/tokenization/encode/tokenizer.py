@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from relayrun.errors import InputError
 from relayrun.shards.indexed import token_dtype
-from relayrun.tokenization.framing import Framing
+from relayrun.tokenization.encode.framing import Framing
 
 _USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|endofdocument|>")
 

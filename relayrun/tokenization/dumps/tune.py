@@ -21,9 +21,11 @@ import psutil
 from relayrun import ROOT
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import read_json
-from relayrun.tokenization import progress, stores
-from relayrun.tokenization.dumps import SUFFIXES
-from relayrun.tokenization.metadata import MetadataFolder, paths_file_bytes, read_paths_file
+from relayrun.tokenization import progress
+from relayrun.tokenization.dumps.metadata import MetadataFolder
+from relayrun.tokenization.dumps.split import SUFFIXES
+from relayrun.tokenization.readers import stores
+from relayrun.tokenization.readers.inputs import paths_file_bytes, read_paths_file
 from relayrun.tokenization.record import NAME
 
 BATCH_BYTES = (1_000_000, 4_000_000, 16_000_000)

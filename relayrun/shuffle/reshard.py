@@ -24,12 +24,12 @@ import pyarrow as pa
 
 from relayrun.errors import InputError
 from relayrun.files import replaced_folder
-from relayrun.tokenization import stores
-from relayrun.tokenization.buckets import Buckets, InMemory, OnDisk, Partition, keyed, scatter
-from relayrun.tokenization.dumps import find_files
-from relayrun.tokenization.lengths import Lengths, draw
-from relayrun.tokenization.rows import RowFile, look_at
-from relayrun.tokenization.shuffled import FileForm, Shuffled
+from relayrun.shuffle.buckets import Buckets, InMemory, OnDisk, Partition, keyed, scatter
+from relayrun.shuffle.lengths import Lengths, draw
+from relayrun.shuffle.output import FileForm, Shuffled
+from relayrun.tokenization.dumps.split import find_files
+from relayrun.tokenization.readers import stores
+from relayrun.tokenization.readers.rows import RowFile, look_at
 
 PICTURE = "lengths.png"
 _BASE = 200_000_000

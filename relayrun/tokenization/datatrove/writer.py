@@ -15,11 +15,11 @@ from datatrove.pipeline.base import PipelineStep
 
 from relayrun.errors import InputError
 from relayrun.shards.indexed import ShardWriter
-from relayrun.tokenization.engines import Engine, EngineName, select
-from relayrun.tokenization.framing import Framing
+from relayrun.tokenization.encode.engines import Engine, EngineName, select
+from relayrun.tokenization.encode.framing import Framing
+from relayrun.tokenization.encode.tokenizer import AppendEod, load_tokenizer
+from relayrun.tokenization.readers.texts import Texts
 from relayrun.tokenization.record import shard_name
-from relayrun.tokenization.texts import Texts
-from relayrun.tokenization.tokenizer import AppendEod, load_tokenizer
 
 
 class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is untyped

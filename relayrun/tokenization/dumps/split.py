@@ -16,8 +16,10 @@ from dataclasses import dataclass
 
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import fsync_directory, write_atomic
-from relayrun.tokenization import stores
-from relayrun.tokenization.metadata import MetadataFolder, paths_file_bytes, printable, read_paths_file, replace_link
+from relayrun.tokenization.dumps.metadata import MetadataFolder, replace_link
+from relayrun.tokenization.readers import stores
+from relayrun.tokenization.readers.inputs import paths_file_bytes, read_paths_file
+from relayrun.tokenization.readers.stores import printable
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
 """Of the files that are read, in any case of letters."""

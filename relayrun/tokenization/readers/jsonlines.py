@@ -18,8 +18,8 @@ import orjson
 import pyarrow as pa
 
 from relayrun.errors import InputError
-from relayrun.tokenization.metadata import printable
-from relayrun.tokenization.spill import Spill
+from relayrun.tokenization.readers.spill import Spill
+from relayrun.tokenization.readers.stores import printable
 
 MOST_ROWS = 1024
 """Rows of an array, at most."""

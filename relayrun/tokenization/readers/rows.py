@@ -17,9 +17,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from relayrun.errors import InputError
-from relayrun.tokenization import stores
-from relayrun.tokenization.columns import find_field, read_column, unreadable
-from relayrun.tokenization.metadata import printable
+from relayrun.tokenization.readers import stores
+from relayrun.tokenization.readers.columns import find_field, read_column, unreadable
+from relayrun.tokenization.readers.stores import printable
 
 _READ_AHEAD = 1 << 18
 """Bytes of every column that are read at a time."""

@@ -1,0 +1,1 @@
+"""The same as datatrove's steps, for pipelines of your own."""
