@@ -29,11 +29,11 @@ import numpy as np
 from relayrun.config.rampup import BatchSizes
 from relayrun.data import documents
 from relayrun.data.batches import BatchReader
-from relayrun.data.build import Source
-from relayrun.data.mixed import MixedOrder, Part
-from relayrun.data.order import Dataset, SampleOrder
-from relayrun.data.permutation import Permutation, permutation_key
-from relayrun.data.schedule import Interleave, integer_weights
+from relayrun.data.order.mixed import MixedOrder, Part
+from relayrun.data.order.permutation import Permutation, permutation_key
+from relayrun.data.order.samples import Dataset, SampleOrder
+from relayrun.data.order.schedule import Interleave, integer_weights
+from relayrun.data.order.spec import DatasetSpec
 from relayrun.shards.indexed import CODES, HEADER, MAGIC, ShardWriter
 from relayrun.shards.manifest import DatasetManifest, Manifest
 
@@ -229,9 +229,9 @@ def check_same(prefix: str, seq_length: int, micro: int, *, flags: bool) -> None
     """In Megatron's order, both loaders give the same tensors."""
     import torch
 
-    from relayrun.training.megatron_order import MegatronOrder
+    from relayrun.data.order.megatron import MegatronOrder
 
-    same = MegatronOrder(Source(name="t", seed=1, seq_length=seq_length, manifest=DatasetManifest.build([prefix])))
+    same = MegatronOrder(DatasetSpec(name="t", seed=1, seq_length=seq_length, manifest=DatasetManifest.build([prefix])))
     other = megatron_dataset(prefix, seq_length, reset_position_ids=flags, eod_mask_loss=flags)
     for a, b, _ in zip(ours(same, micro, flags=flags), theirs(other, micro, 0), range(20), strict=False):
         for name in ("tokens", "labels", "loss_mask", "position_ids"):

@@ -5,9 +5,15 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from relayrun.config.section import NAME, Fraction, Positive, Section
+
+MOCK_ORDER = "mock"
+"""Of the data set that `mock_data` makes."""
+
+FORMER_ORDERS = {"relayrun.data.mock:MockDataset": MOCK_ORDER}
+"""Names that configs and checkpoints of earlier versions hold."""
 
 
 class Source(Section):
@@ -25,6 +31,11 @@ class Source(Section):
     edition: Positive = 1
     """Rises when the files are replaced by others. Set by submit."""
 
+    @field_validator("order")
+    @classmethod
+    def _named_as_today(cls, order: str | None) -> str | None:
+        return order if order is None else FORMER_ORDERS.get(order, order)
+
     def identity(self, name: str) -> str:
         """Under which the data set called `name` is counted."""
         return name if self.edition == 1 else f"{name}@{self.edition}"
@@ -34,9 +45,7 @@ class Source(Section):
         return [] if self.path is None else [self.path] if isinstance(self.path, str) else self.path
 
 
-MOCK_ORDER = "relayrun.data.mock:MockDataset"
-
-_ORDER = re.compile(r"window|megatron|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_ORDER = re.compile(r"window|megatron|mock|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class Data(Section):
@@ -92,7 +101,7 @@ class Data(Section):
             order = source.order or self.order
             if not _ORDER.fullmatch(order):
                 raise ValueError(f"order {order!r} is none of window, megatron, module:callable")
-            own = ":" in order
+            own = ":" in order or order == MOCK_ORDER
             if not source.paths and not own:
                 raise ValueError(f"mixture.{name}: this data set has no path")
             if own and self.split:

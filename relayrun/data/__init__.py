@@ -1,1 +1,1 @@
-"""Token shards to batches: which shards there are, and which of them a mixture takes."""
+"""Token shards to batches: in which order a run reads them, what it has read, and what a mixture takes of them."""

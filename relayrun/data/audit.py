@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
-from relayrun.data.build import make_dataset, training_order
-from relayrun.data.mixed import MixedOrder
-from relayrun.data.order import Dataset
+from relayrun.data.order.build import make_dataset, training_order
+from relayrun.data.order.mixed import MixedOrder
+from relayrun.data.order.samples import Dataset
+from relayrun.data.order.windows import Origin
 from relayrun.data.progress import Progress
-from relayrun.data.windows import Origin
 from relayrun.errors import InputError
 from relayrun.files import read_json
 from relayrun.rundir.layout import RunDir

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from relayrun.config.schema import RunConfig, Source
-from relayrun.data.schedule import integer_weights
+from relayrun.data.order.schedule import integer_weights
 from relayrun.errors import InputError
 from relayrun.shards.manifest import DatasetManifest, Manifest, ShardEntry
 

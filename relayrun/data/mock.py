@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from relayrun.data.build import Source
+from relayrun.data.order.spec import DatasetSpec
 
 WINDOWS = 1 << 20
 """Of an epoch."""
@@ -18,7 +18,7 @@ WINDOWS = 1 << 20
 class MockDataset:
     """A `Dataset` without files: a pure function of (seed, epoch, i)."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: DatasetSpec) -> None:
         self._seed = source.seed
         self._tokens = source.seq_length + 1
         self._vocabulary_size = int(source.options["vocabulary_size"])

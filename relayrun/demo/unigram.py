@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from relayrun.config.schema import RunConfig
-from relayrun.data.order import SampleOrder
+from relayrun.data.order.samples import SampleOrder
 from relayrun.rundir.layout import RunDir
 from relayrun.shards.manifest import Manifest
 

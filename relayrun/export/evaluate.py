@@ -23,7 +23,7 @@ import torch
 
 from relayrun.config import compose
 from relayrun.config.schema import Evaluation
-from relayrun.data.build import validation_orders
+from relayrun.data.order.build import validation_orders
 from relayrun.errors import InputError, RelayrunError, run_main
 from relayrun.export import huggingface, source
 from relayrun.export.folder import new_folder

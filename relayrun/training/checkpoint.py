@@ -50,7 +50,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from relayrun.config.rampup import BatchSizes, Leg
 from relayrun.config.schema import Checkpoint
-from relayrun.data.mixed import MixedOrder
+from relayrun.data.order.mixed import MixedOrder
 from relayrun.data.progress import Progress
 from relayrun.errors import FatalTrainingError
 from relayrun.files import write_atomic

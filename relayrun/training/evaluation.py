@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from relayrun.config.schema import Training
-from relayrun.data.order import SampleOrder
+from relayrun.data.order.samples import SampleOrder
 from relayrun.training.model import MicroBatch, Model
 from relayrun.training.parallel import Ranks
 

@@ -12,7 +12,7 @@ import torch
 
 from relayrun.config.schema import RunConfig
 from relayrun.data.batches import BatchReader
-from relayrun.data.build import mixture_of, training_order, validation_orders
+from relayrun.data.order.build import mixture_of, training_order, validation_orders
 from relayrun.data.progress import Progress
 from relayrun.errors import FatalTrainingError, InputError, RelayrunError
 from relayrun.files import write_json

@@ -15,8 +15,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from relayrun.data.draw import parse_tokens
-from relayrun.data.mixture import create_mixture
+from relayrun.data.mixture.folder import create_mixture
+from relayrun.data.mixture.select import parse_tokens
 from relayrun.errors import run_main
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from relayrun.data.build import Source
-from relayrun.data.order import SampleOrder
+from relayrun.data.order.samples import SampleOrder
+from relayrun.data.order.spec import DatasetSpec
 
 
 class Logged:
     """Reads are logged as `attempt position` lines, a file for each data set and process."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: DatasetSpec) -> None:
         self._inner = SampleOrder(source.manifest, seq_length=source.seq_length, seed=source.seed, name=source.name)
         attempt = re.search(r"--attempt[ =](\d+)", " ".join(sys.argv))
         self._attempt = attempt[1] if attempt else None

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from relayrun.config.rampup import BatchSizes
+from relayrun.data.order.schedule import Schedule
 from relayrun.data.progress import Progress
-from relayrun.data.schedule import Schedule
 from relayrun.files import read_json, read_lines
 from relayrun.rundir.records import Begin
 from tests.workspace import Workspace, ends

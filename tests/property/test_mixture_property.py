@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayrun.data.draw import TOLERANCE, choose, exact, nearest_end, normalised, wanted
+from relayrun.data.mixture.select import TOLERANCE, choose, exact, nearest_end, normalised, wanted
 
 Sizes = list[list[int]]
 

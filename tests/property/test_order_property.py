@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from relayrun.config.rampup import BatchSizes
 from relayrun.data.batches import BatchReader, Samples
-from relayrun.data.mixed import MixedOrder, Part
-from relayrun.data.order import SampleOrder
+from relayrun.data.order.mixed import MixedOrder, Part
+from relayrun.data.order.samples import SampleOrder
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import DatasetManifest
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from relayrun.config.rampup import BatchSizes
 from relayrun.data.batches import BatchReader
+from relayrun.data.order.schedule import Schedule, integer_weights
 from relayrun.data.progress import Progress
-from relayrun.data.schedule import Schedule, integer_weights
 
 
 @st.composite

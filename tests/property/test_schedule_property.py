@@ -8,7 +8,7 @@ from collections import defaultdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayrun.data.schedule import TOTAL, Interleave, Schedule, integer_weights
+from relayrun.data.order.schedule import TOTAL, Interleave, Schedule, integer_weights
 
 NAMES = "abcdefg"
 

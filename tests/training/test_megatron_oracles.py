@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from relayrun.data.build import Source
-from relayrun.data.schedule import Interleave, integer_weights
+from relayrun.data.order.schedule import Interleave, integer_weights
+from relayrun.data.order.spec import DatasetSpec
 from relayrun.shards.indexed import Shard, ShardWriter
 from relayrun.shards.manifest import DatasetManifest
 
@@ -51,10 +51,10 @@ def theirs(prefix: str, seq_length: int, seed: int) -> megatron.GPTDataset:
 
 
 def ours(prefixes: Sequence[str], seq_length: int, seed: int, cache: Path | None = None, split: float = 0.0):  # type: ignore[no-untyped-def]
-    from relayrun.training.megatron_order import MegatronOrder
+    from relayrun.data.order.megatron import MegatronOrder
 
     return MegatronOrder(
-        Source(
+        DatasetSpec(
             name="d",
             seed=seed,
             seq_length=seq_length,

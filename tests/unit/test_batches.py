@@ -9,7 +9,7 @@ import pytest
 
 from relayrun.config.rampup import BatchSizes
 from relayrun.data.batches import BatchReader
-from relayrun.data.order import SampleOrder
+from relayrun.data.order.samples import SampleOrder
 from relayrun.errors import ConfigError, InputError
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import DatasetManifest

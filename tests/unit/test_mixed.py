@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.data.mixed import MixedOrder, Part
+from relayrun.data.order.mixed import MixedOrder, Part
 from relayrun.errors import FatalTrainingError
 
 
@@ -130,3 +130,10 @@ def test_samples_of_a_data_set_that_left_are_located_but_not_read() -> None:
     assert mixed.locate(8) == ("a", 1, 1)
     with pytest.raises(KeyError):
         mixed.sample(8)
+
+
+def test_a_state_of_an_earlier_version_names_its_order_as_today() -> None:
+    parts = {"mock": Part(dataset=Numbers(10), weight=1.0, record={"order": "mock"})}
+    former = MixedOrder(parts, {}).state(5)
+    former["datasets"]["mock"]["order"] = "relayrun.data.mock:MockDataset"
+    assert MixedOrder(parts, {}).resume(former) == 5

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relayrun.data.draw import choose, drawing_order, normalised
-from relayrun.data.mixture import create_mixture, distinct
+from relayrun.data.mixture.folder import create_mixture, distinct
+from relayrun.data.mixture.select import choose, drawing_order, normalised
 from relayrun.errors import ConfigError, InputError
 from relayrun.shards.indexed import Shard, ShardWriter
 from relayrun.shards.mixture_folder import SUMMARY_JSON, SUMMARY_TEXT
@@ -143,7 +143,7 @@ def test_a_kill_in_the_middle_leaves_the_former_mixture_and_the_next_run_tidies_
     shard(a / "dump_0" / "new", 10)
     code = """
 import os, signal, sys
-import relayrun.data.mixture as mixture
+import relayrun.data.mixture.folder as mixture
 made, symlink = [], os.symlink
 def killing(*arguments):
     symlink(*arguments)

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relayrun.data import draw
-from relayrun.data.mixture import create_mixture
-from relayrun.data.windows import WindowDataset
+from relayrun.data.mixture import select
+from relayrun.data.mixture.folder import create_mixture
+from relayrun.data.order.windows import WindowDataset
 from relayrun.errors import ConfigError, InputError
 from relayrun.shards.indexed import Shard, ShardWriter
 from relayrun.shards.manifest import DatasetManifest, Manifest
@@ -173,8 +173,8 @@ def test_what_cannot_be_asked_for_is_one_error(tmp_path: Path) -> None:
         create_mixture([a], [1], tmp_path / "m", tokens=10**14)
     for text in ("0", "-5", "10X", "", "1e9"):
         with pytest.raises(ConfigError, match="no number of tokens"):
-            draw.parse_tokens(text)
-    assert [draw.parse_tokens(text) for text in ("7", "1_000", "20k", "300M", "10B", "1.5T")] == [
+            select.parse_tokens(text)
+    assert [select.parse_tokens(text) for text in ("7", "1_000", "20k", "300M", "10B", "1.5T")] == [
         7,
         1000,
         20_000,

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relayrun.data.order import SampleOrder
+from relayrun.data.order.samples import SampleOrder
 from relayrun.errors import InputError
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import DatasetManifest

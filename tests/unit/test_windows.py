@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relayrun.data.windows import WindowDataset
+from relayrun.data.order.windows import WindowDataset
 from relayrun.errors import InputError
 from relayrun.shards.indexed import HEADER, MAGIC, ShardWriter
 from relayrun.shards.manifest import DatasetManifest

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from relayrun.data.order import Dataset
-from relayrun.data.schedule import Schedule, integer_weights
+from relayrun.config.data import FORMER_ORDERS
+from relayrun.data.order.samples import Dataset
+from relayrun.data.order.schedule import Schedule, integer_weights
 from relayrun.errors import FatalTrainingError
 
 STATE_VERSION = 1
@@ -124,7 +125,7 @@ def _read(state: Mapping[str, Any]) -> tuple[int, Schedule, dict[str, dict[str, 
         counts = schedule.counts(consumed)
         if state["counts"] != counts:
             raise ValueError(f"its ledger counts {dict(state['counts'])}, its phases give {counts}")
-        records = {name: dict(record) for name, record in state["datasets"].items()}
+        records = {name: _named_as_today(record) for name, record in state["datasets"].items()}
         if records.keys() != set(schedule.names):
             raise ValueError("its data sets are not those of its phases")
         return consumed, schedule, records
@@ -132,6 +133,11 @@ def _read(state: Mapping[str, Any]) -> tuple[int, Schedule, dict[str, dict[str, 
         raise FatalTrainingError(
             f"the data state of the checkpoint is damaged: {error}", hint="resume from an older checkpoint"
         ) from None
+
+
+def _named_as_today(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A data set's record, which may be of an earlier version."""
+    return {**record, "order": FORMER_ORDERS.get(record["order"], record["order"])} if "order" in record else {**record}
 
 
 def _text(value: object) -> str:

@@ -15,8 +15,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from relayrun.data.permutation import Permutation, permutation_key
-from relayrun.data.windows import Origin, WindowDataset
+from relayrun.data.order.permutation import Permutation, permutation_key
+from relayrun.data.order.windows import Origin, WindowDataset
 from relayrun.errors import InputError
 from relayrun.shards.manifest import DatasetManifest
 

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from relayrun.data import draw
-from relayrun.data.mixture_summary import Cut, Dataset, as_json, pass_folder, summarise
+from relayrun.data.mixture import select
+from relayrun.data.mixture.summary import Cut, Dataset, as_json, pass_folder, summarise
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import fsync_directory, replaced_folder, write_atomic
 from relayrun.shards.indexed import Shard
@@ -66,14 +66,14 @@ def create_mixture(
             where="--whole-shards",
             hint="leave out one of the options",
         )
-    shares = draw.normalised(weights)
+    shares = select.normalised(weights)
     check_output(output, folders)
     datasets = _read_datasets(folders, shares, seed, report)
     if whole_shards:
-        taken = draw.choose([[shard.tokens for shard in dataset.shards] for dataset in datasets], shares)
+        taken = select.choose([[shard.tokens for shard in dataset.shards] for dataset in datasets], shares)
         datasets = [replace(dataset, taken=count) for dataset, count in zip(datasets, taken, strict=True)]
     else:
-        targets = draw.wanted([d.available for d in datasets], shares, tokens=tokens, repeat=allow_repeats)
+        targets = select.wanted([d.available for d in datasets], shares, tokens=tokens, repeat=allow_repeats)
         datasets = [_taking(dataset, target) for dataset, target in zip(datasets, targets, strict=True)]
     links = sum(dataset.prefixes for dataset in datasets)
     if links > MOST_LINKS:
@@ -180,7 +180,7 @@ def _read_datasets(
         if not any(shard.tokens for shard in shards):
             raise InputError("the shards of this folder hold no tokens", where=root, hint="leave it out")
         links = distinct([os.path.basename(path) for path in relative], [path.replace("/", "-") for path in relative])
-        order = draw.drawing_order(relative, seed=seed, dataset=i)
+        order = select.drawing_order(relative, seed=seed, dataset=i)
         datasets.append(
             Dataset(
                 name=name,
@@ -196,7 +196,7 @@ def _read_datasets(
 
 def _taking(dataset: Dataset, target: int) -> Dataset:
     """The dataset with what it gives for `target` tokens, its last shard cut at the end of the nearest document."""
-    take = draw.exact([shard.tokens for shard in dataset.shards], target)
+    take = select.exact([shard.tokens for shard in dataset.shards], target)
     taken, cut = take.shards, None
     if take.rest:
         cut = _cut(dataset.shards[taken], take.rest)
@@ -229,7 +229,7 @@ def _cut(shard: Shard, tokens: int) -> Cut:
             hint="write it again, or use --whole-shards",
         )
     bounds = np.asarray(shard.bounds())
-    documents = draw.nearest_end(ends[bounds], tokens)
+    documents = select.nearest_end(ends[bounds], tokens)
     return Cut(documents=documents, tokens=int(ends[bounds[documents]]), of=shard)
 
 

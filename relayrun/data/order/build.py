@@ -1,44 +1,23 @@
 """From a config and a manifest to the order in which a run reads: the one place where data sets are made.
 
-`order: window` is `SampleOrder`; `order: megatron` and a user's own are callables by import path, which get
-one `Source`. They are imported by the ranks and by the audit only, never by a submit.
+`order: window` is `SampleOrder`; the others are callables that get one `DatasetSpec`, a user's own by import path.
+They are imported by the ranks and by the audit only, never by a submit.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
 
-from relayrun.config.schema import RunConfig
-from relayrun.data.mixed import MixedOrder, Part
-from relayrun.data.order import Dataset, SampleOrder
+from relayrun.config.schema import MOCK_ORDER, RunConfig
+from relayrun.data.order.mixed import MixedOrder, Part
+from relayrun.data.order.samples import Dataset, SampleOrder
+from relayrun.data.order.spec import DatasetSpec
 from relayrun.errors import ConfigError
-from relayrun.shards.manifest import DatasetManifest, Manifest
+from relayrun.shards.manifest import Manifest
 
 VALIDATION_SEED = 0
 """Fixed, so that runs with other seeds are evaluated on the same windows."""
-
-IMPORT_PATHS = {"megatron": "relayrun.training.megatron_order:MegatronOrder"}
-"""Orders with a short name that are not `window`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """What a callable that makes a data set is given."""
-
-    name: str
-    """Identity of the data set."""
-    seed: int
-    seq_length: int
-    manifest: DatasetManifest
-    """Its shards; none if the mixture gives it no path."""
-    split: float = 0.0
-    """Share of the windows, at the end, that is held out."""
-    cache_dir: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """The entry's own, from the mixture."""
 
 
 def training_order(config: RunConfig, manifest: Manifest) -> MixedOrder:
@@ -97,9 +76,9 @@ def make_dataset(config: RunConfig, manifest: Manifest, name: str) -> Dataset:
     shards = manifest.datasets[identity]
     if order == "window":
         return SampleOrder(shards, seq_length=training.seq_length, seed=training.seed, name=identity, split=data.split)
-    make = _imported(IMPORT_PATHS.get(order, order), f"data set {identity!r}")
+    make = _maker(order, f"data set {identity!r}")
     dataset = make(
-        Source(
+        DatasetSpec(
             name=identity,
             seed=training.seed,
             seq_length=training.seq_length,
@@ -114,7 +93,20 @@ def make_dataset(config: RunConfig, manifest: Manifest, name: str) -> Dataset:
     return dataset
 
 
-def _imported(path: str, where: str) -> Callable[[Source], Dataset]:
+def _maker(order: str, where: str) -> Callable[[DatasetSpec], Dataset]:
+    """What makes the data sets of an order that is not `window`. Each is imported where it is asked for."""
+    if order == "megatron":
+        from relayrun.data.order.megatron import MegatronOrder
+
+        return MegatronOrder
+    if order == MOCK_ORDER:
+        from relayrun.data.mock import MockDataset
+
+        return MockDataset
+    return _imported(order, where)
+
+
+def _imported(path: str, where: str) -> Callable[[DatasetSpec], Dataset]:
     module, _, name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
@@ -126,5 +118,5 @@ def _imported(path: str, where: str) -> Callable[[Source], Dataset]:
         ) from None
     if not callable(found):
         raise ConfigError(f"order {path!r} is no callable", where=where)
-    made: Callable[[Source], Dataset] = found
+    made: Callable[[DatasetSpec], Dataset] = found
     return made

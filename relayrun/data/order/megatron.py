@@ -28,9 +28,9 @@ import numpy.typing as npt
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
-from relayrun.data.build import Source
-from relayrun.data.order import held_out_windows
-from relayrun.data.windows import Origin, WindowDataset
+from relayrun.data.order.samples import held_out_windows
+from relayrun.data.order.spec import DatasetSpec
+from relayrun.data.order.windows import Origin, WindowDataset
 from relayrun.errors import InputError
 from relayrun.shards.indexed import Shard
 
@@ -40,7 +40,7 @@ logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR) 
 class MegatronOrder:
     """A data set (see `relayrun.data.order.Dataset`). Raises InputError if there is not one whole window."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: DatasetSpec) -> None:
         self._source = source
         self._documents = Documents(source)
         stream = WindowDataset(source.manifest, source.seq_length)
@@ -93,7 +93,7 @@ def epoch_seed(seed: int, name: str, epoch: int) -> int:
 class Documents:
     """All shards as one low-level dataset, with what GPTDataset asks of megatron-core's IndexedDataset."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: DatasetSpec) -> None:
         lengths = [Shard.open(shard.prefix).lengths() for shard in source.manifest.shards]
         self.sequence_lengths = np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int32)
         self.path_prefix = source.name
@@ -143,7 +143,7 @@ class EpochConfig(GPTDatasetConfig):  # type: ignore[misc]
     relayrun_cache: str | None = None
 
 
-def _open_epoch(source: Source, documents: Documents, indices: npt.NDArray[np.int32], epoch: int) -> Epoch:
+def _open_epoch(source: DatasetSpec, documents: Documents, indices: npt.NDArray[np.int32], epoch: int) -> Epoch:
     config = EpochConfig(
         random_seed=epoch_seed(source.seed, source.name, epoch),
         sequence_length=source.seq_length,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from relayrun.data.draw import TOLERANCE
+from relayrun.data.mixture.select import TOLERANCE
 from relayrun.shards.indexed import Shard, index_bytes
 from relayrun.shards.mixture_folder import FORMAT
 

@@ -1,0 +1,26 @@
+"""What a callable that makes a data set is given: `order: megatron`, the made-up data, and a user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from relayrun.shards.manifest import DatasetManifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSpec:
+    """What a callable that makes a data set is given."""
+
+    name: str
+    """Identity of the data set."""
+    seed: int
+    seq_length: int
+    manifest: DatasetManifest
+    """Its shards; none if the mixture gives it no path."""
+    split: float = 0.0
+    """Share of the windows, at the end, that is held out."""
+    cache_dir: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The entry's own, from the mixture."""
