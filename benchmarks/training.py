@@ -9,7 +9,7 @@ times (`time.process_time`, all threads of the process). Dropout is off. About t
 
 GPU part, where torch sees a GPU: the 1B baseline in bf16 on one GPU at sequence length 4096, by the training program as
 it is submitted, in turns with a Llama of the same shape in plain PyTorch (`_plain_llama.py`); tokens/s, and the MFU
-that the program reports (formula and peaks: relayrun/training/size.py). Every turn is a process of its own, its
+that the program reports (formula and peaks: relayrun/training/model/size.py). Every turn is a process of its own, its
 first steps are left out. Without a GPU the result says so.
 """
 
@@ -145,9 +145,10 @@ def one_rank() -> None:
 def in_turns(run: RunDir, pairs: int, steps: int) -> int:
     """The CPU part: the real loop, held after every turn for as many bare steps."""
     one_rank()
-    from relayrun.training import device_shim, loop, parallel
-    from relayrun.training.heartbeat import Pulse
-    from relayrun.training.pace import Pace
+    from relayrun.training import loop, parallel
+    from relayrun.training.model import device_shim
+    from relayrun.training.reporting.heartbeat import Pulse
+    from relayrun.training.reporting.timings import Pace
     from relayrun.training.signals import SignalFlag
 
     begin = Begin.read(run.attempt(1).begin)
@@ -205,7 +206,7 @@ def bare_stepper(config: RunConfig, ranks: Any) -> Any:
     import torch
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from relayrun.training.model import Model as TrainingModel
+    from relayrun.training.model.gpt import Model as TrainingModel
     from relayrun.training.optimizer import Optimizer
 
     settings = config.training
@@ -284,7 +285,7 @@ def gpu(folder: Path) -> dict[str, Any]:
         "turns": GPU_TURNS,
         "tokens_per_second": {"relayrun": _results.spread(ours), "plain_torch": _results.spread(peer)},
         "ratio": _results.spread([a / b for a, b in zip(ours, peer, strict=True)]),
-        "mfu": _results.spread(known) if known else "the peak of this device is not in relayrun/training/size.py",
+        "mfu": _results.spread(known) if known else "the peak of this device is not in relayrun/training/model/size.py",
         "peak_memory_bytes": memory,
     }
 

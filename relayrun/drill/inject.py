@@ -37,11 +37,13 @@ def main() -> None:
 
 def install(faults: Mapping[str, str], *, first_attempt: bool, rank: int) -> None:
     """Put the faults in place. Raises ValueError for one that is not in the table."""
-    from relayrun.training import loop, model, publish
+    from relayrun.training import loop
+    from relayrun.training.checkpoint import publish
+    from relayrun.training.model import gpt
 
     step = loop.Training._step
     preparation, publication = publish.prepare, publish.publish
-    sample_loss = model._loss
+    sample_loss = gpt._loss
     factor = [1.0]  # of the losses of this iteration
 
     def faulty_step(self: Any) -> bool:
@@ -88,7 +90,7 @@ def install(faults: Mapping[str, str], *, first_attempt: bool, rank: int) -> Non
     if unknown := faults.keys() - known:
         raise ValueError(f"unknown faults: {', '.join(sorted(unknown))}")
     _replace(loop.Training, "_step", faulty_step)
-    _replace(model, "_loss", faulty_loss)
+    _replace(gpt, "_loss", faulty_loss)
     _replace(publish, "prepare", faulty_preparation)
     _replace(publish, "publish", faulty_publication)
 

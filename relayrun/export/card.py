@@ -12,7 +12,7 @@ from relayrun.data import audit
 from relayrun.errors import InputError
 from relayrun.export.source import Source
 from relayrun.rundir import evaluations, lineage, views
-from relayrun.training.size import parameters
+from relayrun.training.model.size import parameters
 
 PACKAGES = ("torch", "megatron-core", "transformers", "safetensors")
 

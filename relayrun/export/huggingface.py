@@ -22,7 +22,7 @@ from relayrun.export.reader import CheckpointReader
 from relayrun.export.source import Source
 from relayrun.files import write_json
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
-from relayrun.training.size import padded
+from relayrun.training.model.size import padded
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_SIZE = 5_000_000_000

@@ -31,7 +31,7 @@ from relayrun.export.huggingface import DTYPES
 from relayrun.export.llama import Piece
 from relayrun.files import read_json, write_json
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
-from relayrun.training.size import padded
+from relayrun.training.model.size import padded
 
 EXTRA_STATE = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
 """Modules for which megatron-core keeps an object per layer, empty without fp8."""

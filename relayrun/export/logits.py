@@ -73,8 +73,9 @@ def _transformers(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 def _megatron(source: Source, tokens: torch.Tensor) -> torch.Tensor:
     from megatron.core import dist_checkpointing
 
-    from relayrun.training import device_shim, parallel
-    from relayrun.training.model import Model
+    from relayrun.training import parallel
+    from relayrun.training.model import device_shim
+    from relayrun.training.model.gpt import Model
 
     device_shim.install()
     os.environ |= {

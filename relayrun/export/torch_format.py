@@ -19,7 +19,7 @@ from relayrun.export import llama
 from relayrun.export.huggingface import DTYPES
 from relayrun.export.reader import CheckpointReader
 from relayrun.export.source import Source
-from relayrun.training.size import padded
+from relayrun.training.model.size import padded
 
 _LOCAL = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",

@@ -18,8 +18,8 @@ from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError
 from relayrun.rundir import lineage
 from relayrun.rundir.layout import AttemptDir, RunDir
 from relayrun.rundir.records import Begin, Failure, Left, commits
-from relayrun.training.heartbeat import Pulse, is_first_of_node, node_name
-from relayrun.training.pace import Pace
+from relayrun.training.reporting.heartbeat import Pulse, is_first_of_node, node_name
+from relayrun.training.reporting.timings import Pace
 from relayrun.training.signals import SignalFlag, dump_stacks_on_request
 
 FATAL = 3
@@ -52,7 +52,7 @@ def main(flag: SignalFlag) -> int:
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
         # from here on imports that take long; nsys must be around the process before torch is there
         from relayrun.config import compose
-        from relayrun.training import debugging
+        from relayrun.training.reporting import debugging
 
         config = compose.read_resolved(run.config_revision(begin.config_revision))
         debug = run.debug_of(attempt.number)

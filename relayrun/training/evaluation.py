@@ -9,7 +9,7 @@ import torch
 
 from relayrun.config.schema import Training
 from relayrun.data.order.samples import SampleOrder
-from relayrun.training.model import MicroBatch, Model
+from relayrun.training.model.gpt import MicroBatch, Model
 from relayrun.training.parallel import Ranks
 
 

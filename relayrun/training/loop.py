@@ -22,23 +22,24 @@ from relayrun.rundir.lineage import Durable, durable, is_own
 from relayrun.rundir.records import Begin, Left, Outcome, Started
 from relayrun.rundir.rewinds import Rewind
 from relayrun.shards.manifest import Manifest
-from relayrun.training import device_shim, parallel
+from relayrun.training import parallel
 from relayrun.training.anomaly import Action, LossGuard, Verdict
-from relayrun.training.checkpoint import Checkpointer
+from relayrun.training.checkpoint.state import Checkpointer
 from relayrun.training.control import Control
-from relayrun.training.debugging import Profiler
 from relayrun.training.evaluation import Evaluation
-from relayrun.training.heartbeat import Pulse
-from relayrun.training.metrics import Metrics, Step
-from relayrun.training.model import MicroBatch, Model
+from relayrun.training.model import device_shim
+from relayrun.training.model.gpt import MicroBatch, Model
+from relayrun.training.model.size import peak_flops
 from relayrun.training.optimizer import Optimizer
-from relayrun.training.pace import Pace
 from relayrun.training.parallel import Ranks
-from relayrun.training.progress_log import ProgressLog
+from relayrun.training.reporting.debugging import Profiler
+from relayrun.training.reporting.heartbeat import Pulse
+from relayrun.training.reporting.metrics import Metrics, Step
+from relayrun.training.reporting.progress_log import ProgressLog
+from relayrun.training.reporting.timings import Pace
+from relayrun.training.reporting.trackers import Trackers
 from relayrun.training.saver import LEAVE_TRIES, Saver
 from relayrun.training.signals import SignalFlag
-from relayrun.training.size import peak_flops
-from relayrun.training.trackers import Trackers
 
 
 class LeaveFailed(RelayrunError):

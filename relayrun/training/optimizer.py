@@ -23,8 +23,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from relayrun.config.schema import RunConfig
 from relayrun.data.progress import Progress
 from relayrun.errors import ConfigError
-from relayrun.training.model import Model
-from relayrun.training.shards import parts
+from relayrun.training.model.gpt import Model
+from relayrun.training.optimizer_shards import parts
 
 
 class ShardedDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]  # megatron-core has no types

@@ -21,13 +21,13 @@ from collections.abc import Sequence
 
 from relayrun.data.progress import Progress
 from relayrun.rundir.triggers import Trigger
-from relayrun.training.background import BackgroundSave
-from relayrun.training.checkpoint import Checkpointer, SaveFailed
+from relayrun.training.checkpoint.background import BackgroundSave
+from relayrun.training.checkpoint.state import Checkpointer, SaveFailed
 from relayrun.training.control import Control, Order
-from relayrun.training.heartbeat import Pulse
-from relayrun.training.metrics import Metrics
-from relayrun.training.pace import Pace
-from relayrun.training.progress_log import ProgressLog
+from relayrun.training.reporting.heartbeat import Pulse
+from relayrun.training.reporting.metrics import Metrics
+from relayrun.training.reporting.progress_log import ProgressLog
+from relayrun.training.reporting.timings import Pace
 
 LEAVE_TRIES = 3
 """How often a save is tried when leaving; a save in between is tried once and left for the next occasion."""

@@ -14,7 +14,7 @@ import torch  # noqa: E402
 
 from relayrun.config.schema import RunConfig  # noqa: E402
 from relayrun.errors import FatalTrainingError  # noqa: E402
-from relayrun.training import layers  # noqa: E402
+from relayrun.training.model.gpt import layers  # noqa: E402
 
 CONFIG: dict[str, Any] = {
     "project": "tests",

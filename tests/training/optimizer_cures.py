@@ -24,9 +24,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # no
 
 from relayrun.config.schema import RunConfig  # noqa: E402
 from relayrun.data.progress import Progress  # noqa: E402
-from relayrun.training import device_shim, parallel  # noqa: E402
-from relayrun.training.checkpoint import InProcessStrategy  # noqa: E402
-from relayrun.training.model import MicroBatch, Model  # noqa: E402
+from relayrun.training import parallel  # noqa: E402
+from relayrun.training.checkpoint.state import InProcessStrategy  # noqa: E402
+from relayrun.training.model import device_shim  # noqa: E402
+from relayrun.training.model.gpt import MicroBatch, Model  # noqa: E402
 from relayrun.training.optimizer import Optimizer, ShardedDistributedOptimizer, TorchDistributedOptimizer  # noqa: E402
 
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}

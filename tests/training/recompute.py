@@ -16,15 +16,16 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from relayrun.config.schema import RunConfig  # noqa: E402
-from relayrun.training import device_shim, parallel  # noqa: E402
+from relayrun.training import parallel  # noqa: E402
+from relayrun.training.model import device_shim  # noqa: E402
 
 device_shim.install()
 
 from megatron.core.tensor_parallel import checkpoint, get_cuda_rng_tracker  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
-from relayrun.training.attention import CausalAttention  # noqa: E402
-from relayrun.training.model import MicroBatch, Model  # noqa: E402
+from relayrun.training.model.attention import CausalAttention  # noqa: E402
+from relayrun.training.model.gpt import MicroBatch, Model  # noqa: E402
 
 VOCABULARY, LENGTH, SIZE = 64, 48, 2
 CONFIG: dict[str, Any] = {

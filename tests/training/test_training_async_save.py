@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from relayrun.rundir import triggers
 from relayrun.rundir.lineage import durable
-from relayrun.training.background import NICE, BackgroundSave
-from relayrun.training.writer import ThreadedWriter
+from relayrun.training.checkpoint.background import NICE, BackgroundSave
+from relayrun.training.checkpoint.writer import ThreadedWriter
 from tests.checkpoints import assert_same_bytes
 
 Make = Callable[..., Any]

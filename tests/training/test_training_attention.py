@@ -19,7 +19,7 @@ def attention() -> Any:
         warnings.simplefilter("ignore")
         from megatron.core.transformer import TransformerConfig
 
-        from relayrun.training.attention import CausalAttention
+        from relayrun.training.model.attention import CausalAttention
 
         config = TransformerConfig(
             num_layers=1,

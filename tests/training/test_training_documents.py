@@ -13,9 +13,10 @@ import os, sys, json
 os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
 import numpy as np
 from relayrun.config.schema import RunConfig
-from relayrun.training import device_shim, parallel
+from relayrun.training import parallel
+from relayrun.training.model import device_shim
 device_shim.install()
-from relayrun.training.model import MicroBatch, Model
+from relayrun.training.model.gpt import MicroBatch, Model
 
 def config(length, **data):
     return RunConfig.model_validate_json(json.dumps({

@@ -12,7 +12,7 @@ from typing import Any
 def main() -> None:
     module = sys.argv.index("relayrun.training")
     sys.argv = sys.argv[module:]
-    from relayrun.training.model import DistributedDataParallel
+    from relayrun.training.model.gpt import DistributedDataParallel
 
     original = DistributedDataParallel.start_param_sync
 

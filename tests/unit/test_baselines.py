@@ -11,7 +11,7 @@ from relayrun import ROOT, preflight
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import Model, RunConfig
 from relayrun.errors import ConfigError
-from relayrun.training.size import flops_per_token, padded, parameters, peak_flops
+from relayrun.training.model.size import flops_per_token, padded, parameters, peak_flops
 
 VOCABULARY = 128_256
 # Sums of the safetensors metadata of meta-llama/Llama-3.2-1B, -3.2-3B, -3.1-8B and -3.1-70B on the Hugging Face hub

@@ -17,7 +17,7 @@ from relayrun.data.mock import WINDOWS, MockDataset
 from relayrun.errors import ConfigError
 from relayrun.monitoring import environment, memory
 from relayrun.rundir.records import Begin
-from relayrun.training import debugging
+from relayrun.training.reporting import debugging
 from tests.workspace import Workspace
 
 BEGIN = Begin(

@@ -21,7 +21,7 @@ from relayrun.monitoring.sinks import highest_event
 from relayrun.monitoring.streams import record_streams
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, Left
-from relayrun.training import trackers
+from relayrun.training.reporting import trackers
 
 
 class Memory:

@@ -16,7 +16,7 @@ from relayrun.rundir import triggers
 from relayrun.rundir.layout import AttemptDir, RunDir
 from relayrun.rundir.records import Begin
 from relayrun.training.control import Control, Order
-from relayrun.training.metrics import Metrics, Step
+from relayrun.training.reporting.metrics import Metrics, Step
 from relayrun.training.signals import SignalFlag
 
 

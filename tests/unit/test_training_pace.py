@@ -15,10 +15,10 @@ import pytest
 
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, Failure, Heartbeat
-from relayrun.training import heartbeat
 from relayrun.training.__main__ import record_failure
-from relayrun.training.heartbeat import Pulse, node_name
-from relayrun.training.pace import Pace
+from relayrun.training.reporting import heartbeat
+from relayrun.training.reporting.heartbeat import Pulse, node_name
+from relayrun.training.reporting.timings import Pace
 
 
 def begin(**changes: Any) -> Begin:

@@ -13,7 +13,7 @@ from relayrun.rundir.evaluations import Policy
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.records import Begin, Commit, commits
-from relayrun.training import publish
+from relayrun.training.checkpoint import publish
 
 
 @pytest.fixture

@@ -56,14 +56,14 @@ from relayrun.errors import FatalTrainingError
 from relayrun.files import write_atomic
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Commit
-from relayrun.training import publish, random_state
 from relayrun.training.anomaly import LossGuard
-from relayrun.training.background import BackgroundSave
-from relayrun.training.host_copy import HostCopy
-from relayrun.training.model import Model
+from relayrun.training.checkpoint.background import BackgroundSave
+from relayrun.training.checkpoint.host_copy import HostCopy
+from relayrun.training.checkpoint import publish, random_state
+from relayrun.training.checkpoint.writer import ThreadedWriter, check_complete, sizes
+from relayrun.training.model.gpt import Model
 from relayrun.training.optimizer import Optimizer
 from relayrun.training.parallel import Ranks
-from relayrun.training.writer import ThreadedWriter, check_complete, sizes
 
 T = TypeVar("T")
 Shards = dict[str, list[ShardedBase]]

@@ -19,8 +19,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from relayrun.config.schema import RunConfig
 from relayrun.errors import FatalTrainingError
-from relayrun.training.attention import CausalAttention
-from relayrun.training.norm import RMSNorm
+from relayrun.training.model.attention import CausalAttention
+from relayrun.training.model.norm import RMSNorm
 
 Implementation = Literal["local", "transformer_engine"]
 

@@ -27,9 +27,10 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from relayrun.config.schema import Data, RunConfig
 from relayrun.data import documents
 from relayrun.errors import ConfigError
-from relayrun.training import layers, parallel
+from relayrun.training import parallel
+from relayrun.training.model import layers
+from relayrun.training.model.size import flops_per_token, padded
 from relayrun.training.parallel import Ranks
-from relayrun.training.size import flops_per_token, padded
 
 
 @dataclass(frozen=True, kw_only=True)

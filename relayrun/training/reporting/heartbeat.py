@@ -18,7 +18,7 @@ from typing import Literal
 
 from relayrun.files import write_json
 from relayrun.rundir.records import Heartbeat
-from relayrun.training.pace import Pace
+from relayrun.training.reporting.timings import Pace
 
 Phase = Literal["start", "step", "save", "evaluation"]
 

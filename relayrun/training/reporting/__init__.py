@@ -1,0 +1,1 @@
+"""What an attempt tells while it trains: metrics, heartbeats, timings, trackers, traces."""
