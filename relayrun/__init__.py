@@ -1,4 +1,26 @@
-"""relayrun: language-model pretraining on Slurm as a relay of jobs that never loses work."""
+"""relayrun: language-model pretraining on Slurm as a relay of jobs that never loses work.
+
+What lies where. A package imports only packages that stand below it in this list, which a test reads from here:
+
+    cli             the `relayrun` command, one module a verb
+    demo            `make demo`: raw text to a trained model on one machine
+    drill           faults that a chain must survive
+    submit          from a run config to a queued job
+    export          a checkpoint as a model that other programs read, and back; its evaluation
+    training        the program that a rank executes: model, checkpoints, reports, the loop
+    monitoring      where a run stands, for people: status, report, trackers
+    data            which tokens are sample k of a run; what a mixture takes; what was read
+    shuffle         a global shuffle of a dataset on disk
+    tokenization    text to token shards, dump by dump
+    chain           what becomes of a run when a job ends, and the supervisor beside the ranks
+    scheduler       Slurm, or a queue on this machine
+    rundir          the run directory: its file names, its records, its triggers
+    shards          Megatron's token files
+    config          the settings of a run, and how they are composed
+    slurmtime       durations as Slurm writes them
+    files           files that survive a kill
+    errors          every error that is raised on purpose
+"""
 
 from pathlib import Path
 

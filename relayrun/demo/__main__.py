@@ -110,7 +110,7 @@ def main() -> int:
 
     headline("6. the model as a Hugging Face folder")
     arguments = ("export", "hf", run.path, "--output", OUTPUT / "hf", "--test-logits")
-    run_python(["-m", "relayrun.cli", *arguments], shown=["relayrun", *arguments])
+    run_python([Path(sys.executable).with_name("relayrun"), *arguments], shown=["relayrun", *arguments])
 
     headline("7. report")
     return show(run, config, seconds=time.monotonic() - started)

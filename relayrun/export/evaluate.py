@@ -28,8 +28,8 @@ from relayrun.errors import InputError, RelayrunError, run_main
 from relayrun.export import huggingface, source
 from relayrun.export.folder import new_folder
 from relayrun.export.source import Source
-from relayrun.monitoring.sinks import wandb_mode
-from relayrun.monitoring.wandb_evaluations import tell
+from relayrun.monitoring.trackers.sinks import wandb_mode
+from relayrun.monitoring.trackers.wandb_evaluations import tell
 from relayrun.rundir import evaluations
 from relayrun.rundir.evaluations import EvaluationDir, Result
 from relayrun.rundir.layout import RunDir

@@ -147,7 +147,7 @@ class RunDir:
 
     @property
     def streams(self) -> Path:
-        """Under which ids the run is told to W&B and TensorBoard; see `monitoring.streams`."""
+        """Under which ids the run is told to W&B and TensorBoard; see `monitoring.trackers.streams`."""
         return self.path / "streams.json"
 
     @property
@@ -212,7 +212,7 @@ class RunDir:
 
     @property
     def code(self) -> Path:
-        """Snapshots of the code; see `relayrun.codebase`."""
+        """Snapshots of the code; see `relayrun.submit.code_snapshot`."""
         return self.path / "code"
 
     @property

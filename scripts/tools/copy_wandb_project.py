@@ -12,7 +12,7 @@ import argparse
 import sys
 
 from relayrun.errors import InputError, run_main
-from relayrun.monitoring.wandb_copy import Project, copy_project
+from relayrun.monitoring.trackers.wandb_copy import Project, copy_project
 
 
 def main() -> None:

@@ -12,10 +12,10 @@ import sys
 
 from relayrun.config import compose
 from relayrun.errors import InputError, RunDirError, run_main
-from relayrun.monitoring import wandb_evaluations
-from relayrun.monitoring.progress import Progress
-from relayrun.monitoring.sinks import WandB
-from relayrun.monitoring.streams import record_streams
+from relayrun.monitoring.trackers import wandb_evaluations
+from relayrun.monitoring.trackers.progress import Progress
+from relayrun.monitoring.trackers.sinks import WandB
+from relayrun.monitoring.trackers.streams import record_streams
 from relayrun.rundir import find
 
 

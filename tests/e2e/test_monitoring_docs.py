@@ -81,7 +81,7 @@ def test_training_offline_sending_looking_and_debugging(tmp_path: Path, monkeypa
 
     listed = run("").split()
     assert {"profile", "compute_environment.txt"} <= set(listed)
-    assert (tmp_path / "logs/runs/my-project/debugged/code/0001/relayrun/cli.py").is_file()
+    assert (tmp_path / "logs/runs/my-project/debugged/code/0001/relayrun/cli/__init__.py").is_file()
     assert (tmp_path / "logs/runs/my-project/debugged/debug/0001/profile/rank-0000.json").is_file()
 
 

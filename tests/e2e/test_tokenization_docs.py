@@ -21,7 +21,7 @@ def test_every_program_and_option_that_is_named_exists() -> None:
         for path in (
             *(ROOT / "scripts").rglob("*.py"),
             *(ROOT / "launchers").glob("*.py"),
-            ROOT / "relayrun/cli.py",
+            *(ROOT / "relayrun/cli").glob("*.py"),
         )
     )
     for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) - {"--help"}:

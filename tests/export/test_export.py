@@ -102,7 +102,7 @@ import json, resource, sys
 from pathlib import Path
 import torch, safetensors.torch
 from relayrun.cli import main
-from relayrun.export import door, huggingface, importer
+from relayrun.cli import export, import_checkpoint
 def peak():
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from relayrun.monitoring.wandb_files import history, offline_files
+from relayrun.monitoring.trackers.wandb_files import history, offline_files
 from relayrun.rundir import views
 
 from .conftest import Harness

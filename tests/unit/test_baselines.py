@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from relayrun import ROOT, preflight
+from relayrun import ROOT
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import Model, RunConfig
 from relayrun.errors import ConfigError
+from relayrun.submit import check
 from relayrun.training.model.size import flops_per_token, padded, parameters, peak_flops
 
 VOCABULARY = 128_256
@@ -175,12 +176,12 @@ def test_context_parallel_is_refused_before_submission_unless_the_cluster_has_tr
     config = compose.load(ROOT / "configs" / "runs" / "llama3-70b.yaml", overrides)
     assert config.data_parallel_size == 2
     with pytest.raises(ConfigError, match="context_parallel_size above 1 needs TransformerEngine, which this"):
-        preflight.check(config)
+        check.check(config)
     declared = config.cluster.model_copy(update={"transformer_engine": True})
-    preflight.check(config.model_copy(update={"cluster": declared}))
+    check.check(config.model_copy(update={"cluster": declared}))
     forced = ["training.transformer_impl=transformer_engine"]
     with pytest.raises(ConfigError, match="transformer_impl=transformer_engine needs TransformerEngine"):
-        preflight.check(compose.load(ROOT / "configs" / "runs" / "llama3-70b.yaml", forced))
+        check.check(compose.load(ROOT / "configs" / "runs" / "llama3-70b.yaml", forced))
 
 
 def test_a_token_costs_six_flops_per_parameter_and_the_causal_half_of_attention() -> None:

@@ -20,7 +20,7 @@ from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, Commit, append_commit
 from relayrun.shards.indexed import Shard
 from relayrun.shards.manifest import Manifest
-from relayrun.submission import build_manifest
+from relayrun.submit.submission import build_manifest
 from tests.workspace import Workspace
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from relayrun.config import compose
 from relayrun.config.schema import Debug
-from relayrun.data.mock import WINDOWS, MockDataset
+from relayrun.data.order.mock import WINDOWS, MockDataset
 from relayrun.errors import ConfigError
 from relayrun.monitoring import environment, memory
 from relayrun.rundir.records import Begin

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from relayrun import ROOT, preflight, submission
+from relayrun import ROOT
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
 from relayrun.errors import ConfigError
 from relayrun.rundir.layout import RunDir
+from relayrun.submit import check, submission
 from tests.workspace import Workspace
 
 
@@ -94,14 +95,14 @@ def test_what_cannot_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match=r"evaluation.interval 15 is no multiple of checkpoint.interval 10"):
         config(tmp_path, {"interval": 15})
     with pytest.raises(ConfigError, match="nothing to evaluate on"):
-        preflight.check(config(tmp_path, {"interval": 20}))
+        check.check(config(tmp_path, {"interval": 20}))
     with pytest.raises(ConfigError, match="no such folder"):
-        preflight.check(config(tmp_path, {"interval": 20, "tasks": ["x"], "include_path": str(tmp_path / "none")}))
+        check.check(config(tmp_path, {"interval": 20, "tasks": ["x"], "include_path": str(tmp_path / "none")}))
     named = config(tmp_path, {"interval": 20, "tasks": ["x"], "include_path": str(tmp_path)})
-    preflight.check(named)
+    check.check(named)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find(name))
     with pytest.raises(ConfigError, match=r"pip install 'relayrun\[evaluation\]'"):
-        preflight.check(named)
+        check.check(named)
     data = {"tokenizer": str(tmp_path / "tokenizer.json"), "datasets": [str(tmp_path / "data")], "split": 0.1}
-    preflight.check(config(tmp_path, {"interval": 20}, data=data))
+    check.check(config(tmp_path, {"interval": 20}, data=data))

@@ -3,53 +3,120 @@
 from __future__ import annotations
 
 import ast
+import re
+import shutil
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+import relayrun
+
 PACKAGE = Path(__file__).resolve().parents[2] / "relayrun"
-SIBLINGS = {"tokenization", "data", "training", "chain", "export", "monitoring", "demo", "drill"}
-TOP = {"cli", "submission", "settings", "preflight", "codebase", "loading"}
-BASE = {"errors", "files", "indexed", "passing", "slurmtime", "__init__"}
-STANDARD_LIBRARY_ONLY = ("chain", "rundir", "errors", "files", "slurmtime", "__init__")
+ORDER = re.findall(r"^    ([a-z]+) ", relayrun.__doc__ or "", re.M)
+"""The packages, each of which imports only those behind it: read from the one place where people read them."""
+STANDARD_LIBRARY_ONLY = ("__init__", "chain", "scheduler", "rundir", "slurmtime", "files", "errors")
+HEAVY = ("training", "export")
+"""Packages that may import torch and megatron-core; and so may:"""
+HEAVY_MODULES = (PACKAGE / "data" / "order" / "megatron.py",)
+
+_MODULE = re.compile(r"(relayrun(?:\.\w+)+)(?::\w+)?")
 
 
 def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def imports(path: Path) -> set[str]:
-    """Dotted names of all that a module imports, also inside functions."""
+def dotted(path: Path, package: Path = PACKAGE) -> str:
+    """relayrun/chain/decide.py → chain.decide; relayrun/chain/__init__.py → chain"""
+    return ".".join(path.relative_to(package).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(path: Path, package: Path = PACKAGE) -> set[str]:
+    """Dotted names of all modules that a module imports, also inside functions, or names in a string to start them."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            names.add(node.module or "")
-            if node.module == "relayrun":
-                names |= {f"relayrun.{alias.name}" for alias in node.names}
+            module = node.module or ""
+            inside = package.parent.joinpath(*module.split("."))
+            for alias in node.names:
+                own = (inside / f"{alias.name}.py").is_file() or (inside / alias.name / "__init__.py").is_file()
+                names.add(f"{module}.{alias.name}" if own else module)
+        elif isinstance(node, ast.Constant) and (named := _MODULE.fullmatch(str(node.value))):
+            inside = package.parent.joinpath(*named[1].split("."))
+            if inside.is_dir() or inside.with_suffix(".py").is_file():
+                names.add(named[1])
     return names
 
 
-def part(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def used(path: Path, package: Path = PACKAGE) -> set[str]:
+    """Modules of relayrun that a module uses, without the leading `relayrun.`."""
+    return {name.removeprefix("relayrun.") for name in imports(path, package) if name.startswith("relayrun.")}
+
+
+def part(path: Path, package: Path = PACKAGE) -> str:
+    return path.relative_to(package).parts[0].removesuffix(".py")
+
+
+def wrong_way(path: Path, package: Path = PACKAGE) -> set[str]:
+    """What a module uses of packages that stand above its own."""
+    own = part(path, package)
+    below = ORDER if own == "__init__" else ORDER[ORDER.index(own) :]
+    return {name for name in used(path, package) if name.split(".")[0] not in below}
+
+
+def test_the_list_names_every_package() -> None:
+    found = {part(path) for path in modules()} - {"__init__"}
+    assert found == set(ORDER)
+    assert len(set(ORDER)) == len(ORDER)
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_dependencies_point_one_way(path: Path) -> None:
-    own = part(path)
-    used = {name.split(".")[1] for name in imports(path) if name.startswith("relayrun.")}
-    if own in BASE:
-        assert used <= {"errors", "files", "passing"}, used
-    elif own in ("config", "rundir"):
-        assert used <= {own, "errors", "files", "slurmtime"}, used
-    elif own == "chain":
-        assert used <= {"chain", "rundir", "errors", "files", "slurmtime"}, used
-    elif own in SIBLINGS:
-        assert not used & TOP, used
+    assert not wrong_way(path)
+    if part(path) in ("config", "rundir"):
+        assert not {name.split(".")[0] for name in used(path)} & ({"config", "rundir"} - {part(path)})
+
+
+@pytest.mark.parametrize(
+    ("place", "line"),
+    [
+        ("files.py", "from relayrun.cli import main"),
+        ("rundir/records.py", "from relayrun.chain import decide"),
+        ("data/order/build.py", "def later():\n    from relayrun.training.model import size"),
+        ("config/data.py", 'ORDER = "relayrun.data.order.mock:MockDataset"'),
+        ("scheduler/local.py", 'COMMAND = ["python3", "-m", "relayrun.chain"]'),
+    ],
+)
+def test_a_planted_import_in_the_wrong_direction_is_found(tmp_path: Path, place: str, line: str) -> None:
+    package = tmp_path / "relayrun"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    path = package / place
+    assert not wrong_way(path, package)
+    path.write_text(path.read_text() + "\n" + line + "\n")
+    assert wrong_way(path, package)
+
+
+@pytest.mark.parametrize("package", sorted({path.parent for path in modules()} - {PACKAGE}), ids=dotted)
+def test_siblings_do_not_import_each_other_in_a_circle(package: Path) -> None:
+    """The files and folders of a package have an order too."""
+    inside = dotted(package).removesuffix(".__init__") + "."
+    graph: dict[str, set[str]] = {}
+    for path in package.rglob("*.py"):
+        if path == package / "__init__.py":
+            continue
+        own = path.relative_to(package).parts[0].removesuffix(".py")
+        others = {name.removeprefix(inside).split(".")[0] for name in used(path) if name.startswith(inside)}
+        graph.setdefault(own, set()).update(others - {own})
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        raise AssertionError(error.args[1]) from None
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -57,13 +124,13 @@ def test_heavy_imports_stay_where_they_are_needed(path: Path) -> None:
     roots = {name.split(".")[0] for name in imports(path)}
     if part(path) in STANDARD_LIBRARY_ONLY:
         assert roots <= set(sys.stdlib_module_names) | {"relayrun"}, roots
-    if part(path) not in ("training", "export"):
+    if part(path) not in HEAVY and path not in HEAVY_MODULES:
         assert not roots & {"torch", "megatron"}, roots
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_only_the_scheduler_starts_slurm_commands(path: Path) -> None:
-    if path == PACKAGE / "chain" / "scheduler.py":
+    if part(path) == "scheduler":
         return
     commands = {"sbatch", "squeue", "scontrol", "scancel", "sinfo", "sacct", "srun"}
     for node in ast.walk(ast.parse(path.read_text())):
@@ -72,7 +139,7 @@ def test_only_the_scheduler_starts_slurm_commands(path: Path) -> None:
 
 
 def test_a_submit_does_not_import_torch() -> None:
-    code = "import sys, relayrun.cli, relayrun.submission; print('torch' in sys.modules)"
+    code = "import sys, relayrun.cli.submit, relayrun.submit.submission; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"
 

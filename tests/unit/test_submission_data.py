@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relayrun import submission
 from relayrun.cli import main
 from relayrun.config import compose
 from relayrun.errors import InputError
 from relayrun.rundir.records import Begin, Commit, append_commit
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
+from relayrun.submit import submission
 from tests.workspace import Workspace
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from relayrun.files import append_line
-from relayrun.monitoring import feed, sinks, wandb_files
-from relayrun.monitoring.progress import Point, Progress, Rewound
-from relayrun.monitoring.sinks import highest_event
-from relayrun.monitoring.streams import record_streams
+from relayrun.monitoring.trackers import feed, sinks, wandb_files
+from relayrun.monitoring.trackers.progress import Point, Progress, Rewound
+from relayrun.monitoring.trackers.sinks import highest_event
+from relayrun.monitoring.trackers.streams import record_streams
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, Left
 from relayrun.training.reporting import trackers
@@ -161,7 +161,7 @@ def test_a_failure_is_one_line_and_is_tried_again_from_what_the_tracker_has(tmp_
     command = [
         sys.executable,
         "-m",
-        "relayrun.monitoring.feed",
+        "relayrun.monitoring.trackers.feed",
         "tensorboard",
         f"--run-dir={run.path}",
         "--attempt=1",
@@ -296,7 +296,7 @@ def test_a_feed_ends_when_rank_0_is_gone(tmp_path: Path) -> None:
     step(run, 1, 1, 2, 3)
     reading, writing = os.pipe()
     command = (
-        f"{sys.executable} -m relayrun.monitoring.feed tensorboard --run-dir '{run.path}' --attempt 1 "
+        f"{sys.executable} -m relayrun.monitoring.trackers.feed tensorboard --run-dir '{run.path}' --attempt 1 "
         "--parent $$ <&0 & echo $!; sleep 1"
     )
     shell = subprocess.run(["bash", "-c", command], stdin=reading, capture_output=True, text=True, timeout=60)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from relayrun.errors import InputError
-from relayrun.monitoring.wandb_copy import Project, copy_project
+from relayrun.monitoring.trackers.wandb_copy import Project, copy_project
 from tests.wandb_service import WandBService
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from relayrun.config import compose
-from relayrun.monitoring import wandb_files
-from relayrun.monitoring.streams import record_streams
+from relayrun.monitoring.trackers import wandb_files
+from relayrun.monitoring.trackers.streams import record_streams
 from relayrun.rundir import evaluations
 from relayrun.rundir.evaluations import Result
 from relayrun.rundir.layout import RunDir

@@ -14,8 +14,8 @@ import pytest
 
 from relayrun.config import compose
 from relayrun.files import append_line
-from relayrun.monitoring.streams import record_streams
-from relayrun.monitoring.wandb_files import history, offline_files
+from relayrun.monitoring.trackers.streams import record_streams
+from relayrun.monitoring.trackers.wandb_files import history, offline_files
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, Left
 from tests.wandb_service import WandBService
@@ -53,7 +53,7 @@ def start_feed(run: RunDir, number: int, service: WandBService, *more: str) -> s
     command = [
         sys.executable,
         "-m",
-        "relayrun.monitoring.feed",
+        "relayrun.monitoring.trackers.feed",
         "wandb",
         f"--run-dir={run.path}",
         f"--attempt={number}",
@@ -179,7 +179,7 @@ def test_a_full_disk_leaves_no_gap_in_the_offline_files(run: RunDir) -> None:
         command = [
             sys.executable,
             "-m",
-            "relayrun.monitoring.feed",
+            "relayrun.monitoring.trackers.feed",
             "wandb",
             f"--run-dir={run.path}",
             f"--attempt={number}",

@@ -100,7 +100,7 @@ def _maker(order: str, where: str) -> Callable[[DatasetSpec], Dataset]:
 
         return MegatronOrder
     if order == MOCK_ORDER:
-        from relayrun.data.mock import MockDataset
+        from relayrun.data.order.mock import MockDataset
 
         return MockDataset
     return _imported(order, where)

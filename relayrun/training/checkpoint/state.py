@@ -57,9 +57,9 @@ from relayrun.files import write_atomic
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Commit
 from relayrun.training.anomaly import LossGuard
+from relayrun.training.checkpoint import publish, random_state
 from relayrun.training.checkpoint.background import BackgroundSave
 from relayrun.training.checkpoint.host_copy import HostCopy
-from relayrun.training.checkpoint import publish, random_state
 from relayrun.training.checkpoint.writer import ThreadedWriter, check_complete, sizes
 from relayrun.training.model.gpt import Model
 from relayrun.training.optimizer import Optimizer

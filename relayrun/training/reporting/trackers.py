@@ -1,6 +1,7 @@
 """Rank 0's side of W&B and TensorBoard: it starts a feed for each as a process of its own, and lets go of it in time.
 
-Nothing here may stop or slow training: what fails is said in one line. The feeds themselves are `monitoring.feed`.
+Nothing here may stop or slow training: what fails is said in one line. The feeds themselves are
+`monitoring.trackers.feed`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from collections.abc import Callable
 
 from relayrun.config.schema import RunConfig
 from relayrun.errors import RelayrunError
-from relayrun.monitoring.sinks import wandb_mode
-from relayrun.monitoring.streams import record_streams
+from relayrun.monitoring.trackers.sinks import wandb_mode
+from relayrun.monitoring.trackers.streams import record_streams
 from relayrun.rundir.layout import RunDir
 
 LEAVE_SECONDS = 5.0
@@ -62,7 +63,7 @@ def _start(name: str, run: RunDir, attempt: int) -> subprocess.Popen[bytes]:
     command = [
         sys.executable,
         "-m",
-        "relayrun.monitoring.feed",
+        "relayrun.monitoring.trackers.feed",
         name,
         f"--run-dir={run.path}",
         f"--attempt={attempt}",

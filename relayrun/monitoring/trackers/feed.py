@@ -1,4 +1,4 @@
-"""`python -m relayrun.monitoring.feed wandb|tensorboard --run-dir R --attempt N`: tells a tracker of one attempt.
+"""Tells a tracker of one attempt (`python -m relayrun.monitoring.trackers.feed wandb --run-dir R --attempt N`).
 
 Rank 0 starts it as a process of its own, and neither waits for it nor reads from it: whatever happens here (a service
 that is away, an exception, a full disk, a kill) leaves training alone. It reads the run directory. What the attempts
@@ -21,9 +21,9 @@ from typing import NoReturn
 
 from relayrun.config import compose
 from relayrun.errors import RunDirError, run_main
-from relayrun.monitoring.progress import Progress, Rewound
-from relayrun.monitoring.sinks import Sink, TensorBoard, WandB, wandb_mode
-from relayrun.monitoring.streams import Stream, record_streams
+from relayrun.monitoring.trackers.progress import Progress, Rewound
+from relayrun.monitoring.trackers.sinks import Sink, TensorBoard, WandB, wandb_mode
+from relayrun.monitoring.trackers.streams import Stream, record_streams
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin
 
@@ -74,7 +74,7 @@ def rank_zero(parent: int) -> Callable[[float], bool]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="relayrun.monitoring.feed", description="Tell a tracker of one attempt.")
+    parser = argparse.ArgumentParser(description="Tell a tracker of one attempt.")
     parser.add_argument("tracker", choices=("wandb", "tensorboard"))
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)
@@ -120,7 +120,7 @@ def start_over(options: argparse.Namespace, pause: float) -> NoReturn:
     command = [
         sys.executable,
         "-m",
-        "relayrun.monitoring.feed",
+        "relayrun.monitoring.trackers.feed",
         options.tracker,
         f"--run-dir={options.run_dir}",
         f"--attempt={options.attempt}",

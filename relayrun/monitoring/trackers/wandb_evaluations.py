@@ -9,9 +9,9 @@ from __future__ import annotations
 import fcntl
 
 from relayrun.config.schema import RunConfig
-from relayrun.monitoring import wandb_files
-from relayrun.monitoring.sinks import Mode, client_settings
-from relayrun.monitoring.streams import read_streams
+from relayrun.monitoring.trackers import wandb_files
+from relayrun.monitoring.trackers.sinks import Mode, client_settings
+from relayrun.monitoring.trackers.streams import read_streams
 from relayrun.rundir import evaluations
 from relayrun.rundir.layout import RunDir
 

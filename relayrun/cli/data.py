@@ -18,6 +18,20 @@ CHARACTERS = 300
 """Of each sample's text, unless --full is given."""
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `relayrun data`."""
+    commands = parser.add_subparsers(dest="data_command", required=True)
+    show = commands.add_parser("show", help="samples by number: data set, document, offset, text")
+    show.add_argument("runs", nargs=1, metavar="RUN", help="a run directory, or PROJECT/NAME")
+    show.add_argument("--samples", required=True, metavar="FIRST:END", help="for example 1000:1010; END is left out")
+    show.add_argument("--full", action="store_true", help="all of the text, not its first 300 characters")
+    ledger = commands.add_parser("ledger", help="how much of each data set was read, and when it is exhausted")
+    ledger.add_argument("runs", nargs=1, metavar="RUN")
+    diff = commands.add_parser("diff", help="what differs in the data of two runs; exit code 1 if anything does")
+    diff.add_argument("runs", nargs=2, metavar="RUN")
+    parser.set_defaults(run=run)
+
+
 def run(options: argparse.Namespace) -> int:
     """Do what `relayrun data ...` asks. Raises RelayrunError."""
     runs = [audit.audit(find_run(name)) for name in options.runs]

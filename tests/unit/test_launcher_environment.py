@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from relayrun import settings
 from relayrun.config import yamlfile
 from relayrun.errors import ConfigError
+from relayrun.submit import launcher_environment
 
 
 def test_a_settings_block_becomes_overrides_with_names_of_any_kind() -> None:
-    texts = settings.overrides(
+    texts = launcher_environment.overrides(
         {"MBS": "4", "AUTO_JOB_REQUEUE": "True", "DATASETS": "a b/c, it's", "EXP_NAME": "1e5", "GBS": "", "HOME": "/"}
     )
     assert texts == [
@@ -28,35 +28,37 @@ def test_a_settings_block_becomes_overrides_with_names_of_any_kind() -> None:
 
 
 def test_the_debugging_switches_have_their_names() -> None:
-    texts = settings.overrides(
+    texts = launcher_environment.overrides(
         {"LOG_NCCL": "true", "MOCK_DATA": "false", "NSYS_PROFILER": "TRUE", "TENSORBOARD": "true"}
     )
     assert texts == ["debug.profile=nsys", "tracking.tensorboard=true", "debug.log_nccl=true", "data.mock_data=false"]
-    assert settings.overrides({"NSYS_PROFILER": "false"}) == []
+    assert launcher_environment.overrides({"NSYS_PROFILER": "false"}) == []
     with pytest.raises(ConfigError, match="NSYS_PROFILER=1 is neither true nor false"):
-        settings.overrides({"NSYS_PROFILER": "1"})
+        launcher_environment.overrides({"NSYS_PROFILER": "1"})
 
 
 def test_a_checkout_of_megatron_lm_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="MEGATRON_LM_DIR=/x: relayrun trains with the megatron-core package"):
-        settings.overrides({"MEGATRON_LM_DIR": "/x"})
-    assert settings.overrides({"MEGATRON_LM_DIR": ""}) == []
+        launcher_environment.overrides({"MEGATRON_LM_DIR": "/x"})
+    assert launcher_environment.overrides({"MEGATRON_LM_DIR": ""}) == []
 
 
 def test_resume_is_true_or_false() -> None:
-    assert settings.flag({"RESUME": "TRUE"}, "RESUME")
-    assert not settings.flag({}, "RESUME")
+    assert launcher_environment.flag({"RESUME": "TRUE"}, "RESUME")
+    assert not launcher_environment.flag({}, "RESUME")
     with pytest.raises(ConfigError, match="RESUME=yes is neither true nor false"):
-        settings.flag({"RESUME": "yes"}, "RESUME")
+        launcher_environment.flag({"RESUME": "yes"}, "RESUME")
 
 
 def test_a_mixture_takes_the_place_of_datasets() -> None:
-    texts = settings.overrides({"MIXTURE": "/a*,1;/b,2", "DATASETS": "demo-output", "DATASET_CACHE_DIR": "/cache"})
+    texts = launcher_environment.overrides(
+        {"MIXTURE": "/a*,1;/b,2", "DATASETS": "demo-output", "DATASET_CACHE_DIR": "/cache"}
+    )
     assert texts == ["data.datasets=[]", "data.mixture='/a*,1;/b,2'", "data.data_cache_dir='/cache'"]
 
 
 def test_load_names_a_run_or_a_folder_whatever_is_in_it() -> None:
-    (text,) = settings.overrides({"LOAD": "it's/a run:500"})
+    (text,) = launcher_environment.overrides({"LOAD": "it's/a run:500"})
     assert yamlfile.parse_value(text.removeprefix("checkpoint.load=")) == "it's/a run:500"
 
 
@@ -65,6 +67,6 @@ def test_every_launcher_offers_the_same_settings_and_all_of_them_are_read() -> N
     assert len(launchers) == 5
     offered = [re.findall(r'^export (\w+)="\$\{\1:-', path.read_text(encoding="utf-8"), re.M) for path in launchers]
     assert offered == [offered[0]] * len(launchers)
-    assert set(offered[0]) - set(settings.OVERRIDES) == {"CONFIG", settings.PROFILER}
+    assert set(offered[0]) - set(launcher_environment.OVERRIDES) == {"CONFIG", launcher_environment.PROFILER}
     given_otherwise = {"RUN_DIR", "CLUSTER", "TOKENIZER"}  # by the config, unless the environment has them
-    assert set(settings.OVERRIDES) - set(offered[0]) == given_otherwise
+    assert set(launcher_environment.OVERRIDES) - set(offered[0]) == given_otherwise

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from relayrun.monitoring.streams import Stream
+from relayrun.monitoring.trackers.streams import Stream
 from relayrun.rundir import views
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin

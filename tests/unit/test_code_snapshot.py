@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.codebase import LARGEST, snapshot
 from relayrun.files import read_json
 from relayrun.monitoring.environment import code
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin
+from relayrun.submit.code_snapshot import LARGEST, snapshot
 from tests.readme import break_code, copy_tracked
 from tests.workspace import Workspace, ends, steps
 

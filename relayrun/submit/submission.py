@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from relayrun import ROOT, codebase, loading, preflight
+from relayrun import ROOT
 from relayrun.chain import decide, render
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
@@ -33,6 +33,7 @@ from relayrun.scheduler.slurm import Slurm
 from relayrun.shards.manifest import Manifest
 from relayrun.shards.prefixes import expand, find_prefixes
 from relayrun.slurmtime import format_time, parse_time
+from relayrun.submit import check, code_snapshot, initial_checkpoint
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
 
 
@@ -80,7 +81,7 @@ def adopt_job(
 @contextmanager
 def _prepared(config: RunConfig, *, resume: bool, accept: bool) -> Iterator[tuple[RunDir, Plan]]:
     """The run directory made or brought up to date, and locked. STOP is lifted when the block succeeds."""
-    preflight.check(config)
+    check.check(config)
     run = RunDir(Path(config.run_dir or ""))
     manifest = build_manifest(config)
     run.path.mkdir(parents=True, exist_ok=True)
@@ -88,8 +89,8 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool) -> Iterator[tupl
         _refuse_while_live(run)
         _refuse_after_end(run, resume)
         config = _freeze_data(run, config, manifest, accept=accept)
-        base = loading.find(config, run)
-        root = codebase.snapshot(run, ROOT) if config.debug.backup_codebase else ROOT
+        base = initial_checkpoint.find(config, run)
+        root = code_snapshot.snapshot(run, ROOT) if config.debug.backup_codebase else ROOT
         plan = make_plan(config, run, root, revision=_add_revision(run, config), base=base)
         triggers.create_folder(run, config.chain.triggers_group)
         if config.chain.triggers_group is not None and (barrier := triggers.barrier(run)) is not None:

@@ -1,4 +1,4 @@
-"""A person steers a chain: save now, or stop.
+"""`relayrun save` and `relayrun stop`: a person controls a chain.
 
 After a stop nothing starts any more, whatever happens meanwhile. The exit trigger comes first: a job that runs,
 or starts while we look, obeys it; only where no job is there to do so is the chain ended from here.
@@ -6,12 +6,33 @@ or starts while we look, obeys it; only where no job is there to do so is the ch
 
 from __future__ import annotations
 
+import argparse
+import os
+
 from relayrun.chain import supervisor
 from relayrun.errors import RunDirError, SchedulerError
-from relayrun.rundir import lineage, triggers
+from relayrun.monitoring import status
+from relayrun.rundir import find, lineage, triggers
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.plan import Plan
 from relayrun.scheduler.base import Job, Scheduler
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `relayrun save` and `relayrun stop`."""
+    parser.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Ask a run for a checkpoint, or end its chain, after a checkpoint where a job runs."""
+    found = find.find_run(options.name)
+    scheduler = status.scheduler(found)
+    if options.command == "save":
+        print(save(found, scheduler))
+    else:
+        print(stop(found, scheduler, user=triggers.user_name(os.geteuid())))
+    return 0
 
 
 def save(run: RunDir, scheduler: Scheduler) -> str:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from relayrun.config.schema import RunConfig
-from relayrun.monitoring import wandb_files
-from relayrun.monitoring.progress import Point
-from relayrun.monitoring.streams import Stream
+from relayrun.monitoring.trackers import wandb_files
+from relayrun.monitoring.trackers.progress import Point
+from relayrun.monitoring.trackers.streams import Stream
 from relayrun.rundir.layout import RunDir
 
 Mode = Literal["online", "offline"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from relayrun import cli
-from relayrun.chain import steer
+from relayrun.cli import control
 from relayrun.errors import RunDirError
 from relayrun.rundir import triggers
 from relayrun.rundir.lineage import durable
@@ -49,7 +49,7 @@ def test_a_job_that_starts_in_spite_of_a_stop_ends_at_once(make_run: MakeRun) ->
     """Between the look at the queue and the cancel a job may start: it finds STOP or the trigger."""
     run, plan = make_run()
     scheduler = LocalScheduler(run)
-    steer.stop(run, scheduler, user="ann")
+    control.stop(run, scheduler, user="ann")
     scheduler.submit(plan, run.job_script, options={})
     scheduler.run_queue(lambda _event: None)
     assert run.attempt_numbers() == []
@@ -66,8 +66,8 @@ def test_save_and_stop_of_a_running_attempt(make_run: MakeRun) -> None:
     def steer_it() -> None:
         while not run.attempt(1).metrics.exists():
             time.sleep(0.05)
-        words.append(steer.save(run, scheduler))
-        words.append(steer.stop(run, scheduler, user="ann"))
+        words.append(control.save(run, scheduler))
+        words.append(control.stop(run, scheduler, user="ann"))
 
     thread = threading.Thread(target=steer_it)
     thread.start()
@@ -87,10 +87,10 @@ def test_save_is_refused_where_no_job_will_do_it(make_run: MakeRun) -> None:
     run, plan = make_run()
     scheduler = LocalScheduler(run)
     with pytest.raises(RunDirError, match="no job of this run is running or queued"):
-        steer.save(run, scheduler)
+        control.save(run, scheduler)
     assert list(run.triggers.iterdir()) == []
     scheduler.submit(plan, run.job_script, options={})
-    assert steer.save(run, scheduler).startswith("no job runs now; job 1 answers when it has started")
+    assert control.save(run, scheduler).startswith("no job runs now; job 1 answers when it has started")
     assert (run.triggers / "save").exists()
 
 

@@ -1,14 +1,39 @@
-"""`relayrun export` and `relayrun import`: arguments to calls, results to lines."""
+"""`relayrun export`: a checkpoint in the form that other programs read."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from relayrun.export import card, huggingface, importer, torch_format
+from relayrun.export import card, huggingface, torch_format
 from relayrun.export.folder import new_folder
 from relayrun.export.source import find
 from relayrun.rundir.find import find_run
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `relayrun export`."""
+    formats = parser.add_subparsers(dest="format", required=True)
+    hf = formats.add_parser("hf", help="a folder for Hugging Face transformers")
+    torch = formats.add_parser("torch", help="Megatron's plain torch format, tensor- and pipeline-parallel size 1")
+    for command in (hf, torch):
+        command.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+        command.add_argument("--iteration", type=int, metavar="N", help="default: the newest whole checkpoint")
+        command.add_argument("--output", type=Path, required=True, metavar="DIR", help="must not exist")
+        command.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: that of the checkpoint's weights")
+    hf.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file of weights (default: 5GB)")
+    hf.add_argument("--test-logits", action="store_true", help="compare its logits with megatron-core's")
+    hf.add_argument("--readme", action="store_true", help="write a model card from the run's records")
+    torch.add_argument(
+        "--transformer-impl",
+        choices=("transformer_engine", "local"),
+        default="transformer_engine",
+        help="whose names the weights get",
+    )
+    hf.set_defaults(run=export_hf)
+    torch.set_defaults(run=export_torch)
 
 
 def export_hf(options: argparse.Namespace) -> int:
@@ -44,17 +69,4 @@ def export_torch(options: argparse.Namespace) -> int:
     with new_folder(options.output) as folder:
         parameters = torch_format.write(source, folder, dtype=options.dtype, transformer_impl=options.transformer_impl)
     print(f"iteration {source.iteration}: {parameters:,} parameters: {Path(options.output).absolute()}")
-    return 0
-
-
-def import_hf(options: argparse.Namespace) -> int:
-    """Write a checkpoint from a Hugging Face folder. Raises RelayrunError."""
-    output: Path = options.output.absolute()
-    made = importer.import_hf(
-        options.folder, output, dtype=options.dtype, divisible_by=options.make_vocab_size_divisible_by
-    )
-    print(
-        f"{made.vocabulary} tokens, padded to {made.padded_vocabulary}: {output}\n"
-        f"the model section for a run config: {output / 'model.yaml'}"
-    )
     return 0

@@ -1,0 +1,80 @@
+"""`relayrun dumps`: where the dumps of a tokenization stand, and which settings suit this node."""
+
+from __future__ import annotations
+
+import argparse
+
+from relayrun.tokenization.dumps import status, tune
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `relayrun dumps`."""
+    commands = parser.add_subparsers(dest="dumps_command", required=True)
+    status = commands.add_parser("status", help="done, tokens, speed, what is left, failures")
+    tune = commands.add_parser("tune", help="try workers and batches on the dataset's own files, on this node")
+    for each in (status, tune):
+        each.add_argument("folder", metavar="METADATA_FOLDER", help="as written by prepare_dumps.py")
+    status.add_argument(
+        "--watch",
+        type=float,
+        metavar="SECONDS",
+        help="again and again, until all dumps are done, or the rest has failed: exit code 1",
+    )
+    tune.add_argument(
+        "--tokenizer-name-or-path",
+        required=True,
+        metavar="T",
+        help="a tokenizer.json, a folder that holds one, or a hub name",
+    )
+    tune.add_argument("--column", default="text", help="column of the text (default: %(default)s)")
+    tune.add_argument("--engine", default="auto", help="as for preprocess_megatron.py (default: %(default)s)")
+    tune.add_argument(
+        "--workers",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="numbers to try (default: 1, and a quarter, half and all of the cores)",
+    )
+    tune.add_argument(
+        "--batch-bytes", type=int, nargs="+", metavar="N", help="bounds of a batch to try (default: 1, 4 and 16 MB)"
+    )
+    tune.add_argument(
+        "--seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="that each pair is measured, start-up aside (default: %(default)s)",
+    )
+    tune.add_argument("--temp-dir", metavar="DIR", help="on the file system that the dumps go to (default: TMPDIR)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print where the dumps of a metadata folder stand, or which settings suit this node."""
+    if options.dumps_command == "status":
+        if options.watch is not None:
+            return 0 if status.watch(options.folder, max(options.watch, 0.1)) else 1
+        print(status.table(status.read_status(options.folder)))
+        return 0
+
+    print(tune.row(None), flush=True)
+    trials = tune.tune(
+        options.folder,
+        options=[
+            "--tokenizer-name-or-path",
+            options.tokenizer_name_or_path,
+            "--column",
+            options.column,
+            "--engine",
+            options.engine,
+            "--append-eod",
+            "auto",
+        ],
+        workers=options.workers or tune.default_workers(),
+        batch_bytes=options.batch_bytes or tune.BATCH_BYTES,
+        seconds=options.seconds,
+        temp_dir=options.temp_dir,
+        report=lambda trial: print(tune.row(trial), flush=True),
+    )
+    print(tune.advice(tune.recommended(trials)))
+    return 0

@@ -1,0 +1,36 @@
+"""`relayrun launch`: what the sbatch scripts of launchers/ call inside the first job of a chain."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from relayrun import ROOT
+from relayrun.config import compose
+from relayrun.submit import launcher_environment, submission
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `relayrun launch`."""
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--dry-run", action="store_true", help="print the job script; write nothing")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Inside the first job of a Bash launcher: its settings are in the environment. Prints the run directory."""
+
+    config = compose.load(ROOT / options.config, launcher_environment.overrides(os.environ))
+    if options.dry_run:
+        print(submission.dry_run(config), end="")
+        return 0
+    print(
+        submission.adopt_job(
+            config,
+            host_python=os.environ.get("HOST_PYTHON") or None,
+            resume=launcher_environment.flag(os.environ, "RESUME"),
+            accept_data_change=launcher_environment.flag(os.environ, "ACCEPT_DATA_CHANGE"),
+        ).path
+    )
+    return 0

@@ -1,0 +1,38 @@
+"""`relayrun status`: where one run, or every run, stands."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from relayrun.monitoring import status, status_view
+from relayrun.rundir import find
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `relayrun status`."""
+    parser.add_argument("name", nargs="?", metavar="RUN", help="run directory, or project/name below logs/runs")
+    parser.add_argument("--json", action="store_true")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print where one run, or every run, stands."""
+
+    now = time.time()
+    if options.name is not None:
+        run = find.find_run(options.name)
+        facts = status.gather(run, status.ask(run), now=now)
+        if options.json:
+            print(status_view.dump(status_view.as_json(facts)))
+        else:
+            status_view.show(status_view.one(facts, now=now))
+        return 0
+    found = status.gather_all(find.every_run(), now=now)
+    if options.json:
+        print(status_view.dump([status_view.as_json(entry) for entry in found]))
+    elif found:
+        status_view.show(status_view.many(found))
+    else:
+        print(f"no runs below {find.RUNS}")
+    return 0

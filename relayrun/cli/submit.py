@@ -1,0 +1,55 @@
+"""`relayrun submit`: check, prepare the run directory, queue one job."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from relayrun.config import compose
+from relayrun.monitoring.follow import Follower
+from relayrun.scheduler import local
+from relayrun.submit import launcher_environment, submission
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `relayrun submit`, also those of launchers/submit.py."""
+    parser.add_argument("config", type=Path, help="run config, for example configs/runs/demo.yaml")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="override a setting: --set training.steps=50",
+    )
+    parser.add_argument(
+        "--load", metavar="RUN[:ITERATION]", help="begin with another run's checkpoint, or a checkpoint's folder"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the job script; write and submit nothing")
+    parser.add_argument("--resume", action="store_true", help="go on although the chain of this run has ended")
+    parser.add_argument(
+        "--accept-data-change",
+        action="store_true",
+        help="go on with data that are not those the run began with (docs/data-order.md)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Submit, or print, one run."""
+
+    load = [] if options.load is None else [f"checkpoint.load={launcher_environment.quoted(options.load)}"]
+    config = compose.load(options.config, [*options.overrides, *load])
+    if options.dry_run:
+        print(submission.dry_run(config), end="")
+        return 0
+    submitted = submission.submit(config, resume=options.resume, accept_data_change=options.accept_data_change)
+    print(
+        f"job {submitted.job_id} ({submitted.plan.job_name})\nrun directory {submitted.run.path}\n"
+        f"logs {submitted.plan.log_folder}",
+        flush=True,
+    )
+    if submitted.plan.scheduler == "local":
+        follower = Follower(submitted.run, total_steps=submitted.plan.total_steps)
+        local.LocalScheduler(submitted.run).run_queue(local.print_event, follower.poll)
+    return 0

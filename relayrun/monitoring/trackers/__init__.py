@@ -1,0 +1,1 @@
+"""What W&B and TensorBoard are told of a run, by processes of their own."""
