@@ -64,12 +64,12 @@ def _submit(plan: Plan, scheduler: Scheduler, folder: EvaluationDir, script: Pat
         queued = None
     except FileExistsError:  # a supervisor was killed, or could not reach the scheduler
         queued = scheduler.named(name)
-    job_id = queued or scheduler.submit_beside(
+    job_id = queued or scheduler.submit_auxiliary(
         plan,
         script,
         name=name,
         arguments=[f"--iteration={folder.iteration}", f"--attempt={folder.attempt}"],
-        time_limit=time_limit,
+        limit=time_limit,
     )
     Submitted(job_id=job_id, time=time.time()).write(folder.submitted)
     log(f"job {job_id} evaluates iteration {folder.iteration}")

@@ -14,9 +14,8 @@ import time
 
 from relayrun.chain.log import log
 from relayrun.rundir.layout import RunDir
-from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Begin
-from relayrun.scheduler.choose import for_plan
+from relayrun.scheduler.slurm import Slurm
 
 SHARE = 2 / 3
 """Of KillWait, in which the batch script may still close the attempt itself."""
@@ -25,7 +24,7 @@ SHARE = 2 / 3
 def guard(run: RunDir, number: int, *, batch_pid: int) -> int:
     """Until SIGTERM, then as above. `batch_pid`: the batch script's process, on this node."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    scheduler = for_plan(Plan.load(run), run)
+    scheduler = Slurm()
     attempt = run.attempt(number)
     own = scheduler.current_job_id()
     patience = SHARE * scheduler.kill_wait()

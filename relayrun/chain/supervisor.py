@@ -43,10 +43,7 @@ def _begin(run: RunDir, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
     job = scheduler.query(job_id)
     if job is None:
         raise SchedulerError(f"the scheduler does not know the job {job_id} that this runs in")
-    if job.name != plan.job_name:  # the first job of a Bash launcher: from here on a singleton of its chain
-        scheduler.rename(job_id, plan.job_name)
-    if plan.mode == "requeue" and plan.auto_requeue and not job.requeue:
-        scheduler.allow_requeue(job_id)
+    scheduler.adopt(job, plan)
     cancelled = _close_predecessor(run, scheduler)
     chosen = lineage.chosen_by_hand(run)
     base = chosen or lineage.durable(run)
@@ -191,12 +188,12 @@ def _submit_successor(run: RunDir, plan: Plan, scheduler: Scheduler, attempt: At
 def successor_options(run: RunDir, plan: Plan, scheduler: Scheduler, options: Mapping[str, str]) -> dict[str, str]:
     """A job's options for the next one: the nodes that a person excluded, and those that are bad now."""
     strikes = nodes.read_strikes(run)
-    if not strikes:
+    if not strikes or scheduler.nodes is None:
         return dict(options)
-    by_hand = set(scheduler.hostnames(options["exclude"])) if "exclude" in options else set()
+    by_hand = set(scheduler.nodes.expand(options["exclude"])) if "exclude" in options else set()
     by_hand -= {strike.node for strike in strikes}  # put there by us, and strikes expire
     bad = nodes.excluded(strikes, nodes=plan.nodes, now=time.time())
-    left_out = sorted((by_hand | set(bad)) & scheduler.known_nodes())  # an unknown one would make sbatch fail
+    left_out = sorted((by_hand | set(bad)) & scheduler.nodes.known())  # an unknown one would make sbatch fail
     result = {name: value for name, value in options.items() if name != "exclude"}
     return result | ({"exclude": ",".join(left_out)} if left_out else {})
 
@@ -219,8 +216,8 @@ def _go_on(
         _cancel_others(plan, scheduler, own)
         successor = scheduler.submit(plan, run.job_script, options=options, delay=decision.delay)
         log(f"queued job {successor}, not before {decision.delay} s from now")
-    elif options.get("exclude", "") != (started.options.get("exclude", "") if started else ""):
-        scheduler.exclude(waiting[0], options.get("exclude", "").split(","))
+    elif scheduler.nodes and options.get("exclude", "") != (started.options.get("exclude", "") if started else ""):
+        scheduler.nodes.exclude(waiting[0], options.get("exclude", "").split(","))
         log(f"job {waiting[0]} leaves out {options.get('exclude', 'no node')}; see {run.strikes}")
 
 
@@ -298,6 +295,7 @@ def _log_of(attempt: AttemptDir) -> str:
 
 def _environment(plan: Plan, scheduler: Scheduler, job: Job, attempt: int) -> str:
     """job.env: defaults that every rank needs, then the site's own, which win."""
+    launch = scheduler.rank_launch(plan, job)
     environment = {
         "PYTHONPATH": plan.package_root + (":" + os.environ["PYTHONPATH"] if os.environ.get("PYTHONPATH") else ""),
         "PYTHONSAFEPATH": "1",  # or `python -m` would find the checkout in its working directory before a snapshot
@@ -306,14 +304,14 @@ def _environment(plan: Plan, scheduler: Scheduler, job: Job, attempt: int) -> st
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # megatron-core's overlap relies on the order of kernel launches
         "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        **scheduler.rendezvous(job),
+        **launch.environment,
         **plan.environment,
     }
     return render.attempt_environment(
         environment=environment,
         modules=plan.modules,
-        task_command=render.task_command(plan, scheduler.task_command(plan, job), attempt),
-        signal_command=scheduler.signal_command(job.id),
+        task_command=render.task_command(plan, launch.command, attempt),
+        signal_command=launch.signal_command,
     )
 
 

@@ -36,7 +36,7 @@ class Auxiliary:
             if time.monotonic() < self._next_look:
                 return
             self._next_look = time.monotonic() + LOOK_SECONDS
-            waiting = [job for job in self._queue.every_job() if job.beside and job.state == "PENDING"]
+            waiting = [job for job in self._queue.every_job() if job.auxiliary and job.state == "PENDING"]
             if waiting:
                 self._running = self._queue.start_job(waiting[0])
                 self._on_event(f"job {waiting[0].id} started ({waiting[0].name})")

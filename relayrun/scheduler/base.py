@@ -43,50 +43,64 @@ class Job:
         return self.state in LIVE_STATES
 
 
-class Scheduler(Protocol):
-    """Slurm, or the local scheduler. Every method may raise SchedulerError."""
+@dataclass(frozen=True, kw_only=True)
+class RankLaunch:
+    """How the ranks of a job are started and reached."""
 
-    def current_job_id(self) -> str:
-        """Id of the job that this process runs in."""
+    command: Sequence[str]
+    """What stands before a rank's program so that it is started once per rank."""
+    signal_command: Sequence[str] = ()
+    """Sends SIGUSR2 to all ranks; empty where the batch script signals the task starter itself."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """MASTER_ADDR and MASTER_PORT, where they are known before the ranks start."""
 
-    def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
-        """Queue `script` as a singleton of its job name, not before `delay` seconds; return its id."""
 
-    def submit_beside(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], time_limit: int) -> str:
-        """Queue a job that is no part of the chain and that nothing waits for; return its id. `time_limit`: seconds."""
+class NodeControl(Protocol):
+    """The nodes of a cluster, and which of them a queued job may have. Every method may raise SchedulerError."""
 
-    def named(self, name: str) -> str | None:
-        """Id of a queued or running job of this user with this name."""
+    def expand(self, nodes: str) -> list[str]:
+        """A compressed list of nodes, written out in the order of the ranks."""
 
-    def cancel(self, job_id: str) -> None:
-        """Cancel one job by id; it is no error if it has already gone."""
-
-    def requeue(self, job_id: str, *, delay: int = 0) -> None:
-        """Queue the running job again under its id, not before `delay` seconds. It may end the caller."""
-
-    def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
-        """Have the running job queued again if its batch script is killed; see `chain.guard`, which `command` runs."""
-
-    def kill_wait(self) -> float:
-        """Seconds from SIGTERM to SIGKILL when a job is ended."""
-
-    def allow_requeue(self, job_id: str) -> None:
-        """Make a job that was submitted with --no-requeue one that `requeue` takes."""
+    def known(self) -> set[str]:
+        """Names of all nodes."""
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
         """Keep a queued job off exactly these nodes."""
 
-    def known_nodes(self) -> set[str]:
-        """Names of all nodes."""
 
-    def signal_ranks(self, job_id: str, number: signal.Signals) -> None:
-        """Send a signal to the ranks of the running job, not to its batch script."""
+class Scheduler(Protocol):
+    """Slurm, or the local scheduler. Every method may raise SchedulerError."""
 
-    def hostnames(self, nodes: str) -> list[str]:
-        """A compressed list of nodes, written out in the order of the ranks."""
+    @property
+    def nodes(self) -> NodeControl | None:
+        """None where jobs cannot choose among nodes."""
+
+    def current_job_id(self) -> str:
+        """Id of the job that this process runs in."""
 
     def query(self, job_id: str) -> Job | None:
         """The job, or None where the scheduler does not know it any more."""
+
+    def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
+        """Queued and running jobs of the chain: this user's, or `anyone`'s for who only looks on."""
+
+    def named(self, name: str) -> str | None:
+        """Id of a queued or running job of this user with this name."""
+
+    def submit_first(self, plan: Plan, script: Path) -> str:
+        """Queue the first job of a chain, after all has been tested that can be; return its id."""
+
+    def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
+        """Queue `script` as a singleton of its job name, not before `delay` seconds; return its id."""
+
+    def submit_auxiliary(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], limit: int) -> str:
+        """Queue a job that is no part of the chain and that nothing waits for; return its id. `limit`: seconds."""
+
+    def adopt(self, job: Job, plan: Plan) -> None:
+        """Make a running job one of the chain: its name and, in requeue mode, that it may be queued again."""
+
+    def cancel(self, job_id: str) -> None:
+        """Cancel one job by id; it is no error if it has already gone."""
 
     def cancelled(self, job_id: str, *, nodes: str) -> bool:
         """Whether somebody cancelled the job, which began on `nodes`; also right inside its own last seconds.
@@ -94,23 +108,20 @@ class Scheduler(Protocol):
         May wait for the scheduler to write down how the job ended.
         """
 
-    def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
-        """Queued and running jobs of the chain: this user's, or `anyone`'s for who only looks on."""
+    def requeue(self, job_id: str, *, delay: int = 0) -> None:
+        """Queue the running job again under its id, not before `delay` seconds. It may end the caller."""
 
-    def rename(self, job_id: str, name: str) -> None:
-        """Give a job the name of its chain."""
+    def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
+        """Have the running job queued again if its batch script is killed; see `chain.guard`, which `command` runs."""
+
+    def signal_ranks(self, job_id: str, number: signal.Signals) -> None:
+        """Send a signal to the ranks of the running job, not to its batch script."""
+
+    def rank_launch(self, plan: Plan, job: Job) -> RankLaunch:
+        """How the ranks of this running job are started and reached."""
 
     def single_task_command(self, plan: Plan) -> list[str]:
         """What stands before a program that a job outside the chain starts once."""
-
-    def task_command(self, plan: Plan, job: Job) -> list[str]:
-        """What stands before a rank's program so that it is started once per rank."""
-
-    def signal_command(self, job_id: str) -> list[str]:
-        """Sends SIGUSR2 to all ranks; empty where the batch script signals the task starter itself."""
-
-    def rendezvous(self, job: Job) -> dict[str, str]:
-        """MASTER_ADDR and MASTER_PORT, where the scheduler knows them before the ranks start."""
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -24,7 +24,7 @@ from relayrun.errors import SchedulerError
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.plan import Plan
 from relayrun.scheduler.auxiliary import Auxiliary
-from relayrun.scheduler.base import LIVE_STATES, Job
+from relayrun.scheduler.base import LIVE_STATES, Job, RankLaunch
 from relayrun.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, LocalQueue, signal_group
 
 KILL_WAIT = 30.0
@@ -43,6 +43,17 @@ class LocalScheduler:
             raise SchedulerError(f"not inside a local job: {JOB_ID_VARIABLE} is not set")
         return job_id
 
+    @property
+    def nodes(self) -> None:
+        return None  # there is one, which every job has
+
+    def submit_first(self, plan: Plan, script: Path) -> str:
+        return self.submit(plan, script, options={})
+
+    def adopt(self, job: Job, plan: Plan) -> None:
+        with self._queue.locked():
+            self._queue.write_job(replace(self._queue.read_job(job.id), name=plan.job_name))
+
     def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
         if options:
             raise SchedulerError(f"the local scheduler takes no options, but was given: {', '.join(options)}")
@@ -58,7 +69,7 @@ class LocalScheduler:
             )
         )
 
-    def submit_beside(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], time_limit: int) -> str:
+    def submit_auxiliary(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], limit: int) -> str:
         return self._queue.add(
             LocalJob(
                 id="",
@@ -66,10 +77,10 @@ class LocalScheduler:
                 script=str(script),
                 arguments=list(arguments),
                 log_folder=plan.log_folder,
-                time_limit=time_limit,
+                time_limit=limit,
                 signal_lead=0,
                 eligible_time=time.time(),
-                beside=True,
+                auxiliary=True,
             )
         )
 
@@ -94,26 +105,11 @@ class LocalScheduler:
         with self._queue.locked():  # no process is needed: who runs the queue sees it
             self._queue.write_job(replace(self._queue.read_job(job_id), guarded=True))
 
-    def kill_wait(self) -> float:
-        return KILL_WAIT
-
-    def allow_requeue(self, job_id: str) -> None:
-        pass
-
-    def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
-        pass  # there is one node
-
-    def known_nodes(self) -> set[str]:
-        return {socket.gethostname()}
-
     def signal_ranks(self, job_id: str, number: signal.Signals) -> None:
         # SIGKILL cannot be handed on by the one who gets it, so the starter takes SIGQUIT for it
         number = signal.SIGQUIT if number == signal.SIGKILL else number
         with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError):
             os.kill(int(self._starter_pid.read_text()), number)
-
-    def hostnames(self, nodes: str) -> list[str]:
-        return [nodes]
 
     @property
     def _starter_pid(self) -> Path:
@@ -124,7 +120,7 @@ class LocalScheduler:
             return None
         job = self._queue.read_job(job_id)
         state = job.state
-        if state == "RUNNING" and not self._queue.is_run():
+        if state == "RUNNING" and not self._queue.is_being_run():
             state = "NODE_FAIL"  # whoever ran the queue was killed, and the job with it
         if state == "RUNNING" and job.cancel_requested:
             state = "CANCELLED"
@@ -137,31 +133,15 @@ class LocalScheduler:
         return job is not None and job.state == "CANCELLED"
 
     def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
-        jobs = [self.query(job.id) for job in self._queue.every_job() if not job.beside]
+        jobs = [self.query(job.id) for job in self._queue.every_job() if not job.auxiliary]
         return [job for job in jobs if job is not None and job.live]
-
-    def rename(self, job_id: str, name: str) -> None:
-        with self._queue.locked():
-            self._queue.write_job(replace(self._queue.read_job(job_id), name=name))
 
     def single_task_command(self, plan: Plan) -> list[str]:
         return []
 
-    def task_command(self, plan: Plan, job: Job) -> list[str]:
-        return [
-            plan.host_python,
-            "-m",
-            "relayrun.scheduler.tasks",
-            f"--ntasks={plan.ntasks}",
-            f"--pid-file={self._starter_pid}",
-            "--",
-        ]
-
-    def signal_command(self, job_id: str) -> list[str]:
-        return []
-
-    def rendezvous(self, job: Job) -> dict[str, str]:
-        return {}  # the task starter picks a free port
+    def rank_launch(self, plan: Plan, job: Job) -> RankLaunch:
+        starter = ["-m", "relayrun.scheduler.tasks", f"--ntasks={plan.ntasks}", f"--pid-file={self._starter_pid}", "--"]
+        return RankLaunch(command=[plan.host_python, *starter])  # which picks a free port
 
     def run_queue(self, on_event: Callable[[str], None], poll: Callable[[], None] = lambda: None) -> None:
         """Run the queued jobs until none is left, the chain's one by one. `poll` is called several times a second.
@@ -186,7 +166,7 @@ class LocalScheduler:
 
             try:
                 while (waiting := [job for job in self._queue.every_job() if job.state == "PENDING"]) or auxiliary.busy:
-                    job = next((job for job in waiting if not job.beside), None)
+                    job = next((job for job in waiting if not job.auxiliary), None)
                     if job is None or time.time() < job.eligible_time:
                         look()
                         time.sleep(0.1)

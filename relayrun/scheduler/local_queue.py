@@ -8,9 +8,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Self
 
 from relayrun.errors import SchedulerError
 from relayrun.rundir.records import Record
@@ -40,13 +41,18 @@ class LocalJob(Record):
     exit_code: int | None = None
     cancel_requested: bool = False
     arguments: list[str] = field(default_factory=list)
-    """Of the script."""
-    beside: bool = False
+    """What the script is given."""
+    auxiliary: bool = False
     """No part of the chain: it runs while the chain's jobs run, with the lowest priority."""
     guarded: bool = False
     """Queue it again if its batch script is killed."""
     requeue_delay: int | None = None
     """Set by `requeue`: queue it again when it ends, after so many seconds."""
+
+    @classmethod
+    def of(cls, value: Mapping[str, Any]) -> Self:
+        """A queue of an earlier version says `beside` for `auxiliary`."""
+        return super().of({"auxiliary": value["beside"], **value} if "beside" in value else value)
 
 
 class LocalQueue:
@@ -71,7 +77,7 @@ class LocalQueue:
 
         def prepare() -> None:
             die_with_parent(signal.SIGTERM)
-            if job.beside:
+            if job.auxiliary:
                 os.nice(19)
 
         with open(f"{base}.out", "ab") as out, open(f"{base}.err", "ab") as err:
@@ -90,7 +96,7 @@ class LocalQueue:
             self.write_job(job)
         return job, process
 
-    def is_run(self) -> bool:
+    def is_being_run(self) -> bool:
         """Whether somebody runs the queue now."""
         try:
             with open(self.folder / "runner.lock") as lock:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from relayrun.errors import ConfigError, SchedulerError
 from relayrun.rundir.plan import Plan
-from relayrun.scheduler.base import PATIENCE, Job, clean_environment
+from relayrun.scheduler.base import PATIENCE, Job, NodeControl, RankLaunch, clean_environment
 from relayrun.slurmtime import format_time, parse_time
 
 COMPLETING_SECONDS = 30.0
@@ -32,40 +32,59 @@ class Slurm:
             raise SchedulerError("not inside a Slurm job: SLURM_JOB_ID is not set")
         return job_id
 
+    @property
+    def nodes(self) -> NodeControl:
+        return SlurmNodes(self)
+
+    def submit_first(self, plan: Plan, script: Path) -> str:
+        Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # a job without it dies without a log
+        self.test(script)
+        return self.submit(plan, script, options={})
+
+    def test(self, script: Path) -> None:
+        """Ask Slurm whether it would accept the script; queues nothing. Raises SchedulerError."""
+        self.run(["sbatch", "--test-only", str(script)])
+
+    def adopt(self, job: Job, plan: Plan) -> None:
+        if job.name != plan.job_name:  # from here on it is a singleton of its chain
+            self.run(["scontrol", "update", f"JobId={job.id}", f"JobName={plan.job_name}"])
+        if plan.mode == "requeue" and plan.auto_requeue and not job.requeue:
+            self.allow_requeue(job.id)
+
+    def allow_requeue(self, job_id: str) -> None:
+        """Make a job that was submitted with --no-requeue one that `requeue` takes."""
+        self.run(["scontrol", "update", f"JobId={job_id}", "Requeue=1"])
+
     def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
         command = ["sbatch", "--parsable", "--dependency=singleton"]
         if delay:
             command.append(f"--begin=now+{delay}")
         command += [f"--{name}={value}" for name, value in options.items()]
         # not `--`: sbatch takes the rest as the script and its arguments anyway
-        return self._run([*command, str(script)]).strip().split(";")[0]
+        return self.run([*command, str(script)]).strip().split(";")[0]
 
-    def submit_beside(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], time_limit: int) -> str:
-        command = ["sbatch", "--parsable", f"--job-name={name}", f"--time={format_time(time_limit)}", str(script)]
+    def submit_auxiliary(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], limit: int) -> str:
+        command = ["sbatch", "--parsable", f"--job-name={name}", f"--time={format_time(limit)}", str(script)]
         command += arguments
-        return self._run(command).strip().split(";")[0]
+        return self.run(command).strip().split(";")[0]
 
     def named(self, name: str) -> str | None:
-        found = self._run(["squeue", "--noheader", "--me", f"--name={name}", "--format=%i"]).split()
+        found = self.run(["squeue", "--noheader", "--me", f"--name={name}", "--format=%i"]).split()
         return found[0] if found else None
-
-    def test(self, script: Path) -> None:
-        """Ask Slurm whether it would accept the script; queues nothing. Raises SchedulerError."""
-        self._run(["sbatch", "--test-only", str(script)])
 
     def cancel(self, job_id: str) -> None:
         job = self.query(job_id)
         if job is not None and job.live:
-            self._run(["scancel", job_id])
+            self.run(["scancel", job_id])
 
     def requeue(self, job_id: str, *, delay: int = 0) -> None:
         try:
-            self._run(["scontrol", "requeue", job_id])
+            self.run(["scontrol", "requeue", job_id])
         except SchedulerError as error:  # by the guard, or by the batch script before it
             if "pending execution" not in error.message:
                 raise
         if delay:  # where this comes too late the job starts without delay; failed attempts are counted all the same
-            self._run(["scontrol", "update", f"JobId={job_id}", f"StartTime=now+{delay}"])
+            self.run(["scontrol", "update", f"JobId={job_id}", f"StartTime=now+{delay}"])
 
     def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
         step = [
@@ -92,35 +111,24 @@ class Slurm:
             raise SchedulerError(f"srun: {error}") from None
 
     def kill_wait(self) -> float:
-        found = re.search(r"^KillWait\s*=\s*(\d+)", self._run(["scontrol", "show", "config"]), re.M)
+        """Seconds from SIGTERM to SIGKILL when a job is ended."""
+        found = re.search(r"^KillWait\s*=\s*(\d+)", self.run(["scontrol", "show", "config"]), re.M)
         return float(found[1]) if found else 30.0
-
-    def allow_requeue(self, job_id: str) -> None:
-        self._run(["scontrol", "update", f"JobId={job_id}", "Requeue=1"])
-
-    def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
-        self._run(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"])
-
-    def known_nodes(self) -> set[str]:
-        return set(self._run(["sinfo", "--noheader", "--Node", "--format=%N"]).split())
 
     def signal_ranks(self, job_id: str, number: signal.Signals) -> None:
         word = f"--signal={number.name.removeprefix('SIG')}"
         if number != signal.SIGKILL:
-            self._run(["scancel", word, job_id])  # to all steps and not to the batch script
+            self.run(["scancel", word, job_id])  # to all steps and not to the batch script
             return
         # SIGKILL to a job cancels it, batch script and all; so to each of its steps
-        steps = self._run(["squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i"]).split()
+        steps = self.run(["squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i"]).split()
         for step in steps:
             if step.rpartition(".")[2].isdecimal():
-                self._run(["scancel", word, step])
-
-    def hostnames(self, nodes: str) -> list[str]:
-        return self._run(["scontrol", "show", "hostnames", nodes]).split()
+                self.run(["scancel", word, step])
 
     def query(self, job_id: str) -> Job | None:
         try:
-            text = self._run(["scontrol", "show", "job", "--oneliner", job_id])
+            text = self.run(["scontrol", "show", "job", "--oneliner", job_id])
         except SchedulerError as error:
             if "Invalid job id" in error.message:
                 return None
@@ -141,16 +149,16 @@ class Slurm:
         return job is not None and job.state == "CANCELLED"
 
     def _node_is_down(self, nodes: str) -> bool:
-        states = self._run(["sinfo", "--noheader", f"--nodes={nodes}", "--format=%T"]).split()
+        states = self.run(["sinfo", "--noheader", f"--nodes={nodes}", "--format=%T"]).split()
         return any(state.rstrip("*").startswith(("down", "fail")) or state.endswith("*") for state in states)
 
     def live_ids(self) -> set[str]:
         """Ids of all queued and running jobs of everybody, an element of an array as `12_3`."""
-        return set(self._run(["squeue", "--noheader", "--array", "--format=%i"]).split())
+        return set(self.run(["squeue", "--noheader", "--array", "--format=%i"]).split())
 
     def max_array_size(self) -> int:
         """Most elements of a job array; 0 where the cluster takes none."""
-        config = self._run(["scontrol", "show", "config"])
+        config = self.run(["scontrol", "show", "config"])
         limits = re.findall(
             r"^MaxArraySize\s*=\s*(\d+)|^SchedulerParameters\s*=.*\bmax_array_tasks=(\d+)", config, re.M
         )
@@ -158,36 +166,34 @@ class Slurm:
 
     def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
         whose = [] if anyone else ["--me"]
-        text = self._run(["squeue", "--noheader", *whose, f"--name={plan.job_name}", "--format=%i|%j|%T"])
+        text = self.run(["squeue", "--noheader", *whose, f"--name={plan.job_name}", "--format=%i|%j|%T"])
         rows = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
         return [Job(id=row[0], name=row[1], state=row[2]) for row in rows]
 
-    def rename(self, job_id: str, name: str) -> None:
-        self._run(["scontrol", "update", f"JobId={job_id}", f"JobName={name}"])
+    def rank_launch(self, plan: Plan, job: Job) -> RankLaunch:
+        cpus = job.options.get("cpus-per-task", str(plan.cpus_per_task))
+        return RankLaunch(
+            command=[
+                "srun",
+                "--kill-on-bad-exit=1",
+                "--export=ALL",
+                f"--nodes={job.num_nodes}",
+                f"--ntasks-per-node={plan.ntasks_per_node}",
+                f"--cpus-per-task={cpus}",  # srun does not inherit it from sbatch
+                *plan.srun_options,
+            ],
+            signal_command=["scancel", "--signal=USR2", job.id],
+            environment={
+                "MASTER_ADDR": self.nodes.expand(job.nodes)[0],
+                # one port per job: jobs that share a node must not meet
+                "MASTER_PORT": str(20_000 + int(job.id) % 20_000),
+            },
+        )
 
     def single_task_command(self, plan: Plan) -> list[str]:
         return ["srun", "--export=ALL", "--nodes=1", "--ntasks=1", *plan.srun_options]
 
-    def task_command(self, plan: Plan, job: Job) -> list[str]:
-        cpus = job.options.get("cpus-per-task", str(plan.cpus_per_task))
-        return [
-            "srun",
-            "--kill-on-bad-exit=1",
-            "--export=ALL",
-            f"--nodes={job.num_nodes}",
-            f"--ntasks-per-node={plan.ntasks_per_node}",
-            f"--cpus-per-task={cpus}",  # srun does not inherit it from sbatch
-            *plan.srun_options,
-        ]
-
-    def signal_command(self, job_id: str) -> list[str]:
-        return ["scancel", "--signal=USR2", job_id]
-
-    def rendezvous(self, job: Job) -> dict[str, str]:
-        # one port per job: jobs that share a node must not meet
-        return {"MASTER_ADDR": self.hostnames(job.nodes)[0], "MASTER_PORT": str(20_000 + int(job.id) % 20_000)}
-
-    def _run(self, command: Sequence[str]) -> str:
+    def run(self, command: Sequence[str]) -> str:
         """Run a Slurm command and return what it printed; try again what looks like an unreachable controller."""
         deadline = time.monotonic() + self._patience
         pause = self._pause
@@ -208,6 +214,22 @@ class Slurm:
                 raise SchedulerError(f"{command[0]}: {message}")
             time.sleep(pause)
             pause = min(2 * pause, 30.0)
+
+
+class SlurmNodes:
+    """The nodes of a Slurm cluster."""
+
+    def __init__(self, slurm: Slurm) -> None:
+        self._slurm = slurm
+
+    def expand(self, nodes: str) -> list[str]:
+        return self._slurm.run(["scontrol", "show", "hostnames", nodes]).split()
+
+    def known(self) -> set[str]:
+        return set(self._slurm.run(["sinfo", "--noheader", "--Node", "--format=%N"]).split())
+
+    def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
+        self._slurm.run(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"])
 
 
 _UNREACHABLE = re.compile(r"Unable to contact|Connection refused|timed out|Zero Bytes|Transport endpoint|backup", re.I)

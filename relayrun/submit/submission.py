@@ -49,11 +49,7 @@ class Submitted:
 def submit(config: RunConfig, *, resume: bool = False, accept_data_change: bool = False) -> Submitted:
     """Check, prepare the run directory, queue one job. Raises RelayrunError; then nothing was queued."""
     with _prepared(config, resume=resume, accept=accept_data_change) as (run, plan):
-        scheduler = for_plan(plan, run)
-        if isinstance(scheduler, Slurm):
-            Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # a job without it dies without a log
-            scheduler.test(run.job_script)
-        return Submitted(run=run, plan=plan, job_id=scheduler.submit(plan, run.job_script, options={}))
+        return Submitted(run=run, plan=plan, job_id=for_plan(plan, run).submit_first(plan, run.job_script))
 
 
 def adopt_job(
@@ -74,7 +70,7 @@ def adopt_job(
     cluster = config.cluster.model_copy(update={"host_python": host_python or config.cluster.host_python})
     config = RunConfig.model_validate(config.model_copy(update={"job": nodes, "cluster": cluster}).model_dump())
     with _prepared(config, resume=resume, accept=accept_data_change) as (run, plan):
-        scheduler.rename(job.id, plan.job_name)  # under the lock: a second first job sees this one
+        scheduler.adopt(job, plan)  # under the lock: a second first job sees this one
         return run
 
 

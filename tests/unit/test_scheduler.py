@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from relayrun.errors import SchedulerError
 from relayrun.scheduler.base import clean_environment
+from relayrun.scheduler.local_queue import LocalJob
 from relayrun.scheduler.slurm import Slurm, parse_job
 
 LINE = (
@@ -111,3 +113,12 @@ def test_missing_slurm_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SchedulerError, match="sbatch is not installed here"):
         Slurm().test(Path("job"))
+
+
+def test_a_queue_of_an_earlier_version_is_read() -> None:
+    job = LocalJob(
+        id="1", name="n", script="s", log_folder="l", time_limit=1, signal_lead=0, eligible_time=0.0, auxiliary=True
+    )
+    former = {**asdict(job), "beside": True}
+    del former["auxiliary"]
+    assert LocalJob.of(former) == job
