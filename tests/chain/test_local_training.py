@@ -11,6 +11,7 @@ import pytest
 
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, Started
+from tests import warm
 from tests.checkpoints import assert_same_bytes
 from tests.workspace import Workspace, ends, steps
 
@@ -77,7 +78,7 @@ def test_a_run_cut_by_sigusr2_at_its_limit_equals_the_uninterrupted_run(tmp_path
 
 def test_a_slow_save_moves_the_deadline_of_its_own_attempt(tmp_path: Path) -> None:
     workspace = Workspace.make(tmp_path)
-    prefix = [sys.executable, "-m", "relayrun.drill.inject", "slow-save=20:20", "--"]
+    prefix = [warm.python(), "-m", "relayrun.drill.inject", "slow-save=20:20", "--"]
     config = workspace.config(
         "run",
         training={"steps": 30},

@@ -15,6 +15,7 @@ from relayrun.chain.plan import Plan
 from relayrun.drill.table import FAULTS, Fault
 from relayrun.files import read_lines
 from relayrun.rundir.layout import RunDir
+from tests import warm
 from tests.checkpoints import assert_same_bytes
 from tests.slurm.cluster import ROOT, TestCluster
 from tests.slurm.conftest import MakeCluster
@@ -23,7 +24,7 @@ from tests.workspace import Workspace, ends, steps
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 STEPS = 40
-PREFIX = [sys.executable, "-m", "relayrun.drill.inject"]
+PREFIX = ["-m", "relayrun.drill.inject"]
 
 
 @dataclass
@@ -41,7 +42,7 @@ class SlurmStage:
         self.wait(lambda: any(line["iteration"] >= iteration for line in read_lines(metrics)), 90)
 
     def rank_pids(self) -> dict[int, int]:
-        """The ranks' own processes, not the shells or srun's children before them."""
+        """The ranks' own processes, not the shells, srun's children or tests/warm/client.py before them."""
         found = {}
         for entry in Path("/proc").glob("[0-9]*"):
             try:
@@ -49,7 +50,8 @@ class SlurmStage:
                 variables = dict(item.partition(b"=")[::2] for item in (entry / "environ").read_bytes().split(b"\0"))
             except OSError:
                 continue
-            if f"--run-dir={self.run.path}".encode() in words and b"python" in words[0] and b"RANK" in variables:
+            mine = f"--run-dir={self.run.path}".encode() in words and b"python" in words[0] and b"RANK" in variables
+            if mine and not words[2].endswith(b"/warm/client.py"):
                 found[int(variables[b"RANK"])] = int(entry.name)
         return found
 
@@ -110,6 +112,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 def configure(workspace: Workspace, folder: str, fault: Fault | None) -> Path:
     inject = ",".join(filter(None, ["step-delay=0.05", fault.inject if fault else ""]))
+    python = (
+        sys.executable if fault and fault.long else warm.python()
+    )  # the long rows look at Slurm's tree of processes
     sections = {
         "training": {"steps": STEPS},
         "checkpoint": {"interval": 10},
@@ -119,7 +124,7 @@ def configure(workspace: Workspace, folder: str, fault: Fault | None) -> Path:
             "name": "test",
             "scheduler": "slurm",
             "environment": {"MASTER_ADDR": "127.0.0.1"},
-            "command_prefix": [*PREFIX, inject, "--"],
+            "command_prefix": [python, *PREFIX, inject, "--"],
         },
     }
     for section, changes in (fault.config if fault else {}).items():

@@ -1,0 +1,70 @@
+"""The order in which tests run, and which of them share a worker of pytest-xdist."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator
+from itertools import chain, zip_longest
+from pathlib import Path
+
+import pytest
+
+WAITING = ("faults", "slurm", "chain")
+"""Folders whose tests mostly wait: they go side by side with those of COMPUTING, before all others."""
+COMPUTING = ("training", "export", "e2e")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", metavar="SEED", help="run the tests in the random order of this seed")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    seed = config.getoption("--shuffle")
+    return f"random order: --shuffle={seed}" if seed else None
+
+
+def group_of(item: pytest.Item) -> str:
+    """Tests of one group run on one worker: those that share a fixture of their module."""
+    mark = item.get_closest_marker("xdist_group")
+    if mark is not None:
+        return str(mark.args[0])
+    definitions = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
+    if any(found[-1].scope in ("module", "package") for found in definitions):
+        return item.nodeid.partition("::")[0]
+    return item.nodeid
+
+
+def weight_order(groups: dict[str, list[pytest.Item]]) -> list[list[pytest.Item]]:
+    """What takes long first: a test that waits beside one that computes."""
+    kinds: dict[str, list[list[pytest.Item]]] = {"waiting": [], "computing": [], "other": []}
+    for items in groups.values():
+        folder = Path(items[0].nodeid).parts[1]
+        kind = "waiting" if folder in WAITING else "computing" if folder in COMPUTING else "other"
+        slow = any(item.get_closest_marker("slow") or item.get_closest_marker("slurm") for item in items)
+        kinds[kind if slow else "other"].append(items)
+    pairs = zip_longest(kinds["waiting"], kinds["computing"], fillvalue=[])
+    return [items for items in (*chain.from_iterable(pairs), *kinds["other"]) if items]
+
+
+def grouped(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        groups.setdefault(group_of(item), []).append(item)
+    return groups
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+    for name, group in grouped(items).items():
+        if len(group) > 1:
+            for item in group:
+                item.add_marker(pytest.mark.xdist_group(name))
+    yield
+    ordered = weight_order(grouped(items))  # of those that are selected
+    seed = config.getoption("--shuffle")
+    if seed:
+        generator = random.Random(seed)
+        generator.shuffle(ordered)
+        for group in ordered:
+            generator.shuffle(group)
+    items[:] = chain.from_iterable(ordered)
