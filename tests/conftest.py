@@ -7,7 +7,12 @@ from collections.abc import Generator
 from itertools import chain, zip_longest
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# how long an example takes says how busy the machine is; what a test says of its own settings holds as before
+hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("busy")
 
 WAITING = ("faults", "slurm", "chain")
 """Folders whose tests mostly wait: they go side by side with those of COMPUTING, before all others."""

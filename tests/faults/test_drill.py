@@ -27,6 +27,11 @@ STEPS = 40
 PREFIX = ["-m", "relayrun.drill.inject"]
 
 
+def marks(fault: Fault) -> list[pytest.MarkDecorator]:
+    """Each fault has a cluster of its own and may go to any worker."""
+    return [pytest.mark.xdist_group(f"fault-{fault.name}"), *[pytest.mark.long] * fault.long]
+
+
 @dataclass
 class SlurmStage:
     """A `relayrun.drill.table.Stage` on a test cluster, whose nodes are all this machine."""
@@ -35,7 +40,7 @@ class SlurmStage:
     run: RunDir
 
     def wait(self, condition: Callable[[], object], seconds: float = 60) -> None:
-        self.cluster.wait_until(condition, timeout=seconds, interval=0.05)
+        self.cluster.wait_until(condition, timeout=4 * seconds, interval=0.05)
 
     def wait_iteration(self, iteration: int, *, attempt: int = 1) -> None:
         metrics = self.run.attempt(attempt).metrics
@@ -153,7 +158,7 @@ def reference(make_cluster: MakeCluster, workspace: Workspace) -> RunDir:
     cluster = make_cluster()
     submit(cluster, configure(workspace, "reference", None))
     run = workspace.run("reference")
-    wait_for_end(cluster, run, timeout=120)
+    wait_for_end(cluster, run, timeout=400)
     assert [end.cause for end in ends(run)] == ["done"]
     cluster.down()
     return run
@@ -172,19 +177,17 @@ def small_disk(workspace: Workspace, request: pytest.FixtureRequest) -> Iterator
     subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(fault, id=fault.name, marks=[pytest.mark.long] * fault.long) for fault in FAULTS]
-)
+@pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name, marks=marks(fault)) for fault in FAULTS])
 @pytest.mark.usefixtures("small_disk")
 def test_a_chain_survives_or_stops_with_a_reason(
     fault: Fault, make_cluster: MakeCluster, workspace: Workspace, reference: RunDir
 ) -> None:
-    cluster = make_cluster(grace=30)
+    cluster = make_cluster(grace=30, node_timeout=10 if fault.name == "node-lost" else 120)
     run = workspace.run(fault.name)
     submit(cluster, configure(workspace, fault.name, fault))
     try:
         fault.act(SlurmStage(cluster, run))
-        wait_for_end(cluster, run, timeout=240)
+        wait_for_end(cluster, run, timeout=800)
     finally:
         cluster.down()
     records = ends(run)

@@ -80,7 +80,7 @@ class Attempt:
     processes: list[Rank]
     log: Path
 
-    def wait(self, timeout: float = 120) -> list[int]:
+    def wait(self, timeout: float = 600) -> list[int]:
         """Exit codes of the ranks. Fails the test, and ends them, if they take too long."""
         end = time.monotonic() + timeout
         try:
@@ -92,7 +92,7 @@ class Attempt:
                 process.kill()
                 process.wait()
 
-    def wait_for_iteration(self, iteration: int, timeout: float = 120) -> None:
+    def wait_for_iteration(self, iteration: int, timeout: float = 600) -> None:
         end = time.monotonic() + timeout
         while not any(line["iteration"] >= iteration for line in read_lines(self.directory.metrics)):
             if time.monotonic() > end or all(process.poll() is not None for process in self.processes):

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 def answer(run: Any, name: str) -> dict[str, Any]:
     path = run.triggers / f"{name}.done"
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.02)
     return json.loads(path.read_text())
@@ -42,13 +42,13 @@ def test_triggers_save_and_exit_are_obeyed_and_answered(harness: Make) -> None:
     assert (first["iteration"], first["result"]) == (1, "saved")
     attempt.wait_for_iteration(first["iteration"] + 2)
     assert [beat.phase for beat in attempt.heartbeats()] == ["step"], "one node: one heartbeat"
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while attempt.heartbeats()[0].save_p95 is None:  # of a step after the save: one a second is written
         assert time.monotonic() < end
         time.sleep(0.02)
     assert attempt.heartbeats()[0].save_p95 == attempt.commits[0].seconds
     attempt.signal(signal.SIGUSR1)
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     stacks = [""]
     while not all("__main__.py" in text for text in stacks) and time.monotonic() < end:
         time.sleep(0.02)

@@ -354,7 +354,7 @@ def stuck(tmp_path: Path, data: Path, tokenizer: Path, out: Path) -> Callable[[]
             # whoever runs the tests in the background has it ignored
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         record = out / "tokenization.json"
         while time.monotonic() < deadline:
             first_is_done = record.exists() and '"00000_tokens": {' in record.read_text()
@@ -389,7 +389,7 @@ def test_a_killed_worker_is_an_error_and_no_hang_and_a_rerun_completes(
 ) -> None:
     process, worker = stuck()
     os.kill(worker, signal.SIGKILL)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=150)
     assert process.returncode == 1
     assert "a tokenization worker was killed" in errors
     assert "Traceback" not in errors
@@ -409,9 +409,9 @@ def test_no_worker_outlives_its_parent_and_no_shard_is_torn(
 ) -> None:
     process, worker = stuck()
     process.send_signal(number)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=150)
     assert "Traceback" not in errors
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 50
     while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{worker}").exists()
