@@ -204,6 +204,7 @@ def run(argv: list[str]) -> None:
 def main() -> None:
     path, owner, root = sys.argv[1:4]
     sys.path[0] = root
+    before = dict(os.environ)
     import warnings
 
     with warnings.catch_warnings():
@@ -212,12 +213,14 @@ def main() -> None:
         import relayrun.training.debugging
         import relayrun.training.loop  # noqa: F401
     del sys.path[0]
+    set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
     if len(os.listdir("/proc/self/task")) != 1:
         raise SystemExit("the imports started threads; a fork would lose them")
     gc.collect()
     gc.freeze()
     asked = Server(path, int(owner)).serve()
     become(asked)
+    os.environ.update({name: value for name, value in set_by_imports.items() if name not in asked["env"]})
     run(asked["argv"])
 
 
