@@ -11,7 +11,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -23,6 +24,16 @@ FINAL_STATES = frozenset(
 )
 
 T = TypeVar("T")
+
+
+def first_job_ids() -> Iterator[int]:
+    """Of this worker's clusters: the MASTER_PORT follows from a job's id, and all clusters are one machine."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for number in count():
+        yield 1 + worker % 8 * 2500 + number % 10 * 250
+
+
+FIRST_JOB_IDS = first_job_ids()
 
 
 class QueuedJob(NamedTuple):
@@ -70,6 +81,7 @@ class TestCluster:
             f"--kill-wait={kill_wait}",
             f"--grace={grace}",
             f"--node-timeout={node_timeout}",
+            f"--first-job-id={next(FIRST_JOB_IDS)}",
         ]
         tools = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]
         self.env = {
