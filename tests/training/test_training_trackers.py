@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -54,7 +55,7 @@ def test_one_run_over_three_attempts_without_gap_or_repeat_and_no_secret(
     second.wait_for_iteration(52)
     second.signal(signal.SIGUSR2)
     assert second.wait() == [0], second.output()
-    third = made.train()
+    third = made.train(prefix=[sys.executable, "-m", "tests.training.patient_feeds", "--"])
     assert third.outcome is not None
     assert third.outcome.outcome == "done"
 
