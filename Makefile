@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 # Tests wait more than they compute: more workers than processors. ORDER=random: another order of tests at every call.
 WORKERS := $(shell echo $$((2 * $$(nproc) < 8 ? 2 * $$(nproc) : 8)))
-BESIDE := --numprocesses=$(WORKERS) --dist=loadgroup --no-loadscope-reorder
+BESIDE := --numprocesses=$(WORKERS) --dist=loadscope --no-loadscope-reorder
 SHUFFLE := $(if $(filter random,$(ORDER)),--shuffle=$(shell date +%s%N))
 # the files of the tests that run alone: the others need not be imported
 ALONE = $(shell grep -lr --include=*.py pytest.mark.alone tests)

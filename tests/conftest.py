@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Generator
 from itertools import chain, zip_longest
 from pathlib import Path
 
 import hypothesis
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 # how long an example takes says how busy the machine is; what a test says of its own settings holds as before
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -28,15 +31,24 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return f"random order: --shuffle={seed}" if seed else None
 
 
-def group_of(item: pytest.Item) -> str:
-    """Tests of one group run on one worker: those that share a fixture of their module."""
-    mark = item.get_closest_marker("xdist_group")
-    if mark is not None:
-        return str(mark.args[0])
-    definitions = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
-    if any(found[-1].scope in ("module", "package") for found in definitions):
-        return item.nodeid.partition("::")[0]
-    return item.nodeid
+APART = re.compile(r"tests/(faults/|chain/test_local_chain|training/(?!test_training_(recompute|optimizer)))")
+"""Modules whose tests share no fixture that takes long: each goes to any worker. The others stay together."""
+
+
+def group_of(nodeid: str) -> str:
+    """Tests of one group run on one worker."""
+    return nodeid if APART.match(nodeid) else nodeid.partition("::")[0]
+
+
+class Groups(LoadScopeScheduling):  # type: ignore[misc]
+    """pytest-xdist's own marks of groups are lost with pytest 9.2."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Groups:
+    return Groups(config, log)
 
 
 def weight_order(groups: dict[str, list[pytest.Item]]) -> list[list[pytest.Item]]:
@@ -54,18 +66,15 @@ def weight_order(groups: dict[str, list[pytest.Item]]) -> list[list[pytest.Item]
 def grouped(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
-        groups.setdefault(group_of(item), []).append(item)
+        groups.setdefault(group_of(item.nodeid), []).append(item)
     return groups
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    for name, group in grouped(items).items():
-        if len(group) > 1:
-            for item in group:
-                item.add_marker(pytest.mark.xdist_group(name))
     yield
-    ordered = weight_order(grouped(items))  # of those that are selected
+    groups = grouped(items)  # of those that are selected
+    ordered = weight_order(groups)
     seed = config.getoption("--shuffle")
     if seed:
         generator = random.Random(seed)

@@ -27,11 +27,6 @@ STEPS = 40
 PREFIX = ["-m", "relayrun.drill.inject"]
 
 
-def marks(fault: Fault) -> list[pytest.MarkDecorator]:
-    """Each fault has a cluster of its own and may go to any worker."""
-    return [pytest.mark.xdist_group(f"fault-{fault.name}"), *[pytest.mark.long] * fault.long]
-
-
 @dataclass
 class SlurmStage:
     """A `relayrun.drill.table.Stage` on a test cluster, whose nodes are all this machine."""
@@ -176,7 +171,9 @@ def small_disk(workspace: Workspace, request: pytest.FixtureRequest) -> Iterator
     subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name, marks=marks(fault)) for fault in FAULTS])
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, id=fault.name, marks=[pytest.mark.long] * fault.long) for fault in FAULTS]
+)
 @pytest.mark.usefixtures("small_disk")
 def test_a_chain_survives_or_stops_with_a_reason(
     fault: Fault, make_cluster: MakeCluster, workspace: Workspace, reference: RunDir
