@@ -6,6 +6,12 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
+# Tests wait more than they compute: more workers than processors. ORDER=random: another order of tests at every call.
+WORKERS := $(shell echo $$((2 * $$(nproc) < 8 ? 2 * $$(nproc) : 8)))
+BESIDE := --numprocesses=$(WORKERS) --dist=loadscope --no-loadscope-reorder
+SHUFFLE := $(if $(filter random,$(ORDER)),--shuffle=$(shell date +%s%N))
+# the files of the tests that run alone: the others need not be imported
+ALONE = $(shell grep -lr --include=*.py pytest.mark.alone tests)
 SHELL_FILES = $(shell git ls-files '*.sh')
 
 .PHONY: help setup demo demo-slurm test test-long check format bench cluster-up cluster-down clean
@@ -25,10 +31,16 @@ demo-slurm: setup slurm ## the same as Slurm jobs, on a four-node Slurm on this 
 	scripts/tools/demo_slurm.sh $(DEMO)
 
 test: setup slurm ## set-up and all tests
-	$(PYTEST) -m "not long"
+	status=0; \
+	$(PYTEST) $(BESIDE) $(SHUFFLE) -m "not long and not alone" || status=$$?; \
+	$(PYTEST) $(SHUFFLE) -m "alone and not long" $(ALONE) || status=$$?; \
+	exit $$status
 
 test-long: setup slurm ## the tests that take long
-	$(PYTEST) -m long
+	status=0; \
+	$(PYTEST) $(BESIDE) $(SHUFFLE) -m "long and not alone" || status=$$?; \
+	$(PYTEST) $(SHUFFLE) -m "long and alone" $(ALONE) || status=$$?; \
+	exit $$status
 
 check: setup ## style, types, and the fast tests
 	$(BIN)/ruff check .
@@ -36,7 +48,8 @@ check: setup ## style, types, and the fast tests
 	$(BIN)/mypy
 	$(BIN)/shellcheck $(SHELL_FILES)
 	$(BIN)/shfmt -i 2 -ci -d $(SHELL_FILES)
-	$(PYTEST) -q -m "not slow and not slurm and not long"
+	$(PYTEST) -q $(BESIDE) -m "not slow and not slurm and not long and not alone"
+	$(PYTEST) -q -m "not slow and not slurm and not long and alone" $(ALONE)
 
 format: setup ## put the files into the form that `check` asks for
 	$(BIN)/ruff check --fix .

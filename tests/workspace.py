@@ -14,6 +14,7 @@ from relayrun.files import read_lines
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import End
 from relayrun.shards.indexed import ShardWriter
+from tests import warm
 
 VOCABULARY = 300
 
@@ -61,8 +62,12 @@ class Workspace:
         return cls(folder)
 
     def config(self, folder: str, **sections: Any) -> Path:
-        """A run config whose sections are CONFIG's with these changes; its run directory is `folder` here."""
+        """A run config whose sections are CONFIG's with these changes; its run directory is `folder` here.
+
+        Its ranks start from a process that has done the imports; `cluster={"python": None}` has them imported.
+        """
         values: dict[str, Any] = CONFIG | {
+            "cluster": CONFIG["cluster"] | {"python": warm.python()},
             "run_dir": str(self.folder / folder),
             "data": {"tokenizer": str(self.folder / "tokenizer.json"), "datasets": [str(self.folder / "data")]},
         }

@@ -16,6 +16,8 @@
 #   --gpus N         CLUSTER_GPUS       4     GPUs of a node (pretended: links to /dev/null)
 #   --kill-wait S    CLUSTER_KILL_WAIT  3     seconds between SIGTERM and SIGKILL at the time limit
 #   --grace S        CLUSTER_GRACE      10    seconds that a preempted job in the partition `low` has
+#   --node-timeout S CLUSTER_NODE_TIMEOUT 10  seconds without an answer after which a node counts as lost
+#   --first-job-id N CLUSTER_FIRST_JOB_ID 1   of it follows the MASTER_PORT: clusters side by side need others
 #   --port-base P    CLUSTER_PORT_BASE  auto  NODES+1 TCP ports from P on; found and reserved, if not given
 # Partitions: debug (default), high and low (a job in high takes the nodes of one in low, which is requeued).
 # Needs scripts/tools/install_slurm.sh once. As root, jobs of any user run; else only one's own.
@@ -39,6 +41,8 @@ cpus="${CLUSTER_CPUS:-8}"
 gpus="${CLUSTER_GPUS:-4}"
 kill_wait="${CLUSTER_KILL_WAIT:-3}"
 grace="${CLUSTER_GRACE:-10}"
+node_timeout="${CLUSTER_NODE_TIMEOUT:-10}"
+first_job_id="${CLUSTER_FIRST_JOB_ID:-1}"
 port_base="${CLUSTER_PORT_BASE:-auto}"
 
 usage() {
@@ -64,6 +68,8 @@ check_settings() {
   number --gpus "$gpus" 1 64
   number --kill-wait "$kill_wait" 0 3600
   number --grace "$grace" 0 3600
+  number --node-timeout "$node_timeout" 5 3600
+  number --first-job-id "$first_job_id" 1 999999
   [[ "$port_base" == auto ]] || number --port-base "$port_base" 1024 $((65535 - nodes))
 }
 
@@ -91,20 +97,20 @@ daemons() {
 wait_idle() {
   local -r dir="$1"
   local try states
-  for ((try = 0; try < 300; try++)); do
+  for ((try = 0; try < 1200; try++)); do
     states="$(sinfo -h -N -p debug -o %T 2>/dev/null | sort | uniq -c | xargs)" || true
     [[ "$states" != "$nodes idle" ]] || return 0
     sleep 0.1
   done
   tail -n 8 -- "$dir"/log/* >&2 || true
-  fail "the nodes are not idle after 30 s (${states:-slurmctld does not answer}); the logs above are in $dir/log"
+  fail "the nodes are not idle after 2 minutes (${states:-slurmctld does not answer}); the logs above are in $dir/log"
 }
 
 # Starts the controller with the queue that it had, and waits until it answers.
 start_ctld() {
   local try
   daemon_start "$1" slurmctld ""
-  for ((try = 0; try < 100; try++)); do
+  for ((try = 0; try < 600; try++)); do
     ! scontrol ping >/dev/null 2>&1 || return 0
     sleep 0.1
   done
@@ -112,7 +118,7 @@ start_ctld() {
 }
 
 write_conf() {
-  conf_write "$1" "$2" "$nodes" "$cpus" "$gpus" "$kill_wait" "$grace"
+  conf_write "$1" "$2" "$nodes" "$cpus" "$gpus" "$kill_wait" "$grace" "$node_timeout" "$first_job_id"
 }
 
 up() {
@@ -189,12 +195,14 @@ main() {
   local -a words=()
   while (($# > 0)); do
     case "$1" in
-      --nodes | --cpus | --gpus | --kill-wait | --grace | --port-base)
+      --nodes | --cpus | --gpus | --kill-wait | --grace | --node-timeout | --first-job-id | --port-base)
         [[ $# -ge 2 ]] || fail "$1 needs a value"
         option "$1" "$2"
         shift
         ;;
-      --nodes=* | --cpus=* | --gpus=* | --kill-wait=* | --grace=* | --port-base=*) option "${1%%=*}" "${1#*=}" ;;
+      --nodes=* | --cpus=* | --gpus=* | --kill-wait=* | --grace=* | --node-timeout=* | --first-job-id=* | --port-base=*)
+        option "${1%%=*}" "${1#*=}"
+        ;;
       -h | --help)
         usage
         return 0

@@ -64,7 +64,7 @@ def test_every_sample_is_read_once_over_changes_of_mixture_ramp_batch_and_ranks(
     def train_until(attempt: int, iteration: int, process: subprocess.Popen[str]) -> None:
         """Ask the chain to end once the attempt has come so far; the last one runs to its end."""
         asked = False
-        for _ in range(1200):
+        for _ in range(12_000):
             if process.poll() is not None:
                 break
             metrics = run.attempt(attempt).metrics
@@ -72,7 +72,7 @@ def test_every_sample_is_read_once_over_changes_of_mixture_ramp_batch_and_ranks(
                 (run.triggers / "exit").touch()
                 asked = True
             time.sleep(0.05)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=600)
         assert process.returncode == 0, output + errors
 
     train_until(1, 15, start(config({"a": 3, "b": 1}, ranks=2, micro=2, batch=12, ramp=[4, 4, 60])))

@@ -37,7 +37,7 @@ def test_every_command_runs(tmp_path: Path) -> None:
     make_run(tmp_path / "logs/runs/my-project/my-run", make_hf(tmp_path / "original"), iteration=40)
     script = "set -euo pipefail\nmkdir models\n" + "\n".join(blocks("bash"))
     done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=1000
     )
     assert done.returncode == 0, done.stderr
     assert "logits of megatron-core and transformers on 256 tokens differ by at most" in done.stdout

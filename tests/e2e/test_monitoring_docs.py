@@ -49,7 +49,7 @@ def test_training_offline_sending_looking_and_debugging(tmp_path: Path, monkeypa
             text=True,
             env=environment | more,
             capture_output=True,
-            timeout=300,
+            timeout=1000,
             check=False,
         )
         assert done.returncode == 0, done.stderr

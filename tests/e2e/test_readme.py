@@ -37,7 +37,7 @@ def test_the_way_from_parquet_to_a_run(tmp_path: Path) -> None:
     tokenize(tmp_path, environment, "my-code")
     script = "set -euo pipefail\n" + "\n".join(blocks("bash"))
     done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1000
     )
     assert done.returncode == 0, done.stderr
     assert "#SBATCH --job-name=my-project-my-run-" in done.stdout

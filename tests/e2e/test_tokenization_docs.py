@@ -35,7 +35,7 @@ def test_the_way_from_raw_text_to_a_mixture(tmp_path: Path) -> None:
     (block,) = blocks("bash", PAGE)
     activated = f"set -euo pipefail\nsource .venv/bin/activate  # as the README begins\n{block}"
     done = subprocess.run(
-        ["bash", "-c", activated], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500
+        ["bash", "-c", activated], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1000
     )
     assert done.returncode == 0, done.stderr
     assert "recommended for this node: workers:" in done.stdout

@@ -62,7 +62,7 @@ def test_ramp_warm_up_evaluations_branch_and_fine_tuning(tmp_path: Path) -> None
     environment = {"PATH": path, "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
     script = "set -euo pipefail\n" + "\n".join(blocks("bash"))
     done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=500
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=1000
     )
     assert done.returncode == 0, done.stderr
 

@@ -26,7 +26,7 @@ NAMES = ["-leading dash.parquet", "it's.parquet", 'double "quote".PARQUET', "ün
 
 def door(*command: str | Path) -> str:
     done = subprocess.run(
-        [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=1000
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

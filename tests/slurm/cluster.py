@@ -11,7 +11,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -23,6 +24,16 @@ FINAL_STATES = frozenset(
 )
 
 T = TypeVar("T")
+
+
+def first_job_ids() -> Iterator[int]:
+    """Of this worker's clusters: the MASTER_PORT follows from a job's id, and all clusters are one machine."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for number in count():
+        yield 1 + worker % 8 * 2500 + number % 10 * 250
+
+
+FIRST_JOB_IDS = first_job_ids()
 
 
 class QueuedJob(NamedTuple):
@@ -44,12 +55,21 @@ class TestCluster:
         nodes, cpus, gpus: count of nodes; CPUs and GPUs of each, all pretended.
         kill_wait: seconds between SIGTERM and SIGKILL at a job's time limit.
         grace: seconds that a preempted job of the partition `low` has.
+        node_timeout: seconds without an answer after which a node counts as lost; few only where a test loses one.
     """
 
     __test__ = False  # not a class of tests, whatever its name
 
     def __init__(
-        self, path: Path, *, nodes: int = 4, cpus: int = 8, gpus: int = 4, kill_wait: int = 3, grace: int = 10
+        self,
+        path: Path,
+        *,
+        nodes: int = 4,
+        cpus: int = 8,
+        gpus: int = 4,
+        kill_wait: int = 3,
+        grace: int = 10,
+        node_timeout: int = 120,
     ) -> None:
         self.path = path.resolve()
         self.conf = self.path / "etc/slurm.conf"
@@ -60,6 +80,8 @@ class TestCluster:
             f"--gpus={gpus}",
             f"--kill-wait={kill_wait}",
             f"--grace={grace}",
+            f"--node-timeout={node_timeout}",
+            f"--first-job-id={next(FIRST_JOB_IDS)}",
         ]
         tools = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]
         self.env = {
@@ -86,7 +108,7 @@ class TestCluster:
         self._script("down")
 
     def kill_node(self, node: str) -> None:
-        """SIGKILL the node's slurmd; Slurm notices after 10 to 20 s. The processes of its jobs go on meanwhile."""
+        """SIGKILL the node's slurmd; Slurm notices after once or twice `node_timeout`. Processes of its jobs go on."""
         self._script("kill-node", node)
 
     def start_node(self, node: str) -> None:
@@ -105,7 +127,7 @@ class TestCluster:
         argv: Sequence[str | Path],
         *,
         check: bool = True,
-        timeout: float = 60,
+        timeout: float = 240,
         cwd: Path | None = None,
         env: dict[str, str] | None = None,
         stdin: str | None = None,
@@ -160,7 +182,7 @@ class TestCluster:
         """`IDLE`, `ALLOCATED`, `DOWN*`, ...; a star means that the node does not answer."""
         return parse_fields(self.run(["scontrol", "show", "node", "-o", node]).stdout)["State"]
 
-    def wait_until(self, predicate: Callable[[], T], timeout: float = 30, interval: float = 0.2, what: str = "") -> T:
+    def wait_until(self, predicate: Callable[[], T], timeout: float = 120, interval: float = 0.2, what: str = "") -> T:
         """Call `predicate` every `interval` seconds until it returns something true; return that.
 
         After `timeout` seconds: AssertionError that says `what` did not happen, with the queue.
@@ -177,7 +199,7 @@ class TestCluster:
                 )
             time.sleep(interval)
 
-    def wait_job(self, job_id: str, timeout: float = 60) -> str:
+    def wait_job(self, job_id: str, timeout: float = 300) -> str:
         """Wait until the job has ended for good; return its state. A controller that is down is waited for."""
 
         def final_state() -> str | None:
@@ -187,7 +209,7 @@ class TestCluster:
 
         return self.wait_until(final_state, timeout, what=f"the end of job {job_id}") or ""
 
-    def wait_running(self, job_id: str, timeout: float = 30) -> None:
+    def wait_running(self, job_id: str, timeout: float = 120) -> None:
         self.wait_until(
             lambda: self.job(job_id)["JobState"] == "RUNNING", timeout, 0.1, what=f"the start of job {job_id}"
         )
@@ -207,7 +229,7 @@ class TestCluster:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,
         )
         if done.returncode != 0:
             raise AssertionError(f"{SCRIPT.name} {verb}: exit status {done.returncode}\n{done.stderr}")

@@ -26,7 +26,7 @@ SLURM = {
     "scheduler": "slurm",
     "nodes": 2,
     "ntasks_per_node": 1,
-    "time_limit": 120,
+    "time_limit": 600,
     "environment": {"MASTER_ADDR": "127.0.0.1"},
 }
 
@@ -36,7 +36,7 @@ def start(cluster: TestCluster, run: RunDir, *options: str) -> str:
     return cluster.sbatch([*options, run.job_script])
 
 
-def wait_for_end(cluster: TestCluster, run: RunDir, plan: Plan, timeout: float = 90) -> None:
+def wait_for_end(cluster: TestCluster, run: RunDir, plan: Plan, timeout: float = 360) -> None:
     """Until no job of the chain is left; never more than one pending job on the way."""
 
     def over() -> bool:
@@ -57,7 +57,7 @@ def logs(run: RunDir) -> str:
 
 
 def wait_for_iteration(cluster: TestCluster, run: RunDir, attempt: int = 1) -> None:
-    cluster.wait_until(lambda: run.attempt(attempt).metrics.exists(), timeout=30, interval=0.2)
+    cluster.wait_until(lambda: run.attempt(attempt).metrics.exists(), timeout=240, interval=0.2)
 
 
 def test_signals_carry_a_run_through_its_jobs_until_it_is_done(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
@@ -139,7 +139,7 @@ def test_a_node_that_is_blamed_twice_is_left_out_of_the_next_job(cluster: TestCl
     run, plan = make_run("--steps=60", "--die-on=n1", total_steps=60, max_failed_attempts=5, **SLURM)
     start(cluster, run, "--exclude=n3")
     for attempt in (1, 2):
-        cluster.wait_until(run.attempt(attempt).end.exists, timeout=60)
+        cluster.wait_until(run.attempt(attempt).end.exists, timeout=240)
         hurry(cluster, plan)
     wait_for_end(cluster, run, plan)
     causes = [end.cause for end in ends(run)]
@@ -156,7 +156,7 @@ def test_a_job_without_requeue_becomes_one_that_queues_itself_again(cluster: Tes
     assert cluster.job(job)["Requeue"] == "1"
     assert cluster.job(job)["JobName"] == plan.job_name
     cluster.run(["scancel", "--signal=USR2", "--batch", job])
-    cluster.wait_until(lambda: run.stop.exists() and not cluster.queue(), timeout=90)
+    cluster.wait_until(lambda: run.stop.exists() and not cluster.queue(), timeout=360)
     assert [end.cause for end in ends(run)] == ["saved", "done"], logs(run)
     assert cluster.job(job)["Restarts"] == "1"
 
@@ -165,7 +165,7 @@ def test_cancel_stops_a_job_that_would_queue_itself_again(cluster: TestCluster, 
     run, plan = make_run("--steps=1000", total_steps=1000, mode="requeue", **SLURM)
     job = start(cluster, run)
     guard = run.attempt(1).guard_log
-    cluster.wait_until(guard.exists, timeout=60)
+    cluster.wait_until(guard.exists, timeout=240)
     time.sleep(1)
     cluster.run(["scancel", job])
     wait_for_end(cluster, run, plan)

@@ -51,14 +51,14 @@ def test_each_checkpoint_is_evaluated_once_although_training_is_killed_around_it
 
     for attempt, iteration in ((1, 100), (2, 200)):  # the ranks die while the evaluation of what they saved is on
         cluster.wait_until(
-            lambda at=iteration: evaluates(at), timeout=200, interval=0.2, what=f"evaluation {iteration}"
+            lambda at=iteration: evaluates(at), timeout=600, interval=0.2, what=f"evaluation {iteration}"
         )
         cluster.run(["scancel", "--signal=KILL", f"{job_of(run, attempt)}.0"])
-        cluster.wait_until(run.attempt(attempt).end.exists, timeout=60)
-    wait_for_end(cluster, run, timeout=300)
+        cluster.wait_until(run.attempt(attempt).end.exists, timeout=180)
+    wait_for_end(cluster, run, timeout=900)
     assert [end.cause for end in ends(run)] == ["failed", "failed", "done"]
     assert sorted(steps(run)) == list(range(1, STEPS + 1))
-    cluster.wait_until(lambda: not cluster.queue(), timeout=200, interval=0.5, what="the last evaluation")
+    cluster.wait_until(lambda: not cluster.queue(), timeout=600, interval=0.5, what="the last evaluation")
 
     lines = list(read_lines(run.evaluations_view))
     assert [(line["iteration"], line["status"]) for line in lines] == [(100, "done"), (200, "done"), (300, "done")], (

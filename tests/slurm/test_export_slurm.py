@@ -35,7 +35,7 @@ def run(cluster: TestCluster, tmp_path_factory: pytest.TempPathFactory) -> RunDi
     )
     submit(cluster, config)
     made = workspace.run("a run")
-    wait_for_end(cluster, made, timeout=200)
+    wait_for_end(cluster, made, timeout=600)
     assert [end.cause for end in ends(made)] == ["done"]
     return made
 
@@ -47,7 +47,7 @@ def convert(cluster: TestCluster, *arguments: str | Path) -> str:
 
 def test_a_trained_checkpoint_becomes_a_folder_with_its_logits(cluster: TestCluster, run: RunDir) -> None:
     job = convert(cluster, run.path, "models/it's 12", "--iteration", "12", "--test-logits", "--dtype", "float32")
-    assert cluster.wait_job(job, timeout=200) == "COMPLETED", cluster.output(job)
+    assert cluster.wait_job(job, timeout=600) == "COMPLETED", cluster.output(job)
     said = re.search(
         r"logits of megatron-core and transformers on \d+ tokens differ by at most (\S+)", cluster.output(job)
     )
@@ -73,7 +73,7 @@ def test_what_cannot_be_converted_fails_the_job_with_one_error(cluster: TestClus
     }
     try:
         jobs = {words: convert(cluster, *arguments) for words, arguments in wrong.items()}
-        states = {words: cluster.wait_job(job, timeout=200) for words, job in jobs.items()}
+        states = {words: cluster.wait_job(job, timeout=600) for words, job in jobs.items()}
     finally:
         shard.write_bytes(whole)
     for words, job in jobs.items():

@@ -35,7 +35,7 @@ def test_dumps_and_a_chain_as_jobs(cluster: TestCluster, tmp_path: Path) -> None
     tokenization, training = blocks("bash slurm")
     environment = environment | {"PATH": cluster.env["PATH"]}
     cluster.run(["bash", "-euo", "pipefail", "-c", tokenization], cwd=tmp_path, env=environment)
-    cluster.wait_until(lambda: not cluster.queue(), timeout=120)
+    cluster.wait_until(lambda: not cluster.queue(), timeout=360)
     output = tmp_path / "data/tokens/my-tokenizer/my-text"
     assert len(list(output.glob("dump-[01]/*.idx"))) == 4
     assert sum(Shard.open(str(path)[:-4]).documents for path in output.glob("*/*.idx")) == 800
@@ -51,6 +51,6 @@ def test_dumps_and_a_chain_as_jobs(cluster: TestCluster, tmp_path: Path) -> None
     heldout.mkdir(parents=True)
     (heldout / "heldout").symlink_to(tmp_path / "data/tokens/my-tokenizer/my-code")
     cluster.run(["bash", "-euo", "pipefail", "-c", training], cwd=tmp_path, env=environment | settings)
-    cluster.wait_until(lambda: not cluster.queue(), timeout=120)
+    cluster.wait_until(lambda: not cluster.queue(), timeout=360)
     run = RunDir(tmp_path / "logs/runs/relayrun/demo-slurm")
     assert [end.cause for end in ends(run)] == ["done"]

@@ -89,14 +89,14 @@ def test_several_nodes_give_the_bytes_of_one_whatever_is_killed(cluster: TestClu
     wrapper.chmod(0o755)
     arguments = options(place, "shuf fled")
     job = submit(cluster, place, arguments, str(wrapper), 3)
-    cluster.wait_until((place / "hung").exists, timeout=60, what="task 1 scatters")
+    cluster.wait_until((place / "hung").exists, timeout=180, what="task 1 scatters")
     cluster.run(["scontrol", "requeue", job])
-    assert cluster.wait_job(job, timeout=120) == "FAILED"
+    assert cluster.wait_job(job, timeout=360) == "FAILED"
     assert (place / "killed").exists()
     assert cluster.job(job)["Restarts"] == "1"
     assert not (place / "out/shuf fled").exists()
     job = submit(cluster, place, arguments, str(wrapper), 2)
-    assert cluster.wait_job(job, timeout=120) == "COMPLETED", log(place, job)
+    assert cluster.wait_job(job, timeout=360) == "COMPLETED", log(place, job)
     assert cluster.job(job)["NumNodes"] == "2"
     assert contents(place / "out/shuf fled") == alone
     assert sorted(entry.name for entry in (place / "out").iterdir()) == ["alone", "shuf fled"]
@@ -105,7 +105,7 @@ def test_several_nodes_give_the_bytes_of_one_whatever_is_killed(cluster: TestClu
 
 def test_bad_input_is_one_error(cluster: TestCluster, place: Path) -> None:
     job = submit(cluster, place, [*options(place, "bad"), "--column", "nope"], sys.executable, 2)
-    assert cluster.wait_job(job, timeout=60) == "FAILED"
+    assert cluster.wait_job(job, timeout=180) == "FAILED"
     assert log(place, job).count("error: ") - log(place, job).count("srun: error: ") == 1
     assert "0.parquet: no column 'nope'; there are: text" in log(place, job)
     assert not (place / "out/bad").exists()

@@ -82,7 +82,7 @@ def assert_whole(settings: TokenizationSettings, dataset: Dataset) -> None:
 
 def wait_for_ends(cluster: TestCluster, jobs: list[str]) -> None:
     for job in jobs:
-        assert cluster.wait_job(job, timeout=120) == "COMPLETED", cluster.output(job)
+        assert cluster.wait_job(job, timeout=360) == "COMPLETED", cluster.output(job)
 
 
 class Blocked:
@@ -108,7 +108,7 @@ class Blocked:
             os.mkfifo(file)
         self.jobs = self.submit()
         self.all = [job for jobs in self.jobs.values() for job in jobs]
-        cluster.wait_until(self.stand, timeout=90, what="every dump has an open shard")
+        cluster.wait_until(self.stand, timeout=270, what="every dump has an open shard")
 
     def submit(self) -> dict[str, list[str]]:
         return {
@@ -175,7 +175,7 @@ def test_a_job_leaves_before_its_time_limit_and_goes_on(
 ) -> None:
     """Slurm signals the Bash launcher's jobs 120 to 180 s before the limit; those of the other have a deadline."""
     work = Blocked(cluster, dataset, "limit", minutes=minutes, launchers=(launcher,))
-    cluster.wait_until(lambda: work.restarts() == ["1"] * DUMPS, timeout=180, what="all are queued again")
+    cluster.wait_until(lambda: work.restarts() == ["1"] * DUMPS, timeout=540, what="all are queued again")
     work.release()
     wait_for_ends(cluster, work.all)
     assert work.restarts() == ["1"] * DUMPS

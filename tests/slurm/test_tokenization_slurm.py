@@ -49,7 +49,7 @@ def test_the_bash_launcher_gives_the_shards_of_the_local_way(cluster: TestCluste
     submitted = [line.rpartition(" ")[2] for line in done.stdout.splitlines() if line.startswith("dump ")]
     assert len(submitted) == DUMPS
     for job in submitted:
-        assert cluster.wait_job(job, timeout=120) == "COMPLETED"
+        assert cluster.wait_job(job, timeout=360) == "COMPLETED"
         assert cluster.job(job)["NumNodes"] == "1"
     assert sorted(assert_all_done(settings, dataset.expected, cluster)) == sorted(submitted)
 
@@ -57,7 +57,7 @@ def test_the_bash_launcher_gives_the_shards_of_the_local_way(cluster: TestCluste
 def test_the_python_launcher_gives_the_shards_of_the_local_way(cluster: TestCluster, dataset: Dataset) -> None:
     settings = dataset.settings("python")
     config = write_config(settings, max_parallel=2)
-    cluster.run([sys.executable, PYTHON, config, "--wait"], timeout=180, cwd=Path("/"))
+    cluster.run([sys.executable, PYTHON, config, "--wait"], timeout=540, cwd=Path("/"))
     ids = assert_all_done(settings, dataset.expected, cluster)
     (array,) = {job.partition("_")[0] for job in ids}
     assert sorted(ids) == [f"{array}_{element}" for element in range(DUMPS)]
@@ -87,7 +87,7 @@ def test_a_failed_dump_is_one_message_and_submitting_again_completes_it(cluster:
     settings = dataset.settings("failed")
     broken = settings.model_copy(update={"column": "nope"})
     config = write_config(broken, max_parallel=4)
-    failed = cluster.run([sys.executable, PYTHON, config, "--wait"], timeout=180, check=False)
+    failed = cluster.run([sys.executable, PYTHON, config, "--wait"], timeout=540, check=False)
     assert failed.returncode == 1
     assert "3 of 3 dumps failed (dump 0, 1, 2). Dump 0: " in failed.stderr
     assert "no column 'nope'; there are: text" in failed.stderr
@@ -95,7 +95,7 @@ def test_a_failed_dump_is_one_message_and_submitting_again_completes_it(cluster:
     assert shards(settings) == {}
     for file in settings.job_logs.glob("R-*"):
         file.unlink()
-    cluster.run([sys.executable, PYTHON, write_config(settings, max_parallel=4), "--wait"], timeout=180)
+    cluster.run([sys.executable, PYTHON, write_config(settings, max_parallel=4), "--wait"], timeout=540)
     assert_all_done(settings, dataset.expected, cluster)
 
 
@@ -118,8 +118,8 @@ def test_more_dumps_than_an_array_takes(cluster: TestCluster, dataset: Dataset) 
     cluster.start_ctld()
     try:
         cluster.run([BASH], env=environment(by_bash), cwd=Path("/"))
-        cluster.run([sys.executable, PYTHON, write_config(by_python, max_parallel=1), "--wait"], timeout=180)
-        cluster.wait_until(lambda: not cluster.queue(), timeout=60, what="the queue is empty")
+        cluster.run([sys.executable, PYTHON, write_config(by_python, max_parallel=1), "--wait"], timeout=540)
+        cluster.wait_until(lambda: not cluster.queue(), timeout=180, what="the queue is empty")
     finally:
         cluster.stop_ctld()
         cluster.conf.write_text(former)

@@ -15,6 +15,7 @@ from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Begin
+from tests import warm
 from tests.checkpoints import assert_same_bytes
 from tests.readme import break_code, copy_tracked
 from tests.workspace import Workspace, ends, steps
@@ -55,7 +56,7 @@ def wait_for_end(cluster: TestCluster, run: RunDir, timeout: float) -> None:
     cluster.wait_until(lambda: not chain_jobs(cluster, run), timeout=timeout, interval=0.5)
 
 
-def wait_for_iteration(cluster: TestCluster, run: RunDir, attempt: int, timeout: float = 90) -> None:
+def wait_for_iteration(cluster: TestCluster, run: RunDir, attempt: int, timeout: float = 360) -> None:
     cluster.wait_until(lambda: any(read_lines(run.attempt(attempt).metrics)), timeout=timeout, interval=0.2)
 
 
@@ -66,28 +67,27 @@ def job_of(run: RunDir, attempt: int) -> str:
 
 
 def test_jobs_cut_by_their_time_limit_equal_the_uninterrupted_run(cluster: TestCluster, workspace: Workspace) -> None:
-    count = 500
+    count = 300
     training = {"steps": count}
     submit(cluster, workspace.config("whole", training=training, job=TWO_NODES | {"time": "10"}, cluster=SLURM))
-    wait_for_end(cluster, workspace.run("whole"), timeout=200)
+    wait_for_end(cluster, workspace.run("whole"), timeout=600)
     reference = workspace.run("whole")
     assert [end.cause for end in ends(reference)] == ["done"]
-    seconds = ends(reference)[0].end_time - reference.attempt(1).begin.stat().st_mtime
-    # Slurm's shortest limit is a minute; of it each job trains so long that three are needed
-    lead = max(5, round(60 - 0.55 * seconds))
+    # Slurm's shortest limit is a minute; of it each job has 14 s. 300 steps of at least 0.1 s do not fit into two
+    prefix = [warm.python(), "-m", "relayrun.drill.inject", "step-delay=0.1", "--"]
     submit(
         cluster,
         workspace.config(
             "pieces",
             training=training,
             job=TWO_NODES | {"time": "1"},
-            cluster=SLURM,
-            chain={"lead": lead, "signal_lead": 1},
+            cluster=SLURM | {"command_prefix": prefix},
+            chain={"lead": 46, "signal_lead": 1},
             checkpoint={"interval": 211},
         ),
     )
     run = workspace.run("pieces")
-    wait_for_end(cluster, run, timeout=400)
+    wait_for_end(cluster, run, timeout=900)
     records = ends(run)
     assert len(records) >= 3
     assert [record.cause for record in records] == ["saved"] * (len(records) - 1) + ["done"]
@@ -104,11 +104,11 @@ def test_two_runs_share_a_node_and_a_signal_during_the_imports_harms_neither(
     job = {"nodes": 1, "ntasks_per_node": 2, "exclude": "n1,n2,n3"}
     training = {"steps": 200}
     for name in ("one", "two"):
-        submit(cluster, workspace.config(name, training=training, job=job, cluster=SLURM))
+        submit(cluster, workspace.config(name, training=training, job=job, cluster=SLURM | {"python": None}))
     run = workspace.run("one")
-    cluster.wait_until(lambda: run.attempt(1).begin.exists(), timeout=30, interval=0.05)
+    cluster.wait_until(lambda: run.attempt(1).begin.exists(), timeout=240, interval=0.05)
     cluster.run(["scancel", "--signal=USR2", "--full", job_of(run, 1)])  # everybody, most of them importing
-    cluster.wait_until(run.attempt(1).end.exists, timeout=60)
+    cluster.wait_until(run.attempt(1).end.exists, timeout=300)
     (first,) = ends(run)[:1]
     assert (first.cause, first.exit_code, first.progress) == ("saved", 0, False)
 
@@ -118,9 +118,9 @@ def test_two_runs_share_a_node_and_a_signal_during_the_imports_harms_neither(
                 cluster.run(["scontrol", "update", f"JobId={job.id}", "StartTime=now"], check=False)
         return run.attempt(2).begin.exists()
 
-    cluster.wait_until(second_has_begun, timeout=60)
-    wait_for_end(cluster, run, timeout=150)
-    wait_for_end(cluster, workspace.run("two"), timeout=150)
+    cluster.wait_until(second_has_begun, timeout=300)
+    wait_for_end(cluster, run, timeout=600)
+    wait_for_end(cluster, workspace.run("two"), timeout=600)
     assert [end.cause for end in ends(run)] == ["saved", "done"]
     assert [end.cause for end in ends(workspace.run("two"))] == ["done"]
     assert steps(run) == steps(workspace.run("two"))
@@ -146,13 +146,13 @@ def test_a_bash_launcher_from_anywhere_with_its_options_triggers_and_resume(
     }
     other = cluster.sbatch(["--job-name=relayrun-demo", "--wrap=sleep 300"])  # the launcher's own name
     first = cluster.sbatch(["--nodes=1", "--time=7", ROOT / "launchers/submit-demo.sh"], cwd=tmp_path, env=settings)
-    cluster.wait_until(run.plan.exists, timeout=30)
+    cluster.wait_until(run.plan.exists, timeout=240)
     wait_for_iteration(cluster, run, 1)
     assert job_of(run, 1) == first
     assert sorted(chain_jobs(cluster, run)) == ["PENDING", "RUNNING"]
 
     triggers.touch(run, "save")
-    cluster.wait_until((run.triggers / "save.done").exists, timeout=30)
+    cluster.wait_until((run.triggers / "save.done").exists, timeout=240)
     saved = json.loads((run.triggers / "save.done").read_text())
     assert (saved["result"], run.checkpoint(saved["iteration"]).is_dir()) == ("saved", True)
 
@@ -163,13 +163,13 @@ def test_a_bash_launcher_from_anywhere_with_its_options_triggers_and_resume(
     assert (job["NumNodes"], job["TimeLimit"]) == ("1", "00:07:00")  # the command line's, not the header's
 
     triggers.touch(run, "exit")
-    wait_for_end(cluster, run, timeout=60)
+    wait_for_end(cluster, run, timeout=300)
     assert [end.cause for end in ends(run)] == ["saved", "exit"]
     assert json.loads((run.triggers / "exit.done").read_text())["result"] == "saved"
     at = durable(run).iteration
 
     refused = cluster.sbatch(["--nodes=1", ROOT / "launchers/submit-demo.sh"], cwd=tmp_path, env=settings)
-    assert cluster.wait_job(refused, timeout=60) == "FAILED"
+    assert cluster.wait_job(refused, timeout=300) == "FAILED"
     errors = ROOT / "logs/slurm/training" / f"relayrun-demo-{refused}.err"
     assert "the chain of this run has ended: exit trigger by" in errors.read_text()
 
@@ -184,7 +184,7 @@ def test_a_bash_launcher_from_anywhere_with_its_options_triggers_and_resume(
     assert begin is not None
     assert (begin.job_id, begin.base_iteration) == (resumed, at)
     cluster.run(["scancel", resumed])
-    wait_for_end(cluster, run, timeout=60)
+    wait_for_end(cluster, run, timeout=300)
     assert ends(run)[-1].cause == "cancelled"
     assert cluster.job(other)["JobState"] == "RUNNING"
     cluster.run(["scancel", other])
@@ -214,7 +214,7 @@ def test_the_job_of_a_bash_launcher_that_queues_itself_again_goes_on(
     cluster.run(["scancel", "--signal=USR2", "--batch", job])
     wait_for_iteration(cluster, run, 2)
     triggers.touch(run, "exit")
-    wait_for_end(cluster, run, timeout=60)
+    wait_for_end(cluster, run, timeout=300)
     assert [end.cause for end in ends(run)] == ["saved", "exit"]
     assert (job_of(run, 2), run.revisions()) == (job, [1])
 
@@ -247,7 +247,7 @@ def test_a_bash_launcher_with_a_backup_survives_what_becomes_of_its_checkout(
     cluster.run(["scancel", "--signal=USR2", "--batch", first])
     wait_for_iteration(cluster, run, 2)
     triggers.touch(run, "exit")
-    wait_for_end(cluster, run, timeout=60)
+    wait_for_end(cluster, run, timeout=300)
     assert [end.cause for end in ends(run)] == ["saved", "exit"]
     begin = Begin.read(run.attempt(2).begin)
     assert begin is not None

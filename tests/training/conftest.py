@@ -28,10 +28,12 @@ from relayrun.rundir.lineage import durable
 from relayrun.rundir.records import Begin, Commit, Failure, Heartbeat, Left, commits
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
+from tests import warm
 
 VOCABULARY = 300
 RANKS = 2
-STARTED: list[subprocess.Popen[bytes]] = []
+Rank = subprocess.Popen[bytes] | warm.Warm
+STARTED: list[Rank] = []
 """Ranks of the test that runs."""
 
 
@@ -58,15 +60,27 @@ def prepare_rank(file_limit: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
 
 
+def start_rank(
+    command: Sequence[str], environment: dict[str, str], output: int, file_limit: int | None, *, imported: bool
+) -> Rank:
+    if imported:
+        limits = {} if file_limit is None else {resource.RLIMIT_FSIZE: (file_limit, file_limit)}
+        ignored = (signal.SIGUSR1, signal.SIGUSR2)
+        return warm.start(command, stdout=output, stderr=output, env=environment, ignored=ignored, limits=limits)
+    return subprocess.Popen(
+        command, env=environment, stdout=output, stderr=subprocess.STDOUT, preexec_fn=partial(prepare_rank, file_limit)
+    )
+
+
 @dataclass
 class Attempt:
     """Ranks of one attempt that are running or have ended."""
 
     directory: AttemptDir
-    processes: list[subprocess.Popen[bytes]]
+    processes: list[Rank]
     log: Path
 
-    def wait(self, timeout: float = 120) -> list[int]:
+    def wait(self, timeout: float = 600) -> list[int]:
         """Exit codes of the ranks. Fails the test, and ends them, if they take too long."""
         end = time.monotonic() + timeout
         try:
@@ -78,7 +92,7 @@ class Attempt:
                 process.kill()
                 process.wait()
 
-    def wait_for_iteration(self, iteration: int, timeout: float = 120) -> None:
+    def wait_for_iteration(self, iteration: int, timeout: float = 600) -> None:
         end = time.monotonic() + timeout
         while not any(line["iteration"] >= iteration for line in read_lines(self.directory.metrics)):
             if time.monotonic() > end or all(process.poll() is not None for process in self.processes):
@@ -164,11 +178,13 @@ class Harness:
         file_limit: int | None = None,
         inject: str = "",
         prefix: Sequence[str] = (),
+        imported: bool = True,
         **changes: Any,
     ) -> Attempt:
         """Start the ranks, SIGUSR2 ignored, as the launchers do. Rank 1 can write no file above `file_limit` bytes.
 
-        `inject`: faults of `relayrun.drill.inject`. `prefix`: put before the program.
+        `inject`: faults of `relayrun.drill.inject`. `prefix`: put before the program. `imported`: from a process that
+        has done the imports, see tests/warm.
         """
         attempt = attempt or self.begin(**changes)
         log = attempt.path / "log"
@@ -177,7 +193,7 @@ class Harness:
             port = free.getsockname()[1]
         if inject:
             prefix = [sys.executable, "-m", "relayrun.drill.inject", inject, "--"]
-        processes = []
+        processes: list[Rank] = []
         for rank in range(self.ranks):
             environment = os.environ | {
                 "RANK": str(rank),
@@ -188,23 +204,16 @@ class Harness:
                 "OMP_NUM_THREADS": "1",
             }
             limit = file_limit if rank == 1 else None
+            command = [
+                *prefix,
+                sys.executable,
+                "-m",
+                "relayrun.training",
+                f"--run-dir={self.run.path}",
+                f"--attempt={attempt.number}",
+            ]
             with log.open("ab") as output:
-                processes.append(
-                    subprocess.Popen(
-                        [
-                            *prefix,
-                            sys.executable,
-                            "-m",
-                            "relayrun.training",
-                            f"--run-dir={self.run.path}",
-                            f"--attempt={attempt.number}",
-                        ],
-                        env=environment,
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        preexec_fn=partial(prepare_rank, limit),
-                    )
-                )
+                processes.append(start_rank(command, environment, output.fileno(), limit, imported=imported))
         STARTED.extend(processes)
         started = Attempt(attempt, processes, log)
         self.attempts.append(started)

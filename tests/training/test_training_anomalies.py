@@ -89,7 +89,7 @@ def test_a_rewind_passes_over_the_same_samples_whether_the_process_goes_on_or_is
 
     pieces = harness(**with_policy(5, on_nan="rewind"))
     attempt = pieces.start(inject="nan-sample=50,step-delay=0.1")
-    end = time.monotonic() + 120
+    end = time.monotonic() + 600
     while not any("rewind" in line for line in read_lines(attempt.directory.metrics)):
         assert time.monotonic() < end, attempt.output()
         time.sleep(0.01)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 PROGRAM = """
 import os, sys, json
@@ -56,7 +57,7 @@ def test_documents_together_have_the_loss_of_documents_apart(tmp_path: Path) -> 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    done = subprocess.run([sys.executable, str(script), str(port)], capture_output=True, text=True, check=False)
+    done = warm.run([sys.executable, str(script), str(port)])
     assert done.returncode == 0, done.stderr
     apart, together, plain = json.loads(done.stdout.splitlines()[-1])
     assert together == pytest.approx(sum(apart) / 7, abs=2e-6)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import warm
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.slow
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("checkpoint")
     program = Path(__file__).with_name("optimizer_cures.py")
-    done = subprocess.run([sys.executable, program, folder], capture_output=True, text=True, timeout=300)
+    done = warm.run([sys.executable, program, folder])
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

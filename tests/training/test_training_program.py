@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 def answer(run: Any, name: str) -> dict[str, Any]:
     path = run.triggers / f"{name}.done"
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while not path.exists() and time.monotonic() < end:
         time.sleep(0.02)
     return json.loads(path.read_text())
@@ -42,14 +42,17 @@ def test_triggers_save_and_exit_are_obeyed_and_answered(harness: Make) -> None:
     assert (first["iteration"], first["result"]) == (1, "saved")
     attempt.wait_for_iteration(first["iteration"] + 2)
     assert [beat.phase for beat in attempt.heartbeats()] == ["step"], "one node: one heartbeat"
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while attempt.heartbeats()[0].save_p95 is None:  # of a step after the save: one a second is written
         assert time.monotonic() < end
         time.sleep(0.02)
     assert attempt.heartbeats()[0].save_p95 == attempt.commits[0].seconds
     attempt.signal(signal.SIGUSR1)
-    attempt.wait_for_iteration(attempt.heartbeats()[0].iteration + 5)
-    stacks = [path.read_text() for path in sorted(made.run.stacks(1).iterdir())]
+    end = time.monotonic() + 300
+    stacks = [""]
+    while not all("__main__.py" in text for text in stacks) and time.monotonic() < end:
+        time.sleep(0.02)
+        stacks = [path.read_text() for path in sorted(made.run.stacks(1).iterdir())]
     assert ["loop.py" in text and "__main__.py" in text for text in stacks] == [True, True], stacks
     assert not (made.run.triggers / "save").exists()
     triggers.touch(made.run, "exit")
@@ -83,7 +86,7 @@ def test_triggers_save_and_exit_are_obeyed_and_answered(harness: Make) -> None:
 def test_asked_to_leave_before_the_first_iteration_it_leaves_and_resumes_as_if_nothing_was(harness: Make) -> None:
     """A signal while Python starts is ignored, one during the imports is remembered; the stop file always counts."""
     made = harness(training={"steps": 3})
-    attempt = made.start()
+    attempt = made.start(imported=False)
     attempt.signal(signal.SIGUSR2)
     attempt.directory.stop.write_text("SIGUSR2\n")
     assert attempt.wait() == [0, 0], attempt.output()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import warm
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +23,7 @@ def found() -> dict[str, Any]:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     program = Path(__file__).with_name("recompute.py")
-    done = subprocess.run([sys.executable, program, port], capture_output=True, text=True, timeout=300, check=False)
+    done = warm.run([sys.executable, program, port])
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result

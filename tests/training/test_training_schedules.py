@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 WAYS: dict[str, Callable[[int], float]] = {
     "constant": lambda step: 1.0,
@@ -23,7 +24,7 @@ WAYS: dict[str, Callable[[int], float]] = {
 @pytest.mark.slow
 def test_every_style_goes_its_way() -> None:
     program = Path(__file__).with_name("schedules.py")
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300, check=True)
+    done = warm.run([sys.executable, program], check=True)
     rates = json.loads(done.stdout.splitlines()[-1])
     assert rates.keys() == WAYS.keys()
     for style, way in WAYS.items():

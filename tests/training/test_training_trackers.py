@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from relayrun.monitoring.trackers.wandb_files import history, offline_files
 from relayrun.rundir import views
+from relayrun.rundir.lineage import durable
 
 from .conftest import Harness
 
@@ -37,8 +40,12 @@ def test_one_run_over_three_attempts_without_gap_or_repeat_and_no_secret(
         checkpoint={"interval": 20},
         tracking={"tensorboard": True},
     )
-    killed = made.start()
-    killed.wait_for_iteration(45)  # 40 is durable, so what follows is computed again
+    killed = made.start(inject="step-delay=0.2")
+    killed.wait_for_iteration(45)
+    end = time.monotonic() + 60
+    while durable(made.run).iteration < 40:  # what follows is computed again
+        assert time.monotonic() < end
+        time.sleep(0.02)
     killed.processes[0].kill()
     killed.wait()
     with monkeypatch.context() as service_away:
@@ -48,7 +55,7 @@ def test_one_run_over_three_attempts_without_gap_or_repeat_and_no_secret(
     second.wait_for_iteration(52)
     second.signal(signal.SIGUSR2)
     assert second.wait() == [0], second.output()
-    third = made.train()
+    third = made.train(prefix=[sys.executable, "-m", "tests.training.patient_feeds", "--"])
     assert third.outcome is not None
     assert third.outcome.outcome == "done"
 

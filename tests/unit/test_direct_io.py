@@ -79,6 +79,7 @@ def test_every_byte_arrives_whatever_the_pieces(tmp_path: Path, seed: int) -> No
     assert (tmp_path / "file").read_bytes() == expected
 
 
+@pytest.mark.alone
 def test_little_stays_in_the_page_cache(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.write_bytes(bytes(1 << 20))

@@ -89,6 +89,7 @@ def test_the_largest_file_goes_onto_the_lightest_dump() -> None:
     assert [len(dump.files) for dump in split(files, 99)] == [1] * 7
 
 
+@pytest.mark.alone
 def test_100_000_files_are_split_in_seconds() -> None:
     files = [DataFile(path=f"{i}.parquet", size=i * 7919 % 1_000_003, identity=(0, i)) for i in range(100_000)]
     start = time.monotonic()
@@ -98,6 +99,7 @@ def test_100_000_files_are_split_in_seconds() -> None:
     assert max(dump.size for dump in dumps) < 1.01 * ideal
 
 
+@pytest.mark.alone
 @pytest.mark.long
 def test_100_000_small_files_are_prepared_in_seconds(tmp_path: Path) -> None:
     for number in range(100_000):

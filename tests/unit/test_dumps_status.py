@@ -162,7 +162,7 @@ def test_a_task_says_how_far_it_is_and_watch_ends_when_all_is_done(
     call = f"tokenize_dump(TokenizationSettings(**{settings.model_dump()!r}), 0)"
     code = f"from relayrun.tokenization.dumps.jobs import *; {call}"
     with subprocess.Popen([sys.executable, "-c", code]) as process:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while read_status(settings.metadata_folder)[0].state != "running":
             assert time.monotonic() < deadline
             assert process.poll() is None
@@ -174,7 +174,7 @@ def test_a_task_says_how_far_it_is_and_watch_ends_when_all_is_done(
             file.unlink()
             file.write_bytes(content)
             tokenize_dump(settings, 0)
-            output, _ = watching.communicate(timeout=60)
+            output, _ = watching.communicate(timeout=300)
     assert watching.returncode == 0
     assert output.splitlines()[-1].startswith("total  2/2 done")
 

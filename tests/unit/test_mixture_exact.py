@@ -199,6 +199,7 @@ def test_the_door_forecasts_without_writing(tmp_path: Path) -> None:
     assert sum(tokens_of(tmp_path / "m").values()) == pytest.approx(20_000, rel=0.002)
 
 
+@pytest.mark.alone
 @pytest.mark.long
 def test_a_hundred_thousand_shards_take_seconds(tmp_path: Path) -> None:
     first = [dataset(tmp_path / name / "0", shards=1, seed=i) / "00000_tokens" for i, name in enumerate("ab")]

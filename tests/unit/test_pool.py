@@ -36,7 +36,7 @@ if __name__ == "__main__":
 def test_workers_share_what_is_loaded_where_there_is_one_thread(tmp_path: Path, what: str, seen: int) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, str(tmp_path / "program.py"), what, str(tmp_path / "lock")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert sorted(done.stdout.splitlines()) == [f"{number} {seen}" for number in (1, 2, 3)] + ["once"]
 
 
@@ -57,8 +57,8 @@ def test_a_fork_that_outlives_its_parent_does_not_keep_the_lock(tmp_path: Path) 
     command = [sys.executable, "-c", FORK, str(tmp_path / "lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as parent:
         assert parent.stdin is not None
-        parent.wait(timeout=60)
-        deadline = time.monotonic() + 30  # the child may not have run at all yet
+        parent.wait(timeout=300)
+        deadline = time.monotonic() + 150  # the child may not have run at all yet
         held = False
         while not held and time.monotonic() < deadline:
             with locked(tmp_path / "lock", wait=False) as held:

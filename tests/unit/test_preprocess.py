@@ -211,7 +211,11 @@ def test_shards_that_nobody_knows_are_not_mixed_in(run: Run, data: Path, out: Pa
     [
         ("torn.parquet", b"PAR1 torn", r"torn\.parquet: cannot be read, it may be torn"),
         ("empty.parquet", b"", r"empty\.parquet: cannot be read"),
-        ("t.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-9], r"t\.jsonl\.gz: cannot be read.*[Tt]runcated"),
+        (
+            "t.jsonl.gz",
+            gzip.compress(b'{"text": "x"}\n' * 99, mtime=0)[:-9],
+            r"t\.jsonl\.gz: cannot be read.*[Tt]runcated",
+        ),
         ("t.jsonl.zst", zstandard.compress(os.urandom(999).hex().encode())[:-9], r"t\.jsonl\.zst: cannot be read"),
         ("j.jsonl", b'{"text": "x"}\n{"text": \n', r"j\.jsonl:2: this line is not JSON"),
         ("j.jsonl", b'{"text": "x"}\n{"txt": 1}\n', r"j\.jsonl:2: no column 'text'; there are: txt"),
@@ -354,7 +358,7 @@ def stuck(tmp_path: Path, data: Path, tokenizer: Path, out: Path) -> Callable[[]
             # whoever runs the tests in the background has it ignored
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         record = out / "tokenization.json"
         while time.monotonic() < deadline:
             first_is_done = record.exists() and '"00000_tokens": {' in record.read_text()
@@ -389,7 +393,7 @@ def test_a_killed_worker_is_an_error_and_no_hang_and_a_rerun_completes(
 ) -> None:
     process, worker = stuck()
     os.kill(worker, signal.SIGKILL)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=150)
     assert process.returncode == 1
     assert "a tokenization worker was killed" in errors
     assert "Traceback" not in errors
@@ -409,9 +413,9 @@ def test_no_worker_outlives_its_parent_and_no_shard_is_torn(
 ) -> None:
     process, worker = stuck()
     process.send_signal(number)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=150)
     assert "Traceback" not in errors
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 50
     while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{worker}").exists()

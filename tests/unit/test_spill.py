@@ -40,6 +40,7 @@ def resident_of_files() -> int:
     return 1024 * int(lines["RssFile"].split()[0])
 
 
+@pytest.mark.alone
 def test_what_is_read_leaves_memory_and_can_be_read_again(tmp_path: Path) -> None:
     size = 64 << 20
     text = Spill(str(tmp_path))

@@ -46,6 +46,7 @@ def command(tmp_path: Path) -> list[str]:
     ]
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_every_pair_is_measured_and_nothing_is_left(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

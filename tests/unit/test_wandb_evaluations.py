@@ -52,7 +52,7 @@ def tell(run: RunDir, **environment: str) -> None:
         text=True,
         capture_output=True,
         check=True,
-        timeout=120,
+        timeout=600,
     )
     assert "warning" not in done.stderr
 

@@ -65,7 +65,7 @@ def start_feed(run: RunDir, number: int, service: WandBService, *more: str) -> s
 
 def leave(run: RunDir, number: int, feed: subprocess.Popen[bytes]) -> None:
     Left(outcome="saved", reason="", iteration=0, time=0.0).write(run.attempt(number).outcome)
-    feed.communicate(b"\n", timeout=60)
+    feed.communicate(b"\n", timeout=300)
 
 
 def sync(run: RunDir, service: WandBService) -> str:
@@ -76,7 +76,7 @@ def sync(run: RunDir, service: WandBService) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -84,7 +84,7 @@ def sync(run: RunDir, service: WandBService) -> str:
 
 
 def wait_for_step(service: WandBService, run_id: str, step: int) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while not any(row["_step"] >= step for row in service.history(run_id)):
         assert time.monotonic() < end, service.history(run_id)[-1:]
         time.sleep(0.05)

@@ -23,9 +23,9 @@ conf_check_folder() {
   fi
 }
 
-# conf_write DIR PORT_BASE NODES CPUS GPUS KILL_WAIT GRACE: removes what an earlier cluster left there, writes the new.
+# conf_write DIR PORT_BASE NODES CPUS GPUS KILL_WAIT GRACE NODE_TIMEOUT FIRST_JOB_ID: removes what an earlier cluster left there, writes the new.
 conf_write() {
-  local -r dir="$1" base="$2" nodes="$3" cpus="$4" gpus="$5" kill_wait="$6" grace="$7"
+  local -r dir="$1" base="$2" nodes="$3" cpus="$4" gpus="$5" kill_wait="$6" grace="$7" node_timeout="$8" first="$9"
   local -r last=$((nodes - 1))
   local -r user="$(id -un)"
   local folder node gpu plugins
@@ -48,11 +48,11 @@ conf_write() {
   for ((node = 0; node < nodes; node++)); do
     mkdir -- "$dir/spool/n$node"
   done
-  conf_slurm "$dir" "$base" "$nodes" "$cpus" "$gpus" "$kill_wait" "$grace" "$user" >"$dir/etc/slurm.conf"
+  conf_slurm "$dir" "$base" "$nodes" "$cpus" "$gpus" "$kill_wait" "$grace" "$node_timeout" "$first" "$user" >"$dir/etc/slurm.conf"
 }
 
 conf_slurm() {
-  local -r dir="$1" base="$2" nodes="$3" cpus="$4" gpus="$5" kill_wait="$6" grace="$7" user="$8"
+  local -r dir="$1" base="$2" nodes="$3" cpus="$4" gpus="$5" kill_wait="$6" grace="$7" node_timeout="$8" first="$9" user="${10}"
   local -r last=$((nodes - 1))
   cat <<END
 ClusterName=test$base
@@ -87,13 +87,14 @@ GresTypes=gpu
 # Tests wait for faults: seconds, not the minutes of a real site.
 AuthInfo=cred_expire=5
 ReturnToService=2
-SlurmdTimeout=10
+SlurmdTimeout=$node_timeout
 SlurmctldTimeout=10
-MessageTimeout=5
+MessageTimeout=20
 TCPTimeout=2
 InactiveLimit=0
 KillWait=$kill_wait
 MinJobAge=3600
+FirstJobId=$first
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,sched_min_interval=100000,bf_interval=1,bf_continue,bf_window=43200,batch_sched_delay=0
 PriorityType=priority/basic

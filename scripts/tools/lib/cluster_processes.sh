@@ -41,7 +41,7 @@ daemon_start() {
     setsid "$program" -D -f "$conf" ${node:+-N "$node"} "$@" >>"$dir/run/$name.out" 2>&1 </dev/null 9>&- &
   pid="$!"
   disown "$pid"
-  for ((try = 0; try < 200; try++)); do
+  for ((try = 0; try < 1200; try++)); do
     daemon_pid "$dir" "$program" "$node" >/dev/null && return 0
     [[ -d "/proc/$pid" ]] || break
     sleep 0.05
@@ -115,7 +115,7 @@ processes_end() {
   local -r conf="$1"
   local -a pids
   local try
-  for ((try = 0; try < 100; try++)); do
+  for ((try = 0; try < 600; try++)); do
     mapfile -t pids < <(cluster_processes "$conf")
     [[ "${#pids[@]}" -gt 0 ]] || return 0
     kill -s KILL "${pids[@]}" 2>/dev/null || true
