@@ -116,7 +116,7 @@ def kill_somewhere(workplace: Workplace, undisturbed: tuple[dict[str, bytes], fl
     except ProcessLookupError:
         print("it was done already")
     process.communicate(timeout=300)
-    deadline = time.monotonic() + 50
+    deadline = time.monotonic() + 10
     while any(Path(f"/proc/{worker}").exists() for worker in workers):
         assert time.monotonic() < deadline, "a worker outlives its parent"
         time.sleep(0.05)

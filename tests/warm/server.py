@@ -209,9 +209,6 @@ def main() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import relayrun.config.compose
-        import relayrun.training.reporting.debugging
-        import relayrun.training.loop  # noqa: F401
     del sys.path[0]
     set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
     if len(os.listdir("/proc/self/task")) != 1:
