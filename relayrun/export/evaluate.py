@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import logging
 import math
 import os
 import shutil
@@ -33,6 +34,8 @@ from relayrun.monitoring.trackers.wandb_evaluations import tell
 from relayrun.rundir import evaluations
 from relayrun.rundir.evaluations import EvaluationDir, Result
 from relayrun.rundir.layout import RunDir
+
+log = logging.getLogger(__name__)
 
 Results = dict[str, dict[str, float]]
 
@@ -87,7 +90,7 @@ def tell_wandb(run: RunDir) -> None:
     try:
         tell(run, compose.read_resolved(run.config_revision(run.revisions()[-1])), mode)
     except Exception as error:
-        print(f"warning: W&B: {type(error).__name__}: {error}; sync_wandb.py sends what it lacks", file=sys.stderr)
+        log.warning("W&B: %s: %s; sync_wandb.py sends what it lacks", type(error).__name__, error)
 
 
 def run_tasks(model: Path, settings: Evaluation) -> tuple[Results, dict[str, Any]]:

@@ -6,11 +6,13 @@ it with one line.
 
 from __future__ import annotations
 
+import logging
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 GIB = 1 << 30
 SMI = ["nvidia-smi", "--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits"]
@@ -53,4 +55,4 @@ def _write(path: Path, interval: float) -> None:
                 file.write(sample() + "\n")
             time.sleep(interval)
     except OSError as error:
-        print(f"warning: memory is no longer logged: {error}", file=sys.stderr, flush=True)
+        log.warning("memory is no longer logged: %s", error)

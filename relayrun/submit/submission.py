@@ -8,6 +8,7 @@ one it used.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -35,6 +36,8 @@ from relayrun.shards.prefixes import expand, find_prefixes
 from relayrun.slurmtime import format_time, parse_time
 from relayrun.submit import check, code_snapshot, initial_checkpoint
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +97,11 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool) -> Iterator[tupl
         plan = make_plan(config, run, root, revision=_add_revision(run, config), base=base)
         triggers.create_folder(run, config.chain.triggers_group)
         if config.chain.triggers_group is not None and (barrier := triggers.barrier(run)) is not None:
-            print(
-                f"warning: members of chain.triggers_group {config.chain.triggers_group} cannot reach the triggers: "
-                f"{barrier} is closed to them; open it with chmod g+x",
-                file=sys.stderr,
+            log.warning(
+                "members of chain.triggers_group %s cannot reach the triggers: "
+                "%s is closed to them; open it with chmod g+x",
+                config.chain.triggers_group,
+                barrier,
             )
         _acknowledge_stale(run)
         plan.write(run.plan)
@@ -269,15 +273,12 @@ def _freeze_data(run: RunDir, config: RunConfig, found: Manifest, *, accept: boo
     trained = durable(run).path is not None
     evolved = evolve(frozen=frozen, history=history, found=found, config=config, accept=accept, trained=trained)
     for note in evolved.notes:
-        print(f"accepted: {note}", file=sys.stderr)
+        log.info("accepted: %s", note)
     if evolved.manifest != frozen:
         evolved.manifest.write(run.manifest)
     if trained and weights_of(evolved.config) != weights_of(history[0]):
         consumed = line(run)[-1].consumed_samples
-        print(
-            f"the mixture changes: its phase begins where the next attempt resumes, now sample {consumed}",
-            file=sys.stderr,
-        )
+        log.info("the mixture changes: its phase begins where the next attempt resumes, now sample %s", consumed)
     return evolved.config
 
 

@@ -10,6 +10,7 @@ Its standard input is a pipe that rank 0 holds: a byte or its end says that rank
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import select
 import signal
@@ -26,6 +27,8 @@ from relayrun.monitoring.trackers.sinks import Sink, TensorBoard, WandB, wandb_m
 from relayrun.monitoring.trackers.streams import Stream, record_streams
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin
+
+log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 LAST_SECONDS = 5
@@ -103,11 +106,13 @@ def main() -> int:
     except Rewound:
         start_over(options, FIRST_PAUSE)
     except Exception as error:
-        print(
-            f"warning: {options.tracker}: {type(error).__name__}: {error}; training goes on, and {options.tracker} "
-            f"is tried again in {pause:.0f} s",
-            file=sys.stderr,
-            flush=True,
+        log.warning(
+            "%s: %s: %s; training goes on, and %s is tried again in %.0f s",
+            options.tracker,
+            type(error).__name__,
+            error,
+            options.tracker,
+            pause,
         )
         if wait(pause):
             os._exit(0)  # the client's own last words would be about the same failure
