@@ -11,7 +11,7 @@ import os
 
 from relayrun.chain import supervisor
 from relayrun.errors import RunDirError, SchedulerError
-from relayrun.monitoring import status
+from relayrun.monitoring import run_status
 from relayrun.rundir import find, lineage, triggers
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.plan import Plan
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Ask a run for a checkpoint, or end its chain, after a checkpoint where a job runs."""
     found = find.find_run(options.name)
-    scheduler = status.scheduler(found)
+    scheduler = run_status.scheduler(found)
     if options.command == "save":
         print(save(found, scheduler))
     else:

@@ -16,7 +16,7 @@ FORMER_ORDERS = {"relayrun.data.mock:MockDataset": MOCK_ORDER}
 """Names that configs and checkpoints of earlier versions hold."""
 
 
-class Source(Section):
+class DataSource(Section):
     """One data set of a mixture."""
 
     path: str | list[str] | None = None
@@ -55,7 +55,7 @@ class Data(Section):
     """Folder or file of the tokenizer the shards were made with (for its size and its end of document)."""
     datasets: list[str] = []
     """Folders of .bin/.idx shards; links are followed. Short for a mixture of one data set, `train`."""
-    mixture: dict[Annotated[str, Field(pattern=NAME)], Source] = {}
+    mixture: dict[Annotated[str, Field(pattern=NAME)], DataSource] = {}
     """Data sets by name. May be given as the name of a YAML or JSON file that holds this, or as `path*,0.3;path*,0.7`.
     A mixture that is changed on a resume goes on in every data set where it was."""
     validation: dict[Annotated[str, Field(pattern=NAME)], list[str]] = {}
@@ -89,9 +89,9 @@ class Data(Section):
         return rest | {"mixture": {"mock": source}}
 
     @property
-    def sources(self) -> dict[str, Source]:
+    def sources(self) -> dict[str, DataSource]:
         """The mixture, also where `datasets` is given."""
-        return self.mixture or {"train": Source(path=self.datasets, weight=1.0)}
+        return self.mixture or {"train": DataSource(path=self.datasets, weight=1.0)}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

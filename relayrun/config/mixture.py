@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.config import yamlfile
-from relayrun.config.yamlfile import Settings
+from relayrun.config.yamlfile import LocatedSettings
 from relayrun.errors import ConfigError
 
 _HINT = "write a file {name: {path: ..., weight: ...}}, or PATH,WEIGHT;PATH,WEIGHT"
 
 
-def insert(settings: Settings, root: Path) -> None:
+def insert(settings: LocatedSettings, root: Path) -> None:
     """Replace a text (or null) at `data.mixture` by what it means; paths start at `root`. Raises ConfigError."""
     data = settings.values.get("data")
     if not isinstance(data, dict) or "mixture" not in data:

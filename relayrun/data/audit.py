@@ -17,7 +17,7 @@ import numpy.typing as npt
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
 from relayrun.data.order.build import make_dataset, training_order
-from relayrun.data.order.mixed import MixedOrder
+from relayrun.data.order.sampler import MixtureSampler
 from relayrun.data.order.samples import Dataset
 from relayrun.data.order.windows import Origin
 from relayrun.data.progress import Progress
@@ -38,7 +38,7 @@ class Audited:
 
     run: RunDir
     config: RunConfig
-    order: MixedOrder
+    order: MixtureSampler
     datasets: dict[str, Dataset]
     """By identity, also those that have left the mixture."""
     progress: Progress

@@ -26,9 +26,9 @@ from relayrun.config import compose
 from relayrun.config.schema import Evaluation
 from relayrun.data.order.build import validation_orders
 from relayrun.errors import InputError, RelayrunError, run_main
-from relayrun.export import huggingface, source
+from relayrun.export import huggingface
+from relayrun.export.checkpoint_source import CheckpointSource, find_checkpoint
 from relayrun.export.folder import new_folder
-from relayrun.export.source import Source
 from relayrun.monitoring.trackers.sinks import wandb_mode
 from relayrun.monitoring.trackers.wandb_evaluations import tell
 from relayrun.rundir import evaluations
@@ -56,7 +56,7 @@ def evaluate(run: RunDir, iteration: int, attempt: int) -> Result | None:
     try:
         if (attempt, iteration) not in [(number, commit.iteration) for number, commit in evaluations.due(run)]:
             raise InputError("this checkpoint does not count any more, or is not to be evaluated", where=folder.path)
-        checkpoint = source.find(run, iteration)
+        checkpoint = find_checkpoint(run, iteration)
         settings = compose.read_resolved(run.config_revision(run.revisions()[-1])).evaluation
         if settings is None:
             raise InputError("this run's config has no section `evaluation`", where=run.config)
@@ -126,7 +126,7 @@ def run_tasks(model: Path, settings: Evaluation) -> tuple[Results, dict[str, Any
     }
 
 
-def held_out(checkpoint: Source, model: Path, settings: Evaluation) -> tuple[Results, dict[str, Any]]:
+def held_out(checkpoint: CheckpointSource, model: Path, settings: Evaluation) -> tuple[Results, dict[str, Any]]:
     """Mean loss in nats per token, and its exponential, on the windows that training itself evaluates on.
 
     Documents are not told apart and no token is masked. Raises InputError if there is no validation set.

@@ -21,11 +21,11 @@ BLOCK = 8 << 20
 ALIGNMENT = 4096
 """Direct writes begin and end at multiples of it: no device asks for more (open(2), O_DIRECT)."""
 
-LARGEST_ROOM = BLOCK - ALIGNMENT
+LARGEST_RESERVE = BLOCK - ALIGNMENT
 """Bytes that a block has room for, whatever ends between two places of a direct write."""
 
 
-class PassingFile(io.RawIOBase):
+class DirectFile(io.RawIOBase):
     """A file for writing that stays out of the page cache.
 
     The bytes go from a block of memory straight to the disk, in a thread that writes behind. So checkpoints and
@@ -80,19 +80,19 @@ class PassingFile(io.RawIOBase):
         while begin < len(source):
             piece = source[begin : begin + BLOCK - self._filled]
             # numpy lets other threads run meanwhile, a copy between memoryviews does not
-            self.room(len(piece))[:] = piece
-            self.wrote(len(piece))
+            self.reserve(len(piece))[:] = piece
+            self.commit(len(piece))
             begin += len(piece)
         return len(source)
 
-    def room(self, size: int) -> npt.NDArray[np.uint8]:
-        """Memory for the next `size` bytes, shape [size], at most `LARGEST_ROOM`; to be filled before `wrote`."""
+    def reserve(self, size: int) -> npt.NDArray[np.uint8]:
+        """Memory for the next `size` bytes, shape [size], at most `LARGEST_RESERVE`; to be filled before `wrote`."""
         if self._filled + size > BLOCK:
             self._pass_on()
         assert self._filled + size <= BLOCK
         return np.frombuffer(self._block, np.uint8)[self._filled : self._filled + size]
 
-    def wrote(self, size: int) -> None:
+    def commit(self, size: int) -> None:
         """The first `size` bytes of the `room` are the file's."""
         self._checkClosed()
         self._filled += size

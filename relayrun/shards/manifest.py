@@ -129,7 +129,7 @@ class Manifest:
     """Everything that decides which tokens a run may see."""
 
     datasets: dict[str, DatasetManifest]
-    """By identity: all that the mixture has ever had (`config.schema.Source.identity`)."""
+    """By identity: all that the mixture has ever had (`config.schema.DataSource.identity`)."""
     validation: dict[str, DatasetManifest]
     vocabulary_size: int
     """Entries of the tokenizer, its special tokens included, not padded."""

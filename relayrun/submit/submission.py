@@ -92,7 +92,7 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool) -> Iterator[tupl
         _refuse_while_live(run)
         _refuse_after_end(run, resume)
         config = _freeze_data(run, config, manifest, accept=accept)
-        base = initial_checkpoint.find(config, run)
+        base = initial_checkpoint.find_initial_checkpoint(config, run)
         root = code_snapshot.snapshot(run, ROOT) if config.debug.backup_codebase else ROOT
         plan = make_plan(config, run, root, revision=_add_revision(run, config), base=base)
         triggers.create_folder(run, config.chain.triggers_group)

@@ -26,7 +26,7 @@ TOLERANCE = 0.001
 
 
 @dataclass(frozen=True, kw_only=True)
-class Take:
+class Selection:
     """What one dataset gives, in the order of the draw."""
 
     passes: int
@@ -64,7 +64,7 @@ def normalised(weights: Sequence[float]) -> list[float]:
     return shares
 
 
-def drawing_order(names: Sequence[str], *, seed: int, dataset: int) -> list[int]:
+def shuffled_order(names: Sequence[str], *, seed: int, dataset: int) -> list[int]:
     """A shuffle of the shards called `names`: indices sorted by a keyed hash of the name.
 
     It depends on nothing but seed, number of the dataset and names: not on the place of the folder,
@@ -92,12 +92,12 @@ def wanted(
     return targets if repeat else [min(pair) for pair in zip(targets, available, strict=True)]
 
 
-def exact(sizes: Sequence[int], target: int) -> Take:
+def select_shards(sizes: Sequence[int], target: int) -> Selection:
     """How the `target` tokens come from shards of these `sizes` (tokens, in the order of the draw)."""
     ends = np.cumsum(np.asarray(sizes, dtype=np.int64))
     passes, left = divmod(target, int(ends[-1]))
     whole = int(np.searchsorted(ends, left, side="right")) if left else 0
-    return Take(passes=passes, shards=whole, rest=left - (int(ends[whole - 1]) if whole else 0))
+    return Selection(passes=passes, shards=whole, rest=left - (int(ends[whole - 1]) if whole else 0))
 
 
 def nearest_end(ends: npt.NDArray[np.int64], tokens: int) -> int:
@@ -108,7 +108,7 @@ def nearest_end(ends: npt.NDArray[np.int64], tokens: int) -> int:
     return int(np.searchsorted(ends, ends[found], side="right")) - 1
 
 
-def choose(sizes: Sequence[Sequence[int]], weights: Sequence[float]) -> list[int]:
+def select_whole_shards(sizes: Sequence[Sequence[int]], weights: Sequence[float]) -> list[int]:
     """How many shards each dataset gives, from the front of its list, none cut. The rule is above.
 
     `sizes[d]` are the tokens of dataset d's shards in the order of the draw, `weights` sum to 1.

@@ -20,7 +20,7 @@ from relayrun.shards.mixture_folder import FORMAT
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class CutShard:
     """The first documents of a shard."""
 
     of: Shard
@@ -60,7 +60,7 @@ class Dataset:
     """How often the mixture takes all shards."""
     taken: int = 0
     """How many it takes whole after that, from the front."""
-    cut: Cut | None = None
+    cut: CutShard | None = None
     """What it takes of the next one."""
 
     @functools.cached_property

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from relayrun.config import compose
 from relayrun.errors import RunDirError, run_main
-from relayrun.monitoring.trackers.progress import Progress, Rewound
+from relayrun.monitoring.trackers.points import PointReader, Rewound
 from relayrun.monitoring.trackers.sinks import Sink, TensorBoard, WandB, wandb_mode
 from relayrun.monitoring.trackers.streams import Stream, record_streams
 from relayrun.rundir.layout import RunDir
@@ -42,13 +42,13 @@ def feed(run: RunDir, begin: Begin, stream: Stream, sink: Sink, wait: Callable[[
 
     `wait(seconds)` returns whether it leaves. Raises what the sink raises.
     """
-    progress = Progress.of_attempt(run, begin, stream, mark=sink.mark)
+    points = PointReader.of_attempt(run, begin, stream, mark=sink.mark)
     leaving = False
     try:
         while not leaving:
             leaving = wait(POLL_SECONDS)
             before = sink.mark
-            for point in progress.poll(complete=leaving and run.attempt(begin.attempt).outcome.exists()):
+            for point in points.poll(complete=leaving and run.attempt(begin.attempt).outcome.exists()):
                 sink.write(point)
             if sink.mark > before:
                 sink.flush()

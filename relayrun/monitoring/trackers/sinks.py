@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from relayrun.config.schema import RunConfig
 from relayrun.monitoring.trackers import wandb_files
-from relayrun.monitoring.trackers.progress import Point
+from relayrun.monitoring.trackers.points import Point
 from relayrun.monitoring.trackers.streams import Stream
 from relayrun.rundir.layout import RunDir
 

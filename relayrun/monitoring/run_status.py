@@ -1,7 +1,7 @@
 """Where a run stands: its chain and queue, how far it is, what is durable, why the last attempt ended.
 
 `gather` makes facts of the records and of what the scheduler answered; it asks neither clock nor scheduler.
-`relayrun.monitoring.status_view` turns them into text.
+`relayrun.monitoring.run_status_view` turns them into text.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Queue:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Status:
+class RunStatus:
     """A run at one moment. Times are seconds since 1970, ages and leads seconds."""
 
     run: str
@@ -138,12 +138,12 @@ def ask(run: RunDir) -> Queue:
         return Queue(error=error.message)
 
 
-def gather_all(runs: Sequence[RunDir], *, now: float) -> list[Status | Damaged]:
+def gather_all(runs: Sequence[RunDir], *, now: float) -> list[RunStatus | Damaged]:
     """The status of many runs, the newest first, damaged ones last.
 
     Once Slurm has not answered it is not asked again, and not for runs that have been stopped.
     """
-    found: list[Status] = []
+    found: list[RunStatus] = []
     damaged: list[Damaged] = []
     silent: Queue | None = None
     for run in runs:
@@ -161,7 +161,7 @@ def gather_all(runs: Sequence[RunDir], *, now: float) -> list[Status | Damaged]:
     return [*sorted(found, key=lambda status: -status.updated), *damaged]
 
 
-def gather(run: RunDir, queue: Queue, *, now: float) -> Status:
+def gather(run: RunDir, queue: Queue, *, now: float) -> RunStatus:
     """The status of a run. Raises RunDirError, with one clear message, where the directory is no run or damaged."""
     try:
         return _gather(run, queue, now)
@@ -173,7 +173,7 @@ def gather(run: RunDir, queue: Queue, *, now: float) -> Status:
         ) from None
 
 
-def _gather(run: RunDir, queue: Queue, now: float) -> Status:
+def _gather(run: RunDir, queue: Queue, now: float) -> RunStatus:
     plan = Plan.load(run)
     begun = [(number, begin) for number in run.attempt_numbers() if (begin := Begin.read(run.attempt(number).begin))]
     ended = [(number, end) for number, _ in begun if (end := End.read(run.attempt(number).end))]
@@ -193,7 +193,7 @@ def _gather(run: RunDir, queue: Queue, now: float) -> Status:
     failures = [line for number, _ in begun for line in read_lines(run.attempt(number).failed_saves)]
     beats = read_heartbeats(run.attempt(number)) if running and number is not None else []
     end_time = begin.job_end_time if begin is not None and running else None
-    return Status(
+    return RunStatus(
         run=plan.run,
         path=str(run.path),
         state=state,

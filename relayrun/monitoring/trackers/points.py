@@ -55,7 +55,7 @@ class Rewound(Exception):
     """The attempt went back to a checkpoint: what follows is another stream's."""
 
 
-class Progress:
+class PointReader:
     """Joins the lines of iterations above `mark`: those of `earlier`, then those that `file` has and will have.
 
     An iteration is given out when a later one has begun, since its evaluation comes in a line of its own; so an
@@ -74,7 +74,7 @@ class Progress:
         self._held: Point | None = None
 
     @classmethod
-    def of_attempt(cls, run: RunDir, begin: Begin, stream: Stream, *, mark: int) -> Progress:
+    def of_attempt(cls, run: RunDir, begin: Begin, stream: Stream, *, mark: int) -> PointReader:
         """Follow the newest stream: what is there of it up to the attempt's base or newest rewind, then what comes."""
         rewinds = stream.rewind if stream.first_attempt == begin.attempt else 0
         base = stream.fork_iteration if rewinds else begin.base_iteration
@@ -83,7 +83,7 @@ class Progress:
         return cls(earlier, run.attempt(begin.attempt).metrics, mark=mark, rewinds=rewinds)
 
     @classmethod
-    def of_stream(cls, run: RunDir, streams: Sequence[Stream], number: int, *, mark: int) -> Progress:
+    def of_stream(cls, run: RunDir, streams: Sequence[Stream], number: int, *, mark: int) -> PointReader:
         """All of `streams[number]` that is there now."""
         end = streams[number + 1].start if number + 1 < len(streams) else None
         return cls(views.lines_that_count(run, above=mark, before=end), mark=mark)

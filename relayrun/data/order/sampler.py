@@ -39,7 +39,7 @@ class Part:
     """What decides its order, plain JSON; a checkpoint must have been made with the same."""
 
 
-class MixedOrder:
+class MixtureSampler:
     """The samples of a run in order; sample k is any k >= 0.
 
     `settings` is what decides the order of all parts alike (seed, sequence length, tokenizer), plain JSON.

@@ -17,7 +17,7 @@ from relayrun.tokenization.encode.tokenizer import DocumentTokenizer, load_token
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointSource:
     """One checkpoint of a run."""
 
     run: RunDir
@@ -40,7 +40,7 @@ class Source:
         return found
 
 
-def find(run: RunDir, iteration: int | None = None) -> Source:
+def find_checkpoint(run: RunDir, iteration: int | None = None) -> CheckpointSource:
     """The checkpoint of this iteration; None: the newest whole one. Raises InputError or RunDirError."""
     folder: Path | None
     if iteration is None:
@@ -54,7 +54,9 @@ def find(run: RunDir, iteration: int | None = None) -> Source:
     if not numbers:
         raise RunDirError("this run has no config", where=run.config)
     config = compose.read_resolved(run.config_revision(_revision(run, iteration) or numbers[-1]))
-    return Source(run=run, iteration=iteration, folder=folder, config=config, manifest=Manifest.read(run.manifest))
+    return CheckpointSource(
+        run=run, iteration=iteration, folder=folder, config=config, manifest=Manifest.read(run.manifest)
+    )
 
 
 def _folder(run: RunDir, iteration: int) -> Path:
