@@ -124,7 +124,7 @@ def measured(what: str, arguments: dict[str, Any]) -> None:
 
 
 def peak_megabytes() -> float:
-    """Of this program since its start (getrusage would count its parent's before the exec)."""
+    """Peak memory of this program since its start (getrusage would count its parent's before the exec)."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmHWM"))
 

@@ -19,7 +19,7 @@ from relayrun.scheduler.base import Job, Scheduler
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `relayrun save` and `relayrun stop`."""
+    """Add the arguments of `relayrun save` and `relayrun stop`."""
     parser.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
     parser.set_defaults(run=run)
 

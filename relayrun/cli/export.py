@@ -14,7 +14,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `relayrun export`."""
+    """Add the arguments of `relayrun export`."""
     formats = parser.add_subparsers(dest="format", required=True)
     hf = formats.add_parser("hf", help="a folder for Hugging Face transformers")
     torch = formats.add_parser("torch", help="Megatron's plain torch format, tensor- and pipeline-parallel size 1")

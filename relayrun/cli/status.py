@@ -10,7 +10,7 @@ from relayrun.rundir import find
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `relayrun status`."""
+    """Add the arguments of `relayrun status`."""
     parser.add_argument("name", nargs="?", metavar="RUN", help="run directory, or project/name below logs/runs")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=run)

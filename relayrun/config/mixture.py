@@ -61,7 +61,10 @@ def parse_line(text: str, place: str) -> dict[str, Any]:
 
 
 def _name(path: str) -> str | None:
-    """`/data/web*` → web; `/data/web/*` → web. A name is what counts a data set, so it depends on the path alone."""
+    """The name of a data set: `/data/web*` → web; `/data/web/*` → web.
+
+    A name is what counts a data set, so it depends on the path alone.
+    """
     for part in reversed(Path(path.strip()).parts):
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", re.sub(r"\[[^]]*\]|[*?]", "", part)).strip("-._")
         if name:

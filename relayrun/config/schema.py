@@ -40,12 +40,12 @@ __all__ = [
 
 
 class RunConfig(Section):
-    """One experiment."""
+    """All settings of one run. Raises pydantic's ValidationError where one is wrong, or two contradict each other."""
 
     project: Annotated[str, Field(pattern=NAME)]
     name: Annotated[str, Field(pattern=NAME)]
     run_dir: str | None = None
-    """Default: logs/runs/<project>/<name>."""
+    """Directory of the run; default: logs/runs/<project>/<name>."""
     model: Model
     data: Data
     training: Training

@@ -33,10 +33,10 @@ class Evolved:
     """The data of a run as the submitted config wants them."""
 
     config: RunConfig
-    """With the editions in its mixture."""
+    """The submitted config, with the editions in its mixture."""
     manifest: Manifest
     notes: list[str]
-    """What was accepted, a line each."""
+    """Changes that were accepted, a line each."""
 
 
 def evolve(

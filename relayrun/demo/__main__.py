@@ -1,4 +1,4 @@
-"""`make demo`: raw text to a trained model on one machine, through the doors that a user would take.
+"""`make demo`: raw text to a trained model on one machine, by the commands that a user would type.
 
     python -m relayrun.demo [--slurm] [--size 3m] [--megabytes 24] [--set NAME=VALUE]
 
@@ -42,6 +42,7 @@ console = Console(stderr=True, highlight=False)
 
 
 def main() -> int:
+    """Make the corpus, tokenize, mix, train and export; return 1 if the model has not learned."""
     parser = argparse.ArgumentParser(prog="make demo", description="Raw text to a trained model on this machine.")
     parser.add_argument(
         "--size",
@@ -206,7 +207,7 @@ def clear_former(run: RunDir, name: str) -> None:
 
 
 def run_door(door: str, *arguments: object) -> None:
-    """Run one of the project's doors as a user would, and show the command. Raises RelayrunError."""
+    """Run one of the project's programs as a user would, and show the command. Raises RelayrunError."""
     run_python([ROOT / door, *arguments], shown=[door, *arguments])
 
 

@@ -18,7 +18,10 @@ PACKAGES = ("torch", "megatron-core", "transformers", "safetensors")
 
 
 def text(source: CheckpointSource, *, dtype: str) -> str:
-    """The card of an exported checkpoint; `dtype` is that of its files. Raises InputError if the run has no ledger."""
+    """Return the model card of an exported checkpoint as Markdown; `dtype` is that of its files.
+
+    Raises InputError if the run has no ledger.
+    """
     config, model = source.config, source.config.model
     vocabulary = source.manifest.vocabulary_size
     lines = [

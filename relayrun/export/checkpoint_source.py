@@ -1,4 +1,4 @@
-"""Which checkpoint of a run, and with what: the config it was trained with, its tokenizer, its data."""
+"""A checkpoint of a run, and what belongs to it: the config it was trained with, its tokenizer, its data."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from relayrun.tokenization.encode.tokenizer import DocumentTokenizer, load_token
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """One checkpoint of a run."""
+    """One checkpoint of a run, with what an export needs of the run."""
 
     run: RunDir
     iteration: int
     folder: Path
     config: RunConfig
-    """Of the attempt that made it."""
+    """Config of the attempt that made the checkpoint."""
     manifest: Manifest
 
     @cached_property
     def tokenizer(self) -> DocumentTokenizer:
-        """Raises InputError if it is not the one that the run's tokens were made with."""
+        """The run's tokenizer. Raises InputError if it is not the one that the run's tokens were made with."""
         found = load_tokenizer(self.config.data.tokenizer, append_eod="auto")
         if self.manifest.tokenizer_fingerprint not in ("", found.fingerprint):
             raise InputError(
@@ -41,7 +41,7 @@ class CheckpointSource:
 
 
 def find_checkpoint(run: RunDir, iteration: int | None = None) -> CheckpointSource:
-    """The checkpoint of this iteration; None: the newest whole one. Raises InputError or RunDirError."""
+    """Find the checkpoint of an iteration; None: the newest whole one. Raises InputError or RunDirError."""
     folder: Path | None
     if iteration is None:
         newest = lineage.durable(run)

@@ -41,7 +41,7 @@ Results = dict[str, dict[str, float]]
 
 
 class Ended(BaseException):
-    """The scheduler ends this job."""
+    """Raised where the scheduler ends this job."""
 
 
 def evaluate(run: RunDir, iteration: int, attempt: int) -> Result | None:
@@ -94,7 +94,7 @@ def tell_wandb(run: RunDir) -> None:
 
 
 def run_tasks(model: Path, settings: Evaluation) -> tuple[Results, dict[str, Any]]:
-    """lm-evaluation-harness on the named tasks. Raises InputError where it is not installed."""
+    """Run lm-evaluation-harness on the named tasks. Raises InputError where it is not installed."""
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
@@ -127,7 +127,7 @@ def run_tasks(model: Path, settings: Evaluation) -> tuple[Results, dict[str, Any
 
 
 def held_out(checkpoint: CheckpointSource, model: Path, settings: Evaluation) -> tuple[Results, dict[str, Any]]:
-    """Mean loss in nats per token, and its exponential, on the windows that training itself evaluates on.
+    """Return mean loss in nats per token, and its exponential, on the windows that training itself evaluates on.
 
     Documents are not told apart and no token is masked. Raises InputError if there is no validation set.
     """
@@ -162,7 +162,7 @@ def _end(number: int, _frame: FrameType | None) -> None:
 
 
 def report(folder: EvaluationDir, result: Result | None) -> int:
-    """Say what came of it."""
+    """Print the result of an evaluation; return the exit code."""
     if result is None:
         print(f"iteration {folder.iteration} is evaluated by another job: {folder.claim}")
         return 0
@@ -175,6 +175,7 @@ def report(folder: EvaluationDir, result: Result | None) -> int:
 
 
 def main() -> int:
+    """Evaluate the checkpoint that the arguments name; return the exit code."""
     parser = argparse.ArgumentParser(prog="relayrun.export.evaluate", description="Evaluate one checkpoint of a run.")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--iteration", type=int, required=True)

@@ -49,7 +49,7 @@ class Exported:
     bytes: int
     dtype: str
     files: int
-    """Of weights."""
+    """Bytes of the weights in the folder."""
 
 
 def parse_size(text: str) -> int:

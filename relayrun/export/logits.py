@@ -29,7 +29,7 @@ class Comparison:
     """Logits of both sides on the same random tokens."""
 
     difference: float
-    """The largest."""
+    """Largest difference between two logits, in size."""
     largest: float
     """The largest logit, in size."""
     tokens: int

@@ -17,11 +17,12 @@ log = logging.getLogger(__name__)
 GIB = 1 << 30
 SMI = ["nvidia-smi", "--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits"]
 SMI_SECONDS = 20.0
-"""How long it may take."""
+"""Seconds that nvidia-smi may take."""
 
 
 def sample() -> str:
-    """Now, as one line: `host 12.3 of 95.0 GiB`, then `gpu 0: 1.2 of 94.0 GiB` for each GPU."""
+    """Return the memory in use now, as one line: `host 12.3 of 95.0 GiB`, then `gpu 0: 1.2 of 94.0 GiB` for each
+    GPU."""
     import psutil
 
     memory = psutil.virtual_memory()

@@ -19,7 +19,7 @@ from relayrun.scheduler.base import Job
 
 
 def show(table: Table) -> None:
-    """Print it; into a file or pipe without folding at a terminal's width."""
+    """Print a table; into a file or pipe without folding at a terminal's width."""
     console = Console() if sys.stdout.isatty() else Console(width=400)
     with console.capture() as text:
         console.print(table)
@@ -28,7 +28,7 @@ def show(table: Table) -> None:
 
 
 def one(status: RunStatus, *, now: float) -> Table:
-    """All that is known of one run, one fact a line; lines without a fact are left out."""
+    """Return all that is known of one run, one fact a line; lines without a fact are left out."""
     table = Table(title=status.run, show_header=False, box=None, title_justify="left", padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -39,7 +39,7 @@ def one(status: RunStatus, *, now: float) -> Table:
 
 
 def many(found: Sequence[RunStatus | Damaged]) -> Table:
-    """One line a run; of a damaged one its error."""
+    """Return a table with one line a run; of a damaged one its error."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("run", "state", "attempt", "iteration", "loss", "tokens/s", "durable", "age", "the last end"):
         table.add_column(name, justify="right" if name in ("attempt", "loss", "tokens/s", "durable", "age") else "left")
@@ -63,7 +63,7 @@ def many(found: Sequence[RunStatus | Damaged]) -> Table:
 
 
 def as_json(status: RunStatus | Damaged) -> dict[str, Any]:
-    """The same facts; a number that is none (a loss of NaN) is null."""
+    """Return the facts of a status for JSON; a number that is none (a loss of NaN) is null."""
     values: dict[str, Any] = _finite(asdict(status))
     return values
 
@@ -73,7 +73,7 @@ def dump(value: Any) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """`45 s`, `12 min`, `3.4 h`, `2.1 days`."""
+    """Return a number of seconds for people: `45 s`, `12 min`, `3.4 h`, `2.1 days`."""
     if seconds is None:
         return ""
     if seconds < 120:

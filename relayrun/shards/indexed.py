@@ -183,12 +183,13 @@ class ShardWriter:
         self._open += array.size
 
     def end_document(self) -> None:
-        """What was appended is a document."""
+        """End the document that `append` has begun."""
         self._lengths.append(np.array([self._open], np.int32))
         self._open = 0
 
     def reserve(self, tokens: int) -> npt.NDArray[np.generic]:
-        """An array for `add`, shape [tokens]: it lies where the file is written from, its ids need not be copied."""
+        """Return an array for `add`, shape [tokens], in the memory that the file is written from: its ids are not
+        copied."""
         size = tokens * self.dtype.itemsize
         if size > LARGEST_RESERVE:
             return np.empty(tokens, self.dtype)
@@ -205,7 +206,7 @@ class ShardWriter:
         self.tokens += array.size
 
     def mark(self) -> object:
-        """A place that `rollback` can return to."""
+        """Return a place that `rollback` can return to."""
         return self.tokens, len(self._lengths), self._hash.copy()
 
     def rollback(self, mark: object) -> None:
@@ -242,7 +243,7 @@ class ShardWriter:
         return True
 
     def abort(self) -> None:
-        """Drop what was written."""
+        """Drop the shard and its temporary files."""
         try:
             with contextlib.suppress(OSError):  # a full disk may be told of when a file is closed
                 self._bin.close()

@@ -26,7 +26,7 @@ LARGEST = 1 << 20
 """Bytes of a file that git does not know, above which it is taken for data and left out."""
 
 PARTS = ("relayrun", "launchers", "scripts", "configs")
-"""What is taken of a folder that is no git checkout."""
+"""Folders and files that are copied where the code is no git checkout."""
 
 
 def snapshot(run: RunDir, root: Path) -> Path:

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted:
-    """What a submit made."""
+    """The run directory and the job that a submit made."""
 
     run: RunDir
     plan: Plan
@@ -125,8 +125,10 @@ def _acknowledge_stale(run: RunDir) -> None:
 
 
 def make_plan(config: RunConfig, run: RunDir, root: Path, *, revision: int, base: Durable = BEGINNING) -> Plan:
-    """The supervisor's part of a config; the jobs run the code in `root`. `base`: what a run without checkpoints
-    begins with."""
+    """Return what the supervisor needs of a config.
+
+    The jobs run the code in `root`; a run without checkpoints begins with `base`.
+    """
     time_limit = parse_time(config.job.time)
     fixed = None if config.chain.lead == "auto" else float(config.chain.lead)
     lead = first_lead(time_limit) if fixed is None else fixed
@@ -189,7 +191,10 @@ def _prepare_evaluations(config: RunConfig, plan: Plan, run: RunDir) -> None:
 
 
 def evaluation_script(config: RunConfig, plan: Plan, run: RunDir) -> str:
-    """The job that evaluates one checkpoint. What its section leaves out is as in the run's own jobs."""
+    """Return the script of the job that evaluates one checkpoint.
+
+    What its section leaves out is as in the run's own jobs.
+    """
     assert config.evaluation is not None
     own, job = config.evaluation.job, config.job
     cpus = str(own.cpus_per_task or job.cpus_per_task)
@@ -213,7 +218,7 @@ def evaluation_script(config: RunConfig, plan: Plan, run: RunDir) -> str:
 
 
 def dry_run(config: RunConfig) -> str:
-    """The job script that a submit would write."""
+    """Return the job script that a submit would write; nothing is written or queued. Raises RelayrunError."""
     run = RunDir(Path(config.run_dir or ""))
     root = run.code / "0001" if config.debug.backup_codebase else ROOT
     return render.job_script(make_plan(config, run, root, revision=max(run.revisions(), default=0) + 1), run)

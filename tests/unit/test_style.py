@@ -7,7 +7,7 @@ import io
 import re
 import subprocess
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -120,6 +120,10 @@ def undocumented(tree: ast.Module, promised: dict[str, set[str]]) -> list[str]:
     return found
 
 
+def listed(broken: Mapping[str, Sequence[object]]) -> str:
+    return "\n" + "\n".join(f"{file}: {', '.join(map(str, places))}" for file, places in broken.items())
+
+
 def everywhere(paths: list[Path], check: Callable[[str], list[int]]) -> dict[str, list[int]]:
     """Lines that break a rule, by file."""
     return {name(path): lines for path in paths if (lines := check(path.read_text(encoding="utf-8")))}
@@ -128,25 +132,25 @@ def everywhere(paths: list[Path], check: Callable[[str], list[int]]) -> dict[str
 def test_the_formatter_decides_everywhere() -> None:
     """No line is taken away from the formatter."""
     broken = everywhere(sources(), unformatted)
-    assert not broken, broken
+    assert not broken, listed(broken)
 
 
 def test_no_docstring_is_a_fragment() -> None:
     """No docstring begins with "Of": who reads it alone would not know what is meant."""
     broken = everywhere(sources(), fragments)
-    assert not broken, broken
+    assert not broken, listed(broken)
 
 
 def test_warnings_are_logged() -> None:
     """A warning goes through `logging`, never through `print`."""
     broken = everywhere(below("relayrun", "scripts", "launchers", "benchmarks"), printed_warnings)
-    assert not broken, broken
+    assert not broken, listed(broken)
 
 
 def test_docstrings_of_the_package_are_sentences() -> None:
     """A docstring begins with a capital, or with what is no letter (`name`), and ends with a full stop or colon."""
     broken = everywhere(below("relayrun"), unfinished)
-    assert not broken, broken
+    assert not broken, listed(broken)
 
 
 def test_what_is_public_has_a_docstring() -> None:
@@ -154,7 +158,7 @@ def test_what_is_public_has_a_docstring() -> None:
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in below("relayrun")}
     promised = promises(list(trees.values()))
     broken = {name(path): missing for path, tree in trees.items() if (missing := undocumented(tree, promised))}
-    assert not broken, broken
+    assert not broken, listed(broken)
 
 
 PLANTED: list[tuple[Callable[[str], list[int] | list[str]], str]] = [

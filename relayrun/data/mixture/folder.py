@@ -1,6 +1,6 @@
 """A mixture: a folder of links to token shards, so chosen that each dataset has its weight in tokens.
 
-What is taken is drawn in `draw.py`. A shard that is cut is a link to the whole .bin beside an .idx of its first
+What is taken is decided in `select.py`. A shard that is cut is a link to the whole .bin beside an .idx of its first
 documents: readers of Megatron's format take what the .idx names. A dataset that is repeated has the links of its
 second pass in a folder `epoch-2`, and so on.
 
@@ -153,7 +153,7 @@ def check_output(output: Path, folders: Sequence[Path]) -> None:
 def _read_datasets(
     folders: Sequence[Path], shares: Sequence[float], seed: int, report: Callable[[str], None]
 ) -> list[Dataset]:
-    """Open every shard, put each dataset's shards into the order of the draw, name the links."""
+    """Open every shard, put each dataset's shards into their shuffled order, name the links."""
     roots = [folder.absolute() for folder in folders]
     bases = [os.path.basename(os.path.normpath(root)) or "dataset" for root in roots]
     names = distinct(bases, [f"{base}-{i + 1}" for i, base in enumerate(bases)], reserved=(SUMMARY_TEXT, SUMMARY_JSON))

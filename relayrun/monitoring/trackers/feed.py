@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 LAST_SECONDS = 5
-"""How long it may take to hand on the rest when rank 0 has gone."""
+"""Seconds that it may take to hand on the rest when rank 0 has gone."""
 FIRST_PAUSE, LONGEST_PAUSE = 15.0, 600.0
 """Seconds between a failure and the next try: twice as long after each."""
 
@@ -77,6 +77,7 @@ def rank_zero(parent: int) -> Callable[[float], bool]:
 
 
 def main() -> int:
+    """Feed the tracker that the arguments name until rank 0 leaves; after a failure start over in a fresh process."""
     parser = argparse.ArgumentParser(description="Tell a tracker of one attempt.")
     parser.add_argument("tracker", choices=("wandb", "tensorboard"))
     parser.add_argument("--run-dir", type=Path, required=True)

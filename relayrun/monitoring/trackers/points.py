@@ -38,7 +38,7 @@ class Point:
     time: float = 0.0
     """Seconds since 1970, at the end of the step."""
     values: dict[str, float] = field(default_factory=dict)
-    """By the names that trackers show: train/loss, speed/mfu, validation/<set>."""
+    """Numbers of the iteration by the names that trackers show: train/loss, speed/mfu, validation/<set>."""
 
     def add(self, line: dict[str, Any]) -> None:
         """Take in a line of metrics.jsonl."""
@@ -52,7 +52,7 @@ class Point:
 
 
 class Rewound(Exception):
-    """The attempt went back to a checkpoint: what follows is another stream's."""
+    """Raised where the attempt went back to a checkpoint: what follows is another stream's."""
 
 
 class PointReader:
@@ -68,7 +68,7 @@ class PointReader:
         self._earlier = iter(earlier)
         self._file = file
         self._rewinds = rewinds
-        """Of the file, that still lie before this stream's lines."""
+        """Rewinds in the file that still lie before this stream's lines."""
         self._offset = 0
         self._mark = mark
         self._held: Point | None = None
@@ -84,12 +84,12 @@ class PointReader:
 
     @classmethod
     def of_stream(cls, run: RunDir, streams: Sequence[Stream], number: int, *, mark: int) -> PointReader:
-        """All of `streams[number]` that is there now."""
+        """Read all of `streams[number]` that is there now."""
         end = streams[number + 1].start if number + 1 < len(streams) else None
         return cls(views.lines_that_count(run, above=mark, before=end), mark=mark)
 
     def poll(self, *, complete: bool = False) -> Iterator[Point]:
-        """Points since the last call; `complete`: no line will be added, so the last one is whole.
+        """Yield the points since the last call; `complete`: no line will be added, so the last one is whole.
 
         Raises Rewound behind the last point of the stream.
         """

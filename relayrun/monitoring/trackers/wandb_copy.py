@@ -17,7 +17,7 @@ from relayrun.errors import InputError
 log = logging.getLogger(__name__)
 
 ROWS = 1000
-"""Of the history at a time."""
+"""Rows of the history that are asked for at a time."""
 
 
 class SourceRun(Protocol):
