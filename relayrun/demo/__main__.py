@@ -78,7 +78,7 @@ def main() -> int:
     headline("3. tokens: dumps, tokenized with datatrove as jobs")
     for name, dumps in (("docs", 2), ("code", 2), ("heldout", 1)):
         folder = OUTPUT / "dumps" / name
-        run_door(
+        run_program(
             "scripts/tokenization/prepare_dumps.py",
             "--dataset-folder",
             OUTPUT / "text" / name,
@@ -88,11 +88,11 @@ def main() -> int:
             dumps,
         )
         executor = ("--executor", "slurm", "--wait") if options.slurm else ("--executor", "local")
-        run_door("launchers/submit_tokenization.py", write_tokenization_config(name, folder, tokenizer), *executor)
+        run_program("launchers/submit_tokenization.py", write_tokenization_config(name, folder, tokenizer), *executor)
 
     headline("4. mixture: a folder of links, 70 % documentation and 30 % code")
     tokens = OUTPUT / "tokens" / "demo"
-    run_door(
+    run_program(
         "scripts/tools/create_data_mixture.py",
         "--folders",
         tokens / "docs",
@@ -105,7 +105,7 @@ def main() -> int:
     )
 
     headline("5. training: a Llama on two ranks, through as many jobs as the time limit asks for")
-    run_door("launchers/submit.py", config_file, *(f"--set={text}" for text in overrides))
+    run_program("launchers/submit.py", config_file, *(f"--set={text}" for text in overrides))
     if options.slurm:
         wait_for_chain(run)
 
@@ -206,9 +206,9 @@ def clear_former(run: RunDir, name: str) -> None:
         shutil.rmtree(run.path)
 
 
-def run_door(door: str, *arguments: object) -> None:
+def run_program(program: str, *arguments: object) -> None:
     """Run one of the project's programs as a user would, and show the command. Raises RelayrunError."""
-    run_python([ROOT / door, *arguments], shown=[door, *arguments])
+    run_python([ROOT / program, *arguments], shown=[program, *arguments])
 
 
 def run_python(command: Sequence[object], *, shown: Sequence[object]) -> None:

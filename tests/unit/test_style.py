@@ -95,27 +95,31 @@ def public(node: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[
                 yield from public(child, f"{prefix}{child.name}.")
 
 
-def promises(trees: list[ast.Module]) -> dict[str, set[str]]:
-    """Documented methods of every class, by the class's name."""
+def methods(node: ast.ClassDef) -> dict[str, Documented]:
+    return {child.name: child for child in node.body if isinstance(child, FUNCTIONS)}
+
+
+def inherited(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> set[str]:
+    """Methods that a base class documents, or a protocol all of whose methods the class has."""
+    bases = {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
+    own = methods(node).keys()
     return {
-        node.name: {child.name for child in node.body if isinstance(child, FUNCTIONS) and ast.get_docstring(child)}
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
+        method
+        for name, other in classes.items()
+        if name in bases
+        or (methods(other) and "Protocol" in map(ast.unparse, other.bases) and methods(other).keys() <= own)
+        for method, definition in methods(other).items()
+        if ast.get_docstring(definition)
     }
 
 
-def undocumented(tree: ast.Module, promised: dict[str, set[str]]) -> list[str]:
-    """What is public, longer than a statement, not promised by a base class, and without a docstring."""
+def undocumented(tree: ast.Module, classes: dict[str, ast.ClassDef]) -> list[str]:
+    """What is public, longer than a statement, not documented by a base class, and without a docstring."""
     found = [] if ast.get_docstring(tree) else ["the module"]
     for full_name, node, owner in public(tree):
-        inherited = {
-            method
-            for base in (owner.bases if owner is not None else [])
-            for method in promised.get(ast.unparse(base).split("[")[0].split(".")[-1], ())
-        }
+        elsewhere = inherited(owner, classes) if owner is not None else set()
         short = len(node.body) == 1 and not isinstance(node, ast.ClassDef)
-        if ast.get_docstring(node) is None and node.name not in inherited and not short:
+        if ast.get_docstring(node) is None and node.name not in elsewhere and not short:
             found.append(f"{node.lineno}: {full_name}")
     return found
 
@@ -154,12 +158,15 @@ def test_docstrings_of_the_package_are_sentences() -> None:
 
 
 def test_what_is_public_has_a_docstring() -> None:
-    """Whatever is public has one, but for functions of one statement and methods that a base class documents."""
+    """Whatever is public has one, but for functions of one statement and methods that a base or protocol documents."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in below("relayrun")}
-    promised = promises(list(trees.values()))
-    broken = {name(path): missing for path, tree in trees.items() if (missing := undocumented(tree, promised))}
+    classes = {node.name: node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    broken = {name(path): missing for path, tree in trees.items() if (missing := undocumented(tree, classes))}
     assert not broken, listed(broken)
 
+
+WITHOUT = '"""M."""\nclass A(B):\n    """A."""\n    def f(self):\n        g()\n        h()'
+"""A module with a method that has no docstring."""
 
 PLANTED: list[tuple[Callable[[str], list[int] | list[str]], str]] = [
     (unformatted, "x = [1,  2]  # fmt: skip"),
@@ -169,10 +176,7 @@ PLANTED: list[tuple[Callable[[str], list[int] | list[str]], str]] = [
     (printed_warnings, 'print("warning: no")'),
     (printed_warnings, 'print(\n    f"{time()} Warning: {error}", file=sys.stderr\n)'),
     (lambda text: undocumented(ast.parse(text), {}), '"""M."""\ndef f():\n    x = 1\n    return x'),
-    (
-        lambda text: undocumented(ast.parse(text), {}),
-        '"""M."""\nclass A(B):\n    """A."""\n    def f(self):\n        g()\n        h()',
-    ),
+    (lambda text: undocumented(ast.parse(text), {}), WITHOUT),
     (lambda text: undocumented(ast.parse(text), {}), "x = 1"),
 ]
 
@@ -186,12 +190,10 @@ def test_what_keeps_the_rules_is_let_pass() -> None:
     assert unformatted('text = "# fmt: skip"  # the formatter') == []
     assert fragments('"""Often so."""') == []
     assert printed_warnings('log.warning("no")\nprint("done")') == []
-    assert (
-        undocumented(
-            ast.parse('"""M."""\nclass A(B):\n    """A."""\n    def f(self):\n        g()\n        h()'), {"B": {"f"}}
-        )
-        == []
-    )
+    for base in ("class B:", "class P(Protocol):"):  # A names B as its base, and has all that P asks for
+        documented = ast.parse(f'{base}\n    def f(self):\n        """F."""').body[0]
+        assert isinstance(documented, ast.ClassDef)
+        assert undocumented(ast.parse(WITHOUT), {documented.name: documented}) == []
     assert undocumented(ast.parse('"""M."""\ndef f():\n    return 1\ndef _g():\n    x = 1\n    return x'), {}) == []
     assert is_sentence("`plan.json`: what is planned.\n\nMore")
     assert not is_sentence("plan.json: what is planned.")
