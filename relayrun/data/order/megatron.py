@@ -38,7 +38,7 @@ logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR) 
 
 
 class MegatronOrder:
-    """A data set (see `relayrun.data.order.Dataset`). Raises InputError if there is not one whole window."""
+    """A data set (see `relayrun.data.order.samples.Dataset`). Raises InputError if there is not one whole window."""
 
     def __init__(self, source: DatasetSpec) -> None:
         self._source = source
