@@ -13,6 +13,10 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from relayrun.errors import log_to_stderr
+
+log_to_stderr()  # warnings go to standard error in tests too, as in every program
+
 # how long an example takes says how busy the machine is; what a test says of its own settings holds as before
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("busy")

@@ -8,7 +8,7 @@ from relayrun.tokenization.dumps import status, tune
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `relayrun dumps`."""
+    """Add the arguments of `relayrun dumps`."""
     commands = parser.add_subparsers(dest="dumps_command", required=True)
     status = commands.add_parser("status", help="done, tokens, speed, what is left, failures")
     tune = commands.add_parser("tune", help="try workers and batches on the dataset's own files, on this node")

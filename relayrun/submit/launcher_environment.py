@@ -30,13 +30,13 @@ OVERRIDES = {
     "MOCK_DATA": "data.mock_data",
     "BACKUP_CODEBASE": "debug.backup_codebase",
 }
-"""Setting to the name in the run config. An empty setting leaves the config's own value."""
+"""Name in the run config of each setting. An empty setting leaves the config's own value."""
 
 PROFILER = "NSYS_PROFILER"
-"""true: `debug.profile=nsys`; false leaves the config's own."""
+"""Switch for `debug.profile=nsys`; false leaves the config's own value."""
 
 MEGATRON_LM_DIR = "MEGATRON_LM_DIR"
-"""Of launchers that train with a checkout of Megatron-LM; here the installed megatron-core trains."""
+"""Setting of launchers that train with a checkout of Megatron-LM. It is refused: the installed megatron-core trains."""
 
 _TEXTS = frozenset(
     {"PROJECT_NAME", "EXP_NAME", "RUN_DIR", "LOAD", "CLUSTER", "TOKENIZER", "MIXTURE", "DATASET_CACHE_DIR"}
@@ -67,7 +67,7 @@ def overrides(environment: Mapping[str, str]) -> list[str]:
 
 
 def flag(environment: Mapping[str, str], name: str) -> bool:
-    """A setting that is `true` or `false` (the default)."""
+    """Return a setting that is `true` or `false` (the default). Raises ConfigError for anything else."""
     value = environment.get(name, "").lower()
     if value not in ("", "true", "false"):
         raise ConfigError(f"{name}={value} is neither true nor false", where="settings block")
@@ -84,5 +84,5 @@ def _yaml(setting: str, value: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text as YAML, whatever is in it."""
+    """Return a text as a quoted YAML value, whatever is in it."""
     return "'" + text.replace("'", "''") + "'"
