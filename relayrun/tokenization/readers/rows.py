@@ -95,7 +95,7 @@ def read_rows(file: RowFile, column: str) -> Iterator[pa.Table]:
     """All rows of a file in order, some megabytes at a time, in the types of `wide`. Raises InputError naming it."""
     schema = wide(file.schema)
     if file.rows is None:
-        for array in read_column(file.path, column):
+        for array in read_column(file.path, column, batch_bytes=_BATCH_BYTES):
             yield pa.table([array.cast(pa.large_string())], schema)
         return
     with _opened(file.path) as source:
