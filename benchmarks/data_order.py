@@ -29,8 +29,8 @@ import numpy as np
 from relayrun.config.rampup import BatchSizes
 from relayrun.data import documents
 from relayrun.data.batches import BatchReader
-from relayrun.data.order.mixed import MixedOrder, Part
 from relayrun.data.order.permutation import Permutation, permutation_key
+from relayrun.data.order.sampler import MixtureSampler, Part
 from relayrun.data.order.samples import Dataset, SampleOrder
 from relayrun.data.order.schedule import Interleave, integer_weights
 from relayrun.data.order.spec import DatasetSpec
@@ -124,7 +124,7 @@ def measured(what: str, arguments: dict[str, Any]) -> None:
 
 
 def peak_megabytes() -> float:
-    """Of this program since its start (getrusage would count its parent's before the exec)."""
+    """Peak memory of this program since its start (getrusage would count its parent's before the exec)."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmHWM"))
 
@@ -179,7 +179,7 @@ def ours(dataset: Dataset, micro: int, *, flags: bool) -> Iterator[Batch]:
     """relayrun's reader, and what the model makes of a micro-batch."""
     import torch
 
-    order = MixedOrder({"train": Part(dataset=dataset, weight=1.0, record={})}, {})
+    order = MixtureSampler({"train": Part(dataset=dataset, weight=1.0, record={})}, {})
     ones = positions = None
     with BatchReader(
         order,

@@ -192,11 +192,11 @@ def duckdb(rows: Path, out: Path) -> float:
 
 def reshard(rows: Path, out: Path, *, memory_gb: float, threads: int = 1) -> tuple[float, int]:
     shutil.rmtree(out, ignore_errors=True)
-    door = ROOT / "scripts/tokenization/reshard.py"
+    program = ROOT / "scripts/tokenization/reshard.py"
     return watched(
         [
             sys.executable,
-            str(door),
+            str(program),
             "--dataset-folder",
             str(rows),
             "--output-folder",

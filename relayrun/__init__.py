@@ -1,4 +1,4 @@
-"""relayrun: language-model pretraining on Slurm as a relay of jobs that never loses work.
+"""Language-model pretraining on Slurm as a relay of jobs that never loses work.
 
 What lies where. A package imports only packages that stand below it in this list, which a test reads from here:
 

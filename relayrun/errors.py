@@ -1,17 +1,19 @@
-"""Every error that relayrun raises on purpose.
+"""Every error that relayrun raises on purpose, and how a program says what went wrong.
 
-    RelayrunError            a person can mend it; doors print it without a traceback, exit code 1
+    RelayrunError            a person can mend it; programs print it without a traceback, exit code 1
     ├── ConfigError          a setting is wrong: file, line, name
     ├── InputError           a file or folder that was given is missing, torn or of the wrong kind
     ├── RunDirError          the run directory is damaged, or refuses what was asked of it
     ├── SchedulerError       Slurm (or the local scheduler) refused or could not be reached
     └── FatalTrainingError   training cannot go on, and another attempt would fail in the same way
 
-An error says what is wrong, where, and what to do.
+An error says what is wrong, where, and what to do. What goes wrong without ending the program is a warning: modules
+give it to `logging.getLogger(__name__)`, and every program calls `log_to_stderr` once.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -51,12 +53,37 @@ class FatalTrainingError(RelayrunError):
     """Training cannot go on, and another attempt would fail in the same way."""
 
 
+class _StderrLines(logging.Handler):
+    """Writes `warning: text`, for every level above INFO, and plain `text` for INFO, to standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
+        try:
+            print(f"{level}{self.format(record)}", file=sys.stderr, flush=True)  # the stream that it is by now
+        except Exception:
+            self.handleError(record)
+
+
+def log_to_stderr() -> None:
+    """Send what relayrun's modules and the program itself log, from INFO on, to standard error.
+
+    The loggers of other libraries stay as they are. A second call changes nothing.
+    """
+    for name in ("relayrun", "__main__"):  # a module that runs as a program has the second name
+        log = logging.getLogger(name)
+        if not any(isinstance(handler, _StderrLines) for handler in log.handlers):
+            log.addHandler(_StderrLines())
+        log.setLevel(logging.INFO)
+
+
 def run_main(main: Callable[[], int | None]) -> int:
     """Run a program's `main`; return its exit code.
 
-    A RelayrunError or an OSError that names a file (read-only, full disk, missing) becomes one
-    message on stderr and exit code 1. Anything else is a defect of relayrun and keeps its traceback.
+    Warnings go to standard error. A RelayrunError or an OSError that names a file (read-only, full disk, missing)
+    becomes one message on standard error and exit code 1. Anything else is a defect of relayrun and keeps its
+    traceback.
     """
+    log_to_stderr()
     try:
         return main() or 0
     except RelayrunError as error:

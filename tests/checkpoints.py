@@ -24,7 +24,7 @@ def contents(path: Path) -> dict[str, Any]:
 
 
 def raw(value: torch.Tensor) -> bytes:
-    """Of any type, those that numpy does not know included."""
+    """Bytes of a tensor of any type, those that numpy does not know included."""
     return value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 

@@ -1,4 +1,4 @@
-"""The `relayrun` command, one module a verb; launchers and scripts are thin doors into the same functions."""
+"""The `relayrun` command, one module a verb. Launchers and scripts call the same functions."""
 
 from __future__ import annotations
 

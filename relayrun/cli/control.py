@@ -11,7 +11,7 @@ import os
 
 from relayrun.chain import supervisor
 from relayrun.errors import RunDirError, SchedulerError
-from relayrun.monitoring import status
+from relayrun.monitoring import run_status
 from relayrun.rundir import find, lineage, triggers
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.plan import Plan
@@ -19,7 +19,7 @@ from relayrun.scheduler.base import Job, Scheduler
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `relayrun save` and `relayrun stop`."""
+    """Add the arguments of `relayrun save` and `relayrun stop`."""
     parser.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
     parser.set_defaults(run=run)
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Ask a run for a checkpoint, or end its chain, after a checkpoint where a job runs."""
     found = find.find_run(options.name)
-    scheduler = status.scheduler(found)
+    scheduler = run_status.scheduler(found)
     if options.command == "save":
         print(save(found, scheduler))
     else:

@@ -16,11 +16,11 @@ from relayrun.tokenization.encode.tokenizer import load_tokenizer
 from relayrun.tokenization.options import TokenizeOptions
 
 CHARACTERS = 300
-"""Of each sample's text, unless --full is given."""
+"""Characters that are shown of each sample's text, unless --full is given."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `relayrun data`."""
+    """Add the arguments of `relayrun data`."""
     commands = parser.add_subparsers(dest="data_command", required=True)
     show = commands.add_parser("show", help="samples by number: data set, document, offset, text")
     show.add_argument("runs", nargs=1, metavar="RUN", help="a run directory, or PROJECT/NAME")
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def numbers(text: str) -> range:
-    """`1000:1010`, or one number. Raises ConfigError."""
+    """Return the samples that `1000:1010`, or one number, means. Raises ConfigError."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if match is None or (match[2] is not None and int(match[2]) <= int(match[1])):
         raise ConfigError(f"{text!r} is no range of samples", where="--samples", hint="write FIRST:END, as 1000:1010")
@@ -57,7 +57,7 @@ def numbers(text: str) -> range:
 
 
 def show(audited: audit.Audited, wanted: range, *, full: bool) -> None:
-    """A paragraph for each sample."""
+    """Print a paragraph for each sample that is wanted."""
     tokenizer = load_tokenizer(TokenizeOptions(tokenizer=audited.config.data.tokenizer))
     for sample in audit.samples(audited, wanted):
         step = "passed over" if sample.step is None else f"step {sample.step}"
@@ -71,7 +71,7 @@ def show(audited: audit.Audited, wanted: range, *, full: bool) -> None:
 
 
 def ledger(audited: audit.Audited) -> None:
-    """A table of the data sets."""
+    """Print a table of how much of each data set a run has read."""
     rows = audit.ledger(audited)
     table = Table(title=f"{audited.run.path.name}: {audited.consumed_samples:,} samples in {audited.iteration:,} steps")
     for name in (

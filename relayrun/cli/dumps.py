@@ -10,7 +10,7 @@ from relayrun.tokenization.options import EngineName, TokenizeOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `relayrun dumps`."""
+    """Add the arguments of `relayrun dumps`."""
     commands = parser.add_subparsers(dest="dumps_command", required=True)
     status_command = commands.add_parser("status", help="done, tokens, speed, what is left, failures")
     tune_command = commands.add_parser("tune", help="try workers and batches on the dataset's own files, on this node")

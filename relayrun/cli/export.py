@@ -6,15 +6,15 @@ import argparse
 from pathlib import Path
 
 from relayrun.export import card, huggingface, torch_format
+from relayrun.export.checkpoint_source import find_checkpoint
 from relayrun.export.folder import new_folder
-from relayrun.export.source import find
 from relayrun.rundir.find import find_run
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `relayrun export`."""
+    """Add the arguments of `relayrun export`."""
     formats = parser.add_subparsers(dest="format", required=True)
     hf = formats.add_parser("hf", help="a folder for Hugging Face transformers")
     torch = formats.add_parser("torch", help="Megatron's plain torch format, tensor- and pipeline-parallel size 1")
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def export_hf(options: argparse.Namespace) -> int:
     """Write a Hugging Face folder. Raises RelayrunError."""
     limit = huggingface.parse_size(options.max_shard_size)
-    source = find(find_run(options.name), options.iteration)
+    source = find_checkpoint(find_run(options.name), options.iteration)
     compared = ""
     with new_folder(options.output) as folder:
         made = huggingface.write(source, folder, dtype=options.dtype, max_shard_size=limit)
@@ -65,7 +65,7 @@ def export_hf(options: argparse.Namespace) -> int:
 
 def export_torch(options: argparse.Namespace) -> int:
     """Write a checkpoint in Megatron's plain torch format. Raises RelayrunError."""
-    source = find(find_run(options.name), options.iteration)
+    source = find_checkpoint(find_run(options.name), options.iteration)
     with new_folder(options.output) as folder:
         parameters = torch_format.write(source, folder, dtype=options.dtype, transformer_impl=options.transformer_impl)
     print(f"iteration {source.iteration}: {parameters:,} parameters: {Path(options.output).absolute()}")

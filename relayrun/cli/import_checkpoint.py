@@ -10,7 +10,7 @@ from relayrun.export import importer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `relayrun import`."""
+    """Add the arguments of `relayrun import`."""
     hf = parser.add_subparsers(dest="format", required=True).add_parser("hf", help="a Llama of Hugging Face")
     hf.add_argument("folder", type=Path, metavar="DIR", help="with config.json and *.safetensors")
     hf.add_argument("--output", type=Path, required=True, metavar="CKPT", help="must not exist")

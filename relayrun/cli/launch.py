@@ -15,14 +15,14 @@ log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `relayrun launch`."""
+    """Add the arguments of `relayrun launch`."""
     parser.add_argument("config", type=Path)
     parser.add_argument("--dry-run", action="store_true", help="print the job script; write nothing")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Inside the first job of a Bash launcher: its settings are in the environment. Prints the run directory."""
+    """Make this job the first of a chain, with the settings of the environment; print the run directory."""
     settings = launcher_environment.overrides(os.environ)
     if options.dry_run:
         print(submission.dry_run(compose.load(ROOT / options.config, settings)), end="")

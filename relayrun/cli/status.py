@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import time
 
-from relayrun.monitoring import status, status_view
+from relayrun.monitoring import run_status, run_status_view
 from relayrun.rundir import find
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `relayrun status`."""
+    """Add the arguments of `relayrun status`."""
     parser.add_argument("name", nargs="?", metavar="RUN", help="run directory, or project/name below logs/runs")
     parser.add_argument("--json", action="store_true")
     parser.set_defaults(run=run)
@@ -22,17 +22,17 @@ def run(options: argparse.Namespace) -> int:
     now = time.time()
     if options.name is not None:
         run = find.find_run(options.name)
-        facts = status.gather(run, status.ask(run), now=now)
+        facts = run_status.gather(run, run_status.ask(run), now=now)
         if options.json:
-            print(status_view.dump(status_view.as_json(facts)))
+            print(run_status_view.dump(run_status_view.as_json(facts)))
         else:
-            status_view.show(status_view.one(facts, now=now))
+            run_status_view.show(run_status_view.one(facts, now=now))
         return 0
-    found = status.gather_all(find.every_run(), now=now)
+    found = run_status.gather_all(find.every_run(), now=now)
     if options.json:
-        print(status_view.dump([status_view.as_json(entry) for entry in found]))
+        print(run_status_view.dump([run_status_view.as_json(entry) for entry in found]))
     elif found:
-        status_view.show(status_view.many(found))
+        run_status_view.show(run_status_view.many(found))
     else:
         print(f"no runs below {find.RUNS}")
     return 0

@@ -12,7 +12,7 @@ from relayrun.submit import launcher_environment, submission
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `relayrun submit`, also those of launchers/submit.py."""
+    """Add the arguments of `relayrun submit`, also those of launchers/submit.py."""
     parser.add_argument("config", type=Path, help="run config, for example configs/runs/demo.yaml")
     parser.add_argument(
         "--set",
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Submit, or print, one run."""
+    """Submit one run, or, with --dry-run, print the job that would be submitted."""
 
     load = [] if options.load is None else [f"checkpoint.load={launcher_environment.quoted(options.load)}"]
     config = compose.load(options.config, [*options.overrides, *load])

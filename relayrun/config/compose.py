@@ -18,8 +18,8 @@ from pydantic import BaseModel, ValidationError
 
 from relayrun import ROOT
 from relayrun.config import mixture, yamlfile
-from relayrun.config.schema import RunConfig, Source
-from relayrun.config.yamlfile import Location, Settings
+from relayrun.config.schema import DataSource, RunConfig
+from relayrun.config.yamlfile import LocatedSettings, Location
 from relayrun.errors import ConfigError
 
 
@@ -38,7 +38,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return validate(settings)
 
 
-def validate(settings: Settings) -> RunConfig:
+def validate(settings: LocatedSettings) -> RunConfig:
     """Check composed settings against the schema and make their paths absolute."""
     try:
         config = RunConfig.model_validate(settings.values)
@@ -82,7 +82,7 @@ def _absolute(path: str) -> str:
     return str(ROOT / Path(path).expanduser())
 
 
-def _absolute_source(source: Source) -> Source:
+def _absolute_source(source: DataSource) -> DataSource:
     path = source.path
     absolute = _absolute(path) if isinstance(path, str) else path and [_absolute(part) for part in path]
     return source.model_copy(update={"path": absolute})
@@ -94,7 +94,7 @@ def _absolute_or_name(text: str) -> str:
     return path if Path(path).exists() else text
 
 
-def _read_with_includes(path: Path, chain: tuple[Path, ...]) -> Settings:
+def _read_with_includes(path: Path, chain: tuple[Path, ...]) -> LocatedSettings:
     path = path.resolve()
     if path in chain:
         raise ConfigError("the files include each other: " + " -> ".join(map(str, (*chain, path))), where=path)
@@ -102,15 +102,15 @@ def _read_with_includes(path: Path, chain: tuple[Path, ...]) -> Settings:
     includes = own.values.pop("include", [])
     if not isinstance(includes, list) or not all(isinstance(name, str) for name in includes):
         raise ConfigError("include is a list of file names", where=own.place(("include",)))
-    result = Settings()
+    result = LocatedSettings()
     for name in includes:
         result.merge(_read_with_includes(path.parent / name, (*chain, path)))
     result.merge(own)
     return result
 
 
-def _overrides(texts: Sequence[str]) -> Settings:
-    result = Settings()
+def _overrides(texts: Sequence[str]) -> LocatedSettings:
+    result = LocatedSettings()
     for text in texts:
         name, equals, value = text.partition("=")
         location = tuple(name.split("."))
@@ -119,11 +119,11 @@ def _overrides(texts: Sequence[str]) -> Settings:
         nested: Any = yamlfile.parse_value(value)
         for part in reversed(location):
             nested = {part: nested}
-        result.merge(Settings(nested, {location: f"--set {text}"}))
+        result.merge(LocatedSettings(nested, {location: f"--set {text}"}))
     return result
 
 
-def _insert_cluster(settings: Settings, path: Path) -> None:
+def _insert_cluster(settings: LocatedSettings, path: Path) -> None:
     """Replace a cluster's name by its file, and put the site's job defaults under the run's own."""
     name = settings.values.get("cluster")
     if isinstance(name, str):
@@ -147,7 +147,7 @@ def _insert_cluster(settings: Settings, path: Path) -> None:
                 settings.places[("job", option)] = settings.place(("cluster", "job", option)) or ""
 
 
-def _explain(detail: Any, settings: Settings) -> str:
+def _explain(detail: Any, settings: LocatedSettings) -> str:
     location: Location = tuple(str(part) for part in detail["loc"])
     name = ".".join(location)
     place = settings.place(location)

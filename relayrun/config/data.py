@@ -10,13 +10,13 @@ from pydantic import Field, field_validator, model_validator
 from relayrun.config.section import NAME, Fraction, Positive, Section
 
 MOCK_ORDER = "mock"
-"""Of the data set that `mock_data` makes."""
+"""Name of the order of the data set that `mock_data` makes."""
 
 FORMER_ORDERS = {"relayrun.data.mock:MockDataset": MOCK_ORDER}
 """Names that configs and checkpoints of earlier versions hold."""
 
 
-class Source(Section):
+class DataSource(Section):
     """One data set of a mixture."""
 
     path: str | list[str] | None = None
@@ -27,9 +27,9 @@ class Source(Section):
     order: str | None = None
     """`window`, `megatron` or `module:callable`; default: data.order."""
     options: dict[str, Any] = {}
-    """Given to a user's own order."""
+    """Options that are handed to a user's own order, which alone reads them."""
     edition: Positive = 1
-    """Rises when the files are replaced by others. Set by submit."""
+    """Number of the edition, which rises when the files are replaced by others. Set by submit."""
 
     @field_validator("order")
     @classmethod
@@ -37,7 +37,7 @@ class Source(Section):
         return order if order is None else FORMER_ORDERS.get(order, order)
 
     def identity(self, name: str) -> str:
-        """Under which the data set called `name` is counted."""
+        """The name under which the data set called `name` is counted: `name`, or `name@2` from edition 2 on."""
         return name if self.edition == 1 else f"{name}@{self.edition}"
 
     @property
@@ -55,7 +55,7 @@ class Data(Section):
     """Folder or file of the tokenizer the shards were made with (for its size and its end of document)."""
     datasets: list[str] = []
     """Folders of .bin/.idx shards; links are followed. Short for a mixture of one data set, `train`."""
-    mixture: dict[Annotated[str, Field(pattern=NAME)], Source] = {}
+    mixture: dict[Annotated[str, Field(pattern=NAME)], DataSource] = {}
     """Data sets by name. May be given as the name of a YAML or JSON file that holds this, or as `path*,0.3;path*,0.7`.
     A mixture that is changed on a resume goes on in every data set where it was."""
     validation: dict[Annotated[str, Field(pattern=NAME)], list[str]] = {}
@@ -76,7 +76,7 @@ class Data(Section):
     mock_data: bool = False
     """Made-up tokens in place of tokenizer, data sets and validation sets, whatever these are: nothing is read."""
     mock_vocabulary_size: Positive = 128_256
-    """Of the made-up tokens; Llama 3's."""
+    """Size of the vocabulary of the made-up tokens; the default is Llama 3's."""
 
     @model_validator(mode="before")
     @classmethod
@@ -89,9 +89,9 @@ class Data(Section):
         return rest | {"mixture": {"mock": source}}
 
     @property
-    def sources(self) -> dict[str, Source]:
-        """The mixture, also where `datasets` is given."""
-        return self.mixture or {"train": Source(path=self.datasets, weight=1.0)}
+    def sources(self) -> dict[str, DataSource]:
+        """The data sets of the mixture by name, also where `datasets` is given."""
+        return self.mixture or {"train": DataSource(path=self.datasets, weight=1.0)}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -15,20 +15,20 @@ class Chain(Section):
     auto_requeue: bool = False
     """Queue a successor behind every job until the run is done. Costs node hours unattended: off by default."""
     mode: Literal["singleton", "requeue"] = "singleton"
-    """singleton: a successor is queued behind every job. requeue: the job queues itself again, under the same id."""
+    """`singleton`: a successor is queued behind every job. `requeue`: a job queues itself again, under the same id."""
     max_failed_attempts: Positive = 3
     """Attempts in a row without a new durable iteration, after which the chain stops."""
     lead: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
-    """Seconds before the job's end at which rank 0 saves and leaves. auto: min(600, a quarter of the limit) for the
+    """Seconds before the job's end at which rank 0 saves and leaves. `auto`: min(600, a quarter of the limit) for the
     first attempt, later what steps and saves took, measured while it runs."""
     lead_floor: Positive = 30
     """The measured lead is never below this many seconds (nor above half the time limit)."""
     signal_lead: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
-    """Seconds before the end at which Slurm sends SIGUSR2, the backstop; auto: 60 less than the lead, or half of it."""
+    """Seconds before the end at which Slurm sends SIGUSR2, the backstop; `auto`: 60 less than the lead, or half."""
     hang_timeout: Positive = 300
     """Seconds without progress after which the ranks are ended; ten usual steps if that is longer."""
     start_timeout: Positive = 1800
-    """The same before the first step: imports, set-up, loading."""
+    """Seconds without progress before the first step (imports, set-up, loading) after which the ranks are ended."""
     triggers_group: str | None = None
     """Name or number of the group that may touch triggers; default: the group of the run directory."""
 
@@ -47,11 +47,11 @@ class Debug(Section):
     log_nccl: bool = False
     """NCCL_DEBUG=INFO (where the environment says nothing else), into a file per rank and node."""
     profile: Literal["nsys", "torch"] | None = None
-    """nsys: NVIDIA's Nsight Systems around the ranks. torch: torch.profiler, a Chrome trace per rank."""
+    """`nsys`: NVIDIA's Nsight Systems around the ranks. `torch`: torch.profiler, a Chrome trace per rank."""
     profile_step_start: Positive = 10
     """The first iteration that is profiled."""
     profile_step_end: Positive = 12
-    """The last one."""
+    """The last iteration that is profiled."""
     profile_ranks: list[NonNegative] = [0]
     backup_codebase: bool = False
     """Every attempt runs the code as it was at the submit, uncommitted changes included."""
@@ -80,7 +80,7 @@ class Place(Section):
 
     @property
     def placement(self) -> dict[str, str]:
-        """What of it is set, as options of sbatch."""
+        """The settings that have a value, as options of sbatch."""
         return {name: value for name in Place.model_fields if (value := getattr(self, name)) is not None}
 
 
@@ -102,14 +102,14 @@ class EvaluationJob(Place):
     time: SlurmTime = "01:00:00"
     cpus_per_task: Positive | None = None
     gpus_per_node: NonNegative | None = None
-    """Default: one where the run's jobs have GPUs."""
+    """GPUs of the evaluation's job; default: one where the run's jobs have GPUs."""
 
 
 class Evaluation(Section):
     """Checkpoints that are exported to Hugging Face's form and evaluated, each in a job of its own beside the chain."""
 
     interval: Positive
-    """Iterations; a multiple of checkpoint.interval. The last iteration is always evaluated."""
+    """Iterations between evaluations, a multiple of checkpoint.interval. The last iteration is always evaluated."""
     tasks: list[str] = []
     """Tasks of lm-evaluation-harness (extra `evaluation`); none: the mean loss on the validation sets."""
     include_path: str | None = None

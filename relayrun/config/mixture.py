@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.config import yamlfile
-from relayrun.config.yamlfile import Settings
+from relayrun.config.yamlfile import LocatedSettings
 from relayrun.errors import ConfigError
 
 _HINT = "write a file {name: {path: ..., weight: ...}}, or PATH,WEIGHT;PATH,WEIGHT"
 
 
-def insert(settings: Settings, root: Path) -> None:
+def insert(settings: LocatedSettings, root: Path) -> None:
     """Replace a text (or null) at `data.mixture` by what it means; paths start at `root`. Raises ConfigError."""
     data = settings.values.get("data")
     if not isinstance(data, dict) or "mixture" not in data:
@@ -61,7 +61,10 @@ def parse_line(text: str, place: str) -> dict[str, Any]:
 
 
 def _name(path: str) -> str | None:
-    """`/data/web*` → web; `/data/web/*` → web. A name is what counts a data set, so it depends on the path alone."""
+    """The name of a data set: `/data/web*` → web; `/data/web/*` → web.
+
+    A name is what counts a data set, so it depends on the path alone.
+    """
     for part in reversed(Path(path.strip()).parts):
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", re.sub(r"\[[^]]*\]|[*?]", "", part)).strip("-._")
         if name:

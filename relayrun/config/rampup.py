@@ -34,9 +34,9 @@ class Run:
     """Iterations of one size, one after the other."""
 
     iteration: int
-    """Iterations done before."""
+    """Iterations of other sizes that are done before the first one of these."""
     consumed_samples: int
-    """Samples consumed before."""
+    """Samples that are consumed before the first of these iterations."""
     size: int
 
 
@@ -59,7 +59,7 @@ class BatchSizes:
         return hash(self.stages)
 
     def at(self, consumed_samples: int) -> int:
-        """Samples of the iteration that begins there."""
+        """Samples of the iteration that begins with `consumed_samples` consumed."""
         return self.stages[bisect_right(self._firsts, consumed_samples) - 1].size
 
     def stages_from(self, consumed_samples: int) -> tuple[Stage, ...]:
@@ -71,7 +71,7 @@ class BatchSizes:
         return next((stage for stage in self.stages_from(consumed_samples) if stage.size % by), None)
 
     def runs(self, iteration: int, consumed_samples: int) -> list[Run]:
-        """All iterations from there on, by size; the last run has no end. Short stages may be missing."""
+        """All iterations from this one on, by size; the last run has no end. Short stages may be missing."""
         found = []
         for stage, after in pairwise(self.stages):
             if consumed_samples < after.first:
@@ -99,9 +99,9 @@ class Leg:
     """Iterations of one config, without a gap between their samples."""
 
     iteration: int
-    """Iterations done before it."""
+    """Iterations done before the leg."""
     consumed_samples: int
-    """Number of its first sample."""
+    """Number of the leg's first sample."""
     sizes: BatchSizes
 
     @cached_property

@@ -13,7 +13,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from relayrun.config.data import MOCK_ORDER, Data, Source
+from relayrun.config.data import MOCK_ORDER, Data, DataSource
 from relayrun.config.job import Chain, Cluster, Debug, Evaluation, EvaluationJob, Job, Tracking
 from relayrun.config.section import NAME, Section
 from relayrun.config.training import Checkpoint, Model, Optimizer, Parallel, Training
@@ -24,6 +24,7 @@ __all__ = [
     "Checkpoint",
     "Cluster",
     "Data",
+    "DataSource",
     "Debug",
     "Evaluation",
     "EvaluationJob",
@@ -33,19 +34,18 @@ __all__ = [
     "Parallel",
     "RunConfig",
     "Section",
-    "Source",
     "Tracking",
     "Training",
 ]
 
 
 class RunConfig(Section):
-    """One experiment."""
+    """All settings of one run. Raises pydantic's ValidationError where one is wrong, or two contradict each other."""
 
     project: Annotated[str, Field(pattern=NAME)]
     name: Annotated[str, Field(pattern=NAME)]
     run_dir: str | None = None
-    """Default: logs/runs/<project>/<name>."""
+    """Directory of the run; default: logs/runs/<project>/<name>."""
     model: Model
     data: Data
     training: Training

@@ -59,7 +59,7 @@ class Training(Section):
     seq_length: Positive
     """Tokens of one sample."""
     seed: NonNegative = 28
-    """Of weights, dropout and data order."""
+    """Seed of the weights, of dropout and of the data order."""
     eval_interval: NonNegative = 0
     """Iterations between evaluations on the validation sets; the last iteration always evaluates. 0: only then."""
     eval_steps: Positive = 8
@@ -67,7 +67,7 @@ class Training(Section):
     threads: NonNegative = 0
     """CPU threads of a rank (torch.set_num_threads); 0 leaves torch's own choice."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Of weights and activations. With bf16 the optimizer keeps fp32 weights; gradients are summed in fp32."""
+    """Type of weights and activations. With bf16 the optimizer keeps fp32 weights; gradients are summed in fp32."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers of TransformerEngine, or local ones: attention on torch's SDPA (flash on GPUs) and torch's fused norms.
     auto: TransformerEngine on a GPU where it is installed, except with data.reset_attention_mask."""
@@ -75,23 +75,25 @@ class Training(Section):
     """What is computed again in the backward pass instead of being kept. full: all but the inputs of the layers.
     selective: `recompute_modules` of every layer."""
     recompute_modules: list[Literal["core_attn", "mlp"]] | None = None
-    """Of `selective`; by default core_attn, as in Megatron. Flash kernels compute core_attn's scores again by
-    themselves, so that it saves nothing with them. Megatron's layernorm is left out: without TransformerEngine it fails
-    (megatron-core 0.16.1), and TransformerEngine's norms are parts of its linear layers."""
+    """What `selective` computes again; by default core_attn, as in Megatron. Flash kernels compute core_attn's scores
+    again by themselves, so that it saves nothing with them. Megatron's layernorm is left out: without TransformerEngine
+    it fails (megatron-core 0.16.1), and TransformerEngine's norms are parts of its linear layers."""
     recompute_num_layers: Positive | None = None
-    """Of each pipeline stage (of each part, with virtual stages) only so many layers, the first ones; Megatron's
-    recompute_method block. None: all of them."""
+    """So many layers, the first ones, of each pipeline stage (of each part, with virtual stages) are computed again;
+    Megatron's recompute_method block. None: all of them."""
     manual_gc_interval: NonNegative = 0
     """Iterations between Python's garbage collections, at the same time on all ranks; 0 leaves it to Python."""
     on_nan: Literal["stop", "skip", "rewind"] = "stop"
     """Where loss or gradient norm are no finite number. stop: end the chain. skip: leave out this update.
     rewind: go back to the newest checkpoint and pass over the samples from there up to these."""
     on_spike: Literal["ignore", "stop", "skip", "rewind"] = "ignore"
-    """The same where the loss is a spike: above the median of the last losses by spike_threshold median deviations."""
+    """What happens where the loss is a spike: above the median of the last losses by spike_threshold median
+    deviations."""
     spike_window: Annotated[int, Field(ge=8)] = 128
     """Iterations whose losses a spike is measured against."""
     spike_threshold: Annotated[float, Field(gt=0)] = 10.0
-    """In median absolute deviations; 10 are 6.7 standard deviations of normal noise."""
+    """Distance of a spike from the median, in median absolute deviations; 10 are 6.7 standard deviations of normal
+    noise."""
     max_skips: Positive = 10
     """Updates left out in a row, after which one more stops the chain."""
     max_rewinds: NonNegative = 3
@@ -126,14 +128,14 @@ class Optimizer(Section):
     lr: Annotated[float, Field(gt=0)]
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
-    """WSD: constant after the warm-up, then down over lr_wsd_decay_steps."""
+    """Shape of the way down. `WSD`: constant after the warm-up, then down over lr_wsd_decay_steps."""
     lr_warmup_steps: NonNegative = 0
     lr_warmup_tokens: Positive | None = None
-    """Instead of lr_warmup_steps; rounded up to whole iterations."""
+    """Tokens of the warm-up, instead of lr_warmup_steps; rounded up to whole iterations."""
     lr_decay_steps: Positive | None = None
     """Iterations until min_lr is reached; default: training.steps."""
     lr_decay_tokens: Positive | None = None
-    """Instead of lr_decay_steps; rounded up to whole iterations."""
+    """Tokens until min_lr is reached, instead of lr_decay_steps; rounded up to whole iterations."""
     lr_wsd_decay_steps: Positive | None = None
     """Iterations of the way down of WSD, which end at lr_decay_steps."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
@@ -162,11 +164,11 @@ class Checkpoint(Section):
     """What a run without a checkpoint of its own goes on from: another run (its directory, or PROJECT/NAME) or the
     folder of a checkpoint; `:ITERATION` behind a run takes another than its newest."""
     finetune: bool = False
-    """Of `load` the weights alone: iterations, optimizer, random numbers and data begin anew."""
+    """Take only the weights of `load`: iterations, optimizer, random numbers and data begin anew."""
     no_load_optim: bool = False
-    """Of `load` not the state of the optimizer; iterations and data go on."""
+    """Leave out the state of the optimizer of `load`; iterations and data go on."""
     no_load_data: bool = False
-    """Of `load` not the position in the data: they begin anew, and may be others. Iterations go on."""
+    """Leave out the position in the data of `load`: the data begin anew, and may be others. Iterations go on."""
 
     @model_validator(mode="after")
     def _of_load(self) -> Self:

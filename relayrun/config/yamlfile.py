@@ -39,7 +39,7 @@ for _tag, _pattern, _first in (
 
 
 @dataclass
-class Settings:
+class LocatedSettings:
     """Plain values, and for each the place it came from (`file:line`)."""
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -53,13 +53,13 @@ class Settings:
             location = location[:-1]
         return None
 
-    def merge(self, other: Settings) -> None:
+    def merge(self, other: LocatedSettings) -> None:
         """Put `other` over this: mappings are merged, everything else is replaced."""
         _merge(self.values, other.values)
         self.places.update(other.places)
 
 
-def read(path: Path) -> Settings:
+def read(path: Path) -> LocatedSettings:
     """Read a YAML file whose top is a mapping. Raises ConfigError with the line."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -70,12 +70,12 @@ def read(path: Path) -> Settings:
     return parse(text, source=str(path))
 
 
-def parse(text: str, *, source: str) -> Settings:
+def parse(text: str, *, source: str) -> LocatedSettings:
     """Parse YAML text whose top is a mapping."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
-        settings = Settings()
+        settings = LocatedSettings()
         if node is None:
             return settings
         if not isinstance(node, yaml.MappingNode):

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
 from relayrun.data.order.build import make_dataset, training_order
-from relayrun.data.order.mixed import MixedOrder
+from relayrun.data.order.sampler import MixtureSampler
 from relayrun.data.order.samples import Dataset
 from relayrun.data.order.windows import Origin
 from relayrun.data.progress import Progress
@@ -38,29 +38,29 @@ class Audited:
 
     run: RunDir
     config: RunConfig
-    order: MixedOrder
+    order: MixtureSampler
     datasets: dict[str, Dataset]
-    """By identity, also those that have left the mixture."""
+    """Data sets by identity, also those that have left the mixture."""
     progress: Progress
-    """Its batches, from the beginning to ever."""
+    """Which iteration trained on which samples, from the beginning on."""
     iteration: int
     consumed_samples: int
-    """At the newest durable checkpoint."""
+    """Samples consumed at the newest durable checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One global sample."""
+    """One global sample: where it comes from, and its tokens."""
 
     number: int
     dataset: str
     epoch: int
     i: int
-    """Its place in the epoch."""
+    """The sample's place in the epoch of its data set."""
     step: int | None
     """The iteration that trained on it, or will with the batch sizes of now; None: it was passed over."""
     origins: list[Origin]
-    """Empty for a data set that does not say."""
+    """Documents that the sample is made of; empty for a data set that does not say."""
     tokens: npt.NDArray[np.int64]
 
 
@@ -70,13 +70,13 @@ class LedgerRow:
 
     dataset: str
     weight: float
-    """Share in the newest phase; 0: it has left the mixture."""
+    """Share of the samples in the newest phase; 0: the data set has left the mixture."""
     samples: int
-    """Consumed."""
+    """Samples of the data set that are consumed."""
     untrained: int
-    """Of these: passed over by a rewind, or of an iteration whose update was skipped."""
+    """Consumed samples that no update came from: passed over by a rewind, or of an iteration that was skipped."""
     windows: int
-    """In one epoch."""
+    """Windows of the data set in one epoch."""
     exhausted_sample: int | None
     """The sample that ends its first epoch; None if that never comes."""
     exhausted_step: int | None

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from relayrun.config.schema import RunConfig, Source
+from relayrun.config.schema import DataSource, RunConfig
 from relayrun.data.order.schedule import integer_weights
 from relayrun.errors import InputError
 from relayrun.shards.manifest import DatasetManifest, Manifest, ShardEntry
@@ -33,10 +33,10 @@ class Evolved:
     """The data of a run as the submitted config wants them."""
 
     config: RunConfig
-    """With the editions in its mixture."""
+    """The submitted config, with the editions in its mixture."""
     manifest: Manifest
     notes: list[str]
-    """What was accepted, a line each."""
+    """Changes that were accepted, a line each."""
 
 
 def evolve(
@@ -82,7 +82,7 @@ def evolve(
     return Evolved(config=config, manifest=manifest, notes=changes)
 
 
-def _refuse_leak(frozen: Manifest, sources: Mapping[str, Source], found: Manifest, split: float) -> None:
+def _refuse_leak(frozen: Manifest, sources: Mapping[str, DataSource], found: Manifest, split: float) -> None:
     """With a split the end of other files would be held out, and the run may have trained on it."""
     known = {dataset.fingerprint for dataset in frozen.datasets.values()}
     for name, source in sources.items():
@@ -100,7 +100,7 @@ def weights_of(config: RunConfig) -> dict[str, int]:
 
 
 def _edition(
-    name: str, source: Source, files: DatasetManifest, frozen: Manifest, history: Sequence[RunConfig], order: str
+    name: str, source: DataSource, files: DatasetManifest, frozen: Manifest, history: Sequence[RunConfig], order: str
 ) -> tuple[int, list[str]]:
     """Which edition of a data set is meant, and what must be accepted for it. `order` is the config's default."""
     editions: dict[int, DatasetManifest] = {}

@@ -30,7 +30,7 @@ class Progress:
         legs: Sequence[Leg] = (),
         skipped: Sequence[int] = (),
     ) -> None:
-        """A run that stands there and goes on with `sizes`; `legs` are its past."""
+        """Make the progress of a run that stands at `iteration` and goes on with `sizes`; `legs` are its past."""
         self.iteration = iteration
         self.consumed_samples = consumed_samples
         self.legs = [*legs] or [Leg(0, 0, sizes)]

@@ -1,4 +1,4 @@
-"""`make demo`: raw text to a trained model on one machine, through the doors that a user would take.
+"""`make demo`: raw text to a trained model on one machine, by the commands that a user would type.
 
     python -m relayrun.demo [--slurm] [--size 3m] [--megabytes 24] [--set NAME=VALUE]
 
@@ -42,6 +42,7 @@ console = Console(stderr=True, highlight=False)
 
 
 def main() -> int:
+    """Make the corpus, tokenize, mix, train and export; return 1 if the model has not learned."""
     parser = argparse.ArgumentParser(prog="make demo", description="Raw text to a trained model on this machine.")
     parser.add_argument(
         "--size",
@@ -77,7 +78,7 @@ def main() -> int:
     headline("3. tokens: dumps, tokenized with datatrove as jobs")
     for name, dumps in (("docs", 2), ("code", 2), ("heldout", 1)):
         folder = OUTPUT / "dumps" / name
-        run_door(
+        run_program(
             "scripts/tokenization/prepare_dumps.py",
             "--dataset-folder",
             OUTPUT / "text" / name,
@@ -87,11 +88,11 @@ def main() -> int:
             dumps,
         )
         executor = ("--executor", "slurm", "--wait") if options.slurm else ("--executor", "local")
-        run_door("launchers/submit_tokenization.py", write_tokenization_config(name, folder, tokenizer), *executor)
+        run_program("launchers/submit_tokenization.py", write_tokenization_config(name, folder, tokenizer), *executor)
 
     headline("4. mixture: a folder of links, 70 % documentation and 30 % code")
     tokens = OUTPUT / "tokens" / "demo"
-    run_door(
+    run_program(
         "scripts/tools/create_data_mixture.py",
         "--folders",
         tokens / "docs",
@@ -104,7 +105,7 @@ def main() -> int:
     )
 
     headline("5. training: a Llama on two ranks, through as many jobs as the time limit asks for")
-    run_door("launchers/submit.py", config_file, *(f"--set={text}" for text in overrides))
+    run_program("launchers/submit.py", config_file, *(f"--set={text}" for text in overrides))
     if options.slurm:
         wait_for_chain(run)
 
@@ -205,9 +206,9 @@ def clear_former(run: RunDir, name: str) -> None:
         shutil.rmtree(run.path)
 
 
-def run_door(door: str, *arguments: object) -> None:
-    """Run one of the project's doors as a user would, and show the command. Raises RelayrunError."""
-    run_python([ROOT / door, *arguments], shown=[door, *arguments])
+def run_program(program: str, *arguments: object) -> None:
+    """Run one of the project's programs as a user would, and show the command. Raises RelayrunError."""
+    run_python([ROOT / program, *arguments], shown=[program, *arguments])
 
 
 def run_python(command: Sequence[object], *, shown: Sequence[object]) -> None:

@@ -55,12 +55,12 @@ class TextSet:
     folder: Path
     documents: int
     bytes: int
-    """Of text, as UTF-8."""
+    """Bytes of all texts, as UTF-8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """What `build_corpus` made."""
+    """The three folders that `build_corpus` made."""
 
     docs: TextSet
     code: TextSet

@@ -10,15 +10,18 @@ from pathlib import Path
 import relayrun
 from relayrun.data import audit
 from relayrun.errors import InputError
-from relayrun.export.source import Source
+from relayrun.export.checkpoint_source import CheckpointSource
 from relayrun.rundir import evaluations, lineage, views
 from relayrun.training.model.size import parameters
 
 PACKAGES = ("torch", "megatron-core", "transformers", "safetensors")
 
 
-def text(source: Source, *, dtype: str) -> str:
-    """The card of an exported checkpoint; `dtype` is that of its files. Raises InputError if the run has no ledger."""
+def text(source: CheckpointSource, *, dtype: str) -> str:
+    """Return the model card of an exported checkpoint as Markdown; `dtype` is that of its files.
+
+    Raises InputError if the run has no ledger.
+    """
     config, model = source.config, source.config.model
     vocabulary = source.manifest.vocabulary_size
     lines = [
@@ -77,7 +80,7 @@ def _scaling(factor: float | None) -> str:
     return "" if factor is None else f", Llama 3.1's scaling by {factor:g}"
 
 
-def _data(source: Source) -> list[str]:
+def _data(source: CheckpointSource) -> list[str]:
     consumed = consumed_samples(source)
     length = source.config.training.seq_length
     ledger = audit.ledger(replace(audit.audit(source.run), consumed_samples=consumed))
@@ -104,7 +107,7 @@ def _data(source: Source) -> list[str]:
     ]
 
 
-def _training(source: Source) -> list[str]:
+def _training(source: CheckpointSource) -> list[str]:
     config = source.config
     metrics = [line for line in views.merged_metrics(source.run) if line["iteration"] <= source.iteration]
     losses = [line for line in metrics if "loss" in line]
@@ -140,7 +143,7 @@ def _training(source: Source) -> list[str]:
     return _table(("", ""), rows)
 
 
-def consumed_samples(source: Source) -> int:
+def consumed_samples(source: CheckpointSource) -> int:
     """Samples that the checkpoint was trained on. Raises InputError if no record says."""
     for commit in lineage.line(source.run):
         if commit.iteration == source.iteration and commit.consumed_samples >= 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import logging
 import math
 import os
 import shutil
@@ -25,20 +26,22 @@ from relayrun.config import compose
 from relayrun.config.schema import Evaluation
 from relayrun.data.order.build import validation_orders
 from relayrun.errors import InputError, RelayrunError, run_main
-from relayrun.export import huggingface, source
+from relayrun.export import huggingface
+from relayrun.export.checkpoint_source import CheckpointSource, find_checkpoint
 from relayrun.export.folder import new_folder
-from relayrun.export.source import Source
 from relayrun.monitoring.trackers.sinks import wandb_mode
 from relayrun.monitoring.trackers.wandb_evaluations import tell
 from relayrun.rundir import evaluations
 from relayrun.rundir.evaluations import EvaluationDir, Result
 from relayrun.rundir.layout import RunDir
 
+log = logging.getLogger(__name__)
+
 Results = dict[str, dict[str, float]]
 
 
 class Ended(BaseException):
-    """The scheduler ends this job."""
+    """Raised where the scheduler ends this job."""
 
 
 def evaluate(run: RunDir, iteration: int, attempt: int) -> Result | None:
@@ -53,7 +56,7 @@ def evaluate(run: RunDir, iteration: int, attempt: int) -> Result | None:
     try:
         if (attempt, iteration) not in [(number, commit.iteration) for number, commit in evaluations.due(run)]:
             raise InputError("this checkpoint does not count any more, or is not to be evaluated", where=folder.path)
-        checkpoint = source.find(run, iteration)
+        checkpoint = find_checkpoint(run, iteration)
         settings = compose.read_resolved(run.config_revision(run.revisions()[-1])).evaluation
         if settings is None:
             raise InputError("this run's config has no section `evaluation`", where=run.config)
@@ -87,11 +90,11 @@ def tell_wandb(run: RunDir) -> None:
     try:
         tell(run, compose.read_resolved(run.config_revision(run.revisions()[-1])), mode)
     except Exception as error:
-        print(f"warning: W&B: {type(error).__name__}: {error}; sync_wandb.py sends what it lacks", file=sys.stderr)
+        log.warning("W&B: %s: %s; sync_wandb.py sends what it lacks", type(error).__name__, error)
 
 
 def run_tasks(model: Path, settings: Evaluation) -> tuple[Results, dict[str, Any]]:
-    """lm-evaluation-harness on the named tasks. Raises InputError where it is not installed."""
+    """Run lm-evaluation-harness on the named tasks. Raises InputError where it is not installed."""
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
@@ -123,8 +126,8 @@ def run_tasks(model: Path, settings: Evaluation) -> tuple[Results, dict[str, Any
     }
 
 
-def held_out(checkpoint: Source, model: Path, settings: Evaluation) -> tuple[Results, dict[str, Any]]:
-    """Mean loss in nats per token, and its exponential, on the windows that training itself evaluates on.
+def held_out(checkpoint: CheckpointSource, model: Path, settings: Evaluation) -> tuple[Results, dict[str, Any]]:
+    """Return mean loss in nats per token, and its exponential, on the windows that training itself evaluates on.
 
     Documents are not told apart and no token is masked. Raises InputError if there is no validation set.
     """
@@ -159,7 +162,7 @@ def _end(number: int, _frame: FrameType | None) -> None:
 
 
 def report(folder: EvaluationDir, result: Result | None) -> int:
-    """Say what came of it."""
+    """Print the result of an evaluation; return the exit code."""
     if result is None:
         print(f"iteration {folder.iteration} is evaluated by another job: {folder.claim}")
         return 0
@@ -172,6 +175,7 @@ def report(folder: EvaluationDir, result: Result | None) -> int:
 
 
 def main() -> int:
+    """Evaluate the checkpoint that the arguments name; return the exit code."""
     parser = argparse.ArgumentParser(prog="relayrun.export.evaluate", description="Evaluate one checkpoint of a run.")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--iteration", type=int, required=True)

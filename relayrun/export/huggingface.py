@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 
 from relayrun.errors import ConfigError, InputError
 from relayrun.export import llama
+from relayrun.export.checkpoint_source import CheckpointSource
 from relayrun.export.llama import Piece
 from relayrun.export.reader import CheckpointReader
-from relayrun.export.source import Source
 from relayrun.files import write_json
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
 from relayrun.tokenization.options import TokenizeOptions
@@ -50,7 +50,7 @@ class Exported:
     bytes: int
     dtype: str
     files: int
-    """Of weights."""
+    """Bytes of the weights in the folder."""
 
 
 def parse_size(text: str) -> int:
@@ -62,7 +62,7 @@ def parse_size(text: str) -> int:
     return int(match[1]) * unit
 
 
-def write(source: Source, folder: Path, *, dtype: str, max_shard_size: int) -> Exported:
+def write(source: CheckpointSource, folder: Path, *, dtype: str, max_shard_size: int) -> Exported:
     """Write everything into `folder`, which is there and gets its name later (`folder.new_folder`).
 
     Raises InputError if the checkpoint or the tokenizer is not the run's, and what `save_file` raises.
@@ -132,7 +132,7 @@ def _files(pieces: Sequence[Piece], itemsize: int, limit: int) -> list[list[Piec
     return files
 
 
-def write_tokenizer(source: Source, folder: Path) -> None:
+def write_tokenizer(source: CheckpointSource, folder: Path) -> None:
     """The run's tokenizer as files that transformers opens."""
     given, tokenizer = Path(source.config.data.tokenizer), source.tokenizer
     if given.is_dir():

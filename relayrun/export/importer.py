@@ -41,7 +41,7 @@ EMBEDDINGS = "model.embed_tokens.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """What an import made."""
+    """The checkpoint that an import made, and what a run config must say of it."""
 
     model: Model
     vocabulary: int
@@ -53,7 +53,7 @@ class Weights:
     """The tensors of a Hugging Face folder, one file or several with an index."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises InputError if there are no safetensors, or a file is missing or torn."""
+        """Open the weights in `folder`. Raises InputError if there are no safetensors, or a file is missing or torn."""
         self._folder = folder
         index = folder / "model.safetensors.index.json"
         try:
@@ -76,7 +76,7 @@ class Weights:
             raise InputError(f"its weights cannot be read: {error}", where=folder) from None
 
     def read(self, name: str) -> torch.Tensor:
-        """Raises InputError if the file is torn."""
+        """Read one tensor. Raises InputError if the file is torn."""
         try:
             with safe_open(self._folder / self._files[name], "pt") as file:
                 tensor: torch.Tensor = file.get_tensor(name)
@@ -134,7 +134,7 @@ def import_hf(folder: Path, output: Path, *, dtype: str = "auto", divisible_by: 
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json. Raises InputError."""
+    """Read the config.json of a Hugging Face folder. Raises InputError."""
     try:
         config = read_json(folder / "config.json")
     except (FileNotFoundError, NotADirectoryError):
@@ -147,7 +147,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def from_config(config: Mapping[str, Any], divisible_by: int, *, where: object) -> Model:
-    """The model section of a config.json, of transformers 4 or 5. Raises InputError if this is not that Llama."""
+    """Return the model section of a config.json, of transformers 4 or 5.
+
+    Raises InputError if this is not that Llama.
+    """
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
         raise InputError(

@@ -44,17 +44,17 @@ class Piece:
     key: str
     layer: int | None
     rows: int | None
-    """How many of its first rows; None: all."""
+    """How many of the tensor's first rows are taken; None: all."""
     shapes: Mapping[str, tuple[int, ...]]
-    """By Hugging Face's name."""
+    """Shapes of the tensors that it is in a Hugging Face folder, by their names."""
     split: Callable[[torch.Tensor], list[torch.Tensor]]
-    """To the tensors of `shapes`, in that order."""
+    """Splits the tensor into those of `shapes`, in that order."""
     join: Callable[[list[torch.Tensor]], torch.Tensor]
-    """Back."""
+    """Joins the tensors of `shapes` into this one: the inverse of `split`."""
 
 
 def megatron_shapes(model: Model, padded_vocabulary: int) -> dict[str, tuple[int, ...]]:
-    """Of every weight that a checkpoint holds."""
+    """Return the shape of every weight that a checkpoint of this model holds, by its key."""
     layers, hidden, ffn = model.num_layers, model.hidden_size, model.ffn_hidden_size
     head = hidden // model.num_attention_heads
     layer = "decoder.layers."
@@ -92,7 +92,7 @@ def check(found: dict[str, tuple[int, ...]], model: Model, padded_vocabulary: in
 
 
 def pieces(model: Model, vocabulary: int) -> Iterator[Piece]:
-    """The whole model in the order of Hugging Face's files."""
+    """Return the whole model in the order of Hugging Face's files."""
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
     yield _whole(EMBEDDING, "model.embed_tokens.weight", (vocabulary, hidden), rows=vocabulary)
     for layer in range(model.num_layers):
@@ -150,7 +150,7 @@ def to_config(
     bos: int | None,
     eos: int | None,
 ) -> dict[str, Any]:
-    """config.json, in the names that every transformers since 4.43 reads."""
+    """Return config.json as values, in the names that every transformers since 4.43 reads."""
     scaling, context = None, seq_length
     if model.rope_scaling_factor is not None:
         scaling = {

@@ -16,7 +16,7 @@ import torch
 
 from relayrun.config.schema import Parallel, RunConfig
 from relayrun.errors import InputError
-from relayrun.export.source import Source
+from relayrun.export.checkpoint_source import CheckpointSource
 from relayrun.scheduler.tasks import free_port
 
 TOLERANCE = 1e-5
@@ -29,7 +29,7 @@ class Comparison:
     """Logits of both sides on the same random tokens."""
 
     difference: float
-    """The largest."""
+    """Largest difference between two logits, in size."""
     largest: float
     """The largest logit, in size."""
     tokens: int
@@ -39,7 +39,7 @@ class Comparison:
         return self.difference <= TOLERANCE * max(1.0, self.largest)
 
 
-def check(source: Source, folder: Path) -> Comparison:
+def check(source: CheckpointSource, folder: Path) -> Comparison:
     """Compare an export with its checkpoint. Raises InputError if they differ. Once per process."""
     generator = torch.Generator().manual_seed(0)
     length = min(LENGTH, source.config.training.seq_length)
@@ -70,7 +70,7 @@ def _transformers(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def _megatron(source: Source, tokens: torch.Tensor) -> torch.Tensor:
+def _megatron(source: CheckpointSource, tokens: torch.Tensor) -> torch.Tensor:
     from megatron.core import dist_checkpointing
 
     from relayrun.training import parallel

@@ -28,7 +28,10 @@ class CheckpointReader:
     """The weights of the checkpoint in `folder`."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises InputError if this is no torch_dist checkpoint, or a file of it is missing or torn."""
+        """Open a checkpoint.
+
+        Raises InputError if this is no torch_dist checkpoint, or a file of it is missing or torn.
+        """
         self.folder = folder
         reader = FileSystemReader(folder)
         try:
@@ -52,17 +55,17 @@ class CheckpointReader:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the weights, by key."""
+        """Shapes of the weights, by key."""
         return {key: tuple(value.size) for key, value in self._tensors.items()}
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the embeddings, and so of the matrices."""
+        """Type of the embeddings, and so of the matrices."""
         dtype: torch.dtype = self._tensors["embedding.word_embeddings.weight"].properties.dtype
         return dtype
 
     def read(self, key: str, *, start: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The part of `shape` that begins at `start` (one number per dimension), converted to `dtype`.
+        """Read the part of `shape` that begins at `start` (one number per dimension), converted to `dtype`.
 
         Raises InputError if it cannot be read.
         """

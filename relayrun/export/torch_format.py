@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from relayrun.export import llama
+from relayrun.export.checkpoint_source import CheckpointSource
 from relayrun.export.huggingface import DTYPES
 from relayrun.export.reader import CheckpointReader
-from relayrun.export.source import Source
 from relayrun.training.model.size import padded
 
 _LOCAL = {
@@ -28,7 +28,7 @@ _LOCAL = {
 """Names of the norms that Transformer Engine fuses into the layer behind them."""
 
 
-def write(source: Source, folder: Path, *, dtype: str, transformer_impl: str) -> int:
+def write(source: CheckpointSource, folder: Path, *, dtype: str, transformer_impl: str) -> int:
     """Write into `folder`; return the number of parameters, padding included. Raises as `huggingface.write`."""
     model = source.config.model
     reader = CheckpointReader(source.folder)
@@ -58,7 +58,7 @@ def write(source: Source, folder: Path, *, dtype: str, transformer_impl: str) ->
     return sum(tensor.numel() for tensor in weights.values())
 
 
-def _arguments(source: Source, vocabulary: int, dtype: torch.dtype, transformer_impl: str) -> Namespace:
+def _arguments(source: CheckpointSource, vocabulary: int, dtype: torch.dtype, transformer_impl: str) -> Namespace:
     """What Megatron's tools read of a model, under the names of its arguments."""
     model, training = source.config.model, source.config.training
     return Namespace(

@@ -1,4 +1,4 @@
-"""compute_environment.txt: in what an attempt ran, for the person who asks months later.
+"""What compute_environment.txt says: in what an attempt ran, for the person who asks months later.
 
 The environment is shown by an allowlist. Should a secret of the environment stand elsewhere (a command line, a
 difference of the code), it is blotted out there.
@@ -25,15 +25,15 @@ SHOWN = re.compile(
     r"|RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
 )
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|JWT|CREDENTIAL|AUTH", re.I)
-"""In the name of a variable: its value is never shown. SLURM_JWT is one."""
+"""A variable with this in its name is never shown with its value. SLURM_JWT is one."""
 SECONDS = 60.0
 """How long a command that is asked may take."""
 SHORTEST_SECRET = 8
-"""A shorter value cannot be told from ordinary text."""
+"""Characters of the shortest value that is blotted out: a shorter one cannot be told from ordinary text."""
 
 
 def describe(config: RunConfig, begin: Begin, *, root: Path, job_script: Path, environment: Mapping[str, str]) -> str:
-    """The whole text. `root` is the folder of the code that runs."""
+    """Return the whole text of compute_environment.txt. `root` is the folder of the code that runs."""
     commit, difference = code(root)
     sections = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -54,7 +54,7 @@ def describe(config: RunConfig, begin: Begin, *, root: Path, job_script: Path, e
 
 
 def shown(environment: Mapping[str, str]) -> list[str]:
-    """`NAME=value` of what may be shown, by name."""
+    """Return `NAME=value` of the variables that may be shown, by name."""
     return [
         f"{name}={value}"
         for name, value in sorted(environment.items())
@@ -71,7 +71,7 @@ def without_secrets(text: str, environment: Mapping[str, str]) -> str:
 
 
 def code(root: Path) -> tuple[str, str]:
-    """Commit and difference of the code in `root`: a git checkout, or a snapshot, which has both beside it."""
+    """Return commit and difference of the code in `root`: a git checkout, or a snapshot, which has both beside it."""
     record, difference = root.with_suffix(".commit"), root.with_suffix(".diff")
     if record.is_file():
         return _text(record).strip(), _text(difference)
@@ -87,7 +87,7 @@ def packages() -> list[str]:
 
 
 def container(srun_options: Sequence[str]) -> str:
-    """What the site's options say of a container, with the file that they name."""
+    """Return what the site's options say of a container, with the file that they name."""
     found = []
     for option in srun_options:
         name, _, value = option.partition("=")

@@ -6,20 +6,23 @@ it with one line.
 
 from __future__ import annotations
 
+import logging
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
+log = logging.getLogger(__name__)
+
 GIB = 1 << 30
 SMI = ["nvidia-smi", "--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits"]
 SMI_SECONDS = 20.0
-"""How long it may take."""
+"""Seconds that nvidia-smi may take."""
 
 
 def sample() -> str:
-    """Now, as one line: `host 12.3 of 95.0 GiB`, then `gpu 0: 1.2 of 94.0 GiB` for each GPU."""
+    """Return the memory in use now, as one line: `host 12.3 of 95.0 GiB`, then `gpu 0: 1.2 of 94.0 GiB` for each
+    GPU."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -53,4 +56,4 @@ def _write(path: Path, interval: float) -> None:
                 file.write(sample() + "\n")
             time.sleep(interval)
     except OSError as error:
-        print(f"warning: memory is no longer logged: {error}", file=sys.stderr, flush=True)
+        log.warning("memory is no longer logged: %s", error)

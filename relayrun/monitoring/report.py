@@ -30,7 +30,7 @@ class AttemptRow:
     tokens: int
     seconds: float | None
     tokens_per_second: float | None
-    """Mean over its iterations, weighted by tokens."""
+    """Mean speed over the attempt's iterations, weighted by tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def _attempt(run: RunDir, number: int) -> AttemptRow | None:
 
 
 def attempts_table(report: Report) -> Table:
-    """The attempts with cause of end, iterations, tokens and tokens/s."""
+    """Return a table of the attempts with cause of end, iterations, tokens and tokens/s."""
     table = Table(title=f"attempts of {report.run.path.name}")
     for name in ("attempt", "ended", "why", "iterations", "durable", "tokens", "wall s", "tokens/s"):
         table.add_column(name, justify="left" if name in ("ended", "why") else "right")
@@ -103,7 +103,7 @@ def attempts_table(report: Report) -> Table:
 
 
 def terminal_curve(report: Report, *, width: int = 90, height: int = 20) -> str:
-    """The loss curve as text, with a mark where an attempt began."""
+    """Return the loss curve as text, with a mark where an attempt began."""
     import plotext
 
     plotext.clear_figure()
@@ -120,7 +120,7 @@ def terminal_curve(report: Report, *, width: int = 90, height: int = 20) -> str:
 
 
 def write_png(report: Report, path: Path) -> None:
-    """The loss curve as a picture; each attempt has its own shade of background."""
+    """Draw the loss curve into a PNG file; each attempt has its own shade of background."""
     import matplotlib
 
     matplotlib.use("Agg")

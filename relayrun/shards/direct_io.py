@@ -1,4 +1,4 @@
-"""Large files that are written once, from begin to end."""
+"""Large files that are written once, from begin to end, past the page cache (O_DIRECT)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ BLOCK = 8 << 20
 ALIGNMENT = 4096
 """Direct writes begin and end at multiples of it: no device asks for more (open(2), O_DIRECT)."""
 
-LARGEST_ROOM = BLOCK - ALIGNMENT
-"""Bytes that a block has room for, whatever ends between two places of a direct write."""
+LARGEST_RESERVE = BLOCK - ALIGNMENT
+"""Most bytes that `DirectFile.reserve` gives at once: a block may begin with up to `ALIGNMENT` bytes of the one
+before."""
 
 
-class PassingFile(io.RawIOBase):
+class DirectFile(io.RawIOBase):
     """A file for writing that stays out of the page cache.
 
     The bytes go from a block of memory straight to the disk, in a thread that writes behind. So checkpoints and
@@ -58,19 +59,20 @@ class PassingFile(io.RawIOBase):
         return True
 
     def fileno(self) -> int:
-        """All that was written is in the file first, so that whoever syncs by it syncs everything."""
+        """Return the descriptor when all that was written is in the file, so that whoever syncs by it syncs
+        everything."""
         self._checkClosed()
         self._hand_over()
         return self._fd
 
     def flush(self) -> None:
-        """Nothing: torch asks for it behind every tensor, and the last block would be written again each time."""
+        """Do nothing: torch asks for it behind every tensor, and the last block would be written again each time."""
 
     def tell(self) -> int:
         return self._begin + self._filled
 
     def write(self, data: Any) -> int:
-        """All of `data`, bytes or a contiguous buffer of whatever type; returns its bytes."""
+        """Write all of `data`, bytes or a contiguous buffer of whatever type; return how many bytes it has."""
         self._checkClosed()
         view = memoryview(data)
         if not view.nbytes:
@@ -80,20 +82,21 @@ class PassingFile(io.RawIOBase):
         while begin < len(source):
             piece = source[begin : begin + BLOCK - self._filled]
             # numpy lets other threads run meanwhile, a copy between memoryviews does not
-            self.room(len(piece))[:] = piece
-            self.wrote(len(piece))
+            self.reserve(len(piece))[:] = piece
+            self.commit(len(piece))
             begin += len(piece)
         return len(source)
 
-    def room(self, size: int) -> npt.NDArray[np.uint8]:
-        """Memory for the next `size` bytes, shape [size], at most `LARGEST_ROOM`; to be filled before `wrote`."""
+    def reserve(self, size: int) -> npt.NDArray[np.uint8]:
+        """Return memory for the next `size` bytes, shape [size], to be filled before `commit`; at most
+        `LARGEST_RESERVE`."""
         if self._filled + size > BLOCK:
             self._pass_on()
         assert self._filled + size <= BLOCK
         return np.frombuffer(self._block, np.uint8)[self._filled : self._filled + size]
 
-    def wrote(self, size: int) -> None:
-        """The first `size` bytes of the `room` are the file's."""
+    def commit(self, size: int) -> None:
+        """Make the first `size` bytes of the memory that `reserve` gave the next bytes of the file."""
         self._checkClosed()
         self._filled += size
         self._dirty = True
@@ -119,6 +122,7 @@ class PassingFile(io.RawIOBase):
         return size
 
     def close(self) -> None:
+        """Write what is left and close the file. Raises OSError for a write that failed behind."""
         if self.closed or self._fd < 0:
             return
         try:

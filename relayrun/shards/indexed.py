@@ -21,7 +21,7 @@ import xxhash
 
 from relayrun.errors import InputError
 from relayrun.files import fsync_directory
-from relayrun.shards.direct_io import LARGEST_ROOM, PassingFile
+from relayrun.shards.direct_io import LARGEST_RESERVE, DirectFile
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -158,10 +158,10 @@ class ShardWriter:
         self._open = 0
         """Tokens of the document that `append` has begun."""
         self._hash = xxhash.xxh3_128()
-        self._room: npt.NDArray[np.generic] | None = None
-        """What `room` gave of the file's own memory and nobody filled."""
+        self._reserved: npt.NDArray[np.generic] | None = None
+        """What `reserve` gave of the file's own memory and nobody filled."""
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._bin = PassingFile(self.prefix + ".bin.tmp")  # closed by finish or abort
+        self._bin = DirectFile(self.prefix + ".bin.tmp")  # closed by finish or abort
 
     @property
     def documents(self) -> int:
@@ -169,7 +169,7 @@ class ShardWriter:
 
     def add(self, ids: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
         """Append documents: `ids` is their concatenation, `lengths` the tokens of each, shape [documents]."""
-        array = np.ascontiguousarray(ids, dtype=self.dtype)  # itself, where it is that already: see `room`
+        array = np.ascontiguousarray(ids, dtype=self.dtype)  # itself, where it is that already: see `reserve`
         counts = np.array(lengths, dtype=np.int32)  # a copy: the caller may reuse its buffer
         if int(counts.sum(dtype=np.int64)) != array.size:
             raise ValueError(f"lengths sum to {counts.sum(dtype=np.int64)}, but there are {array.size} ids")
@@ -183,36 +183,37 @@ class ShardWriter:
         self._open += array.size
 
     def end_document(self) -> None:
-        """What was appended is a document."""
+        """End the document that `append` has begun."""
         self._lengths.append(np.array([self._open], np.int32))
         self._open = 0
 
-    def room(self, tokens: int) -> npt.NDArray[np.generic]:
-        """An array for `add`, shape [tokens]: it lies where the file is written from, its ids need not be copied."""
+    def reserve(self, tokens: int) -> npt.NDArray[np.generic]:
+        """Return an array for `add`, shape [tokens], in the memory that the file is written from: its ids are not
+        copied."""
         size = tokens * self.dtype.itemsize
-        if size > LARGEST_ROOM:
+        if size > LARGEST_RESERVE:
             return np.empty(tokens, self.dtype)
-        self._room = self._bin.room(size).view(self.dtype)
-        return self._room
+        self._reserved = self._bin.reserve(size).view(self.dtype)
+        return self._reserved
 
     def _write(self, array: npt.NDArray[np.generic]) -> None:
-        if array is self._room:
-            self._bin.wrote(array.nbytes)
+        if array is self._reserved:
+            self._bin.commit(array.nbytes)
         else:
             self._bin.write(array.data)
-        self._room = None
+        self._reserved = None
         self._hash.update(array.data)
         self.tokens += array.size
 
     def mark(self) -> object:
-        """A place that `rollback` can return to."""
+        """Return a place that `rollback` can return to."""
         return self.tokens, len(self._lengths), self._hash.copy()
 
     def rollback(self, mark: object) -> None:
         """Drop what was added since `mark`."""
         assert isinstance(mark, tuple)
         self.tokens, count, digest = mark
-        self._hash, self._room, self._open = digest.copy(), None, 0
+        self._hash, self._reserved, self._open = digest.copy(), None, 0
         del self._lengths[count:]
         self._bin.truncate(self.tokens * self.dtype.itemsize)
 
@@ -242,7 +243,7 @@ class ShardWriter:
         return True
 
     def abort(self) -> None:
-        """Drop what was written."""
+        """Drop the shard and its temporary files."""
         try:
             with contextlib.suppress(OSError):  # a full disk may be told of when a file is closed
                 self._bin.close()

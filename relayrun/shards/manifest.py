@@ -41,7 +41,7 @@ class ShardEntry:
     prefix: str
     """Absolute path without .bin or .idx, links not resolved."""
     dtype: str
-    """numpy's name of the token type, for example `uint16`."""
+    """Name of the token type in numpy, for example `uint16`."""
     tokens: int
     documents: int
     bin_bytes: int
@@ -129,16 +129,16 @@ class Manifest:
     """Everything that decides which tokens a run may see."""
 
     datasets: dict[str, DatasetManifest]
-    """By identity: all that the mixture has ever had (`config.schema.Source.identity`)."""
+    """Shards of all data sets that the mixture has ever had, by identity (`config.schema.DataSource.identity`)."""
     validation: dict[str, DatasetManifest]
     vocabulary_size: int
     """Entries of the tokenizer, its special tokens included, not padded."""
     eod: int | None
     """Id of the token that ends a document."""
     tokenizer: str
-    """As given in the config; a label, never opened from here."""
+    """The tokenizer's name as given in the config; a label, never opened from here."""
     tokenizer_fingerprint: str = ""
-    """Equal for equal ids; empty if it is not known."""
+    """Fingerprint of the tokenizer: equal for equal ids; empty if it is not known."""
 
     @classmethod
     def build(

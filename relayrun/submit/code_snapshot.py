@@ -9,10 +9,10 @@ code/0001.diff      what was changed since
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,11 +20,13 @@ from pathlib import Path
 from relayrun.files import write_atomic
 from relayrun.rundir.layout import RunDir
 
+log = logging.getLogger(__name__)
+
 LARGEST = 1 << 20
 """Bytes of a file that git does not know, above which it is taken for data and left out."""
 
 PARTS = ("relayrun", "launchers", "scripts", "configs")
-"""What is taken of a folder that is no git checkout."""
+"""Folders and files that are copied where the code is no git checkout."""
 
 
 def snapshot(run: RunDir, root: Path) -> Path:
@@ -71,7 +73,7 @@ def _names(root: Path, without: Path) -> Iterator[str]:
         if not path.is_file() or path.is_relative_to(without):
             continue
         if path.stat().st_size > LARGEST:
-            print(f"not in the snapshot, too large for code: {path}", file=sys.stderr)
+            log.warning("not in the snapshot, too large for code: %s", path)
         else:
             yield name
 

@@ -12,7 +12,7 @@ from relayrun import ROOT
 from relayrun.config import yamlfile
 from relayrun.config.schema import Model, RunConfig
 from relayrun.errors import ConfigError, InputError, RelayrunError
-from relayrun.export import source
+from relayrun.export.checkpoint_source import find_checkpoint
 from relayrun.rundir.find import find_run
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lineage import BEGINNING, Durable, durable, is_own
@@ -23,7 +23,7 @@ FREE = frozenset({"hidden_dropout", "attention_dropout", "init_method_std"})
 """Settings of a model that its weights do not depend on."""
 
 
-def find(config: RunConfig, run: RunDir) -> Durable:
+def find_initial_checkpoint(config: RunConfig, run: RunDir) -> Durable:
     """The checkpoint and the iteration to begin with; BEGINNING where the config names none.
 
     Raises ConfigError or InputError if it is not there, is torn, or is of another model.
@@ -85,7 +85,7 @@ def _model(path: Path) -> Model:
 
 def _run(name: str, config: RunConfig, wanted: int | None) -> Durable:
     try:
-        found = source.find(find_run(name), wanted)
+        found = find_checkpoint(find_run(name), wanted)
     except RelayrunError as error:
         raise InputError(
             f"checkpoint.load={config.checkpoint.load}: {error.message}", where=error.where, hint=error.hint

@@ -31,13 +31,13 @@ OVERRIDES = {
     "MOCK_DATA": "data.mock_data",
     "BACKUP_CODEBASE": "debug.backup_codebase",
 }
-"""Every setting with its name in the run config. An empty setting leaves the config's own value."""
+"""Name in the run config of each setting. An empty setting leaves the config's own value."""
 
 PROFILER = "NSYS_PROFILER"
-"""true: `debug.profile=nsys`; false leaves the config's own."""
+"""Switch for `debug.profile=nsys`; false leaves the config's own value."""
 
 MEGATRON_LM_DIR = "MEGATRON_LM_DIR"
-"""A setting of launchers that train with a checkout of Megatron-LM; here the installed megatron-core trains."""
+"""Setting of launchers that train with a checkout of Megatron-LM. It is refused: the installed megatron-core trains."""
 
 JOB = {
     "SLURM_JOB_NUM_NODES": "job.nodes",
@@ -84,7 +84,7 @@ def job_overrides(environment: Mapping[str, str]) -> list[str]:
 
 
 def flag(environment: Mapping[str, str], name: str) -> bool:
-    """A setting that is `true` or `false` (the default)."""
+    """Return a setting that is `true` or `false` (the default). Raises ConfigError for anything else."""
     value = environment.get(name, "").lower()
     if value not in ("", "true", "false"):
         raise ConfigError(f"{name}={value} is neither true nor false", where="settings block")
@@ -101,5 +101,5 @@ def _yaml(setting: str, value: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text as YAML, whatever is in it."""
+    """Return a text as a quoted YAML value, whatever is in it."""
     return "'" + text.replace("'", "''") + "'"

@@ -8,6 +8,7 @@ one it used.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -37,10 +38,12 @@ from relayrun.submit import check, code_snapshot, initial_checkpoint
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
 from relayrun.tokenization.options import TokenizeOptions
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted:
-    """What a submit made."""
+    """The run directory and the job that a submit made."""
 
     run: RunDir
     plan: Plan
@@ -90,15 +93,16 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool) -> Iterator[tupl
         _refuse_while_live(run)
         _refuse_after_end(run, resume)
         config = _freeze_data(run, config, manifest, accept=accept)
-        base = initial_checkpoint.find(config, run)
+        base = initial_checkpoint.find_initial_checkpoint(config, run)
         root = code_snapshot.snapshot(run, ROOT) if config.debug.backup_codebase else ROOT
         plan = make_plan(config, run, root, revision=_add_revision(run, config), base=base)
         triggers.create_folder(run, config.chain.triggers_group)
         if config.chain.triggers_group is not None and (barrier := triggers.barrier(run)) is not None:
-            print(
-                f"warning: members of chain.triggers_group {config.chain.triggers_group} cannot reach the triggers: "
-                f"{barrier} is closed to them; open it with chmod g+x",
-                file=sys.stderr,
+            log.warning(
+                "members of chain.triggers_group %s cannot reach the triggers: "
+                "%s is closed to them; open it with chmod g+x",
+                config.chain.triggers_group,
+                barrier,
             )
         _acknowledge_stale(run)
         plan.write(run.plan)
@@ -122,8 +126,10 @@ def _acknowledge_stale(run: RunDir) -> None:
 
 
 def make_plan(config: RunConfig, run: RunDir, root: Path, *, revision: int, base: Durable = BEGINNING) -> Plan:
-    """The supervisor's part of a config; the jobs run the code in `root`. `base`: what a run without checkpoints
-    begins with."""
+    """Return what the supervisor needs of a config.
+
+    The jobs run the code in `root`; a run without checkpoints begins with `base`.
+    """
     time_limit = parse_time(config.job.time)
     fixed = None if config.chain.lead == "auto" else float(config.chain.lead)
     lead = first_lead(time_limit) if fixed is None else fixed
@@ -186,7 +192,10 @@ def _prepare_evaluations(config: RunConfig, plan: Plan, run: RunDir) -> None:
 
 
 def evaluation_script(config: RunConfig, plan: Plan, run: RunDir) -> str:
-    """The job that evaluates one checkpoint. What its section leaves out is as in the run's own jobs."""
+    """Return the script of the job that evaluates one checkpoint.
+
+    What its section leaves out is as in the run's own jobs.
+    """
     assert config.evaluation is not None
     own, job = config.evaluation.job, config.job
     cpus = str(own.cpus_per_task or job.cpus_per_task)
@@ -210,7 +219,7 @@ def evaluation_script(config: RunConfig, plan: Plan, run: RunDir) -> str:
 
 
 def dry_run(config: RunConfig) -> str:
-    """The job script that a submit would write."""
+    """Return the job script that a submit would write; nothing is written or queued. Raises RelayrunError."""
     run = RunDir(Path(config.run_dir or ""))
     root = run.code / "0001" if config.debug.backup_codebase else ROOT
     return render.job_script(make_plan(config, run, root, revision=max(run.revisions(), default=0) + 1), run)
@@ -270,15 +279,12 @@ def _freeze_data(run: RunDir, config: RunConfig, found: Manifest, *, accept: boo
     trained = durable(run).path is not None
     evolved = evolve(frozen=frozen, history=history, found=found, config=config, accept=accept, trained=trained)
     for note in evolved.notes:
-        print(f"accepted: {note}", file=sys.stderr)
+        log.info("accepted: %s", note)
     if evolved.manifest != frozen:
         evolved.manifest.write(run.manifest)
     if trained and weights_of(evolved.config) != weights_of(history[0]):
         consumed = line(run)[-1].consumed_samples
-        print(
-            f"the mixture changes: its phase begins where the next attempt resumes, now sample {consumed}",
-            file=sys.stderr,
-        )
+        log.info("the mixture changes: its phase begins where the next attempt resumes, now sample %s", consumed)
     return evolved.config
 
 

@@ -105,7 +105,7 @@ def _tokenize_file(
             else:
                 record.empty_documents += 1
         else:
-            ids, lengths = job.framing.apply(*engine.encode(texts), shard.room)
+            ids, lengths = job.framing.apply(*engine.encode(texts), shard.reserve)
             record.documents += len(lengths)
             record.empty_documents += len(texts) - len(lengths)
             shard.add(ids, lengths)

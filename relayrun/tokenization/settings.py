@@ -156,13 +156,13 @@ def settings_from_environment(environment: Mapping[str, str]) -> TokenizationSet
     values: dict[str, Any] = {ENVIRONMENT[name]: value for name, value in given.items()}
     values |= {name: int(values[name]) for name in ("tasks", "workers", "batch_bytes") if name in values}
     places: dict[yamlfile.Location, str] = {(setting,): name for name, setting in ENVIRONMENT.items()}
-    settings = _validate(TokenizationSettings, yamlfile.Settings(values, places))
+    settings = _validate(TokenizationSettings, yamlfile.LocatedSettings(values, places))
     if "logs" not in values:
         settings = settings.model_copy(update={"logs": str(ROOT / "logs")})
     return settings.absolute(os.getcwd())
 
 
-def _validate(model: type[_Settings], source: yamlfile.Settings) -> _Settings:
+def _validate(model: type[_Settings], source: yamlfile.LocatedSettings) -> _Settings:
     for other, name in CURATOR.items():
         if other in source.values:
             place = source.place((other,))

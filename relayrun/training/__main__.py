@@ -14,7 +14,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError
+from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError, log_to_stderr
 from relayrun.rundir import lineage
 from relayrun.rundir.layout import AttemptDir, RunDir
 from relayrun.rundir.records import Begin, Failure, Left, commits
@@ -94,6 +94,7 @@ def record_failure(attempt: AttemptDir, rank: int, node: str, error: BaseExcepti
 
 
 if __name__ == "__main__":
+    log_to_stderr()
     flag = SignalFlag()
     flag.install()
     code = main(flag)

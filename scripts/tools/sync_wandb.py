@@ -13,7 +13,7 @@ import sys
 from relayrun.config import compose
 from relayrun.errors import InputError, RunDirError, run_main
 from relayrun.monitoring.trackers import wandb_evaluations
-from relayrun.monitoring.trackers.progress import Progress
+from relayrun.monitoring.trackers.points import PointReader
 from relayrun.monitoring.trackers.sinks import WandB
 from relayrun.monitoring.trackers.streams import record_streams
 from relayrun.rundir import find
@@ -36,7 +36,7 @@ def main() -> int:
             before = sink.mark
             newest = run.attempt(run.attempt_numbers()[-1])
             complete = stream is not streams[-1] or newest.outcome.exists()
-            for point in Progress.of_stream(run, streams, number, mark=sink.mark).poll(complete=complete):
+            for point in PointReader.of_stream(run, streams, number, mark=sink.mark).poll(complete=complete):
                 sink.write(point)
             sink.close()
             print(

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["-leading dash.parquet", "it's.parquet", 'double "quote".PARQUET', "ünï→code 文.parquet"]
 
 
-def door(*command: str | Path) -> str:
+def program(*command: str | Path) -> str:
     done = subprocess.run(
         [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
     )
@@ -47,7 +47,7 @@ def test_every_token_of_the_demo_corpus_and_every_awkward_name_goes_through(tmp_
         for part, odd in zip(parts, NAMES * 2, strict=False):
             part.rename(folder / odd)
         metadata = home / f"dumps of {name}"
-        door(
+        program(
             "scripts/tokenization/prepare_dumps.py",
             "--dataset-folder",
             folder,
@@ -73,7 +73,7 @@ def test_every_token_of_the_demo_corpus_and_every_awkward_name_goes_through(tmp_
                 }
             )
         )
-        door("launchers/submit_tokenization.py", settings)
+        program("launchers/submit_tokenization.py", settings)
 
         # every document, in the order of its file: the ids that tokenizers gives, then the end of the document
         finished = sorted((metadata / "completed-dumps").iterdir())
@@ -99,7 +99,7 @@ def test_every_token_of_the_demo_corpus_and_every_awkward_name_goes_through(tmp_
         assert documents == (corpus.docs if name == "docs" else corpus.code).documents
 
     mixture = home / "a mixture"
-    door(
+    program(
         "scripts/tools/create_data_mixture.py",
         "--folders",
         home / "tokens/demo/docs",
@@ -122,7 +122,7 @@ def test_every_token_of_the_demo_corpus_and_every_awkward_name_goes_through(tmp_
             }
         )
     )
-    door("launchers/submit.py", config)
+    program("launchers/submit.py", config)
     assert [record.cause for record in ends(run)] == ["done"]
     assert sorted(steps(run)) == [1, 2, 3, 4, 5]
     assert len(list(read_lines(run.attempts_view))) == 1

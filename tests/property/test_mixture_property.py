@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relayrun.data.mixture.select import TOLERANCE, choose, exact, nearest_end, normalised, wanted
+from relayrun.data.mixture.select import TOLERANCE, nearest_end, normalised, select_shards, select_whole_shards, wanted
 
 Sizes = list[list[int]]
 
 
 def check(sizes: Sizes, weights: list[float], *, used_up: bool) -> list[int]:
-    taken = choose(sizes, weights)
+    taken = select_whole_shards(sizes, weights)
     chosen = [own[:count] for own, count in zip(sizes, taken, strict=True)]
     total = sum(map(sum, chosen))
     largest = max((size for own in chosen for size in own), default=0)
@@ -80,12 +80,12 @@ def test_the_bound_holds_where_the_plain_rule_breaks_it() -> None:
 
 
 def test_empty_shards_are_taken_along() -> None:
-    assert choose([[0, 5, 0], [5, 0, 5]], [0.5, 0.5]) == [3, 1]
+    assert select_whole_shards([[0, 5, 0], [5, 0, 5]], [0.5, 0.5]) == [3, 1]
 
 
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=30).filter(any), st.integers(0, 10**14))
 def test_whole_shards_and_a_rest_are_the_target(sizes: list[int], target: int) -> None:
-    take = exact(sizes, target)
+    take = select_shards(sizes, target)
     assert take.passes * sum(sizes) + sum(sizes[: take.shards]) + take.rest == target
     assert take.rest == 0 or 0 < take.rest < sizes[take.shards]
 
@@ -127,7 +127,7 @@ def test_every_weight_holds_to_a_document(mixture: tuple[list[Sizes], list[float
     targets = wanted([sum(own) for own in sizes], weights, tokens=tokens)
     reached, longest = [], []
     for dataset, own, target in zip(datasets, sizes, targets, strict=True):
-        take = exact(own, target)
+        take = select_shards(own, target)
         cut = 0
         if take.rest:
             ends = np.cumsum([0, *dataset[take.shards]], dtype=np.int64)

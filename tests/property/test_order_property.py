@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from relayrun.config.rampup import BatchSizes
 from relayrun.data.batches import BatchReader, Samples
-from relayrun.data.order.mixed import MixedOrder, Part
+from relayrun.data.order.sampler import MixtureSampler, Part
 from relayrun.data.order.samples import SampleOrder
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import DatasetManifest
@@ -73,8 +73,8 @@ def test_restarts_and_layouts_do_not_change_the_sequence(
 ) -> None:
     """Attempts of any layout and global batch, each from the state of the one before through JSON."""
 
-    def mixed() -> MixedOrder:
-        return MixedOrder(
+    def mixed() -> MixtureSampler:
+        return MixtureSampler(
             {"train": Part(dataset=SampleOrder(manifest, seq_length=SEQ_LENGTH, seed=seed), weight=1.0, record={})},
             {"seed": seed},
         )
@@ -105,7 +105,7 @@ def test_two_layouts_of_one_batch_give_the_same_token_hashes(
             )
             for name, weight in (("a", 0.3), ("b", 0.7))
         }
-        order = MixedOrder(parts, {})
+        order = MixtureSampler(parts, {})
         return [
             hashlib.sha256(np.ascontiguousarray(samples).data).hexdigest()
             for samples in iteration(order, (size, micro, 16 // (size * micro)), consumed, 3)

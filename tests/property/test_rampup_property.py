@@ -17,7 +17,7 @@ from relayrun.data.progress import Progress
 
 @st.composite
 def ramps(draw: st.DrawFn, unit: int = 1) -> BatchSizes:
-    """Of either form, or none; all sizes multiples of `unit`."""
+    """Ramps of either form, or none; all sizes multiples of `unit`."""
     sizes = st.integers(1, 12).map(lambda n: n * unit)
     form = draw(st.sampled_from(["none", "megatron", "stages"]))
     if form == "none":

@@ -55,7 +55,7 @@ def submit(cluster: TestCluster, launcher: str, settings: TokenizationSettings, 
 
 
 def processes(cluster: TestCluster, job: str) -> list[int]:
-    """Of one job, on all nodes."""
+    """Processes of one job, on all nodes."""
     job_id = cluster.job(job)["JobId"]
     wanted = {f"SLURM_JOB_ID={job_id}", f"SLURM_CONF={cluster.conf}"}
     found = []

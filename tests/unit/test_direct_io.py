@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from relayrun.shards import direct_io
-from relayrun.shards.direct_io import ALIGNMENT, PassingFile
+from relayrun.shards.direct_io import ALIGNMENT, DirectFile
 
 BLOCK = 4 * ALIGNMENT
 DIRECT = os.O_DIRECT
@@ -49,16 +49,16 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 def test_every_byte_arrives_whatever_the_pieces(tmp_path: Path, seed: int) -> None:
     generator = random.Random(seed)
     expected = bytearray()
-    with PassingFile(tmp_path / "file") as file:
+    with DirectFile(tmp_path / "file") as file:
         for _ in range(generator.randrange(1, 40)):
             match generator.randrange(7):
                 case 3:
                     size = generator.randrange(BLOCK - ALIGNMENT + 1)
-                    room = file.room(size)
+                    room = file.reserve(size)
                     assert room.shape == (size,)
                     room[:] = 7
                     if generator.random() < 0.7:  # else something went wrong meanwhile
-                        file.wrote(size)
+                        file.commit(size)
                         expected += bytes([7]) * size
                 case 0:
                     size = generator.randrange(len(expected) + 1)
@@ -87,7 +87,7 @@ def test_little_stays_in_the_page_cache(tmp_path: Path) -> None:
         os.posix_fadvise(other.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if resident(plain):
         pytest.skip("this file system lives in memory")
-    with PassingFile(tmp_path / "file") as file:
+    with DirectFile(tmp_path / "file") as file:
         file.write(np.ones(40 << 20, np.uint8))
         os.fsync(file.fileno())
     assert resident(tmp_path / "file") <= mmap.PAGESIZE
@@ -109,7 +109,7 @@ def test_what_is_cut_off_is_not_what_is_on_its_way(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "ftruncate", behind_the_write)
     for size in (BLOCK, BLOCK + 5, BLOCK - 5, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 5):
         data = random.Random(size).randbytes(3 * BLOCK + 100)
-        with PassingFile(tmp_path / "file") as file:
+        with DirectFile(tmp_path / "file") as file:
             file.write(data)
             file.truncate(size)
             file.write(b"more")
@@ -119,7 +119,7 @@ def test_what_is_cut_off_is_not_what_is_on_its_way(tmp_path: Path, monkeypatch: 
 def test_a_cut_that_fails_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct_io, "BLOCK", BLOCK)
     data = random.Random(0).randbytes(2 * BLOCK + 100)
-    with PassingFile(tmp_path / "file") as file:
+    with DirectFile(tmp_path / "file") as file:
         file.write(data)
         with monkeypatch.context() as patch:
             patch.setattr(os, "pread", lambda *_: b"")
@@ -133,7 +133,7 @@ def test_tensor_by_tensor_every_byte_is_written_about_once(tmp_path: Path, monke
     written = []
     really = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, place: written.append(len(data)) or really(fd, data, place))
-    with PassingFile(tmp_path / "file") as file:
+    with DirectFile(tmp_path / "file") as file:
         for number in range(300):
             torch.save(torch.full((5000,), number), file)
             file.flush()  # as torch's checkpoint writer does
@@ -148,7 +148,7 @@ def test_an_error_behind_is_raised_by_every_later_call(tmp_path: Path, monkeypat
     def full(fd: int, data: memoryview, place: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    file = PassingFile(tmp_path / "file")
+    file = DirectFile(tmp_path / "file")
     monkeypatch.setattr(os, "pwrite", full)
     file.write(bytes(BLOCK))
     for action in (file.fileno, lambda: file.write(bytes(BLOCK)), file.close):
@@ -163,7 +163,7 @@ def test_an_error_behind_is_raised_by_every_later_call(tmp_path: Path, monkeypat
 
 def test_what_cannot_be_opened_is_said(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        PassingFile(tmp_path / "none" / "file")
+        DirectFile(tmp_path / "none" / "file")
 
 
 def resident(path: Path) -> int:

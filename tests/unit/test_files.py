@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -43,3 +44,21 @@ def test_errors_become_one_message_and_an_exit_code(capsys: pytest.CaptureFixtur
     assert run_main(lambda: open(tmp_path / "none").close()) == 1
     assert capsys.readouterr().err == f"error: {tmp_path / 'none'}: No such file or directory\n"
     assert run_main(lambda: None) == 0
+
+
+@pytest.mark.parametrize("name", ["relayrun.somewhere", "__main__"])
+def test_a_program_says_its_warnings_once_and_leaves_other_loggers_alone(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = logging.getLogger(name)
+
+    def main() -> None:
+        log.warning("%s is slow", "disk")
+        log.error("it is full")
+        log.info("plain")
+        log.debug("nobody wants to know")
+
+    handlers = list(logging.getLogger().handlers)
+    assert run_main(lambda: run_main(main)) == 0
+    assert capsys.readouterr().err == "warning: disk is slow\nerror: it is full\nplain\n"
+    assert logging.getLogger().handlers == handlers

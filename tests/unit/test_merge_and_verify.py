@@ -149,10 +149,10 @@ def test_checksums_are_those_of_the_files(tmp_path: Path) -> None:
     mark = writer.mark()
     for _ in range(2):
         writer.add([4, 5], [1, 1])
-        room = writer.room(2)
+        room = writer.reserve(2)
         room[:] = 7
         writer.rollback(mark)
-    room = writer.room(1)
+    room = writer.reserve(1)
     room[:] = 6
     writer.add(room, [1])
     writer.finish()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from relayrun.data.mixture.folder import create_mixture, distinct
-from relayrun.data.mixture.select import choose, drawing_order, normalised
+from relayrun.data.mixture.select import normalised, select_whole_shards, shuffled_order
 from relayrun.errors import ConfigError, InputError
 from relayrun.shards.indexed import Shard, ShardWriter
 from relayrun.shards.mixture_folder import SUMMARY_JSON, SUMMARY_TEXT
@@ -228,21 +228,21 @@ def test_weights_are_normalised() -> None:
 
 def test_the_order_depends_on_seed_and_names_only() -> None:
     names = [f"dump/{i}" for i in range(100)]
-    order = drawing_order(names, seed=0, dataset=0)
+    order = shuffled_order(names, seed=0, dataset=0)
     assert sorted(order) == list(range(100))
     assert order != list(range(100))
-    assert order != drawing_order(names, seed=1, dataset=0)
-    assert order != drawing_order(names, seed=0, dataset=1)
-    reversed_order = drawing_order(names[::-1], seed=0, dataset=0)
+    assert order != shuffled_order(names, seed=1, dataset=0)
+    assert order != shuffled_order(names, seed=0, dataset=1)
+    reversed_order = shuffled_order(names[::-1], seed=0, dataset=0)
     assert [names[i] for i in order] == [names[::-1][i] for i in reversed_order]
     assert [names[i] for i in order[:4]] == ["dump/99", "dump/95", "dump/32", "dump/22"]  # for ever the same
 
 
 def test_the_draw_by_hand() -> None:
     # 6:2 and 4-token shards: A takes (tie), then B is behind, then A until B is behind again; A ends.
-    assert choose([[4, 4, 4], [4, 4, 4]], [0.75, 0.25]) == [3, 1]
-    assert choose([[10]], [1.0]) == [1]
-    assert choose([[1000], [1, 1, 1]], [0.5, 0.5]) == [1, 3]
+    assert select_whole_shards([[4, 4, 4], [4, 4, 4]], [0.75, 0.25]) == [3, 1]
+    assert select_whole_shards([[10]], [1.0]) == [1]
+    assert select_whole_shards([[1000], [1, 1, 1]], [0.5, 0.5]) == [1, 3]
 
 
 def test_distinct_names() -> None:

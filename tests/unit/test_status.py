@@ -13,8 +13,8 @@ from relayrun import cli
 from relayrun.chain import nodes
 from relayrun.errors import RunDirError
 from relayrun.files import append_line
-from relayrun.monitoring import status, status_view
-from relayrun.monitoring.status import Damaged, Queue, Status
+from relayrun.monitoring import run_status, run_status_view
+from relayrun.monitoring.run_status import Damaged, Queue, RunStatus
 from relayrun.rundir import evaluations, find, triggers
 from relayrun.rundir.evaluations import Result, Submitted
 from relayrun.rundir.layout import RunDir
@@ -110,7 +110,7 @@ def test_a_running_chain(run: RunDir) -> None:
     nodes.strike(run, 1, {"n1": "node failure", "n0": "oom"}, now=NOW - 600)
     nodes.strike(run, 1, {"n2": "long ago"}, now=NOW - 90_000)
     triggers.touch(run, "save")
-    found = status.gather(run, RUNNING, now=NOW)
+    found = run_status.gather(run, RUNNING, now=NOW)
     assert (found.run, found.state, found.stop, found.scheduler_error) == ("test/chain", "running", None, None)
     assert [(job.id, job.state) for job in found.jobs] == [("8", "RUNNING"), ("9", "PENDING")]
     assert (found.failed_saves, found.last_failed_save) == (2, "iteration 11: no space")
@@ -128,38 +128,38 @@ def test_a_running_chain(run: RunDir) -> None:
 def test_steps_beyond_the_base_of_the_next_attempt_do_not_count(run: RunDir) -> None:
     with open(run.attempt(2).metrics, "w") as file:
         file.write('{"iteration": 11, "lo')  # a torn line
-    found = status.gather(run, RUNNING, now=NOW)
+    found = run_status.gather(run, RUNNING, now=NOW)
     assert (found.iteration, found.loss, found.tokens_per_second) == (10, 9.0, 1000.0)
 
 
 def test_only_the_end_of_long_metrics_is_read(run: RunDir) -> None:
     steps(run, 2, 11, 2000)
-    assert run.attempt(2).metrics.stat().st_size > 2 * status.TAIL_BYTES
-    assert status.gather(run, RUNNING, now=NOW).iteration == 2000
+    assert run.attempt(2).metrics.stat().st_size > 2 * run_status.TAIL_BYTES
+    assert run_status.gather(run, RUNNING, now=NOW).iteration == 2000
 
 
 def test_a_scheduler_that_does_not_answer_is_a_fact_like_others(run: RunDir) -> None:
-    found = status.gather(run, Queue(error="squeue: Unable to contact slurm controller"), now=NOW)
+    found = run_status.gather(run, Queue(error="squeue: Unable to contact slurm controller"), now=NOW)
     assert (found.state, found.jobs, found.iteration) == ("unknown", [], 10)
     assert "the scheduler did not answer: squeue: Unable" in text_of(found)
 
 
 def test_a_run_that_nobody_goes_on_with_has_no_deadline_and_counts_its_open_attempt_as_failed(run: RunDir) -> None:
-    found = status.gather(run, Queue(), now=NOW)
+    found = run_status.gather(run, Queue(), now=NOW)
     assert (found.state, found.leave_time, found.failed_attempts) == ("idle", None, 1)
 
 
 def test_a_stopped_run_says_why(run: RunDir) -> None:
     end(run, 2, "exit", "exit trigger by ann", 10, progress=False)
     run.stop.write_text("exit trigger by ann\n\nThe chain has ended.\n")
-    found = status.gather(run, Queue(), now=NOW)
+    found = run_status.gather(run, Queue(), now=NOW)
     assert (found.state, found.stop, found.last_end_attempt) == ("stopped", "exit trigger by ann", 2)
     assert found.phase is None
 
 
 def test_torn_checkpoints_are_told(run: RunDir) -> None:
     (run.checkpoint(10) / "data").write_bytes(b"1")
-    found = status.gather(run, RUNNING, now=NOW)
+    found = run_status.gather(run, RUNNING, now=NOW)
     assert (found.durable_iteration, found.durable_age) == (None, None)
     assert "data has 1 bytes, not 5" in (found.durable_fault or "")
     assert "no checkpoint of this run is whole" in text_of(found)
@@ -167,7 +167,7 @@ def test_torn_checkpoints_are_told(run: RunDir) -> None:
 
 def test_a_run_before_its_first_job(make_run: MakeRun) -> None:  # noqa: F811
     made, _plan = make_run()
-    found = status.gather(made, Queue(jobs=[Job(id="1", name="j", state="PENDING")]), now=NOW)
+    found = run_status.gather(made, Queue(jobs=[Job(id="1", name="j", state="PENDING")]), now=NOW)
     assert (found.state, found.attempt, found.iteration, found.loss, found.durable_iteration) == (
         "queued",
         None,
@@ -178,22 +178,22 @@ def test_a_run_before_its_first_job(make_run: MakeRun) -> None:  # noqa: F811
     assert "none yet" in text_of(found)
 
 
-def text_of(found: Status) -> str:
+def text_of(found: RunStatus) -> str:
     from rich.console import Console
 
     console = Console(width=400)
     with console.capture() as text:
-        console.print(status_view.one(found, now=NOW))
+        console.print(run_status_view.one(found, now=NOW))
     return text.get()
 
 
 def test_text_keeps_brackets_and_json_is_whole(run: RunDir) -> None:
     append_line(run.attempt(2).metrics, {"iteration": 11, "loss": float("nan"), "time": NOW}, durable=False)
-    found = status.gather(run, RUNNING, now=NOW)
+    found = run_status.gather(run, RUNNING, now=NOW)
     text = text_of(found)
     assert "attempt 1: failed: node [n1] lost" in " ".join(text.split())
     assert "2, job 8 on n[0-1], begun 10 min ago" in text
-    value = json.loads(status_view.dump(status_view.as_json(found)), parse_constant=pytest.fail)
+    value = json.loads(run_status_view.dump(run_status_view.as_json(found)), parse_constant=pytest.fail)
     assert value["loss"] is None
     assert value["jobs"][0]["state"] == "RUNNING"
     assert value["iteration"] == 11
@@ -245,8 +245,8 @@ def test_all_runs_are_a_line_each_the_newest_first(
         Plan.of(vars(plan) | {"run": f"tests/{name}"}).write(made.plan)
         begin(made, 1, start=start)
     (tmp_path / "tests" / "half-made").mkdir()
-    found = status.gather_all(find.every_run(), now=NOW)
-    assert [entry.run if isinstance(entry, Status) else "damaged" for entry in found] == [
+    found = run_status.gather_all(find.every_run(), now=NOW)
+    assert [entry.run if isinstance(entry, RunStatus) else "damaged" for entry in found] == [
         "tests/newer",
         "tests/older",
         "damaged",
@@ -276,9 +276,9 @@ def test_once_slurm_does_not_answer_it_is_not_asked_for_every_run(
     squeue.write_text(f"#!/bin/sh\necho x >> '{tmp_path}/count'; echo Unable to contact slurm controller >&2; exit 1\n")
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}/bin{os.pathsep}/usr/bin")
-    monkeypatch.setattr(status, "PATIENCE", 0.0)
-    found = status.gather_all(made, now=NOW)
-    assert [entry.state for entry in found if isinstance(entry, Status)] == ["unknown"] * 3
+    monkeypatch.setattr(run_status, "PATIENCE", 0.0)
+    found = run_status.gather_all(made, now=NOW)
+    assert [entry.state for entry in found if isinstance(entry, RunStatus)] == ["unknown"] * 3
     assert (tmp_path / "count").read_text().count("x") == 1
 
 
@@ -320,10 +320,10 @@ def test_evaluations_done_failed_and_on_their_way(run: RunDir) -> None:
     evaluations.finish(run, done)
     evaluations.finish(run, Result(iteration=6, attempt=1, status="failed", time=NOW, error="no such task"))
     queue = replace(RUNNING, evaluations={"108": "running"})
-    text = dict(status_view._lines(status.gather(run, queue, now=NOW), NOW))["evaluations"]
+    text = dict(run_status_view._lines(run_status.gather(run, queue, now=NOW), NOW))["evaluations"]
     assert text == (
         "iteration 4: arc acc 0.25; 1 done; 1 failed, the last of iteration 6: no such task; "
         "no result yet: iteration 8 (job 108, running), iteration 10 (job 110)"
     )
-    local = status.ask(run)  # the local scheduler never heard of them
+    local = run_status.ask(run)  # the local scheduler never heard of them
     assert local.evaluations == {"108": "gone", "110": "gone"}

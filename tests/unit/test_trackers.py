@@ -16,7 +16,7 @@ import pytest
 
 from relayrun.files import append_line
 from relayrun.monitoring.trackers import feed, sinks, wandb_files
-from relayrun.monitoring.trackers.progress import Point, Progress, Rewound
+from relayrun.monitoring.trackers.points import Point, PointReader, Rewound
 from relayrun.monitoring.trackers.sinks import highest_event
 from relayrun.monitoring.trackers.streams import record_streams
 from relayrun.rundir.layout import RunDir
@@ -88,13 +88,13 @@ def test_an_iteration_and_its_evaluation_are_one_point(tmp_path: Path) -> None:
     at = begin(run, 1)
     step(run, 1, 1, 2)
     evaluate(run, 1, 2)
-    progress = Progress.of_attempt(run, at, record_streams(run)[-1], mark=0)
-    assert [point.iteration for point in progress.poll()] == [1]
+    points = PointReader.of_attempt(run, at, record_streams(run)[-1], mark=0)
+    assert [point.iteration for point in points.poll()] == [1]
     step(run, 1, 3)
-    (point,) = progress.poll()
+    (point,) = points.poll()
     assert (point.iteration, point.values) == (2, {"train/loss": 1.0, "validation/held-out": 2.0})
-    assert list(progress.poll()) == []
-    assert [point.iteration for point in progress.poll(complete=True)] == [3]
+    assert list(points.poll()) == []
+    assert [point.iteration for point in points.poll(complete=True)] == [3]
 
 
 def test_what_was_told_is_not_told_again_and_what_was_lost_is_made_up_for(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_only_a_rewind_forks_and_the_fork_holds_the_whole_line(tmp_path: Path) -
     lines = [
         [
             (point.iteration, point.values["train/loss"])
-            for point in Progress.of_stream(run, streams, number, mark=0).poll(complete=True)
+            for point in PointReader.of_stream(run, streams, number, mark=0).poll(complete=True)
         ]
         for number in range(2)
     ]
@@ -195,16 +195,16 @@ def test_a_rewind_inside_an_attempt_forks_too(tmp_path: Path) -> None:
     step(run, 1, *range(1, 16), loss=1.0)
     (one,) = record_streams(run)
     old = Memory([])
-    progress = Progress.of_attempt(run, at, one, mark=0)
-    old.kept += progress.poll()
+    points = PointReader.of_attempt(run, at, one, mark=0)
+    old.kept += points.poll()
     rewind(run, 1, 10)
     step(run, 1, *range(11, 14), loss=2.0)
     with pytest.raises(Rewound):
-        old.kept += progress.poll()
+        old.kept += points.poll()
     fork = record_streams(run)[-1]
     assert (fork.start, fork.forked_from, fork.fork_iteration) == ((1, 1), one.id, 10)
     new = Memory([])
-    following = Progress.of_attempt(run, at, fork, mark=0)
+    following = PointReader.of_attempt(run, at, fork, mark=0)
     new.kept += following.poll()
     step(run, 1, 14, loss=2.0)
     new.kept += following.poll(complete=True)
@@ -220,7 +220,7 @@ def test_a_rewind_inside_an_attempt_forks_too(tmp_path: Path) -> None:
     last = Memory([])
     told(run, second, last)
     assert losses(last.kept) == [(k, 1.0) for k in range(1, 11)] + [(k, 3.0) for k in range(11, 13)]
-    whole = [losses(Progress.of_stream(run, streams, number, mark=0).poll(complete=True)) for number in range(3)]
+    whole = [losses(PointReader.of_stream(run, streams, number, mark=0).poll(complete=True)) for number in range(3)]
     assert whole == [
         [(k, 1.0) for k in range(1, 16)],
         [(k, 1.0) for k in range(1, 11)] + [(k, 2.0) for k in range(11, 15)],

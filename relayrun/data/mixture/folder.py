@@ -1,6 +1,6 @@
 """A mixture: a folder of links to token shards, so chosen that each dataset has its weight in tokens.
 
-What is taken is drawn in `draw.py`. A shard that is cut is a link to the whole .bin beside an .idx of its first
+What is taken is decided in `select.py`. A shard that is cut is a link to the whole .bin beside an .idx of its first
 documents: readers of Megatron's format take what the .idx names. A dataset that is repeated has the links of its
 second pass in a folder `epoch-2`, and so on.
 
@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from relayrun.data.mixture import select
-from relayrun.data.mixture.summary import Cut, Dataset, as_json, pass_folder, summarise
+from relayrun.data.mixture.summary import CutShard, Dataset, as_json, pass_folder, summarise
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import fsync_directory, replaced_folder, write_atomic
 from relayrun.shards.indexed import Shard
@@ -70,7 +70,7 @@ def create_mixture(
     check_output(output, folders)
     datasets = _read_datasets(folders, shares, seed, report)
     if whole_shards:
-        taken = select.choose([[shard.tokens for shard in dataset.shards] for dataset in datasets], shares)
+        taken = select.select_whole_shards([[shard.tokens for shard in dataset.shards] for dataset in datasets], shares)
         datasets = [replace(dataset, taken=count) for dataset, count in zip(datasets, taken, strict=True)]
     else:
         targets = select.wanted([d.available for d in datasets], shares, tokens=tokens, repeat=allow_repeats)
@@ -153,7 +153,7 @@ def check_output(output: Path, folders: Sequence[Path]) -> None:
 def _read_datasets(
     folders: Sequence[Path], shares: Sequence[float], seed: int, report: Callable[[str], None]
 ) -> list[Dataset]:
-    """Open every shard, put each dataset's shards into the order of the draw, name the links."""
+    """Open every shard, put each dataset's shards into their shuffled order, name the links."""
     roots = [folder.absolute() for folder in folders]
     bases = [os.path.basename(os.path.normpath(root)) or "dataset" for root in roots]
     names = distinct(bases, [f"{base}-{i + 1}" for i, base in enumerate(bases)], reserved=(SUMMARY_TEXT, SUMMARY_JSON))
@@ -180,7 +180,7 @@ def _read_datasets(
         if not any(shard.tokens for shard in shards):
             raise InputError("the shards of this folder hold no tokens", where=root, hint="leave it out")
         links = distinct([os.path.basename(path) for path in relative], [path.replace("/", "-") for path in relative])
-        order = select.drawing_order(relative, seed=seed, dataset=i)
+        order = select.shuffled_order(relative, seed=seed, dataset=i)
         datasets.append(
             Dataset(
                 name=name,
@@ -196,7 +196,7 @@ def _read_datasets(
 
 def _taking(dataset: Dataset, target: int) -> Dataset:
     """The dataset with what it gives for `target` tokens, its last shard cut at the end of the nearest document."""
-    take = select.exact([shard.tokens for shard in dataset.shards], target)
+    take = select.select_shards([shard.tokens for shard in dataset.shards], target)
     taken, cut = take.shards, None
     if take.rest:
         cut = _cut(dataset.shards[taken], take.rest)
@@ -217,7 +217,7 @@ def _taking(dataset: Dataset, target: int) -> Dataset:
     return found
 
 
-def _cut(shard: Shard, tokens: int) -> Cut:
+def _cut(shard: Shard, tokens: int) -> CutShard:
     """The first documents of `shard`, with about so many tokens."""
     lengths = np.asarray(shard.lengths())
     ends = np.zeros(len(lengths) + 1, np.int64)
@@ -230,7 +230,7 @@ def _cut(shard: Shard, tokens: int) -> Cut:
         )
     bounds = np.asarray(shard.bounds())
     documents = select.nearest_end(ends[bounds], tokens)
-    return Cut(documents=documents, tokens=int(ends[bounds[documents]]), of=shard)
+    return CutShard(documents=documents, tokens=int(ends[bounds[documents]]), of=shard)
 
 
 def _link(dataset: Dataset, folder: Path) -> None:

@@ -1,10 +1,10 @@
 """What a mixture takes of each dataset: pure functions of weights, seed, names and sizes.
 
-Two laws. `exact`: every dataset gives weight x total tokens, to the document: whole shards in a seeded order, and
-the shard where the number is reached is cut. `choose`: no shard is cut. Again and again the dataset furthest
-behind its weight (weight x total - own tokens is largest) takes its next shard, until one that should take has
-none left; a shard that would leave any dataset more than one shard (the largest chosen one) away from its weight
-waits, and the next one in line takes. So the reached weights are always within one shard.
+Two laws. `select_shards`: every dataset gives weight x total tokens, to the document: whole shards in a seeded order,
+and the shard where the number is reached is cut. `select_whole_shards`: no shard is cut. Again and again the dataset
+furthest behind its weight (weight x total - own tokens is largest) takes its next shard, until one that should take has
+none left; a shard that would leave any dataset more than one shard (the largest chosen one) away from its weight waits,
+and the next one in line takes. So the reached weights are always within one shard.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ TOLERANCE = 0.001
 
 
 @dataclass(frozen=True, kw_only=True)
-class Take:
-    """What one dataset gives, in the order of the draw."""
+class Selection:
+    """What one dataset gives of its shards, in their shuffled order."""
 
     passes: int
     """How often all of its shards are taken."""
     shards: int
-    """Whole ones of the last, partial pass, from the front."""
+    """Whole shards of the last, partial pass, from the front."""
     rest: int
-    """Tokens that are then missing, fewer than the next shard has."""
+    """Tokens that are missing after the whole shards, fewer than the next shard has."""
 
 
 def parse_tokens(text: str) -> int:
-    """`10B`, `1.5T`, `300M`, `20k`, `1_000`: tokens. Raises ConfigError."""
+    """Return how many tokens `10B`, `1.5T`, `300M`, `20k` or `1_000` are. Raises ConfigError."""
     match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)([kKmMbBgGtT]?)", text.strip())
     factor = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
     tokens = round(float(match[1].replace("_", "")) * factor[match[2].lower()]) if match else 0
@@ -64,7 +64,7 @@ def normalised(weights: Sequence[float]) -> list[float]:
     return shares
 
 
-def drawing_order(names: Sequence[str], *, seed: int, dataset: int) -> list[int]:
+def shuffled_order(names: Sequence[str], *, seed: int, dataset: int) -> list[int]:
     """A shuffle of the shards called `names`: indices sorted by a keyed hash of the name.
 
     It depends on nothing but seed, number of the dataset and names: not on the place of the folder,
@@ -92,12 +92,12 @@ def wanted(
     return targets if repeat else [min(pair) for pair in zip(targets, available, strict=True)]
 
 
-def exact(sizes: Sequence[int], target: int) -> Take:
-    """How the `target` tokens come from shards of these `sizes` (tokens, in the order of the draw)."""
+def select_shards(sizes: Sequence[int], target: int) -> Selection:
+    """How the `target` tokens come from shards of these `sizes` (tokens, in their shuffled order)."""
     ends = np.cumsum(np.asarray(sizes, dtype=np.int64))
     passes, left = divmod(target, int(ends[-1]))
     whole = int(np.searchsorted(ends, left, side="right")) if left else 0
-    return Take(passes=passes, shards=whole, rest=left - (int(ends[whole - 1]) if whole else 0))
+    return Selection(passes=passes, shards=whole, rest=left - (int(ends[whole - 1]) if whole else 0))
 
 
 def nearest_end(ends: npt.NDArray[np.int64], tokens: int) -> int:
@@ -108,12 +108,12 @@ def nearest_end(ends: npt.NDArray[np.int64], tokens: int) -> int:
     return int(np.searchsorted(ends, ends[found], side="right")) - 1
 
 
-def choose(sizes: Sequence[Sequence[int]], weights: Sequence[float]) -> list[int]:
+def select_whole_shards(sizes: Sequence[Sequence[int]], weights: Sequence[float]) -> list[int]:
     """How many shards each dataset gives, from the front of its list, none cut. The rule is above.
 
-    `sizes[d]` are the tokens of dataset d's shards in the order of the draw, `weights` sum to 1.
+    `sizes[d]` are the tokens of dataset d's shards in their shuffled order, `weights` sum to 1.
     For the counts returned, |tokens of d - weights[d] x total| is at most the largest shard chosen,
-    for every d. With two or three datasets one is always used up; with four or more the draw can
+    for every d. With two or three datasets one is always used up; with four or more the selection can
     (rarely) run into states where every step breaks the bound: it then goes on by the plain rule, and
     the last state within the bound counts.
     """

@@ -20,7 +20,7 @@ from relayrun.shards.mixture_folder import FORMAT
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class CutShard:
     """The first documents of a shard."""
 
     of: Shard
@@ -28,7 +28,7 @@ class Cut:
     tokens: int
 
     def index(self) -> bytes:
-        """The .idx that names them."""
+        """Return the bytes of an .idx that names these documents alone."""
         bounds = np.asarray(self.of.bounds())[: self.documents + 1]
         return index_bytes(np.asarray(self.of.lengths())[: bounds[-1]], bounds, self.of.dtype)
 
@@ -42,16 +42,16 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """One dataset of a mixture. `shards` and `links` stand in the order of the draw."""
+    """One dataset of a mixture. `shards` and `links` stand in their shuffled order."""
 
     name: str
     """Sub-folder of the mixture that holds its links."""
     folder: str
-    """Absolute path as given."""
+    """Absolute path of the dataset, as it was given."""
     weight: float
     """Wanted share of the tokens; the weights of a mixture sum to 1."""
     shards: list[Shard] = field(repr=False)
-    """All that were found."""
+    """All shards that the dataset has."""
     links: list[str] = field(repr=False)
     """Link names without suffix, one a shard."""
     reals: list[str] = field(repr=False)
@@ -59,9 +59,9 @@ class Dataset:
     passes: int = 0
     """How often the mixture takes all shards."""
     taken: int = 0
-    """How many it takes whole after that, from the front."""
-    cut: Cut | None = None
-    """What it takes of the next one."""
+    """How many shards the mixture takes whole after the passes, from the front."""
+    cut: CutShard | None = None
+    """What the mixture takes of the shard after the whole ones."""
 
     @functools.cached_property
     def tokens(self) -> int:

@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable
 
 from relayrun.config.schema import MOCK_ORDER, RunConfig
-from relayrun.data.order.mixed import MixedOrder, Part
+from relayrun.data.order.sampler import MixtureSampler, Part
 from relayrun.data.order.samples import Dataset, SampleOrder
 from relayrun.data.order.spec import DatasetSpec
 from relayrun.errors import ConfigError
@@ -20,7 +20,7 @@ VALIDATION_SEED = 0
 """Fixed, so that runs with other seeds are evaluated on the same windows."""
 
 
-def training_order(config: RunConfig, manifest: Manifest) -> MixedOrder:
+def training_order(config: RunConfig, manifest: Manifest) -> MixtureSampler:
     """The samples of a run that begins. Raises InputError, ConfigError."""
     data, training = config.data, config.training
     parts = {}
@@ -40,7 +40,7 @@ def training_order(config: RunConfig, manifest: Manifest) -> MixedOrder:
         "eod": manifest.eod,
         "tokenizer": manifest.tokenizer_fingerprint,
     }
-    return MixedOrder(parts, settings)
+    return MixtureSampler(parts, settings)
 
 
 def validation_orders(config: RunConfig, manifest: Manifest) -> dict[str, SampleOrder]:

@@ -84,7 +84,8 @@ class MegatronOrder:
 
 
 def epoch_seed(seed: int, name: str, epoch: int) -> int:
-    """Of numpy's generator in GPTDataset, below 2^32: the run's own in the first epoch, derived ones later."""
+    """Return the seed of numpy's generator in GPTDataset, below 2^32: the run's own in the first epoch, later
+    derived."""
     if epoch == 0:
         return seed % (1 << 32)
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}/{epoch}".encode()).digest()[:4], "little")
@@ -108,7 +109,7 @@ class Documents:
         return self._stream.tokens(int(self._starts[document]) + offset, count)
 
     def place(self, document: int) -> tuple[str, int]:
-        """(shard, document of it)"""
+        """Return the shard that holds a document, and the document's number in it."""
         shard = int(np.searchsorted(self._first, document, side="right")) - 1
         return self._prefixes[shard], document - int(self._first[shard])
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from relayrun.data.order.spec import DatasetSpec
 
 WINDOWS = 1 << 20
-"""Of an epoch."""
+"""Windows of an epoch."""
 
 
 class MockDataset:

@@ -65,6 +65,7 @@ class Permutation:
                 return i
 
     def inverse(self, i: int) -> int:
+        """Return the index that goes to `i`. Raises IndexError outside of range(n)."""
         self._check(i)
         while True:
             i = self._backward(i)

@@ -62,7 +62,7 @@ class _Node:
 
     weight: int
     name: str
-    """Of the dataset; in an inner node the smallest below it, which settles ties."""
+    """Name of the dataset; in an inner node the smallest below it, which settles ties."""
     left: _Node | None = None
     right: _Node | None = None
 
@@ -117,7 +117,7 @@ class Phase:
 
     start: int
     weights: dict[str, int]
-    """By dataset, integers that sum to 2^32."""
+    """Weight of each dataset, integers that sum to 2^32."""
 
     @cached_property
     def interleave(self) -> Interleave:
@@ -145,7 +145,7 @@ class Schedule:
 
     @classmethod
     def of(cls, weights: Mapping[str, float]) -> Self:
-        """One phase, from the beginning on."""
+        """Return the schedule of one phase, from sample 0 on."""
         return cls([Phase(start=0, weights=integer_weights(weights))])
 
     @property
@@ -199,7 +199,7 @@ class Schedule:
 
     @classmethod
     def from_json(cls, value: Iterable[Mapping[str, Any]]) -> Self:
-        """Raises ValueError, KeyError or TypeError for what `to_json` did not write."""
+        """Read what `to_json` wrote. Raises ValueError, KeyError or TypeError for anything else."""
         return cls([Phase(start=int(entry["start"]), weights=dict(entry["weights"])) for entry in value])
 
 

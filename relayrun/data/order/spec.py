@@ -18,9 +18,9 @@ class DatasetSpec:
     seed: int
     seq_length: int
     manifest: DatasetManifest
-    """Its shards; none if the mixture gives it no path."""
+    """Shards of the data set; none if the mixture gives it no path."""
     split: float = 0.0
-    """Share of the windows, at the end, that is held out."""
+    """Share of the data set's windows, at its end, that is held out."""
     cache_dir: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The entry's own, from the mixture."""
+    """Options of the data set's entry in the mixture."""

@@ -10,6 +10,7 @@ Its standard input is a pipe that rank 0 holds: a byte or its end says that rank
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import select
 import signal
@@ -21,15 +22,17 @@ from typing import NoReturn
 
 from relayrun.config import compose
 from relayrun.errors import RunDirError, run_main
-from relayrun.monitoring.trackers.progress import Progress, Rewound
+from relayrun.monitoring.trackers.points import PointReader, Rewound
 from relayrun.monitoring.trackers.sinks import Sink, TensorBoard, WandB, wandb_mode
 from relayrun.monitoring.trackers.streams import Stream, record_streams
 from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin
 
+log = logging.getLogger(__name__)
+
 POLL_SECONDS = 1.0
 LAST_SECONDS = 5
-"""How long it may take to hand on the rest when rank 0 has gone."""
+"""Seconds that it may take to hand on the rest when rank 0 has gone."""
 FIRST_PAUSE, LONGEST_PAUSE = 15.0, 600.0
 """Seconds between a failure and the next try: twice as long after each."""
 
@@ -39,13 +42,13 @@ def feed(run: RunDir, begin: Begin, stream: Stream, sink: Sink, wait: Callable[[
 
     `wait(seconds)` returns whether it leaves. Raises what the sink raises.
     """
-    progress = Progress.of_attempt(run, begin, stream, mark=sink.mark)
+    points = PointReader.of_attempt(run, begin, stream, mark=sink.mark)
     leaving = False
     try:
         while not leaving:
             leaving = wait(POLL_SECONDS)
             before = sink.mark
-            for point in progress.poll(complete=leaving and run.attempt(begin.attempt).outcome.exists()):
+            for point in points.poll(complete=leaving and run.attempt(begin.attempt).outcome.exists()):
                 sink.write(point)
             if sink.mark > before:
                 sink.flush()
@@ -74,6 +77,7 @@ def rank_zero(parent: int) -> Callable[[float], bool]:
 
 
 def main() -> int:
+    """Feed the tracker that the arguments name until rank 0 leaves; after a failure start over in a fresh process."""
     parser = argparse.ArgumentParser(description="Tell a tracker of one attempt.")
     parser.add_argument("tracker", choices=("wandb", "tensorboard"))
     parser.add_argument("--run-dir", type=Path, required=True)
@@ -103,11 +107,13 @@ def main() -> int:
     except Rewound:
         start_over(options, FIRST_PAUSE)
     except Exception as error:
-        print(
-            f"warning: {options.tracker}: {type(error).__name__}: {error}; training goes on, and {options.tracker} "
-            f"is tried again in {pause:.0f} s",
-            file=sys.stderr,
-            flush=True,
+        log.warning(
+            "%s: %s: %s; training goes on, and %s is tried again in %.0f s",
+            options.tracker,
+            type(error).__name__,
+            error,
+            options.tracker,
+            pause,
         )
         if wait(pause):
             os._exit(0)  # the client's own last words would be about the same failure

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from relayrun.config.schema import RunConfig
 from relayrun.monitoring.trackers import wandb_files
-from relayrun.monitoring.trackers.progress import Point
+from relayrun.monitoring.trackers.points import Point
 from relayrun.monitoring.trackers.streams import Stream
 from relayrun.rundir.layout import RunDir
 
@@ -29,7 +29,7 @@ class Sink(Protocol):
         """Make what was taken readable, where that is not done anyway."""
 
     def close(self) -> None:
-        """Hand on all that was taken."""
+        """Hand on all that was taken, and take no more."""
 
 
 def wandb_mode(environment: Mapping[str, str]) -> Mode | None:
@@ -40,7 +40,7 @@ def wandb_mode(environment: Mapping[str, str]) -> Mode | None:
     return "online" if mode in ("online", "run") and environment.get("WANDB_API_KEY") else None
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """Event files in tensorboard/<id>/, a new one per attempt; all values of an iteration are one event."""
 
     def __init__(self, run: RunDir, stream: Stream) -> None:
@@ -94,7 +94,7 @@ def client_settings() -> Any:
     )
 
 
-class WandB:
+class WandB(Sink):
     """One W&B run over all attempts, by its id. Step is the iteration.
 
     The client takes no console, code, git state, metadata of the machine or system metrics: they would be those of one

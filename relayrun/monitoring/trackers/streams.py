@@ -23,7 +23,7 @@ from relayrun.rundir.records import Begin, Record
 
 _LETTERS = string.ascii_lowercase + string.digits
 ID_LENGTH = 8
-"""As W&B's own ids."""
+"""Characters of an id, as of W&B's own ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +39,11 @@ class Stream(Record):
     forked_from: str | None = None
     """Id of the stream that was rewound."""
     fork_iteration: int = 0
-    """Up to this iteration both are the same."""
+    """Last iteration that the fork and the stream before it have in common."""
 
     @property
     def start(self) -> tuple[int, int]:
-        """Attempt and number of the rewind in it."""
+        """Where the stream begins: its attempt, and the number of the rewind in it."""
         return self.first_attempt, self.rewind
 
 

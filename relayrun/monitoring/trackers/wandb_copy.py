@@ -7,15 +7,17 @@ Media (images, tables, artifacts) stay where they are: a row's reference to them
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from relayrun.errors import InputError
 
+log = logging.getLogger(__name__)
+
 ROWS = 1000
-"""Of the history at a time."""
+"""Rows of the history that are asked for at a time."""
 
 
 class SourceRun(Protocol):
@@ -111,7 +113,7 @@ def copy_run(source: SourceRun, target: Project, name: str) -> str:
     )
     made.finish()
     if left_out:
-        print(f"warning: {source.id}: media are not copied: {', '.join(sorted(left_out))}", file=sys.stderr)
+        log.warning("%s: media are not copied: %s", source.id, ", ".join(sorted(left_out)))
     return f"{source.id} ({name}): {rows:,} rows" + (f" from step {first} on" if first else "") + f" to {target}"
 
 

@@ -50,7 +50,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from relayrun.config.rampup import BatchSizes, Leg
 from relayrun.config.schema import Checkpoint
-from relayrun.data.order.mixed import MixedOrder
+from relayrun.data.order.sampler import MixtureSampler
 from relayrun.data.progress import Progress
 from relayrun.errors import FatalTrainingError
 from relayrun.files import write_atomic
@@ -87,7 +87,7 @@ class Checkpointer:
         ranks: Ranks,
         model: Model,
         optimizer: Optimizer,
-        order: MixedOrder,
+        order: MixtureSampler,
         guard: LossGuard,
         settings: Checkpoint,
         fixed: dict[str, object],

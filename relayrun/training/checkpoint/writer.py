@@ -17,14 +17,14 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from relayrun.shards.direct_io import PassingFile
+from relayrun.shards.direct_io import DirectFile
 
 
 class _PassingFiles(FileSystem):
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         assert mode == "wb"
-        with PassingFile(path) as file:
+        with DirectFile(path) as file:
             yield file
 
 

@@ -38,7 +38,7 @@ class Point:
     time: float = 0.0
     """Seconds since 1970, at the end of the step."""
     values: dict[str, float] = field(default_factory=dict)
-    """By the names that trackers show: train/loss, speed/mfu, validation/<set>."""
+    """Numbers of the iteration by the names that trackers show: train/loss, speed/mfu, validation/<set>."""
 
     def add(self, line: dict[str, Any]) -> None:
         """Take in a line of metrics.jsonl."""
@@ -52,10 +52,10 @@ class Point:
 
 
 class Rewound(Exception):
-    """The attempt went back to a checkpoint: what follows is another stream's."""
+    """Raised where the attempt went back to a checkpoint: what follows is another stream's."""
 
 
-class Progress:
+class PointReader:
     """Joins the lines of iterations above `mark`: those of `earlier`, then those that `file` has and will have.
 
     An iteration is given out when a later one has begun, since its evaluation comes in a line of its own; so an
@@ -68,13 +68,13 @@ class Progress:
         self._earlier = iter(earlier)
         self._file = file
         self._rewinds = rewinds
-        """Of the file, that still lie before this stream's lines."""
+        """Rewinds in the file that still lie before this stream's lines."""
         self._offset = 0
         self._mark = mark
         self._held: Point | None = None
 
     @classmethod
-    def of_attempt(cls, run: RunDir, begin: Begin, stream: Stream, *, mark: int) -> Progress:
+    def of_attempt(cls, run: RunDir, begin: Begin, stream: Stream, *, mark: int) -> PointReader:
         """Follow the newest stream: what is there of it up to the attempt's base or newest rewind, then what comes."""
         rewinds = stream.rewind if stream.first_attempt == begin.attempt else 0
         base = stream.fork_iteration if rewinds else begin.base_iteration
@@ -83,13 +83,13 @@ class Progress:
         return cls(earlier, run.attempt(begin.attempt).metrics, mark=mark, rewinds=rewinds)
 
     @classmethod
-    def of_stream(cls, run: RunDir, streams: Sequence[Stream], number: int, *, mark: int) -> Progress:
-        """All of `streams[number]` that is there now."""
+    def of_stream(cls, run: RunDir, streams: Sequence[Stream], number: int, *, mark: int) -> PointReader:
+        """Read all of `streams[number]` that is there now."""
         end = streams[number + 1].start if number + 1 < len(streams) else None
         return cls(views.lines_that_count(run, above=mark, before=end), mark=mark)
 
     def poll(self, *, complete: bool = False) -> Iterator[Point]:
-        """Points since the last call; `complete`: no line will be added, so the last one is whole.
+        """Yield the points since the last call; `complete`: no line will be added, so the last one is whole.
 
         Raises Rewound behind the last point of the stream.
         """

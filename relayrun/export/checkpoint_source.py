@@ -1,4 +1,4 @@
-"""Which checkpoint of a run, and with what: the config it was trained with, its tokenizer, its data."""
+"""A checkpoint of a run, and what belongs to it: the config it was trained with, its tokenizer, its data."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from relayrun.tokenization.options import TokenizeOptions
 
 
 @dataclass(frozen=True)
-class Source:
-    """One checkpoint of a run."""
+class CheckpointSource:
+    """One checkpoint of a run, with what an export needs of the run."""
 
     run: RunDir
     iteration: int
     folder: Path
     config: RunConfig
-    """Of the attempt that made it."""
+    """Config of the attempt that made the checkpoint."""
     manifest: Manifest
 
     @cached_property
     def tokenizer(self) -> DocumentTokenizer:
-        """Raises InputError if it is not the one that the run's tokens were made with."""
+        """The run's tokenizer. Raises InputError if it is not the one that the run's tokens were made with."""
         found = load_tokenizer(TokenizeOptions(tokenizer=self.config.data.tokenizer, append_eod="auto"))
         if self.manifest.tokenizer_fingerprint not in ("", found.fingerprint):
             raise InputError(
@@ -41,8 +41,8 @@ class Source:
         return found
 
 
-def find(run: RunDir, iteration: int | None = None) -> Source:
-    """The checkpoint of this iteration; None: the newest whole one. Raises InputError or RunDirError."""
+def find_checkpoint(run: RunDir, iteration: int | None = None) -> CheckpointSource:
+    """Find the checkpoint of an iteration; None: the newest whole one. Raises InputError or RunDirError."""
     folder: Path | None
     if iteration is None:
         newest = lineage.durable(run)
@@ -55,7 +55,9 @@ def find(run: RunDir, iteration: int | None = None) -> Source:
     if not numbers:
         raise RunDirError("this run has no config", where=run.config)
     config = compose.read_resolved(run.config_revision(_revision(run, iteration) or numbers[-1]))
-    return Source(run=run, iteration=iteration, folder=folder, config=config, manifest=Manifest.read(run.manifest))
+    return CheckpointSource(
+        run=run, iteration=iteration, folder=folder, config=config, manifest=Manifest.read(run.manifest)
+    )
 
 
 def _folder(run: RunDir, iteration: int) -> Path:

@@ -1,7 +1,7 @@
 """Where a run stands: its chain and queue, how far it is, what is durable, why the last attempt ended.
 
 `gather` makes facts of the records and of what the scheduler answered; it asks neither clock nor scheduler.
-`relayrun.monitoring.status_view` turns them into text.
+`relayrun.monitoring.run_status_view` turns them into text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from relayrun.scheduler.base import Job, Scheduler
 from relayrun.scheduler.choose import for_plan
 
 State = Literal["running", "queued", "stopped", "idle", "unknown"]
-"""idle: neither queued nor stopped; unknown: the scheduler did not answer, and STOP is not there."""
+"""`idle`: neither queued nor stopped; `unknown`: the scheduler did not answer, and STOP is not there."""
 
 PATIENCE = 5.0
 """Seconds for which a controller that does not answer is asked again."""
@@ -36,33 +36,33 @@ TAIL_BYTES = 65_536
 
 @dataclass(frozen=True, kw_only=True)
 class Queue:
-    """What the scheduler answered."""
+    """What the scheduler answered about the jobs of a run."""
 
     jobs: list[Job] = field(default_factory=list)
     error: str | None = None
-    """Why it did not answer."""
+    """Why the scheduler did not answer; None if it did."""
     evaluations: dict[str, str] = field(default_factory=dict)
     """State, by id, of the jobs of evaluations that have no result yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Status:
+class RunStatus:
     """A run at one moment. Times are seconds since 1970, ages and leads seconds."""
 
     run: str
-    """project/name."""
+    """Name of the run, as project/name."""
     path: str
     state: State
     mode: str
     auto_requeue: bool
     jobs: list[Job]
-    """Queued and running."""
+    """Jobs of the chain that are queued or run."""
     scheduler_error: str | None
     stop: str | None
-    """Why the chain ended."""
+    """Why the chain ended; None while it has not."""
 
     attempt: int | None
-    """The newest; None before the first job began."""
+    """Number of the newest attempt; None before the first job began."""
     job_id: str | None
     nodes: str | None
     begin_time: float | None
@@ -76,10 +76,10 @@ class Status:
     iteration: int
     total_steps: int
     loss: float | None
-    """Nats per token; None before the first step."""
+    """Loss of the last step in nats per token; None before the first step."""
     tokens_per_second: float | None
     step_time: float | None
-    """End of the last step."""
+    """When the last step ended."""
 
     durable_iteration: int | None
     """0: nothing saved yet; None: there are checkpoints and none is whole, see `durable_fault`."""
@@ -91,26 +91,26 @@ class Status:
     """Cause and reason of the newest attempt that has ended."""
     last_end_attempt: int | None
     evaluations: list[Result]
-    """By iteration."""
+    """Results of the evaluations, by iteration."""
     waiting_evaluations: dict[int, str]
     """Iterations whose evaluation has no result yet, and its job with its state as far as it is known."""
     failed_saves: int
-    """Over the whole run: saves that did not work, after which training went on."""
+    """Saves of the whole run that did not work, after which training went on."""
     last_failed_save: str | None
-    """Iteration and reason of the newest."""
+    """Iteration and reason of the newest failed save."""
     failed_attempts: int
-    """In a row, up to now, without a new durable iteration."""
+    """Attempts in a row, up to now, without a new durable iteration."""
     max_failed_attempts: int
     strikes: dict[str, int]
     """Nodes with the number of failed attempts that they are blamed for and that still count."""
     excluded: list[str]
-    """Nodes that the next job leaves out for that."""
+    """Nodes that the next job leaves out for their strikes."""
     triggers: list[Trigger]
-    """Touched and not yet obeyed."""
+    """Triggers that were touched and not yet obeyed."""
 
     @property
     def updated(self) -> float:
-        """The newest time in its records."""
+        """The newest time in the run's records."""
         return max(self.step_time or 0.0, self.begin_time or 0.0)
 
 
@@ -123,12 +123,12 @@ class Damaged:
 
 
 def scheduler(run: RunDir) -> Scheduler:
-    """The run's scheduler, for a person who waits for the answer. Raises RunDirError where there is no run."""
+    """Return the run's scheduler, for a person who waits for the answer. Raises RunDirError where there is no run."""
     return for_plan(Plan.load(run), run, patience=PATIENCE)
 
 
 def ask(run: RunDir) -> Queue:
-    """The chain's jobs, whoever submitted them; a scheduler that does not answer is a fact like others."""
+    """Ask for the chain's jobs, whoever submitted them; a scheduler that does not answer is a fact like others."""
     try:
         asked = scheduler(run)
         waiting = {job_id: asked.query(job_id) for _, job_id in _waiting(run)}
@@ -138,12 +138,12 @@ def ask(run: RunDir) -> Queue:
         return Queue(error=error.message)
 
 
-def gather_all(runs: Sequence[RunDir], *, now: float) -> list[Status | Damaged]:
-    """The status of many runs, the newest first, damaged ones last.
+def gather_all(runs: Sequence[RunDir], *, now: float) -> list[RunStatus | Damaged]:
+    """Return the status of many runs, the newest first, damaged ones last.
 
     Once Slurm has not answered it is not asked again, and not for runs that have been stopped.
     """
-    found: list[Status] = []
+    found: list[RunStatus] = []
     damaged: list[Damaged] = []
     silent: Queue | None = None
     for run in runs:
@@ -161,8 +161,11 @@ def gather_all(runs: Sequence[RunDir], *, now: float) -> list[Status | Damaged]:
     return [*sorted(found, key=lambda status: -status.updated), *damaged]
 
 
-def gather(run: RunDir, queue: Queue, *, now: float) -> Status:
-    """The status of a run. Raises RunDirError, with one clear message, where the directory is no run or damaged."""
+def gather(run: RunDir, queue: Queue, *, now: float) -> RunStatus:
+    """Return the status of a run.
+
+    Raises RunDirError, with one clear message, where the directory is no run or damaged.
+    """
     try:
         return _gather(run, queue, now)
     except (KeyError, TypeError, ValueError, AttributeError) as error:  # records that were edited, or torn by a disk
@@ -173,7 +176,7 @@ def gather(run: RunDir, queue: Queue, *, now: float) -> Status:
         ) from None
 
 
-def _gather(run: RunDir, queue: Queue, now: float) -> Status:
+def _gather(run: RunDir, queue: Queue, now: float) -> RunStatus:
     plan = Plan.load(run)
     begun = [(number, begin) for number in run.attempt_numbers() if (begin := Begin.read(run.attempt(number).begin))]
     ended = [(number, end) for number, _ in begun if (end := End.read(run.attempt(number).end))]
@@ -193,7 +196,7 @@ def _gather(run: RunDir, queue: Queue, now: float) -> Status:
     failures = [line for number, _ in begun for line in read_lines(run.attempt(number).failed_saves)]
     beats = read_heartbeats(run.attempt(number)) if running and number is not None else []
     end_time = begin.job_end_time if begin is not None and running else None
-    return Status(
+    return RunStatus(
         run=plan.run,
         path=str(run.path),
         state=state,

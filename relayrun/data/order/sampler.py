@@ -34,12 +34,12 @@ class Part:
 
     dataset: Dataset
     weight: float
-    """In any unit."""
+    """Share of the samples, in any unit."""
     record: Mapping[str, Any]
-    """What decides its order, plain JSON; a checkpoint must have been made with the same."""
+    """What decides the order of the data set, plain JSON; a checkpoint must have been made with the same."""
 
 
-class MixedOrder:
+class MixtureSampler:
     """The samples of a run in order; sample k is any k >= 0.
 
     `settings` is what decides the order of all parts alike (seed, sequence length, tokenizer), plain JSON.
@@ -54,16 +54,16 @@ class MixedOrder:
         self.records: dict[str, dict[str, Any]] = {
             name: {**part.record, "windows": len(part.dataset)} for name, part in parts.items()
         }
-        """Of every data set that the schedule names, also of those that have left the mixture."""
+        """Records of all data sets that the schedule names, also of those that have left the mixture."""
 
     def locate(self, k: int) -> tuple[str, int, int]:
-        """(data set, epoch, i) of global sample k. Raises IndexError if k < 0."""
+        """Return (data set, epoch, i) of global sample k. Raises IndexError if k < 0."""
         name, position = self.schedule.locate(k)
         epoch, i = divmod(position, int(self.records[name]["windows"]))
         return name, epoch, i
 
     def sample(self, k: int) -> npt.NDArray[np.int64]:
-        """Token ids of global sample k, int64 [seq_length + 1]; inputs are [:-1], labels [1:].
+        """Return the token ids of global sample k, int64 [seq_length + 1]; inputs are [:-1], labels [1:].
 
         Raises KeyError for a sample of a data set that has left the mixture.
         """
@@ -71,7 +71,7 @@ class MixedOrder:
         return self.parts[name].dataset.read(epoch, i)
 
     def state(self, consumed_samples: int) -> dict[str, Any]:
-        """What a checkpoint keeps, plain JSON: the next sample is number `consumed_samples`."""
+        """Return what a checkpoint keeps, plain JSON: the next sample is number `consumed_samples`."""
         return {
             "version": STATE_VERSION,
             "consumed_samples": consumed_samples,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relayrun.data.order.mixed import MixedOrder, Part
+from relayrun.data.order.sampler import MixtureSampler, Part
 from relayrun.errors import FatalTrainingError
 
 
@@ -27,7 +27,7 @@ class Numbers:
         return np.full(5, self.first + 1000 * epoch + i)
 
 
-def order(weights: Mapping[str, float], seed: int = 1, **records: dict[str, Any]) -> MixedOrder:
+def order(weights: Mapping[str, float], seed: int = 1, **records: dict[str, Any]) -> MixtureSampler:
     sizes = {"a": 7, "b": 50, "c": 3}
     parts = {
         name: Part(
@@ -37,7 +37,7 @@ def order(weights: Mapping[str, float], seed: int = 1, **records: dict[str, Any]
         )
         for name, weight in weights.items()
     }
-    return MixedOrder(parts, {"seed": seed, "seq_length": 4})
+    return MixtureSampler(parts, {"seed": seed, "seq_length": 4})
 
 
 def test_epochs_follow_each_other_in_each_data_set() -> None:
@@ -95,11 +95,11 @@ def test_other_windows_of_a_data_set_are_refused_and_those_of_one_that_left_do_n
     mixed = order({"a": 1, "b": 1})
     state = mixed.state(10)
     mixed.parts["a"].dataset.windows = 8  # type: ignore[attr-defined]
-    other = MixedOrder(mixed.parts, mixed.settings)
+    other = MixtureSampler(mixed.parts, mixed.settings)
     with pytest.raises(FatalTrainingError, match="windows of data set 'a' was 7, is 8"):
         other.resume(state)
     del mixed.parts["a"]
-    assert MixedOrder(mixed.parts, mixed.settings).resume(state) == 10
+    assert MixtureSampler(mixed.parts, mixed.settings).resume(state) == 10
 
 
 @pytest.mark.parametrize(
@@ -134,6 +134,6 @@ def test_samples_of_a_data_set_that_left_are_located_but_not_read() -> None:
 
 def test_a_state_of_an_earlier_version_names_its_order_as_today() -> None:
     parts = {"mock": Part(dataset=Numbers(10), weight=1.0, record={"order": "mock"})}
-    former = MixedOrder(parts, {}).state(5)
+    former = MixtureSampler(parts, {}).state(5)
     former["datasets"]["mock"]["order"] = "relayrun.data.mock:MockDataset"
-    assert MixedOrder(parts, {}).resume(former) == 5
+    assert MixtureSampler(parts, {}).resume(former) == 5

@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from relayrun.monitoring.status import Damaged, Status
+from relayrun.monitoring.run_status import Damaged, RunStatus
 from relayrun.scheduler.base import Job
 
 
 def show(table: Table) -> None:
-    """Print it; into a file or pipe without folding at a terminal's width."""
+    """Print a table; into a file or pipe without folding at a terminal's width."""
     console = Console() if sys.stdout.isatty() else Console(width=400)
     with console.capture() as text:
         console.print(table)
@@ -27,8 +27,8 @@ def show(table: Table) -> None:
         print(line.rstrip())
 
 
-def one(status: Status, *, now: float) -> Table:
-    """All that is known of one run, one fact a line; lines without a fact are left out."""
+def one(status: RunStatus, *, now: float) -> Table:
+    """Return all that is known of one run, one fact a line; lines without a fact are left out."""
     table = Table(title=status.run, show_header=False, box=None, title_justify="left", padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -38,8 +38,8 @@ def one(status: Status, *, now: float) -> Table:
     return table
 
 
-def many(found: Sequence[Status | Damaged]) -> Table:
-    """One line a run; of a damaged one its error."""
+def many(found: Sequence[RunStatus | Damaged]) -> Table:
+    """Return a table with one line a run; of a damaged one its error."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("run", "state", "attempt", "iteration", "loss", "tokens/s", "durable", "age", "the last end"):
         table.add_column(name, justify="right" if name in ("attempt", "loss", "tokens/s", "durable", "age") else "left")
@@ -62,8 +62,8 @@ def many(found: Sequence[Status | Damaged]) -> Table:
     return table
 
 
-def as_json(status: Status | Damaged) -> dict[str, Any]:
-    """The same facts; a number that is none (a loss of NaN) is null."""
+def as_json(status: RunStatus | Damaged) -> dict[str, Any]:
+    """Return the facts of a status for JSON; a number that is none (a loss of NaN) is null."""
     values: dict[str, Any] = _finite(asdict(status))
     return values
 
@@ -73,7 +73,7 @@ def dump(value: Any) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """`45 s`, `12 min`, `3.4 h`, `2.1 days`."""
+    """Return a number of seconds for people: `45 s`, `12 min`, `3.4 h`, `2.1 days`."""
     if seconds is None:
         return ""
     if seconds < 120:
@@ -83,7 +83,7 @@ def duration(seconds: float | None) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
 
 
-def _lines(status: Status, now: float) -> list[tuple[str, str]]:
+def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
     attempt = ""
     if status.attempt is not None and status.begin_time is not None:
         attempt = (
@@ -121,7 +121,7 @@ def _lines(status: Status, now: float) -> list[tuple[str, str]]:
     ]
 
 
-def _queue(status: Status) -> str:
+def _queue(status: RunStatus) -> str:
     if status.scheduler_error is not None:
         return f"unknown, the scheduler did not answer: {status.scheduler_error}"
     return ", ".join(map(_job, status.jobs)) or "no jobs"
@@ -131,7 +131,7 @@ def _job(job: Job) -> str:
     return f"{job.id} ({job.state.lower()})"
 
 
-def _evaluations(status: Status) -> str:
+def _evaluations(status: RunStatus) -> str:
     """The newest result, how many there are, and what failed last."""
     parts = []
     done = [result for result in status.evaluations if result.status == "done"]
@@ -149,7 +149,7 @@ def _evaluations(status: Status) -> str:
     return "; ".join(parts)
 
 
-def _durable(status: Status) -> str:
+def _durable(status: RunStatus) -> str:
     if status.durable_iteration is None:
         return status.durable_fault or ""
     if status.durable_path is None:
