@@ -44,8 +44,8 @@ class TokenizeOptions(Section):
     eos_token: str | None = None
     """The token that ends every document; None: the tokenizer's own."""
     append_eod: Annotated[AppendEod, BeforeValidator(_yes_or_no)] = "yes"
-    """yes: every document ends with the EOS, and a tokenizer without one is an error. auto: then a warning, and no
-    token. no: none. True and False are yes and no."""
+    """Whether every document ends with the EOS. yes: a tokenizer without one is an error; auto: it is a warning, and no
+    token ends a document; no: none does. True and False are yes and no."""
     bos: bool = False
     """Every document begins with the tokenizer's BOS."""
     special_text: bool = False
@@ -62,7 +62,8 @@ class TokenizeOptions(Section):
     """Bytes of UTF-8 that a worker tokenizes at a time, at most; a longer document is alone, in pieces. See `relayrun
     dumps tune`."""
     on_error: OnError = "stop"
-    """stop: a file that cannot be read is an error, once the others are done. skip: it is left out and noted."""
+    """What becomes of a file that cannot be read. stop: an error, once the others are done. skip: left
+    out and noted."""
     cache_dir: str | None = None
     """The folder that tokenizers of the Hugging Face hub are kept in; None: the hub's own."""
 

@@ -56,7 +56,7 @@ class TokenizationSettings(TokenizeOptions):
         return self.dataset_output / f"dump-{index}"
 
     def dump_logs(self, index: int) -> Path:
-        """datatrove's logs of dump `index`."""
+        """The folder of the logs of dump `index`."""
         return Path(self.logs, "datatrove", self.tokenizer_name, self.dataset_name, f"dump-{index}")
 
     def absolute(self, base: str | os.PathLike[str]) -> Self:

@@ -96,7 +96,7 @@ def test_the_token_type_follows_megatrons_rule(
 ) -> None:
     made = word_level(tmp_path / "words", size, special="</s>")
     write_parquet(data / "a.parquet", [f"w1 w{size - 2}"])
-    run(["a.parquet"], tokenizer_name_or_path=str(made))
+    run(["a.parquet"], tokenizer=str(made))
     assert Shard.open(out / "00000_tokens").dtype == np.dtype(dtype)
     assert shard_documents(out / "00000_tokens") == [[1, size - 2, size - 1]]
 

@@ -83,6 +83,7 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
         self.options = checked({name: value for name, value in given.items() if value is not None}, _NAMES)
 
     def run(self, data: Iterable[Document] | None, rank: int = 0, world_size: int = 1) -> None:
+        """Write the shard of task `rank`; datatrove calls this. Raises InputError where a document has no text."""
         # workers are processes: without this each of them would start a thread per core
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         batches = self._batches(data or ())

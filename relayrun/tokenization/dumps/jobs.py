@@ -44,8 +44,9 @@ CSV_COLUMNS = (
     "total_tokens_processed",
     "throughput",
 )
-"""dataset_total_size: bytes of the dump's files; processed_total_size: bytes of its .bin files; time: seconds;
-bw: MB (10^6 bytes) of input per second; total_tokens_processed: counted; throughput: tokens per second."""
+"""Columns of the CSV. dataset_total_size: bytes of the dump's files; processed_total_size: bytes of its .bin files;
+time: seconds; bw: MB (10^6 bytes) of input per second; total_tokens_processed: counted; throughput: tokens per
+second."""
 
 _LOCAL_LIMIT_MINUTES = 60 * 24 * 30  # submitit kills local jobs after two minutes unless told otherwise
 _POLL_SECONDS = 0.2

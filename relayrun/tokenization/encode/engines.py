@@ -45,7 +45,9 @@ class Engine(Protocol):
     routed: int
     """Texts that another engine took over, so far."""
 
-    def encode(self, texts: Texts) -> Encoded: ...
+    def encode(self, texts: Texts) -> Encoded:
+        """The ids of all texts, and how many each of them has."""
+        ...
 
 
 class HuggingFace:

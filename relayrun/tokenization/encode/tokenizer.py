@@ -54,7 +54,7 @@ class DocumentTokenizer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """sha256 of the serialized tokenizer: equal for equal ids."""
+        """The sha256 of the serialized tokenizer: equal for equal ids."""
         return hashlib.sha256(self.definition.encode()).hexdigest()
 
     def framing(self, *, keep_empty: bool) -> Framing:
