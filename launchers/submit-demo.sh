@@ -6,32 +6,34 @@
 #SBATCH --cpus-per-task=1
 #
 # The backstop of rank 0's own clock: to the batch script alone (B:), which asks the ranks to save and leave.
-# Slurm sends it up to 60 s early. Where jobs last hours, 600 is a good value.
-#SBATCH --signal=B:SIGUSR2@30
+# Slurm sends it up to 60 s early. Where jobs last hours, 540 is a good value.
+#SBATCH --signal=B:SIGUSR2@25
 #
 # After a node failure the queued successor goes on; the same job coming back would make two.
 #SBATCH --no-requeue
 set -euo pipefail
 
-# Settings: edit them here, or give them in the environment: MBS=4 sbatch launchers/submit-demo.sh
-export CONFIG="${CONFIG:-configs/runs/demo-slurm.yaml}" # what no setting names is set there
-export DATASETS="${DATASETS:-demo-output/mixture}"      # folders of .bin/.idx shards, separated by commas
-export MIXTURE="${MIXTURE:-}"                           # instead: a mixture file, or PATH*,0.3;PATH*,0.7 (docs/data-order.md)
-export MBS="${MBS:-4}"
-export GBS="${GBS:-8}"
-export SEQ_LEN="${SEQ_LEN:-256}"
-export TRAINING_STEPS="${TRAINING_STEPS:-360}"
-export CHECKPOINT_STEPS="${CHECKPOINT_STEPS:-100}"
-export LOAD="${LOAD:-}"                             # begin with the checkpoint of another run, RUN[:ITERATION]
-export AUTO_JOB_REQUEUE="${AUTO_JOB_REQUEUE:-true}" # a successor behind every job; costs node hours unattended
-export TENSORBOARD="${TENSORBOARD:-false}"          # event files in the run directory; W&B is on by WANDB_API_KEY
-export LOG_NCCL="${LOG_NCCL:-false}"                # these four: docs/monitoring.md
-export NSYS_PROFILER="${NSYS_PROFILER:-false}"
-export MOCK_DATA="${MOCK_DATA:-false}"
-export BACKUP_CODEBASE="${BACKUP_CODEBASE:-false}"
-export DATASET_CACHE_DIR="${DATASET_CACHE_DIR:-}" # indices of data.order=megatron
-export PROJECT_NAME="${PROJECT_NAME:-relayrun}"
-export EXP_NAME="${EXP_NAME:-demo-slurm}"
+# Settings. An empty one is as in the YAML that CONFIG names; behind the # stands what that says. To set one, write it
+# behind :- or give it in the environment: MBS=4 sbatch launchers/submit-demo.sh.
+# The environment holds over this block, and both over the YAML. Nodes, time and such: the #SBATCH lines hold.
+export CONFIG="${CONFIG:-configs/runs/demo-slurm.yaml}"
+export DATASETS="${DATASETS:-}"                   # demo-output/mixture; folders of .bin/.idx shards, separated by commas
+export MIXTURE="${MIXTURE:-}"                     # none; instead of DATASETS: a mixture file, or PATH*,0.3;PATH*,0.7 (docs/data-order.md)
+export MBS="${MBS:-}"                             # 4; sequences of a rank at a time
+export GBS="${GBS:-}"                             # 8; sequences of an iteration
+export SEQ_LEN="${SEQ_LEN:-}"                     # 256; tokens
+export TRAINING_STEPS="${TRAINING_STEPS:-}"       # 360; iterations
+export CHECKPOINT_STEPS="${CHECKPOINT_STEPS:-}"   # 100; iterations
+export LOAD="${LOAD:-}"                           # none; begin with the checkpoint of another run, RUN[:ITERATION]
+export AUTO_JOB_REQUEUE="${AUTO_JOB_REQUEUE:-}"   # true; a successor behind every job; costs node hours unattended
+export TENSORBOARD="${TENSORBOARD:-}"             # false; event files in the run directory; W&B is on by WANDB_API_KEY
+export LOG_NCCL="${LOG_NCCL:-}"                   # false; these four: docs/monitoring.md
+export NSYS_PROFILER="${NSYS_PROFILER:-}"         # false
+export MOCK_DATA="${MOCK_DATA:-}"                 # false
+export BACKUP_CODEBASE="${BACKUP_CODEBASE:-}"     # false
+export DATASET_CACHE_DIR="${DATASET_CACHE_DIR:-}" # none; indices of data.order=megatron
+export PROJECT_NAME="${PROJECT_NAME:-}"           # relayrun
+export EXP_NAME="${EXP_NAME:-}"                   # demo-slurm
 
 # In a job this file is a copy in Slurm's spool; Slurm knows where it was submitted from.
 self="${BASH_SOURCE[0]}"

@@ -18,13 +18,9 @@ def main() -> int:
     parser.add_argument("--wait", action="store_true", help="return when all Slurm jobs have ended")
     options = parser.parse_args()
     config = load_config(options.config)
-    submit_dumps(
-        config,
-        executor=options.executor or config.executor,
-        max_parallel=config.max_parallel,
-        slurm=config.slurm,
-        wait=options.wait,
-    )
+    if options.executor is not None:
+        config = config.model_copy(update={"executor": options.executor})
+    submit_dumps(config, wait=options.wait)
     return 0
 
 

@@ -13,6 +13,7 @@ from relayrun.data import audit
 from relayrun.errors import ConfigError
 from relayrun.rundir.find import find_run
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
+from relayrun.tokenization.options import TokenizeOptions
 
 CHARACTERS = 300
 """Characters that are shown of each sample's text, unless --full is given."""
@@ -57,7 +58,7 @@ def numbers(text: str) -> range:
 
 def show(audited: audit.Audited, wanted: range, *, full: bool) -> None:
     """Print a paragraph for each sample that is wanted."""
-    tokenizer = load_tokenizer(audited.config.data.tokenizer)
+    tokenizer = load_tokenizer(TokenizeOptions(tokenizer=audited.config.data.tokenizer))
     for sample in audit.samples(audited, wanted):
         step = "passed over" if sample.step is None else f"step {sample.step}"
         step += ", skipped" if sample.step in audited.progress.skipped else ""

@@ -3,49 +3,61 @@
 from __future__ import annotations
 
 import argparse
+import typing
 
 from relayrun.tokenization.dumps import status, tune
+from relayrun.tokenization.options import EngineName, TokenizeOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun dumps`."""
     commands = parser.add_subparsers(dest="dumps_command", required=True)
-    status = commands.add_parser("status", help="done, tokens, speed, what is left, failures")
-    tune = commands.add_parser("tune", help="try workers and batches on the dataset's own files, on this node")
-    for each in (status, tune):
+    status_command = commands.add_parser("status", help="done, tokens, speed, what is left, failures")
+    tune_command = commands.add_parser("tune", help="try workers and batches on the dataset's own files, on this node")
+    for each in (status_command, tune_command):
         each.add_argument("folder", metavar="METADATA_FOLDER", help="as written by prepare_dumps.py")
-    status.add_argument(
+    status_command.add_argument(
         "--watch",
         type=float,
         metavar="SECONDS",
         help="again and again, until all dumps are done, or the rest has failed: exit code 1",
     )
-    tune.add_argument(
+    tune_command.add_argument(
         "--tokenizer-name-or-path",
         required=True,
         metavar="T",
         help="a tokenizer.json, a folder that holds one, or a hub name",
     )
-    tune.add_argument("--column", default="text", help="column of the text (default: %(default)s)")
-    tune.add_argument("--engine", default="auto", help="as for preprocess_megatron.py (default: %(default)s)")
-    tune.add_argument(
+    tune_command.add_argument(
+        "--column", default=TokenizeOptions.default("column"), help="column of the text (default: %(default)s)"
+    )
+    tune_command.add_argument(
+        "--engine",
+        choices=typing.get_args(EngineName),
+        default=TokenizeOptions.default("engine"),
+        help="as for preprocess_megatron.py (default: %(default)s)",
+    )
+    tune_command.add_argument(
         "--workers",
         type=int,
         nargs="+",
         metavar="N",
         help="numbers to try (default: 1, and a quarter, half and all of the cores)",
     )
-    tune.add_argument(
-        "--batch-bytes", type=int, nargs="+", metavar="N", help="bounds of a batch to try (default: 1, 4 and 16 MB)"
+    sizes = ", ".join(f"{size:,}" for size in tune.BATCH_BYTES)
+    tune_command.add_argument(
+        "--batch-bytes", type=int, nargs="+", metavar="N", help=f"bounds of a batch to try (default: {sizes})"
     )
-    tune.add_argument(
+    tune_command.add_argument(
         "--seconds",
         type=float,
         default=10.0,
         metavar="S",
         help="that each pair is measured, start-up aside (default: %(default)s)",
     )
-    tune.add_argument("--temp-dir", metavar="DIR", help="on the file system that the dumps go to (default: TMPDIR)")
+    tune_command.add_argument(
+        "--temp-dir", metavar="DIR", help="on the file system that the dumps go to (default: TMPDIR)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -60,16 +72,9 @@ def run(options: argparse.Namespace) -> int:
     print(tune.row(None), flush=True)
     trials = tune.tune(
         options.folder,
-        options=[
-            "--tokenizer-name-or-path",
-            options.tokenizer_name_or_path,
-            "--column",
-            options.column,
-            "--engine",
-            options.engine,
-            "--append-eod",
-            "auto",
-        ],
+        TokenizeOptions(
+            tokenizer=options.tokenizer_name_or_path, column=options.column, engine=options.engine, append_eod="auto"
+        ),
         workers=options.workers or tune.default_workers(),
         batch_bytes=options.batch_bytes or tune.BATCH_BYTES,
         seconds=options.seconds,

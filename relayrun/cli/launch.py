@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from pathlib import Path
 
 from relayrun import ROOT
 from relayrun.config import compose
 from relayrun.submit import launcher_environment, submission
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,11 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Make this job the first of a chain, with the settings of the environment; print the run directory."""
-
-    config = compose.load(ROOT / options.config, launcher_environment.overrides(os.environ))
+    settings = launcher_environment.overrides(os.environ)
     if options.dry_run:
-        print(submission.dry_run(config), end="")
+        print(submission.dry_run(compose.load(ROOT / options.config, settings)), end="")
         return 0
+    job = launcher_environment.job_overrides(os.environ)
+    log.info("as this job was submitted, whatever the config says: %s", ", ".join(job))
+    config = compose.load(ROOT / options.config, [*settings, *job])
     print(
         submission.adopt_job(
             config,

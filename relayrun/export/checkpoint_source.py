@@ -14,6 +14,7 @@ from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, commits
 from relayrun.shards.manifest import Manifest
 from relayrun.tokenization.encode.tokenizer import DocumentTokenizer, load_tokenizer
+from relayrun.tokenization.options import TokenizeOptions
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class CheckpointSource:
     @cached_property
     def tokenizer(self) -> DocumentTokenizer:
         """The run's tokenizer. Raises InputError if it is not the one that the run's tokens were made with."""
-        found = load_tokenizer(self.config.data.tokenizer, append_eod="auto")
+        found = load_tokenizer(TokenizeOptions(tokenizer=self.config.data.tokenizer, append_eod="auto"))
         if self.manifest.tokenizer_fingerprint not in ("", found.fingerprint):
             raise InputError(
                 "this is not the tokenizer that the run began with: it gives other ids",

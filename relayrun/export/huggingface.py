@@ -22,6 +22,7 @@ from relayrun.export.llama import Piece
 from relayrun.export.reader import CheckpointReader
 from relayrun.files import write_json
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
+from relayrun.tokenization.options import TokenizeOptions
 from relayrun.training.model.size import padded
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -157,6 +158,6 @@ def write_tokenizer(source: CheckpointSource, folder: Path) -> None:
 def _bos(folder: Path) -> int | None:
     """The token that the exported tokenizer's configuration names for the begin of a text."""
     try:
-        return load_tokenizer(str(folder), append_eod="no", add_bos=True).bos_id
+        return load_tokenizer(TokenizeOptions(tokenizer=str(folder), append_eod="no", bos=True)).bos_id
     except InputError:  # it names none
         return None

@@ -31,6 +31,7 @@ from relayrun.export.huggingface import DTYPES
 from relayrun.export.llama import Piece
 from relayrun.files import read_json, write_json
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
+from relayrun.tokenization.options import TokenizeOptions
 from relayrun.training.model.size import padded
 
 EXTRA_STATE = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
@@ -200,7 +201,7 @@ def from_config(config: Mapping[str, Any], divisible_by: int, *, where: object) 
 def _tokenizer_size(folder: Path) -> int | None:
     if not (folder / "tokenizer.json").is_file():
         return None
-    return load_tokenizer(str(folder), append_eod="no").size
+    return load_tokenizer(TokenizeOptions(tokenizer=str(folder), append_eod="no")).size
 
 
 class _Planner(DefaultSavePlanner):

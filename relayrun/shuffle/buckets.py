@@ -32,7 +32,7 @@ from relayrun.tokenization.readers.rows import RowFile, read_rows, texts, wide
 
 _KEY = pa.field("__relayrun_key", pa.uint64(), nullable=False)
 BINS = 64
-"""Of a bucket: it is read in up to so many pieces where it turns out to be larger than expected."""
+"""The pieces of a bucket, at most, in which it is read where it turns out to be larger than expected."""
 
 
 def keys(seed: int, file: int, rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -47,7 +47,7 @@ def keys(seed: int, file: int, rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.u
 
 
 def keyed_schema(schema: pa.Schema) -> pa.Schema:
-    """Of the rows of files of this schema, while they are moved."""
+    """The schema of the rows of files of this schema, while they are moved: with their keys."""
     return wide(schema).append(_KEY)
 
 
@@ -129,7 +129,7 @@ class SortedRows:
     """Rows in memory, in the order of their keys; rows of equal keys in the order in which they came."""
 
     def __init__(self, tables: Sequence[pa.Table], schema: pa.Schema) -> None:
-        """Of `tables` with the columns of `keyed_schema`."""
+        """Sort the rows of `tables`, which have the columns of `keyed_schema`."""
         table = pa.concat_tables([schema.empty_table(), *tables])
         self._order = np.argsort(table[_KEY.name].to_numpy(), kind="stable")
         self._table = table.drop_columns([_KEY.name]).combine_chunks()
@@ -209,6 +209,7 @@ class OnDisk:
         self._pieces = next((each for each in (1, 2, 4, 8, 16, 32) if self._largest <= most * each), BINS)
 
     def load(self, number: int) -> SortedRows:
+        """Read bucket `number`, or the piece of one that this is since `split`, from the disk."""
         bucket, piece = divmod(number, self._pieces)
         segments = self._segments[self._bounds[bucket] : self._bounds[bucket + 1]].tolist()
         if self._pieces == 1:

@@ -28,6 +28,7 @@ from relayrun.shuffle.buckets import Buckets, InMemory, OnDisk, Partition, keyed
 from relayrun.shuffle.lengths import Lengths, draw
 from relayrun.shuffle.output import FileForm, Shuffled
 from relayrun.tokenization.dumps.split import find_files
+from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.readers import stores
 from relayrun.tokenization.readers.rows import RowFile, look_at
 
@@ -51,7 +52,7 @@ _LEAST = 32_000_000
 """For the rows that a thread keeps: with less, they are moved in small pieces."""
 
 _GROUP_COPIES = 3
-"""Of a row group in memory: as taken from its bucket, and encoded."""
+"""Copies of a row group in memory: as taken from its bucket, and encoded."""
 
 _MOST_BUCKETS = 1 << 15
 
@@ -69,7 +70,7 @@ class ReshardOptions:
 
     dataset_folder: str
     output: Path
-    column: str = "text"
+    column: str = TokenizeOptions.default("column")
     seed: int = 0
     file_size: int = 500_000_000
     row_group_size: int = 4096
@@ -90,6 +91,7 @@ class Plan:
 
     @property
     def form(self) -> FileForm:
+        """The form of the files that are written."""
         options = self.options
         return FileForm(
             schema=self.files[0].schema,

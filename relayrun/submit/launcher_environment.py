@@ -1,6 +1,7 @@
 """The settings block of the Bash launchers: variables of the environment to overrides of a run config.
 
-`MBS=2 sbatch launchers/submit-demo.sh` is `--set training.micro_batch_size=2`; both ways end in the same job.
+`MBS=2 sbatch launchers/submit-demo.sh` is `--set training.micro_batch_size=2`; both ways end in the same job. A block
+that nobody edited leaves every variable empty, so the YAML holds.
 """
 
 from __future__ import annotations
@@ -38,6 +39,13 @@ PROFILER = "NSYS_PROFILER"
 MEGATRON_LM_DIR = "MEGATRON_LM_DIR"
 """Setting of launchers that train with a checkout of Megatron-LM. It is refused: the installed megatron-core trains."""
 
+JOB = {
+    "SLURM_JOB_NUM_NODES": "job.nodes",
+    "SLURM_NTASKS_PER_NODE": "job.ntasks_per_node",
+    "SLURM_CPUS_PER_TASK": "job.cpus_per_task",
+}
+"""What Slurm tells a job of the options that it was submitted with, and the settings that say the same."""
+
 _TEXTS = frozenset(
     {"PROJECT_NAME", "EXP_NAME", "RUN_DIR", "LOAD", "CLUSTER", "TOKENIZER", "MIXTURE", "DATASET_CACHE_DIR"}
 )
@@ -58,12 +66,21 @@ def overrides(environment: Mapping[str, str]) -> list[str]:
             hint="leave it empty; to change the code, edit relayrun and set BACKUP_CODEBASE=true",
         )
     given = {setting: value for setting in OVERRIDES if (value := environment.get(setting, "")) != ""}
-    if "MIXTURE" in given:  # a launcher may have a default for DATASETS
+    if "MIXTURE" in given:  # the other one may be what somebody wrote into the block
         given.pop("DATASETS", None)
     replaced = [override for setting, override in _OTHER_FORM.items() if setting in given]
     if flag(environment, PROFILER):
         replaced.append("debug.profile=nsys")
     return replaced + [f"{OVERRIDES[setting]}={_yaml(setting, value)}" for setting, value in given.items()]
+
+
+def job_overrides(environment: Mapping[str, str]) -> list[str]:
+    """The `name=value` overrides that make a run as large as the job that it begins in.
+
+    Slurm has granted what the #SBATCH lines, or options of sbatch in their place, asked for: a run that was as large
+    as its YAML says would not fit into it.
+    """
+    return [f"{name}={environment[variable]}" for variable, name in JOB.items() if environment.get(variable)]
 
 
 def flag(environment: Mapping[str, str], name: str) -> bool:

@@ -36,6 +36,7 @@ from relayrun.shards.prefixes import expand, find_prefixes
 from relayrun.slurmtime import format_time, parse_time
 from relayrun.submit import check, code_snapshot, initial_checkpoint
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
+from relayrun.tokenization.options import TokenizeOptions
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +226,7 @@ def build_manifest(config: RunConfig) -> Manifest:
     if config.data.mock_data:
         size = config.data.mock_vocabulary_size
         return Manifest.build(dict.fromkeys(config.data.sources), {}, vocabulary_size=size, eod=None, tokenizer="mock")
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(TokenizeOptions(tokenizer=config.data.tokenizer))
     return Manifest.build(
         {name: expand(source.paths) if source.paths else None for name, source in config.data.sources.items()},
         {name: find_prefixes([Path(folder) for folder in folders]) for name, folders in config.data.validation.items()},

@@ -5,7 +5,9 @@
     pipeline     one paths file to one folder of shards, task by task (fused, pool), and what is done (record, progress)
     encode/      the tokenizer, the libraries that encode, and the proof that they agree
     readers/     files in a folder or a store to texts and rows of a bounded size
-    settings     of a dataset's tokenization; limit: a job that leaves before its time limit; locks
+    options      how documents are tokenized, with every default; flags and settings: the same on a command line, in a
+                 config, in the environment
+    limit        a job that leaves before its time limit; locks
 
 `MegatronTokenWriter` can stand behind datatrove's own readers and filters in a pipeline of your own.
 """

@@ -21,6 +21,7 @@ from relayrun.tokenization.settings import settings_from_environment
 
 
 def main() -> int:
+    """Run one of the three commands."""
     parser = argparse.ArgumentParser(prog="python -m relayrun.tokenization", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("begin")

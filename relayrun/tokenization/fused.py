@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +18,8 @@ from relayrun.errors import InputError
 from relayrun.shards.indexed import ShardWriter
 from relayrun.tokenization.encode.engines import Engine, Selection, without_vocabulary
 from relayrun.tokenization.encode.framing import Framing
-from relayrun.tokenization.encode.split_points import Places, cuts, places
+from relayrun.tokenization.encode.split_points import Places, places, split_points
+from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.progress import Progress
 from relayrun.tokenization.readers.columns import read_column
 from relayrun.tokenization.readers.inputs import InputFile, stat_inputs
@@ -28,13 +28,10 @@ from relayrun.tokenization.readers.stores import is_url, join, printable
 from relayrun.tokenization.readers.texts import Texts
 from relayrun.tokenization.record import Skipped, TaskRecord, fingerprint
 
-OnError = Literal["stop", "skip"]
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-BATCH_DOCUMENTS, BATCH_BYTES = 10_000, 4_000_000
-"""Of a batch, at most; a longer document is alone, in pieces. A batch costs 0.15 ms: as much as 20 kB of text."""
 
 PIECE = 500_000
-"""Bytes of a piece of a long document, at least."""
+"""The least bytes of a piece of a long document."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +39,7 @@ class Part:
     """A task: the files of one shard."""
 
     name: str
-    """Of the shard, without suffix."""
+    """The name of the shard, without suffix."""
     inputs: tuple[InputFile, ...]
 
 
@@ -56,13 +53,10 @@ class Job:
     definition: str
     """Path of the serialized tokenizer."""
     fingerprint: str
-    """Of the tokenizer: another one may have been under this path in the life of a process."""
+    """The tokenizer's: another one may have been under this path in the life of a process."""
     selection: Selection
     framing: Framing
-    column: str
-    batch_documents: int = BATCH_DOCUMENTS
-    batch_bytes: int = BATCH_BYTES
-    on_error: OnError = "stop"
+    options: TokenizeOptions
 
 
 def tokenize_part(job: Job, part: Part) -> TaskRecord:
@@ -81,7 +75,7 @@ def tokenize_part(job: Job, part: Part) -> TaskRecord:
             try:
                 _tokenize_file(job, file, engine, shard, record, progress)
             except InputError as error:
-                if job.on_error != "skip":
+                if job.options.on_error != "skip":
                     raise
                 shard.rollback(mark)
                 record.restore(before)
@@ -102,9 +96,9 @@ def _tokenize_file(
 ) -> None:
     path = join(job.dataset, file[0])
     record.fingerprints.append(fingerprint(path))
-    arrays = read_column(path, job.column, batch_bytes=job.batch_bytes, scratch=job.output)
+    arrays = read_column(path, job.options.column, batch_bytes=job.options.batch_bytes, scratch=job.output)
     for texts in _batches(_gathered(arrays, job), job, record):
-        where = _places(job.definition, job.fingerprint) if texts.used.size > job.batch_bytes else None
+        where = _places(job.definition, job.fingerprint) if texts.used.size > job.options.batch_bytes else None
         if where is not None:  # one text alone
             if _tokenize_long(texts, where, job.framing, engine, shard):
                 record.documents += 1
@@ -125,7 +119,7 @@ def _tokenize_file(
 def _tokenize_long(text: Texts, where: Places, framing: Framing, engine: Engine, shard: ShardWriter) -> bool:
     """One text, in pieces; what becomes of it is as in `Framing`. Returns whether the shard got a document."""
     routed, begin, before = engine.routed, 0, shard.tokens
-    for end in cuts(text.used, PIECE, where):
+    for end in split_points(text.used, PIECE, where):
         piece = Texts(data=text.used, offsets=np.array([begin, end], np.int64))
         ids = engine.encode(piece)[0]
         if ids.size and shard.tokens == before and framing.bos_id is not None:
@@ -147,13 +141,15 @@ def _gathered(arrays: Iterator[pa.Array], job: Job) -> Iterator[pa.Array]:
     waiting: list[pa.Array] = []
     size = rows = 0
     for array in arrays:
-        if waiting and (size + array.nbytes > job.batch_bytes or rows + len(array) > job.batch_documents):
+        if waiting and (
+            size + array.nbytes > job.options.batch_bytes or rows + len(array) > job.options.batch_documents
+        ):
             yield _taken(waiting)
             size = rows = 0
         waiting.append(array)
         size, rows = size + array.nbytes, rows + len(array)
         del array  # or a long document would still be here when the next one is read
-        if size > job.batch_bytes:
+        if size > job.options.batch_bytes:
             yield _taken(waiting)
             size = rows = 0
     if waiting:
@@ -172,7 +168,7 @@ def _batches(arrays: Iterator[pa.Array], job: Job, record: TaskRecord) -> Iterat
         if array.null_count:
             record.null_documents += array.null_count
             array = array.drop_null()
-        batches = Texts.from_arrow(array).split(job.batch_bytes, job.batch_documents)
+        batches = Texts.from_arrow(array).split(job.options.batch_bytes, job.options.batch_documents)
         del array
         yield from batches
         del batches

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
-import sys
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -14,26 +14,20 @@ from pathlib import Path
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import write_atomic
 from relayrun.tokenization import progress
-from relayrun.tokenization.encode.engines import EngineName, select
-from relayrun.tokenization.encode.tokenizer import AppendEod, load_tokenizer
-from relayrun.tokenization.fused import (
-    BATCH_BYTES,
-    BATCH_DOCUMENTS,
-    Job,
-    OnError,
-    Part,
-    engine_of_this_process,
-    sample,
-    tokenize_part,
-)
+from relayrun.tokenization.encode.engines import select
+from relayrun.tokenization.encode.tokenizer import load_tokenizer
+from relayrun.tokenization.fused import Job, Part, engine_of_this_process, sample, tokenize_part
 from relayrun.tokenization.locks import locked
+from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.pool import one_thread, run_tasks
 from relayrun.tokenization.readers.inputs import InputFile, read_paths_file, stat_inputs
 from relayrun.tokenization.readers.stores import join
 from relayrun.tokenization.record import ShardFolder, TaskRecord
 
+log = logging.getLogger(__name__)
+
 SMALLEST_SAMPLE, LARGEST_SAMPLE = 250_000, 4_000_000
-"""Bytes of the job's documents that engines are proven with: a 2000th of the input, within these bounds.
+"""Bounds, in bytes, of the job's texts that engines are proven with: a 2000th of the input, within them.
 At a hundredth of the fastest engine's speed, the reference would need a third of the time for a 500th."""
 
 
@@ -48,10 +42,10 @@ class Result:
     empty_documents: int
     null_documents: int
     routed_documents: int
-    """That the fast engine was not trusted with."""
+    """Documents that the fast engine was not trusted with."""
     skipped_files: int
     output_bytes: int
-    """Of all .bin files."""
+    """Bytes of all .bin files."""
     workers: int
     tasks_run: int
     """Tasks that were not done before."""
@@ -68,40 +62,22 @@ class Result:
 
 
 def tokenize(
+    options: TokenizeOptions,
     *,
-    tokenizer_name_or_path: str,
     output_folder: str | os.PathLike[str],
     dataset: str | os.PathLike[str],
     paths_file: str | os.PathLike[str],
-    n_tasks: int = 8,
-    n_workers: int = -1,
-    column: str = "text",
-    eos_token: str | None = None,
-    append_eod: AppendEod = "yes",
-    bos: bool = False,
-    special_text: bool = False,
-    keep_empty: bool = False,
-    engine: EngineName = "auto",
-    batch_documents: int = BATCH_DOCUMENTS,
-    batch_bytes: int = BATCH_BYTES,
-    on_error: OnError = "stop",
-    cache_dir: str | None = None,
     logging_dir: str | os.PathLike[str] | None = None,
 ) -> Result:
     """Tokenize the files of `paths_file`, which are paths below the folder `dataset`, into `output_folder`.
 
-    `n_tasks` (at most one per file) is the number of shards, `n_workers` how many are made at a time (-1: all).
     `logging_dir` (default: `logs` in the output folder) gets a copy of the tokenizer, which the workers read.
     What an earlier run has finished is kept, and files that the paths file lists since then get shards of
-    their own (see `record.py`). `on_error` "skip" leaves files out that cannot be read, and notes them.
+    their own (see `record.py`).
     Raises InputError or OSError for what a person can mend; then every shard under a final name is whole.
     """
     started = time.monotonic()
     one_thread()
-    if n_tasks < 1 or (n_workers < 1 and n_workers != -1):
-        raise InputError("--n-tasks is at least 1, and --n-workers at least 1 or -1 for as many as tasks")
-    if batch_documents < 1 or batch_bytes < 1:
-        raise InputError("a batch holds at least one document and one byte")
     names = read_paths_file(paths_file)
     source = os.fspath(dataset)
     inputs = {file[0]: file for file in stat_inputs(source, names)}
@@ -111,16 +87,9 @@ def tokenize(
     with locked(output / ".lock", wait=False) as held:
         if not held:
             raise RelayrunError("another process is writing shards here", where=output)
-        with _one_download(cache_dir):
-            tokenizer = load_tokenizer(
-                tokenizer_name_or_path,
-                eos_token=eos_token,
-                append_eod=append_eod,
-                add_bos=bos,
-                special_text=special_text,
-                cache_dir=cache_dir,
-            )
-        framing = tokenizer.framing(keep_empty=keep_empty)
+        with _one_download(options.cache_dir):
+            tokenizer = load_tokenizer(options)
+        framing = tokenizer.framing(keep_empty=options.keep_empty)
         folder = ShardFolder(
             output,
             {
@@ -128,15 +97,15 @@ def tokenize(
                 "eos": tokenizer.eos_id,
                 "bos": tokenizer.bos_id,
                 "token type": framing.dtype,
-                "column": column,
-                "empty documents": "kept" if keep_empty else "dropped",
-                "tasks": n_tasks,
+                "column": options.column,
+                "empty documents": "kept" if options.keep_empty else "dropped",
+                "tasks": options.tasks,
             },
             names,
         )
         parts = [Part(name=name, inputs=tuple(inputs[file] for file in files)) for name, files in folder.parts.items()]
         todo = [part for part in parts if not folder.is_done(part.name, part.inputs, source)]
-        workers = min(len(parts) if n_workers == -1 else n_workers, len(parts))
+        workers = min(len(parts) if options.workers == -1 else options.workers, len(parts))
         for part in todo:
             folder.drop(part.name)
             folder.tasks.pop(part.name, None)
@@ -148,8 +117,10 @@ def tokenize(
             write_atomic(logs / "tokenizer.json", tokenizer.definition)
             files = [file for part in todo for file in part.inputs]
             size = min(max(sum(file[1] for file in files) // 2000, SMALLEST_SAMPLE), LARGEST_SAMPLE)
-            texts = sample(column, [join(source, file[0]) for file in files], most_bytes=size, scratch=str(output))
-            selection = select(engine, tokenizer.tokenizer, texts, _warn, definition=tokenizer.definition)
+            texts = sample(
+                options.column, [join(source, file[0]) for file in files], most_bytes=size, scratch=str(output)
+            )
+            selection = select(options.engine, tokenizer.tokenizer, texts, log.warning, definition=tokenizer.definition)
             print(f"engine: {selection}", flush=True)
             job = Job(
                 dataset=source,
@@ -158,10 +129,7 @@ def tokenize(
                 fingerprint=tokenizer.fingerprint,
                 selection=selection,
                 framing=framing,
-                column=column,
-                batch_documents=batch_documents,
-                batch_bytes=batch_bytes,
-                on_error=on_error,
+                options=options,
             )
 
             del tokenizer, texts  # forks would carry them
@@ -171,7 +139,7 @@ def tokenize(
                 folder.add(part.name, task)
                 print(f"{part.name}: {task.documents:,} documents, {task.tokens:,} tokens", flush=True)
                 for skipped in task.skipped:
-                    _warn(f"left out: {skipped.error}")
+                    log.warning("left out: %s", skipped.error)
 
             try:
                 run_tasks(functools.partial(tokenize_part, job), todo, workers, on_done, where=output)
@@ -184,13 +152,9 @@ def tokenize(
             f"no document with text in {len(names):,} files, so there is no shard: "
             f"{result.empty_documents:,} empty and {result.null_documents:,} null documents",
             where=paths_file,
-            hint=f"is {column!r} the column of the text?",
+            hint=f"is {options.column!r} the column of the text?",
         )
     return result
-
-
-def _warn(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -31,13 +31,13 @@ class Running:
     shard: str
     node: str
     job: str
-    """Of Slurm; empty elsewhere."""
+    """Slurm's id of the job; empty elsewhere."""
     started: float
     at: float
     documents: int
     tokens: int
     bytes_read: int
-    """Of the files that are done."""
+    """Bytes of the files that are done."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -52,7 +52,7 @@ class Progress:
         self._seconds = float(os.environ.get(VARIABLE) or 10)
         self._next = 0.0
         self.bytes_read = 0
-        """Of the files that are done; the task counts them here."""
+        """Bytes of the files that are done; the task counts them here."""
         self._last = Running(
             shard=shard,
             node=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),

@@ -44,13 +44,13 @@ class TaskRecord:
 
     inputs: list[InputFile]
     fingerprints: list[str] = field(default_factory=list)
-    """Of each input, see `fingerprint`."""
+    """The fingerprint of each input, see `fingerprint`."""
     documents: int = 0
     tokens: int = 0
     empty_documents: int = 0
     null_documents: int = 0
     routed_documents: int = 0
-    """That another engine took over from a faster one."""
+    """Documents that another engine took over from a faster one."""
     engine: str = ""
     engine_version: str = ""
     xxh3_128: dict[str, str] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class TaskRecord:
 
 
 def fingerprint(path: str) -> str:
-    """sha256 of a file's first and last 64 KiB: the footer of a parquet file lies there."""
+    """The sha256 of a file's first and last 64 KiB: the footer of a parquet file lies there."""
     digest = hashlib.sha256()
     with contextlib.suppress(OSError), open_input(path) as file:  # reading it will tell what is wrong
         digest.update(file.read(_FINGERPRINT_BYTES))
@@ -164,6 +164,7 @@ class ShardFolder:
         self.write()
 
     def write(self) -> None:
+        """Write the record; whole, or as it was."""
         record = {
             "format": FORMAT,
             "settings": self.settings,

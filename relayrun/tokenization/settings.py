@@ -8,62 +8,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from relayrun import ROOT
 from relayrun.config import yamlfile
 from relayrun.config.section import Positive, Section, SlurmTime
 from relayrun.errors import ConfigError
+from relayrun.tokenization.options import TokenizeOptions
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 """Becomes a part of folder and job names."""
 
 
-def _yes_or_no(value: object) -> object:
-    return ("yes" if value else "no") if isinstance(value, bool) else value
-
-
-class TokenizationSettings(Section):
+class TokenizationSettings(TokenizeOptions):
     """How every dump of a dataset is tokenized, into `output_folder/tokenizer_name/dataset_name/dump-i`."""
 
-    tokenizer: str
-    """A tokenizer.json, a folder that holds one, or a name on the Hugging Face hub."""
     tokenizer_name: FileName
     dataset_name: FileName
     metadata_folder: str
     """As written by prepare_dumps.py."""
     output_folder: str
-    column: str = "text"
-    tasks: Positive = 20
-    """Shards of a dump, at most one per file."""
-    workers: Annotated[int, Field(ge=-1)] = -1
-    """Shards made at a time on a node; -1: as many as tasks."""
-    batch_bytes: Positive = 4_000_000
-    """Most bytes that a worker tokenizes at a time, a longer document alone; see `relayrun dumps tune`."""
-    batch_documents: Positive = 10_000
-    """Most documents likewise."""
-    eos_token: str | None = None
-    """Ends every document; default: the tokenizer's own."""
-    append_eod: Annotated[Literal["yes", "no", "auto"], BeforeValidator(_yes_or_no)] = "yes"
-    """auto: a warning and no token where the tokenizer has no EOS; true and false are yes and no."""
-    bos: bool = False
-    """Put the tokenizer's BOS in front of every document."""
-    special_text: bool = False
-    """Text of a special token in a document becomes that token."""
-    keep_empty: bool = False
-    """Keep documents without text, as documents without tokens."""
-    engine: Literal["auto", "huggingface", "fastokens", "gigatoken"] = "auto"
-    """auto: the fastest that gives Hugging Face's ids."""
-    on_error: Literal["stop", "skip"] = "stop"
-    """skip: leave out files that cannot be read, and note them."""
-    cache_dir: str | None = None
-    """Where tokenizers of the Hugging Face hub are kept."""
     logs: str = "logs"
     """Gets slurm/tokenization-T-D/ and datatrove/T/D/dump-i/."""
 
     @property
     def name(self) -> str:
-        """Of the jobs."""
+        """The name of the jobs."""
         return f"tokenization-{self.tokenizer_name}-{self.dataset_name}"
 
     @property
@@ -86,7 +56,7 @@ class TokenizationSettings(Section):
         return self.dataset_output / f"dump-{index}"
 
     def dump_logs(self, index: int) -> Path:
-        """datatrove's logs of dump `index`."""
+        """The folder of the logs of dump `index`."""
         return Path(self.logs, "datatrove", self.tokenizer_name, self.dataset_name, f"dump-{index}")
 
     def absolute(self, base: str | os.PathLike[str]) -> Self:

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from relayrun.errors import RelayrunError, run_main
+from relayrun.tokenization.options import TokenizeOptions
 
 STAGES = ("begin", "scatter", "measure", "write", "finish")
 
@@ -25,7 +26,9 @@ def main() -> None:
         "--dataset-folder", required=True, metavar="D", help="local, or a URL that fsspec knows (s3://bucket/x)"
     )
     parser.add_argument("--output-folder", required=True, type=Path, metavar="O", help="must not exist yet")
-    parser.add_argument("--column", default="text", help="of the text (default: %(default)s)")
+    parser.add_argument(
+        "--column", default=TokenizeOptions.default("column"), help="of the text (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--file-size", type=float, default=500, metavar="MB", help="default: %(default)s")
     parser.add_argument("--row-group-size", type=int, default=4096, metavar="ROWS", help="default: %(default)s")

@@ -5,21 +5,22 @@
 # example SBATCH_PARTITION. The same from YAML, with a limit on jobs at a time: launchers/submit_tokenization.py.
 set -euo pipefail
 
-# Settings: edit them here, or give them in the environment.
+# Settings: the first five must be given, here behind :- or in the environment, which holds over this block. The others
+# may be: behind the # stands what holds where they are empty.
 export TOKENIZER="${TOKENIZER:-}"                                           # tokenizer.json, its folder, or a hub name
 export TOKENIZER_NAME="${TOKENIZER_NAME:-}"                                 # names the output folder and the jobs
 export DATASET_NAME="${DATASET_NAME:-}"                                     # likewise
-export COLUMN_KEY="${COLUMN_KEY:-}"                                         # column of the text; empty: text
-export EOS_TOKEN="${EOS_TOKEN:-}"                                           # ends a document; empty: the tokenizer's own
-export APPEND_EOD="${APPEND_EOD:-yes}"                                      # yes, no, auto
-export TOKENIZER_ENGINE="${TOKENIZER_ENGINE:-auto}"                         # auto, huggingface, fastokens, gigatoken
-export ON_ERROR="${ON_ERROR:-stop}"                                         # skip: leave unreadable files out
-export NUMBER_OF_DATATROVE_TASKS="${NUMBER_OF_DATATROVE_TASKS:-20}"         # shards of a dump
-export NUMBER_OF_DATATROVE_WORKERS="${NUMBER_OF_DATATROVE_WORKERS:--1}"     # shards at a time; -1: all tasks
-export TOKENIZER_BATCH_BYTES="${TOKENIZER_BATCH_BYTES:-}"                   # empty: 4 MB; see relayrun dumps tune
 export PATH_TO_PREPROCESSING_METADATA="${PATH_TO_PREPROCESSING_METADATA:-}" # as written by prepare_dumps.py
 export PATH_TO_OUTPUT_FOLDER="${PATH_TO_OUTPUT_FOLDER:-}"                   # gets TOKENIZER_NAME/DATASET_NAME/dump-i
-export PATH_TO_LOGS="${PATH_TO_LOGS:-}"                                     # empty: logs/ beside scripts/
+export COLUMN_KEY="${COLUMN_KEY:-}"                                         # text; column of the text
+export EOS_TOKEN="${EOS_TOKEN:-}"                                           # none; ends a document in place of the tokenizer's own
+export APPEND_EOD="${APPEND_EOD:-}"                                         # yes; no, auto
+export TOKENIZER_ENGINE="${TOKENIZER_ENGINE:-}"                             # auto; huggingface, fastokens, gigatoken
+export ON_ERROR="${ON_ERROR:-}"                                             # stop; skip: leave unreadable files out
+export NUMBER_OF_DATATROVE_TASKS="${NUMBER_OF_DATATROVE_TASKS:-}"           # 20; shards of a dump
+export NUMBER_OF_DATATROVE_WORKERS="${NUMBER_OF_DATATROVE_WORKERS:-}"       # -1; shards at a time; -1: all tasks
+export TOKENIZER_BATCH_BYTES="${TOKENIZER_BATCH_BYTES:-}"                   # 4000000; see relayrun dumps tune
+export PATH_TO_LOGS="${PATH_TO_LOGS:-}"                                     # none; logs/ beside scripts/
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/lib/python.sh"

@@ -27,8 +27,9 @@ def main() -> None:
     size, eod = options.vocabulary_size, options.eod
     if options.tokenizer is not None:
         from relayrun.tokenization.encode.tokenizer import load_tokenizer
+        from relayrun.tokenization.options import TokenizeOptions
 
-        tokenizer = load_tokenizer(options.tokenizer, append_eod="auto")
+        tokenizer = load_tokenizer(TokenizeOptions(tokenizer=options.tokenizer, append_eod="auto"))
         size, eod = size or tokenizer.size, tokenizer.eos_id if eod is None else eod
 
     def report(verified: Verified) -> None:

@@ -19,6 +19,7 @@ from relayrun.rundir.records import Begin, Commit, append_commit
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
+from relayrun.tokenization.options import TokenizeOptions
 
 SMALL = {
     "hidden_size": 64,
@@ -82,7 +83,7 @@ def make_run(folder: Path, hf: Path, *, iteration: int = 7, divisible_by: int = 
     run.config.mkdir()
     checkpoint = run.checkpoint(iteration)
     made = importer.import_hf(hf, checkpoint, divisible_by=divisible_by)
-    tokenizer = load_tokenizer(str(hf / "tokenizer.json"))
+    tokenizer = load_tokenizer(TokenizeOptions(tokenizer=str(hf / "tokenizer.json")))
     writer = ShardWriter(str(folder / "data" / "shard"), np.uint16)
     lengths = np.full(50, 300)
     writer.add(np.arange(lengths.sum()) % tokenizer.size, lengths)

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from relayrun.tokenization.encode import engines
-from relayrun.tokenization.encode.engines import EngineName, HuggingFace, Route, select, without_vocabulary
-from relayrun.tokenization.encode.split_points import cuts, places
+from relayrun.tokenization.encode.engines import HuggingFace, Route, select, without_vocabulary
+from relayrun.tokenization.encode.split_points import places, split_points
+from relayrun.tokenization.options import EngineName
 from relayrun.tokenization.readers.texts import Texts, not_ascii, unassigned
 
 from ..unit.tokenization_corpus import TEXTS
@@ -142,7 +143,7 @@ lines = st.lists(
 @given(text=lines, size=st.integers(1, 60))
 def test_the_ids_of_a_document_are_those_of_its_pieces(kind: str, text: str, size: int) -> None:
     data = np.frombuffer(text.encode(), np.uint8)
-    ends = list(cuts(data, size))
+    ends = list(split_points(data, size))
     assert ends == sorted(set(ends))
     assert (ends or [0])[-1] == data.size
     assert all(end - begin >= size for begin, end in itertools.pairwise([0, *ends[:-1]]))
@@ -181,7 +182,7 @@ def test_documents_are_cut_for_known_tokenizers_alone_and_at_known_places_alone(
         ("a\r\nb", []),
     ):
         data = np.frombuffer(text.encode(), np.uint8)
-        assert list(cuts(data, 0))[:-1] == right, text
+        assert list(split_points(data, 0))[:-1] == right, text
 
 
 @given(text=documents, size=st.integers(1, 20))
@@ -191,7 +192,7 @@ def test_a_tokenizer_without_merges_is_cut_between_any_characters(text: str, siz
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     assert places(json.loads(made.to_str()), merges=False) == "characters"
     assert places(json.loads(made.to_str()) | {"normalizer": {"type": "NFC"}}, merges=False) == "lines"
-    ends = list(cuts(data, size, "characters"))
+    ends = list(split_points(data, size, "characters"))
     assert ends == sorted(set(ends))
     assert (ends or [0])[-1] == data.size
     assert all(size <= end - begin < size + 4 for begin, end in itertools.pairwise([0, *ends[:-1]]))
@@ -203,7 +204,7 @@ def test_a_tokenizer_without_merges_is_cut_between_any_characters(text: str, siz
 def test_a_place_to_cut_is_found_across_windows() -> None:
     for shift in range(40):
         data = np.frombuffer(("漢" * 21_830 + "x" * shift + "é\n漢" + "." * 100).encode(), np.uint8)
-        assert next(cuts(data, 10)) == 3 * 21_830 + shift + 3
+        assert next(split_points(data, 10)) == 3 * 21_830 + shift + 3
 
 
 @given(texts=st.lists(st.text(max_size=20), max_size=8))

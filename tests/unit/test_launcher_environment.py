@@ -70,3 +70,9 @@ def test_every_launcher_offers_the_same_settings_and_all_of_them_are_read() -> N
     assert set(offered[0]) - set(launcher_environment.OVERRIDES) == {"CONFIG", launcher_environment.PROFILER}
     given_otherwise = {"RUN_DIR", "CLUSTER", "TOKENIZER"}  # by the config, unless the environment has them
     assert set(launcher_environment.OVERRIDES) - set(offered[0]) == given_otherwise
+
+
+def test_a_run_is_as_large_as_the_job_that_it_begins_in() -> None:
+    job = {"SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS_PER_NODE": "2", "SLURM_CPUS_PER_TASK": "8", "SLURM_NNODES": "1"}
+    assert launcher_environment.job_overrides(job) == ["job.nodes=1", "job.ntasks_per_node=2", "job.cpus_per_task=8"]
+    assert launcher_environment.job_overrides({"SLURM_NTASKS_PER_NODE": "", "NODES": "3"}) == []

@@ -22,10 +22,11 @@ import json, sys
 from relayrun.tokenization.pool import one_thread
 one_thread()
 import resource
+from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.pipeline import tokenize
 if __name__ == "__main__":
     tokenizer, data = sys.argv[1:]
-    tokenize(tokenizer_name_or_path=tokenizer, output_folder="out", dataset=data, paths_file="paths", n_workers=2)
+    tokenize(TokenizeOptions(tokenizer=tokenizer, workers=2), output_folder="out", dataset=data, paths_file="paths")
     lines = dict(line.split(":") for line in open("/proc/self/status"))  # its ru_maxrss begins with pytest's
     largest = [int(lines["VmHWM"].split()[0]), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss]
     print(json.dumps([1024 * each for each in largest]))

@@ -18,6 +18,7 @@ import zstandard
 
 from relayrun.errors import InputError
 from relayrun.shards.indexed import Shard
+from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.pipeline import Result, tokenize
 
 from .tokenization_corpus import TEXTS, expected_ids, shard_documents, train_tokenizer, write_parquet
@@ -52,8 +53,10 @@ def run(tmp_path: Path, tokenizer: Path, data: Path, out: Path) -> Run:
     def run(names: Sequence[str], **options: Any) -> Result:
         paths = tmp_path / "paths_file_0.txt"
         paths.write_bytes(b"".join(os.fsencode(name) + b"\n" for name in names))
-        defaults = {"tokenizer_name_or_path": str(tokenizer), "output_folder": out, "n_workers": 1}
-        return tokenize(paths_file=paths, **({"dataset": data} | defaults | options))
+        where = {"output_folder": out, "dataset": data}
+        where |= {name: options.pop(name) for name in list(options) if name in where}
+        how = TokenizeOptions(**({"tokenizer": str(tokenizer), "workers": 1} | options))
+        return tokenize(how, paths_file=paths, **where)
 
     return run
 
@@ -89,7 +92,7 @@ def test_every_kind_of_file_gives_hugging_faces_ids_in_order(
 def test_empty_and_null_documents_are_dropped_and_counted(run: Run, data: Path, out: Path, tokenizer: Path) -> None:
     write_parquet(data / "a.parquet", ["one", None, "", None, " ", "two"])
     write_jsonl(data / "b.jsonl", ["", None, "three"])
-    result = run(["a.parquet", "b.jsonl"], n_tasks=2)
+    result = run(["a.parquet", "b.jsonl"], tasks=2)
     assert shard_documents(out / "00000_tokens") == expected_ids(tokenizer, ["one", " ", "two"])
     assert (result.documents, result.empty_documents, result.null_documents) == (4, 2, 3)
     assert "dropped: 2 empty and 3 null documents" in result.summary()
@@ -113,7 +116,7 @@ def test_file_names_are_taken_literally(run: Run, data: Path, out: Path, tokeniz
     for number, name in enumerate(names):
         (data / name).parent.mkdir(exist_ok=True)
         write_parquet(os.fsencode(data / name), [f"file {number}"])
-    result = run(names, n_tasks=2, n_workers=workers)
+    result = run(names, tasks=2, workers=workers)
     assert result.documents == len(names)
     expected = expected_ids(tokenizer, [f"file {number}" for number in range(len(names))])
     assert shard_documents(out / "00000_tokens") == expected[0::2]  # task r takes files r, r + n, ...
@@ -123,7 +126,7 @@ def test_file_names_are_taken_literally(run: Run, data: Path, out: Path, tokeniz
 def test_there_are_never_more_tasks_than_files_and_names_are_plain(run: Run, data: Path, out: Path) -> None:
     for name in ("a", "b", "c"):
         write_parquet(data / f"{name}.parquet", ["x"])
-    result = run(["a.parquet", "b.parquet", "c.parquet"], n_tasks=8, n_workers=-1)
+    result = run(["a.parquet", "b.parquet", "c.parquet"], tasks=8, workers=-1)
     assert result.workers == 3
     assert shards(out) == [f"0000{rank}_tokens.{suffix}" for rank in range(3) for suffix in ("bin", "idx")]
 
@@ -133,7 +136,7 @@ def test_workers_do_not_change_the_shards(run: Run, data: Path, tmp_path: Path) 
     for number, name in enumerate(names):
         write_parquet(data / name, [f"{text}{number}" for text in TEXTS])
     for folder, workers in (("one", 1), ("two", 2)):
-        run(names, n_tasks=4, n_workers=workers, output_folder=tmp_path / folder)
+        run(names, tasks=4, workers=workers, output_folder=tmp_path / folder)
     for name in shards(tmp_path / "one"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     assert len(shards(tmp_path / "two")) == 8
@@ -178,7 +181,7 @@ def test_a_second_run_makes_again_what_is_not_whole_and_only_that(
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"n_tasks": 1}, "tasks"),
+        ({"tasks": 1}, "tasks"),
         ({"eos_token": "<s>"}, "eos"),
         ({"column": "id"}, "column"),
         ({"paths": ["b.parquet"]}, "paths"),
@@ -246,7 +249,7 @@ def test_several_text_types_are_read(run: Run, data: Path, out: Path, tokenizer:
     table = pa.table({"text": pa.array(["a", "b", None, "a"]).dictionary_encode()})
     pq.write_table(table, data / "dictionary.parquet")
     pq.write_table(pa.table({"text": pa.array(["c"], pa.large_string())}), data / "large.parquet")
-    run(["dictionary.parquet", "large.parquet"], n_tasks=1)
+    run(["dictionary.parquet", "large.parquet"], tasks=1)
     assert shard_documents(out / "00000_tokens") == expected_ids(tokenizer, ["a", "b", "a", "c"])
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,14 @@ from relayrun.errors import ConfigError, InputError, RelayrunError, SchedulerErr
 from relayrun.tokenization.dumps.jobs import CSV_COLUMNS, append_row, begin, submit_dumps, tokenize_dump
 from relayrun.tokenization.dumps.metadata import MetadataFolder
 from relayrun.tokenization.dumps.split import prepare
+from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.pipeline import tokenize
-from relayrun.tokenization.settings import TokenizationSettings, load_config, settings_from_environment
+from relayrun.tokenization.settings import (
+    TokenizationConfig,
+    TokenizationSettings,
+    load_config,
+    settings_from_environment,
+)
 
 from .tokenization_corpus import TEXTS, train_tokenizer, write_parquet
 
@@ -59,6 +66,11 @@ def environment(settings: TokenizationSettings, **more: str) -> dict[str, str]:
     }
 
 
+def config(settings: TokenizationSettings, **changes: Any) -> TokenizationConfig:
+    """The settings as those of a YAML config."""
+    return TokenizationConfig(**(settings.model_dump() | changes))
+
+
 def rows(settings: TokenizationSettings) -> list[dict[str, str]]:
     with settings.csv.open(newline="") as file:
         return list(csv.DictReader(file))
@@ -74,12 +86,10 @@ def test_a_dump_is_tokenized_moved_and_noted(settings: TokenizationSettings, tmp
     assert (metadata.pending(), metadata.finished()) == ([0], [1])
     output = tmp_path / "out put/T-1/D.2/dump-1"
     direct = tokenize(
-        tokenizer_name_or_path=settings.tokenizer,
+        TokenizeOptions(tokenizer=settings.tokenizer, tasks=2, workers=1),
         output_folder=tmp_path / "direct",
         dataset=metadata.raw_link,
         paths_file=metadata.completed / "paths_file_1.txt",
-        n_tasks=2,
-        n_workers=1,
     )
     assert shard_bytes(output) == shard_bytes(tmp_path / "direct")
     assert list(row) == list(CSV_COLUMNS)
@@ -94,7 +104,7 @@ def test_a_dump_is_tokenized_moved_and_noted(settings: TokenizationSettings, tmp
 
 @pytest.mark.slow
 def test_all_dumps_are_tokenized_through_submitit_here(settings: TokenizationSettings, tmp_path: Path) -> None:
-    assert submit_dumps(settings, executor="local", max_parallel=2) == [0, 1]
+    assert submit_dumps(config(settings, executor="local", max_parallel=2)) == [0, 1]
     metadata = MetadataFolder(settings.metadata_folder)
     assert (metadata.pending(), metadata.finished()) == ([], [0, 1])
     output = tmp_path / "out put/T-1/D.2"
@@ -104,10 +114,10 @@ def test_all_dumps_are_tokenized_through_submitit_here(settings: TokenizationSet
     ]
     assert len(rows(settings)) == 2
     with pytest.raises(InputError, match="there is no dump to tokenize"):
-        submit_dumps(settings, executor="local")
+        submit_dumps(config(settings, executor="local"))
     write_parquet(tmp_path / "da ta" / "new.parquet", ["later"])
     assert [dump.index for dump in prepare(tmp_path / "da ta", metadata.path)] == [2]
-    assert submit_dumps(settings, executor="local") == [2]
+    assert submit_dumps(config(settings, executor="local")) == [2]
 
 
 @pytest.mark.slow
@@ -138,7 +148,7 @@ def test_what_is_wrong_is_said_before_any_job_starts(settings: TokenizationSetti
     with pytest.raises(InputError, match="no such tokenizer file"):
         begin(settings.model_copy(update={"tokenizer": str(tmp_path / "nothing")}))
     with pytest.raises(InputError, match="no such metadata folder"):
-        submit_dumps(settings.model_copy(update={"metadata_folder": str(tmp_path / "nothing")}))
+        submit_dumps(config(settings, metadata_folder=str(tmp_path / "nothing")))
     tokenize_dump(settings, 0)
     begin(settings)
     with pytest.raises(InputError, match="finished dumps of this folder went to"):
@@ -150,7 +160,7 @@ def test_without_slurm_the_slurm_executor_says_so(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SchedulerError, match="Slurm is not installed here"):
-        submit_dumps(settings, executor="slurm")
+        submit_dumps(config(settings, executor="slurm"))
 
 
 def test_a_dump_is_not_prepared_anew_while_it_is_tokenized(settings: TokenizationSettings, tmp_path: Path) -> None:

@@ -77,8 +77,8 @@ def test_an_eod_is_required_unless_auto_which_warns(
     plain = str(word_level(tmp_path / "plain", 50))
     write_parquet(data / "a.parquet", ["w1 w2"])
     with pytest.raises(InputError, match="which token ends a document"):
-        run(["a.parquet"], tokenizer_name_or_path=plain)
-    run(["a.parquet"], tokenizer_name_or_path=plain, append_eod="auto")
+        run(["a.parquet"], tokenizer=plain)
+    run(["a.parquet"], tokenizer=plain, append_eod="auto")
     assert "no token will stand between documents" in capsys.readouterr().err
     assert shard_documents(out / "00000_tokens") == [[1, 2]]
 
@@ -96,7 +96,7 @@ def test_the_token_type_follows_megatrons_rule(
 ) -> None:
     made = word_level(tmp_path / "words", size, special="</s>")
     write_parquet(data / "a.parquet", [f"w1 w{size - 2}"])
-    run(["a.parquet"], tokenizer_name_or_path=str(made))
+    run(["a.parquet"], tokenizer=str(made))
     assert Shard.open(out / "00000_tokens").dtype == np.dtype(dtype)
     assert shard_documents(out / "00000_tokens") == [[1, size - 2, size - 1]]
 
@@ -144,17 +144,19 @@ def test_nested_columns_are_read_from_every_kind_of_file(run: Run, data: Path, o
     rows = [{"a": {"b": "one", "c": 1}}, {"a": None}, {"a": {"b": None, "c": 2}}, {"a": {"b": "two", "c": 3}}]
     pq.write_table(pa.Table.from_pylist(rows), data / "a.parquet")
     (data / "b.jsonl").write_text('{"a": {"b": "three"}}\n{"a.b": "four"}\n')
-    result = run(["a.parquet", "b.jsonl"], column="a.b", n_tasks=1)
+    result = run(["a.parquet", "b.jsonl"], column="a.b", tasks=1)
     assert shard_documents(out / "00000_tokens") == expected_ids(tokenizer, ["one", "two", "three", "four"])
     assert result.null_documents == 2
     with pytest.raises(InputError, match=r"no column 'a\.x'; there are: a\.b, a\.c"):
-        list(read_column(str(data / "a.parquet"), "a.x"))
+        list(read_column(str(data / "a.parquet"), "a.x", batch_bytes=1000))
 
 
 def test_a_path_with_a_scheme_is_read_through_fsspec() -> None:
     with fsspec.open("memory://bucket/x.jsonl", "wb") as file:
         file.write(b'{"text": "far"}\n')
-    assert [array.to_pylist() for array in read_column("memory://bucket/x.jsonl", "text")] == [["far"]]
+    assert [array.to_pylist() for array in read_column("memory://bucket/x.jsonl", "text", batch_bytes=1000)] == [
+        ["far"]
+    ]
 
 
 class Bucket(MemoryFileSystem):  # type: ignore[misc]  # fsspec is untyped
@@ -217,9 +219,9 @@ def test_files_that_join_get_shards_of_their_own_and_the_others_stay(
 ) -> None:
     for name in "abcd":
         write_parquet(data / f"{name}.parquet", [name])
-    run(["b.parquet", "c.parquet"], n_tasks=2)
+    run(["b.parquet", "c.parquet"], tasks=2)
     before = {file.name: file.stat().st_mtime_ns for file in out.glob("0*")}
-    result = run(["a.parquet", "b.parquet", "c.parquet", "d.parquet"], n_tasks=2)
+    result = run(["a.parquet", "b.parquet", "c.parquet", "d.parquet"], tasks=2)
     assert result.tasks_run == 2
     assert {name: (out / name).stat().st_mtime_ns for name in before} == before
     found = [shard_documents(out / f"0000{number}_tokens") for number in range(4)]
@@ -243,14 +245,14 @@ def test_a_torn_file_is_left_out_if_asked_and_named(
     write_jsonl(data / "a.jsonl", TEXTS)
     (data / "b.jsonl").write_text('{"text": "half"}\n{"te')
     write_jsonl(data / "c.jsonl", ["end"])
-    result = run(["a.jsonl", "b.jsonl", "c.jsonl"], n_tasks=1, on_error="skip", batch_bytes=1)
+    result = run(["a.jsonl", "b.jsonl", "c.jsonl"], tasks=1, on_error="skip", batch_bytes=1)
     assert shard_documents(out / "00000_tokens") == expected_ids(tokenizer, [*TEXTS, "end"])
     assert (result.documents, result.skipped_files) == (len(TEXTS) + 1, 1)
     assert "left out: " in capsys.readouterr().err
     task = json.loads((out / "tokenization.json").read_text())["shards"]["00000_tokens"]
     assert task["skipped"][0]["file"] == "b.jsonl"
     assert xxhash.xxh3_128((out / "00000_tokens.bin").read_bytes()).hexdigest() == task["xxh3_128"]["bin"]
-    assert run(["a.jsonl", "b.jsonl", "c.jsonl"], n_tasks=1, on_error="skip").tasks_run == 0
+    assert run(["a.jsonl", "b.jsonl", "c.jsonl"], tasks=1, on_error="skip").tasks_run == 0
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
@@ -319,16 +321,17 @@ def test_another_tokenizer_under_the_same_path_is_another_tokenizer(
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         made.add_special_tokens([EOS])
         made.save(str(tokenizer))
-        run(["a.parquet"], n_workers=1)
+        run(["a.parquet"], workers=1)
         assert shard_documents(out / "00000_tokens") == [[*map(order.index, "ACGT"), 4]]
 
 
 MEMORY = """
 import resource, sys
+from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.pipeline import tokenize
 if __name__ == "__main__":
     tokenizer, out, data, paths = sys.argv[1:]
-    tokenize(tokenizer_name_or_path=tokenizer, output_folder=out, dataset=data, paths_file=paths)
+    tokenize(TokenizeOptions(tokenizer=tokenizer), output_folder=out, dataset=data, paths_file=paths)
     print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024)
 """
 

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from relayrun.errors import InputError
 from relayrun.tokenization.encode.engines import HuggingFace
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
+from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.readers.texts import Texts
 
 from .tokenization_corpus import EOS, TEXTS, expected_ids, train_tokenizer
@@ -21,8 +22,8 @@ def file(tmp_path: Path) -> Path:
 
 
 def encode(file: Path, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    loaded = load_tokenizer(str(file))
-    return loaded.framing().apply(*HuggingFace(loaded.tokenizer).encode(Texts.of(texts)))
+    loaded = load_tokenizer(TokenizeOptions(tokenizer=str(file)))
+    return loaded.framing(keep_empty=False).apply(*HuggingFace(loaded.tokenizer).encode(Texts.of(texts)))
 
 
 def word_tokenizer(folder: Path, words: dict[str, int], special: tuple[str, ...]) -> Path:
@@ -43,7 +44,7 @@ def test_ids_are_those_of_hugging_face_with_the_eos_behind_each_text(file: Path)
 
 
 def test_neither_template_nor_truncation_nor_special_text_gives_special_ids(file: Path) -> None:
-    tokenizer = load_tokenizer(str(file))
+    tokenizer = load_tokenizer(TokenizeOptions(tokenizer=str(file)))
     ids, lengths = encode(file, [f"a{EOS}b<s>" * 20])
     assert lengths[0] > 16
     assert tokenizer.tokenizer.token_to_id("<s>") not in ids
@@ -51,7 +52,10 @@ def test_neither_template_nor_truncation_nor_special_text_gives_special_ids(file
 
 
 def test_a_folder_and_its_file_are_the_same_tokenizer(file: Path) -> None:
-    by_file, by_folder = load_tokenizer(str(file)), load_tokenizer(str(file.parent))
+    by_file, by_folder = (
+        load_tokenizer(TokenizeOptions(tokenizer=str(file))),
+        load_tokenizer(TokenizeOptions(tokenizer=str(file.parent))),
+    )
     assert by_file.fingerprint == by_folder.fingerprint
     assert by_file.eos_token == by_folder.eos_token == EOS
 
@@ -59,42 +63,42 @@ def test_a_folder_and_its_file_are_the_same_tokenizer(file: Path) -> None:
 @pytest.mark.parametrize("value", ["<s>", {"content": "<s>", "special": True}])
 def test_the_configuration_beside_the_tokenizer_names_the_eos(file: Path, value: object) -> None:
     (file.parent / "tokenizer_config.json").write_text(json.dumps({"eos_token": value}))
-    assert load_tokenizer(str(file)).eos_token == "<s>"
-    assert load_tokenizer(str(file), eos_token=EOS).eos_token == EOS
+    assert load_tokenizer(TokenizeOptions(tokenizer=str(file))).eos_token == "<s>"
+    assert load_tokenizer(TokenizeOptions(tokenizer=str(file), eos_token=EOS)).eos_token == EOS
 
 
 def test_an_eos_that_the_tokenizer_does_not_have_is_refused(file: Path) -> None:
     with pytest.raises(InputError, match=r"has no token '</end>'.*\n.*--eos-token"):
-        load_tokenizer(str(file), eos_token="</end>")
+        load_tokenizer(TokenizeOptions(tokenizer=str(file), eos_token="</end>"))
 
 
 def test_without_any_or_with_several_usual_eos_tokens_the_option_is_asked_for(tmp_path: Path) -> None:
     nothing = word_tokenizer(tmp_path / "a", {"unk": 0, "x": 1}, ())
     with pytest.raises(InputError, match=r"names none\n.*--eos-token"):
-        load_tokenizer(str(nothing))
+        load_tokenizer(TokenizeOptions(tokenizer=str(nothing)))
     several = word_tokenizer(tmp_path / "b", {"unk": 0}, ("</s>", "<eos>"))
     with pytest.raises(InputError, match=r"several that could be it: </s>, <eos>\n.*--eos-token"):
-        load_tokenizer(str(several))
+        load_tokenizer(TokenizeOptions(tokenizer=str(several)))
 
 
 @pytest.mark.parametrize(("entries", "dtype"), [(65_499, np.uint16), (65_500, np.int32)])
 def test_the_token_type_counts_added_tokens(tmp_path: Path, entries: int, dtype: type[np.generic]) -> None:
     words = {"unk": 0} | {f"w{i}": i for i in range(1, entries - 1)}
-    loaded = load_tokenizer(str(word_tokenizer(tmp_path / "t", words, ("</s>",))))
+    loaded = load_tokenizer(TokenizeOptions(tokenizer=str(word_tokenizer(tmp_path / "t", words, ("</s>",)))))
     assert loaded.size == entries
     assert loaded.dtype is dtype
 
 
 def test_ids_above_the_number_of_entries_fit_into_the_token_type(tmp_path: Path) -> None:
     file = word_tokenizer(tmp_path / "t", {"unk": 0, "far": 70_000}, ("</s>",))
-    loaded = load_tokenizer(str(file))
+    loaded = load_tokenizer(TokenizeOptions(tokenizer=str(file)))
     assert loaded.dtype is np.int32
     assert encode(file, ["far"])[0].tolist() == [70_000, loaded.eos_id]
 
 
 def test_unknown_and_broken_tokenizers_are_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such tokenizer file"):
-        load_tokenizer(str(tmp_path / "missing"))
+        load_tokenizer(TokenizeOptions(tokenizer=str(tmp_path / "missing")))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match=r"tokenizer\.json: not a tokenizer\.json"):
-        load_tokenizer(str(tmp_path))
+        load_tokenizer(TokenizeOptions(tokenizer=str(tmp_path)))

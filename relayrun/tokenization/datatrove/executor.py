@@ -1,4 +1,4 @@
-"""datatrove's local executor on a pool that notices a killed worker, for pipelines of your own."""
+"""The local executor of datatrove on a pool that notices a killed worker, for pipelines of your own."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,14 @@ from datatrove.pipeline.base import PipelineStep
 
 from relayrun.errors import InputError
 from relayrun.shards.indexed import ShardWriter
-from relayrun.tokenization.encode.engines import Engine, EngineName, select
+from relayrun.tokenization.encode.engines import Engine, select
 from relayrun.tokenization.encode.framing import Framing
-from relayrun.tokenization.encode.tokenizer import AppendEod, load_tokenizer
+from relayrun.tokenization.encode.tokenizer import load_tokenizer
+from relayrun.tokenization.options import AppendEod, EngineName, TokenizeOptions, checked
 from relayrun.tokenization.readers.texts import Texts
 from relayrun.tokenization.record import shard_name
+
+log = logging.getLogger(__name__)
 
 
 class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is untyped
@@ -31,14 +34,12 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
 
     Args:
         output_folder: a local folder; made if missing.
-        tokenizer_name_or_path: as for `load_tokenizer`.
-        eos_token: ends every document; None takes the tokenizer's own.
-        append_eod, add_bos, cache_dir: as for `load_tokenizer`; True and False are "yes" and "no".
-        keep_empty: keep documents without text, as documents without tokens.
-        engine: as for `select`; proven on the first batch of every process.
+        tokenizer_name_or_path: the `tokenizer` of `TokenizeOptions`.
+        eos_token, append_eod, keep_empty, cache_dir, batch_bytes: as in `TokenizeOptions`; None: as by default there.
+        add_bos: its `bos`.
+        engine: its `engine`; proven on the first batch of every process.
         text_field: "text", or the name of a datatrove document's metadata that holds the text.
-        batch_size: most documents that are tokenized at a time.
-        batch_bytes: most bytes of them in UTF-8, one longer document aside; bounds memory.
+        batch_size: its `batch_documents`.
         path, model_identifier, tokenization_batch_size: other names of the first two and of batch_size.
     """
 
@@ -51,41 +52,43 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
         tokenizer_name_or_path: str | None = None,
         *,
         eos_token: str | None = None,
-        append_eod: AppendEod | bool = "yes",
-        add_bos: bool = False,
-        keep_empty: bool = False,
-        engine: EngineName = "auto",
-        text_field: str = "text",
+        append_eod: AppendEod | bool | None = None,
+        add_bos: bool | None = None,
+        keep_empty: bool | None = None,
+        engine: EngineName | None = None,
+        text_field: str | None = None,
         cache_dir: str | None = None,
         batch_size: int | None = None,
-        batch_bytes: int = 4_000_000,
+        batch_bytes: int | None = None,
         path: str | os.PathLike[str] | None = None,
         model_identifier: str | None = None,
         tokenization_batch_size: int | None = None,
     ) -> None:
         super().__init__()
+        if batch_size is not None or tokenization_batch_size is not None:
+            batch_size = _one("batch_size", batch_size, "tokenization_batch_size", tokenization_batch_size)
+        given = {
+            "tokenizer": _one("tokenizer_name_or_path", tokenizer_name_or_path, "model_identifier", model_identifier),
+            "eos_token": eos_token,
+            "append_eod": append_eod,
+            "bos": add_bos,
+            "keep_empty": keep_empty,
+            "engine": engine,
+            "column": text_field,
+            "cache_dir": cache_dir,
+            "batch_documents": batch_size,
+            "batch_bytes": batch_bytes,
+        }
         self.output_folder = os.fspath(_one("output_folder", output_folder, "path", path))
-        self.tokenizer_name_or_path: str = _one(
-            "tokenizer_name_or_path", tokenizer_name_or_path, "model_identifier", model_identifier
-        )
-        if isinstance(append_eod, bool):
-            append_eod = "yes" if append_eod else "no"
-        self.options = (eos_token, append_eod, add_bos, cache_dir)
-        self.keep_empty = keep_empty
-        self.engine = engine
-        self.text_field = text_field
-        self.batch_size: int = _one("batch_size", batch_size, "tokenization_batch_size", tokenization_batch_size, 1000)
-        self.batch_bytes = batch_bytes
+        self.options = checked({name: value for name, value in given.items() if value is not None}, _NAMES)
 
     def run(self, data: Iterable[Document] | None, rank: int = 0, world_size: int = 1) -> None:
+        """Write the shard of task `rank`; datatrove calls this. Raises InputError where a document has no text."""
         # workers are processes: without this each of them would start a thread per core
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         batches = self._batches(data or ())
         first = next(batches, Texts.of([]))
-        source = self.tokenizer_name_or_path
-        engine, framing = _tokenizer_of_this_process(
-            source, self.options, self.engine, self.keep_empty, _stamp(source), _Sample(first)
-        )
+        engine, framing = _tokenizer_of_this_process(self.options, _stamp(self.options.tokenizer), _Sample(first))
         routed = engine.routed
         shard = ShardWriter(os.path.join(self.output_folder, shard_name(rank)), np.dtype(framing.dtype).type)
         try:
@@ -104,17 +107,18 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
         self.stat_update("routed documents", value=engine.routed - routed, unit="task")
 
     def _batches(self, data: Iterable[Document]) -> Iterator[Texts]:
+        options = self.options
         texts: list[str] = []
         size = 0
         for document in data:
-            text: Any = document.text if self.text_field == "text" else document.metadata.get(self.text_field)
+            text: Any = document.text if options.column == "text" else document.metadata.get(options.column)
             if not isinstance(text, str):
-                raise InputError(f"document {document.id} has no text in {self.text_field!r}")
-            if not text and not self.keep_empty:
+                raise InputError(f"document {document.id} has no text in {options.column!r}")
+            if not text and not options.keep_empty:
                 self.stat_update("empty documents")
                 continue
             length = len(text.encode())
-            if texts and (len(texts) >= self.batch_size or size + length > self.batch_bytes):
+            if texts and (len(texts) >= options.batch_documents or size + length > options.batch_bytes):
                 yield Texts.of(texts)
                 texts, size = [], 0
             texts.append(text)
@@ -123,12 +127,20 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
             yield Texts.of(texts)
 
 
-def _one(name: str, value: Any, other: str, value_of_other: Any, default: Any = None) -> Any:
+_NAMES = {name: name for name in TokenizeOptions.model_fields} | {
+    "tokenizer": "tokenizer_name_or_path",
+    "bos": "add_bos",
+    "column": "text_field",
+    "batch_documents": "batch_size",
+}
+
+
+def _one(name: str, value: Any, other: str, value_of_other: Any) -> Any:
     """The one of two names for the same that is given."""
     given = [each for each in (value, value_of_other) if each is not None]
-    if len(given) > 1 or (not given and default is None):
+    if len(given) != 1:
         raise TypeError(f"give {name}, or {other}, which is another name of it")
-    return given[0] if given else default
+    return given[0]
 
 
 class _Sample:
@@ -145,18 +157,11 @@ class _Sample:
 
 
 @functools.lru_cache(maxsize=2)
-def _tokenizer_of_this_process(
-    name_or_path: str, options: tuple[Any, ...], engine: EngineName, keep_empty: bool, stamp: object, sample: _Sample
-) -> tuple[Engine, Framing]:
+def _tokenizer_of_this_process(options: TokenizeOptions, stamp: object, sample: _Sample) -> tuple[Engine, Framing]:
     """Loaded and proven once per process, however many tasks it runs; `stamp` changes when the file does."""
-    eos_token, append_eod, add_bos, cache_dir = options
-    loaded = load_tokenizer(
-        name_or_path, eos_token=eos_token, append_eod=append_eod, add_bos=add_bos, cache_dir=cache_dir
-    )
-    selection = select(
-        engine, loaded.tokenizer, sample.texts, lambda line: print(line, file=sys.stderr), definition=loaded.definition
-    )
-    return selection.build(loaded.definition), loaded.framing(keep_empty=keep_empty)
+    loaded = load_tokenizer(options)
+    selection = select(options.engine, loaded.tokenizer, sample.texts, log.warning, definition=loaded.definition)
+    return selection.build(loaded.definition), loaded.framing(keep_empty=options.keep_empty)
 
 
 def _stamp(name_or_path: str) -> object:

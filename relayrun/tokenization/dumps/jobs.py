@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from relayrun.errors import InputError, RelayrunError, SchedulerError
 from relayrun.files import write_atomic
@@ -27,7 +27,7 @@ from relayrun.tokenization.dumps.status import ERROR_FILE, finished_shards
 from relayrun.tokenization.limit import Requeued, job_id, requeued_before_the_limit
 from relayrun.tokenization.locks import locked
 from relayrun.tokenization.pool import one_thread
-from relayrun.tokenization.settings import SlurmOptions, TokenizationSettings
+from relayrun.tokenization.settings import SlurmOptions, TokenizationConfig, TokenizationSettings
 
 CSV_COLUMNS = (
     "slurm_job_id",
@@ -44,8 +44,9 @@ CSV_COLUMNS = (
     "total_tokens_processed",
     "throughput",
 )
-"""dataset_total_size: bytes of the dump's files; processed_total_size: bytes of its .bin files; time: seconds;
-bw: MB (10^6 bytes) of input per second; total_tokens_processed: counted; throughput: tokens per second."""
+"""Columns of the CSV. dataset_total_size: bytes of the dump's files; processed_total_size: bytes of its .bin files;
+time: seconds; bw: MB (10^6 bytes) of input per second; total_tokens_processed: counted; throughput: tokens per
+second."""
 
 _LOCAL_LIMIT_MINUTES = 60 * 24 * 30  # submitit kills local jobs after two minutes unless told otherwise
 _POLL_SECONDS = 0.2
@@ -63,13 +64,7 @@ def begin(settings: TokenizationSettings) -> list[int]:
     indices = metadata.pending()
     if not indices:
         raise InputError("there is no dump to tokenize", where=metadata.dumps, hint="prepare_dumps.py makes them")
-    load_tokenizer(
-        settings.tokenizer,
-        eos_token=settings.eos_token,
-        append_eod=settings.append_eod,
-        add_bos=settings.bos,
-        cache_dir=settings.cache_dir,
-    )
+    load_tokenizer(settings)
     output = settings.dataset_output
     link = metadata.tokenized_link
     if metadata.finished() and link.is_symlink() and os.readlink(link) != str(output):
@@ -116,23 +111,10 @@ def _tokenize_dump(settings: TokenizationSettings, index: int) -> dict[str, Any]
         paths_file, output = metadata.paths_file(index), settings.dump_output(index)
         with requeued_before_the_limit(lambda: finished_shards(output)):
             result = tokenize(
-                tokenizer_name_or_path=settings.tokenizer,
+                settings,
                 output_folder=output,
                 dataset=metadata.dataset(),  # messages name files of the dataset, not of the link
                 paths_file=paths_file,
-                n_tasks=settings.tasks,
-                n_workers=settings.workers,
-                column=settings.column,
-                eos_token=settings.eos_token,
-                append_eod=settings.append_eod,
-                bos=settings.bos,
-                special_text=settings.special_text,
-                keep_empty=settings.keep_empty,
-                engine=settings.engine,
-                batch_documents=settings.batch_documents,
-                batch_bytes=settings.batch_bytes,
-                on_error=settings.on_error,
-                cache_dir=settings.cache_dir,
                 logging_dir=settings.dump_logs(index),
             )
         print(result.summary(), flush=True)
@@ -174,39 +156,30 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def submit_dumps(
-    settings: TokenizationSettings,
-    *,
-    executor: Literal["local", "slurm"] = "slurm",
-    max_parallel: int = 4,
-    slurm: SlurmOptions | None = None,
-    wait: bool = True,
-) -> list[int]:
+def submit_dumps(config: TokenizationConfig, *, wait: bool = True) -> list[int]:
     """Tokenize all dumps of a metadata folder, `max_parallel` at a time; return their numbers.
 
-    executor: `local` runs processes of this machine and waits for them; `slurm` submits job arrays, one node
+    The executor `local` runs processes of this machine and waits for them; `slurm` submits job arrays, one node
     per dump, and waits if `wait`. Raises RelayrunError naming the dumps that failed, with the first message;
     SchedulerError where Slurm refuses.
     """
-    settings = settings.absolute(os.getcwd())
+    settings = config.absolute(os.getcwd())
     metadata = MetadataFolder(settings.metadata_folder)
     if not metadata.path.is_dir():
         raise InputError("there is no such metadata folder", where=metadata.path, hint="prepare_dumps.py makes it")
-    if executor == "local":
+    if config.executor == "local":
         with metadata.in_use():
             indices = begin(settings)
-            _run_local(settings, indices, max_parallel)
-    elif executor == "slurm":
+            _run_local(settings, indices, config.max_parallel)
+    else:
         with metadata.hold():
             metadata.refuse_live_jobs()
             indices = begin(settings)
-            _submit_slurm(settings, indices, max_parallel, slurm or SlurmOptions())
+            _submit_slurm(settings, indices, config.max_parallel, config.slurm)
         if not wait:
             return indices
         while metadata.live_jobs():
             time.sleep(10 * _POLL_SECONDS)
-    else:
-        raise InputError(f"unknown executor {executor!r}; there are: local, slurm")
     _raise_failures(settings, sorted(set(indices) & set(metadata.pending())), len(indices))
     return indices
 

@@ -8,6 +8,7 @@ files give the same dumps whatever the order in which the file system lists them
 from __future__ import annotations
 
 import heapq
+import logging
 import os
 import shutil
 import stat
@@ -21,8 +22,10 @@ from relayrun.tokenization.readers import stores
 from relayrun.tokenization.readers.inputs import paths_file_bytes, read_paths_file
 from relayrun.tokenization.readers.stores import printable
 
+log = logging.getLogger(__name__)
+
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
-"""Of the files that are read, in any case of letters."""
+"""The endings of the files that are read, in any case of letters."""
 
 BYTES_PER_DUMP = 150_000_000_000
 """Without a number of dumps: about an hour of a large node."""
@@ -222,4 +225,4 @@ def print_dumps(dumps: Sequence[Dump], *, seconds_per_gb: float) -> None:
         hours = estimated_hours(size, seconds_per_gb=seconds_per_gb)
         print(f"{name:<12} {count:>9,} {size / 1e9:>12,.3f} {hours:>8,.2f}")
     if twice := linked_twice(files):
-        print(f"warning: {twice:,} files are reached by more than one path (links) and will be tokenized again")
+        log.warning("%s files are reached by more than one path (links) and will be tokenized again", f"{twice:,}")

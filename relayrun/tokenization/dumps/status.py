@@ -30,19 +30,19 @@ class DumpStatus:
 
     index: int
     state: str
-    """done, running, stalled (tasks have said nothing for a minute), failed, open (some shards are done, nobody works
-    on the others), waiting."""
+    """One of: done, running, stalled (tasks have said nothing for a minute), failed, open (some shards are done, nobody
+    works on the others), waiting."""
     shards: int
-    """Recorded as finished."""
+    """Shards that are recorded as finished."""
     of: int
-    """0 where no job has dealt the files yet."""
+    """All shards; 0 where no job has dealt the files yet."""
     finished_tokens: int
     finished_bytes: int
-    """Of the input files of finished shards."""
+    """Bytes of the input files of finished shards."""
     bytes: int
-    """Of all input files; 0 if it is not known."""
+    """Bytes of all input files; 0 if it is not known."""
     worker_seconds: float
-    """That finished shards took, summed over the workers."""
+    """Seconds that finished shards took, summed over the workers."""
     busy_seconds: float
     """How long at least one worker worked on a finished shard."""
     running: tuple[Running, ...]
@@ -105,7 +105,7 @@ def seconds_left(dumps: Iterable[DumpStatus], *, tokens_per_byte: float, rate: f
 
 
 def tokens_per_byte(dumps: Sequence[DumpStatus]) -> float:
-    """Of the files that are read; 0 where there are none yet."""
+    """Tokens of a byte of the files that are read; 0 where there are none yet."""
     read = sum(dump.finished_bytes + sum(task.bytes_read for task in dump.running) for dump in dumps)
     tokens = sum(dump.finished_tokens + sum(t.tokens for t in dump.running if t.bytes_read) for dump in dumps)
     return tokens / read if read else 0.0
@@ -256,7 +256,7 @@ def _busy(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def finished_shards(output: Path) -> int:
-    """Of the folder of a dump."""
+    """The number of finished shards in the folder of a dump."""
     return len(_record(output).get("shards", {}))
 
 

@@ -24,13 +24,17 @@ from relayrun.files import read_json
 from relayrun.tokenization import progress
 from relayrun.tokenization.dumps.metadata import MetadataFolder
 from relayrun.tokenization.dumps.split import SUFFIXES
+from relayrun.tokenization.flags import to_flags
+from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.readers import stores
 from relayrun.tokenization.readers.inputs import paths_file_bytes, read_paths_file
 from relayrun.tokenization.record import NAME
 
-BATCH_BYTES = (1_000_000, 4_000_000, 16_000_000)
+BATCH_BYTES = tuple(int(TokenizeOptions.default("batch_bytes") * part) for part in (0.25, 1, 4))
+"""Bounds of a batch that are tried where none are given."""
+
 GOOD_ENOUGH = 0.97
-"""Of the best rate: of settings at least so good the one with the fewest workers is recommended."""
+"""A part of the best rate: of settings at least so good the one with the fewest workers is recommended."""
 
 _LINKS = 20_000
 _BYTES_PER_SECOND = 100_000_000
@@ -45,7 +49,7 @@ class Trial:
     workers: int
     batch_bytes: int
     tokens_per_second: float
-    """Of the node."""
+    """The rate of the node."""
     worker_bytes: int
     """Memory of the largest worker (resident set)."""
 
@@ -58,15 +62,15 @@ def default_workers() -> list[int]:
 
 def tune(
     metadata_folder: str | os.PathLike[str],
+    options: TokenizeOptions,
     *,
-    options: Sequence[str],
     workers: Sequence[int],
-    batch_bytes: Sequence[int] = BATCH_BYTES,
-    seconds: float = 10.0,
+    batch_bytes: Sequence[int],
+    seconds: float,
     temp_dir: str | None = None,
     report: Callable[[Trial], None] = lambda trial: None,
 ) -> list[Trial]:
-    """Try every pair of `workers` and `batch_bytes` for `seconds` each; `options` go to preprocess_megatron.py.
+    """Try `options` with every pair of `workers` and `batch_bytes`, for `seconds` each.
 
     `temp_dir` should lie on the file system that dumps are written to. Raises InputError where there are no dumps, or
     numbers make no sense; RelayrunError with its message if a run fails.
@@ -83,10 +87,11 @@ def tune(
     trials = []
     for count in workers:
         for size in batch_bytes:
+            tried = options.model_copy(update={"tasks": count, "workers": count, "batch_bytes": size})
             with tempfile.TemporaryDirectory(
                 dir=temp_dir, prefix="relayrun-tune-", ignore_cleanup_errors=True
             ) as place:
-                trials.append(_trial(Path(place), dataset, names, options, count, size, seconds))
+                trials.append(_trial(Path(place), dataset, names, tried, seconds))
             report(trials[-1])
     return trials
 
@@ -121,16 +126,8 @@ def advice(trial: Trial) -> str:
     )
 
 
-def _trial(
-    place: Path,
-    dataset: str,
-    names: Sequence[str],
-    options: Sequence[str],
-    workers: int,
-    size: int,
-    seconds: float,
-) -> Trial:
-    output, log = place / "tokens", place / "log"
+def _trial(place: Path, dataset: str, names: Sequence[str], options: TokenizeOptions, seconds: float) -> Trial:
+    output, log, workers = place / "tokens", place / "log", options.workers
     most_bytes = workers * seconds * _BYTES_PER_SECOND
     if stores.is_url(dataset):
         names = _first(dataset, names, least=workers, most_bytes=most_bytes)
@@ -148,13 +145,7 @@ def _trial(
         dataset,
         "--paths-file",
         str(place / "paths"),
-        "--n-tasks",
-        str(workers),
-        "--n-workers",
-        str(workers),
-        "--batch-bytes",
-        str(size),
-        *options,
+        *to_flags(options),
     ]
     environment = os.environ | {progress.VARIABLE: "0.5"}
     with open(log, "wb") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process:
@@ -170,7 +161,7 @@ def _trial(
         tasks = read_json(output / NAME)["shards"].values()
         busy = max(task["started"] + task["seconds"] for task in tasks) - min(task["started"] for task in tasks)
         rate = sum(task["tokens"] for task in tasks) / busy
-    return Trial(workers=workers, batch_bytes=size, tokens_per_second=rate, worker_bytes=memory)
+    return Trial(workers=workers, batch_bytes=options.batch_bytes, tokens_per_second=rate, worker_bytes=memory)
 
 
 def _first(url: str, names: Sequence[str], *, least: int, most_bytes: float) -> list[str]:

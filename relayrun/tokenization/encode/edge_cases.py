@@ -24,7 +24,7 @@ _WORDS = (
 )
 
 
-def nasty_texts(tokenizer: Tokenizer) -> list[str]:
+def edge_cases(tokenizer: Tokenizer) -> list[str]:
     """White space in every order, marks, digits, long runs, text of special tokens, and most assigned characters."""
     texts = ["", *_WORDS]
     texts += [f"{first}{second}a{second}{first}\n{first}." for first in _SPACES for second in _SPACES]

@@ -5,7 +5,7 @@
     gigatoken     faster again, with Unicode tables of its own: see `Route`
 
 `select` builds the engine of a job. It proves every fast engine against the reference, on texts of the job
-and on a fixed nasty set, before it is trusted, and goes on with the next slower one where they differ.
+and on a fixed set of edge cases, before it is trusted, and goes on with the next slower one where they differ.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from relayrun.errors import InputError
-from relayrun.tokenization.encode.edge_cases import nasty_texts
+from relayrun.tokenization.encode.edge_cases import edge_cases
+from relayrun.tokenization.options import EngineName
 from relayrun.tokenization.readers.texts import Texts, not_ascii, unassigned
 
-EngineName = Literal["auto", "huggingface", "fastokens", "gigatoken"]
-ENGINES: tuple[EngineName, ...] = ("auto", "huggingface", "fastokens", "gigatoken")
+ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 Encoded = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]
 """Ids of all texts, shape [tokens], and the number of each text's, shape [texts]."""
 
@@ -45,7 +45,9 @@ class Engine(Protocol):
     routed: int
     """Texts that another engine took over, so far."""
 
-    def encode(self, texts: Texts) -> Encoded: ...
+    def encode(self, texts: Texts) -> Encoded:
+        """The ids of all texts, and how many each of them has."""
+        ...
 
 
 class HuggingFace:
@@ -218,7 +220,7 @@ def select(
         raise InputError(f"unknown engine {wanted!r}; there are: {', '.join(ENGINES)}")
     definition = definition or tokenizer.to_str()
     reference = HuggingFace(tokenizer)
-    texts = [Texts.of(nasty_texts(tokenizer)), sample]
+    texts = [Texts.of(edge_cases(tokenizer)), sample]
     expected: list[Encoded] = []
 
     def proven(selection: Selection) -> bool:
@@ -249,7 +251,7 @@ def select(
     for candidate in candidates:
         if proven(candidate):
             return candidate
-        report(f"warning: going on without {candidate.engine}; this will be slower")
+        report(f"going on without {candidate.engine}; this will be slower")
     return Selection(engine="huggingface", version=_version("tokenizers"))
 
 

@@ -20,7 +20,7 @@ class Framing:
     eod_id: int | None
     dtype: str
     """Name of the numpy type of a shard's ids."""
-    keep_empty: bool = False
+    keep_empty: bool
 
     def apply(
         self,

@@ -31,7 +31,7 @@ _O200K = "|".join(
     )
 )
 PATTERNS = frozenset({_CL100K, _CL100K.replace("{1,3}", ""), _O200K})
-"""Of Llama 3 and cl100k, Qwen 2, o200k; GPT-2's is known as ByteLevel with `use_regex`."""
+"""The patterns of Llama 3 and cl100k, Qwen 2, o200k; GPT-2's is known as ByteLevel with `use_regex`."""
 
 _LETTERS = (
     "A-Za-z\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u0233\u0391-\u03a1\u03a3-\u03ce\u0410-\u044f\u05d0-\u05ea\u0621-\u063a"
@@ -77,7 +77,7 @@ def _is_known(split: dict[str, Any]) -> bool:
     )
 
 
-def cuts(text: npt.NDArray[np.uint8], size: int, where: Places = "lines") -> Iterator[int]:
+def split_points(text: npt.NDArray[np.uint8], size: int, where: Places = "lines") -> Iterator[int]:
     """Where pieces of the UTF-8 `text` end: each begins at least `size` bytes before; the last end is the text's."""
     find, end = {"lines": _line, "characters": _character}[where], 0
     while text.size - end > size and (after := find(text, end + size)) is not None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -22,11 +22,11 @@ from tokenizers import Tokenizer
 from relayrun.errors import InputError
 from relayrun.shards.indexed import token_dtype
 from relayrun.tokenization.encode.framing import Framing
+from relayrun.tokenization.options import AppendEod, TokenizeOptions
+
+log = logging.getLogger(__name__)
 
 _USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|endofdocument|>")
-
-
-AppendEod = Literal["yes", "no", "auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class DocumentTokenizer:
 
     @property
     def dtype(self) -> type[np.generic]:
-        """Of the ids in a shard, by Megatron's rule."""
+        """The numpy type of the ids in a shard, by Megatron's rule."""
         return token_dtype(self.size)
 
     @functools.cached_property
@@ -54,31 +54,23 @@ class DocumentTokenizer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """sha256 of the serialized tokenizer: equal for equal ids."""
+        """The sha256 of the serialized tokenizer: equal for equal ids."""
         return hashlib.sha256(self.definition.encode()).hexdigest()
 
-    def framing(self, *, keep_empty: bool = False) -> Framing:
+    def framing(self, *, keep_empty: bool) -> Framing:
         """What goes around the ids of a document."""
         return Framing(bos_id=self.bos_id, eod_id=self.eos_id, dtype=self.dtype.__name__, keep_empty=keep_empty)
 
 
-def load_tokenizer(
-    name_or_path: str,
-    *,
-    eos_token: str | None = None,
-    append_eod: AppendEod = "yes",
-    add_bos: bool = False,
-    special_text: bool = False,
-    cache_dir: str | None = None,
-) -> DocumentTokenizer:
-    """Load a tokenizer.json file, a folder that holds one, or a name on the Hugging Face hub.
+def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
+    """Load a tokenizer.json file, a folder that holds one, or a name on the Hugging Face hub, as `options` say.
 
     The EOS is `eos_token`, or what the configuration beside the tokenizer names, or the one usual name
     among its special tokens; without any, `append_eod` "yes" is an error and "auto" a warning. The BOS is
-    what the configuration names. `special_text`: text of a special token becomes that token.
-    `cache_dir`: where hub files are kept, one download per node; the hub's token comes from the environment.
-    Raises InputError if there is no such tokenizer, EOS, BOS or token.
+    what the configuration names. Files of the hub are downloaded once per node; the hub's token comes from the
+    environment. Raises InputError if there is no such tokenizer, EOS, BOS or token.
     """
+    name_or_path = options.tokenizer
     path = Path(name_or_path)
     file = path / "tokenizer.json" if path.is_dir() else path
     size, configured = 0, _Configured()
@@ -88,8 +80,8 @@ def load_tokenizer(
     elif path.is_absolute() or name_or_path.startswith(".") or path.suffix == ".json":
         raise InputError("there is no such tokenizer file", where=file)
     else:
-        tokenizer, size, configured = _from_transformers(name_or_path, cache_dir)
-    eos_token = _ending(tokenizer, eos_token or configured.eos, append_eod, name_or_path)
+        tokenizer, size, configured = _from_transformers(name_or_path, options.cache_dir)
+    eos_token = _ending(tokenizer, options.eos_token or configured.eos, options.append_eod, name_or_path)
     eos_id = tokenizer.token_to_id(eos_token) if eos_token is not None else None
     if eos_token is not None and eos_id is None:
         raise InputError(
@@ -97,14 +89,14 @@ def load_tokenizer(
             where=name_or_path,
             hint="name one of its tokens with --eos-token",
         )
-    bos_id = tokenizer.token_to_id(configured.bos) if add_bos and configured.bos is not None else None
-    if add_bos and bos_id is None:
+    bos_id = tokenizer.token_to_id(configured.bos) if options.bos and configured.bos is not None else None
+    if options.bos and bos_id is None:
         raise InputError(
             "the tokenizer names no token to begin documents with",
             where=name_or_path,
             hint="leave --bos out, or put a bos_token into its tokenizer_config.json",
         )
-    if special_text:
+    if options.special_text:
         tokenizer = _all_plain(tokenizer)
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
@@ -140,7 +132,7 @@ def _ending(tokenizer: Tokenizer, named: str | None, append_eod: AppendEod, wher
     except InputError as error:
         if append_eod == "yes":
             raise
-        print(f"warning: no token will stand between documents: {error.message}", file=sys.stderr)
+        log.warning("no token will stand between documents: %s", error.message)
         return None
 
 

@@ -18,9 +18,7 @@ _MOST_REPEATED_ROWS = 128
 _READ_AHEAD = 1 << 20
 
 
-def read_column(
-    path: str, column: str, *, batch_bytes: int = 4_000_000, scratch: str | None = None
-) -> Iterator[pa.Array]:
+def read_column(path: str, column: str, *, batch_bytes: int, scratch: str | None = None) -> Iterator[pa.Array]:
     """String or large_string arrays of all rows of a file, in order, nulls kept, of about `batch_bytes` each.
 
     The kind of file is known by its suffix. `column` is a name, or names with dots for a nested field; a name

@@ -27,7 +27,7 @@ _READ_AHEAD = 1 << 18
 _BATCH_BYTES = 4_000_000
 _MOST_ROWS = 4096
 _FIRST_ROWS = 128
-"""Of a file that may hold a text once for many rows, so that its size says little of theirs."""
+"""Rows that are read first of a file that may hold a text once for many rows: its size says little of theirs."""
 
 _PAGE_ROWS = 1024
 """Writers look at the size of a page after about so many rows."""
@@ -49,7 +49,7 @@ class RowFile:
     """About the bytes of its largest page, which a reader holds whole."""
 
     schema: pa.Schema
-    """Of a file that is written from it: without dictionaries, views and metadata."""
+    """The schema of a file that is written from it: without dictionaries, views and metadata."""
 
 
 def look_at(files: Sequence[tuple[str, int]], column: str) -> list[RowFile]:
@@ -95,7 +95,7 @@ def read_rows(file: RowFile, column: str) -> Iterator[pa.Table]:
     """All rows of a file in order, some megabytes at a time, in the types of `wide`. Raises InputError naming it."""
     schema = wide(file.schema)
     if file.rows is None:
-        for array in read_column(file.path, column):
+        for array in read_column(file.path, column, batch_bytes=_BATCH_BYTES):
             yield pa.table([array.cast(pa.large_string())], schema)
         return
     with _opened(file.path) as source:

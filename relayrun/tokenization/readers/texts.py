@@ -68,6 +68,7 @@ class Texts:
         return [str(piece, "utf-8") for piece in self.views()]
 
     def views(self) -> Iterator[memoryview]:
+        """The bytes of every text, not copied."""
         view = memoryview(self.data)  # type: ignore[arg-type]
         return (view[begin:end] for begin, end in itertools.pairwise(self.offsets.tolist()))
 

@@ -1,0 +1,181 @@
+"""The sbatch scripts of launchers/: what their blocks show, what holds over what, and their headers."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayrun.config import compose
+from relayrun.config.schema import RunConfig
+from relayrun.slurmtime import parse_time
+from relayrun.submit import launcher_environment, submission
+from relayrun.submit.launcher_environment import OVERRIDES, PROFILER
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHERS = sorted((ROOT / "launchers").glob("submit-*.sh"))
+SETTING = re.compile(r'^export (\w+)="\$\{\1:-(.*)\}" +# (\S+)(?:; |$)', re.M)
+"""A line of a block: name, value (empty if nobody set it), and the value of the YAML behind it."""
+NONE = "none"
+
+every_launcher = pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda path: path.stem)
+
+
+def run_config(launcher: Path) -> Path:
+    """The run config that a launcher names."""
+    found = re.search(r'^export CONFIG="\$\{CONFIG:-(.+?)\}"', launcher.read_text(), re.M)
+    assert found
+    return ROOT / found[1]
+
+
+def environment(launcher: Path, tmp_path: Path, **settings: str) -> dict[str, str]:
+    """What the launcher hands to `relayrun launch`, by Bash."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nenv -0\n")
+    python.chmod(0o755)
+    given = {"PATH": os.environ["PATH"], "PYTHON": str(python), **settings}
+    done = subprocess.run(
+        ["bash", launcher, "--dry-run"], env=given, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    return dict(line.split("=", 1) for line in done.stdout.split("\0") if line)
+
+
+def launched(launcher: Path, tmp_path: Path, **settings: str) -> RunConfig:
+    """The config of the run that a launcher would begin."""
+    found = environment(launcher, tmp_path, **settings)
+    return compose.load(ROOT / found["CONFIG"], launcher_environment.overrides(found))
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of launchers/ and configs/ to edit."""
+    for folder in ("launchers", "configs"):
+        shutil.copytree(ROOT / folder, tmp_path / "checkout" / folder)
+    return tmp_path / "checkout"
+
+
+def edit(path: Path, *changes: tuple[str, str]) -> None:
+    text = path.read_text()
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new, 1)
+    path.write_text(text)
+
+
+def batch(config: RunConfig) -> tuple[int, int]:
+    return config.training.micro_batch_size, config.training.global_batch_size
+
+
+def test_an_edited_yaml_holds_where_the_block_is_untouched(checkout: Path, tmp_path: Path) -> None:
+    config = checkout / "configs/runs/llama3-8b.yaml"
+    edit(config, ("micro_batch_size: 1", "micro_batch_size: 2"), ("global_batch_size: 128", "global_batch_size: 256"))
+    assert batch(launched(checkout / "launchers/submit-llama3-8b.sh", tmp_path, CONFIG=str(config))) == (2, 256)
+
+
+def test_what_is_typed_into_the_block_holds_over_the_yaml_and_the_environment_over_both(
+    checkout: Path, tmp_path: Path
+) -> None:
+    launcher, config = checkout / "launchers/submit-llama3-8b.sh", checkout / "configs/runs/llama3-8b.yaml"
+    edit(launcher, ('"${MBS:-}"', '"${MBS:-2}"'), ('"${GBS:-}"', "512"))  # a plain value is typed as often
+    found = launched(launcher, tmp_path, CONFIG=str(config))
+    assert batch(found) == (2, 512)
+    assert found.training.steps == 5000
+    assert batch(launched(launcher, tmp_path, CONFIG=str(config), MBS="4")) == (4, 512)
+
+
+def test_a_run_config_holds_over_the_defaults_of_its_cluster(checkout: Path, tmp_path: Path) -> None:
+    launcher, config = checkout / "launchers/submit-llama3-8b.sh", checkout / "configs/runs/llama3-8b.yaml"
+    assert launched(launcher, tmp_path, CONFIG=str(config)).job.exclusive  # alps.yaml
+    edit(config, ("job:\n", "job:\n  exclusive: false\n"))
+    assert not launched(launcher, tmp_path, CONFIG=str(config)).job.exclusive
+
+
+def test_a_launcher_with_another_config_begins_that_run(tmp_path: Path) -> None:
+    found = launched(ROOT / "launchers/submit-llama3-8b.sh", tmp_path, CONFIG="configs/runs/llama3-70b.yaml")
+    assert found == compose.load(ROOT / "configs/runs/llama3-70b.yaml")
+
+
+@every_launcher
+def test_an_untouched_block_sets_nothing(launcher: Path, tmp_path: Path) -> None:
+    assert launcher_environment.overrides(environment(launcher, tmp_path)) == []
+    assert launched(launcher, tmp_path) == compose.load(run_config(launcher))
+
+
+def setting(config: RunConfig, path: str) -> Any:
+    """A setting by its name with dots."""
+    value: Any = config
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def stale(launcher: Path, path: Path) -> list[str]:
+    """Settings of a block that show something else than the run config at `path` says.
+
+    A value that is shown, typed into its line, must change nothing; `none` stands for what the config leaves out.
+    """
+    config, wrong = compose.load(path), []
+    for name, _, shown in SETTING.findall(launcher.read_text()):
+        if name == PROFILER:
+            true = shown == ("true" if config.debug.profile == "nsys" else "false")
+        elif shown == NONE:
+            true = not setting(config, OVERRIDES[name])
+        else:
+            given = launcher_environment.overrides({name: shown})
+            true = setting(config, OVERRIDES[name]) not in (None, [], {}) and compose.load(path, given) == config
+        if not true:
+            wrong.append(name)
+    return wrong
+
+
+@every_launcher
+def test_the_block_shows_what_the_yaml_says(launcher: Path) -> None:
+    offered = set(re.findall(r"^export (\w+)=", launcher.read_text(), re.M))
+    assert {name: value for name, value, _ in SETTING.findall(launcher.read_text())} == dict.fromkeys(
+        offered - {"CONFIG"}, ""
+    )
+    assert stale(launcher, run_config(launcher)) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "other", "name"),
+    [
+        ("global_batch_size: 128", "global_batch_size: 256", "GBS"),
+        ("tensorboard: true", "tensorboard: false", "TENSORBOARD"),
+        ("checkpoint:\n", "checkpoint:\n  load: logs/runs/a/b\n", "LOAD"),
+        ("tracking:\n", "debug: {profile: nsys}\n\ntracking:\n", "NSYS_PROFILER"),
+        ("name: llama3-8b", "name: llama3-9b", "EXP_NAME"),
+    ],
+)
+def test_a_block_that_went_stale_is_found(checkout: Path, line: str, other: str, name: str) -> None:
+    config = checkout / "configs/runs/llama3-8b.yaml"
+    edit(config, (line, other))
+    assert stale(checkout / "launchers/submit-llama3-8b.sh", config) == [name]
+
+
+def header(script: str) -> dict[str, str]:
+    """The options of sbatch in a script, in one way of writing them."""
+    options = {name: value for name, _, value in re.findall(r"^#SBATCH --([\w-]+)(=(\S+))?$", script, re.M)}
+    options["time"] = str(parse_time(options["time"]))
+    options["signal"] = options["signal"].replace("SIGUSR2", "USR2")
+    return options
+
+
+ELSEWHERE = {"job-name", "output", "error", "open-mode"}
+"""What the first job cannot have in its header: decision 0003. A site's partition, account and such are sbatch's."""
+
+
+@every_launcher
+def test_the_header_asks_for_what_the_yaml_says(launcher: Path) -> None:
+    config = compose.load(run_config(launcher))
+    asked, rendered = header(launcher.read_text()), header(submission.dry_run(config))
+    assert without(asked, ELSEWHERE) == without(rendered, ELSEWHERE | config.job.placement.keys())
+
+
+def without(options: dict[str, str], names: set[str]) -> dict[str, str]:
+    return {name: value for name, value in options.items() if name not in names}
