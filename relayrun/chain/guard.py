@@ -13,16 +13,16 @@ import signal
 import time
 
 from relayrun.chain.log import log
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Begin
+from relayrun.rundir.run import Run
 from relayrun.scheduler.choose import for_plan
 
 SHARE = 2 / 3
 """Of KillWait, in which the batch script may still close the attempt itself."""
 
 
-def guard(run: RunDir, number: int, *, batch_pid: int) -> int:
+def guard(run: Run, number: int, *, batch_pid: int) -> int:
     """Until SIGTERM, then as above. `batch_pid`: the batch script's process, on this node."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     scheduler = for_plan(Plan.load(run), run)

@@ -17,9 +17,10 @@ from relayrun.chain.watch import Watch
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
 from relayrun.files import fsync_directory, write_atomic
 from relayrun.rundir import lead, lineage, triggers, views
-from relayrun.rundir.layout import AttemptDir, RunDir
+from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Begin, End, Hang, Left
+from relayrun.rundir.run import Run
 from relayrun.scheduler.base import PATIENCE, Job, Scheduler
 from relayrun.scheduler.choose import for_plan
 
@@ -27,7 +28,7 @@ CHAIN_ENDS = 10
 """Exit code of `begin` when the ranks must not start."""
 
 
-def begin(run: RunDir) -> int:
+def begin(run: Run) -> int:
     """Open an attempt, or end the chain. Prints the attempt's directory, for job.sh."""
     plan = Plan.load(run)
     scheduler = for_plan(plan, run)
@@ -39,7 +40,7 @@ def begin(run: RunDir) -> int:
         raise
 
 
-def _begin(run: RunDir, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
+def _begin(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
     job = scheduler.query(job_id)
     if job is None:
         raise SchedulerError(f"the scheduler does not know the job {job_id} that this runs in")
@@ -81,13 +82,13 @@ def _begin(run: RunDir, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
     return 0
 
 
-def watch(run: RunDir, number: int) -> int:
+def watch(run: Run, number: int) -> int:
     """Beside the ranks, until SIGTERM; see `chain.watch`."""
     Watch(run, number).loop()
     return 0
 
 
-def end(run: RunDir, number: int, exit_code: int) -> int:
+def end(run: Run, number: int, exit_code: int) -> int:
     """Close the attempt: record how it ended and what becomes of the chain."""
     plan = Plan.load(run)
     attempt = run.attempt(number)
@@ -113,7 +114,7 @@ def end(run: RunDir, number: int, exit_code: int) -> int:
     return 0 if record.cause in ("done", "saved", "exit") else 1
 
 
-def failed_attempts(run: RunDir, plan: Plan) -> int:
+def failed_attempts(run: Run, plan: Plan) -> int:
     """Attempts in a row, up to the newest, that ended without durable progress since the last explicit submit."""
     count = 0
     for number in reversed(run.attempt_numbers()):
@@ -124,7 +125,7 @@ def failed_attempts(run: RunDir, plan: Plan) -> int:
     return count
 
 
-def measured_lead(run: RunDir, plan: Plan) -> tuple[float, float | None]:
+def measured_lead(run: Run, plan: Plan) -> tuple[float, float | None]:
     """Seconds before the end of the job at which the next attempt leaves, and those of an evaluation, as measured."""
     lines = views.merged_metrics(run)
     steps = [line["step_seconds"] for line in lines if "step_seconds" in line]
@@ -138,8 +139,8 @@ def measured_lead(run: RunDir, plan: Plan) -> tuple[float, float | None]:
 
 
 def _open_attempt(
-    run: RunDir, plan: Plan, scheduler: Scheduler, job: Job, base: lineage.Durable, *, rewound: bool
-) -> AttemptDir:
+    run: Run, plan: Plan, scheduler: Scheduler, job: Job, base: lineage.Durable, *, rewound: bool
+) -> Attempt:
     """Make the next attempt's directory; from its begin.json on it owns the run."""
     run.attempts.mkdir(exist_ok=True)
     number = max(run.attempt_numbers(), default=0) + 1
@@ -178,7 +179,7 @@ def _open_attempt(
     return attempt
 
 
-def _submit_successor(run: RunDir, plan: Plan, scheduler: Scheduler, attempt: AttemptDir, job: Job) -> None:
+def _submit_successor(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, job: Job) -> None:
     """Queue the next job with this one's options; where that fails, `watch` tries again."""
     try:
         successor = scheduler.submit(plan, run.job_script, options=successor_options(run, plan, scheduler, job.options))
@@ -188,7 +189,7 @@ def _submit_successor(run: RunDir, plan: Plan, scheduler: Scheduler, attempt: At
         log(f"no successor yet: {error.message}")
 
 
-def successor_options(run: RunDir, plan: Plan, scheduler: Scheduler, options: Mapping[str, str]) -> dict[str, str]:
+def successor_options(run: Run, plan: Plan, scheduler: Scheduler, options: Mapping[str, str]) -> dict[str, str]:
     """A job's options for the next one: the nodes that a person excluded, and those that are bad now."""
     strikes = nodes.read_strikes(run)
     if not strikes:
@@ -201,9 +202,7 @@ def successor_options(run: RunDir, plan: Plan, scheduler: Scheduler, options: Ma
     return result | ({"exclude": ",".join(left_out)} if left_out else {})
 
 
-def _go_on(
-    run: RunDir, plan: Plan, scheduler: Scheduler, attempt: AttemptDir, own: str, decision: decide.Decision
-) -> None:
+def _go_on(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, own: str, decision: decide.Decision) -> None:
     """See to it that exactly one job follows, after the delay that was decided."""
     if plan.mode == "requeue":
         log(f"this job is queued again, not before {decision.delay} s from now")
@@ -224,16 +223,14 @@ def _go_on(
         log(f"job {waiting[0]} leaves out {options.get('exclude', 'no node')}; see {run.strikes}")
 
 
-def _began(attempt: AttemptDir) -> Begin:
+def _began(attempt: Attempt) -> Begin:
     started = Begin.read(attempt.begin)
     if started is None:
         raise RunDirError("this attempt never began", where=attempt.path)
     return started
 
 
-def _close(
-    run: RunDir, plan: Plan, attempt: AttemptDir, exit_code: int, *, cancelled: bool
-) -> tuple[End, decide.Decision]:
+def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled: bool) -> tuple[End, decide.Decision]:
     """Judge an attempt whose ranks have gone, write its end.json, and give strikes to who is to blame."""
     started = _began(attempt)
     left, hang = Left.read(attempt.outcome), Hang.read(attempt.hang)
@@ -271,7 +268,7 @@ def _close(
     return record, decision
 
 
-def _close_predecessor(run: RunDir, scheduler: Scheduler) -> bool:
+def _close_predecessor(run: Run, scheduler: Scheduler) -> bool:
     """Write the end that a killed batch script left out; return whether its job had been cancelled.
 
     Asked also where an end is there: a script can be killed, or misled, in the last seconds of its job.
@@ -290,7 +287,7 @@ def _close_predecessor(run: RunDir, scheduler: Scheduler) -> bool:
     return cancelled
 
 
-def _log_of(attempt: AttemptDir) -> str:
+def _log_of(attempt: Attempt) -> str:
     """What the attempt's job wrote to its standard error since the attempt began."""
     started = Begin.read(attempt.begin)
     return "" if started is None else evidence.tail(started.log, since=started.log_offset)
@@ -317,7 +314,7 @@ def _environment(plan: Plan, scheduler: Scheduler, job: Job, attempt: int) -> st
     )
 
 
-def stop_reason(run: RunDir) -> str | None:
+def stop_reason(run: Run) -> str | None:
     """Why the chain ended; None where it has not."""
     try:
         return run.stop.read_text(encoding="utf-8").partition("\n")[0]
@@ -325,7 +322,7 @@ def stop_reason(run: RunDir) -> str | None:
         return None
 
 
-def stop_chain(run: RunDir, plan: Plan, scheduler: Scheduler, reason: str, *, own_job: str, words: str = "") -> None:
+def stop_chain(run: Run, plan: Plan, scheduler: Scheduler, reason: str, *, own_job: str, words: str = "") -> None:
     """Say why in STOP first, so that a successor that starts meanwhile stops too; then cancel what is queued."""
     if stop_reason(run) is None:
         text = f"{reason.replace(chr(10), ' ')}\n\nThe chain has ended. To go on all the same: submit with --resume.\n"

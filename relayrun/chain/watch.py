@@ -19,9 +19,10 @@ from relayrun.chain import evaluations, evidence
 from relayrun.chain.log import log
 from relayrun.errors import SchedulerError
 from relayrun.rundir import views
-from relayrun.rundir.layout import AttemptDir, RunDir
+from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Begin, Hang, Heartbeat
+from relayrun.rundir.run import Run
 from relayrun.scheduler.base import Scheduler
 from relayrun.scheduler.choose import for_plan
 
@@ -44,7 +45,7 @@ def stall_limit(beats: Sequence[Heartbeat], *, hang_timeout: float, start_timeou
 class Watch:
     """The supervisor's part beside one attempt."""
 
-    def __init__(self, run: RunDir, number: int) -> None:
+    def __init__(self, run: Run, number: int) -> None:
         self.run = run
         self.plan = Plan.load(run)
         self.attempt = run.attempt(number)
@@ -171,7 +172,7 @@ class Watch:
         log(f"queued job {successor} behind this one")
 
 
-def read_heartbeats(attempt: AttemptDir) -> list[Heartbeat]:
+def read_heartbeats(attempt: Attempt) -> list[Heartbeat]:
     """The newest sign of life of every node, by name."""
     found = [Heartbeat.read(path) for path in sorted(attempt.heartbeats.glob("*.json"))]
     return [beat for beat in found if beat is not None]

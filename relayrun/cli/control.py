@@ -13,8 +13,8 @@ from relayrun.chain import supervisor
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.monitoring import status
 from relayrun.rundir import find, lineage, triggers
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
 from relayrun.scheduler.base import Job, Scheduler
 
 
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def save(run: RunDir, scheduler: Scheduler) -> str:
+def save(run: Run, scheduler: Scheduler) -> str:
     """Ask for a checkpoint; return what will happen, in words.
 
     Raises RunDirError where this user may not, and where no job is there or will come to do it.
@@ -58,7 +58,7 @@ def save(run: RunDir, scheduler: Scheduler) -> str:
     return f"no job runs now; job {jobs[0].id} answers when it has started; {answer}"
 
 
-def stop(run: RunDir, scheduler: Scheduler, *, user: str) -> str:
+def stop(run: Run, scheduler: Scheduler, *, user: str) -> str:
     """Ask a running attempt to save and end the chain, or end the chain here; return what will happen, in words.
 
     Raises RunDirError where this user may not, or where this is no run.

@@ -10,8 +10,8 @@ from relayrun.config import compose
 from relayrun.config.schema import RunConfig
 from relayrun.errors import InputError, RunDirError
 from relayrun.rundir import lineage
-from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import Begin, commits
+from relayrun.rundir.records import Begin
+from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
 from relayrun.tokenization.encode.tokenizer import DocumentTokenizer, load_tokenizer
 
@@ -20,7 +20,7 @@ from relayrun.tokenization.encode.tokenizer import DocumentTokenizer, load_token
 class Source:
     """One checkpoint of a run."""
 
-    run: RunDir
+    run: Run
     iteration: int
     folder: Path
     config: RunConfig
@@ -40,7 +40,7 @@ class Source:
         return found
 
 
-def find(run: RunDir, iteration: int | None = None) -> Source:
+def find(run: Run, iteration: int | None = None) -> Source:
     """The checkpoint of this iteration; None: the newest whole one. Raises InputError or RunDirError."""
     folder: Path | None
     if iteration is None:
@@ -57,7 +57,7 @@ def find(run: RunDir, iteration: int | None = None) -> Source:
     return Source(run=run, iteration=iteration, folder=folder, config=config, manifest=Manifest.read(run.manifest))
 
 
-def _folder(run: RunDir, iteration: int) -> Path:
+def _folder(run: Run, iteration: int) -> Path:
     line = lineage.line(run)
     for commit in line:
         if commit.iteration == iteration:
@@ -67,16 +67,16 @@ def _folder(run: RunDir, iteration: int) -> Path:
     raise InputError(f"this run has no checkpoint of iteration {iteration}", where=run.checkpoints, hint=_have(run))
 
 
-def _have(run: RunDir) -> str:
+def _have(run: Run) -> str:
     whole = [str(commit.iteration) for commit in lineage.line(run) if lineage.fault(commit) is None]
     return f"whole ones: {', '.join(whole) or 'none'}"
 
 
-def _revision(run: RunDir, iteration: int) -> int | None:
+def _revision(run: Run, iteration: int) -> int | None:
     """The config revision of the newest attempt that committed this iteration."""
     for number in reversed(run.attempt_numbers()):
         attempt = run.attempt(number)
-        if any(commit.iteration == iteration for commit in commits(attempt)):
+        if any(commit.iteration == iteration for commit in attempt.read_commits()):
             begin = Begin.read(attempt.begin)
             return None if begin is None else begin.config_revision
     return None

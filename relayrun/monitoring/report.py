@@ -13,8 +13,8 @@ from rich.table import Table
 
 from relayrun.files import read_lines
 from relayrun.rundir import views
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, End
+from relayrun.rundir.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class AttemptRow:
 class Report:
     """A run as its records tell it."""
 
-    run: RunDir
+    run: Run
     attempts: list[AttemptRow]
     iterations: list[int]
     losses: list[float]
@@ -45,7 +45,7 @@ class Report:
     """For each validation set (iteration, mean loss in nats per token), oldest first."""
 
 
-def read_report(run: RunDir) -> Report:
+def read_report(run: Run) -> Report:
     """Gather a run's records."""
     lines = views.merged_metrics(run)
     steps = [line for line in lines if "loss" in line]
@@ -62,7 +62,7 @@ def read_report(run: RunDir) -> Report:
     )
 
 
-def _attempt(run: RunDir, number: int) -> AttemptRow | None:
+def _attempt(run: Run, number: int) -> AttemptRow | None:
     attempt = run.attempt(number)
     begin, end = Begin.read(attempt.begin), End.read(attempt.end)
     if begin is None:

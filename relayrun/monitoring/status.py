@@ -17,10 +17,11 @@ from relayrun.chain.watch import read_heartbeats
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.files import read_lines
 from relayrun.rundir import evaluations, lineage, triggers
+from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.evaluations import Result, Submitted
-from relayrun.rundir.layout import AttemptDir, RunDir
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Begin, End
+from relayrun.rundir.run import Run
 from relayrun.rundir.triggers import Trigger
 from relayrun.scheduler.base import Job, Scheduler
 from relayrun.scheduler.choose import for_plan
@@ -122,12 +123,12 @@ class Damaged:
     error: str
 
 
-def scheduler(run: RunDir) -> Scheduler:
+def scheduler(run: Run) -> Scheduler:
     """The run's scheduler, for a person who waits for the answer. Raises RunDirError where there is no run."""
     return for_plan(Plan.load(run), run, patience=PATIENCE)
 
 
-def ask(run: RunDir) -> Queue:
+def ask(run: Run) -> Queue:
     """The chain's jobs, whoever submitted them; a scheduler that does not answer is a fact like others."""
     try:
         asked = scheduler(run)
@@ -138,7 +139,7 @@ def ask(run: RunDir) -> Queue:
         return Queue(error=error.message)
 
 
-def gather_all(runs: Sequence[RunDir], *, now: float) -> list[Status | Damaged]:
+def gather_all(runs: Sequence[Run], *, now: float) -> list[Status | Damaged]:
     """The status of many runs, the newest first, damaged ones last.
 
     Once Slurm has not answered it is not asked again, and not for runs that have been stopped.
@@ -161,7 +162,7 @@ def gather_all(runs: Sequence[RunDir], *, now: float) -> list[Status | Damaged]:
     return [*sorted(found, key=lambda status: -status.updated), *damaged]
 
 
-def gather(run: RunDir, queue: Queue, *, now: float) -> Status:
+def gather(run: Run, queue: Queue, *, now: float) -> Status:
     """The status of a run. Raises RunDirError, with one clear message, where the directory is no run or damaged."""
     try:
         return _gather(run, queue, now)
@@ -173,7 +174,7 @@ def gather(run: RunDir, queue: Queue, *, now: float) -> Status:
         ) from None
 
 
-def _gather(run: RunDir, queue: Queue, now: float) -> Status:
+def _gather(run: Run, queue: Queue, now: float) -> Status:
     plan = Plan.load(run)
     begun = [(number, begin) for number in run.attempt_numbers() if (begin := Begin.read(run.attempt(number).begin))]
     ended = [(number, end) for number, _ in begun if (end := End.read(run.attempt(number).end))]
@@ -235,7 +236,7 @@ def _gather(run: RunDir, queue: Queue, now: float) -> Status:
     )
 
 
-def _waiting(run: RunDir) -> list[tuple[int, str]]:
+def _waiting(run: Run) -> list[tuple[int, str]]:
     """(iteration, job id) of the evaluations that were submitted and have no result."""
     return [
         (folder.iteration, submitted.job_id)
@@ -254,14 +255,14 @@ def _state(queue: Queue, stop: str | None) -> State:
     return "queued" if queue.jobs else "idle"
 
 
-def _durable(run: RunDir) -> tuple[lineage.Durable | None, str | None]:
+def _durable(run: Run) -> tuple[lineage.Durable | None, str | None]:
     try:
         return lineage.durable(run), None
     except RunDirError as error:
         return None, error.message
 
 
-def _pending(run: RunDir) -> list[Trigger]:
+def _pending(run: Run) -> list[Trigger]:
     """Triggers that wait; none for who may not look into the folder."""
     try:
         return [trigger for name in triggers.NAMES if (trigger := triggers.look(run, name))]
@@ -269,7 +270,7 @@ def _pending(run: RunDir) -> list[Trigger]:
         return []
 
 
-def _last_step(run: RunDir, begun: list[tuple[int, Begin]]) -> dict[str, Any]:
+def _last_step(run: Run, begun: list[tuple[int, Begin]]) -> dict[str, Any]:
     """The newest metrics line that counts: an attempt's lines beyond the base of the next do not."""
     limit = float("inf")
     for number, begin in reversed(begun):
@@ -281,7 +282,7 @@ def _last_step(run: RunDir, begun: list[tuple[int, Begin]]) -> dict[str, Any]:
     return {}
 
 
-def _tail(attempt: AttemptDir) -> list[dict[str, Any]]:
+def _tail(attempt: Attempt) -> list[dict[str, Any]]:
     """The last whole lines of an attempt's metrics; of months of them, not all are read."""
     try:
         with open(attempt.metrics, "rb") as file:

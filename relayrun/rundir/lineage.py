@@ -13,8 +13,8 @@ from pathlib import Path
 
 from relayrun.errors import RunDirError
 from relayrun.files import fsync_directory
-from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import Begin, Commit, commits
+from relayrun.rundir.records import Begin, Commit
+from relayrun.rundir.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Durable:
 BEGINNING = Durable(iteration=0, path=None)
 
 
-def line(run: RunDir) -> list[Commit]:
+def line(run: Run) -> list[Commit]:
     """Every commit that counts, rising, whether or not its folder is still there."""
     found: list[Commit] = []
     for number in run.attempt_numbers():
@@ -47,11 +47,11 @@ def line(run: RunDir) -> list[Commit]:
                     seconds=0.0,
                 )
             )
-        found += commits(attempt)
+        found += attempt.read_commits()
     return found
 
 
-def is_own(run: RunDir, base: Durable) -> bool:
+def is_own(run: Run, base: Durable) -> bool:
     """Whether this run made the checkpoint; a run may begin with one of another run, or of a conversion."""
     return base.path is not None and Path(os.path.realpath(base.path)).parent == Path(os.path.realpath(run.checkpoints))
 
@@ -70,7 +70,7 @@ def fault(commit: Commit) -> str | None:
     return None
 
 
-def durable(run: RunDir) -> Durable:
+def durable(run: Run) -> Durable:
     """The newest whole checkpoint of the line.
 
     Raises RunDirError if the line has checkpoints and none of them is whole: to start from the beginning
@@ -90,7 +90,7 @@ def durable(run: RunDir) -> Durable:
     return BEGINNING
 
 
-def chosen_by_hand(run: RunDir) -> Durable | None:
+def chosen_by_hand(run: Run) -> Durable | None:
     """The checkpoint that a person set in the tracker file: an older, whole one of the line.
 
     The program writes the tracker right after a commit, so a tracker that is older than the newest commit
@@ -110,7 +110,7 @@ def chosen_by_hand(run: RunDir) -> Durable | None:
     return None
 
 
-def put_aside(run: RunDir, base: Durable, *, attempt: int) -> list[str]:
+def put_aside(run: Run, base: Durable, *, attempt: int) -> list[str]:
     """Move checkpoints out of the way that lie beyond `base`: torn ones to .quarantine, whole ones to .superseded.
 
     Nothing is deleted. Returns what was moved, in words.

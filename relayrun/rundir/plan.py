@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from relayrun.errors import RunDirError
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Record
+from relayrun.rundir.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Plan(Record):
     load_iteration: int = 0
 
     @classmethod
-    def load(cls, run: RunDir) -> Plan:
+    def load(cls, run: Run) -> Plan:
         """Read the plan of a run. Raises RunDirError where there is none."""
         plan = cls.read(run.plan)
         if plan is None:

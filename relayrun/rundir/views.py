@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from relayrun.files import read_lines, write_atomic
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, End
+from relayrun.rundir.run import Run
 
 
-def merged_metrics(run: RunDir) -> list[dict[str, Any]]:
+def merged_metrics(run: Run) -> list[dict[str, Any]]:
     """All lines that count, oldest first, over all attempts."""
     return list(lines_that_count(run))
 
 
-def lines_that_count(run: RunDir, *, above: int = 0, before: tuple[int, int] | None = None) -> Iterator[dict[str, Any]]:
+def lines_that_count(run: Run, *, above: int = 0, before: tuple[int, int] | None = None) -> Iterator[dict[str, Any]]:
     """The lines of the merged view, oldest first, of iterations above `above`; files that cannot hold any are not read.
 
     With `before`, an attempt and the number of a rewind in it, the view as it was when that had not happened; number 0
@@ -51,7 +51,7 @@ def lines_that_count(run: RunDir, *, above: int = 0, before: tuple[int, int] | N
                 yield line
 
 
-def merged_attempts(run: RunDir) -> list[dict[str, Any]]:
+def merged_attempts(run: Run) -> list[dict[str, Any]]:
     """One object per attempt: what it began with and, where it has ended, how."""
     rows: list[dict[str, Any]] = []
     for number in run.attempt_numbers():
@@ -62,7 +62,7 @@ def merged_attempts(run: RunDir) -> list[dict[str, Any]]:
     return rows
 
 
-def write_views(run: RunDir) -> None:
+def write_views(run: Run) -> None:
     """Rewrite both views."""
     write_atomic(run.metrics_view, _text(merged_metrics(run)))
     write_atomic(run.attempts_view, _text(merged_attempts(run)))

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relayrun.files import write_atomic
-from relayrun.rundir.layout import RunDir
+from relayrun.rundir.run import Run
 
 LARGEST = 1 << 20
 """Bytes of a file that git does not know, above which it is taken for data and left out."""
@@ -27,7 +27,7 @@ PARTS = ("relayrun", "launchers", "scripts", "configs")
 """What is taken of a folder that is no git checkout."""
 
 
-def snapshot(run: RunDir, root: Path) -> Path:
+def snapshot(run: Run, root: Path) -> Path:
     """Copy the code in `root`, uncommitted and new files included, and return the copy's folder."""
     run.code.mkdir(exist_ok=True)
     names = sorted(_names(root, run.path))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, Started
+from relayrun.rundir.run import Run
 from tests.checkpoints import assert_same_bytes
 from tests.workspace import Workspace, ends, steps
 
@@ -31,7 +31,7 @@ def submit(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def start_seconds(run: RunDir) -> float:
+def start_seconds(run: Run) -> float:
     """From the begin of the first attempt to its first step."""
     started = Started.read(run.attempt(1).started)
     assert started is not None

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, Failure, Heartbeat
+from relayrun.rundir.run import Run
 from relayrun.training.__main__ import record_failure
 from relayrun.training.reporting import heartbeat
 from relayrun.training.reporting.heartbeat import Pulse, node_name
@@ -197,7 +197,7 @@ the_main_thread_waits()
 
 
 def test_a_failure_names_rank_node_and_error(tmp_path: Path) -> None:
-    attempt = RunDir(tmp_path).attempt(1)
+    attempt = Run(tmp_path).attempt(1)
     attempt.path.mkdir(parents=True)
     record_failure(attempt, 12, "n3", RuntimeError("out of memory"))
     found = Failure.of(json.loads((attempt.failures / "rank-0012.json").read_text()))
