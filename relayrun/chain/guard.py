@@ -14,7 +14,6 @@ import time
 
 from relayrun.chain.log import log
 from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import Begin
 from relayrun.rundir.run import Run
 from relayrun.scheduler.choose import for_plan
 
@@ -37,7 +36,7 @@ def guard(run: Run, number: int, *, batch_pid: int) -> int:
         time.sleep(0.1)
     if attempt.end.exists():
         return 0
-    begin = Begin.read(attempt.begin)
+    begin = attempt.read_begin()
     if not killed and scheduler.cancelled(own, nodes=begin.nodes if begin else ""):
         return 0
     log(f"the batch script of attempt {number} {'was killed' if killed else 'does not end'}; job {own} is queued again")

@@ -24,7 +24,6 @@ from relayrun.data.progress import Progress
 from relayrun.errors import InputError
 from relayrun.files import read_json
 from relayrun.rundir.lineage import durable, line
-from relayrun.rundir.records import Begin
 from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
 
@@ -95,7 +94,7 @@ def audit(run: Run) -> Audited:
     revision, state = revisions[-1], None
     for number in reversed(run.attempt_numbers()):
         attempt = run.attempt(number)
-        begin = Begin.read(attempt.begin)
+        begin = attempt.read_begin()
         if begin is not None and attempt.data.is_file():
             revision, state = begin.config_revision, read_json(attempt.data)
             break

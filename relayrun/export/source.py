@@ -10,7 +10,6 @@ from relayrun.config import compose
 from relayrun.config.schema import RunConfig
 from relayrun.errors import InputError, RunDirError
 from relayrun.rundir import lineage
-from relayrun.rundir.records import Begin
 from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
 from relayrun.tokenization.encode.tokenizer import DocumentTokenizer, load_tokenizer
@@ -77,6 +76,6 @@ def _revision(run: Run, iteration: int) -> int | None:
     for number in reversed(run.attempt_numbers()):
         attempt = run.attempt(number)
         if any(commit.iteration == iteration for commit in attempt.read_commits()):
-            begin = Begin.read(attempt.begin)
+            begin = attempt.read_begin()
             return None if begin is None else begin.config_revision
     return None

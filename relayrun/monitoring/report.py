@@ -13,7 +13,6 @@ from rich.table import Table
 
 from relayrun.files import read_lines
 from relayrun.rundir import views
-from relayrun.rundir.records import Begin, End
 from relayrun.rundir.run import Run
 
 
@@ -64,7 +63,7 @@ def read_report(run: Run) -> Report:
 
 def _attempt(run: Run, number: int) -> AttemptRow | None:
     attempt = run.attempt(number)
-    begin, end = Begin.read(attempt.begin), End.read(attempt.end)
+    begin, end = attempt.read_begin(), attempt.read_end()
     if begin is None:
         return None
     steps: list[dict[str, Any]] = [line for line in read_lines(attempt.metrics) if "loss" in line]

@@ -16,12 +16,14 @@ from relayrun.chain import nodes, supervisor
 from relayrun.chain.watch import read_heartbeats
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.files import read_lines
-from relayrun.rundir import evaluations, lineage, triggers
+from relayrun.rundir import evaluations, triggers
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.evaluations import Result, Submitted
+from relayrun.rundir.lineage import Durable, Lineage
 from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import Begin, End
+from relayrun.rundir.records import Begin
 from relayrun.rundir.run import Run
+from relayrun.rundir.stop import stop_reason
 from relayrun.rundir.triggers import Trigger
 from relayrun.scheduler.base import Job, Scheduler
 from relayrun.scheduler.choose import for_plan
@@ -176,16 +178,17 @@ def gather(run: Run, queue: Queue, *, now: float) -> Status:
 
 def _gather(run: Run, queue: Queue, now: float) -> Status:
     plan = Plan.load(run)
-    begun = [(number, begin) for number in run.attempt_numbers() if (begin := Begin.read(run.attempt(number).begin))]
-    ended = [(number, end) for number, _ in begun if (end := End.read(run.attempt(number).end))]
+    begun = [(number, begin) for number in run.attempt_numbers() if (begin := run.attempt(number).read_begin())]
+    ended = [(number, end) for number, _ in begun if (end := run.attempt(number).read_end())]
     number, begin = begun[-1] if begun else (None, None)
     open_ = number is not None and (not ended or ended[-1][0] != number)
-    stop = supervisor.stop_reason(run)
+    stop = stop_reason(run)
     state = _state(queue, stop)
     running = open_ and state in ("running", "unknown")
     step = _last_step(run, begun)
-    durable, fault = _durable(run)
-    saved = next((commit for commit in lineage.line(run) if durable and commit.path == durable.path), None)
+    line = Lineage(run)
+    durable, fault = _durable(line)
+    saved = next((c.commit for c in line.backwards() if durable and c.commit.path == durable.path), None)
     strikes = nodes.read_strikes(run)
     counts: dict[str, int] = {}
     for strike in strikes:
@@ -255,9 +258,9 @@ def _state(queue: Queue, stop: str | None) -> State:
     return "queued" if queue.jobs else "idle"
 
 
-def _durable(run: Run) -> tuple[lineage.Durable | None, str | None]:
+def _durable(line: Lineage) -> tuple[Durable | None, str | None]:
     try:
-        return lineage.durable(run), None
+        return line.durable(), None
     except RunDirError as error:
         return None, error.message
 

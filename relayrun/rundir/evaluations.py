@@ -121,17 +121,13 @@ def due(run: Run) -> list[tuple[int, Commit]]:
     policy = Policy.read(run.evaluation_policy)
     if policy is None:
         return []
-    wanted = [
-        commit
-        for commit in lineage.line(run)
-        if commit.iteration % policy.interval == 0 or commit.iteration == policy.total_steps
+    found = [
+        (counted.attempt, counted.commit)
+        for counted in lineage.Lineage(run).backwards()
+        if counted.published
+        and (counted.commit.iteration % policy.interval == 0 or counted.commit.iteration == policy.total_steps)
     ]
-    attempts = {
-        (commit.iteration, commit.time): number
-        for number in run.attempt_numbers()
-        for commit in run.attempt(number).read_commits()
-    }
-    return [(attempts[key], commit) for commit in wanted if (key := (commit.iteration, commit.time)) in attempts]
+    return found[::-1]
 
 
 def held(run: Run) -> set[int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from relayrun import ROOT
 from relayrun.errors import RunDirError
-from relayrun.rundir.plan import Plan
+from relayrun.rundir.plan import Plan, read_format
 from relayrun.rundir.run import Run
 
 RUNS = ROOT / "logs" / "runs"
@@ -14,10 +14,13 @@ RUNS = ROOT / "logs" / "runs"
 
 
 def find_run(name: str) -> Run:
-    """The run in this directory, or with this `project/name` below RUNS. Raises RunDirError where there is none."""
+    """The run in this directory, or with this `project/name` below RUNS.
+
+    Raises RunDirError where there is none, and where its format is a newer one.
+    """
     candidates = [Run(Path(name).expanduser().absolute()), Run(RUNS / name)]
     for run in candidates:
-        if run.plan.exists() or run.manifest.exists():
+        if read_format(run) is not None or run.manifest.exists():
             return run
     for run in candidates:
         if run.path.is_dir():

@@ -28,6 +28,7 @@ from relayrun.rundir.lead import first_lead
 from relayrun.rundir.lineage import BEGINNING, Durable, durable, line
 from relayrun.rundir.plan import Plan, job_name
 from relayrun.rundir.run import Run
+from relayrun.rundir.stop import stop_reason
 from relayrun.scheduler.choose import for_plan
 from relayrun.scheduler.slurm import Slurm
 from relayrun.shards.manifest import Manifest
@@ -246,8 +247,8 @@ def _refuse_while_live(run: Run) -> None:
 
 
 def _refuse_after_end(run: Run, resume: bool) -> None:
-    if run.stop.exists() and not resume:
-        reason = run.stop.read_text(encoding="utf-8").partition("\n")[0]
+    reason = stop_reason(run)
+    if reason is not None and not resume:
         raise RunDirError(
             f"the chain of this run has ended: {reason}",
             where=run.stop,

@@ -15,9 +15,9 @@ import warnings
 from pathlib import Path
 
 from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError
-from relayrun.rundir import lineage
 from relayrun.rundir.attempt import Attempt
-from relayrun.rundir.records import Begin, Failure, Left
+from relayrun.rundir.plan import read_format
+from relayrun.rundir.records import Failure, Left
 from relayrun.rundir.run import Run
 from relayrun.training.reporting.heartbeat import Pulse, is_first_of_node, node_name
 from relayrun.training.reporting.timings import Pace
@@ -41,11 +41,13 @@ def main(flag: SignalFlag) -> int:
     dump_stacks_on_request(run.stacks(attempt.number) / f"rank-{rank:04}.txt")
     base = 0
     try:
-        begin = Begin.read(attempt.begin)
+        begin = attempt.read_begin()
         if begin is None:
             raise RelayrunError("this attempt has not begun", where=attempt.begin)
         base = begin.base_iteration
-        pace = Pace(begin, [commit.seconds for commit in lineage.line(run) if commit.seconds > 0])
+        if rank == 0:
+            read_format(run)  # refuses a directory that a newer version wrote
+        pace = Pace(begin)
         pulse = Pulse(attempt.heartbeats, node=node, active=is_first_of_node(), iteration=base, pace=pace)
         pulse.beat()
         # what these two say to their own authors, at every import, config and save

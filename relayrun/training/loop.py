@@ -18,7 +18,8 @@ from relayrun.errors import FatalTrainingError, InputError, RelayrunError
 from relayrun.files import write_json
 from relayrun.rundir import rewinds
 from relayrun.rundir.attempt import Attempt
-from relayrun.rundir.lineage import Durable, durable, is_own
+from relayrun.rundir.lead import SAVES
+from relayrun.rundir.lineage import Durable, Lineage, durable, is_own
 from relayrun.rundir.records import Begin, Left, Outcome, Started
 from relayrun.rundir.rewinds import Rewind
 from relayrun.rundir.run import Run
@@ -307,6 +308,8 @@ def train(
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
     ranks = parallel.start(config)
+    for seconds in ranks.on_first_rank(lambda: Lineage(run).newest_saves(SAVES), InputError):
+        pace.save(seconds)
     training = Training(run, begin, config, ranks, flag, pace, pulse)
     if ranks.rank == 0:
         times = Started(process=process_began, imported=imported, initialised=training.initialised, loaded=time.time())

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.errors import RunDirError
-from relayrun.rundir.lineage import BEGINNING, Durable, chosen_by_hand, durable, line, put_aside
+from relayrun.rundir.lineage import BEGINNING, Durable, Lineage, durable, line
 from relayrun.rundir.records import Begin, Commit
 from relayrun.rundir.run import Run
 
@@ -82,7 +82,7 @@ def test_a_torn_checkpoint_is_put_aside_and_the_one_before_counts(run: Run) -> N
     commit(run, 1, 20)
     (run.checkpoint(20) / "data").write_bytes(b"123")
     assert durable(run) == at(run, 10)
-    (moved,) = put_aside(run, durable(run), attempt=2)
+    (moved,) = Lineage(run).put_aside(durable(run), attempt=2)
     assert "data has 3 bytes, not 5" in moved
     assert (run.checkpoints / ".quarantine" / "iter_0000020-0002" / "data").read_bytes() == b"123"
     assert not run.checkpoint(20).exists()
@@ -103,10 +103,10 @@ def test_an_older_iteration_set_by_hand_is_obeyed_and_newer_ones_are_kept_aside(
         commit(run, 1, iteration, time=100.0)
     run.tracker.write_text("10\n")
     os.utime(run.tracker, (50.0, 50.0))  # older than the commits: what a kill between commit and tracker left
-    assert chosen_by_hand(run) is None
+    assert Lineage(run).chosen_by_hand() is None
     os.utime(run.tracker, (200.0, 200.0))
-    assert chosen_by_hand(run) == at(run, 10)
-    assert len(put_aside(run, at(run, 10), attempt=2)) == 2
+    assert Lineage(run).chosen_by_hand() == at(run, 10)
+    assert len(Lineage(run).put_aside(at(run, 10), attempt=2)) == 2
     assert (run.checkpoints / ".superseded" / "iter_0000030-0002").is_dir()
     begin(run, 2, base=10)
     assert durable(run) == at(run, 10)
@@ -118,9 +118,9 @@ def test_a_tracker_that_names_no_older_checkpoint_means_nothing(run: Run, text: 
     for iteration in (10, 30):
         commit(run, 1, iteration)
     run.tracker.write_text(text)
-    assert chosen_by_hand(run) is None
+    assert Lineage(run).chosen_by_hand() is None
     run.tracker.unlink()
-    assert chosen_by_hand(run) is None
+    assert Lineage(run).chosen_by_hand() is None
     assert durable(run) == at(run, 30)
 
 

@@ -87,7 +87,7 @@ def main() -> int:
     os.environ.pop("WANDB_SERVICE", None)  # another client's, or the one that was lost before this try
     os.nice(10)
     run = Run(options.run_dir)
-    begin = Begin.read(run.attempt(options.attempt).begin)
+    begin = run.attempt(options.attempt).read_begin()
     if begin is None:
         raise RunDirError("this attempt has not begun", where=run.attempt(options.attempt).begin)
     stream = record_streams(run)[-1]

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 
 from relayrun.errors import RunDirError
 from relayrun.files import read_json, read_lines, write_json
-from relayrun.rundir.records import Begin, Record
+from relayrun.rundir.records import Record
 from relayrun.rundir.run import Run
 
 _LETTERS = string.ascii_lowercase + string.digits
@@ -84,7 +84,7 @@ def record_streams(run: Run) -> list[Stream]:
 def _rewinds(run: Run) -> Iterator[tuple[tuple[int, int], int]]:
     """Start and base iteration of each, oldest first."""
     for number in run.attempt_numbers():
-        begin = Begin.read(run.attempt(number).begin)
+        begin = run.attempt(number).read_begin()
         if begin is not None and begin.rewound:
             yield (number, 0), begin.base_iteration
         for count, entry in enumerate(read_lines(run.attempt(number).rewinds), start=1):

@@ -16,7 +16,7 @@ from pathlib import Path
 from relayrun.errors import FatalTrainingError, RunDirError
 from relayrun.files import fsync_directory, write_atomic
 from relayrun.rundir import evaluations
-from relayrun.rundir.records import Begin, Commit
+from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
 
 _NAME = re.compile(r"iter_(\d{7,})")
@@ -64,7 +64,7 @@ def prune(run: Run, attempt: int, keep_last: int, keep_every: int | None = None)
     checked a moment ago, so a good one is left whatever has become of the others. What cannot be removed
     is reported and left.
     """
-    begin = Begin.read(run.attempt(attempt).begin)
+    begin = run.attempt(attempt).read_begin()
     base = begin.base_iteration if begin is not None else 0
     own = {commit.iteration for commit in run.attempt(attempt).read_commits()}
     staging = run.staging(attempt)
