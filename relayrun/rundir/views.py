@@ -74,9 +74,11 @@ class Views:
         self._next_note = time.monotonic() + NOTE_SECONDS
         self._has_rows = False
 
-    def update(self, *, attempt: int | None = None) -> None:
-        """Append what is new. Raises OSError where a view cannot be written, and RunDirError if a record is damaged;
-        the next call, of this object or of another process, makes up for it.
+    def update(self, *, attempt: int | None = None) -> bool:
+        """Append what is new; return whether that is all there is.
+
+        Raises OSError where a view cannot be written, and RunDirError if a record is damaged; the next call, of this
+        object or of another process, makes up for it.
 
         `attempt`: the caller's, as long as it goes on. Nothing is done once a newer one is there, whose supervisor
         writes then; views.json is written now and then only; and where there is more to do than a second's work, the
@@ -84,7 +86,7 @@ class Views:
         """
         numbers = self._run.attempt_numbers()
         if attempt is not None and numbers[-1:] != [attempt]:
-            return
+            return True
         try:
             self._trim()
             whole = self._metrics(numbers, goes_on=attempt is not None)
@@ -96,6 +98,7 @@ class Views:
             raise
         if attempt is None or not whole or time.monotonic() > self._next_note:
             self.note()
+        return whole
 
     def note(self) -> None:
         """Write views.json, if it does not say so already."""
