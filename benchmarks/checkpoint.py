@@ -36,8 +36,8 @@ from relayrun.config.schema import RunConfig
 from relayrun.errors import RelayrunError, run_main
 from relayrun.files import read_json, read_lines, write_json
 from relayrun.rundir import triggers
-from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import Begin, commits
+from relayrun.rundir.records import Begin
+from relayrun.rundir.run import Run
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
 
@@ -55,7 +55,7 @@ def main() -> int:
     parser.add_argument("--program", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.program is not None:
-        return program(RunDir(options.program))
+        return program(Run(options.program))
     folder = Path(tempfile.mkdtemp(prefix="relayrun-checkpoint-", dir=options.folder))
     try:
         figures = measure(folder, options.saves)
@@ -75,7 +75,7 @@ def measure(folder: Path, saves: int) -> dict[str, Any]:
     attempt = run.attempt(1)
     if done.returncode:
         raise RelayrunError(f"the training program failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    committed = {commit.iteration: commit for commit in commits(attempt)}
+    committed = {commit.iteration: commit for commit in attempt.read_commits()}
     bytes_ = sum(committed[INTERVAL].files.values())
     lost, usual = losses(
         [line for line in read_lines(attempt.metrics) if "loss" in line],
@@ -158,9 +158,9 @@ def write_raw(folder: Path, size: int) -> None:
         thread.join()
 
 
-def make_run(folder: Path, *, steps: int) -> RunDir:
+def make_run(folder: Path, *, steps: int) -> Run:
     """A run directory with random tokens and a begun attempt."""
-    run = RunDir(folder / "run")
+    run = Run(folder / "run")
     for path in (run.config, run.checkpoints, run.attempt(1).path):
         path.mkdir(parents=True)
     triggers.create_folder(run)
@@ -213,7 +213,7 @@ def make_run(folder: Path, *, steps: int) -> RunDir:
     return run
 
 
-def program(run: RunDir) -> int:
+def program(run: Run) -> int:
     """The training program as every rank runs it; only that every other save stands still."""
     os.environ |= {
         "RANK": "0",

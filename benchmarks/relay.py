@@ -45,9 +45,10 @@ import _results  # noqa: E402
 
 from relayrun.files import read_lines  # noqa: E402
 from relayrun.rundir import triggers  # noqa: E402
-from relayrun.rundir.layout import AttemptDir, RunDir  # noqa: E402
+from relayrun.rundir.attempt import Attempt  # noqa: E402
 from relayrun.rundir.plan import Plan  # noqa: E402
-from relayrun.rundir.records import Begin, Left, Started, commits  # noqa: E402
+from relayrun.rundir.records import Begin, Left, Started  # noqa: E402
+from relayrun.rundir.run import Run  # noqa: E402
 from relayrun.scheduler.tasks import free_port  # noqa: E402
 from tests.slurm.cluster import TestCluster  # noqa: E402
 from tests.workspace import Workspace  # noqa: E402
@@ -97,7 +98,7 @@ def main() -> None:
     write(pairs, load)
 
 
-def relay(cluster: TestCluster, run: RunDir, config: Path) -> tuple[Phases, Begin]:
+def relay(cluster: TestCluster, run: Run, config: Path) -> tuple[Phases, Begin]:
     """One baton passed in a chain that is ended after it: the phases, and what the second attempt began with."""
     cluster.run([sys.executable, "-m", "relayrun.cli", "submit", config, "--resume"], cwd=ROOT)
     first = max(run.attempt_numbers(), default=0) + 1
@@ -130,7 +131,7 @@ def relay(cluster: TestCluster, run: RunDir, config: Path) -> tuple[Phases, Begi
     return phases, begin
 
 
-def by_hand(run: RunDir, bare: RunDir, begin: Begin) -> Phases:
+def by_hand(run: Run, bare: Run, begin: Begin) -> Phases:
     """The same attempt as two plain processes, in a run directory of its own; with sessions of their own, as Slurm's:
     Linux may share out a busy machine by session."""
     attempt = bare.attempt(begin.attempt)
@@ -186,14 +187,14 @@ def first_host(cluster: TestCluster, begin: Begin) -> str:
     return cluster.run(["scontrol", "show", "hostnames", begin.nodes]).stdout.split()[0]
 
 
-def leaving(attempt: AttemptDir, signalled: float) -> Phases:
-    left, commit = Left.read(attempt.outcome), commits(attempt)[-1]
+def leaving(attempt: Attempt, signalled: float) -> Phases:
+    left, commit = Left.read(attempt.outcome), attempt.read_commits()[-1]
     assert left is not None
     saving = commit.time - commit.seconds
     return {"step": saving - signalled, "save": left.time - saving}
 
 
-def starting(attempt: AttemptDir, started: Started, since: float) -> Phases:
+def starting(attempt: Attempt, started: Started, since: float) -> Phases:
     first = next(line for line in read_lines(attempt.metrics) if "loss" in line)
     return {
         "import": started.imported - since,
@@ -203,7 +204,7 @@ def starting(attempt: AttemptDir, started: Started, since: float) -> Phases:
     }
 
 
-def done(attempt: AttemptDir) -> int:
+def done(attempt: Attempt) -> int:
     return sum(1 for line in read_lines(attempt.metrics) if "loss" in line)
 
 

@@ -36,8 +36,8 @@ from relayrun.config.schema import Model, RunConfig
 from relayrun.errors import RelayrunError, run_main
 from relayrun.files import read_lines
 from relayrun.rundir import triggers
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin
+from relayrun.rundir.run import Run
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
 
@@ -67,11 +67,11 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part == "cpu":
-        return in_turns(RunDir(options.folder), options.pairs, options.steps)
+        return in_turns(Run(options.folder), options.pairs, options.steps)
     if options.part == "plain":
         return plain()
     if options.part == "ours":
-        return program(RunDir(options.folder))
+        return program(Run(options.folder))
     folder = Path(tempfile.mkdtemp(prefix="relayrun-training-"))
     try:
         run = make_run(folder, SMALL, SMALL_VOCABULARY, steps=(options.pairs + 1) * options.steps)
@@ -98,9 +98,9 @@ def child(part: str, folder: Path | None = None, **options: int) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def make_run(folder: Path, sections: dict[str, Any], vocabulary: int, *, steps: int) -> RunDir:
+def make_run(folder: Path, sections: dict[str, Any], vocabulary: int, *, steps: int) -> Run:
     """A run directory with random tokens and a begun attempt; nothing is saved before the end."""
-    run = RunDir(folder / f"run-{vocabulary}-{time.monotonic_ns()}")
+    run = Run(folder / f"run-{vocabulary}-{time.monotonic_ns()}")
     for path in (run.config, run.checkpoints, run.attempt(1).path):
         path.mkdir(parents=True)
     triggers.create_folder(run)
@@ -142,7 +142,7 @@ def one_rank() -> None:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
-def in_turns(run: RunDir, pairs: int, steps: int) -> int:
+def in_turns(run: Run, pairs: int, steps: int) -> int:
     """The CPU part: the real loop, held after every turn for as many bare steps."""
     one_rank()
     from relayrun.training import loop, parallel
@@ -295,7 +295,7 @@ def model_1b() -> Model:
     return Model.model_validate(yamlfile.read(path).values["model"])
 
 
-def program(run: RunDir) -> int:
+def program(run: Run) -> int:
     """The training program as every rank runs it; prints its metrics without the first steps."""
     one_rank()
     from relayrun.training import __main__ as training

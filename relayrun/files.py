@@ -118,6 +118,53 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                         yield value
 
 
+BLOCK = 65_536
+"""Bytes that `read_lines_backwards` takes at a time."""
+
+
+def read_lines_backwards(
+    path: str | os.PathLike[str], *, end: int | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the whole records of a file written by `append_line`, the last one first, each with where it ends (bytes).
+
+    Only as much is read as is asked for. A line that is not whole JSON is skipped, a missing file has none.
+    `end`: as if the file had only this many bytes.
+    """
+    try:
+        file = open(path, "rb")  # noqa: SIM115 - closed below, where the generator is
+    except FileNotFoundError:
+        return
+    with file:
+        size = file.seek(0, os.SEEK_END)
+        at = size if end is None else min(end, size)
+        rest, torn = b"", True  # the end of a line that begins in the block before; behind the last newline it is torn
+        while at:
+            start = max(0, at - BLOCK)
+            file.seek(start)
+            data = file.read(at - start) + rest
+            at = start
+            if torn:
+                data = data[: data.rfind(b"\n") + 1]
+                torn = not data
+            lines = [line + b"\n" for line in data.split(b"\n")[:-1]]
+            rest = lines.pop(0) if lines and at else b""
+            behind = at + len(rest) + sum(map(len, lines))
+            for line in reversed(lines):
+                value = _parsed(line)
+                if value is not None:
+                    yield behind, value
+                behind -= len(line)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The record of a line; None where it is what a killed writer left."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
 ASIDE = ".relayrun-aside-"
 
 

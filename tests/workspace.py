@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from relayrun.config import yamlfile
 from relayrun.files import read_lines
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import End
+from relayrun.rundir.run import Run
 from relayrun.shards.indexed import ShardWriter
 from tests import warm
 
@@ -77,18 +77,18 @@ class Workspace:
         path.write_text(yamlfile.dump(values), encoding="utf-8")
         return path
 
-    def run(self, folder: str) -> RunDir:
-        return RunDir(self.folder / folder)
+    def run(self, folder: str) -> Run:
+        return Run(self.folder / folder)
 
 
-def ends(run: RunDir) -> list[End]:
+def ends(run: Run) -> list[End]:
     """The ends of a run's attempts; each attempt must have one."""
     found = [End.read(run.attempt(number).end) for number in run.attempt_numbers()]
     assert all(end is not None for end in found), found
     return [end for end in found if end is not None]
 
 
-def steps(run: RunDir) -> dict[int, tuple[str, str]]:
+def steps(run: Run) -> dict[int, tuple[str, str]]:
     """Loss and gradient norm of every iteration in the merged view, as exact text; no iteration twice."""
     lines = [line for line in read_lines(run.metrics_view) if "loss" in line]
     found = {line["iteration"]: (line["loss"].hex(), line["grad_norm"].hex()) for line in lines}

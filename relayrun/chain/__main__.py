@@ -8,7 +8,7 @@ from pathlib import Path
 
 from relayrun.chain import guard, supervisor
 from relayrun.errors import run_main
-from relayrun.rundir.layout import RunDir
+from relayrun.rundir.run import Run
 
 
 def main() -> int:
@@ -24,7 +24,7 @@ def main() -> int:
         if name == "end":
             command.add_argument("--exit-code", type=int, required=True)
     options = parser.parse_args()
-    run = RunDir(options.run_dir)
+    run = Run(options.run_dir)
     if options.command == "begin":
         return supervisor.begin(run)
     if options.command == "watch":

@@ -14,12 +14,12 @@ from relayrun.chain.log import log
 from relayrun.errors import SchedulerError
 from relayrun.rundir import evaluations
 from relayrun.rundir.evaluations import EvaluationDir, Policy, Result, Submitted
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
 from relayrun.scheduler.base import Scheduler
 
 
-def attend(run: RunDir, plan: Plan, scheduler: Scheduler) -> None:
+def attend(run: Run, plan: Plan, scheduler: Scheduler) -> None:
     """Submit what is due, and record evaluations whose jobs went without a word. What fails is left for later."""
     try:
         for attempt, commit in evaluations.due(run):
@@ -30,7 +30,7 @@ def attend(run: RunDir, plan: Plan, scheduler: Scheduler) -> None:
         log(f"evaluations are left for later: {getattr(error, 'message', error)}")
 
 
-def _attend(run: RunDir, plan: Plan, scheduler: Scheduler, folder: EvaluationDir) -> None:
+def _attend(run: Run, plan: Plan, scheduler: Scheduler, folder: EvaluationDir) -> None:
     known = Submitted.read(folder.submitted)
     if known is None:
         policy = Policy.read(run.evaluation_policy)

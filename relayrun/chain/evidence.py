@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from relayrun.chain.log import PREFIX
-from relayrun.rundir.layout import AttemptDir
+from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.records import Failure
 
 TAIL_BYTES = 200_000
@@ -45,7 +45,7 @@ def excerpt(log: str) -> str:
     return "\n".join(lines[-EXCERPT_LINES:])
 
 
-def failures(attempt: AttemptDir) -> list[Failure]:
+def failures(attempt: Attempt) -> list[Failure]:
     """What ranks said of their own end."""
     found = [Failure.read(path) for path in attempt.failures.glob("rank-*.json")]
     return sorted((failure for failure in found if failure), key=lambda failure: failure.time)

@@ -13,15 +13,14 @@ import signal
 import time
 
 from relayrun.chain.log import log
-from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import Begin
+from relayrun.rundir.run import Run
 from relayrun.scheduler.slurm import Slurm
 
 SHARE = 2 / 3
 """Of KillWait, in which the batch script may still close the attempt itself."""
 
 
-def guard(run: RunDir, number: int, *, batch_pid: int) -> int:
+def guard(run: Run, number: int, *, batch_pid: int) -> int:
     """Until SIGTERM, then as above. `batch_pid`: the batch script's process, on this node."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     scheduler = Slurm()
@@ -36,7 +35,7 @@ def guard(run: RunDir, number: int, *, batch_pid: int) -> int:
         time.sleep(0.1)
     if attempt.end.exists():
         return 0
-    begin = Begin.read(attempt.begin)
+    begin = attempt.read_begin()
     if not killed and scheduler.cancelled(own, nodes=begin.nodes if begin else ""):
         return 0
     log(f"the batch script of attempt {number} {'was killed' if killed else 'does not end'}; job {own} is queued again")

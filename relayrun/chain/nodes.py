@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from relayrun.files import append_line, read_lines
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Failure, Record
+from relayrun.rundir.run import Run
 
 STRIKES = 2
 EXPIRE_SECONDS = 24 * 3600.0
@@ -59,7 +59,7 @@ def blamed(log: str, failures: Sequence[Failure], *, ntasks: int) -> dict[str, s
     return {}
 
 
-def strike(run: RunDir, attempt: int, blame: dict[str, str], *, now: float) -> None:
+def strike(run: Run, attempt: int, blame: dict[str, str], *, now: float) -> None:
     """Record strikes."""
     for node, reason in blame.items():
         append_line(run.strikes, asdict(Strike(node=node, attempt=attempt, reason=reason[:200], time=now)))
@@ -76,5 +76,5 @@ def excluded(strikes: Iterable[Strike], *, nodes: int, now: float) -> list[str]:
     return bad[: max(1, int(nodes * SHARE))]
 
 
-def read_strikes(run: RunDir) -> list[Strike]:
+def read_strikes(run: Run) -> list[Strike]:
     return [Strike.of(entry) for entry in read_lines(run.strikes)]

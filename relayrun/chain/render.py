@@ -9,13 +9,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
 from relayrun.scheduler.slurm import literal
 from relayrun.slurmtime import format_time
 
 
-def job_script(plan: Plan, run: RunDir) -> str:
+def job_script(plan: Plan, run: Run) -> str:
     """The sbatch script of a run."""
     options: dict[str, str | None] = {
         "job-name": plan.job_name,

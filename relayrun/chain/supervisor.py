@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from itertools import islice
 
 from relayrun.chain import decide, evaluations, evidence, nodes, render
 from relayrun.chain.log import log
@@ -17,9 +18,12 @@ from relayrun.chain.watch import Watch
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
 from relayrun.files import fsync_directory, write_atomic
 from relayrun.rundir import lead, lineage, triggers, views
-from relayrun.rundir.layout import AttemptDir, RunDir
-from relayrun.rundir.plan import Plan
+from relayrun.rundir.attempt import Attempt
+from relayrun.rundir.lineage import Lineage
+from relayrun.rundir.plan import FORMAT, Plan
 from relayrun.rundir.records import Begin, End, Hang, Left
+from relayrun.rundir.run import Run
+from relayrun.rundir.stop import stop_reason, write_stop
 from relayrun.scheduler.base import PATIENCE, Job, Scheduler
 from relayrun.scheduler.choose import for_plan
 
@@ -27,9 +31,14 @@ CHAIN_ENDS = 10
 """Exit code of `begin` when the ranks must not start."""
 
 
-def begin(run: RunDir) -> int:
+def begin(run: Run) -> int:
     """Open an attempt, or end the chain. Prints the attempt's directory, for job.sh."""
-    plan = Plan.load(run)
+    try:
+        plan = Plan.load(run)
+    except RunDirError as error:
+        if run.plan.exists():  # it is a run, but none that this version can go on with
+            write_stop(run, f"this job could not begin: {error.message}")
+        raise
     scheduler = for_plan(plan, run)
     job_id = scheduler.current_job_id()
     try:
@@ -39,14 +48,18 @@ def begin(run: RunDir) -> int:
         raise
 
 
-def _begin(run: RunDir, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
+def _begin(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
     job = scheduler.query(job_id)
     if job is None:
         raise SchedulerError(f"the scheduler does not know the job {job_id} that this runs in")
     scheduler.adopt(job, plan)
-    cancelled = _close_predecessor(run, scheduler)
-    chosen = lineage.chosen_by_hand(run)
-    base = chosen or lineage.durable(run)
+    if plan.format != FORMAT:
+        log(f"the run directory is brought from format {plan.format} to {FORMAT}")
+        plan = plan.migrate(run)
+    cancelled = _close_predecessor(run, plan, scheduler)
+    line = Lineage(run)
+    chosen = line.chosen_by_hand()
+    base = chosen or line.durable()
     if not lineage.is_own(run, base):
         base = lineage.Durable(iteration=plan.load_iteration, path=plan.load_path)
     trigger = triggers.look(run, "exit")
@@ -67,9 +80,9 @@ def _begin(run: RunDir, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
         if trigger is not None:
             triggers.acknowledge(run, trigger, iteration=base.iteration, result=f"the chain ends: {decision.reason}")
         stop_chain(run, plan, scheduler, decision.reason, own_job=job_id)
-        views.write_views(run)
+        _update_views(run)
         return CHAIN_ENDS
-    attempt = _open_attempt(run, plan, scheduler, job, base, rewound=chosen is not None)
+    attempt = _open_attempt(run, plan, scheduler, job, line, base, rewound=chosen is not None)
     if decision.submit_successor:
         _submit_successor(run, plan, scheduler, attempt, job)
     evaluations.attend(run, plan, for_plan(plan, run, patience=0))
@@ -78,13 +91,13 @@ def _begin(run: RunDir, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
     return 0
 
 
-def watch(run: RunDir, number: int) -> int:
+def watch(run: Run, number: int) -> int:
     """Beside the ranks, until SIGTERM; see `chain.watch`."""
     Watch(run, number).loop()
     return 0
 
 
-def end(run: RunDir, number: int, exit_code: int) -> int:
+def end(run: Run, number: int, exit_code: int) -> int:
     """Close the attempt: record how it ended and what becomes of the chain."""
     plan = Plan.load(run)
     attempt = run.attempt(number)
@@ -99,7 +112,6 @@ def end(run: RunDir, number: int, exit_code: int) -> int:
     own = scheduler.current_job_id()
     cancelled = scheduler.cancelled(started.job_id, nodes=started.nodes)
     record, decision = _close(run, plan, attempt, exit_code, cancelled=cancelled)
-    views.write_views(run)
     log(f"attempt {number} ended: {record.cause}: {record.reason}; durable iteration {record.durable_iteration}")
     if decision.action == "stop":
         words = evidence.excerpt(_log_of(attempt)) if record.cause in ("failed", "fatal", "hang") else ""
@@ -107,47 +119,60 @@ def end(run: RunDir, number: int, exit_code: int) -> int:
     elif decision.action in ("continue", "retry"):
         _go_on(run, plan, scheduler, attempt, own, decision)
     evaluations.attend(run, plan, for_plan(plan, run, patience=0))
+    _update_views(run)  # last: whatever becomes of it, the chain has been seen to
     return 0 if record.cause in ("done", "saved", "exit") else 1
 
 
-def failed_attempts(run: RunDir, plan: Plan) -> int:
+def _update_views(run: Run) -> None:
+    """Bring the merged views up to date. What fails is left for the next job's `watch`."""
+    try:
+        views.Views(run).update()
+    except (OSError, RelayrunError) as error:
+        log(f"the merged views are left for later: {error}")
+
+
+def failed_attempts(run: Run, plan: Plan) -> int:
     """Attempts in a row, up to the newest, that ended without durable progress since the last explicit submit."""
     count = 0
     for number in reversed(run.attempt_numbers()):
-        record = End.read(run.attempt(number).end)
-        if number <= plan.submitted_after_attempt or (record is not None and record.progress):
+        if number <= plan.submitted_after_attempt:
+            break
+        record = run.attempt(number).read_end()
+        if record is not None and record.progress:
             break
         count += 1
     return count
 
 
-def measured_lead(run: RunDir, plan: Plan) -> tuple[float, float | None]:
+def measured_lead(run: Run, plan: Plan, line: Lineage) -> tuple[float, float | None]:
     """Seconds before the end of the job at which the next attempt leaves, and those of an evaluation, as measured."""
-    lines = views.merged_metrics(run)
-    steps = [line["step_seconds"] for line in lines if "step_seconds" in line]
-    saves = [commit.seconds for commit in lineage.line(run) if commit.seconds > 0]
-    evaluations = [line["evaluation_seconds"] for line in lines if "evaluation_seconds" in line]
+    newest = islice(views.newest_lines(run), 2 * lead.STEPS)  # an iteration has two lines where it was evaluated
+    steps = [entry["step_seconds"] for entry in newest if "step_seconds" in entry][::-1]
+    evaluations = views.evaluation_seconds(run, lead.SAVES)
     measured = lead.measured_lead(
-        steps, saves, floor=plan.lead_floor, ceiling=plan.lead_ceiling, evaluation_seconds=evaluations
+        steps,
+        line.newest_saves(lead.SAVES),
+        floor=plan.lead_floor,
+        ceiling=plan.lead_ceiling,
+        evaluation_seconds=evaluations,
     )
-    newest = evaluations[-lead.SAVES :]
-    return plan.lead if measured is None else measured, lead.percentile(newest, 0.95) if newest else None
+    return plan.lead if measured is None else measured, lead.percentile(evaluations, 0.95) if evaluations else None
 
 
 def _open_attempt(
-    run: RunDir, plan: Plan, scheduler: Scheduler, job: Job, base: lineage.Durable, *, rewound: bool
-) -> AttemptDir:
+    run: Run, plan: Plan, scheduler: Scheduler, job: Job, line: Lineage, base: lineage.Durable, *, rewound: bool
+) -> Attempt:
     """Make the next attempt's directory; from its begin.json on it owns the run."""
     run.attempts.mkdir(exist_ok=True)
     number = max(run.attempt_numbers(), default=0) + 1
     attempt = run.attempt(number)
     attempt.path.mkdir()
     fsync_directory(run.attempts)
-    for text in lineage.put_aside(run, base, attempt=number):
+    leave_before, evaluation = measured_lead(run, plan, line)
+    for text in line.put_aside(base, attempt=number):
         log(text)
-    previous = End.read(run.attempt(number - 1).end) if number > 1 else None
+    previous = run.attempt(number - 1).read_end() if number > 1 else None
     stderr = evidence.own_log()
-    leave_before, evaluation = measured_lead(run, plan)
     Begin(
         attempt=number,
         job_id=job.id,
@@ -171,11 +196,10 @@ def _open_attempt(
     for folder in (attempt.heartbeats, attempt.failures, run.stacks(number)):
         folder.mkdir(parents=True, exist_ok=True)
     write_atomic(attempt.path / "job.env", _environment(plan, scheduler, job, number))
-    views.write_views(run)
     return attempt
 
 
-def _submit_successor(run: RunDir, plan: Plan, scheduler: Scheduler, attempt: AttemptDir, job: Job) -> None:
+def _submit_successor(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, job: Job) -> None:
     """Queue the next job with this one's options; where that fails, `watch` tries again."""
     try:
         successor = scheduler.submit(plan, run.job_script, options=successor_options(run, plan, scheduler, job.options))
@@ -185,7 +209,7 @@ def _submit_successor(run: RunDir, plan: Plan, scheduler: Scheduler, attempt: At
         log(f"no successor yet: {error.message}")
 
 
-def successor_options(run: RunDir, plan: Plan, scheduler: Scheduler, options: Mapping[str, str]) -> dict[str, str]:
+def successor_options(run: Run, plan: Plan, scheduler: Scheduler, options: Mapping[str, str]) -> dict[str, str]:
     """A job's options for the next one: the nodes that a person excluded, and those that are bad now."""
     strikes = nodes.read_strikes(run)
     if not strikes or scheduler.nodes is None:
@@ -198,9 +222,7 @@ def successor_options(run: RunDir, plan: Plan, scheduler: Scheduler, options: Ma
     return result | ({"exclude": ",".join(left_out)} if left_out else {})
 
 
-def _go_on(
-    run: RunDir, plan: Plan, scheduler: Scheduler, attempt: AttemptDir, own: str, decision: decide.Decision
-) -> None:
+def _go_on(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, own: str, decision: decide.Decision) -> None:
     """See to it that exactly one job follows, after the delay that was decided."""
     if plan.mode == "requeue":
         log(f"this job is queued again, not before {decision.delay} s from now")
@@ -209,7 +231,7 @@ def _go_on(
         except SchedulerError as error:  # nothing is queued behind it
             stop_chain(run, plan, scheduler, f"this job could not be queued again: {error.message}", own_job=own)
         return
-    started = Begin.read(attempt.begin)
+    started = attempt.read_begin()
     options = successor_options(run, plan, scheduler, started.options if started else {})
     waiting = [job.id for job in scheduler.jobs(plan) if job.id != own]
     if decision.action == "retry" or not waiting:
@@ -221,16 +243,14 @@ def _go_on(
         log(f"job {waiting[0]} leaves out {options.get('exclude', 'no node')}; see {run.strikes}")
 
 
-def _began(attempt: AttemptDir) -> Begin:
-    started = Begin.read(attempt.begin)
+def _began(attempt: Attempt) -> Begin:
+    started = attempt.read_begin()
     if started is None:
         raise RunDirError("this attempt never began", where=attempt.path)
     return started
 
 
-def _close(
-    run: RunDir, plan: Plan, attempt: AttemptDir, exit_code: int, *, cancelled: bool
-) -> tuple[End, decide.Decision]:
+def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled: bool) -> tuple[End, decide.Decision]:
     """Judge an attempt whose ranks have gone, write its end.json, and give strikes to who is to blame."""
     started = _began(attempt)
     left, hang = Left.read(attempt.outcome), Hang.read(attempt.hang)
@@ -268,7 +288,7 @@ def _close(
     return record, decision
 
 
-def _close_predecessor(run: RunDir, scheduler: Scheduler) -> bool:
+def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> bool:
     """Write the end that a killed batch script left out; return whether its job had been cancelled.
 
     Asked also where an end is there: a script can be killed, or misled, in the last seconds of its job.
@@ -277,8 +297,7 @@ def _close_predecessor(run: RunDir, scheduler: Scheduler) -> bool:
     if not numbers:
         return False
     attempt = run.attempt(numbers[-1])
-    started = Begin.read(attempt.begin)
-    plan = Plan.load(run)
+    started = attempt.read_begin()
     if started is None or attempt.number <= plan.submitted_after_attempt:
         return False
     cancelled = scheduler.cancelled(started.job_id, nodes=started.nodes)
@@ -287,9 +306,9 @@ def _close_predecessor(run: RunDir, scheduler: Scheduler) -> bool:
     return cancelled
 
 
-def _log_of(attempt: AttemptDir) -> str:
+def _log_of(attempt: Attempt) -> str:
     """What the attempt's job wrote to its standard error since the attempt began."""
-    started = Begin.read(attempt.begin)
+    started = attempt.read_begin()
     return "" if started is None else evidence.tail(started.log, since=started.log_offset)
 
 
@@ -315,19 +334,9 @@ def _environment(plan: Plan, scheduler: Scheduler, job: Job, attempt: int) -> st
     )
 
 
-def stop_reason(run: RunDir) -> str | None:
-    """Why the chain ended; None where it has not."""
-    try:
-        return run.stop.read_text(encoding="utf-8").partition("\n")[0]
-    except FileNotFoundError:
-        return None
-
-
-def stop_chain(run: RunDir, plan: Plan, scheduler: Scheduler, reason: str, *, own_job: str, words: str = "") -> None:
+def stop_chain(run: Run, plan: Plan, scheduler: Scheduler, reason: str, *, own_job: str, words: str = "") -> None:
     """Say why in STOP first, so that a successor that starts meanwhile stops too; then cancel what is queued."""
-    if stop_reason(run) is None:
-        text = f"{reason.replace(chr(10), ' ')}\n\nThe chain has ended. To go on all the same: submit with --resume.\n"
-        write_atomic(run.stop, text + (f"\nThe last lines of its log:\n{words}\n" if words else ""))
+    write_stop(run, reason, words=words)
     log(f"the chain ends: {reason}")
     try:
         _cancel_others(plan, scheduler, own_job)

@@ -17,11 +17,12 @@ from pathlib import Path
 
 from relayrun.chain import evaluations, evidence
 from relayrun.chain.log import log
-from relayrun.errors import SchedulerError
-from relayrun.rundir import views
-from relayrun.rundir.layout import AttemptDir, RunDir
+from relayrun.errors import RelayrunError, SchedulerError
+from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import Begin, Hang, Heartbeat
+from relayrun.rundir.records import Hang, Heartbeat
+from relayrun.rundir.run import Run
+from relayrun.rundir.views import Views
 from relayrun.scheduler.base import Scheduler
 from relayrun.scheduler.choose import for_plan
 
@@ -44,13 +45,15 @@ def stall_limit(beats: Sequence[Heartbeat], *, hang_timeout: float, start_timeou
 class Watch:
     """The supervisor's part beside one attempt."""
 
-    def __init__(self, run: RunDir, number: int) -> None:
+    def __init__(self, run: Run, number: int) -> None:
         self.run = run
         self.plan = Plan.load(run)
         self.attempt = run.attempt(number)
-        self.begin = Begin.read(self.attempt.begin)
+        self.begin = self.attempt.read_begin()
         self.scheduler: Scheduler = for_plan(self.plan, run)
-        self._offset = 0
+        self._views = Views(run)
+        self._complaint = ""
+        """What was last said about the views."""
         self._seen: list[Heartbeat] = []
         self._changed = time.monotonic()
         self._next_try = time.monotonic() + RETRY_SECONDS
@@ -77,24 +80,19 @@ class Watch:
             self._pay()
             self._evaluate()
             if select.select([leaving], [], [], POLL_SECONDS)[0]:
-                return
+                break
+        self._follow(leaving=True)
 
-    def _follow(self) -> None:
-        """Append what is new and whole in the attempt's metrics to the merged view."""
+    def _follow(self, *, leaving: bool = False) -> None:
+        """Append what is new and whole in the attempt's metrics to the merged view; what fails is tried again."""
         try:
-            with open(self.attempt.metrics, "rb") as file:
-                file.seek(self._offset)
-                new = file.read()
-        except FileNotFoundError:
-            return
-        whole = new[: new.rfind(b"\n") + 1]
-        if whole:
-            self._offset += len(whole)
-            if b'"rewind": {' in whole:  # lines that are in the view already count no more
-                views.write_views(self.run)
-                return
-            with open(self.run.metrics_view, "ab") as view:
-                view.write(whole)
+            self._views.update(attempt=self.attempt.number)
+            if leaving:
+                self._views.note()
+        except (OSError, RelayrunError) as error:
+            if str(error) != self._complaint:
+                log(f"the merged views are left for later: {error}")
+            self._complaint = str(error)
 
     def _look_for_hang(self) -> None:
         beats = read_heartbeats(self.attempt)
@@ -171,7 +169,7 @@ class Watch:
         log(f"queued job {successor} behind this one")
 
 
-def read_heartbeats(attempt: AttemptDir) -> list[Heartbeat]:
+def read_heartbeats(attempt: Attempt) -> list[Heartbeat]:
     """The newest sign of life of every node, by name."""
     found = [Heartbeat.read(path) for path in sorted(attempt.heartbeats.glob("*.json"))]
     return [beat for beat in found if beat is not None]

@@ -12,9 +12,11 @@ import os
 from relayrun.chain import supervisor
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.monitoring import run_status
-from relayrun.rundir import find, lineage, triggers
-from relayrun.rundir.layout import RunDir
+from relayrun.rundir import find, triggers
+from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
+from relayrun.rundir.stop import stop_reason
 from relayrun.scheduler.base import Job, Scheduler
 
 
@@ -35,13 +37,13 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def save(run: RunDir, scheduler: Scheduler) -> str:
+def save(run: Run, scheduler: Scheduler) -> str:
     """Ask for a checkpoint; return what will happen, in words.
 
     Raises RunDirError where this user may not, and where no job is there or will come to do it.
     """
     plan = Plan.load(run)
-    ended = supervisor.stop_reason(run)
+    ended = stop_reason(run)
     if ended is not None:
         raise RunDirError(f"the chain of this run has ended: {ended}", where=run.stop, hint="there is nothing to save")
     try:
@@ -58,13 +60,13 @@ def save(run: RunDir, scheduler: Scheduler) -> str:
     return f"no job runs now; job {jobs[0].id} answers when it has started; {answer}"
 
 
-def stop(run: RunDir, scheduler: Scheduler, *, user: str) -> str:
+def stop(run: Run, scheduler: Scheduler, *, user: str) -> str:
     """Ask a running attempt to save and end the chain, or end the chain here; return what will happen, in words.
 
     Raises RunDirError where this user may not, or where this is no run.
     """
     plan = Plan.load(run)
-    ended = supervisor.stop_reason(run)
+    ended = stop_reason(run)
     triggers.touch(run, "exit")
     try:
         if ended is None and (job := _at_work(scheduler.jobs(plan, anyone=True))) is not None:
@@ -81,10 +83,10 @@ def stop(run: RunDir, scheduler: Scheduler, *, user: str) -> str:
         return f"what is still there ends at once or, where it runs, saves and leaves: {names}"
     trigger = triggers.look(run, "exit")
     if trigger is not None:
-        commits = lineage.line(run)
-        at = commits[-1].iteration if commits else 0
+        newest = next(Lineage(run).backwards(), None)
+        at = newest.commit.iteration if newest else 0
         triggers.acknowledge(run, trigger, iteration=at, result="the chain ends: no job was there to save")
-    return f"the chain has ended: {supervisor.stop_reason(run)}; nothing is queued"
+    return f"the chain has ended: {stop_reason(run)}; nothing is queued"
 
 
 def _at_work(jobs: list[Job]) -> Job | None:

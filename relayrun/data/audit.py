@@ -23,9 +23,8 @@ from relayrun.data.order.windows import Origin
 from relayrun.data.progress import Progress
 from relayrun.errors import InputError
 from relayrun.files import read_json
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lineage import durable, line
-from relayrun.rundir.records import Begin
+from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
 
 COMPARED = 100_000
@@ -36,7 +35,7 @@ COMPARED = 100_000
 class Audited:
     """A run's data order, with its past."""
 
-    run: RunDir
+    run: Run
     config: RunConfig
     order: MixtureSampler
     datasets: dict[str, Dataset]
@@ -87,7 +86,7 @@ class LedgerRow:
         return self.samples / self.windows
 
 
-def audit(run: RunDir) -> Audited:
+def audit(run: Run) -> Audited:
     """Read a run's records. Raises InputError if it has none."""
     revisions = run.revisions()
     if not revisions:
@@ -95,7 +94,7 @@ def audit(run: RunDir) -> Audited:
     revision, state = revisions[-1], None
     for number in reversed(run.attempt_numbers()):
         attempt = run.attempt(number)
-        begin = Begin.read(attempt.begin)
+        begin = attempt.read_begin()
         if begin is not None and attempt.data.is_file():
             revision, state = begin.config_revision, read_json(attempt.data)
             break
@@ -183,7 +182,7 @@ def differences(a: Audited, b: Audited) -> list[str]:
     return [*lines, f"the first {end:,} samples are the same"] if lines else []
 
 
-def _durable(run: RunDir) -> tuple[int, int]:
+def _durable(run: Run) -> tuple[int, int]:
     """Iteration and consumed samples of the newest durable checkpoint."""
     base = durable(run)
     consumed = [commit.consumed_samples for commit in line(run) if commit.iteration == base.iteration]

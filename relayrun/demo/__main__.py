@@ -29,8 +29,8 @@ from relayrun.demo import continuation, corpus, unigram
 from relayrun.errors import RelayrunError, run_main
 from relayrun.monitoring import report
 from relayrun.monitoring.follow import Follower
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
 from relayrun.scheduler.choose import for_plan
 
 OUTPUT = ROOT / "demo-output"
@@ -65,7 +65,7 @@ def main() -> int:
     overrides = [*(f"model.{name}={json.dumps(value)}" for name, value in model.items()), *options.overrides]
     config_file = ROOT / "configs" / "runs" / ("demo-slurm.yaml" if options.slurm else "demo.yaml")
     config = compose.load(config_file, overrides)
-    run = RunDir(Path(config.run_dir or ""))
+    run = Run(Path(config.run_dir or ""))
     clear_former(run, f"{config.project}/{config.name}")
 
     headline("1. text: documentation and sources of this Python installation, as parquet")
@@ -135,7 +135,7 @@ def write_tokenization_config(dataset: str, metadata_folder: Path, tokenizer: Pa
     return path
 
 
-def show(run: RunDir, config: RunConfig, *, seconds: float) -> int:
+def show(run: Run, config: RunConfig, *, seconds: float) -> int:
     """Print what was made; return 1 if the model has not learned."""
     summary = report.read_report(run)
     output = Console(highlight=False)
@@ -174,7 +174,7 @@ def show(run: RunDir, config: RunConfig, *, seconds: float) -> int:
     return 0 if learned else 1
 
 
-def wait_for_chain(run: RunDir) -> None:
+def wait_for_chain(run: Run) -> None:
     """Follow a chain on Slurm until none of its jobs is left."""
     plan = Plan.load(run)
     follower = Follower(run, total_steps=plan.total_steps)
@@ -191,7 +191,7 @@ def wait_for_chain(run: RunDir) -> None:
         time.sleep(1)
 
 
-def clear_former(run: RunDir, name: str) -> None:
+def clear_former(run: Run, name: str) -> None:
     """Remove what an earlier demo made, and nothing else. Raises RelayrunError."""
     if OUTPUT.exists():
         if not MARKER.exists():

@@ -6,11 +6,11 @@ import numpy as np
 
 from relayrun.config.schema import RunConfig
 from relayrun.data.order.samples import SampleOrder
-from relayrun.rundir.layout import RunDir
+from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
 
 
-def entropy(config: RunConfig, run: RunDir, name: str) -> float:
+def entropy(config: RunConfig, run: Run, name: str) -> float:
     """Entropy in nats of the distribution of exactly those tokens that an evaluation on set `name` predicts."""
     manifest = Manifest.read(run.manifest)
     order = SampleOrder(

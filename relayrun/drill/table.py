@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from relayrun.rundir.layout import RunDir
+from relayrun.rundir.run import Run
 
 
 class Stage(Protocol):
     """What a fault can reach: a running chain and the machine it runs on."""
 
-    run: RunDir
+    run: Run
 
     def wait_iteration(self, iteration: int, *, attempt: int = 1) -> None:
         """Until the attempt has done this iteration."""

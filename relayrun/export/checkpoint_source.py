@@ -10,8 +10,7 @@ from relayrun.config import compose
 from relayrun.config.schema import RunConfig
 from relayrun.errors import InputError, RunDirError
 from relayrun.rundir import lineage
-from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import Begin, commits
+from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
 from relayrun.tokenization.encode.tokenizer import DocumentTokenizer, load_tokenizer
 from relayrun.tokenization.options import TokenizeOptions
@@ -21,7 +20,7 @@ from relayrun.tokenization.options import TokenizeOptions
 class CheckpointSource:
     """One checkpoint of a run, with what an export needs of the run."""
 
-    run: RunDir
+    run: Run
     iteration: int
     folder: Path
     config: RunConfig
@@ -41,7 +40,7 @@ class CheckpointSource:
         return found
 
 
-def find_checkpoint(run: RunDir, iteration: int | None = None) -> CheckpointSource:
+def find_checkpoint(run: Run, iteration: int | None = None) -> CheckpointSource:
     """Find the checkpoint of an iteration; None: the newest whole one. Raises InputError or RunDirError."""
     folder: Path | None
     if iteration is None:
@@ -60,7 +59,7 @@ def find_checkpoint(run: RunDir, iteration: int | None = None) -> CheckpointSour
     )
 
 
-def _folder(run: RunDir, iteration: int) -> Path:
+def _folder(run: Run, iteration: int) -> Path:
     line = lineage.line(run)
     for commit in line:
         if commit.iteration == iteration:
@@ -70,16 +69,16 @@ def _folder(run: RunDir, iteration: int) -> Path:
     raise InputError(f"this run has no checkpoint of iteration {iteration}", where=run.checkpoints, hint=_have(run))
 
 
-def _have(run: RunDir) -> str:
+def _have(run: Run) -> str:
     whole = [str(commit.iteration) for commit in lineage.line(run) if lineage.fault(commit) is None]
     return f"whole ones: {', '.join(whole) or 'none'}"
 
 
-def _revision(run: RunDir, iteration: int) -> int | None:
+def _revision(run: Run, iteration: int) -> int | None:
     """The config revision of the newest attempt that committed this iteration."""
     for number in reversed(run.attempt_numbers()):
         attempt = run.attempt(number)
-        if any(commit.iteration == iteration for commit in commits(attempt)):
-            begin = Begin.read(attempt.begin)
+        if any(commit.iteration == iteration for commit in attempt.read_commits()):
+            begin = attempt.read_begin()
             return None if begin is None else begin.config_revision
     return None

@@ -33,7 +33,7 @@ from relayrun.monitoring.trackers.sinks import wandb_mode
 from relayrun.monitoring.trackers.wandb_evaluations import tell
 from relayrun.rundir import evaluations
 from relayrun.rundir.evaluations import EvaluationDir, Result
-from relayrun.rundir.layout import RunDir
+from relayrun.rundir.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Ended(BaseException):
     """Raised where the scheduler ends this job."""
 
 
-def evaluate(run: RunDir, iteration: int, attempt: int) -> Result | None:
+def evaluate(run: Run, iteration: int, attempt: int) -> Result | None:
     """Evaluate one checkpoint and record the result; None if it was another job's."""
     job_id = os.environ.get("SLURM_JOB_ID") or os.environ.get("RELAYRUN_LOCAL_JOB_ID")
     folder = evaluations.directory(run, iteration, attempt)
@@ -82,7 +82,7 @@ def evaluate(run: RunDir, iteration: int, attempt: int) -> Result | None:
     return result
 
 
-def tell_wandb(run: RunDir) -> None:
+def tell_wandb(run: Run) -> None:
     """Hand the results to W&B where it is on. The evaluation stands, whatever happens here."""
     mode = wandb_mode(os.environ)
     if mode is None:
@@ -182,7 +182,7 @@ def main() -> int:
     parser.add_argument("--attempt", type=int, required=True, help="that committed it")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, _end)
-    run = RunDir(options.run_dir.absolute())
+    run = Run(options.run_dir.absolute())
     folder = evaluations.directory(run, options.iteration, options.attempt)
     return report(folder, evaluate(run, options.iteration, options.attempt))
 

@@ -7,13 +7,13 @@ import sys
 import time
 from typing import Any
 
-from relayrun.rundir.layout import RunDir
+from relayrun.rundir.run import Run
 
 
 class Follower:
     """Prints where a run stands. `poll` may be called as often as one likes."""
 
-    def __init__(self, run: RunDir, *, total_steps: int, seconds: float = 10.0) -> None:
+    def __init__(self, run: Run, *, total_steps: int, seconds: float = 10.0) -> None:
         self._run = run
         self._total = total_steps
         self._seconds = seconds

@@ -13,8 +13,7 @@ from rich.table import Table
 
 from relayrun.files import read_lines
 from relayrun.rundir import views
-from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import Begin, End
+from relayrun.rundir.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,7 @@ class AttemptRow:
 class Report:
     """A run as its records tell it."""
 
-    run: RunDir
+    run: Run
     attempts: list[AttemptRow]
     iterations: list[int]
     losses: list[float]
@@ -45,7 +44,7 @@ class Report:
     """For each validation set (iteration, mean loss in nats per token), oldest first."""
 
 
-def read_report(run: RunDir) -> Report:
+def read_report(run: Run) -> Report:
     """Gather a run's records."""
     lines = views.merged_metrics(run)
     steps = [line for line in lines if "loss" in line]
@@ -62,9 +61,9 @@ def read_report(run: RunDir) -> Report:
     )
 
 
-def _attempt(run: RunDir, number: int) -> AttemptRow | None:
+def _attempt(run: Run, number: int) -> AttemptRow | None:
     attempt = run.attempt(number)
-    begin, end = Begin.read(attempt.begin), End.read(attempt.end)
+    begin, end = attempt.read_begin(), attempt.read_end()
     if begin is None:
         return None
     steps: list[dict[str, Any]] = [line for line in read_lines(attempt.metrics) if "loss" in line]

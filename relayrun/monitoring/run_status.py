@@ -16,11 +16,14 @@ from relayrun.chain import nodes, supervisor
 from relayrun.chain.watch import read_heartbeats
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.files import read_lines
-from relayrun.rundir import evaluations, lineage, triggers
+from relayrun.rundir import evaluations, triggers
+from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.evaluations import Result, Submitted
-from relayrun.rundir.layout import AttemptDir, RunDir
+from relayrun.rundir.lineage import Durable, Lineage
 from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import Begin, End
+from relayrun.rundir.records import Begin
+from relayrun.rundir.run import Run
+from relayrun.rundir.stop import stop_reason
 from relayrun.rundir.triggers import Trigger
 from relayrun.scheduler.base import Job, Scheduler
 from relayrun.scheduler.choose import for_plan
@@ -122,12 +125,12 @@ class Damaged:
     error: str
 
 
-def scheduler(run: RunDir) -> Scheduler:
+def scheduler(run: Run) -> Scheduler:
     """Return the run's scheduler, for a person who waits for the answer. Raises RunDirError where there is no run."""
     return for_plan(Plan.load(run), run, patience=PATIENCE)
 
 
-def ask(run: RunDir) -> Queue:
+def ask(run: Run) -> Queue:
     """Ask for the chain's jobs, whoever submitted them; a scheduler that does not answer is a fact like others."""
     try:
         asked = scheduler(run)
@@ -138,7 +141,7 @@ def ask(run: RunDir) -> Queue:
         return Queue(error=error.message)
 
 
-def gather_all(runs: Sequence[RunDir], *, now: float) -> list[RunStatus | Damaged]:
+def gather_all(runs: Sequence[Run], *, now: float) -> list[RunStatus | Damaged]:
     """Return the status of many runs, the newest first, damaged ones last.
 
     Once Slurm has not answered it is not asked again, and not for runs that have been stopped.
@@ -161,7 +164,7 @@ def gather_all(runs: Sequence[RunDir], *, now: float) -> list[RunStatus | Damage
     return [*sorted(found, key=lambda status: -status.updated), *damaged]
 
 
-def gather(run: RunDir, queue: Queue, *, now: float) -> RunStatus:
+def gather(run: Run, queue: Queue, *, now: float) -> RunStatus:
     """Return the status of a run.
 
     Raises RunDirError, with one clear message, where the directory is no run or damaged.
@@ -176,18 +179,19 @@ def gather(run: RunDir, queue: Queue, *, now: float) -> RunStatus:
         ) from None
 
 
-def _gather(run: RunDir, queue: Queue, now: float) -> RunStatus:
+def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
     plan = Plan.load(run)
-    begun = [(number, begin) for number in run.attempt_numbers() if (begin := Begin.read(run.attempt(number).begin))]
-    ended = [(number, end) for number, _ in begun if (end := End.read(run.attempt(number).end))]
+    begun = [(number, begin) for number in run.attempt_numbers() if (begin := run.attempt(number).read_begin())]
+    ended = [(number, end) for number, _ in begun if (end := run.attempt(number).read_end())]
     number, begin = begun[-1] if begun else (None, None)
     open_ = number is not None and (not ended or ended[-1][0] != number)
-    stop = supervisor.stop_reason(run)
+    stop = stop_reason(run)
     state = _state(queue, stop)
     running = open_ and state in ("running", "unknown")
     step = _last_step(run, begun)
-    durable, fault = _durable(run)
-    saved = next((commit for commit in lineage.line(run) if durable and commit.path == durable.path), None)
+    line = Lineage(run)
+    durable, fault = _durable(line)
+    saved = next((c.commit for c in line.backwards() if durable and c.commit.path == durable.path), None)
     strikes = nodes.read_strikes(run)
     counts: dict[str, int] = {}
     for strike in strikes:
@@ -238,7 +242,7 @@ def _gather(run: RunDir, queue: Queue, now: float) -> RunStatus:
     )
 
 
-def _waiting(run: RunDir) -> list[tuple[int, str]]:
+def _waiting(run: Run) -> list[tuple[int, str]]:
     """(iteration, job id) of the evaluations that were submitted and have no result."""
     return [
         (folder.iteration, submitted.job_id)
@@ -257,14 +261,14 @@ def _state(queue: Queue, stop: str | None) -> State:
     return "queued" if queue.jobs else "idle"
 
 
-def _durable(run: RunDir) -> tuple[lineage.Durable | None, str | None]:
+def _durable(line: Lineage) -> tuple[Durable | None, str | None]:
     try:
-        return lineage.durable(run), None
+        return line.durable(), None
     except RunDirError as error:
         return None, error.message
 
 
-def _pending(run: RunDir) -> list[Trigger]:
+def _pending(run: Run) -> list[Trigger]:
     """Triggers that wait; none for who may not look into the folder."""
     try:
         return [trigger for name in triggers.NAMES if (trigger := triggers.look(run, name))]
@@ -272,7 +276,7 @@ def _pending(run: RunDir) -> list[Trigger]:
         return []
 
 
-def _last_step(run: RunDir, begun: list[tuple[int, Begin]]) -> dict[str, Any]:
+def _last_step(run: Run, begun: list[tuple[int, Begin]]) -> dict[str, Any]:
     """The newest metrics line that counts: an attempt's lines beyond the base of the next do not."""
     limit = float("inf")
     for number, begin in reversed(begun):
@@ -284,7 +288,7 @@ def _last_step(run: RunDir, begun: list[tuple[int, Begin]]) -> dict[str, Any]:
     return {}
 
 
-def _tail(attempt: AttemptDir) -> list[dict[str, Any]]:
+def _tail(attempt: Attempt) -> list[dict[str, Any]]:
     """The last whole lines of an attempt's metrics; of months of them, not all are read."""
     try:
         with open(attempt.metrics, "rb") as file:

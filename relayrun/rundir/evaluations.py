@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 from relayrun.files import fsync_directory, write_atomic
 from relayrun.rundir import lineage
-from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import Commit, Record, commits
+from relayrun.rundir.records import Commit, Record
+from relayrun.rundir.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,29 +112,25 @@ class EvaluationDir:
         return self.path / "result.json"
 
 
-def directory(run: RunDir, iteration: int, attempt: int) -> EvaluationDir:
+def directory(run: Run, iteration: int, attempt: int) -> EvaluationDir:
     return EvaluationDir(run.evaluations / f"iter_{iteration:07}-{attempt:04}")
 
 
-def due(run: RunDir) -> list[tuple[int, Commit]]:
+def due(run: Run) -> list[tuple[int, Commit]]:
     """(attempt, commit) of every checkpoint that counts and is to be evaluated, rising; none without a policy."""
     policy = Policy.read(run.evaluation_policy)
     if policy is None:
         return []
-    wanted = [
-        commit
-        for commit in lineage.line(run)
-        if commit.iteration % policy.interval == 0 or commit.iteration == policy.total_steps
+    found = [
+        (counted.attempt, counted.commit)
+        for counted in lineage.Lineage(run).backwards()
+        if counted.published
+        and (counted.commit.iteration % policy.interval == 0 or counted.commit.iteration == policy.total_steps)
     ]
-    attempts = {
-        (commit.iteration, commit.time): number
-        for number in run.attempt_numbers()
-        for commit in commits(run.attempt(number))
-    }
-    return [(attempts[key], commit) for commit in wanted if (key := (commit.iteration, commit.time)) in attempts]
+    return found[::-1]
 
 
-def held(run: RunDir) -> set[int]:
+def held(run: Run) -> set[int]:
     """Iterations whose checkpoints must stay until they are exported."""
     policy = Policy.read(run.evaluation_policy)
     if policy is None or not policy.hold:
@@ -159,7 +155,7 @@ def claim(folder: EvaluationDir, job_id: str | None, node: str) -> bool:
     return True
 
 
-def every(run: RunDir) -> list[EvaluationDir]:
+def every(run: Run) -> list[EvaluationDir]:
     """All evaluations on record, by iteration."""
     try:
         names = sorted(name for name in os.listdir(run.evaluations) if name.startswith("iter_"))
@@ -168,19 +164,19 @@ def every(run: RunDir) -> list[EvaluationDir]:
     return [EvaluationDir(run.evaluations / name) for name in names]
 
 
-def results(run: RunDir) -> list[Result]:
+def results(run: Run) -> list[Result]:
     """All results, by iteration."""
     found = [Result.read(folder.result) for folder in every(run)]
     return sorted((result for result in found if result is not None), key=lambda r: (r.iteration, r.attempt))
 
 
-def finish(run: RunDir, result: Result) -> None:
+def finish(run: Run, result: Result) -> None:
     """Record a result and bring the view up to date."""
     result.write(directory(run, result.iteration, result.attempt).result)
     write_view(run)
 
 
-def write_view(run: RunDir) -> None:
+def write_view(run: Run) -> None:
     """Rewrite evaluations.jsonl. Without a lock: who has put an older view over a newer one sees it, and mends it."""
     while True:
         text = _text(run)
@@ -189,5 +185,5 @@ def write_view(run: RunDir) -> None:
             return
 
 
-def _text(run: RunDir) -> str:
+def _text(run: Run) -> str:
     return "".join(json.dumps(asdict(result), ensure_ascii=False) + "\n" for result in results(run))

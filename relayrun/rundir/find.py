@@ -6,18 +6,21 @@ from pathlib import Path
 
 from relayrun import ROOT
 from relayrun.errors import RunDirError
-from relayrun.rundir.layout import RunDir
-from relayrun.rundir.plan import Plan
+from relayrun.rundir.plan import Plan, read_format
+from relayrun.rundir.run import Run
 
 RUNS = ROOT / "logs" / "runs"
 """Where runs lie that have no `run_dir` of their own."""
 
 
-def find_run(name: str) -> RunDir:
-    """The run in this directory, or with this `project/name` below RUNS. Raises RunDirError where there is none."""
-    candidates = [RunDir(Path(name).expanduser().absolute()), RunDir(RUNS / name)]
+def find_run(name: str) -> Run:
+    """The run in this directory, or with this `project/name` below RUNS.
+
+    Raises RunDirError where there is none, and where its format is a newer one.
+    """
+    candidates = [Run(Path(name).expanduser().absolute()), Run(RUNS / name)]
     for run in candidates:
-        if run.plan.exists() or run.manifest.exists():
+        if read_format(run) is not None or run.manifest.exists():
             return run
     for run in candidates:
         if run.path.is_dir():
@@ -29,6 +32,6 @@ def find_run(name: str) -> RunDir:
     )
 
 
-def every_run() -> list[RunDir]:
+def every_run() -> list[Run]:
     """All directories project/name below RUNS, whole or not."""
-    return [RunDir(path) for path in sorted(RUNS.glob("*/*")) if path.is_dir()]
+    return [Run(path) for path in sorted(RUNS.glob("*/*")) if path.is_dir()]

@@ -3,18 +3,22 @@
 The line of a run: the commits of its attempts in order, each attempt cutting off what lies beyond the base
 that it froze at its begin. A commit of an older attempt that appears after a newer one began is cut off by
 that one's base, whatever it holds.
+
+Whoever starts from the line needs its newest end. So it is read from there: a run's age costs nothing.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from pathlib import Path
 
 from relayrun.errors import RunDirError
-from relayrun.files import fsync_directory
-from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import Begin, Commit, commits
+from relayrun.files import fsync_directory, read_lines_backwards
+from relayrun.rundir.records import Commit
+from relayrun.rundir.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,30 +32,161 @@ class Durable:
 BEGINNING = Durable(iteration=0, path=None)
 
 
-def line(run: RunDir) -> list[Commit]:
-    """Every commit that counts, rising, whether or not its folder is still there."""
-    found: list[Commit] = []
-    for number in run.attempt_numbers():
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """A commit of the line."""
+
+    attempt: int
+    commit: Commit
+    published: bool
+    """Whether this attempt published it. Otherwise the attempt began with it, and no attempt of this run has it on
+    record: another run's checkpoint, or a conversion's."""
+
+
+class Lineage:
+    """The line of a run as it is when it is read: back from the newest attempt, each record once, as far as asked for.
+
+    Whoever waits for changes makes a new one each time.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._read: list[Counted] = []
+        self._rest = _backwards(run)
+
+    def backwards(self) -> Iterator[Counted]:
+        """Every commit that counts, the newest first: iterations fall. Raises RunDirError if a record is damaged."""
+        number = 0
+        while True:
+            if number == len(self._read):
+                found = next(self._rest, None)
+                if found is None:
+                    return
+                self._read.append(found)
+            yield self._read[number]
+            number += 1
+
+    def line(self) -> list[Commit]:
+        """Every commit that counts, rising, whether or not its folder is still there."""
+        return [counted.commit for counted in self.backwards()][::-1]
+
+    def newest_saves(self, most: int) -> list[float]:
+        """Seconds of the newest saves, at most so many, oldest first."""
+        seconds = (counted.commit.seconds for counted in self.backwards())
+        return list(islice((value for value in seconds if value > 0), most))[::-1]
+
+    def durable(self) -> Durable:
+        """The newest whole checkpoint of the line.
+
+        Raises RunDirError if the line has checkpoints and none of them is whole: to start from the beginning
+        then would throw the run away, and the file system may only be away for a while.
+        """
+        newest: Commit | None = None
+        for counted in self.backwards():
+            commit = counted.commit
+            newest = newest or commit
+            if fault(commit) is None:
+                return Durable(iteration=commit.iteration, path=commit.path)
+        if newest is not None:
+            raise RunDirError(
+                f"no checkpoint of this run is whole; the newest, {newest.path}: {fault(newest)}",
+                where=self._run.checkpoints,
+                hint="put one back (quarantined ones lie in checkpoints/.quarantine), or start a new run",
+            )
+        return BEGINNING
+
+    def chosen_by_hand(self) -> Durable | None:
+        """The checkpoint that a person set in the tracker file: an older, whole one of the line.
+
+        The program writes the tracker right after a commit, so a tracker that is older than the newest commit
+        is what a kill between the two left, and means nothing.
+        """
+        newest = next(self.backwards(), None)
+        try:
+            written = self._run.tracker.stat().st_mtime
+            value = int(self._run.tracker.read_text(encoding="utf-8").strip())
+        except (FileNotFoundError, ValueError):
+            return None
+        if newest is None or value >= newest.commit.iteration or written <= newest.commit.time:
+            return None
+        for commit in (counted.commit for counted in self.backwards()):
+            if commit.iteration < value:
+                break
+            if commit.iteration == value and fault(commit) is None:
+                return Durable(iteration=commit.iteration, path=commit.path)
+        return None
+
+    def put_aside(self, base: Durable, *, attempt: int) -> list[str]:
+        """Move checkpoints out of the way that lie beyond `base`: torn ones to .quarantine, whole ones to .superseded.
+
+        Nothing is deleted. Returns what was moved, in words, oldest first.
+        """
+        beyond = takewhile(lambda commit: commit.iteration > base.iteration, (c.commit for c in self.backwards()))
+        moved: list[str] = []
+        for commit in reversed(list(beyond)):
+            if not Path(commit.path).is_dir():
+                continue
+            if not is_own(self._run, Durable(iteration=commit.iteration, path=commit.path)):
+                continue
+            what = fault(commit)
+            folder = self._run.checkpoints / (".superseded" if what is None else ".quarantine")
+            folder.mkdir(exist_ok=True)
+            target = folder / f"{Path(commit.path).name}-{attempt:04}"
+            os.rename(commit.path, target)
+            moved.append(f"{commit.path} ({what or 'newer than the chosen one'}) moved to {target}")
+        if moved:
+            fsync_directory(self._run.checkpoints)
+        return moved
+
+
+def _backwards(run: Run) -> Iterator[Counted]:
+    limit = float("inf")
+    """Of iterations: the lowest base of the attempts that were looked at."""
+    base: Counted | None = None
+    """What the last of them began with, until the commit turns up that made it."""
+    for number in reversed(run.attempt_numbers()):
         attempt = run.attempt(number)
-        begin = Begin.read(attempt.begin)
+        begin = attempt.read_begin()
         if begin is None:  # killed before it began: it owns nothing
             continue
-        found = [commit for commit in found if commit.iteration <= begin.base_iteration]
-        if begin.base_path is not None and not any(commit.iteration == begin.base_iteration for commit in found):
-            found.append(
-                Commit(
-                    iteration=begin.base_iteration,
-                    path=begin.base_path,
-                    consumed_samples=-1,
-                    time=begin.start_time,
-                    seconds=0.0,
-                )
+        for _, entry in read_lines_backwards(attempt.commits):
+            commit = Commit.of(entry)
+            if commit.iteration > limit:
+                continue
+            if base is not None and commit.iteration < base.commit.iteration:
+                yield base
+            base = None
+            yield Counted(attempt=number, commit=commit, published=True)
+        if base is not None and begin.base_iteration < base.commit.iteration:
+            yield base
+            base = None
+        if begin.base_path is not None and begin.base_iteration <= limit:
+            commit = Commit(
+                iteration=begin.base_iteration,
+                path=begin.base_path,
+                consumed_samples=-1,
+                time=begin.start_time,
+                seconds=0.0,
             )
-        found += commits(attempt)
-    return found
+            base = Counted(attempt=number, commit=commit, published=False)
+        limit = min(limit, begin.base_iteration)
+        if not limit:
+            break
+    if base is not None:
+        yield base
 
 
-def is_own(run: RunDir, base: Durable) -> bool:
+def line(run: Run) -> list[Commit]:
+    """Every commit that counts now, rising, whether or not its folder is still there."""
+    return Lineage(run).line()
+
+
+def durable(run: Run) -> Durable:
+    """The newest whole checkpoint now; see `Lineage.durable`."""
+    return Lineage(run).durable()
+
+
+def is_own(run: Run, base: Durable) -> bool:
     """Whether this run made the checkpoint; a run may begin with one of another run, or of a conversion."""
     return base.path is not None and Path(os.path.realpath(base.path)).parent == Path(os.path.realpath(run.checkpoints))
 
@@ -68,65 +203,3 @@ def fault(commit: Commit) -> str | None:
         if found != size:
             return f"{name} has {found} bytes, not {size}"
     return None
-
-
-def durable(run: RunDir) -> Durable:
-    """The newest whole checkpoint of the line.
-
-    Raises RunDirError if the line has checkpoints and none of them is whole: to start from the beginning
-    then would throw the run away, and the file system may only be away for a while.
-    """
-    commits_that_count = line(run)
-    for commit in reversed(commits_that_count):
-        if fault(commit) is None:
-            return Durable(iteration=commit.iteration, path=commit.path)
-    if commits_that_count:
-        newest = commits_that_count[-1]
-        raise RunDirError(
-            f"no checkpoint of this run is whole; the newest, {newest.path}: {fault(newest)}",
-            where=run.checkpoints,
-            hint="put one back (quarantined ones lie in checkpoints/.quarantine), or start a new run",
-        )
-    return BEGINNING
-
-
-def chosen_by_hand(run: RunDir) -> Durable | None:
-    """The checkpoint that a person set in the tracker file: an older, whole one of the line.
-
-    The program writes the tracker right after a commit, so a tracker that is older than the newest commit
-    is what a kill between the two left, and means nothing.
-    """
-    counted = line(run)
-    try:
-        written = run.tracker.stat().st_mtime
-        value = int(run.tracker.read_text(encoding="utf-8").strip())
-    except (FileNotFoundError, ValueError):
-        return None
-    if not counted or value >= counted[-1].iteration or written <= counted[-1].time:
-        return None
-    for commit in counted:
-        if commit.iteration == value and fault(commit) is None:
-            return Durable(iteration=commit.iteration, path=commit.path)
-    return None
-
-
-def put_aside(run: RunDir, base: Durable, *, attempt: int) -> list[str]:
-    """Move checkpoints out of the way that lie beyond `base`: torn ones to .quarantine, whole ones to .superseded.
-
-    Nothing is deleted. Returns what was moved, in words.
-    """
-    moved: list[str] = []
-    for commit in line(run):
-        if commit.iteration <= base.iteration or not Path(commit.path).is_dir():
-            continue
-        if not is_own(run, Durable(iteration=commit.iteration, path=commit.path)):
-            continue
-        what = fault(commit)
-        folder = run.checkpoints / (".superseded" if what is None else ".quarantine")
-        folder.mkdir(exist_ok=True)
-        target = folder / f"{Path(commit.path).name}-{attempt:04}"
-        os.rename(commit.path, target)
-        moved.append(f"{commit.path} ({what or 'newer than the chosen one'}) moved to {target}")
-    if moved:
-        fsync_directory(run.checkpoints)
-    return moved

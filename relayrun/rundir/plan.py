@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from relayrun import ROOT, __version__
 from relayrun.errors import RunDirError
-from relayrun.rundir.layout import RunDir
+from relayrun.files import read_json
 from relayrun.rundir.records import Record
+from relayrun.rundir.run import Run
+
+FORMAT = 2
+"""Of the run directory, as this version writes it.
+
+1   the versions before formats were counted; plan.json does not say
+2   views.json says how far the merged views are; what follows is appended
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Record):
     """Written by an explicit submit; read by every job of the chain."""
 
+    format: int = FORMAT
+    """Of the run directory."""
     run: str
     """project/name, for people."""
     job_name: str
@@ -66,15 +77,31 @@ class Plan(Record):
     load_iteration: int = 0
 
     @classmethod
-    def load(cls, run: RunDir) -> Plan:
-        """Read the plan of a run. Raises RunDirError where there is none."""
-        plan = cls.read(run.plan)
-        if plan is None:
+    def load(cls, run: Run) -> Plan:
+        """Read the plan of a run. Raises RunDirError where there is none, and where its format is a newer one."""
+        found = read_format(run)
+        if found is None:
             raise RunDirError(
                 "this is no run directory: it has no plan.json",
                 where=run.path,
                 hint="give the directory that `relayrun submit` printed",
             )
+        entry, number = found
+        try:
+            return cls.of(entry | {"format": number})
+        except (ValueError, TypeError) as error:
+            raise RunDirError(f"unreadable record: {error}", where=run.plan) from None
+
+    def migrate(self, run: Run) -> Plan:
+        """Bring the run directory of a chain that goes on to this version's format; return its plan.
+
+        From 1 to 2 no record changes: the views are made once more when they are next brought up to date, since
+        views.json is not there.
+        """
+        if self.format == FORMAT:
+            return self
+        plan = replace(self, format=FORMAT)
+        plan.write(run.plan)
         return plan
 
     @property
@@ -85,3 +112,24 @@ class Plan(Record):
 def job_name(project: str, name: str, run: Path) -> str:
     """A job name that no other run has: another project, name or directory gives another one."""
     return f"{project}-{name}-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"
+
+
+def read_format(run: Run) -> tuple[dict[str, Any], int] | None:
+    """What plan.json holds, and the format of the run directory; None where there is no plan.
+
+    Raises RunDirError if the record is damaged, or of a format that a newer relayrun wrote.
+    """
+    try:
+        entry = read_json(run.plan)
+        number = int(entry.get("format", 1))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise RunDirError(f"unreadable record: {error}", where=run.plan) from None
+    if number > FORMAT:
+        raise RunDirError(
+            f"this run directory has format {number}; relayrun {__version__} in {ROOT} knows formats up to {FORMAT}",
+            where=run.plan,
+            hint="update that relayrun, or use the one that submitted the run last",
+        )
+    return entry, number

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from relayrun.errors import RunDirError
-from relayrun.files import append_line, read_json, read_lines, write_json
-from relayrun.rundir.layout import AttemptDir
+from relayrun.files import read_json, write_json
 
 Outcome = Literal["done", "saved", "exit", "fatal"]
 """How rank 0 left: the last step is durable; saved to be resumed; saved because of the exit trigger
@@ -184,12 +183,3 @@ class End(Record):
     progress: bool
     """Whether this attempt raised the durable iteration."""
     end_time: float
-
-
-def commits(attempt: AttemptDir) -> list[Commit]:
-    """Published checkpoints of one attempt, oldest first."""
-    return [Commit.of(line) for line in read_lines(attempt.commits)]
-
-
-def append_commit(attempt: AttemptDir, commit: Commit) -> None:
-    append_line(attempt.commits, asdict(commit))

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from relayrun.files import append_line, read_lines
-from relayrun.rundir.layout import AttemptDir, RunDir
-from relayrun.rundir.lineage import line
+from relayrun.rundir.attempt import Attempt
+from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.records import Record
+from relayrun.rundir.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +34,18 @@ class Rewind(Record):
         return f"iteration {self.iteration}: {self.reason}"
 
 
-def append(attempt: AttemptDir, rewind: Rewind) -> None:
+def append(attempt: Attempt, rewind: Rewind) -> None:
     append_line(attempt.rewinds, asdict(rewind))
 
 
-def pending(run: RunDir, iteration: int) -> list[Rewind]:
+def pending(run: Run, iteration: int) -> list[Rewind]:
     """The rewinds to the checkpoint of this iteration, oldest first, as far as it does not hold them itself."""
-    saved = max((commit.time for commit in line(run) if commit.iteration == iteration), default=0.0)
-    found = [Rewind.of(entry) for number in run.attempt_numbers() for entry in read_lines(run.attempt(number).rewinds)]
+    saved, since = 0.0, 0
+    for counted in Lineage(run).backwards():
+        if counted.commit.iteration <= iteration:
+            if counted.commit.iteration == iteration:
+                saved, since = counted.commit.time, counted.attempt
+            break
+    numbers = [number for number in run.attempt_numbers() if number >= since]
+    found = [Rewind.of(entry) for number in numbers for entry in read_lines(run.attempt(number).rewinds)]
     return [rewind for rewind in found if rewind.base_iteration == iteration and rewind.time > saved]

@@ -19,7 +19,7 @@ from typing import Literal
 
 from relayrun.errors import ConfigError, RunDirError
 from relayrun.files import write_json
-from relayrun.rundir.layout import RunDir
+from relayrun.rundir.run import Run
 
 Name = Literal["save", "exit"]
 NAMES: tuple[Name, ...] = ("save", "exit")
@@ -37,7 +37,7 @@ class Trigger:
     time: float
 
 
-def create_folder(run: RunDir, group: str | None = None) -> None:
+def create_folder(run: Run, group: str | None = None) -> None:
     """Make `triggers/`: writable by owner and group, the group handed on to new files, closed to others.
 
     `group` is a name or a number; None: the group of the run directory. Raises ConfigError where there is no
@@ -59,7 +59,7 @@ def create_folder(run: RunDir, group: str | None = None) -> None:
         ) from None
 
 
-def touch(run: RunDir, name: Name) -> None:
+def touch(run: Run, name: Name) -> None:
     """Ask for `name` on behalf of this user. Raises RunDirError if the folder is not there or this user may not."""
     try:
         (run.triggers / name).touch()
@@ -80,7 +80,7 @@ def touch(run: RunDir, name: Name) -> None:
         ) from None
 
 
-def barrier(run: RunDir) -> Path | None:
+def barrier(run: Run) -> Path | None:
     """The first folder on the way to `triggers/` that members of its group may not pass, as far as modes tell.
 
     A submit under umask 077 makes such folders.
@@ -93,7 +93,7 @@ def barrier(run: RunDir) -> Path | None:
     return None
 
 
-def look(run: RunDir, name: Name) -> Trigger | None:
+def look(run: Run, name: Name) -> Trigger | None:
     """The trigger, if somebody touched it."""
     try:
         status = os.stat(run.triggers / name, follow_symlinks=False)
@@ -102,7 +102,7 @@ def look(run: RunDir, name: Name) -> Trigger | None:
     return Trigger(name=name, user=user_name(status.st_uid), time=status.st_mtime)
 
 
-def acknowledge(run: RunDir, trigger: Trigger, *, iteration: int, result: str) -> None:
+def acknowledge(run: Run, trigger: Trigger, *, iteration: int, result: str) -> None:
     """Leave NAME.done and remove the trigger, unless it was touched again meanwhile."""
     write_json(
         _done(run, trigger.name),
@@ -141,5 +141,5 @@ def _gid(group: str) -> int:
         ) from None
 
 
-def _done(run: RunDir, name: Name) -> Path:
+def _done(run: Run, name: Name) -> Path:
     return run.triggers / f"{name}.done"

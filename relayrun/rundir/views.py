@@ -3,32 +3,274 @@
 For an iteration the newest attempt wins: what an attempt computed beyond the checkpoint that the next
 one started from is dropped, since the next one computes it again; so is what it computed before a rewind.
 Iterations rise strictly, without gap.
+
+A view is appended to. Where lines of it count no more, its end is cut off; where that begins is searched from the end.
+views.json says how far the views are: what stands behind that was written by a supervisor that was killed before it
+could say so, and is cut off and written again. Only where views.json is lost, or a view is shorter than it says, are
+the views made from the beginning, in constant memory.
+
+The attempts' own files are the truth; nothing of a chain depends on a view but what evaluations took.
 Standard library only.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from relayrun.files import read_lines, write_atomic
-from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import Begin, End
+from relayrun.errors import RunDirError
+from relayrun.files import read_lines, read_lines_backwards, write_json
+from relayrun.rundir.attempt import Attempt
+from relayrun.rundir.records import Begin, Record
+from relayrun.rundir.run import Run
+
+CHUNK = 1 << 20
+"""Bytes of an attempt's metrics that are taken at a time."""
+
+NOTE_SECONDS = 10.0
+"""Between two times that a running supervisor says how far the views are."""
+
+PART_SECONDS = 1.0
+"""That a running supervisor gives to the views at a time: it has more to look after."""
+
+EVALUATIONS = 100
+"""The newest evaluations whose time is kept."""
 
 
-def merged_metrics(run: RunDir) -> list[dict[str, Any]]:
+@dataclass(frozen=True, kw_only=True)
+class Reached(Record):
+    """views.json: how far the views are."""
+
+    attempt: int = 0
+    """Whose lines are the last ones of metrics.jsonl; 0: none are."""
+    offset: int = 0
+    """Bytes of its own metrics.jsonl that were taken."""
+    rewinds: int = 0
+    """How many rewinds were among them."""
+    size: int = 0
+    """Bytes of the view metrics.jsonl that are right."""
+    iteration: int = 0
+    """Of its last line."""
+    closed: int = 0
+    """Attempts up to this one have the row in attempts.jsonl that they keep."""
+    closed_size: int = 0
+    """Bytes of these rows."""
+    evaluations: list[list[float]] = field(default_factory=list)
+    """Iteration and seconds of the newest evaluations that count, oldest first."""
+
+
+class Views:
+    """Brings the views of a run up to date. One process at a time: the newest attempt's supervisor."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._reached = read_reached(run)
+        self._noted = self._reached
+        self._next_note = time.monotonic() + NOTE_SECONDS
+        self._has_rows = False
+
+    def update(self, *, attempt: int | None = None) -> bool:
+        """Append what is new; return whether that is all there is.
+
+        Raises OSError where a view cannot be written, and RunDirError if a record is damaged; the next call, of this
+        object or of another process, makes up for it.
+
+        `attempt`: the caller's, as long as it goes on. Nothing is done once a newer one is there, whose supervisor
+        writes then; views.json is written now and then only; and where there is more to do than a second's work, the
+        rest is left for the next call.
+        """
+        numbers = self._run.attempt_numbers()
+        if attempt is not None and numbers[-1:] != [attempt]:
+            return True
+        try:
+            self._trim()
+            whole = self._metrics(numbers, goes_on=attempt is not None)
+            if attempt is None or not self._has_rows:
+                self._rows(numbers)
+                self._has_rows = True
+        except BaseException:
+            self._reached = read_reached(self._run)  # how far it came is not known
+            raise
+        if attempt is None or not whole or time.monotonic() > self._next_note:
+            self.note()
+        return whole
+
+    def note(self) -> None:
+        """Write views.json, if it does not say so already."""
+        self._next_note = time.monotonic() + NOTE_SECONDS
+        if self._reached != self._noted:
+            self._write_note()
+
+    def _write_note(self) -> None:
+        write_json(self._run.views, vars(self._reached), durable=False)
+        self._noted = self._reached
+
+    def _trim(self) -> None:
+        """Drop what stands behind the right lines; where lines are lost, begin again."""
+        size = _size(self._run.metrics_view)
+        if size < self._reached.size:
+            self._reached = read_reached(self._run)
+        if size > self._reached.size or not self._run.metrics_view.exists():
+            _write_at(self._run.metrics_view, self._reached.size, b"")
+
+    def _metrics(self, numbers: Sequence[int], *, goes_on: bool) -> bool:
+        """Whether all there is was taken."""
+        deadline = time.monotonic() + (PART_SECONDS if goes_on else float("inf"))
+        for number in numbers:
+            attempt = self._run.attempt(number)
+            if number < self._reached.attempt or (begin := attempt.read_begin()) is None:
+                continue
+            if number > self._reached.attempt:
+                self._cut(begin.base_iteration)
+                self._reached = replace(self._reached, attempt=number, offset=0, rewinds=0)
+            if not self._take(attempt, begin, deadline):
+                return False
+            if number != numbers[-1] or not (goes_on or attempt.read_end() is None):
+                # a rewind is on record before its line stands in the metrics
+                for entry in list(read_lines(attempt.rewinds))[self._reached.rewinds :]:
+                    self._cut(entry["base_iteration"])
+        return True
+
+    def _take(self, attempt: Attempt, begin: Begin, deadline: float) -> bool:
+        """Append the new and whole lines of an attempt; false if there are more, but the time is over.
+
+        Its file is opened anew each time: so NFS shows what has been written.
+        """
+        try:
+            file = open(attempt.metrics, "rb")  # noqa: SIM115 - closed by the `with`
+        except FileNotFoundError:
+            return True
+        with file:
+            file.seek(self._reached.offset)
+            while lines := file.readlines(CHUNK):
+                if not lines[-1].endswith(b"\n"):
+                    lines.pop()  # more of it will come, or its writer was killed
+                self._append(lines, begin)
+                if time.monotonic() > deadline:
+                    return False
+        return True
+
+    def _append(self, lines: Sequence[bytes], begin: Begin) -> None:
+        reached, text, evaluations = self._reached, bytearray(), list(self._reached.evaluations)
+
+        def put() -> None:
+            nonlocal reached
+            if text:
+                _write_at(self._run.metrics_view, reached.size, bytes(text))
+                reached = replace(reached, size=reached.size + len(text))
+                text.clear()
+            self._reached = replace(reached, evaluations=evaluations[-EVALUATIONS:])
+
+        for line in lines:
+            reached = replace(reached, offset=reached.offset + len(line))
+            try:
+                value = json.loads(line)
+            except ValueError:  # what a killed writer left
+                continue
+            if not isinstance(value, dict):
+                continue
+            iteration = value.get("iteration", 0)
+            if "rewind" in value:  # the attempt went back to a checkpoint: it computes what lies beyond it again
+                put()
+                self._reached = replace(self._reached, rewinds=reached.rewinds + 1)
+                self._cut(iteration)
+                reached, evaluations = self._reached, list(self._reached.evaluations)
+            elif iteration > begin.base_iteration:
+                text += line
+                reached = replace(reached, iteration=iteration)
+                if "evaluation_seconds" in value:
+                    evaluations.append([iteration, value["evaluation_seconds"]])
+        put()
+
+    def _cut(self, iteration: int) -> None:
+        """Drop the lines beyond this iteration from the end of the view."""
+        if self._reached.iteration <= iteration:
+            return
+        size, last = 0, 0
+        for behind, line in read_lines_backwards(self._run.metrics_view, end=self._reached.size):
+            if line["iteration"] <= iteration:
+                size, last = behind, line["iteration"]
+                break
+        kept = [entry for entry in self._reached.evaluations if entry[0] <= iteration]
+        self._reached = replace(self._reached, size=size, iteration=last, evaluations=kept)
+        self._write_note()  # first: a view that is shorter than views.json says has lost something
+        os.truncate(self._run.metrics_view, size)
+
+    def _rows(self, numbers: Sequence[int]) -> None:
+        if _size(self._run.attempts_view) < self._reached.closed_size:  # it was lost
+            self._reached = replace(self._reached, closed=0, closed_size=0)
+        closed, size, text = self._reached.closed, self._reached.closed_size, b""
+        for number in numbers:
+            attempt = self._run.attempt(number)
+            if number <= self._reached.closed or (begin := attempt.read_begin()) is None:
+                continue
+            end = attempt.read_end()
+            row = vars(begin) | (vars(end) if end is not None else {})
+            text += json.dumps(row, ensure_ascii=False).encode() + b"\n"
+            if end is not None or number != numbers[-1]:
+                closed, size = number, self._reached.closed_size + len(text)
+        if text != _read_from(self._run.attempts_view, self._reached.closed_size):
+            _write_at(self._run.attempts_view, self._reached.closed_size, text)
+        self._reached = replace(self._reached, closed=closed, closed_size=size)
+
+
+def read_reached(run: Run) -> Reached:
+    """How far the views are; from nothing on where that is lost, or a view is not what it says."""
+    try:
+        reached = Reached.read(run.views) or Reached()
+    except RunDirError:  # torn by a machine that went down: it is not synced
+        reached = Reached()
+    last = next(read_lines_backwards(run.metrics_view, end=reached.size), (0, {}))
+    if (last[0], last[1].get("iteration", 0)) != (reached.size, reached.iteration):
+        reached = replace(reached, attempt=0, offset=0, rewinds=0, size=0, iteration=0, evaluations=[])
+    return reached
+
+
+def evaluation_seconds(run: Run, most: int) -> list[float]:
+    """What the newest evaluations took, at most so many, oldest first; as far as views.json says."""
+    try:
+        reached = Reached.read(run.views)
+    except RunDirError:  # torn by a machine that went down: the next supervisor makes it anew
+        return []
+    return [] if reached is None else [seconds for _, seconds in reached.evaluations[-most:]]
+
+
+def newest_lines(run: Run) -> Iterator[dict[str, Any]]:
+    """The lines that count, the newest first, from the attempts' own files; only as far back as somebody asks."""
+    limit = float("inf")
+    for number in reversed(run.attempt_numbers()):
+        attempt = run.attempt(number)
+        begin = attempt.read_begin()
+        if begin is None:
+            continue
+        for _, line in read_lines_backwards(attempt.metrics):
+            iteration = line.get("iteration", 0)
+            if "rewind" in line:
+                limit = min(limit, iteration)
+            elif begin.base_iteration < iteration <= limit:
+                yield line
+        limit = min(limit, begin.base_iteration)
+        if not limit:
+            return
+
+
+def merged_metrics(run: Run) -> list[dict[str, Any]]:
     """All lines that count, oldest first, over all attempts."""
     return list(lines_that_count(run))
 
 
-def lines_that_count(run: RunDir, *, above: int = 0, before: tuple[int, int] | None = None) -> Iterator[dict[str, Any]]:
+def lines_that_count(run: Run, *, above: int = 0, before: tuple[int, int] | None = None) -> Iterator[dict[str, Any]]:
     """The lines of the merged view, oldest first, of iterations above `above`; files that cannot hold any are not read.
 
     With `before`, an attempt and the number of a rewind in it, the view as it was when that had not happened; number 0
     is the attempt's begin.
     """
-    begins = [begin for number in run.attempt_numbers() if (begin := Begin.read(run.attempt(number).begin))]
+    begins = [begin for number in run.attempt_numbers() if (begin := run.attempt(number).read_begin())]
     begins = [begin for begin in begins if before is None or (begin.attempt, 0) < before]
     for number, begin in enumerate(begins):
         last = min((later.base_iteration for later in begins[number + 1 :]), default=None)
@@ -51,22 +293,31 @@ def lines_that_count(run: RunDir, *, above: int = 0, before: tuple[int, int] | N
                 yield line
 
 
-def merged_attempts(run: RunDir) -> list[dict[str, Any]]:
-    """One object per attempt: what it began with and, where it has ended, how."""
-    rows: list[dict[str, Any]] = []
-    for number in run.attempt_numbers():
-        attempt = run.attempt(number)
-        begin, end = Begin.read(attempt.begin), End.read(attempt.end)
-        if begin is not None:
-            rows.append(vars(begin) | (vars(end) if end is not None else {}))
-    return rows
+def _write_at(path: Path, at: int, data: bytes) -> None:
+    """Write at this place of a file, which ends behind it then. Raises OSError, also where a part was written."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        if os.fstat(fd).st_size != at:
+            os.ftruncate(fd, at)
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(fd, view, at)
+            view, at = view[written:], at + written
+    finally:
+        os.close(fd)
 
 
-def write_views(run: RunDir) -> None:
-    """Rewrite both views."""
-    write_atomic(run.metrics_view, _text(merged_metrics(run)))
-    write_atomic(run.attempts_view, _text(merged_attempts(run)))
+def _read_from(path: Path, at: int) -> bytes | None:
+    try:
+        with open(path, "rb") as file:
+            file.seek(at)
+            return file.read()
+    except FileNotFoundError:
+        return None
 
 
-def _text(rows: list[dict[str, Any]]) -> str:
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -21,8 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from relayrun.errors import SchedulerError
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
 from relayrun.scheduler.auxiliary import Auxiliary
 from relayrun.scheduler.base import LIVE_STATES, Job, RankLaunch
 from relayrun.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, LocalQueue, signal_group
@@ -34,7 +34,7 @@ KILL_WAIT = 30.0
 class LocalScheduler:
     """A `Scheduler` for one run directory."""
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, run: Run) -> None:
         self._queue = LocalQueue(run.path / "local")
 
     def current_job_id(self) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relayrun.files import write_atomic
-from relayrun.rundir.layout import RunDir
+from relayrun.rundir.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ PARTS = ("relayrun", "launchers", "scripts", "configs")
 """Folders and files that are copied where the code is no git checkout."""
 
 
-def snapshot(run: RunDir, root: Path) -> Path:
+def snapshot(run: Run, root: Path) -> Path:
     """Copy the code in `root`, uncommitted and new files included, and return the copy's folder."""
     run.code.mkdir(exist_ok=True)
     names = sorted(_names(root, run.path))

@@ -14,8 +14,8 @@ from relayrun.config.schema import Model, RunConfig
 from relayrun.errors import ConfigError, InputError, RelayrunError
 from relayrun.export.checkpoint_source import find_checkpoint
 from relayrun.rundir.find import find_run
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lineage import BEGINNING, Durable, durable, is_own
+from relayrun.rundir.run import Run
 
 _ITERATION = re.compile(r"(?P<name>.+):(?P<iteration>\d+)")
 _FOLDER = re.compile(r"iter_(\d+)")
@@ -23,7 +23,7 @@ FREE = frozenset({"hidden_dropout", "attention_dropout", "init_method_std"})
 """Settings of a model that its weights do not depend on."""
 
 
-def find_initial_checkpoint(config: RunConfig, run: RunDir) -> Durable:
+def find_initial_checkpoint(config: RunConfig, run: Run) -> Durable:
     """The checkpoint and the iteration to begin with; BEGINNING where the config names none.
 
     Raises ConfigError or InputError if it is not there, is torn, or is of another model.

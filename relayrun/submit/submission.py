@@ -25,10 +25,11 @@ from relayrun.errors import RunDirError
 from relayrun.files import write_atomic
 from relayrun.rundir import triggers
 from relayrun.rundir.evaluations import Policy
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lead import first_lead
 from relayrun.rundir.lineage import BEGINNING, Durable, durable, line
 from relayrun.rundir.plan import Plan, job_name
+from relayrun.rundir.run import Run
+from relayrun.rundir.stop import stop_reason
 from relayrun.scheduler.choose import for_plan
 from relayrun.scheduler.slurm import Slurm
 from relayrun.shards.manifest import Manifest
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 class Submitted:
     """The run directory and the job that a submit made."""
 
-    run: RunDir
+    run: Run
     plan: Plan
     job_id: str
 
@@ -58,7 +59,7 @@ def submit(config: RunConfig, *, resume: bool = False, accept_data_change: bool 
 
 def adopt_job(
     config: RunConfig, *, host_python: str | None = None, resume: bool = False, accept_data_change: bool = False
-) -> RunDir:
+) -> Run:
     """Make the job that this process runs in the first of a chain: what a Bash launcher's job does.
 
     The options that the job was submitted with win over the config's, and so does `host_python`. Raises RelayrunError.
@@ -67,7 +68,7 @@ def adopt_job(
     job = scheduler.query(scheduler.current_job_id())
     if job is None:
         raise RunDirError("Slurm does not know the job that this runs in")
-    run = RunDir(Path(config.run_dir or ""))
+    run = Run(Path(config.run_dir or ""))
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and run.plan.exists() and Plan.load(run).job_name == job.name:
         return run  # Slurm starts a requeued job with the launcher again; it was adopted the first time
     nodes = config.job.model_copy(update={"nodes": job.num_nodes})
@@ -79,10 +80,10 @@ def adopt_job(
 
 
 @contextmanager
-def _prepared(config: RunConfig, *, resume: bool, accept: bool) -> Iterator[tuple[RunDir, Plan]]:
+def _prepared(config: RunConfig, *, resume: bool, accept: bool) -> Iterator[tuple[Run, Plan]]:
     """The run directory made or brought up to date, and locked. STOP is lifted when the block succeeds."""
     check.check(config)
-    run = RunDir(Path(config.run_dir or ""))
+    run = Run(Path(config.run_dir or ""))
     manifest = build_manifest(config)
     run.path.mkdir(parents=True, exist_ok=True)
     with _locked(run):
@@ -114,14 +115,14 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool) -> Iterator[tupl
             raise
 
 
-def _acknowledge_stale(run: RunDir) -> None:
+def _acknowledge_stale(run: Run) -> None:
     """A trigger that is older than an explicit submit was not meant for it."""
     for name in triggers.NAMES:
         if (old := triggers.look(run, name)) is not None:
             triggers.acknowledge(run, old, iteration=durable(run).iteration, result="stale: touched before this submit")
 
 
-def make_plan(config: RunConfig, run: RunDir, root: Path, *, revision: int, base: Durable = BEGINNING) -> Plan:
+def make_plan(config: RunConfig, run: Run, root: Path, *, revision: int, base: Durable = BEGINNING) -> Plan:
     """Return what the supervisor needs of a config.
 
     The jobs run the code in `root`; a run without checkpoints begins with `base`.
@@ -170,7 +171,7 @@ def make_plan(config: RunConfig, run: RunDir, root: Path, *, revision: int, base
     )
 
 
-def _prepare_evaluations(config: RunConfig, plan: Plan, run: RunDir) -> None:
+def _prepare_evaluations(config: RunConfig, plan: Plan, run: Run) -> None:
     """Write the policy and the job of evaluations; none where the config has none any more."""
     if config.evaluation is None:
         run.evaluation_policy.unlink(missing_ok=True)
@@ -187,7 +188,7 @@ def _prepare_evaluations(config: RunConfig, plan: Plan, run: RunDir) -> None:
     policy.write(run.evaluation_policy)
 
 
-def evaluation_script(config: RunConfig, plan: Plan, run: RunDir) -> str:
+def evaluation_script(config: RunConfig, plan: Plan, run: Run) -> str:
     """Return the script of the job that evaluates one checkpoint.
 
     What its section leaves out is as in the run's own jobs.
@@ -216,7 +217,7 @@ def evaluation_script(config: RunConfig, plan: Plan, run: RunDir) -> str:
 
 def dry_run(config: RunConfig) -> str:
     """Return the job script that a submit would write; nothing is written or queued. Raises RelayrunError."""
-    run = RunDir(Path(config.run_dir or ""))
+    run = Run(Path(config.run_dir or ""))
     root = run.code / "0001" if config.debug.backup_codebase else ROOT
     return render.job_script(make_plan(config, run, root, revision=max(run.revisions(), default=0) + 1), run)
 
@@ -237,7 +238,7 @@ def build_manifest(config: RunConfig) -> Manifest:
     )
 
 
-def _refuse_while_live(run: RunDir) -> None:
+def _refuse_while_live(run: Run) -> None:
     if not run.plan.exists():
         return
     plan = Plan.load(run)
@@ -251,9 +252,9 @@ def _refuse_while_live(run: RunDir) -> None:
         )
 
 
-def _refuse_after_end(run: RunDir, resume: bool) -> None:
-    if run.stop.exists() and not resume:
-        reason = run.stop.read_text(encoding="utf-8").partition("\n")[0]
+def _refuse_after_end(run: Run, resume: bool) -> None:
+    reason = stop_reason(run)
+    if reason is not None and not resume:
         raise RunDirError(
             f"the chain of this run has ended: {reason}",
             where=run.stop,
@@ -261,7 +262,7 @@ def _refuse_after_end(run: RunDir, resume: bool) -> None:
         )
 
 
-def _freeze_data(run: RunDir, config: RunConfig, found: Manifest, *, accept: bool) -> RunConfig:
+def _freeze_data(run: Run, config: RunConfig, found: Manifest, *, accept: bool) -> RunConfig:
     """The first submit freezes the data; a later one may add to them. Returns the config with its editions.
 
     Data sets that stand in the manifest are never changed, so attempts of older revisions keep theirs.
@@ -284,7 +285,7 @@ def _freeze_data(run: RunDir, config: RunConfig, found: Manifest, *, accept: boo
     return evolved.config
 
 
-def _add_revision(run: RunDir, config: RunConfig) -> int:
+def _add_revision(run: Run, config: RunConfig) -> int:
     """Write the config as a new revision, unless it is the newest one already."""
     run.config.mkdir(exist_ok=True)
     revisions = run.revisions()
@@ -296,7 +297,7 @@ def _add_revision(run: RunDir, config: RunConfig) -> int:
 
 
 @contextmanager
-def _locked(run: RunDir) -> Iterator[None]:
+def _locked(run: Run) -> Iterator[None]:
     """One submit at a time."""
     with open(run.path / ".submit.lock", "w") as lock:
         try:

@@ -15,9 +15,10 @@ import warnings
 from pathlib import Path
 
 from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError, log_to_stderr
-from relayrun.rundir import lineage
-from relayrun.rundir.layout import AttemptDir, RunDir
-from relayrun.rundir.records import Begin, Failure, Left, commits
+from relayrun.rundir.attempt import Attempt
+from relayrun.rundir.plan import read_format
+from relayrun.rundir.records import Failure, Left
+from relayrun.rundir.run import Run
 from relayrun.training.reporting.heartbeat import Pulse, is_first_of_node, node_name
 from relayrun.training.reporting.timings import Pace
 from relayrun.training.signals import SignalFlag, dump_stacks_on_request
@@ -34,17 +35,19 @@ def main(flag: SignalFlag) -> int:
     parser.add_argument("--attempt", type=int, required=True)
     arguments = parser.parse_args()
     began = time.time()
-    run = RunDir(arguments.run_dir.absolute())
+    run = Run(arguments.run_dir.absolute())
     attempt = run.attempt(arguments.attempt)
     rank, node = int(os.environ["RANK"]), node_name(os.environ)
     dump_stacks_on_request(run.stacks(attempt.number) / f"rank-{rank:04}.txt")
     base = 0
     try:
-        begin = Begin.read(attempt.begin)
+        begin = attempt.read_begin()
         if begin is None:
             raise RelayrunError("this attempt has not begun", where=attempt.begin)
         base = begin.base_iteration
-        pace = Pace(begin, [commit.seconds for commit in lineage.line(run) if commit.seconds > 0])
+        if rank == 0:
+            read_format(run)  # refuses a directory that a newer version wrote
+        pace = Pace(begin)
         pulse = Pulse(attempt.heartbeats, node=node, active=is_first_of_node(), iteration=base, pace=pace)
         pulse.beat()
         # what these two say to their own authors, at every import, config and save
@@ -67,7 +70,7 @@ def main(flag: SignalFlag) -> int:
         print(f"error: {error}", file=sys.stderr)
         record_failure(attempt, rank, node, error)
         if rank == 0:
-            saved = [commit.iteration for commit in commits(attempt)]
+            saved = [commit.iteration for commit in attempt.read_commits()]
             left = Left(outcome="fatal", reason=str(error), iteration=max(saved, default=base), time=time.time())
             left.write(attempt.outcome)
         return FATAL
@@ -82,7 +85,7 @@ def main(flag: SignalFlag) -> int:
     return 0
 
 
-def record_failure(attempt: AttemptDir, rank: int, node: str, error: BaseException) -> None:
+def record_failure(attempt: Attempt, rank: int, node: str, error: BaseException) -> None:
     """Leave this rank's own words on its end. Its first line is the cause only if its time is the first of all:
     the other ranks then fail in their collectives."""
     failure = Failure(rank=rank, node=node, error=f"{type(error).__name__}: {error}"[:WORDS], time=time.time())

@@ -17,10 +17,12 @@ from relayrun.data.progress import Progress
 from relayrun.errors import FatalTrainingError, InputError, RelayrunError
 from relayrun.files import write_json
 from relayrun.rundir import rewinds
-from relayrun.rundir.layout import AttemptDir, RunDir
-from relayrun.rundir.lineage import Durable, durable, is_own
+from relayrun.rundir.attempt import Attempt
+from relayrun.rundir.lead import SAVES
+from relayrun.rundir.lineage import Durable, Lineage, durable, is_own
 from relayrun.rundir.records import Begin, Left, Outcome, Started
 from relayrun.rundir.rewinds import Rewind
+from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
 from relayrun.training import parallel
 from relayrun.training.anomaly import Action, LossGuard, Verdict
@@ -54,7 +56,7 @@ class Training:
     """The state of one attempt on this rank."""
 
     def __init__(
-        self, run: RunDir, begin: Begin, config: RunConfig, ranks: Ranks, flag: SignalFlag, pace: Pace, pulse: Pulse
+        self, run: Run, begin: Begin, config: RunConfig, ranks: Ranks, flag: SignalFlag, pace: Pace, pulse: Pulse
     ) -> None:
         self.config = config
         self.ranks = ranks
@@ -295,7 +297,7 @@ class Training:
 
 
 def train(
-    run: RunDir, begin: Begin, config: RunConfig, flag: SignalFlag, pace: Pace, pulse: Pulse, *, process_began: float
+    run: Run, begin: Begin, config: RunConfig, flag: SignalFlag, pace: Pace, pulse: Pulse, *, process_began: float
 ) -> None:
     """Run the attempt; on return its outcome is written. Raises what `Training` raises, and ConfigError.
 
@@ -306,6 +308,8 @@ def train(
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
     ranks = parallel.start(config)
+    for seconds in ranks.on_first_rank(lambda: Lineage(run).newest_saves(SAVES), InputError):
+        pace.save(seconds)
     training = Training(run, begin, config, ranks, flag, pace, pulse)
     if ranks.rank == 0:
         times = Started(process=process_began, imported=imported, initialised=training.initialised, loaded=time.time())
@@ -322,7 +326,7 @@ def train(
         trackers.stop()
 
 
-def record_rewind(run: RunDir, attempt: AttemptDir, rewind: Rewind) -> str:
+def record_rewind(run: Run, attempt: Attempt, rewind: Rewind) -> str:
     """Put a rewind on record and return the path of its checkpoint. Raises RelayrunError if that is not whole."""
     newest = durable(run)
     if newest.path is None or newest.iteration != rewind.base_iteration:
@@ -335,7 +339,7 @@ def record_rewind(run: RunDir, attempt: AttemptDir, rewind: Rewind) -> str:
     return newest.path
 
 
-def record_start(attempt: AttemptDir, started: Started) -> None:
+def record_start(attempt: Attempt, started: Started) -> None:
     """Leave started.json. On a full disk training goes on without it."""
     try:
         started.write(attempt.started)

@@ -8,21 +8,21 @@ import pytest
 
 from relayrun.chain import render
 from relayrun.rundir import triggers
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.plan import Plan, job_name
+from relayrun.rundir.run import Run
 
 PROGRAM = Path(__file__).with_name("relay_program.py")
 ROOT = Path(__file__).resolve().parents[2]
 
-MakeRun = Callable[..., tuple[RunDir, Plan]]
+MakeRun = Callable[..., tuple[Run, Plan]]
 
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> MakeRun:
     """Prepare a run directory whose ranks are the stand-in program; keyword arguments override the plan."""
 
-    def make(*arguments: str, folder: str = "run", **changes: object) -> tuple[RunDir, Plan]:
-        run = RunDir(tmp_path / folder)
+    def make(*arguments: str, folder: str = "run", **changes: object) -> tuple[Run, Plan]:
+        run = Run(tmp_path / folder)
         run.path.mkdir()
         triggers.create_folder(run)
         values: dict[str, object] = {

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from relayrun.files import append_line
 from relayrun.rundir import triggers
-from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import Begin, Commit, Heartbeat, Left, append_commit
+from relayrun.rundir.records import Begin, Commit, Heartbeat, Left
+from relayrun.rundir.run import Run
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--run-dir", type=Path)
@@ -36,7 +36,7 @@ signal.signal(signal.SIGUSR2, lambda *_: asked.append("SIGUSR2"))
 signal.signal(signal.SIGTERM, lambda *_: asked.append("SIGTERM"))
 if options.die_on and options.attempt <= 2:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # alone no rank can save
-run = RunDir(options.run_dir)
+run = Run(options.run_dir)
 attempt = run.attempt(options.attempt)
 begin = Begin.read(attempt.begin)
 assert begin is not None
@@ -60,7 +60,7 @@ def leave(outcome: str, reason: str) -> None:
                 time=time.time(),
                 seconds=options.save_seconds,
             )
-            append_commit(attempt, commit)
+            attempt.append_commit(commit)
         Left(outcome=outcome, reason=reason, iteration=iteration, time=time.time()).write(attempt.outcome)  # type: ignore[arg-type]
     sys.exit(0)
 

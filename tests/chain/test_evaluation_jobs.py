@@ -13,9 +13,9 @@ from relayrun.chain import evaluations as chain
 from relayrun.errors import SchedulerError
 from relayrun.rundir import evaluations
 from relayrun.rundir.evaluations import Policy, Result
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import Begin, Commit, append_commit
+from relayrun.rundir.records import Begin, Commit
+from relayrun.rundir.run import Run
 from relayrun.scheduler.base import Job
 
 from .conftest import MakeRun
@@ -48,7 +48,7 @@ class Queue:
         return Job(id=job_id, name="", state=self.states[job_id]) if job_id in self.states else None
 
 
-def attempt(run: RunDir, number: int, *, base: int = 0, iterations: Sequence[int] = ()) -> None:
+def attempt(run: Run, number: int, *, base: int = 0, iterations: Sequence[int] = ()) -> None:
     folder = run.attempt(number)
     folder.path.mkdir(parents=True)
     path = str(run.checkpoint(base)) if base else None
@@ -66,8 +66,7 @@ def attempt(run: RunDir, number: int, *, base: int = 0, iterations: Sequence[int
     ).write(folder.begin)
     for iteration in iterations:
         path = str(run.checkpoint(iteration))
-        append_commit(
-            folder,
+        folder.append_commit(
             Commit(
                 iteration=iteration, path=path, consumed_samples=iteration, time=100.0 * number + iteration, seconds=1.0
             ),
@@ -75,19 +74,19 @@ def attempt(run: RunDir, number: int, *, base: int = 0, iterations: Sequence[int
 
 
 @pytest.fixture
-def prepared(make_run: MakeRun) -> tuple[RunDir, Plan]:
+def prepared(make_run: MakeRun) -> tuple[Run, Plan]:
     run, plan = make_run()
     run.evaluations.mkdir()
     Policy(interval=4, total_steps=11, hold=3, time_limit=60).write(run.evaluation_policy)
     return run, plan
 
 
-def attend(prepared: tuple[RunDir, Plan], queue: Queue) -> list[str]:
+def attend(prepared: tuple[Run, Plan], queue: Queue) -> list[str]:
     chain.attend(*prepared, queue)  # type: ignore[arg-type]
     return [arguments for _, arguments in queue.submitted]
 
 
-def test_multiples_of_the_interval_and_the_last_iteration_once_over_all_attempts(prepared: tuple[RunDir, Plan]) -> None:
+def test_multiples_of_the_interval_and_the_last_iteration_once_over_all_attempts(prepared: tuple[Run, Plan]) -> None:
     run, plan = prepared
     queue = Queue()
     attempt(run, 1, iterations=[2, 4, 6])
@@ -101,7 +100,7 @@ def test_multiples_of_the_interval_and_the_last_iteration_once_over_all_attempts
     assert len({*names, plan.job_name}) == 4, "jobs of their own, not of the chain's singleton"
 
 
-def test_another_checkpoint_of_the_same_iteration_is_evaluated_too(prepared: tuple[RunDir, Plan]) -> None:
+def test_another_checkpoint_of_the_same_iteration_is_evaluated_too(prepared: tuple[Run, Plan]) -> None:
     run, _ = prepared
     queue = Queue()
     attempt(run, 1, iterations=[2, 4])
@@ -110,7 +109,7 @@ def test_another_checkpoint_of_the_same_iteration_is_evaluated_too(prepared: tup
     assert attend(prepared, queue) == ["--iteration=4 --attempt=1", "--iteration=4 --attempt=2"]
 
 
-def test_a_supervisor_killed_behind_its_submit_does_not_make_a_second_job(prepared: tuple[RunDir, Plan]) -> None:
+def test_a_supervisor_killed_behind_its_submit_does_not_make_a_second_job(prepared: tuple[Run, Plan]) -> None:
     run, _ = prepared
     attempt(run, 1, iterations=[4])
     queue = Queue()
@@ -122,7 +121,7 @@ def test_a_supervisor_killed_behind_its_submit_does_not_make_a_second_job(prepar
     assert json.loads(evaluations.directory(run, 4, 1).submitted.read_text())["job_id"] == "100"
 
 
-def test_a_supervisor_killed_before_its_submit_is_made_up_for(prepared: tuple[RunDir, Plan]) -> None:
+def test_a_supervisor_killed_before_its_submit_is_made_up_for(prepared: tuple[Run, Plan]) -> None:
     run, _ = prepared
     attempt(run, 1, iterations=[4])
     evaluations.directory(run, 4, 1).path.mkdir()
@@ -130,7 +129,7 @@ def test_a_supervisor_killed_before_its_submit_is_made_up_for(prepared: tuple[Ru
 
 
 def test_a_scheduler_that_is_away_is_tried_again_later(
-    prepared: tuple[RunDir, Plan], capsys: pytest.CaptureFixture[str]
+    prepared: tuple[Run, Plan], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, _ = prepared
     attempt(run, 1, iterations=[4])
@@ -151,7 +150,7 @@ def test_a_scheduler_that_is_away_is_tried_again_later(
     ],
 )
 def test_a_job_that_went_without_a_word_is_a_failed_evaluation(
-    prepared: tuple[RunDir, Plan], claimed: bool, state: str | None, words: str
+    prepared: tuple[Run, Plan], claimed: bool, state: str | None, words: str
 ) -> None:
     run, _ = prepared
     attempt(run, 1, iterations=[4])
@@ -169,7 +168,7 @@ def test_a_job_that_went_without_a_word_is_a_failed_evaluation(
     assert (line["iteration"], line["status"], line["error"]) == (4, "failed", words)
 
 
-def test_only_the_first_of_two_jobs_gets_the_claim(prepared: tuple[RunDir, Plan]) -> None:
+def test_only_the_first_of_two_jobs_gets_the_claim(prepared: tuple[Run, Plan]) -> None:
     folder = evaluations.directory(prepared[0], 4, 1)
     assert evaluations.claim(folder, "1", "n1")
     assert not evaluations.claim(folder, "2", "n2")
@@ -177,7 +176,7 @@ def test_only_the_first_of_two_jobs_gets_the_claim(prepared: tuple[RunDir, Plan]
 
 
 def test_an_older_view_that_is_written_last_is_mended(
-    prepared: tuple[RunDir, Plan], monkeypatch: pytest.MonkeyPatch
+    prepared: tuple[Run, Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, _ = prepared
     first = Result(iteration=4, attempt=1, status="done", time=1.0, results={"task": {"acc": 0.5}})

@@ -14,10 +14,10 @@ import pytest
 from relayrun.chain import supervisor
 from relayrun.files import read_lines
 from relayrun.rundir import triggers
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Begin, End
+from relayrun.rundir.run import Run
 from relayrun.scheduler.local import LocalScheduler
 
 from .conftest import MakeRun
@@ -29,7 +29,7 @@ CUT = {"time_limit": 16, "lead": 4.0, "signal_lead": 1}
 then 4 s to save and leave."""
 
 
-def run_chain(run: RunDir, plan: Plan) -> list[str]:
+def run_chain(run: Run, plan: Plan) -> list[str]:
     scheduler = LocalScheduler(run)
     scheduler.submit(plan, run.job_script, options={})
     events: list[str] = []
@@ -38,13 +38,13 @@ def run_chain(run: RunDir, plan: Plan) -> list[str]:
     return events
 
 
-def ends(run: RunDir) -> list[End]:
+def ends(run: Run) -> list[End]:
     records = [End.read(run.attempt(number).end) for number in run.attempt_numbers()]
     assert all(record is not None for record in records)
     return [record for record in records if record is not None]
 
 
-def logs(run: RunDir) -> str:
+def logs(run: Run) -> str:
     return "".join(path.read_text() for path in sorted((run.path.parent / "logs").iterdir()))
 
 
@@ -140,7 +140,7 @@ def test_a_killed_batch_script_is_closed_by_the_next_job(make_run: MakeRun, mode
     run, plan = make_run("--steps=30", total_steps=30, mode=mode)
     killed = False
 
-    def kill_first(run: RunDir = run) -> None:
+    def kill_first(run: Run = run) -> None:
         nonlocal killed
         job = json.loads((run.path / "local" / "job-0001.json").read_text())
         ready = job["guarded"] if mode == "requeue" else (run.path / "attempts/0001/metrics.jsonl").exists()

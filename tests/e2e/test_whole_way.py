@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from relayrun.config import yamlfile
 from relayrun.demo.corpus import build_corpus, train_tokenizer
 from relayrun.files import read_lines
-from relayrun.rundir.layout import RunDir
+from relayrun.rundir.run import Run
 from relayrun.shards.indexed import Shard
 from relayrun.tokenization.readers.inputs import read_paths_file
 from tests.workspace import CONFIG, ends, steps
@@ -110,7 +110,7 @@ def test_every_token_of_the_demo_corpus_and_every_awkward_name_goes_through(tmp_
         "--output",
         mixture,
     )
-    run = RunDir(home / "the run")
+    run = Run(home / "the run")
     config = home / "run's config.yaml"
     config.write_text(
         yamlfile.dump(

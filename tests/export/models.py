@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import RunConfig
 from relayrun.export import importer
-from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import Begin, Commit, append_commit
+from relayrun.rundir.records import Begin, Commit
+from relayrun.rundir.run import Run
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
@@ -70,14 +70,14 @@ def make_hf(folder: Path, *, seed: int = 0, vocabulary: int = VOCABULARY, **chan
 class Imported:
     """A run whose only checkpoint is an imported one."""
 
-    run: RunDir
+    run: Run
     hf: Path
     """What it was imported from."""
     checkpoint: Path
 
 
 def make_run(folder: Path, hf: Path, *, iteration: int = 7, divisible_by: int = 128, **sections: Any) -> Imported:
-    run = RunDir(folder)
+    run = Run(folder)
     attempt = run.attempt(1)
     attempt.path.mkdir(parents=True)
     run.config.mkdir()
@@ -122,8 +122,7 @@ def make_run(folder: Path, hf: Path, *, iteration: int = 7, divisible_by: int = 
         lead=0.0,
     ).write(attempt.begin)
     files = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
-    append_commit(
-        attempt,
+    attempt.append_commit(
         Commit(
             iteration=iteration,
             path=str(checkpoint),

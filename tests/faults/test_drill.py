@@ -13,8 +13,8 @@ import pytest
 
 from relayrun.drill.table import FAULTS, Fault
 from relayrun.files import read_lines
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
 from tests import warm
 from tests.checkpoints import assert_same_bytes
 from tests.slurm.cluster import ROOT, TestCluster
@@ -32,7 +32,7 @@ class SlurmStage:
     """A `relayrun.drill.table.Stage` on a test cluster, whose nodes are all this machine."""
 
     cluster: TestCluster
-    run: RunDir
+    run: Run
 
     def wait(self, condition: Callable[[], object], seconds: float = 60) -> None:
         self.cluster.wait_until(condition, timeout=4 * seconds, interval=0.05)
@@ -135,7 +135,7 @@ def submit(cluster: TestCluster, config: Path) -> None:
     cluster.run([sys.executable, "-m", "relayrun.cli", "submit", config], cwd=ROOT)
 
 
-def wait_for_end(cluster: TestCluster, run: RunDir, timeout: float) -> None:
+def wait_for_end(cluster: TestCluster, run: Run, timeout: float) -> None:
     name = Plan.load(run).job_name
 
     def over() -> bool:
@@ -147,7 +147,7 @@ def wait_for_end(cluster: TestCluster, run: RunDir, timeout: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def reference(make_cluster: MakeCluster, workspace: Workspace) -> RunDir:
+def reference(make_cluster: MakeCluster, workspace: Workspace) -> Run:
     """The undisturbed run."""
     cluster = make_cluster()
     submit(cluster, configure(workspace, "reference", None))
@@ -176,7 +176,7 @@ def small_disk(workspace: Workspace, request: pytest.FixtureRequest) -> Iterator
 )
 @pytest.mark.usefixtures("small_disk")
 def test_a_chain_survives_or_stops_with_a_reason(
-    fault: Fault, make_cluster: MakeCluster, workspace: Workspace, reference: RunDir
+    fault: Fault, make_cluster: MakeCluster, workspace: Workspace, reference: Run
 ) -> None:
     cluster = make_cluster(grace=30, node_timeout=10 if fault.name == "node-lost" else 120)
     run = workspace.run(fault.name)

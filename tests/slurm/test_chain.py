@@ -11,10 +11,10 @@ import pytest
 from relayrun.chain.nodes import read_strikes
 from relayrun.errors import SchedulerError
 from relayrun.rundir import triggers
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Begin, End
+from relayrun.rundir.run import Run
 from relayrun.scheduler.slurm import Slurm
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 
@@ -31,12 +31,12 @@ SLURM = {
 }
 
 
-def start(cluster: TestCluster, run: RunDir, *options: str) -> str:
+def start(cluster: TestCluster, run: Run, *options: str) -> str:
     (run.path.parent / "logs").mkdir(exist_ok=True)
     return cluster.sbatch([*options, run.job_script])
 
 
-def wait_for_end(cluster: TestCluster, run: RunDir, plan: Plan, timeout: float = 360) -> None:
+def wait_for_end(cluster: TestCluster, run: Run, plan: Plan, timeout: float = 360) -> None:
     """Until no job of the chain is left; never more than one pending job on the way."""
 
     def over() -> bool:
@@ -48,15 +48,15 @@ def wait_for_end(cluster: TestCluster, run: RunDir, plan: Plan, timeout: float =
     cluster.wait_until(over, timeout=timeout, interval=0.5)
 
 
-def ends(run: RunDir) -> list[End]:
+def ends(run: Run) -> list[End]:
     return [end for number in run.attempt_numbers() if (end := End.read(run.attempt(number).end)) is not None]
 
 
-def logs(run: RunDir) -> str:
+def logs(run: Run) -> str:
     return "".join(f"--- {path.name}\n{path.read_text()}" for path in sorted((run.path.parent / "logs").glob("*")))
 
 
-def wait_for_iteration(cluster: TestCluster, run: RunDir, attempt: int = 1) -> None:
+def wait_for_iteration(cluster: TestCluster, run: Run, attempt: int = 1) -> None:
     cluster.wait_until(lambda: run.attempt(attempt).metrics.exists(), timeout=240, interval=0.2)
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lineage import durable
+from relayrun.rundir.run import Run
 from tests.workspace import VOCABULARY, Workspace, ends
 
 from .cluster import ROOT, TestCluster
@@ -22,7 +22,7 @@ SCRIPT = ROOT / "scripts/conversion/do-convert.sh"
 
 
 @pytest.fixture(scope="module")
-def run(cluster: TestCluster, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def run(cluster: TestCluster, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Trained by two tensor-parallel ranks on two nodes, in bf16, with the distributed optimizer."""
     workspace = Workspace.make(tmp_path_factory.mktemp("it's a workspace"))
     config = workspace.config(
@@ -45,7 +45,7 @@ def convert(cluster: TestCluster, *arguments: str | Path) -> str:
     return cluster.sbatch([SCRIPT, *arguments], env={"PYTHON": sys.executable})
 
 
-def test_a_trained_checkpoint_becomes_a_folder_with_its_logits(cluster: TestCluster, run: RunDir) -> None:
+def test_a_trained_checkpoint_becomes_a_folder_with_its_logits(cluster: TestCluster, run: Run) -> None:
     job = convert(cluster, run.path, "models/it's 12", "--iteration", "12", "--test-logits", "--dtype", "float32")
     assert cluster.wait_job(job, timeout=600) == "COMPLETED", cluster.output(job)
     said = re.search(
@@ -59,7 +59,7 @@ def test_a_trained_checkpoint_becomes_a_folder_with_its_logits(cluster: TestClus
     assert (folder / "model.safetensors").stat().st_size > 4 * VOCABULARY * config["hidden_size"]
 
 
-def test_what_cannot_be_converted_fails_the_job_with_one_error(cluster: TestCluster, run: RunDir) -> None:
+def test_what_cannot_be_converted_fails_the_job_with_one_error(cluster: TestCluster, run: Run) -> None:
     checkpoint = Path(str(durable(run).path))
     shard = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
     whole = shard.read_bytes()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.rundir.layout import RunDir
+from relayrun.rundir.run import Run
 from relayrun.shards.indexed import Shard
 from tests.readme import blocks, checkout, tokenize
 from tests.workspace import ends
@@ -52,5 +52,5 @@ def test_dumps_and_a_chain_as_jobs(cluster: TestCluster, tmp_path: Path) -> None
     (heldout / "heldout").symlink_to(tmp_path / "data/tokens/my-tokenizer/my-code")
     cluster.run(["bash", "-euo", "pipefail", "-c", training], cwd=tmp_path, env=environment | settings)
     cluster.wait_until(lambda: not cluster.queue(), timeout=360)
-    run = RunDir(tmp_path / "logs/runs/relayrun/demo-slurm")
+    run = Run(tmp_path / "logs/runs/relayrun/demo-slurm")
     assert [end.cause for end in ends(run)] == ["done"]

@@ -11,10 +11,10 @@ import pytest
 
 from relayrun.files import read_lines
 from relayrun.rundir import triggers
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Begin
+from relayrun.rundir.run import Run
 from tests import warm
 from tests.checkpoints import assert_same_bytes
 from tests.readme import break_code, copy_tracked
@@ -44,7 +44,7 @@ def submit(cluster: TestCluster, config: Path, *arguments: str, check: bool = Tr
     return done.stdout + done.stderr
 
 
-def chain_jobs(cluster: TestCluster, run: RunDir) -> list[str]:
+def chain_jobs(cluster: TestCluster, run: Run) -> list[str]:
     """States of the chain's jobs; never more than one of them waits."""
     name = Plan.load(run).job_name
     states = [job.state for job in cluster.queue() if job.name == name]
@@ -52,15 +52,15 @@ def chain_jobs(cluster: TestCluster, run: RunDir) -> list[str]:
     return states
 
 
-def wait_for_end(cluster: TestCluster, run: RunDir, timeout: float) -> None:
+def wait_for_end(cluster: TestCluster, run: Run, timeout: float) -> None:
     cluster.wait_until(lambda: not chain_jobs(cluster, run), timeout=timeout, interval=0.5)
 
 
-def wait_for_iteration(cluster: TestCluster, run: RunDir, attempt: int, timeout: float = 360) -> None:
+def wait_for_iteration(cluster: TestCluster, run: Run, attempt: int, timeout: float = 360) -> None:
     cluster.wait_until(lambda: any(read_lines(run.attempt(attempt).metrics)), timeout=timeout, interval=0.2)
 
 
-def job_of(run: RunDir, attempt: int) -> str:
+def job_of(run: Run, attempt: int) -> str:
     begin = Begin.read(run.attempt(attempt).begin)
     assert begin is not None
     return begin.job_id
@@ -254,5 +254,5 @@ def test_a_bash_launcher_with_a_backup_survives_what_becomes_of_its_checkout(
     assert begin.base_iteration > 0
 
 
-def ends_so_far(run: RunDir) -> list[str]:
+def ends_so_far(run: Run) -> list[str]:
     return [end["reason"] for end in read_lines(run.attempts_view) if "reason" in end]

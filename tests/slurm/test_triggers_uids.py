@@ -21,7 +21,7 @@ import pytest
 
 from relayrun.errors import ConfigError, RunDirError
 from relayrun.rundir import triggers
-from relayrun.rundir.layout import RunDir
+from relayrun.rundir.run import Run
 
 
 class Person(NamedTuple):
@@ -59,7 +59,7 @@ def touch_by_hand(person: Person, path: Path) -> int:
 
 
 @pytest.fixture
-def run() -> Iterator[RunDir]:
+def run() -> Iterator[Run]:
     """A run directory of OWNER and the group TEAM, behind folders that everybody can pass."""
     if os.geteuid() != 0:
         if os.environ.get("CI") == "true":
@@ -68,7 +68,7 @@ def run() -> Iterator[RunDir]:
     top = Path(tempfile.mkdtemp())
     try:
         top.chmod(0o711)
-        made = RunDir(top / "run")
+        made = Run(top / "run")
         made.path.mkdir()
         os.chown(made.path, OWNER.uid, TEAM)
         made.path.chmod(0o755)
@@ -88,7 +88,7 @@ def has_account(uid: int) -> bool:
 
 
 @pytest.mark.parametrize("person", [OWNER, MEMBER], ids=["owner", "member"])
-def test_owner_and_group_may_touch_and_the_answer_says_who(run: RunDir, person: Person) -> None:
+def test_owner_and_group_may_touch_and_the_answer_says_who(run: Run, person: Person) -> None:
     assert not has_account(person.uid)
     assert touch_by_hand(person, run.triggers / "save") == 0
     file = (run.triggers / "save").stat()
@@ -104,7 +104,7 @@ def test_owner_and_group_may_touch_and_the_answer_says_who(run: RunDir, person: 
     assert done["touched"] <= done["time"]
 
 
-def test_others_may_not_and_are_told_who_may(run: RunDir) -> None:
+def test_others_may_not_and_are_told_who_may(run: Run) -> None:
     assert touch_by_hand(OTHER, run.triggers / "exit") != 0
     with acting_as(OTHER), pytest.raises(RunDirError) as refused:
         triggers.touch(run, "exit")
@@ -112,7 +112,7 @@ def test_others_may_not_and_are_told_who_may(run: RunDir) -> None:
     assert list(run.triggers.iterdir()) == []
 
 
-def test_what_two_members_ask_for_is_asked_once(run: RunDir) -> None:
+def test_what_two_members_ask_for_is_asked_once(run: Run) -> None:
     with acting_as(MEMBER):
         triggers.touch(run, "exit")
     with acting_as(OWNER):
@@ -122,13 +122,13 @@ def test_what_two_members_ask_for_is_asked_once(run: RunDir) -> None:
     assert trigger.user == str(MEMBER.uid)
 
 
-def test_a_colleague_who_submits_finds_the_folder_as_it_should_be(run: RunDir) -> None:
+def test_a_colleague_who_submits_finds_the_folder_as_it_should_be(run: Run) -> None:
     with acting_as(MEMBER):
         triggers.create_folder(run)  # may set nothing, and need not
     assert stat.S_IMODE(run.triggers.stat().st_mode) == 0o2770
 
 
-def test_a_closed_folder_on_the_way_is_named(run: RunDir) -> None:
+def test_a_closed_folder_on_the_way_is_named(run: Run) -> None:
     assert triggers.barrier(run) is None
     run.path.chmod(0o700)  # as under umask 077
     assert triggers.barrier(run) == run.path
@@ -138,7 +138,7 @@ def test_a_closed_folder_on_the_way_is_named(run: RunDir) -> None:
     assert touch_by_hand(MEMBER, run.triggers / "save") == 0
 
 
-def test_the_group_is_a_setting(run: RunDir) -> None:
+def test_the_group_is_a_setting(run: Run) -> None:
     with acting_as(OWNER):
         triggers.create_folder(run, str(ELSEWHERE))
     folder = run.triggers.stat()

@@ -23,9 +23,10 @@ import yaml
 from relayrun.config.schema import RunConfig
 from relayrun.files import read_lines
 from relayrun.rundir import triggers
-from relayrun.rundir.layout import AttemptDir, RunDir
+from relayrun.rundir.attempt import Attempt as AttemptDir
 from relayrun.rundir.lineage import durable
-from relayrun.rundir.records import Begin, Commit, Failure, Heartbeat, Left, commits
+from relayrun.rundir.records import Begin, Commit, Failure, Heartbeat, Left
+from relayrun.rundir.run import Run
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
 from tests import warm
@@ -113,7 +114,7 @@ class Attempt:
 
     @property
     def commits(self) -> list[Commit]:
-        return commits(self.directory)
+        return self.directory.read_commits()
 
     def heartbeats(self) -> list[Heartbeat]:
         found = [Heartbeat.read(path) for path in sorted(self.directory.heartbeats.glob("*.json"))]
@@ -136,7 +137,7 @@ class Attempt:
 class Harness:
     """A run directory, and the supervisor's part of it."""
 
-    run: RunDir
+    run: Run
     config: dict[str, Any]
     revision: int = 1
     attempts: list[Attempt] = field(default_factory=list)
@@ -248,7 +249,7 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Harness]:
     )
 
     def make(**sections: dict[str, Any]) -> Harness:
-        run = RunDir(tmp_path_factory.mktemp("run"))
+        run = Run(tmp_path_factory.mktemp("run"))
         for folder in (run.config, run.attempts, run.checkpoints):
             folder.mkdir()
         triggers.create_folder(run)

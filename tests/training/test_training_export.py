@@ -47,14 +47,14 @@ from safetensors.torch import load_file, save_file
 from relayrun.errors import InputError
 from relayrun.export import logits
 from relayrun.export.checkpoint_source import find_checkpoint
-from relayrun.rundir.layout import RunDir
+from relayrun.rundir.run import Run
 folder = Path(sys.argv[2])
 weights = load_file(folder / "model.safetensors")
 name = "model.layers.1.self_attn.q_proj.weight"
 weights[name] = weights[name].view(4, 2, 8, 64).transpose(1, 2).reshape(64, 64).contiguous()
 save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 try:
-    logits.check(find_checkpoint(RunDir(Path(sys.argv[1]))), folder)
+    logits.check(find_checkpoint(Run(Path(sys.argv[1]))), folder)
 except InputError as error:
     print(error)
 """

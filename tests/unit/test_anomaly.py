@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from relayrun.config.schema import Training
-from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import Begin, Commit, append_commit
+from relayrun.rundir.records import Begin, Commit
 from relayrun.rundir.rewinds import Rewind, append, pending
+from relayrun.rundir.run import Run
 from relayrun.rundir.views import merged_metrics
 from relayrun.training.anomaly import Action, LossGuard
 
@@ -87,7 +87,7 @@ def test_a_guard_that_was_saved_anywhere_decides_as_the_one_that_was_not() -> No
         assert [judged(resumed, loss) for loss in losses[cut:]] == expected[cut:]
 
 
-def begin(run: RunDir, number: int, base: int) -> None:
+def begin(run: Run, number: int, base: int) -> None:
     run.attempt(number).path.mkdir(parents=True)
     Begin(
         attempt=number,
@@ -103,28 +103,27 @@ def begin(run: RunDir, number: int, base: int) -> None:
     ).write(run.attempt(number).begin)
 
 
-def trained(run: RunDir, number: int, first: int, last: int, mark: str) -> None:
+def trained(run: Run, number: int, first: int, last: int, mark: str) -> None:
     with run.attempt(number).metrics.open("a") as file:
         for iteration in range(first, last + 1):
             file.write(json.dumps({"iteration": iteration, "loss": mark}) + "\n")
 
 
-def rewind(run: RunDir, number: int, at: int, base: int, sample: int, time: float) -> None:
+def rewind(run: Run, number: int, at: int, base: int, sample: int, time: float) -> None:
     found = Rewind(iteration=at, reason="loss nan", base_iteration=base, next_sample=sample, time=time)
     append(run.attempt(number), found)
     with run.attempt(number).metrics.open("a") as file:
         file.write(json.dumps({"iteration": base, "rewind": found.words}) + "\n")
 
 
-def commit(run: RunDir, number: int, iteration: int, time: float) -> None:
-    append_commit(
-        run.attempt(number),
+def commit(run: Run, number: int, iteration: int, time: float) -> None:
+    run.attempt(number).append_commit(
         Commit(iteration=iteration, path=str(run.checkpoint(iteration)), consumed_samples=0, time=time, seconds=1.0),
     )
 
 
 def test_a_rewind_counts_until_its_checkpoint_is_not_the_newest_and_is_not_written_anew(tmp_path: Any) -> None:
-    run = RunDir(tmp_path)
+    run = Run(tmp_path)
     begin(run, 1, 0)
     commit(run, 1, 10, 100.0)
     rewind(run, 1, 17, 10, 170, 110.0)
@@ -142,7 +141,7 @@ def test_a_rewind_counts_until_its_checkpoint_is_not_the_newest_and_is_not_writt
 
 
 def test_the_merged_view_holds_what_counts_after_rewinds(tmp_path: Any) -> None:
-    run = RunDir(tmp_path)
+    run = Run(tmp_path)
     begin(run, 1, 0)
     trained(run, 1, 1, 17, "a")
     rewind(run, 1, 17, 10, 170, 1.0)

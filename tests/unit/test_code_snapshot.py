@@ -13,8 +13,8 @@ import pytest
 
 from relayrun.files import read_json
 from relayrun.monitoring.environment import code
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin
+from relayrun.rundir.run import Run
 from relayrun.submit.code_snapshot import LARGEST, snapshot
 from tests.readme import break_code, copy_tracked
 from tests.workspace import Workspace, ends, steps
@@ -43,9 +43,9 @@ def checkout(tmp_path: Path) -> Path:
     return root
 
 
-def run_dir(folder: Path) -> RunDir:
+def run_dir(folder: Path) -> Run:
     folder.mkdir()
-    return RunDir(folder)
+    return Run(folder)
 
 
 def test_uncommitted_and_new_files_are_in_it(

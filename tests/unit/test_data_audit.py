@@ -16,8 +16,8 @@ from relayrun.data.order.build import training_order
 from relayrun.data.progress import Progress
 from relayrun.errors import InputError
 from relayrun.files import append_line, write_json
-from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import Begin, Commit, append_commit
+from relayrun.rundir import run as rundir
+from relayrun.rundir.records import Begin, Commit
 from relayrun.shards.indexed import Shard
 from relayrun.shards.manifest import Manifest
 from relayrun.submit.submission import build_manifest
@@ -102,8 +102,7 @@ class Run:
         (self.dir.checkpoint(end) / "state.json").write_text(
             json.dumps(order.state(consumed) | {"progress": progress.state()})
         )
-        append_commit(
-            attempt,
+        attempt.append_commit(
             Commit(iteration=end, path=str(self.dir.checkpoint(end)), consumed_samples=consumed, time=0.0, seconds=0.0),
         )
 
@@ -192,4 +191,4 @@ def test_wrong_questions_are_answered_in_one_line(run: Run, capsys: pytest.Captu
         assert main(["data", "show", str(run.dir.path), f"--samples={text}"]) == 1
         assert "is no range of samples" in capsys.readouterr().err
     with pytest.raises(InputError, match="has no config"):
-        audit.audit(RunDir(run.workspace.folder))
+        audit.audit(rundir.Run(run.workspace.folder))

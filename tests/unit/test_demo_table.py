@@ -16,7 +16,7 @@ from relayrun.demo import __main__ as demo
 from relayrun.errors import RelayrunError
 from relayrun.monitoring import report
 from relayrun.monitoring.report import AttemptRow, Report, attempts_table
-from relayrun.rundir.layout import RunDir
+from relayrun.rundir.run import Run
 from tests.readme import README
 
 
@@ -56,7 +56,7 @@ def rows() -> list[AttemptRow]:
 
 def test_its_form_is_that_of_the_report() -> None:
     output = io.StringIO()
-    told = Report(run=RunDir(Path("demo")), attempts=rows(), iterations=[], losses=[], validation={})
+    told = Report(run=Run(Path("demo")), attempts=rows(), iterations=[], losses=[], validation={})
     Console(file=output, width=110).print(attempts_table(told))
     assert [line.rstrip() for line in output.getvalue().splitlines()] == shown().splitlines()
 
@@ -76,7 +76,7 @@ def test_its_numbers_are_those_of_one_exact_relay() -> None:
 
 def test_a_demo_that_was_stopped_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = compose.load(ROOT / "configs/runs/demo.yaml")
-    stopped = Report(run=RunDir(tmp_path), attempts=[], iterations=[1], losses=[6.0], validation={})
+    stopped = Report(run=Run(tmp_path), attempts=[], iterations=[1], losses=[6.0], validation={})
     monkeypatch.setattr(report, "read_report", lambda run: stopped)
     with pytest.raises(RelayrunError, match="ended before its last iteration"):
-        demo.show(RunDir(tmp_path), config, seconds=1.0)
+        demo.show(Run(tmp_path), config, seconds=1.0)

@@ -14,7 +14,7 @@ from relayrun import ROOT
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
 from relayrun.errors import ConfigError
-from relayrun.rundir.layout import RunDir
+from relayrun.rundir.run import Run
 from relayrun.submit import check, submission
 from tests.workspace import Workspace
 
@@ -54,7 +54,7 @@ def test_the_job_is_one_node_one_task_and_one_gpu_with_the_rest_as_in_the_run(tm
         cluster=SLURM,
         training={"global_batch_size": 64},
     )
-    run = RunDir(tmp_path / "run")
+    run = Run(tmp_path / "run")
     script = submission.evaluation_script(made, submission.make_plan(made, run, revision=1, root=ROOT), run)
     options = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
     assert {

@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 
 from relayrun.errors import RunDirError
-from relayrun.rundir.layout import RunDir
-from relayrun.rundir.lineage import BEGINNING, Durable, chosen_by_hand, durable, line, put_aside
-from relayrun.rundir.records import Begin, Commit, append_commit
+from relayrun.rundir.lineage import BEGINNING, Durable, Lineage, durable, line
+from relayrun.rundir.records import Begin, Commit
+from relayrun.rundir.run import Run
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    made = RunDir(tmp_path)
+def run(tmp_path: Path) -> Run:
+    made = Run(tmp_path)
     made.checkpoints.mkdir()
     return made
 
 
-def begin(run: RunDir, number: int, base: int = 0) -> None:
+def begin(run: Run, number: int, base: int = 0) -> None:
     attempt = run.attempt(number)
     attempt.path.mkdir(parents=True)
     Begin(
@@ -35,23 +35,22 @@ def begin(run: RunDir, number: int, base: int = 0) -> None:
     ).write(attempt.begin)
 
 
-def commit(run: RunDir, number: int, iteration: int, time: float = 100.0) -> None:
+def commit(run: Run, number: int, iteration: int, time: float = 100.0) -> None:
     folder = run.checkpoint(iteration)
     folder.mkdir(exist_ok=True)
     (folder / "data").write_bytes(b"12345")
-    append_commit(
-        run.attempt(number),
+    run.attempt(number).append_commit(
         Commit(
             iteration=iteration, path=str(folder), consumed_samples=iteration, time=time, seconds=1.0, files={"data": 5}
         ),
     )
 
 
-def at(run: RunDir, iteration: int) -> Durable:
+def at(run: Run, iteration: int) -> Durable:
     return Durable(iteration=iteration, path=str(run.checkpoint(iteration)))
 
 
-def test_the_newest_commit_of_the_newest_attempt_counts(run: RunDir) -> None:
+def test_the_newest_commit_of_the_newest_attempt_counts(run: Run) -> None:
     assert durable(run) == BEGINNING
     begin(run, 1)
     assert durable(run) == BEGINNING
@@ -64,7 +63,7 @@ def test_the_newest_commit_of_the_newest_attempt_counts(run: RunDir) -> None:
     assert [entry.iteration for entry in line(run)] == [10, 20, 30]
 
 
-def test_what_an_overtaken_attempt_commits_is_never_seen(run: RunDir) -> None:
+def test_what_an_overtaken_attempt_commits_is_never_seen(run: Run) -> None:
     begin(run, 1)
     commit(run, 1, 10)
     begin(run, 2, base=10)
@@ -77,20 +76,20 @@ def test_what_an_overtaken_attempt_commits_is_never_seen(run: RunDir) -> None:
     assert durable(run) == at(run, 20)
 
 
-def test_a_torn_checkpoint_is_put_aside_and_the_one_before_counts(run: RunDir) -> None:
+def test_a_torn_checkpoint_is_put_aside_and_the_one_before_counts(run: Run) -> None:
     begin(run, 1)
     commit(run, 1, 10)
     commit(run, 1, 20)
     (run.checkpoint(20) / "data").write_bytes(b"123")
     assert durable(run) == at(run, 10)
-    (moved,) = put_aside(run, durable(run), attempt=2)
+    (moved,) = Lineage(run).put_aside(durable(run), attempt=2)
     assert "data has 3 bytes, not 5" in moved
     assert (run.checkpoints / ".quarantine" / "iter_0000020-0002" / "data").read_bytes() == b"123"
     assert not run.checkpoint(20).exists()
     assert durable(run) == at(run, 10)
 
 
-def test_if_no_checkpoint_is_whole_nothing_starts_from_the_beginning(run: RunDir) -> None:
+def test_if_no_checkpoint_is_whole_nothing_starts_from_the_beginning(run: Run) -> None:
     begin(run, 1)
     commit(run, 1, 10)
     (run.checkpoint(10) / "data").unlink()
@@ -98,34 +97,34 @@ def test_if_no_checkpoint_is_whole_nothing_starts_from_the_beginning(run: RunDir
         durable(run)
 
 
-def test_an_older_iteration_set_by_hand_is_obeyed_and_newer_ones_are_kept_aside(run: RunDir) -> None:
+def test_an_older_iteration_set_by_hand_is_obeyed_and_newer_ones_are_kept_aside(run: Run) -> None:
     begin(run, 1)
     for iteration in (10, 20, 30):
         commit(run, 1, iteration, time=100.0)
     run.tracker.write_text("10\n")
     os.utime(run.tracker, (50.0, 50.0))  # older than the commits: what a kill between commit and tracker left
-    assert chosen_by_hand(run) is None
+    assert Lineage(run).chosen_by_hand() is None
     os.utime(run.tracker, (200.0, 200.0))
-    assert chosen_by_hand(run) == at(run, 10)
-    assert len(put_aside(run, at(run, 10), attempt=2)) == 2
+    assert Lineage(run).chosen_by_hand() == at(run, 10)
+    assert len(Lineage(run).put_aside(at(run, 10), attempt=2)) == 2
     assert (run.checkpoints / ".superseded" / "iter_0000030-0002").is_dir()
     begin(run, 2, base=10)
     assert durable(run) == at(run, 10)
 
 
 @pytest.mark.parametrize("text", ["", "release", "15", "30", "99"])
-def test_a_tracker_that_names_no_older_checkpoint_means_nothing(run: RunDir, text: str) -> None:
+def test_a_tracker_that_names_no_older_checkpoint_means_nothing(run: Run, text: str) -> None:
     begin(run, 1)
     for iteration in (10, 30):
         commit(run, 1, iteration)
     run.tracker.write_text(text)
-    assert chosen_by_hand(run) is None
+    assert Lineage(run).chosen_by_hand() is None
     run.tracker.unlink()
-    assert chosen_by_hand(run) is None
+    assert Lineage(run).chosen_by_hand() is None
     assert durable(run) == at(run, 30)
 
 
-def test_a_checkpoint_from_elsewhere_as_base_belongs_to_the_line(run: RunDir) -> None:
+def test_a_checkpoint_from_elsewhere_as_base_belongs_to_the_line(run: Run) -> None:
     begin(run, 1, base=50)
     with pytest.raises(RunDirError, match="missing"):
         durable(run)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from relayrun.chain.nodes import Strike, blamed, excluded, read_strikes, strike
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Failure
+from relayrun.rundir.run import Run
 
 
 def failure(rank: int, node: str, error: str = "CUDA error", time: float = 1.0) -> Failure:
@@ -40,7 +40,7 @@ def test_without_evidence_nobody_is_blamed() -> None:
 
 
 def test_two_strikes_within_a_day_exclude_and_strikes_expire(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
+    run = Run(tmp_path)
     strike(run, 1, {"n1": "Killed", "n2": "Killed"}, now=1000.0)
     assert excluded(read_strikes(run), nodes=2, now=1001.0) == []
     strike(run, 2, {"n1": "Killed"}, now=2000.0)

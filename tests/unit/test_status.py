@@ -17,9 +17,9 @@ from relayrun.monitoring import run_status, run_status_view
 from relayrun.monitoring.run_status import Damaged, Queue, RunStatus
 from relayrun.rundir import evaluations, find, triggers
 from relayrun.rundir.evaluations import Result, Submitted
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import Begin, Commit, End, Heartbeat, append_commit
+from relayrun.rundir.records import Begin, Commit, End, Heartbeat
+from relayrun.rundir.run import Run
 from relayrun.scheduler.base import Job
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 
@@ -27,7 +27,7 @@ NOW = 10_000.0
 RUNNING = Queue(jobs=[Job(id="8", name="j", state="RUNNING"), Job(id="9", name="j", state="PENDING")])
 
 
-def begin(run: RunDir, number: int, *, base: int = 0, start: float = NOW - 600) -> None:
+def begin(run: Run, number: int, *, base: int = 0, start: float = NOW - 600) -> None:
     attempt = run.attempt(number)
     attempt.heartbeats.mkdir(parents=True)
     Begin(
@@ -44,7 +44,7 @@ def begin(run: RunDir, number: int, *, base: int = 0, start: float = NOW - 600) 
     ).write(attempt.begin)
 
 
-def steps(run: RunDir, number: int, first: int, last: int) -> None:
+def steps(run: Run, number: int, first: int, last: int) -> None:
     for iteration in range(first, last + 1):
         append_line(
             run.attempt(number).metrics,
@@ -58,12 +58,11 @@ def steps(run: RunDir, number: int, first: int, last: int) -> None:
         )
 
 
-def commit(run: RunDir, number: int, iteration: int, *, age: float) -> None:
+def commit(run: Run, number: int, iteration: int, *, age: float) -> None:
     folder = run.checkpoint(iteration)
     folder.mkdir(parents=True)
     (folder / "data").write_bytes(b"12345")
-    append_commit(
-        run.attempt(number),
+    run.attempt(number).append_commit(
         Commit(
             iteration=iteration,
             path=str(folder),
@@ -75,7 +74,7 @@ def commit(run: RunDir, number: int, iteration: int, *, age: float) -> None:
     )
 
 
-def end(run: RunDir, number: int, cause: str, reason: str, durable: int, *, progress: bool) -> None:
+def end(run: Run, number: int, cause: str, reason: str, durable: int, *, progress: bool) -> None:
     End(
         attempt=number,
         cause=cause,
@@ -88,7 +87,7 @@ def end(run: RunDir, number: int, cause: str, reason: str, durable: int, *, prog
 
 
 @pytest.fixture
-def run(make_run: MakeRun) -> RunDir:  # noqa: F811
+def run(make_run: MakeRun) -> Run:  # noqa: F811
     """Attempt 1 trained 12 steps, saved 10 and crashed; attempt 2 began at 10 and is at 11."""
     made, _plan = make_run(total_steps=50)
     begin(made, 1, start=NOW - 1200)
@@ -99,7 +98,7 @@ def run(make_run: MakeRun) -> RunDir:  # noqa: F811
     return made
 
 
-def test_a_running_chain(run: RunDir) -> None:
+def test_a_running_chain(run: Run) -> None:
     steps(run, 2, 11, 11)
     Heartbeat(node="n0", iteration=11, phase="step", time=NOW - 1, step_p95=1.0, save_p95=None).write(
         run.attempt(2).heartbeats / "n0.json"
@@ -125,31 +124,31 @@ def test_a_running_chain(run: RunDir) -> None:
     assert [trigger.name for trigger in found.triggers] == ["save"]
 
 
-def test_steps_beyond_the_base_of_the_next_attempt_do_not_count(run: RunDir) -> None:
+def test_steps_beyond_the_base_of_the_next_attempt_do_not_count(run: Run) -> None:
     with open(run.attempt(2).metrics, "w") as file:
         file.write('{"iteration": 11, "lo')  # a torn line
     found = run_status.gather(run, RUNNING, now=NOW)
     assert (found.iteration, found.loss, found.tokens_per_second) == (10, 9.0, 1000.0)
 
 
-def test_only_the_end_of_long_metrics_is_read(run: RunDir) -> None:
+def test_only_the_end_of_long_metrics_is_read(run: Run) -> None:
     steps(run, 2, 11, 2000)
     assert run.attempt(2).metrics.stat().st_size > 2 * run_status.TAIL_BYTES
     assert run_status.gather(run, RUNNING, now=NOW).iteration == 2000
 
 
-def test_a_scheduler_that_does_not_answer_is_a_fact_like_others(run: RunDir) -> None:
+def test_a_scheduler_that_does_not_answer_is_a_fact_like_others(run: Run) -> None:
     found = run_status.gather(run, Queue(error="squeue: Unable to contact slurm controller"), now=NOW)
     assert (found.state, found.jobs, found.iteration) == ("unknown", [], 10)
     assert "the scheduler did not answer: squeue: Unable" in text_of(found)
 
 
-def test_a_run_that_nobody_goes_on_with_has_no_deadline_and_counts_its_open_attempt_as_failed(run: RunDir) -> None:
+def test_a_run_that_nobody_goes_on_with_has_no_deadline_and_counts_its_open_attempt_as_failed(run: Run) -> None:
     found = run_status.gather(run, Queue(), now=NOW)
     assert (found.state, found.leave_time, found.failed_attempts) == ("idle", None, 1)
 
 
-def test_a_stopped_run_says_why(run: RunDir) -> None:
+def test_a_stopped_run_says_why(run: Run) -> None:
     end(run, 2, "exit", "exit trigger by ann", 10, progress=False)
     run.stop.write_text("exit trigger by ann\n\nThe chain has ended.\n")
     found = run_status.gather(run, Queue(), now=NOW)
@@ -157,7 +156,7 @@ def test_a_stopped_run_says_why(run: RunDir) -> None:
     assert found.phase is None
 
 
-def test_torn_checkpoints_are_told(run: RunDir) -> None:
+def test_torn_checkpoints_are_told(run: Run) -> None:
     (run.checkpoint(10) / "data").write_bytes(b"1")
     found = run_status.gather(run, RUNNING, now=NOW)
     assert (found.durable_iteration, found.durable_age) == (None, None)
@@ -187,7 +186,7 @@ def text_of(found: RunStatus) -> str:
     return text.get()
 
 
-def test_text_keeps_brackets_and_json_is_whole(run: RunDir) -> None:
+def test_text_keeps_brackets_and_json_is_whole(run: Run) -> None:
     append_line(run.attempt(2).metrics, {"iteration": 11, "loss": float("nan"), "time": NOW}, durable=False)
     found = run_status.gather(run, RUNNING, now=NOW)
     text = text_of(found)
@@ -218,7 +217,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_run_directory_is_one_clear_error(run: RunDir, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_run_directory_is_one_clear_error(run: Run, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     file, content, message = DAMAGE[name]
     if content is None:
         (run.path / file).unlink()
@@ -303,7 +302,7 @@ def test_find_prefers_what_is_a_run(
         find.find_run(str(tmp_path))
 
 
-def test_status_does_not_import_torch(run: RunDir) -> None:
+def test_status_does_not_import_torch(run: Run) -> None:
     code = (
         f"import sys; from relayrun import cli; cli.main(['status', {str(run.path)!r}]); print('torch' in sys.modules)"
     )
@@ -311,7 +310,7 @@ def test_status_does_not_import_torch(run: RunDir) -> None:
     assert done.stdout.endswith("False\n")
 
 
-def test_evaluations_done_failed_and_on_their_way(run: RunDir) -> None:
+def test_evaluations_done_failed_and_on_their_way(run: Run) -> None:
     for iteration in (4, 6, 8, 10):
         folder = evaluations.directory(run, iteration, 1)
         folder.path.mkdir(parents=True)

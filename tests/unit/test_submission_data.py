@@ -12,7 +12,7 @@ import pytest
 from relayrun.cli import main
 from relayrun.config import compose
 from relayrun.errors import InputError
-from relayrun.rundir.records import Begin, Commit, append_commit
+from relayrun.rundir.records import Begin, Commit
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
 from relayrun.submit import submission
@@ -40,8 +40,8 @@ def trained(tmp_path: Path) -> Workspace:
         lead=0.0,
     ).write(attempt.begin)
     run.checkpoint(10).mkdir(parents=True)
-    append_commit(
-        attempt, Commit(iteration=10, path=str(run.checkpoint(10)), consumed_samples=100, time=0.0, seconds=0.0)
+    attempt.append_commit(
+        Commit(iteration=10, path=str(run.checkpoint(10)), consumed_samples=100, time=0.0, seconds=0.0)
     )
     return workspace
 

@@ -19,8 +19,8 @@ from relayrun.monitoring.trackers import feed, sinks, wandb_files
 from relayrun.monitoring.trackers.points import Point, PointReader, Rewound
 from relayrun.monitoring.trackers.sinks import highest_event
 from relayrun.monitoring.trackers.streams import record_streams
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, Left
+from relayrun.rundir.run import Run
 from relayrun.training.reporting import trackers
 
 
@@ -43,7 +43,7 @@ class Memory:
         self.closed = True
 
 
-def begin(run: RunDir, number: int, base: int = 0, *, rewound: bool = False) -> Begin:
+def begin(run: Run, number: int, base: int = 0, *, rewound: bool = False) -> Begin:
     attempt = run.attempt(number)
     attempt.path.mkdir(parents=True)
     record = Begin(
@@ -63,20 +63,20 @@ def begin(run: RunDir, number: int, base: int = 0, *, rewound: bool = False) -> 
     return record
 
 
-def step(run: RunDir, number: int, *iterations: int, loss: float = 1.0) -> None:
+def step(run: Run, number: int, *iterations: int, loss: float = 1.0) -> None:
     for iteration in iterations:
         append_line(run.attempt(number).metrics, {"iteration": iteration, "loss": loss, "mfu": None, "time": 5.0})
 
 
-def evaluate(run: RunDir, number: int, iteration: int) -> None:
+def evaluate(run: Run, number: int, iteration: int) -> None:
     append_line(run.attempt(number).metrics, {"iteration": iteration, "validation": {"held-out": 2.0}, "time": 6.0})
 
 
-def leave(run: RunDir, number: int) -> None:
+def leave(run: Run, number: int) -> None:
     Left(outcome="saved", reason="", iteration=0, time=0.0).write(run.attempt(number).outcome)
 
 
-def told(run: RunDir, at: Begin, sink: Memory) -> list[int]:
+def told(run: Run, at: Begin, sink: Memory) -> list[int]:
     """The iterations that an attempt's feed tells when the attempt has ended already."""
     before = len(sink.kept)
     feed.feed(run, at, record_streams(run)[-1], sink, lambda _seconds: True)
@@ -84,7 +84,7 @@ def told(run: RunDir, at: Begin, sink: Memory) -> list[int]:
 
 
 def test_an_iteration_and_its_evaluation_are_one_point(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
+    run = Run(tmp_path)
     at = begin(run, 1)
     step(run, 1, 1, 2)
     evaluate(run, 1, 2)
@@ -98,7 +98,7 @@ def test_an_iteration_and_its_evaluation_are_one_point(tmp_path: Path) -> None:
 
 
 def test_what_was_told_is_not_told_again_and_what_was_lost_is_made_up_for(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
+    run = Run(tmp_path)
     sink = Memory([])
     first = begin(run, 1)
     step(run, 1, *range(1, 26))  # killed, 20 is durable
@@ -112,7 +112,7 @@ def test_what_was_told_is_not_told_again_and_what_was_lost_is_made_up_for(tmp_pa
 
 
 def test_lines_beyond_the_base_of_the_next_attempt_do_not_count(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
+    run = Run(tmp_path)
     begin(run, 1)
     step(run, 1, *range(1, 26), loss=1.0)
     second = begin(run, 2, base=20)
@@ -123,7 +123,7 @@ def test_lines_beyond_the_base_of_the_next_attempt_do_not_count(tmp_path: Path) 
 
 
 def test_only_a_rewind_forks_and_the_fork_holds_the_whole_line(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
+    run = Run(tmp_path)
     begin(run, 1)
     step(run, 1, *range(1, 26), loss=1.0)
     begin(run, 2, base=20)
@@ -153,7 +153,7 @@ def test_only_a_rewind_forks_and_the_fork_holds_the_whole_line(tmp_path: Path) -
 
 def test_a_failure_is_one_line_and_is_tried_again_from_what_the_tracker_has(tmp_path: Path) -> None:
     """The folder of event files cannot be made at first, as on a full disk."""
-    run = RunDir(tmp_path)
+    run = Run(tmp_path)
     begin(run, 1)
     (stream,) = record_streams(run)
     step(run, 1, *range(1, 10))
@@ -181,7 +181,7 @@ def test_a_failure_is_one_line_and_is_tried_again_from_what_the_tracker_has(tmp_
     assert highest_event(run.tensorboard / stream.id) == 9
 
 
-def rewind(run: RunDir, number: int, base: int, *, told: bool = True) -> None:
+def rewind(run: Run, number: int, base: int, *, told: bool = True) -> None:
     """What rank 0 leaves when it goes back to the checkpoint of iteration `base`."""
     record = {"iteration": base + 5, "reason": "NaN", "base_iteration": base, "next_sample": 0, "time": 0.0}
     append_line(run.attempt(number).rewinds, record)
@@ -190,7 +190,7 @@ def rewind(run: RunDir, number: int, base: int, *, told: bool = True) -> None:
 
 
 def test_a_rewind_inside_an_attempt_forks_too(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
+    run = Run(tmp_path)
     at = begin(run, 1)
     step(run, 1, *range(1, 16), loss=1.0)
     (one,) = record_streams(run)
@@ -262,7 +262,7 @@ def test_rank_0_lets_go_of_a_feed_that_does_not_end(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(trackers, "_start", start)
     said: list[str] = []
     config: Any = SimpleNamespace(project="p", name="n", tracking=SimpleNamespace(tensorboard=True))
-    made = trackers.Trackers(RunDir(tmp_path), 1, config, said.append)
+    made = trackers.Trackers(Run(tmp_path), 1, config, said.append)
     assert len(hung) == 2
     begun = time.monotonic()
     made.stop()
@@ -275,7 +275,7 @@ def test_one_line_says_that_wandb_is_off(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     said: list[str] = []
     config: Any = SimpleNamespace(project="p", name="n", tracking=SimpleNamespace(tensorboard=False))
-    trackers.Trackers(RunDir(tmp_path), 1, config, said.append).stop()
+    trackers.Trackers(Run(tmp_path), 1, config, said.append).stop()
     assert said == ["W&B is off: neither WANDB_API_KEY nor WANDB_MODE=offline is in the environment"]
     assert list(tmp_path.iterdir()) == []
 
@@ -285,13 +285,13 @@ def test_trackers_that_cannot_start_are_off_and_say_so(tmp_path: Path, monkeypat
     (tmp_path / "streams.json").write_text("{")
     said: list[str] = []
     config: Any = SimpleNamespace(project="p", name="n", tracking=SimpleNamespace(tensorboard=False))
-    trackers.Trackers(RunDir(tmp_path), 1, config, said.append).stop()
+    trackers.Trackers(Run(tmp_path), 1, config, said.append).stop()
     assert said[0].startswith("warning: W&B and TensorBoard are off in this attempt: ")
 
 
 def test_a_feed_ends_when_rank_0_is_gone(tmp_path: Path) -> None:
     """Its parent is a shell that ends at once, while somebody else holds the pipe open."""
-    run = RunDir(tmp_path)
+    run = Run(tmp_path)
     begin(run, 1)
     record_streams(run)
     step(run, 1, 1, 2, 3)

@@ -13,8 +13,9 @@ import pytest
 
 from relayrun.files import read_lines
 from relayrun.rundir import triggers
-from relayrun.rundir.layout import AttemptDir, RunDir
+from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.records import Begin
+from relayrun.rundir.run import Run
 from relayrun.training.control import Control, Order
 from relayrun.training.reporting.metrics import Metrics, Step
 from relayrun.training.signals import SignalFlag
@@ -33,14 +34,14 @@ class OneRank:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path)
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path)
     run.attempt(1).path.mkdir(parents=True)
     triggers.create_folder(run)
     return run
 
 
-def control(run: RunDir, ranks: Any = None, flag: SignalFlag | None = None, **changes: Any) -> Control:
+def control(run: Run, ranks: Any = None, flag: SignalFlag | None = None, **changes: Any) -> Control:
     values: dict[str, Any] = {
         "attempt": 1,
         "job_id": "1",
@@ -56,17 +57,17 @@ def control(run: RunDir, ranks: Any = None, flag: SignalFlag | None = None, **ch
     return Control(run, Begin(**(values | changes)), ranks or OneRank(), flag or SignalFlag())
 
 
-def test_without_a_reason_training_goes_on(run: RunDir) -> None:
+def test_without_a_reason_training_goes_on(run: Run) -> None:
     assert control(run).look() == Order()
 
 
-def test_the_deadline_is_the_end_of_the_job_less_the_lead(run: RunDir) -> None:
+def test_the_deadline_is_the_end_of_the_job_less_the_lead(run: Run) -> None:
     now = time.time()
     assert control(run, job_end_time=now + 100, lead=50.0).look() == Order()
     assert control(run, job_end_time=now + 100, lead=100.0).look() == Order(leave="saved", reason="time limit near")
 
 
-def test_the_deadline_moves_with_the_lead(run: RunDir) -> None:
+def test_the_deadline_moves_with_the_lead(run: Run) -> None:
     watching = control(run, job_end_time=time.time() + 100, lead=50.0)
     assert watching.look() == Order()
     watching.lead = 101.0
@@ -74,13 +75,13 @@ def test_the_deadline_moves_with_the_lead(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize(("text", "reason"), [("asked\n", "stop file: asked"), ("", "stop file")])
-def test_the_stop_file_says_why(run: RunDir, text: str, reason: str) -> None:
+def test_the_stop_file_says_why(run: Run, text: str, reason: str) -> None:
     run.attempt(1).stop.write_text(text)
     assert control(run).look() == Order(leave="saved", reason=reason)
 
 
 def test_a_file_system_that_fails_hides_neither_the_deadline_nor_stops_training(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> None:
         raise OSError(116, "Stale file handle")
@@ -91,13 +92,13 @@ def test_a_file_system_that_fails_hides_neither_the_deadline_nor_stops_training(
     assert capsys.readouterr().err.count("Stale file handle") == 2
 
 
-def test_a_signal_to_any_rank_is_named(run: RunDir) -> None:
+def test_a_signal_to_any_rank_is_named(run: Run) -> None:
     ranks = OneRank()
     ranks.others = [signal.SIGTERM.value, 0, 0, 0, 0]
     assert control(run, ranks).look() == Order(leave="saved", reason="SIGTERM")
 
 
-def test_the_exit_trigger_ends_the_chain_whatever_else_there_is(run: RunDir) -> None:
+def test_the_exit_trigger_ends_the_chain_whatever_else_there_is(run: Run) -> None:
     run.attempt(1).stop.write_text("asked")
     triggers.touch(run, "exit")
     seen = control(run).look()
@@ -106,7 +107,7 @@ def test_the_exit_trigger_ends_the_chain_whatever_else_there_is(run: RunDir) -> 
 
 
 def test_a_save_trigger_is_answered_once_although_it_cannot_be_removed(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", "save.done")
@@ -122,7 +123,7 @@ def test_a_save_trigger_is_answered_once_although_it_cannot_be_removed(
     assert watching.look() == Order(save=True)
 
 
-def test_a_save_is_over_when_it_is_over_on_every_rank(run: RunDir) -> None:
+def test_a_save_is_over_when_it_is_over_on_every_rank(run: Run) -> None:
     ranks = OneRank()
     assert control(run, ranks).look(saving=True) == Order(saving=True)
     assert control(run, ranks).look() == Order()
@@ -130,7 +131,7 @@ def test_a_save_is_over_when_it_is_over_on_every_rank(run: RunDir) -> None:
     assert control(run, ranks).look() == Order(saving=True)
 
 
-def test_a_trigger_that_was_taken_is_not_seen_again_before_it_is_answered(run: RunDir) -> None:
+def test_a_trigger_that_was_taken_is_not_seen_again_before_it_is_answered(run: Run) -> None:
     watching = control(run)
     triggers.touch(run, "save")
     assert watching.look() == Order(save=True)
@@ -181,7 +182,7 @@ def step(iteration: int) -> Step:
 
 
 def test_metrics_keep_every_bit_of_a_float(tmp_path: Path) -> None:
-    metrics = Metrics(AttemptDir(tmp_path), OneRank(), total_steps=1)  # type: ignore[arg-type]
+    metrics = Metrics(Attempt(tmp_path), OneRank(), total_steps=1)  # type: ignore[arg-type]
     metrics.step(step(1))
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert line["loss"].hex() == (1 / 3).hex()
@@ -190,7 +191,7 @@ def test_metrics_keep_every_bit_of_a_float(tmp_path: Path) -> None:
 
 def test_metrics_that_cannot_be_written_are_written_later(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    metrics = Metrics(AttemptDir(tmp_path), OneRank(), total_steps=3)  # type: ignore[arg-type]
+    metrics = Metrics(Attempt(tmp_path), OneRank(), total_steps=3)  # type: ignore[arg-type]
     metrics.step(step(1))
     path.rename(tmp_path / "aside")
     path.mkdir()  # as good as a full disk
@@ -200,4 +201,4 @@ def test_metrics_that_cannot_be_written_are_written_later(tmp_path: Path) -> Non
     (tmp_path / "aside").rename(path)
     metrics.step(step(3))
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2, 3]
-    assert [line["error"] for line in read_lines(AttemptDir(tmp_path).failed_saves)] == ["no space"]
+    assert [line["error"] for line in read_lines(Attempt(tmp_path).failed_saves)] == ["no space"]

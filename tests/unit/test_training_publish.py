@@ -10,20 +10,20 @@ import pytest
 from relayrun.errors import FatalTrainingError
 from relayrun.rundir import evaluations
 from relayrun.rundir.evaluations import Policy
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.lineage import durable
-from relayrun.rundir.records import Begin, Commit, commits
+from relayrun.rundir.records import Begin, Commit
+from relayrun.rundir.run import Run
 from relayrun.training.checkpoint import publish
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path)
+def run(tmp_path: Path) -> Run:
+    run = Run(tmp_path)
     run.checkpoints.mkdir()
     return run
 
 
-def begin(run: RunDir, attempt: int, base: int = 0) -> None:
+def begin(run: Run, attempt: int, base: int = 0) -> None:
     run.attempt(attempt).path.mkdir(parents=True)
     Begin(
         attempt=attempt,
@@ -39,7 +39,7 @@ def begin(run: RunDir, attempt: int, base: int = 0) -> None:
     ).write(run.attempt(attempt).begin)
 
 
-def save(run: RunDir, attempt: int, iteration: int, keep_last: int = 100, keep_every: int | None = None) -> None:
+def save(run: Run, attempt: int, iteration: int, keep_last: int = 100, keep_every: int | None = None) -> None:
     staged = publish.prepare(run, attempt, iteration)
     (staged / "data").write_text(f"{attempt} {iteration}")
     commit = Commit(
@@ -53,21 +53,21 @@ def save(run: RunDir, attempt: int, iteration: int, keep_last: int = 100, keep_e
     publish.prune(run, attempt, keep_last, keep_every)
 
 
-def names(run: RunDir) -> list[str]:
+def names(run: Run) -> list[str]:
     return sorted(path.name for path in run.checkpoints.iterdir() if path.name.startswith("iter_"))
 
 
-def test_a_published_checkpoint_has_its_name_its_commit_and_the_tracker(run: RunDir) -> None:
+def test_a_published_checkpoint_has_its_name_its_commit_and_the_tracker(run: Run) -> None:
     begin(run, 1)
     save(run, 1, 7)
     assert (run.checkpoint(7) / "data").read_text() == "1 7"
-    assert [(commit.iteration, commit.consumed_samples) for commit in commits(run.attempt(1))] == [(7, 56)]
+    assert [(commit.iteration, commit.consumed_samples) for commit in run.attempt(1).read_commits()] == [(7, 56)]
     assert run.tracker.read_text() == "7\n"
     assert durable(run).path == str(run.checkpoint(7))
     assert list(run.staging(1).iterdir()) == []
 
 
-def test_an_attempt_that_is_no_longer_the_newest_publishes_nothing(run: RunDir) -> None:
+def test_an_attempt_that_is_no_longer_the_newest_publishes_nothing(run: Run) -> None:
     begin(run, 1)
     save(run, 1, 5)
     begin(run, 2, base=5)
@@ -78,7 +78,7 @@ def test_an_attempt_that_is_no_longer_the_newest_publishes_nothing(run: RunDir) 
     assert durable(run).iteration == 5
 
 
-def test_what_nobody_vouches_for_is_moved_aside(run: RunDir) -> None:
+def test_what_nobody_vouches_for_is_moved_aside(run: Run) -> None:
     begin(run, 1)
     run.checkpoint(6).mkdir()
     (run.checkpoint(6) / "data").write_text("leftover")
@@ -87,14 +87,14 @@ def test_what_nobody_vouches_for_is_moved_aside(run: RunDir) -> None:
     assert (run.checkpoints / ".superseded" / "iter_0000006-0001" / "data").read_text() == "leftover"
 
 
-def test_a_failed_save_leaves_nothing_in_the_way_of_the_next(run: RunDir) -> None:
+def test_a_failed_save_leaves_nothing_in_the_way_of_the_next(run: Run) -> None:
     begin(run, 1)
     (publish.prepare(run, 1, 4) / "half").write_text("torn")
     save(run, 1, 4)
     assert [path.name for path in run.checkpoint(4).iterdir()] == ["data"]
 
 
-def test_only_the_newest_are_kept(run: RunDir) -> None:
+def test_only_the_newest_are_kept(run: Run) -> None:
     begin(run, 1)
     for iteration in (2, 4, 6, 8):
         save(run, 1, iteration, keep_last=3)
@@ -104,14 +104,14 @@ def test_only_the_newest_are_kept(run: RunDir) -> None:
     assert names(run) == ["iter_0000008", "iter_0000010"]
 
 
-def test_multiples_of_keep_every_and_the_newest_stay_for_good(run: RunDir) -> None:
+def test_multiples_of_keep_every_and_the_newest_stay_for_good(run: Run) -> None:
     begin(run, 1)
     for iteration in (2, 4, 5, 6, 8, 10, 11):
         save(run, 1, iteration, keep_last=1, keep_every=5)
     assert names(run) == ["iter_0000005", "iter_0000010", "iter_0000011"]
 
 
-def test_what_waits_for_its_evaluation_stays_until_it_is_exported(run: RunDir) -> None:
+def test_what_waits_for_its_evaluation_stays_until_it_is_exported(run: Run) -> None:
     run.evaluations.mkdir()
     Policy(interval=4, total_steps=20, hold=2, time_limit=60).write(run.evaluation_policy)
     begin(run, 1)
@@ -132,7 +132,7 @@ def test_what_waits_for_its_evaluation_stays_until_it_is_exported(run: RunDir) -
     assert names(run) == ["iter_0000018"]
 
 
-def test_removal_touches_neither_other_folders_nor_checkpoints_outside_of_the_line(run: RunDir) -> None:
+def test_removal_touches_neither_other_folders_nor_checkpoints_outside_of_the_line(run: Run) -> None:
     begin(run, 1)
     save(run, 1, 4)
     begin(run, 2, base=4)
@@ -143,7 +143,7 @@ def test_removal_touches_neither_other_folders_nor_checkpoints_outside_of_the_li
     assert (run.checkpoints / "mine").is_dir()
 
 
-def test_what_dead_attempts_staged_is_removed(run: RunDir) -> None:
+def test_what_dead_attempts_staged_is_removed(run: Run) -> None:
     begin(run, 1)
     (publish.prepare(run, 1, 4) / "half").write_text("torn")
     begin(run, 2)
@@ -151,9 +151,7 @@ def test_what_dead_attempts_staged_is_removed(run: RunDir) -> None:
     assert not run.staging(1).exists()
 
 
-def test_a_commit_stands_although_the_tracker_cannot_be_written(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_commit_stands_although_the_tracker_cannot_be_written(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     begin(run, 1)
     run.tracker.mkdir()
     save(run, 1, 7)

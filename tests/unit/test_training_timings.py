@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, Failure, Heartbeat
+from relayrun.rundir.run import Run
 from relayrun.training.__main__ import record_failure
 from relayrun.training.reporting import heartbeat
 from relayrun.training.reporting.heartbeat import Pulse, node_name
@@ -37,6 +37,12 @@ def begin(**changes: Any) -> Begin:
     return Begin(**(values | changes))
 
 
+def after_saves(pace: Pace, seconds: list[float]) -> Pace:
+    for each in seconds:
+        pace.save(each)
+    return pace
+
+
 def test_the_lead_is_what_the_attempt_began_with_until_a_step_and_a_save_are_measured() -> None:
     pace = Pace(begin())
     assert pace.lead() == 60
@@ -47,7 +53,7 @@ def test_the_lead_is_what_the_attempt_began_with_until_a_step_and_a_save_are_mea
 
 
 def test_a_slow_save_moves_the_lead_by_more_than_its_delay_and_within_the_bounds() -> None:
-    pace = Pace(begin(lead_floor=5.0, lead_ceiling=100.0), earlier_saves=[2.0] * 10)
+    pace = after_saves(Pace(begin(lead_floor=5.0, lead_ceiling=100.0)), [2.0] * 10)
     pace.step(0.5, 8)
     before = pace.lead()
     pace.save(22.0)
@@ -57,7 +63,7 @@ def test_a_slow_save_moves_the_lead_by_more_than_its_delay_and_within_the_bounds
 
 
 def test_what_is_left_of_a_save_under_way_is_part_of_the_lead() -> None:
-    pace = Pace(begin(), earlier_saves=[20.0])
+    pace = after_saves(Pace(begin()), [20.0])
     pace.step(1.0, 8)
     alone = pace.lead()
     assert pace.lead(under_way=0.0) == alone + 20
@@ -73,12 +79,12 @@ def test_a_lead_with_one_bound_for_both_is_fixed() -> None:
 
 
 def test_an_evaluation_that_may_be_under_way_is_counted_in() -> None:
-    pace = Pace(begin(), earlier_saves=[2.0])
+    pace = after_saves(Pace(begin()), [2.0])
     pace.step(0.5, 8)
     before = pace.lead()
     pace.evaluation(40.0)
     assert pace.lead() == before + 40
-    later = Pace(begin(evaluation_seconds=40.0), earlier_saves=[2.0])  # before the first one of this attempt
+    later = after_saves(Pace(begin(evaluation_seconds=40.0)), [2.0])  # before the first one of this attempt
     later.step(0.5, 8)
     assert later.lead() == before + 40
     for _ in range(10):
@@ -109,12 +115,12 @@ def test_an_evaluation_that_was_never_measured_is_counted_with_half_a_step_for_e
 
 
 def test_only_the_newest_saves_count() -> None:
-    pace = Pace(begin(), earlier_saves=[500.0, *[2.0] * 10])
+    pace = after_saves(Pace(begin()), [500.0, *[2.0] * 10])
     assert pace.save_p95 == 2.0
 
 
 def test_steps_of_smaller_batches_count_as_if_they_had_been_of_the_size_of_now() -> None:
-    pace = Pace(begin(), earlier_saves=[2.0])
+    pace = after_saves(Pace(begin()), [2.0])
     pace.step(0.5, 8)
     pace.step(2.0, 32)
     assert (pace.step_p95, pace.lead()) == (2.0, 2 * 2.0 + 1.5 * 2 + 10)
@@ -197,7 +203,7 @@ the_main_thread_waits()
 
 
 def test_a_failure_names_rank_node_and_error(tmp_path: Path) -> None:
-    attempt = RunDir(tmp_path).attempt(1)
+    attempt = Run(tmp_path).attempt(1)
     attempt.path.mkdir(parents=True)
     record_failure(attempt, 12, "n3", RuntimeError("out of memory"))
     found = Failure.of(json.loads((attempt.failures / "rank-0012.json").read_text()))

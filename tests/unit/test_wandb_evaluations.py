@@ -14,7 +14,7 @@ from relayrun.monitoring.trackers import wandb_files
 from relayrun.monitoring.trackers.streams import record_streams
 from relayrun.rundir import evaluations
 from relayrun.rundir.evaluations import Result
-from relayrun.rundir.layout import RunDir
+from relayrun.rundir.run import Run
 from tests.wandb_service import WandBService
 from tests.workspace import Workspace
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
+def run(tmp_path: Path) -> Run:
     workspace = Workspace.make(tmp_path)
     made = workspace.run("run")
     made.config.mkdir(parents=True)
@@ -35,16 +35,16 @@ def run(tmp_path: Path) -> RunDir:
     return made
 
 
-def finish(run: RunDir, iteration: int, *, at: float, value: float, status: str = "done") -> None:
+def finish(run: Run, iteration: int, *, at: float, value: float, status: str = "done") -> None:
     evaluations.directory(run, iteration, 1).path.mkdir(parents=True)
     result = Result(iteration=iteration, attempt=1, status=status, time=at, results={"task": {"acc": value}})  # type: ignore[arg-type]
     evaluations.finish(run, result)
 
 
-def tell(run: RunDir, **environment: str) -> None:
+def tell(run: Run, **environment: str) -> None:
     code = (
-        "import sys, pathlib; from relayrun.export import evaluate; from relayrun.rundir.layout import RunDir; "
-        "evaluate.tell_wandb(RunDir(pathlib.Path(sys.argv[1])))"
+        "import sys, pathlib; from relayrun.export import evaluate; from relayrun.rundir.run import Run; "
+        "evaluate.tell_wandb(Run(pathlib.Path(sys.argv[1])))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(run.path)],
@@ -57,7 +57,7 @@ def tell(run: RunDir, **environment: str) -> None:
     assert "warning" not in done.stderr
 
 
-def test_results_reach_the_service_once_however_late_they_come(run: RunDir) -> None:
+def test_results_reach_the_service_once_however_late_they_come(run: Run) -> None:
     finish(run, 20, at=200.0, value=0.2)  # the later iteration was evaluated first
     finish(run, 10, at=300.0, value=0.1)
     finish(run, 5, at=350.0, value=0.0, status="failed")
@@ -74,7 +74,7 @@ def test_results_reach_the_service_once_however_late_they_come(run: RunDir) -> N
         assert not [row for row in training if any("evaluation" in key for key in row)]
 
 
-def test_offline_files_hold_them_once(run: RunDir) -> None:
+def test_offline_files_hold_them_once(run: Run) -> None:
     name = f"{record_streams(run)[0].id}-evaluation"
     for iteration in (10, 20):
         finish(run, iteration, at=float(iteration), value=0.5)

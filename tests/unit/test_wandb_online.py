@@ -16,8 +16,8 @@ from relayrun.config import compose
 from relayrun.files import append_line
 from relayrun.monitoring.trackers.streams import record_streams
 from relayrun.monitoring.trackers.wandb_files import history, offline_files
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin, Left
+from relayrun.rundir.run import Run
 from tests.wandb_service import WandBService
 from tests.workspace import Workspace
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
 
-def attempt(run: RunDir, number: int, *, base: int, last: int, rewound: bool = False) -> None:
+def attempt(run: Run, number: int, *, base: int, last: int, rewound: bool = False) -> None:
     """An attempt that computed the iterations base + 1 to last."""
     made = run.attempt(number)
     made.path.mkdir(parents=True)
@@ -48,7 +48,7 @@ def attempt(run: RunDir, number: int, *, base: int, last: int, rewound: bool = F
         append_line(made.metrics, {"iteration": iteration, "loss": float(number), "time": 1e9 + iteration})
 
 
-def start_feed(run: RunDir, number: int, service: WandBService, *more: str) -> subprocess.Popen[bytes]:
+def start_feed(run: Run, number: int, service: WandBService, *more: str) -> subprocess.Popen[bytes]:
     environment = os.environ | {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": service.url}
     command = [
         sys.executable,
@@ -63,12 +63,12 @@ def start_feed(run: RunDir, number: int, service: WandBService, *more: str) -> s
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, bufsize=0)
 
 
-def leave(run: RunDir, number: int, feed: subprocess.Popen[bytes]) -> None:
+def leave(run: Run, number: int, feed: subprocess.Popen[bytes]) -> None:
     Left(outcome="saved", reason="", iteration=0, time=0.0).write(run.attempt(number).outcome)
     feed.communicate(b"\n", timeout=300)
 
 
-def sync(run: RunDir, service: WandBService) -> str:
+def sync(run: Run, service: WandBService) -> str:
     environment = os.environ | {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": service.url}
     done = subprocess.run(
         [sys.executable, "scripts/tools/sync_wandb.py", str(run.path)],
@@ -91,7 +91,7 @@ def wait_for_step(service: WandBService, run_id: str, step: int) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
+def run(tmp_path: Path) -> Run:
     workspace = Workspace.make(tmp_path)
     made = workspace.run("run")
     made.config.mkdir(parents=True)
@@ -100,7 +100,7 @@ def run(tmp_path: Path) -> RunDir:
     return made
 
 
-def test_a_killed_feed_a_resume_and_a_rewind(run: RunDir) -> None:
+def test_a_killed_feed_a_resume_and_a_rewind(run: Run) -> None:
     with WandBService() as service:
         attempt(run, 1, base=0, last=30)
         (stream,) = record_streams(run)
@@ -134,7 +134,7 @@ def test_a_killed_feed_a_resume_and_a_rewind(run: RunDir) -> None:
 
 
 @pytest.mark.long
-def test_a_client_whose_service_process_is_killed_is_replaced(run: RunDir) -> None:
+def test_a_client_whose_service_process_is_killed_is_replaced(run: Run) -> None:
     attempt(run, 1, base=0, last=30)
     with WandBService() as service:
         (stream,) = record_streams(run)
@@ -150,7 +150,7 @@ def test_a_client_whose_service_process_is_killed_is_replaced(run: RunDir) -> No
         assert [row["_step"] for row in service.history(stream.id)] == list(range(1, 51))
 
 
-def test_a_run_of_nodes_without_network_is_sent_from_where_there_is_one(run: RunDir) -> None:
+def test_a_run_of_nodes_without_network_is_sent_from_where_there_is_one(run: Run) -> None:
     attempt(run, 1, base=0, last=25)
     attempt(run, 2, base=20, last=30)  # goes on
     with WandBService() as service:
@@ -166,7 +166,7 @@ def test_a_run_of_nodes_without_network_is_sent_from_where_there_is_one(run: Run
 
 
 @pytest.mark.long
-def test_a_full_disk_leaves_no_gap_in_the_offline_files(run: RunDir) -> None:
+def test_a_full_disk_leaves_no_gap_in_the_offline_files(run: Run) -> None:
     """The client may write no file above 100 kB in the first attempt."""
 
     def limit() -> None:
@@ -199,7 +199,7 @@ def test_a_full_disk_leaves_no_gap_in_the_offline_files(run: RunDir) -> None:
     assert steps[1] == list(range(1, 2101))
 
 
-def test_sync_without_a_key_is_one_error(run: RunDir) -> None:
+def test_sync_without_a_key_is_one_error(run: Run) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
     done = subprocess.run(
         [sys.executable, "scripts/tools/sync_wandb.py", str(run.path)],

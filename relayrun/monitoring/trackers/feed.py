@@ -25,8 +25,8 @@ from relayrun.errors import RunDirError, run_main
 from relayrun.monitoring.trackers.points import PointReader, Rewound
 from relayrun.monitoring.trackers.sinks import Sink, TensorBoard, WandB, wandb_mode
 from relayrun.monitoring.trackers.streams import Stream, record_streams
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin
+from relayrun.rundir.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 15.0, 600.0
 """Seconds between a failure and the next try: twice as long after each."""
 
 
-def feed(run: RunDir, begin: Begin, stream: Stream, sink: Sink, wait: Callable[[float], bool]) -> None:
+def feed(run: Run, begin: Begin, stream: Stream, sink: Sink, wait: Callable[[float], bool]) -> None:
     """Tell a sink until rank 0 leaves, or goes back to a checkpoint (raises Rewound).
 
     `wait(seconds)` returns whether it leaves. Raises what the sink raises.
@@ -90,8 +90,8 @@ def main() -> int:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     os.environ.pop("WANDB_SERVICE", None)  # another client's, or the one that was lost before this try
     os.nice(10)
-    run = RunDir(options.run_dir)
-    begin = Begin.read(run.attempt(options.attempt).begin)
+    run = Run(options.run_dir)
+    begin = run.attempt(options.attempt).read_begin()
     if begin is None:
         raise RunDirError("this attempt has not begun", where=run.attempt(options.attempt).begin)
     stream = record_streams(run)[-1]

@@ -10,8 +10,8 @@ from typing import Any
 
 from relayrun.monitoring.trackers.streams import Stream
 from relayrun.rundir import views
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Begin
+from relayrun.rundir.run import Run
 
 SPEED = frozenset(
     [
@@ -74,7 +74,7 @@ class PointReader:
         self._held: Point | None = None
 
     @classmethod
-    def of_attempt(cls, run: RunDir, begin: Begin, stream: Stream, *, mark: int) -> PointReader:
+    def of_attempt(cls, run: Run, begin: Begin, stream: Stream, *, mark: int) -> PointReader:
         """Follow the newest stream: what is there of it up to the attempt's base or newest rewind, then what comes."""
         rewinds = stream.rewind if stream.first_attempt == begin.attempt else 0
         base = stream.fork_iteration if rewinds else begin.base_iteration
@@ -83,7 +83,7 @@ class PointReader:
         return cls(earlier, run.attempt(begin.attempt).metrics, mark=mark, rewinds=rewinds)
 
     @classmethod
-    def of_stream(cls, run: RunDir, streams: Sequence[Stream], number: int, *, mark: int) -> PointReader:
+    def of_stream(cls, run: Run, streams: Sequence[Stream], number: int, *, mark: int) -> PointReader:
         """Read all of `streams[number]` that is there now."""
         end = streams[number + 1].start if number + 1 < len(streams) else None
         return cls(views.lines_that_count(run, above=mark, before=end), mark=mark)

@@ -11,7 +11,7 @@ from relayrun.config.schema import RunConfig
 from relayrun.monitoring.trackers import wandb_files
 from relayrun.monitoring.trackers.points import Point
 from relayrun.monitoring.trackers.streams import Stream
-from relayrun.rundir.layout import RunDir
+from relayrun.rundir.run import Run
 
 Mode = Literal["online", "offline"]
 
@@ -43,7 +43,7 @@ def wandb_mode(environment: Mapping[str, str]) -> Mode | None:
 class TensorBoard(Sink):
     """Event files in tensorboard/<id>/, a new one per attempt; all values of an iteration are one event."""
 
-    def __init__(self, run: RunDir, stream: Stream) -> None:
+    def __init__(self, run: Run, stream: Stream) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         folder = run.tensorboard / stream.id
@@ -101,7 +101,7 @@ class WandB(Sink):
     node, and nothing of the environment shall reach a file.
     """
 
-    def __init__(self, run: RunDir, stream: Stream, config: RunConfig, mode: Mode) -> None:
+    def __init__(self, run: Run, stream: Stream, config: RunConfig, mode: Mode) -> None:
         import wandb
 
         for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):  # homes may be full or not there

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 
 from relayrun.errors import RunDirError
 from relayrun.files import read_json, read_lines, write_json
-from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import Begin, Record
+from relayrun.rundir.records import Record
+from relayrun.rundir.run import Run
 
 _LETTERS = string.ascii_lowercase + string.digits
 ID_LENGTH = 8
@@ -47,7 +47,7 @@ class Stream(Record):
         return self.first_attempt, self.rewind
 
 
-def read_streams(run: RunDir) -> list[Stream]:
+def read_streams(run: Run) -> list[Stream]:
     """The streams on record, oldest first. Raises RunDirError if the file is damaged."""
     try:
         return [Stream.of(entry) for entry in read_json(run.streams)]
@@ -61,7 +61,7 @@ def read_streams(run: RunDir) -> list[Stream]:
         ) from None
 
 
-def record_streams(run: RunDir) -> list[Stream]:
+def record_streams(run: Run) -> list[Stream]:
     """Bring the record up to date with the attempts there are; return the streams, oldest first, at least one."""
     known = read_streams(run)
     found = list(known) or [Stream(id=_new_id(), first_attempt=1)]
@@ -81,10 +81,10 @@ def record_streams(run: RunDir) -> list[Stream]:
     return found
 
 
-def _rewinds(run: RunDir) -> Iterator[tuple[tuple[int, int], int]]:
+def _rewinds(run: Run) -> Iterator[tuple[tuple[int, int], int]]:
     """Start and base iteration of each, oldest first."""
     for number in run.attempt_numbers():
-        begin = Begin.read(run.attempt(number).begin)
+        begin = run.attempt(number).read_begin()
         if begin is not None and begin.rewound:
             yield (number, 0), begin.base_iteration
         for count, entry in enumerate(read_lines(run.attempt(number).rewinds), start=1):

@@ -13,10 +13,10 @@ from relayrun.monitoring.trackers import wandb_files
 from relayrun.monitoring.trackers.sinks import Mode, client_settings
 from relayrun.monitoring.trackers.streams import read_streams
 from relayrun.rundir import evaluations
-from relayrun.rundir.layout import RunDir
+from relayrun.rundir.run import Run
 
 
-def tell(run: RunDir, config: RunConfig, mode: Mode) -> None:
+def tell(run: Run, config: RunConfig, mode: Mode) -> None:
     """Send what W&B lacks of the results. Raises whatever the client raises."""
     streams = read_streams(run)
     results = sorted((r for r in evaluations.results(run) if r.status == "done"), key=lambda result: result.time)

@@ -16,13 +16,13 @@ from pathlib import Path
 from relayrun.errors import FatalTrainingError, RunDirError
 from relayrun.files import fsync_directory, write_atomic
 from relayrun.rundir import evaluations
-from relayrun.rundir.layout import RunDir
-from relayrun.rundir.records import Begin, Commit, append_commit, commits
+from relayrun.rundir.records import Commit
+from relayrun.rundir.run import Run
 
 _NAME = re.compile(r"iter_(\d{7,})")
 
 
-def prepare(run: RunDir, attempt: int, iteration: int) -> Path:
+def prepare(run: Run, attempt: int, iteration: int) -> Path:
     """Make the folder to write into, empty."""
     folder = run.staging(attempt) / run.checkpoint(iteration).name
     if folder.exists():  # what a failed save of this attempt left
@@ -31,7 +31,7 @@ def prepare(run: RunDir, attempt: int, iteration: int) -> Path:
     return folder
 
 
-def publish(run: RunDir, attempt: int, commit: Commit, staged: Path) -> None:
+def publish(run: Run, attempt: int, commit: Commit, staged: Path) -> None:
     """Make a complete staged checkpoint durable and give it its final name, then record it.
 
     Raises FatalTrainingError if a newer attempt has begun.
@@ -49,14 +49,14 @@ def publish(run: RunDir, attempt: int, commit: Commit, staged: Path) -> None:
         os.rename(target, aside)
     os.rename(staged, target)
     fsync_directory(run.checkpoints)
-    append_commit(run.attempt(attempt), commit)  # from here on it counts, so nothing below may fail the save
+    run.attempt(attempt).append_commit(commit)  # from here on it counts, so nothing below may fail the save
     try:
         write_atomic(run.tracker, f"{commit.iteration}\n")
     except OSError as error:
         _warn(f"{run.tracker.name} not written: {error}")
 
 
-def prune(run: RunDir, attempt: int, keep_last: int, keep_every: int | None = None) -> None:
+def prune(run: Run, attempt: int, keep_last: int, keep_every: int | None = None) -> None:
     """Remove this run's oldest checkpoints beyond `keep_last`, and what failed saves and dead attempts staged.
 
     In line are this attempt's own commits and what lies at or below its base. Multiples of `keep_every`
@@ -64,9 +64,9 @@ def prune(run: RunDir, attempt: int, keep_last: int, keep_every: int | None = No
     checked a moment ago, so a good one is left whatever has become of the others. What cannot be removed
     is reported and left.
     """
-    begin = Begin.read(run.attempt(attempt).begin)
+    begin = run.attempt(attempt).read_begin()
     base = begin.base_iteration if begin is not None else 0
-    own = {commit.iteration for commit in commits(run.attempt(attempt))}
+    own = {commit.iteration for commit in run.attempt(attempt).read_commits()}
     staging = run.staging(attempt)
     try:
         found = [int(match[1]) for name in os.listdir(run.checkpoints) if (match := _NAME.fullmatch(name))]

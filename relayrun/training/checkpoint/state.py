@@ -54,8 +54,8 @@ from relayrun.data.order.sampler import MixtureSampler
 from relayrun.data.progress import Progress
 from relayrun.errors import FatalTrainingError
 from relayrun.files import write_atomic
-from relayrun.rundir.layout import RunDir
 from relayrun.rundir.records import Commit
+from relayrun.rundir.run import Run
 from relayrun.training.anomaly import LossGuard
 from relayrun.training.checkpoint import publish, random_state
 from relayrun.training.checkpoint.background import BackgroundSave
@@ -81,7 +81,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        run: RunDir,
+        run: Run,
         attempt: int,
         *,
         ranks: Ranks,

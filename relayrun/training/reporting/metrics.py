@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relayrun.files import append_line
-from relayrun.rundir.layout import AttemptDir
+from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.rewinds import Rewind
 
 if TYPE_CHECKING:  # it imports torch
@@ -66,7 +66,7 @@ class Step:
 class Metrics:
     """Writes them; does nothing on ranks other than 0."""
 
-    def __init__(self, attempt: AttemptDir, ranks: Ranks, *, total_steps: int) -> None:
+    def __init__(self, attempt: Attempt, ranks: Ranks, *, total_steps: int) -> None:
         self._attempt = attempt
         self._active = ranks.rank == 0
         self._total_steps = total_steps

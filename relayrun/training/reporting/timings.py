@@ -7,7 +7,6 @@ one has made enough of its own. Standard library only.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 from relayrun.rundir.lead import SAVES, STEPS, measured_lead, percentile
 from relayrun.rundir.records import Begin
@@ -16,12 +15,11 @@ from relayrun.rundir.records import Begin
 class Pace:
     """Seconds of the last steps and saves."""
 
-    def __init__(self, begin: Begin, earlier_saves: Sequence[float] = ()) -> None:
-        """`earlier_saves`: seconds from start to commit, oldest first."""
+    def __init__(self, begin: Begin) -> None:
         self._begin = begin
         self._steps: deque[float] = deque(maxlen=STEPS)
         self._samples = 0
-        self._saves: deque[float] = deque(earlier_saves, maxlen=SAVES)
+        self._saves: deque[float] = deque(maxlen=SAVES)
         known = [] if begin.evaluation_seconds is None else [begin.evaluation_seconds]
         self._evaluations: deque[float] = deque(known, maxlen=SAVES)
         self._evaluated_samples = 0
@@ -35,6 +33,7 @@ class Pace:
         self._steps.append(seconds)
 
     def save(self, seconds: float) -> None:
+        """A save took so long, from its start to its commit; those of earlier attempts come first."""
         self._saves.append(seconds)
 
     def evaluation(self, seconds: float) -> None:

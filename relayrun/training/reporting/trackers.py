@@ -17,7 +17,7 @@ from relayrun.config.schema import RunConfig
 from relayrun.errors import RelayrunError
 from relayrun.monitoring.trackers.sinks import wandb_mode
 from relayrun.monitoring.trackers.streams import record_streams
-from relayrun.rundir.layout import RunDir
+from relayrun.rundir.run import Run
 
 LEAVE_SECONDS = 5.0
 """How long rank 0 waits for its feeds when its state is durable and its outcome is written. Less than the margin of
@@ -27,7 +27,7 @@ the lead (`rundir.lead.MARGIN`); what is not handed on by then, the next attempt
 class Trackers:
     """The feeds of one attempt."""
 
-    def __init__(self, run: RunDir, attempt: int, config: RunConfig, say: Callable[[str], None]) -> None:
+    def __init__(self, run: Run, attempt: int, config: RunConfig, say: Callable[[str], None]) -> None:
         self._feeds: list[subprocess.Popen[bytes]] = []
         mode = wandb_mode(os.environ)
         names = (["wandb"] if mode else []) + (["tensorboard"] if config.tracking.tensorboard else [])
@@ -59,7 +59,7 @@ class Trackers:
                 feed.wait()
 
 
-def _start(name: str, run: RunDir, attempt: int) -> subprocess.Popen[bytes]:
+def _start(name: str, run: Run, attempt: int) -> subprocess.Popen[bytes]:
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""The run directory: the only place that knows file names.
+"""A run: the names inside its directory, and its attempts.
 
     config/0001.yaml ...         resolved config, one file per revision
     plan.json                    what the supervisor needs
@@ -21,101 +21,21 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-
-@dataclass(frozen=True)
-class AttemptDir:
-    """Files of one attempt: one start of the run inside one Slurm job."""
-
-    path: Path
-
-    @property
-    def number(self) -> int:
-        return int(self.path.name)
-
-    @property
-    def begin(self) -> Path:
-        """Written by the supervisor before the ranks start; fields in `rundir.records.Begin`."""
-        return self.path / "begin.json"
-
-    @property
-    def end(self) -> Path:
-        """Written by the supervisor after the ranks have gone."""
-        return self.path / "end.json"
-
-    @property
-    def outcome(self) -> Path:
-        """Written by rank 0 when it leaves on purpose."""
-        return self.path / "outcome.json"
-
-    @property
-    def commits(self) -> Path:
-        """A line per published checkpoint, by rank 0."""
-        return self.path / "commits.jsonl"
-
-    @property
-    def rewinds(self) -> Path:
-        """A line per rewind, by rank 0 before it is done; see `rundir.rewinds`."""
-        return self.path / "rewinds.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        """A line per iteration, by rank 0."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def failed_saves(self) -> Path:
-        """A line per save that did not work (iteration, error, time), by rank 0."""
-        return self.path / "failed_saves.jsonl"
-
-    @property
-    def started(self) -> Path:
-        """When rank 0 was how far with its start; see `rundir.records.Started`."""
-        return self.path / "started.json"
-
-    @property
-    def data(self) -> Path:
-        """The data order of this attempt (phases, data sets, counts) where it began, by rank 0."""
-        return self.path / "data.json"
-
-    @property
-    def stop(self) -> Path:
-        """Its existence asks the ranks to save and leave; its text says why."""
-        return self.path / "stop"
-
-    @property
-    def heartbeats(self) -> Path:
-        """A file per node, by its first rank; see `rundir.records.Heartbeat`."""
-        return self.path / "heartbeat"
-
-    @property
-    def failures(self) -> Path:
-        """A file per rank that failed and could say so; see `rundir.records.Failure`."""
-        return self.path / "failures"
-
-    @property
-    def owed(self) -> Path:
-        """Its existence says that the successor could not be queued yet."""
-        return self.path / "successor.owed"
-
-    @property
-    def guard_log(self) -> Path:
-        """What the guard of a job in requeue mode said; see `chain.guard`."""
-        return self.path / "guard.log"
-
-    @property
-    def hang(self) -> Path:
-        """Written by the supervisor when it ends an attempt that stands still."""
-        return self.path / "hang.json"
+from relayrun.rundir.attempt import Attempt
 
 
 @dataclass(frozen=True)
-class RunDir:
-    """Names inside one run directory. Nothing here reads or writes, except where the name says so."""
+class Run:
+    """One run directory: the names of its files, and its attempts.
+
+    The same object answers for an attempt each time, so that a program reads a record once that never changes.
+    """
 
     path: Path
+    _attempts: dict[int, Attempt] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def config(self) -> Path:
@@ -144,6 +64,11 @@ class RunDir:
     @property
     def metrics_view(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def views(self) -> Path:
+        """How far the merged views are; see `rundir.views`."""
+        return self.path / "views.json"
 
     @property
     def streams(self) -> Path:
@@ -227,8 +152,11 @@ class RunDir:
         """Numbers of the config revisions there are, rising."""
         return _numbers(self.config, re.compile(r"(\d{4,})\.yaml"))
 
-    def attempt(self, number: int) -> AttemptDir:
-        return AttemptDir(self.attempts / f"{number:04}")
+    def attempt(self, number: int) -> Attempt:
+        """The attempt of this number, whether it is there or not."""
+        if number not in self._attempts:
+            self._attempts[number] = Attempt(self.attempts / f"{number:04}")
+        return self._attempts[number]
 
     def attempt_numbers(self) -> list[int]:
         """Numbers of the attempts that have a directory, rising."""

@@ -1,0 +1,127 @@
+"""An attempt: one start of the run inside one Slurm job. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TypeVar, cast
+
+from relayrun.files import append_line, read_lines
+from relayrun.rundir.records import Begin, Commit, End, Record
+
+R = TypeVar("R", bound=Record)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the run inside one Slurm job: the names of its files, and its records.
+
+    begin.json and end.json are written once and never changed, so this object keeps them as soon as they are there.
+    Everything else may change while the attempt lives and is read anew whenever it is asked for.
+    """
+
+    path: Path
+    _kept: dict[Path, Record] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def number(self) -> int:
+        return int(self.path.name)
+
+    @property
+    def begin(self) -> Path:
+        """Written once by the supervisor before the ranks start; see `read_begin`."""
+        return self.path / "begin.json"
+
+    @property
+    def end(self) -> Path:
+        """Written once by the supervisor after the ranks have gone; see `read_end`."""
+        return self.path / "end.json"
+
+    @property
+    def outcome(self) -> Path:
+        """Written by rank 0 when it leaves on purpose."""
+        return self.path / "outcome.json"
+
+    @property
+    def commits(self) -> Path:
+        """A line per published checkpoint, by rank 0."""
+        return self.path / "commits.jsonl"
+
+    @property
+    def rewinds(self) -> Path:
+        """A line per rewind, by rank 0 before it is done; see `rundir.rewinds`."""
+        return self.path / "rewinds.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        """A line per iteration, by rank 0."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def failed_saves(self) -> Path:
+        """A line per save that did not work (iteration, error, time), by rank 0."""
+        return self.path / "failed_saves.jsonl"
+
+    @property
+    def started(self) -> Path:
+        """When rank 0 was how far with its start; see `rundir.records.Started`."""
+        return self.path / "started.json"
+
+    @property
+    def data(self) -> Path:
+        """The data order of this attempt (phases, data sets, counts) where it began, by rank 0."""
+        return self.path / "data.json"
+
+    @property
+    def stop(self) -> Path:
+        """Its existence asks the ranks to save and leave; its text says why."""
+        return self.path / "stop"
+
+    @property
+    def heartbeats(self) -> Path:
+        """A file per node, by its first rank; see `rundir.records.Heartbeat`."""
+        return self.path / "heartbeat"
+
+    @property
+    def failures(self) -> Path:
+        """A file per rank that failed and could say so; see `rundir.records.Failure`."""
+        return self.path / "failures"
+
+    @property
+    def owed(self) -> Path:
+        """Its existence says that the successor could not be queued yet."""
+        return self.path / "successor.owed"
+
+    @property
+    def guard_log(self) -> Path:
+        """What the guard of a job in requeue mode said; see `chain.guard`."""
+        return self.path / "guard.log"
+
+    @property
+    def hang(self) -> Path:
+        """Written by the supervisor when it ends an attempt that stands still."""
+        return self.path / "hang.json"
+
+    def read_begin(self) -> Begin | None:
+        """What the attempt started from; None while it has not begun. Raises RunDirError if the record is damaged."""
+        return self._once(Begin, self.begin)
+
+    def read_end(self) -> End | None:
+        """How the attempt ended; None while nobody has seen its end. Raises RunDirError if the record is damaged."""
+        return self._once(End, self.end)
+
+    def read_commits(self) -> list[Commit]:
+        """The checkpoints that it has published up to now, oldest first."""
+        return [Commit.of(line) for line in read_lines(self.commits)]
+
+    def append_commit(self, commit: Commit) -> None:
+        """Put a published checkpoint on record: from here on it counts."""
+        append_line(self.commits, asdict(commit))
+
+    def _once(self, kind: type[R], path: Path) -> R | None:
+        kept = self._kept.get(path)
+        if kept is None:
+            kept = kind.read(path)
+            if kept is not None:  # one that is not there yet may come
+                self._kept[path] = kept
+        return cast("R | None", kept)

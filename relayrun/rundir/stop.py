@@ -1,0 +1,21 @@
+"""STOP: the file whose existence ends a chain. Standard library only."""
+
+from __future__ import annotations
+
+from relayrun.files import write_atomic
+from relayrun.rundir.run import Run
+
+
+def stop_reason(run: Run) -> str | None:
+    """Why the chain ended; None where it has not. Read anew each time: anybody may stop a chain, and lift that."""
+    try:
+        return run.stop.read_text(encoding="utf-8").partition("\n")[0]
+    except FileNotFoundError:
+        return None
+
+
+def write_stop(run: Run, reason: str, *, words: str = "") -> None:
+    """End the chain, unless it has ended already: the first reason stays. `words`: the last ones of its log."""
+    if stop_reason(run) is None:
+        text = f"{reason.replace(chr(10), ' ')}\n\nThe chain has ended. To go on all the same: submit with --resume.\n"
+        write_atomic(run.stop, text + (f"\nThe last lines of its log:\n{words}\n" if words else ""))

@@ -1,0 +1,229 @@
+"""A chain with a past: its age costs nothing, its views wait for its decisions, and its directory has a format."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from relayrun import cli
+from relayrun.chain import guard, supervisor
+from relayrun.chain.watch import Watch
+from relayrun.config import compose
+from relayrun.errors import RunDirError
+from relayrun.files import read_json, read_lines
+from relayrun.rundir import triggers
+from relayrun.rundir.plan import FORMAT, Plan
+from relayrun.rundir.records import Commit, Left
+from relayrun.rundir.run import Run
+from relayrun.rundir.stop import stop_reason, write_stop
+from relayrun.rundir.views import Views, lines_that_count
+from relayrun.scheduler.local import LocalScheduler
+from relayrun.scheduler.local_queue import JOB_ID_VARIABLE
+from relayrun.submit import submission
+from tests.history import ROOT, began, cost, make_history, queue_is_run, trained
+from tests.workspace import Workspace
+
+HANDFUL = 5
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Three attempts of a hundred iterations, and a job that has just begun: this process."""
+    made = make_history(tmp_path / "run", lines=300, attempts=3)
+    monkeypatch.setenv(JOB_ID_VARIABLE, "1")
+    with queue_is_run(made):
+        yield made
+
+
+def assert_views_hold_what_counts(run: Run) -> None:
+    assert list(read_lines(run.metrics_view)) == list(lines_that_count(run))
+    assert [row["attempt"] for row in read_lines(run.attempts_view)] == run.attempt_numbers()
+
+
+def queued(run: Run) -> list[str]:
+    return [job.id for job in LocalScheduler(run).jobs(Plan.load(run)) if job.state == "PENDING"]
+
+
+def without_format(run: Run) -> None:
+    """As the versions before formats left it."""
+    plan = read_json(run.plan)
+    del plan["format"]
+    run.plan.write_text(json.dumps(plan))
+    run.views.unlink(missing_ok=True)
+
+
+@pytest.mark.slow
+def test_begin_and_end_open_no_record_twice_and_no_more_of_them_with_age(tmp_path: Path) -> None:
+    opened = {}
+    for attempts in (20, 60):
+        run = make_history(tmp_path / str(attempts) / "run", lines=100 * attempts, attempts=attempts)
+        Views(Run(run.path)).update()
+        begin = cost(run, "begin")
+        trained(run, attempts + 1, 100 * attempts, 100 * attempts + 100)
+        watch = Views(Run(run.path))
+        watch.update(attempt=attempts + 1)
+        watch.note()
+        end = cost(run, "end", f"--attempt={attempts + 1}", "--exit-code=0")
+        for each in (begin, end):
+            assert len(each.opened) <= each.distinct + HANDFUL, each.opened
+            records = [name for name in each.opened if name.endswith(("begin.json", "commits.jsonl", "metrics.jsonl"))]
+            own = [name for name in records if name.startswith("attempts/")]
+            assert len(own) == len(set(own)), own
+        opened[attempts] = (len(begin.opened), len(end.opened))
+        assert_views_hold_what_counts(Run(run.path))
+    assert opened[20] == opened[60]
+
+
+@pytest.mark.parametrize("view", ["metrics_view", "attempts_view", "views"])
+def test_a_view_that_cannot_be_written_does_not_keep_the_chain_from_going_on(
+    run: Run, view: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Views(run).update()
+    assert supervisor.begin(run) == 0
+    for job in queued(run):  # somebody cancelled the successor: `end` must queue one
+        LocalScheduler(run).cancel(job)
+    trained(run, 4, 300, 400)
+    path = getattr(run, view)
+    path.unlink()
+    path.mkdir()  # whoever writes the view fails, root too
+    assert supervisor.end(run, 4, 0) == 0
+    assert len(queued(run)) == 1
+    assert run.attempt(4).end.exists()
+    assert "the merged views are left for later" in capsys.readouterr().err
+    path.rmdir()
+    Watch(run, 4)._follow(leaving=True)  # the next job's
+    Views(run).update()
+    assert_views_hold_what_counts(run)
+
+
+@pytest.mark.parametrize("how", ["fatal", "saved", "at begin"])
+def test_the_chain_is_seen_to_before_a_view_is_touched(run: Run, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def look(self: Views, **_: object) -> None:
+        assert stop_reason(run) is not None if how != "saved" else len(queued(run)) == 1
+        seen.append(how)
+
+    monkeypatch.setattr(Views, "update", look)
+    if how == "at begin":
+        triggers.touch(run, "exit")
+        assert supervisor.begin(run) == supervisor.CHAIN_ENDS
+    else:
+        assert supervisor.begin(run) == 0
+        assert seen == []
+        trained(run, 4, 300, 400)
+        if how == "fatal":
+            Left(outcome="fatal", reason="nan", iteration=400, time=0.0).write(run.attempt(4).outcome)
+        supervisor.end(run, 4, 0)
+    assert seen == [how]
+
+
+def test_a_program_that_lives_long_sees_what_changes(run: Run) -> None:
+    attempt = run.attempt(4)
+    assert (attempt.read_begin(), attempt.read_end(), attempt.read_commits()) == (None, None, [])
+    began(run, 4, base=300)
+    trained(run, 4, 300, 310)
+    assert attempt.read_begin() is not None
+    assert [commit.iteration for commit in attempt.read_commits()] == [305, 310]
+    trained(run, 4, 310, 320)
+    assert [commit.iteration for commit in attempt.read_commits()][-1] == 320
+    assert run.attempt_numbers() == [1, 2, 3, 4]
+    assert stop_reason(run) is None
+    write_stop(run, "enough")
+    write_stop(run, "the first reason stays")
+    assert stop_reason(run) == "enough"
+    run.stop.unlink()
+    assert stop_reason(run) is None
+    Plan.of(read_json(run.plan) | {"total_steps": 7}).write(run.plan)
+    assert Plan.load(run).total_steps == 7
+
+
+def test_the_lead_is_that_of_the_newest_steps_saves_and_evaluations_that_count(run: Run) -> None:
+    began(run, 4, base=300)
+    with open(run.attempt(4).metrics, "a") as file:
+        for iteration, seconds in ((301, 7.0), (302, 90.0)):
+            file.write(json.dumps({"iteration": iteration, "step_seconds": 6.0}) + "\n")
+            file.write(json.dumps({"iteration": iteration, "evaluation_seconds": seconds}) + "\n")
+    folder = run.checkpoint(301)
+    folder.mkdir()
+    run.attempt(4).append_commit(
+        Commit(iteration=301, path=str(folder), consumed_samples=301, time=2e9, seconds=14.0, files={})
+    )
+    Views(run).update()
+    began(run, 5, base=301)  # iteration 302 and its evaluation count no more
+    Views(run).update()
+    assert supervisor.begin(run) == 0
+    begin = run.attempt(6).read_begin()
+    assert begin is not None
+    assert begin.evaluation_seconds == 7.0
+    assert begin.lead == pytest.approx(2 * 5.0863418579 + 7.0 + 1.5 * 14.0 + 10)
+
+
+def test_a_directory_without_a_format_is_migrated_when_its_chain_goes_on(run: Run) -> None:
+    without_format(run)
+    assert cli.main(["status", str(run.path)]) == 0
+    assert "format" not in read_json(run.plan)
+    assert supervisor.begin(run) == 0
+    assert read_json(run.plan)["format"] == FORMAT
+    trained(run, 4, 300, 400)
+    assert supervisor.end(run, 4, 0) == 0
+    assert_views_hold_what_counts(run)
+
+
+def test_an_old_job_script_calls_watch_and_end_of_this_version(run: Run) -> None:
+    """The checkout was updated while the attempt ran: its begin was the old version's."""
+    without_format(run)
+    began(run, 4, base=300)
+    trained(run, 4, 300, 350)
+    with open(run.metrics_view, "ab") as view:  # the old `watch` appended what it saw
+        view.write(run.attempt(4).metrics.read_bytes()[:1000])
+    watch = Watch(Run(run.path), 4)
+    watch._follow()
+    trained(run, 4, 350, 400)
+    watch._follow(leaving=True)
+    assert supervisor.end(Run(run.path), 4, 0) == 0
+    assert "format" not in read_json(run.plan)
+    assert_views_hold_what_counts(run)
+    assert len(queued(run)) == 1
+
+
+def test_a_newer_format_is_refused_by_every_entry(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    newer = read_json(run.plan) | {"format": FORMAT + 1}
+    run.plan.write_text(json.dumps(newer))
+    began(run, 4, base=300)
+    message = f"this run directory has format {FORMAT + 1}"
+    for entry in (
+        lambda: supervisor.watch(run, 4),
+        lambda: supervisor.end(run, 4, 0),
+        lambda: guard.guard(run, 4, batch_pid=1),
+        lambda: Plan.load(run),
+    ):
+        with pytest.raises(RunDirError, match=message) as caught:
+            entry()
+        assert "update that relayrun" in str(caught.value)
+    for verb in ("status", "save", "stop"):
+        assert cli.main([verb, str(run.path)]) == 1
+        assert message in capsys.readouterr().err
+    assert not run.stop.exists()
+    with pytest.raises(RunDirError, match=message):
+        supervisor.begin(run)
+    assert (stop_reason(run) or "").startswith("this job could not begin: this run directory has format")
+    rank = subprocess.run(
+        [sys.executable, "-m", "relayrun.training", f"--run-dir={run.path}", "--attempt=4"],
+        env=os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert rank.returncode == 1
+    assert message in rank.stderr
+    workspace = Workspace.make(tmp_path)
+    config = compose.load(workspace.config("run"), [])
+    with pytest.raises(RunDirError, match=message):
+        submission.submit(config, resume=True)
+    assert read_json(run.plan) == newer
