@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -23,10 +24,12 @@ from relayrun.rundir.records import Begin, Left, Outcome, Started
 from relayrun.rundir.rewinds import Rewind
 from relayrun.shards.manifest import Manifest
 from relayrun.training import parallel
-from relayrun.training.anomaly import Action, LossGuard, Verdict
+from relayrun.training.anomaly import LossGuard
 from relayrun.training.checkpoint.state import Checkpointer
 from relayrun.training.control import Control
 from relayrun.training.evaluation import Evaluation
+from relayrun.training.hook_list import Hooks, import_hooks
+from relayrun.training.hooks import Action, Context, Evaluated, Gradients, Hook, Step, StepStart, Verdict
 from relayrun.training.model import device_shim
 from relayrun.training.model.gpt import MicroBatch, Model
 from relayrun.training.model.size import peak_flops
@@ -34,7 +37,7 @@ from relayrun.training.optimizer import Optimizer
 from relayrun.training.parallel import Ranks
 from relayrun.training.reporting.debugging import Profiler
 from relayrun.training.reporting.heartbeat import Pulse
-from relayrun.training.reporting.metrics import Metrics, Step
+from relayrun.training.reporting.metrics import Metrics
 from relayrun.training.reporting.progress_log import ProgressLog
 from relayrun.training.reporting.timings import Pace
 from relayrun.training.reporting.trackers import Trackers
@@ -68,12 +71,24 @@ class Training:
         self.evaluation = Evaluation(orders=validation_orders(config, manifest), training=settings, ranks=ranks)
         pace.expect_evaluation(self.evaluation.samples)
         self.control = Control(run, begin, ranks, flag)
+        users = import_hooks(settings.hooks, ranks)
         self.metrics = Metrics(run.attempt(begin.attempt), ranks, total_steps=settings.steps)
-        traces = run.debug_of(begin.attempt) / "profile"
-        self.profiler = Profiler(config.debug, rank=ranks.rank, folder=traces, say=self.metrics.say)
         self.model = Model(config, ranks, manifest.vocabulary_size, eod=manifest.eod, progress=pulse.beat)
         self.optimizer = Optimizer(config, self.model)
         self.guard = LossGuard(settings)
+        own = [pace, self.guard, self.metrics, *self._reports(run, begin)]
+        self.hooks = Hooks(own, users, ranks)
+        self.hooks.setup(
+            Context(
+                run_dir=run.path,
+                attempt=begin.attempt,
+                config=config,
+                ranks=ranks,
+                model=self.model,
+                optimizer=self.optimizer,
+                say=self.metrics.say,
+            )
+        )
         self.checkpointer = Checkpointer(
             run,
             begin.attempt,
@@ -81,7 +96,7 @@ class Training:
             model=self.model,
             optimizer=self.optimizer,
             order=self.order,
-            guard=self.guard,
+            hooks=self.hooks,
             settings=config.checkpoint,
             fixed={
                 "parallel.use_distributed_optimizer": config.parallel.use_distributed_optimizer,
@@ -92,23 +107,13 @@ class Training:
         self.initialised = time.time()
         if begin.base_path is not None:
             self._take_up(begin.base_iteration, begin.base_path)
-        progress = None
-        if ranks.rank == 0:
-            progress = ProgressLog(
-                run.progress,
-                job_id=begin.job_id,
-                ranks=ranks.world_size,
-                flops_per_token=self.model.flops_per_token(),
-                seq_length=settings.seq_length,
-                consumed_samples=self.position.consumed_samples,
-            )
         self.saver = Saver(
             self.checkpointer,
             control=self.control,
-            metrics=self.metrics,
+            hooks=self.hooks,
+            say=self.metrics.say,
             pace=pace,
             pulse=pulse,
-            progress=progress,
             asynchronous=config.checkpoint.async_save,
             saved_iteration=self.position.iteration,
         )
@@ -119,6 +124,22 @@ class Training:
             + (f"iteration {self.position.iteration} ({begin.base_path})" if begin.base_path else "the beginning")
         )
         self.reader = self._set_out()
+
+    def _reports(self, run: RunDir, begin: Begin) -> Iterator[Hook]:
+        """What this rank writes for people and other programs, besides the metrics."""
+        debug, say = self.config.debug, self.metrics.say
+        if self.ranks.rank == 0:
+            yield ProgressLog(
+                run.progress,
+                job_id=begin.job_id,
+                ranks=self.ranks.world_size,
+                flops_per_token=self.model.flops_per_token(),
+                seq_length=self.config.training.seq_length,
+            )
+        if debug.profile is not None and self.ranks.rank in debug.profile_ranks:
+            yield Profiler(debug, rank=self.ranks.rank, folder=run.debug_of(begin.attempt) / "profile", say=say)
+        if self.ranks.rank == 0:
+            yield Trackers(run, begin.attempt, self.config, say)
 
     def _take_up(self, iteration: int, path: str) -> None:
         """Put a checkpoint in place, and pass over what led to trouble after it before."""
@@ -181,8 +202,9 @@ class Training:
 
     def _step(self) -> bool:
         """One iteration; False if it was a rewind."""
-        self.profiler.before(self.position.iteration + 1)
-        size = self.position.batch_size
+        size, consumed = self.position.batch_size, self.position.consumed_samples
+        number = self.position.iteration + 1
+        self.hooks.before_step(StepStart(iteration=number, consumed_samples=consumed, global_batch_size=size))
         tokens = size * self.config.training.seq_length
         self.pulse.enter("step", self.position.iteration)
         started = time.perf_counter()
@@ -194,17 +216,22 @@ class Training:
         loss = self.ranks.sum_over_samples([sum(losses)])[0] / size
         computed = time.perf_counter()
         grad_norm = self.optimizer.prepare()
-        verdict = self._judge(loss, grad_norm)
+        gradients = Gradients(
+            iteration=number,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            consumed_samples=consumed,
+            global_batch_size=size,
+        )
+        verdict = self._judge(gradients)
         waited = self.saver.before_update()
         self.optimizer.step(grad_norm if verdict.action is Action.UPDATE else None)
         updated = time.perf_counter()
         self.position.advance(skipped=verdict.action is Action.SKIP)
         seconds = time.perf_counter() - started - waited
-        self.pace.step(seconds, size)
-        if self.pace.estimates_evaluation:  # it may be due before a save or an evaluation moves the deadline
-            self.control.lead = self.pace.lead()
         flops = self.model.flops_per_token() * tokens / seconds / self.ranks.world_size
-        self.metrics.step(
+        self.hooks.after_step(
             Step(
                 iteration=self.position.iteration,
                 loss=loss,
@@ -224,11 +251,13 @@ class Training:
                 memory_bytes=parallel.peak_memory(self.ranks),
                 time=time.time(),
                 skipped=verdict.reason,
+                hooks_seconds=self.hooks.take_seconds(),
             )
         )
         self.saver.stall_seconds = 0.0
+        if self.pace.estimates_evaluation:  # it may be due before a save or an evaluation moves the deadline
+            self.control.lead = self.pace.lead()
         at = self.position.iteration
-        self.profiler.after(at)
         if verdict.action is Action.STOP:
             self.saver.settle(at)
             raise FatalTrainingError(
@@ -241,15 +270,10 @@ class Training:
             self._rewind(verdict.reason or "")
         return verdict.action is not Action.REWIND
 
-    def _judge(self, loss: float, grad_norm: float) -> Verdict:
+    def _judge(self, gradients: Gradients) -> Verdict:
         """What all ranks do with this iteration."""
-        verdict = self.guard.judge(loss, grad_norm)
-        if self.guard.may_differ:
-            action = Action(self.ranks.maximum([verdict.action])[0])
-            if action is not verdict.action:
-                verdict = Verdict(action, "another rank saw trouble")
-        self.guard.took(verdict.action, loss)
-        return verdict
+        verdict = self.hooks.before_update(gradients)
+        return self.guard.limited(verdict.action, verdict.reason)  # those of a user's hooks, too
 
     def _rewind(self, reason: str) -> None:
         """Back to the newest checkpoint; the samples up to here are passed over."""
@@ -270,7 +294,7 @@ class Training:
         path = self.ranks.on_first_rank(partial(record_rewind, self.run_dir, self.attempt, rewind), RewindFailed)
         self.reader.close()
         self._take_up(base, path)
-        self.metrics.rewind(rewind)
+        self.hooks.at_rewind(rewind)
         self.reader = self._set_out()
 
     def _evaluate(self) -> None:
@@ -279,8 +303,7 @@ class Training:
             started = time.perf_counter()
             losses = self.evaluation.run(self.model)
             seconds = time.perf_counter() - started
-            self.metrics.evaluation(self.position.iteration, losses, seconds)
-            self.pace.evaluation(seconds)
+            self.hooks.at_evaluation(Evaluated(iteration=self.position.iteration, losses=losses, seconds=seconds))
             self.saver.move_deadline()
 
     def _leave(self, outcome: Outcome, reason: str) -> Left:
@@ -310,16 +333,15 @@ def train(
     if ranks.rank == 0:
         times = Started(process=process_began, imported=imported, initialised=training.initialised, loaded=time.time())
         record_start(run.attempt(begin.attempt), times)
-        trackers = Trackers(run, begin.attempt, config, training.metrics.say)
+    training.hooks.at_start(training.position.iteration, training.position.consumed_samples)
     left = training.run()
     training.reader.close()
-    training.profiler.close()
+    training.hooks.at_end(left)
     training.metrics.say(f"leaving at iteration {left.iteration}: {left.outcome} ({left.reason})")
     if ranks.rank == 0:
         left.write(run.attempt(begin.attempt).outcome)
     parallel.stop()
-    if ranks.rank == 0:
-        trackers.stop()
+    training.hooks.close()
 
 
 def record_rewind(run: RunDir, attempt: AttemptDir, rewind: Rewind) -> str:

@@ -77,14 +77,13 @@ def test_a_run_cut_by_sigusr2_at_its_limit_equals_the_uninterrupted_run(tmp_path
 
 def test_a_slow_save_moves_the_deadline_of_its_own_attempt(tmp_path: Path) -> None:
     workspace = Workspace.make(tmp_path)
-    prefix = [sys.executable, "-m", "relayrun.drill.inject", "slow-save=20:20", "--"]
+    slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "slow-save=20:20"}}
     config = workspace.config(
         "run",
-        training={"steps": 30},
+        training={"steps": 30, "hooks": [slow]},
         checkpoint={"interval": 10},
         job={"time": "6"},
         chain={"lead_floor": 5},
-        cluster={"name": "local", "scheduler": "local", "command_prefix": prefix},
     )
     done = submit(config)
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ from tests.workspace import Workspace, ends, steps
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 STEPS = 40
-PREFIX = [sys.executable, "-m", "relayrun.drill.inject"]
+FAULTS_HOOK = "relayrun.drill.inject:Faults"
 
 
 @dataclass
@@ -111,7 +111,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 def configure(workspace: Workspace, folder: str, fault: Fault | None) -> Path:
     inject = ",".join(filter(None, ["step-delay=0.05", fault.inject if fault else ""]))
     sections = {
-        "training": {"steps": STEPS},
+        "training": {"steps": STEPS, "hooks": [{"hook": FAULTS_HOOK, "options": {"faults": inject}}]},
         "checkpoint": {"interval": 10},
         "job": {"nodes": 2, "ntasks_per_node": 1, "time": "10"},
         "chain": {"auto_requeue": True},
@@ -119,7 +119,6 @@ def configure(workspace: Workspace, folder: str, fault: Fault | None) -> Path:
             "name": "test",
             "scheduler": "slurm",
             "environment": {"MASTER_ADDR": "127.0.0.1"},
-            "command_prefix": [*PREFIX, inject, "--"],
         },
     }
     for section, changes in (fault.config if fault else {}).items():
