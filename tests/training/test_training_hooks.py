@@ -64,7 +64,7 @@ def test_a_users_hook_counts_steps_over_three_attempts_and_training_stays_what_i
         assert state["steps"] == iteration
         assert state["losses"].tolist() == losses[:iteration]
     assert {iteration: step["loss"] for iteration, step in last.steps().items()} == dict(enumerate(losses[8:], 9))
-    assert all(step["hooks_seconds"] > 0 for step in last.steps().values())
+    assert all(step["hooks_seconds"] > 0 for step in list(last.steps().values())[1:])
     assert all("hooks_seconds" not in step for step in reference.steps().values())
     values = torch.load(made.run.checkpoint(20) / "common.pt")
     del values[COUNT]
