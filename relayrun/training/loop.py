@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -28,19 +27,16 @@ from relayrun.training.anomaly import LossGuard
 from relayrun.training.checkpoint.state import Checkpointer
 from relayrun.training.control import Control
 from relayrun.training.evaluation import Evaluation
-from relayrun.training.hook_list import Hooks, import_hooks
-from relayrun.training.hooks import Action, Context, Evaluated, Gradients, Hook, Step, StepStart, Verdict
+from relayrun.training.hooks import Action, Evaluated, Gradients, Step, StepStart, Verdict
 from relayrun.training.model import device_shim
 from relayrun.training.model.gpt import MicroBatch, Model
 from relayrun.training.model.size import peak_flops
 from relayrun.training.optimizer import Optimizer
+from relayrun.training.own_hooks import attempt_hooks
 from relayrun.training.parallel import Ranks
-from relayrun.training.reporting.debugging import Profiler
 from relayrun.training.reporting.heartbeat import Pulse
 from relayrun.training.reporting.metrics import Metrics
-from relayrun.training.reporting.progress_log import ProgressLog
 from relayrun.training.reporting.timings import Pace
-from relayrun.training.reporting.trackers import Trackers
 from relayrun.training.saver import LEAVE_TRIES, Saver
 from relayrun.training.signals import SignalFlag
 
@@ -71,23 +67,12 @@ class Training:
         self.evaluation = Evaluation(orders=validation_orders(config, manifest), training=settings, ranks=ranks)
         pace.expect_evaluation(self.evaluation.samples)
         self.control = Control(run, begin, ranks, flag)
-        users = import_hooks(settings.hooks, ranks)
         self.metrics = Metrics(run.attempt(begin.attempt), ranks, total_steps=settings.steps)
         self.model = Model(config, ranks, manifest.vocabulary_size, eod=manifest.eod, progress=pulse.beat)
         self.optimizer = Optimizer(config, self.model)
         self.guard = LossGuard(settings)
-        own = [pace, self.guard, self.metrics, *self._reports(run, begin)]
-        self.hooks = Hooks(own, users, ranks)
-        self.hooks.setup(
-            Context(
-                run_dir=run.path,
-                attempt=begin.attempt,
-                config=config,
-                ranks=ranks,
-                model=self.model,
-                optimizer=self.optimizer,
-                say=self.metrics.say,
-            )
+        self.hooks = attempt_hooks(
+            run, begin, config, ranks, self.model, self.optimizer, pace=pace, guard=self.guard, metrics=self.metrics
         )
         self.checkpointer = Checkpointer(
             run,
@@ -124,22 +109,6 @@ class Training:
             + (f"iteration {self.position.iteration} ({begin.base_path})" if begin.base_path else "the beginning")
         )
         self.reader = self._set_out()
-
-    def _reports(self, run: RunDir, begin: Begin) -> Iterator[Hook]:
-        """What this rank writes for people and other programs, besides the metrics."""
-        debug, say = self.config.debug, self.metrics.say
-        if self.ranks.rank == 0:
-            yield ProgressLog(
-                run.progress,
-                job_id=begin.job_id,
-                ranks=self.ranks.world_size,
-                flops_per_token=self.model.flops_per_token(),
-                seq_length=self.config.training.seq_length,
-            )
-        if debug.profile is not None and self.ranks.rank in debug.profile_ranks:
-            yield Profiler(debug, rank=self.ranks.rank, folder=run.debug_of(begin.attempt) / "profile", say=say)
-        if self.ranks.rank == 0:
-            yield Trackers(run, begin.attempt, self.config, say)
 
     def _take_up(self, iteration: int, path: str) -> None:
         """Put a checkpoint in place, and pass over what led to trouble after it before."""

@@ -73,17 +73,17 @@ def test_a_users_hook_counts_steps_over_three_attempts_and_training_stays_what_i
 
 
 def test_a_hook_that_is_new_or_gone_on_a_resume_is_said_in_one_line(harness: Make) -> None:
-    made = harness(training={"steps": 2})
+    made = harness(training={"steps": 3})
     made.train()
     for steps, hooks, said in (
-        (4, [COUNT], f"hook {COUNT} has no state in this checkpoint: it begins anew"),
-        (6, [], f"hook {COUNT} has a state in this checkpoint and is not in training.hooks: it is left out"),
+        (5, [COUNT], f"hook {COUNT} has no state in this checkpoint: it begins anew"),
+        (7, [], f"hook {COUNT} has a state in this checkpoint and is not in training.hooks: it is left out"),
     ):
         made.config["training"] |= {"steps": steps, "hooks": hooks}
         assert made.train().output().count(said) == 1
     assert next(iter(read_lines(made.run.path / "counted.jsonl")))["counts"] == [2, 2]
-    assert COUNT in common(made, 4)
-    assert COUNT not in common(made, 6)
+    assert COUNT in common(made, 5)
+    assert COUNT not in common(made, 7)
 
 
 def test_the_points_come_in_their_order_on_every_rank(harness: Make) -> None:
