@@ -44,6 +44,20 @@ class Model(Section):
         return self
 
 
+class HookEntry(Section):
+    """A hook of a user's own (see relayrun/training/hooks.py); `module:Class` alone is one without options."""
+
+    hook: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    """`module:Class`. Imported by the ranks only, where their Python finds the module."""
+    options: dict[str, Any] = {}
+    """Given to the class as keyword arguments."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text(cls, value: object) -> object:
+        return {"hook": value} if isinstance(value, str) else value
+
+
 class Training(Section):
     """How long and in which batches."""
 
@@ -98,6 +112,8 @@ class Training(Section):
     """Updates left out in a row, after which one more stops the chain."""
     max_rewinds: NonNegative = 3
     """Rewinds of the whole run, after which one more stops the chain."""
+    hooks: list[HookEntry] = []
+    """Hooks of your own in the order of their calls, each `module:Class` or `{hook: module:Class, options: {...}}`."""
 
     @property
     def batch_sizes(self) -> BatchSizes:
@@ -111,6 +127,13 @@ class Training(Section):
             raise ValueError("recompute_modules needs recompute_granularity selective")
         if self.recompute_modules == []:
             raise ValueError("recompute_modules names nothing; leave out recompute_granularity")
+        return self
+
+    @model_validator(mode="after")
+    def _hooks(self) -> Self:
+        paths = [entry.hook for entry in self.hooks]
+        if twice := sorted({path for path in paths if paths.count(path) > 1}):
+            raise ValueError(f"hooks names {', '.join(twice)} twice; a checkpoint keeps one state for each")
         return self
 
     @model_validator(mode="after")

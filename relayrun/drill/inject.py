@@ -1,13 +1,14 @@
-"""Faults inside the ranks, for drills: stands before the training program as a command prefix.
+"""Faults inside the ranks, for drills: a hook, given by the drill alone.
 
-    python -m relayrun.drill.inject FAULT[,FAULT...] -- PYTHON -m relayrun.training ARG...
+    training:
+      hooks: [{hook: "relayrun.drill.inject:Faults", options: {faults: "FAULT[,FAULT...]"}}]
 
 | fault | what it does |
 |---|---|
 | step-delay=S | every step takes S seconds longer |
-| crash-at=I | an exception at iteration I, on every rank, in the first attempt |
+| crash-at=I | an exception after iteration I, on every rank, in the first attempt |
 | crash-at-once | an exception before the first step, in every attempt |
-| sleep-at=I:R | rank R sleeps for ever at iteration I of the first attempt, while the others wait in a collective |
+| sleep-at=I:R | rank R sleeps for ever after iteration I of the first attempt, while the others wait in a collective |
 | publish-delay=S | S seconds between the last byte of a checkpoint and its publication, in the first attempt |
 | slow-save=I:S | the save at iteration I takes S seconds longer |
 | nan-sample=K | the loss of every global batch that holds sample K is no number on the last rank |
@@ -18,86 +19,65 @@ The training program knows nothing of this.
 
 from __future__ import annotations
 
-import os
-import runpy
-import sys
 import time
-from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from relayrun.training.hooks import Context, Hook, Step, StepStart
 
-def main() -> None:
-    faults = dict(fault.partition("=")[::2] for fault in sys.argv[1].split(",") if fault)
-    module = sys.argv.index("-m") + 1
-    sys.argv = [sys.argv[module], *sys.argv[module + 1 :]]
-    first = sys.argv[-1] == "--attempt=1"
-    install(faults, first_attempt=first, rank=int(os.environ["RANK"]))
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+KNOWN = {
+    "step-delay",
+    "crash-at",
+    "crash-at-once",
+    "sleep-at",
+    "publish-delay",
+    "slow-save",
+    "nan-sample",
+    "spike-sample",
+}
 
 
-def install(faults: Mapping[str, str], *, first_attempt: bool, rank: int) -> None:
-    """Put the faults in place. Raises ValueError for one that is not in the table."""
-    from relayrun.training import loop
-    from relayrun.training.checkpoint import publish
-    from relayrun.training.model import gpt
+class Faults(Hook):
+    """The faults of one attempt on one rank."""
 
-    step = loop.Training._step
-    preparation, publication = publish.prepare, publish.publish
-    sample_loss = gpt._loss
-    factor = [1.0]  # of the losses of this iteration
+    def __init__(self, faults: str) -> None:
+        """`faults`: as in the table, separated by commas. Raises ValueError for one that is not in the table."""
+        self._faults = dict(fault.partition("=")[::2] for fault in faults.split(",") if fault)
+        if unknown := self._faults.keys() - KNOWN:
+            raise ValueError(f"unknown faults: {', '.join(sorted(unknown))}")
+        self._factor = 1.0
+        """Of the losses of this iteration."""
 
-    def faulty_step(self: Any) -> bool:
-        at = self.position.iteration
+    def setup(self, context: Context) -> None:
+        self._first_attempt = context.attempt == 1
+        self._rank, self._last_rank = context.ranks.rank, context.ranks.world_size - 1
+        if context.ranks.is_last_stage and self._faults.keys() & {"nan-sample", "spike-sample"}:
+            context.model.chunks[-1].register_forward_hook(self._change_loss)
+
+    def before_step(self, start: StepStart) -> None:
+        faults, done = self._faults, start.iteration - 1
         time.sleep(float(faults.get("step-delay", 0)))
-        if "crash-at-once" in faults or (first_attempt and faults.get("crash-at") == str(at)):
+        if "crash-at-once" in faults or (self._first_attempt and faults.get("crash-at") == str(done)):
             raise RuntimeError("a fault that the drill put here")
-        if first_attempt and faults.get("sleep-at") == f"{at}:{rank}":
+        if self._first_attempt and faults.get("sleep-at") == f"{done}:{self._rank}":
             time.sleep(10_000)
-        batch = range(self.position.consumed_samples, self.position.consumed_samples + self.position.batch_size)
-        factor[0] = 1.0
-        if rank == self.ranks.world_size - 1 and int(faults.get("nan-sample", -1)) in batch:
-            factor[0] = float("nan")
+        batch = range(start.consumed_samples, start.consumed_samples + start.global_batch_size)
+        if self._rank == self._last_rank and int(faults.get("nan-sample", -1)) in batch:
+            self._factor = float("nan")
         sample, _, times = faults.get("spike-sample", "-1").partition(":")
         if int(sample) in batch:
-            factor[0] = float(times)
-        done: bool = step(self)
-        return done
+            self._factor = float(times)
 
-    def faulty_loss(loss: Any, **settings: Any) -> Any:
-        return sample_loss(loss * factor[0], **settings)
+    def after_step(self, step: Step) -> None:
+        self._factor = 1.0
 
-    def faulty_preparation(run: Any, attempt: int, iteration: int) -> Any:
-        at, _, seconds = faults.get("slow-save", "").partition(":")
+    def before_publish(self, iteration: int, folder: Path) -> None:
+        at, _, seconds = self._faults.get("slow-save", "").partition(":")
         if at == str(iteration):
             time.sleep(float(seconds))
-        return preparation(run, attempt, iteration)
+        if self._first_attempt:
+            time.sleep(float(self._faults.get("publish-delay", 0)))
 
-    def faulty_publication(*arguments: Any) -> None:
-        if first_attempt:
-            time.sleep(float(faults.get("publish-delay", 0)))
-        publication(*arguments)
-
-    known = {
-        "step-delay",
-        "crash-at",
-        "crash-at-once",
-        "sleep-at",
-        "publish-delay",
-        "slow-save",
-        "nan-sample",
-        "spike-sample",
-    }
-    if unknown := faults.keys() - known:
-        raise ValueError(f"unknown faults: {', '.join(sorted(unknown))}")
-    _replace(loop.Training, "_step", faulty_step)
-    _replace(gpt, "_loss", faulty_loss)
-    _replace(publish, "prepare", faulty_preparation)
-    _replace(publish, "publish", faulty_publication)
-
-
-def _replace(owner: object, name: str, value: Callable[..., Any]) -> None:
-    setattr(owner, name, value)
-
-
-if __name__ == "__main__":
-    main()
+    def _change_loss(self, _module: object, _inputs: object, losses: Any) -> Any:
+        """torch's forward hook of the part of the model that computes the losses."""
+        return losses if self._factor == 1.0 else losses * self._factor

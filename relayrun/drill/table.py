@@ -67,7 +67,7 @@ class Fault:
     """How the attempts must end, in order; see `End.cause`. `a|b`: either."""
     act: Callable[[Stage], None] = nothing
     inject: str = ""
-    """For `relayrun.drill.inject`, in every rank."""
+    """For `relayrun.drill.inject.Faults`, in every rank."""
     config: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """Changes of the run config, by section."""
     says: str = ""

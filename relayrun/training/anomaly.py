@@ -13,36 +13,18 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 from relayrun.config.schema import Training
-
-
-class Action(IntEnum):
-    """In the order of gravity: where ranks differ, the gravest counts."""
-
-    UPDATE = 0
-    SKIP = 1
-    REWIND = 2
-    STOP = 3
-
+from relayrun.training.hooks import Action, Gradients, Hook, Step, Verdict
 
 _BY_NAME = {"ignore": Action.UPDATE, "skip": Action.SKIP, "rewind": Action.REWIND, "stop": Action.STOP}
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """On one iteration."""
-
-    action: Action
-    reason: str | None = None
-    """What is wrong with it, in words."""
-
-
-class LossGuard:
+class LossGuard(Hook):
     """Judges the iterations of a run, one after the other."""
+
+    name = "guard"
 
     def __init__(self, settings: Training) -> None:
         self._settings = settings
@@ -52,23 +34,28 @@ class LossGuard:
         self.rewinds = 0
         """Of the whole run."""
 
-    @property
-    def may_differ(self) -> bool:
-        """Whether the ranks must agree before each update: stopping needs no agreement."""
-        return {self._settings.on_nan, self._settings.on_spike} & {"skip", "rewind"} != set()
+        # stopping needs no agreement
+        self.may_differ = {settings.on_nan, settings.on_spike} & {"skip", "rewind"} != set()
+
+    def before_update(self, gradients: Gradients) -> Verdict:
+        return self.judge(gradients.loss, gradients.grad_norm)
+
+    def after_step(self, step: Step) -> None:
+        """Before a rewind or a stop the iteration counts as skipped, and what was remembered of it is not kept."""
+        self.took(Action.UPDATE if step.skipped is None else Action.SKIP, step.loss)
 
     def judge(self, loss: float, grad_norm: float) -> Verdict:
         """What to do with an iteration of this loss (nats per token) and norm of the gradient before clipping."""
         settings = self._settings
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            return self._limited(_BY_NAME[settings.on_nan], f"loss {loss}, gradient norm {grad_norm}")
+            return self.limited(_BY_NAME[settings.on_nan], f"loss {loss}, gradient norm {grad_norm}")
         if settings.on_spike == "ignore" or len(self._losses) < settings.spike_window:
             return Verdict(Action.UPDATE)
         middle = statistics.median(self._losses)
         deviation = statistics.median(abs(value - middle) for value in self._losses)
         if loss <= middle + settings.spike_threshold * deviation:
             return Verdict(Action.UPDATE)
-        return self._limited(
+        return self.limited(
             _BY_NAME[settings.on_spike],
             f"loss {loss:.4f} is a spike: the last {settings.spike_window} have the median {middle:.4f} and the "
             f"median deviation {deviation:.4f}",
@@ -83,15 +70,15 @@ class LossGuard:
         elif action is Action.SKIP:
             self._skipped += 1
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+    def state_dict(self) -> dict[str, Any]:
         return {"losses": list(self._losses), "skipped": self._skipped, "rewinds": self.rewinds}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._losses = deque(state["losses"], maxlen=self._settings.spike_window)
         self._skipped, self.rewinds = state["skipped"], state["rewinds"]
 
-    def _limited(self, action: Action, reason: str) -> Verdict:
+    def limited(self, action: Action, reason: str | None) -> Verdict:
+        """The verdict of this action, or a stop where there were as many of its kind as are allowed."""
         settings = self._settings
         if action is Action.SKIP and self._skipped >= settings.max_skips:
             return Verdict(Action.STOP, f"{reason}; {self._skipped} iterations before it were skipped in a row")

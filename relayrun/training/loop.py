@@ -25,21 +25,20 @@ from relayrun.rundir.rewinds import Rewind
 from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
 from relayrun.training import parallel
-from relayrun.training.anomaly import Action, LossGuard, Verdict
+from relayrun.training.anomaly import LossGuard
 from relayrun.training.checkpoint.state import Checkpointer
 from relayrun.training.control import Control
 from relayrun.training.evaluation import Evaluation
+from relayrun.training.hooks import Action, Evaluated, Gradients, Step, StepStart, Verdict
 from relayrun.training.model import device_shim
 from relayrun.training.model.gpt import MicroBatch, Model
 from relayrun.training.model.size import peak_flops
 from relayrun.training.optimizer import Optimizer
+from relayrun.training.own_hooks import attempt_hooks
 from relayrun.training.parallel import Ranks
-from relayrun.training.reporting.debugging import Profiler
 from relayrun.training.reporting.heartbeat import Pulse
-from relayrun.training.reporting.metrics import Metrics, Step
-from relayrun.training.reporting.progress_log import ProgressLog
+from relayrun.training.reporting.metrics import Metrics
 from relayrun.training.reporting.timings import Pace
-from relayrun.training.reporting.trackers import Trackers
 from relayrun.training.saver import LEAVE_TRIES, Saver
 from relayrun.training.signals import SignalFlag
 
@@ -71,11 +70,12 @@ class Training:
         pace.expect_evaluation(self.evaluation.samples)
         self.control = Control(run, begin, ranks, flag)
         self.metrics = Metrics(run.attempt(begin.attempt), ranks, total_steps=settings.steps)
-        traces = run.debug_of(begin.attempt) / "profile"
-        self.profiler = Profiler(config.debug, rank=ranks.rank, folder=traces, say=self.metrics.say)
         self.model = Model(config, ranks, manifest.vocabulary_size, eod=manifest.eod, progress=pulse.beat)
         self.optimizer = Optimizer(config, self.model)
         self.guard = LossGuard(settings)
+        self.hooks = attempt_hooks(
+            run, begin, config, ranks, self.model, self.optimizer, pace=pace, guard=self.guard, metrics=self.metrics
+        )
         self.checkpointer = Checkpointer(
             run,
             begin.attempt,
@@ -83,7 +83,7 @@ class Training:
             model=self.model,
             optimizer=self.optimizer,
             order=self.order,
-            guard=self.guard,
+            hooks=self.hooks,
             settings=config.checkpoint,
             fixed={
                 "parallel.use_distributed_optimizer": config.parallel.use_distributed_optimizer,
@@ -94,23 +94,13 @@ class Training:
         self.initialised = time.time()
         if begin.base_path is not None:
             self._take_up(begin.base_iteration, begin.base_path)
-        progress = None
-        if ranks.rank == 0:
-            progress = ProgressLog(
-                run.progress,
-                job_id=begin.job_id,
-                ranks=ranks.world_size,
-                flops_per_token=self.model.flops_per_token(),
-                seq_length=settings.seq_length,
-                consumed_samples=self.position.consumed_samples,
-            )
         self.saver = Saver(
             self.checkpointer,
             control=self.control,
-            metrics=self.metrics,
+            hooks=self.hooks,
+            say=self.metrics.say,
             pace=pace,
             pulse=pulse,
-            progress=progress,
             asynchronous=config.checkpoint.async_save,
             saved_iteration=self.position.iteration,
         )
@@ -183,8 +173,9 @@ class Training:
 
     def _step(self) -> bool:
         """One iteration; False if it was a rewind."""
-        self.profiler.before(self.position.iteration + 1)
-        size = self.position.batch_size
+        size, consumed = self.position.batch_size, self.position.consumed_samples
+        number = self.position.iteration + 1
+        self.hooks.before_step(StepStart(iteration=number, consumed_samples=consumed, global_batch_size=size))
         tokens = size * self.config.training.seq_length
         self.pulse.enter("step", self.position.iteration)
         started = time.perf_counter()
@@ -196,17 +187,22 @@ class Training:
         loss = self.ranks.sum_over_samples([sum(losses)])[0] / size
         computed = time.perf_counter()
         grad_norm = self.optimizer.prepare()
-        verdict = self._judge(loss, grad_norm)
+        gradients = Gradients(
+            iteration=number,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            consumed_samples=consumed,
+            global_batch_size=size,
+        )
+        verdict = self._judge(gradients)
         waited = self.saver.before_update()
         self.optimizer.step(grad_norm if verdict.action is Action.UPDATE else None)
         updated = time.perf_counter()
         self.position.advance(skipped=verdict.action is Action.SKIP)
         seconds = time.perf_counter() - started - waited
-        self.pace.step(seconds, size)
-        if self.pace.estimates_evaluation:  # it may be due before a save or an evaluation moves the deadline
-            self.control.lead = self.pace.lead()
         flops = self.model.flops_per_token() * tokens / seconds / self.ranks.world_size
-        self.metrics.step(
+        self.hooks.after_step(
             Step(
                 iteration=self.position.iteration,
                 loss=loss,
@@ -226,11 +222,13 @@ class Training:
                 memory_bytes=parallel.peak_memory(self.ranks),
                 time=time.time(),
                 skipped=verdict.reason,
+                hooks_seconds=self.hooks.take_seconds(),
             )
         )
         self.saver.stall_seconds = 0.0
+        if self.pace.estimates_evaluation:  # it may be due before a save or an evaluation moves the deadline
+            self.control.lead = self.pace.lead()
         at = self.position.iteration
-        self.profiler.after(at)
         if verdict.action is Action.STOP:
             self.saver.settle(at)
             raise FatalTrainingError(
@@ -243,15 +241,10 @@ class Training:
             self._rewind(verdict.reason or "")
         return verdict.action is not Action.REWIND
 
-    def _judge(self, loss: float, grad_norm: float) -> Verdict:
+    def _judge(self, gradients: Gradients) -> Verdict:
         """What all ranks do with this iteration."""
-        verdict = self.guard.judge(loss, grad_norm)
-        if self.guard.may_differ:
-            action = Action(self.ranks.maximum([verdict.action])[0])
-            if action is not verdict.action:
-                verdict = Verdict(action, "another rank saw trouble")
-        self.guard.took(verdict.action, loss)
-        return verdict
+        verdict = self.hooks.before_update(gradients)
+        return self.guard.limited(verdict.action, verdict.reason)  # those of a user's hooks, too
 
     def _rewind(self, reason: str) -> None:
         """Back to the newest checkpoint; the samples up to here are passed over."""
@@ -272,7 +265,7 @@ class Training:
         path = self.ranks.on_first_rank(partial(record_rewind, self.run_dir, self.attempt, rewind), RewindFailed)
         self.reader.close()
         self._take_up(base, path)
-        self.metrics.rewind(rewind)
+        self.hooks.at_rewind(rewind)
         self.reader = self._set_out()
 
     def _evaluate(self) -> None:
@@ -281,8 +274,7 @@ class Training:
             started = time.perf_counter()
             losses = self.evaluation.run(self.model)
             seconds = time.perf_counter() - started
-            self.metrics.evaluation(self.position.iteration, losses, seconds)
-            self.pace.evaluation(seconds)
+            self.hooks.at_evaluation(Evaluated(iteration=self.position.iteration, losses=losses, seconds=seconds))
             self.saver.move_deadline()
 
     def _leave(self, outcome: Outcome, reason: str) -> Left:
@@ -314,16 +306,15 @@ def train(
     if ranks.rank == 0:
         times = Started(process=process_began, imported=imported, initialised=training.initialised, loaded=time.time())
         record_start(run.attempt(begin.attempt), times)
-        trackers = Trackers(run, begin.attempt, config, training.metrics.say)
+    training.hooks.at_start(training.position.iteration, training.position.consumed_samples)
     left = training.run()
     training.reader.close()
-    training.profiler.close()
+    training.hooks.at_end(left)
     training.metrics.say(f"leaving at iteration {left.iteration}: {left.outcome} ({left.reason})")
     if ranks.rank == 0:
         left.write(run.attempt(begin.attempt).outcome)
     parallel.stop()
-    if ranks.rank == 0:
-        trackers.stop()
+    training.hooks.close()
 
 
 def record_rewind(run: Run, attempt: Attempt, rewind: Rewind) -> str:

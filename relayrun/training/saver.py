@@ -17,16 +17,15 @@ all ranks at the same step; training goes on, and the next save is another chanc
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from relayrun.data.progress import Progress
 from relayrun.rundir.triggers import Trigger
 from relayrun.training.checkpoint.background import BackgroundSave
 from relayrun.training.checkpoint.state import Checkpointer, SaveFailed
 from relayrun.training.control import Control, Order
+from relayrun.training.hook_list import Hooks
 from relayrun.training.reporting.heartbeat import Pulse
-from relayrun.training.reporting.metrics import Metrics
-from relayrun.training.reporting.progress_log import ProgressLog
 from relayrun.training.reporting.timings import Pace
 
 LEAVE_TRIES = 3
@@ -41,20 +40,19 @@ class Saver:
         checkpointer: Checkpointer,
         *,
         control: Control,
-        metrics: Metrics,
+        hooks: Hooks,
+        say: Callable[[str], None],
         pace: Pace,
         pulse: Pulse,
-        progress: ProgressLog | None,
         asynchronous: bool,
         saved_iteration: int,
     ) -> None:
-        """`progress`: on rank 0."""
         self._checkpointer = checkpointer
         self._control = control
-        self._metrics = metrics
+        self._hooks = hooks
+        self._say = say
         self._pace = pace
         self._pulse = pulse
-        self._progress = progress
         self._asynchronous = asynchronous
         self._under_way: BackgroundSave | None = None
         self._asked: Sequence[Trigger] = ()
@@ -90,7 +88,7 @@ class Saver:
         iteration = position.iteration
         if iteration not in (self.saved_iteration, self._iteration_under_way):
             if self._under_way is not None:
-                self._metrics.say(
+                self._say(
                     f"iteration {iteration} is to be saved, and the save of iteration {self._iteration_under_way} is "
                     "still under way: waiting for it; saves are slower than checkpoint.interval"
                 )
@@ -148,14 +146,11 @@ class Saver:
             commit = save.result()
         except SaveFailed as error:
             result = f"failed: {error}"
-            self._metrics.failed_save(save.iteration, str(error))
+            self._hooks.after_failed_save(save.iteration, str(error))
         else:
             result = "saved"
             self.saved_iteration = save.iteration
-            self._metrics.say(f"saved iteration {save.iteration} in {commit.seconds:.1f} s: {commit.path}")
-            self._pace.save(commit.seconds)
-            if self._progress is not None:
-                self._progress.saved(commit.iteration, commit.consumed_samples)
+            self._hooks.after_save(commit)
         self._under_way, self._asked = None, ()
         self.move_deadline()
         self._control.acknowledge(asked, save.iteration, result)
@@ -165,7 +160,7 @@ class Saver:
         """The lead follows what was measured."""
         before, self._control.lead = self._lead, self._pace.lead()
         if abs(self._control.lead - before) > 1:
-            self._metrics.say(
+            self._say(
                 f"lead {before:.0f} s -> {self._control.lead:.0f} s before the end of the job "
                 f"(95 % of steps within {self._pace.step_p95 or 0:.2f} s, of saves within "
                 f"{self._pace.save_p95 or 0:.1f} s)"

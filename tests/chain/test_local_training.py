@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from relayrun.rundir.records import Begin
-from tests import warm
 from tests.checkpoints import assert_same_bytes
 from tests.workspace import Workspace, ends, steps
 
@@ -40,14 +39,13 @@ def test_a_run_cut_by_sigusr2_at_its_limit_equals_the_uninterrupted_run(tmp_path
     assert [end.cause for end in ends(reference)] == ["done"]
     # 500 steps of at least 0.06 s do not fit into two times 13 s, however fast the machine is. The deadline inside
     # comes after the signal, so that the signal is what cuts, and leaves time to save however slow it is.
-    prefix = [warm.python(), "-m", "relayrun.drill.inject", "step-delay=0.06", "--"]
+    slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "step-delay=0.06"}}
     pieces = workspace.config(
         "it's in pieces",
-        training=training,
+        training=training | {"hooks": [slow]},
         job={"time": "00:00:23"},
         chain={"lead": 1, "signal_lead": 10, "max_failed_attempts": 9},
         checkpoint={"interval": 211},
-        cluster={"command_prefix": prefix},
     )
     cut = submit(pieces)
     assert cut.returncode == 0, cut.stderr
@@ -67,14 +65,13 @@ def test_a_run_cut_by_sigusr2_at_its_limit_equals_the_uninterrupted_run(tmp_path
 
 def test_a_slow_save_moves_the_deadline_of_its_own_attempt(tmp_path: Path) -> None:
     workspace = Workspace.make(tmp_path)
-    prefix = [warm.python(), "-m", "relayrun.drill.inject", "slow-save=20:20", "--"]
+    slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "slow-save=20:20"}}
     config = workspace.config(
         "run",
-        training={"steps": 30},
+        training={"steps": 30, "hooks": [slow]},
         checkpoint={"interval": 10},
         job={"time": "6"},
         chain={"lead_floor": 5},
-        cluster={"name": "local", "scheduler": "local", "command_prefix": prefix},
     )
     done = submit(config)
     assert done.returncode == 0, done.stderr

@@ -24,7 +24,7 @@ from tests.workspace import Workspace, ends, steps
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 STEPS = 40
-PREFIX = ["-m", "relayrun.drill.inject"]
+FAULTS_HOOK = "relayrun.drill.inject:Faults"
 
 
 @dataclass
@@ -115,7 +115,7 @@ def configure(workspace: Workspace, folder: str, fault: Fault | None) -> Path:
         sys.executable if fault and fault.long else warm.python()
     )  # the long rows look at Slurm's tree of processes
     sections = {
-        "training": {"steps": STEPS},
+        "training": {"steps": STEPS, "hooks": [{"hook": FAULTS_HOOK, "options": {"faults": inject}}]},
         "checkpoint": {"interval": 10},
         "job": {"nodes": 2, "ntasks_per_node": 1, "time": "10"},
         "chain": {"auto_requeue": True},
@@ -123,7 +123,7 @@ def configure(workspace: Workspace, folder: str, fault: Fault | None) -> Path:
             "name": "test",
             "scheduler": "slurm",
             "environment": {"MASTER_ADDR": "127.0.0.1"},
-            "command_prefix": [python, *PREFIX, inject, "--"],
+            "python": python,
         },
     }
     for section, changes in (fault.config if fault else {}).items():

@@ -15,7 +15,6 @@ from relayrun.rundir.lineage import durable
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Begin
 from relayrun.rundir.run import Run
-from tests import warm
 from tests.checkpoints import assert_same_bytes
 from tests.readme import break_code, copy_tracked
 from tests.workspace import Workspace, ends, steps
@@ -74,14 +73,14 @@ def test_jobs_cut_by_their_time_limit_equal_the_uninterrupted_run(cluster: TestC
     reference = workspace.run("whole")
     assert [end.cause for end in ends(reference)] == ["done"]
     # Slurm's shortest limit is a minute; of it each job has 14 s. 300 steps of at least 0.1 s do not fit into two
-    prefix = [warm.python(), "-m", "relayrun.drill.inject", "step-delay=0.1", "--"]
+    slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "step-delay=0.1"}}
     submit(
         cluster,
         workspace.config(
             "pieces",
-            training=training,
+            training=training | {"hooks": [slow]},
             job=TWO_NODES | {"time": "1"},
-            cluster=SLURM | {"command_prefix": prefix},
+            cluster=SLURM,
             chain={"lead": 46, "signal_lead": 1},
             checkpoint={"interval": 211},
         ),

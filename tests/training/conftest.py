@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import resource
@@ -33,6 +34,7 @@ from tests import warm
 
 VOCABULARY = 300
 RANKS = 2
+FAULTS = "relayrun.drill.inject:Faults"
 Rank = subprocess.Popen[bytes] | warm.Warm
 STARTED: list[Rank] = []
 """Ranks of the test that runs."""
@@ -147,8 +149,12 @@ class Harness:
         ranks: int = self.config["job"]["ntasks_per_node"]
         return ranks
 
-    def write_config(self) -> None:
-        config = RunConfig.model_validate_json(json.dumps(self.config))
+    def write_config(self, inject: str = "") -> None:
+        """Write this revision, with faults of the drill."""
+        values = copy.deepcopy(self.config)
+        if inject:
+            values["training"].setdefault("hooks", []).append({"hook": FAULTS, "options": {"faults": inject}})
+        config = RunConfig.model_validate_json(json.dumps(values))
         self.run.config_revision(self.revision).write_text(yaml.safe_dump(config.model_dump(mode="json")))
 
     def begin(self, **changes: Any) -> AttemptDir:
@@ -184,16 +190,15 @@ class Harness:
     ) -> Attempt:
         """Start the ranks, SIGUSR2 ignored, as the launchers do. Rank 1 can write no file above `file_limit` bytes.
 
-        `inject`: faults of `relayrun.drill.inject`. `prefix`: put before the program. `imported`: from a process that
-        has done the imports, see tests/warm.
+        `inject`: faults of `relayrun.drill.inject`, of this attempt alone. `prefix`: put before the program.
+        `imported`: from a process that has done the imports, see tests/warm.
         """
         attempt = attempt or self.begin(**changes)
         log = attempt.path / "log"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        if inject:
-            prefix = [sys.executable, "-m", "relayrun.drill.inject", inject, "--"]
+        self.write_config(inject)
         processes: list[Rank] = []
         for rank in range(self.ranks):
             environment = os.environ | {

@@ -13,7 +13,8 @@ from relayrun.rundir.records import Begin, Commit
 from relayrun.rundir.rewinds import Rewind, append, pending
 from relayrun.rundir.run import Run
 from relayrun.rundir.views import merged_metrics
-from relayrun.training.anomaly import Action, LossGuard
+from relayrun.training.anomaly import LossGuard
+from relayrun.training.hooks import Action
 
 NAN = float("nan")
 
@@ -83,7 +84,7 @@ def test_a_guard_that_was_saved_anywhere_decides_as_the_one_that_was_not() -> No
         for loss in losses[:cut]:
             judged(guard, loss)
         resumed = LossGuard(config)
-        resumed.load(json.loads(json.dumps(guard.state())))
+        resumed.load_state_dict(json.loads(json.dumps(guard.state_dict())))
         assert [judged(resumed, loss) for loss in losses[cut:]] == expected[cut:]
 
 

@@ -17,7 +17,8 @@ from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.records import Begin
 from relayrun.rundir.run import Run
 from relayrun.training.control import Control, Order
-from relayrun.training.reporting.metrics import Metrics, Step
+from relayrun.training.hooks import Step
+from relayrun.training.reporting.metrics import Metrics
 from relayrun.training.signals import SignalFlag
 
 
@@ -183,7 +184,7 @@ def step(iteration: int) -> Step:
 
 def test_metrics_keep_every_bit_of_a_float(tmp_path: Path) -> None:
     metrics = Metrics(Attempt(tmp_path), OneRank(), total_steps=1)  # type: ignore[arg-type]
-    metrics.step(step(1))
+    metrics.after_step(step(1))
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert line["loss"].hex() == (1 / 3).hex()
     assert line["grad_norm"].hex() == (0.1 + 0.2).hex()
@@ -192,13 +193,13 @@ def test_metrics_keep_every_bit_of_a_float(tmp_path: Path) -> None:
 def test_metrics_that_cannot_be_written_are_written_later(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     metrics = Metrics(Attempt(tmp_path), OneRank(), total_steps=3)  # type: ignore[arg-type]
-    metrics.step(step(1))
+    metrics.after_step(step(1))
     path.rename(tmp_path / "aside")
     path.mkdir()  # as good as a full disk
-    metrics.step(step(2))
-    metrics.failed_save(2, "no space")
+    metrics.after_step(step(2))
+    metrics.after_failed_save(2, "no space")
     path.rmdir()
     (tmp_path / "aside").rename(path)
-    metrics.step(step(3))
+    metrics.after_step(step(3))
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2, 3]
     assert [line["error"] for line in read_lines(Attempt(tmp_path).failed_saves)] == ["no space"]

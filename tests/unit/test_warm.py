@@ -18,7 +18,7 @@ from tests import warm
 
 pytestmark = pytest.mark.slow
 
-INJECT = ["-m", "relayrun.drill.inject", "", "--", "python", "-m", "tests.warm.probe"]
+PROBE = ["-m", "tests.warm.probe"]
 ENVIRONMENT = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "RANK": "0", "ODD": "it's\nüñ=", "PYTHONPATH": ""}
 
 
@@ -32,7 +32,7 @@ def limit() -> None:
 
 def start(python: str, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [python, *INJECT, *words],
+        [python, *PROBE, *words],
         cwd=warm.ROOT,
         env=ENVIRONMENT,
         stdin=subprocess.PIPE,

@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 
-MODULES = ("relayrun.training", "relayrun.drill.inject")
+MODULES = ("relayrun.training", "tests.warm.probe")
 FORWARDED = (
     signal.SIGHUP,
     signal.SIGINT,

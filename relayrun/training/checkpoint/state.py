@@ -11,7 +11,8 @@ signal to the whole job kills, and a failure on one rank alone leaves the others
 | model keys (`decoder...`, `embedding...`) | weights | as the model is |
 | `optimizer...` | Adam's moments and step, fp32 weights | `fully_reshardable`: by parameter |
 | `random` | generators of `random_state` | one object per rank |
-| `data`, `progress`, `guard`, `layout`, `fixed` | plain values, in common.pt | the same on all |
+| `data`, `progress`, `layout`, `fixed` | plain values, in common.pt | the same on all |
+| `guard`, and the import path of each of a user's hooks with a state | plain values, in common.pt | rank 0's, for all |
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ from relayrun.errors import FatalTrainingError
 from relayrun.files import write_atomic
 from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
-from relayrun.training.anomaly import LossGuard
 from relayrun.training.checkpoint import publish, random_state
 from relayrun.training.checkpoint.background import BackgroundSave
 from relayrun.training.checkpoint.host_copy import HostCopy
 from relayrun.training.checkpoint.writer import ThreadedWriter, check_complete, sizes
+from relayrun.training.hook_list import Hooks
 from relayrun.training.model.gpt import Model
 from relayrun.training.optimizer import Optimizer
 from relayrun.training.parallel import Ranks
@@ -88,7 +89,7 @@ class Checkpointer:
         model: Model,
         optimizer: Optimizer,
         order: MixtureSampler,
-        guard: LossGuard,
+        hooks: Hooks,
         settings: Checkpoint,
         fixed: dict[str, object],
     ) -> None:
@@ -100,7 +101,7 @@ class Checkpointer:
         self._model = model
         self._optimizer = optimizer
         self._order = order
-        self._guard = guard
+        self._hooks = hooks
         self._settings = settings
         self._fixed = fixed
         self._common = {"layout": ranks.layout, "fixed": fixed}
@@ -127,7 +128,7 @@ class Checkpointer:
             **self._common,
             "data": self._order.state(consumed_samples),
             "progress": position.state(),
-            "guard": self._guard.state(),
+            **self._hooks.state_dict(),
         }
         sharded, common = save_preprocess(state, validate_access_integrity=self._first)
         self._division.apply_saving_parallelization(sharded)
@@ -156,6 +157,7 @@ class Checkpointer:
     def _publish(self, folder: Path, iteration: int, consumed_samples: int, started: float) -> Commit:
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
         check_complete(folder)
+        self._hooks.before_publish(iteration, folder)
         commit = Commit(
             iteration=iteration,
             path=str(self._run.checkpoint(iteration)),
@@ -179,8 +181,6 @@ class Checkpointer:
         anew = foreign and self._settings.finetune
         with_optimizer = not (anew or (foreign and self._settings.no_load_optim))
         position = Progress(sizes) if anew else self._position(common, sizes, foreign=foreign)
-        if not anew:
-            self._guard.load(common["guard"])
         if with_optimizer:
             self._check_fixed(common["fixed"], path)
         wanted = self._sharded_state(loading=True, optimizer=with_optimizer)
@@ -198,6 +198,8 @@ class Checkpointer:
             self._optimizer.load(state["optimizer"], position)
         else:
             self._optimizer.begin(position)
+        if not anew:
+            self._hooks.load_state_dict(common)
         if same_layout:
             random_state.restore(state["random"])
         return position

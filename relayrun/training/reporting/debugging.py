@@ -18,8 +18,9 @@ from relayrun.config.schema import Debug, RunConfig
 from relayrun.errors import ConfigError
 from relayrun.files import write_atomic
 from relayrun.monitoring import environment, memory
-from relayrun.rundir.records import Begin
+from relayrun.rundir.records import Begin, Left
 from relayrun.rundir.run import Run
+from relayrun.training.hooks import Hook, Step, StepStart
 
 UNDER_NSYS = "RELAYRUN_UNDER_NSYS"
 
@@ -95,7 +96,7 @@ def _write_environment(path: Path, run: Run, begin: Begin, config: RunConfig) ->
         print(f"warning: {path.name} not written: {error}", file=sys.stderr, flush=True)
 
 
-class Profiler:
+class Profiler(Hook):
     """Profiles the iterations from the first to the last one; does nothing on ranks that are not chosen."""
 
     def __init__(self, debug: Debug, *, rank: int, folder: Path, say: Callable[[str], None]) -> None:
@@ -105,19 +106,20 @@ class Profiler:
         self._say = say
         self._profile: Any = None
 
-    def before(self, iteration: int) -> None:
-        """This iteration begins."""
+    def before_step(self, start: StepStart) -> None:
         first, last = self._debug.profile_step_start, self._debug.profile_step_end
-        if self._active and self._profile is None and first <= iteration <= last:
+        if self._active and self._profile is None and first <= start.iteration <= last:
             self._profile = _Nsys() if self._debug.profile == "nsys" else _Torch(self._trace)
             self._profile.start()
 
-    def after(self, iteration: int) -> None:
-        """This iteration has ended."""
-        if self._profile is not None and iteration >= self._debug.profile_step_end:
-            self.close()
+    def after_step(self, step: Step) -> None:
+        if self._profile is not None and step.iteration >= self._debug.profile_step_end:
+            self._stop()
 
-    def close(self) -> None:
+    def at_end(self, left: Left) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
         """End a profile that is under way. A trace that cannot be written is no reason to stop."""
         profile, self._profile = self._profile, None
         if profile is None:

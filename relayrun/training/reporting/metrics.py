@@ -9,13 +9,15 @@ since the iterations after the last checkpoint are computed again.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relayrun.files import append_line
 from relayrun.rundir.attempt import Attempt
+from relayrun.rundir.records import Commit
 from relayrun.rundir.rewinds import Rewind
+from relayrun.training.hooks import Evaluated, Hook, Step
 
 if TYPE_CHECKING:  # it imports torch
     from relayrun.training.parallel import Ranks
@@ -24,46 +26,7 @@ EVERY = 10
 """Iterations between lines on the console."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """What one iteration did."""
-
-    iteration: int
-    loss: float
-    """Mean over all tokens of the global batch, before the update."""
-    grad_norm: float
-    """Before clipping."""
-    lr: float
-    """That the update used."""
-    consumed_samples: int
-    """After this iteration, since the beginning of the run."""
-    consumed_tokens: int
-    global_batch_size: int
-    """Of this iteration."""
-    tokens_per_second: float
-    """Over all ranks."""
-    step_seconds: float
-    data_seconds: float
-    """Of the step: waiting for the batch."""
-    forward_backward_seconds: float
-    """Of the step: both passes and the reduction of gradients."""
-    optimizer_seconds: float
-    """Of the step: clipping and update."""
-    save_seconds: float
-    """That training stood still for saves since the step before; not part of the step."""
-    model_tflops_per_gpu: float
-    """`size.flops_per_token` x tokens per second and rank, in 10^12."""
-    mfu: float | None
-    """Share of the device's bf16 peak (`size.PEAKS`); None where it is not known, or precision is not bf16."""
-    memory_bytes: int
-    """Peak on rank 0 so far: of the GPU's allocator, or of the process where there is no GPU."""
-    time: float
-    """Seconds since 1970, at the end of the step."""
-    skipped: str | None = None
-    """Why its update was left out, in words; None: it was not."""
-
-
-class Metrics:
+class Metrics(Hook):
     """Writes them; does nothing on ranks other than 0."""
 
     def __init__(self, attempt: Attempt, ranks: Ranks, *, total_steps: int) -> None:
@@ -74,10 +37,13 @@ class Metrics:
         self._steps = 0
         self._unwritten: list[tuple[Path, dict[str, Any]]] = []
 
-    def step(self, step: Step) -> None:
+    def after_step(self, step: Step) -> None:
         if not self._active:
             return
-        self._write(self._attempt.metrics, asdict(step))
+        record = asdict(step)
+        if step.hooks_seconds is None:
+            del record["hooks_seconds"]
+        self._write(self._attempt.metrics, record)
         self._steps += 1
         if self._steps == 1 or step.iteration % EVERY == 0 or step.iteration == self._total_steps:
             self.say(
@@ -85,19 +51,28 @@ class Metrics:
                 f"grad norm {step.grad_norm:.3f} | lr {step.lr:.3e} | {step.tokens_per_second:,.0f} tokens/s"
             )
 
-    def rewind(self, rewind: Rewind) -> None:
+    def at_rewind(self, rewind: Rewind) -> None:
         """Lines before this one, of iterations above its own, count no more."""
         if self._active:
             self._write(self._attempt.metrics, {"iteration": rewind.base_iteration, "rewind": asdict(rewind)})
 
-    def evaluation(self, iteration: int, losses: dict[str, float], seconds: float) -> None:
+    def at_evaluation(self, result: Evaluated) -> None:
         if not self._active:
             return
-        record = {"iteration": iteration, "validation": losses, "evaluation_seconds": seconds, "time": time.time()}
+        record = {
+            "iteration": result.iteration,
+            "validation": dict(result.losses),
+            "evaluation_seconds": result.seconds,
+            "time": time.time(),
+        }
         self._write(self._attempt.metrics, record)
-        self.say(f"iteration {iteration:>7} | validation: " + ", ".join(f"{n} {x:.4f}" for n, x in losses.items()))
+        losses = ", ".join(f"{name} {loss:.4f}" for name, loss in result.losses.items())
+        self.say(f"iteration {result.iteration:>7} | validation: {losses}")
 
-    def failed_save(self, iteration: int, error: str) -> None:
+    def after_save(self, commit: Commit) -> None:
+        self.say(f"saved iteration {commit.iteration} in {commit.seconds:.1f} s: {commit.path}")
+
+    def after_failed_save(self, iteration: int, error: str) -> None:
         """A save that did not work, and why: loud, and on record for `relayrun status`."""
         if not self._active:
             return

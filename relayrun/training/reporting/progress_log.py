@@ -14,33 +14,37 @@ import time
 from datetime import datetime
 from pathlib import Path
 
+from relayrun.rundir.records import Commit
+from relayrun.training.hooks import Hook
+
 TIME = "%Y-%m-%d %H:%M:%S"
 
 
-class ProgressLog:
+class ProgressLog(Hook):
     """Appends to the file, on rank 0; a disk that is full costs lines, nothing else."""
 
-    def __init__(
-        self, path: Path, *, job_id: str, ranks: int, flops_per_token: float, seq_length: int, consumed_samples: int
-    ) -> None:
-        """Write that the job starts, with `consumed_samples` behind it."""
+    def __init__(self, path: Path, *, job_id: str, ranks: int, flops_per_token: float, seq_length: int) -> None:
         self._path = path
         self._head = f"Job ID: {job_id}\t# GPUs: {ranks}"
         self._ranks = ranks
         self._seq_length = seq_length
         self._flops_per_token = flops_per_token
-        self._began = time.time()
+        self._began = self._first_start = time.time()
+        self._flops_at_start = self._flops_at_first_start = 0.0
+
+    def at_start(self, iteration: int, consumed_samples: int) -> None:
+        """Write that the job starts, with `consumed_samples` behind it."""
         self._flops_at_start = self._flops(consumed_samples)
         self._first_start, self._flops_at_first_start = self._first_in_a_row()
         self._append("Starting job")
 
-    def saved(self, iteration: int, consumed_samples: int) -> None:
-        """A checkpoint is durable."""
+    def after_save(self, commit: Commit) -> None:
+        consumed_samples = commit.consumed_samples
         now, flops = time.time(), self._flops(consumed_samples)
         job = (flops - self._flops_at_start) / max(now - self._began, 1e-9) / self._ranks / 1e12
         cumulative = (flops - self._flops_at_first_start) / max(now - self._first_start, 1e-9) / self._ranks / 1e12
         self._append(
-            f"Saved checkpoint\tIteration: {iteration}\tJob throughput: {job:.1f} TFLOP/s/GPU\t"
+            f"Saved checkpoint\tIteration: {commit.iteration}\tJob throughput: {job:.1f} TFLOP/s/GPU\t"
             f"Cumulative throughput: {cumulative:.1f} TFLOP/s/GPU\tFloating-point operations: {flops:.2e}\t"
             f"Tokens (in billions): {consumed_samples * self._seq_length / 1e9:.2f}"
         )

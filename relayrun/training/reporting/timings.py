@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import deque
 
 from relayrun.rundir.lead import SAVES, STEPS, measured_lead, percentile
-from relayrun.rundir.records import Begin
+from relayrun.rundir.records import Begin, Commit
+from relayrun.training.hooks import Evaluated, Hook, Step
 
 
-class Pace:
+class Pace(Hook):
     """Seconds of the last steps and saves."""
 
     def __init__(self, begin: Begin) -> None:
@@ -23,6 +24,15 @@ class Pace:
         known = [] if begin.evaluation_seconds is None else [begin.evaluation_seconds]
         self._evaluations: deque[float] = deque(known, maxlen=SAVES)
         self._evaluated_samples = 0
+
+    def after_step(self, step: Step) -> None:
+        self.step(step.step_seconds + (step.hooks_seconds or 0.0), step.global_batch_size)
+
+    def after_save(self, commit: Commit) -> None:
+        self.save(commit.seconds)
+
+    def at_evaluation(self, result: Evaluated) -> None:
+        self.evaluation(result.seconds)
 
     def step(self, seconds: float, samples: int) -> None:
         """A step with this global batch size; the steps of smaller ones before it count as if they had had this one."""

@@ -18,23 +18,28 @@ from relayrun.errors import RelayrunError
 from relayrun.monitoring.trackers.sinks import wandb_mode
 from relayrun.monitoring.trackers.streams import record_streams
 from relayrun.rundir.run import Run
+from relayrun.training.hooks import Hook
 
 LEAVE_SECONDS = 5.0
 """How long rank 0 waits for its feeds when its state is durable and its outcome is written. Less than the margin of
 the lead (`rundir.lead.MARGIN`); what is not handed on by then, the next attempt's feed hands on."""
 
 
-class Trackers:
+class Trackers(Hook):
     """The feeds of one attempt."""
 
     def __init__(self, run: Run, attempt: int, config: RunConfig, say: Callable[[str], None]) -> None:
+        self._run, self._attempt, self._config, self._say = run, attempt, config, say
         self._feeds: list[subprocess.Popen[bytes]] = []
+
+    def at_start(self, iteration: int, consumed_samples: int) -> None:
+        run, config, say = self._run, self._config, self._say
         mode = wandb_mode(os.environ)
         names = (["wandb"] if mode else []) + (["tensorboard"] if config.tracking.tensorboard else [])
         try:
             stream = record_streams(run)[-1] if names else None
             for name in names:
-                self._feeds.append(_start(name, run, attempt))
+                self._feeds.append(_start(name, run, self._attempt))
         except (OSError, RelayrunError) as error:
             say(f"warning: W&B and TensorBoard are off in this attempt: {error}")
             return
@@ -43,7 +48,7 @@ class Trackers:
         else:
             say("W&B is off: neither WANDB_API_KEY nor WANDB_MODE=offline is in the environment")
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Let the feeds hand on the rest, LEAVE_SECONDS at most for all of them together."""
         end = time.monotonic() + LEAVE_SECONDS
         for feed in self._feeds:

@@ -1,0 +1,68 @@
+"""Which hooks an attempt has, in the order of their calls: relayrun's own, then those of `training.hooks`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from relayrun.config.schema import RunConfig
+from relayrun.rundir.records import Begin
+from relayrun.rundir.run import Run
+from relayrun.training.anomaly import LossGuard
+from relayrun.training.hook_list import Hooks, import_hooks
+from relayrun.training.hooks import Context, Hook
+from relayrun.training.model.gpt import Model
+from relayrun.training.optimizer import Optimizer
+from relayrun.training.parallel import Ranks
+from relayrun.training.reporting.debugging import Profiler
+from relayrun.training.reporting.metrics import Metrics
+from relayrun.training.reporting.progress_log import ProgressLog
+from relayrun.training.reporting.timings import Pace
+from relayrun.training.reporting.trackers import Trackers
+
+
+def attempt_hooks(
+    run: Run,
+    begin: Begin,
+    config: RunConfig,
+    ranks: Ranks,
+    model: Model,
+    optimizer: Optimizer,
+    *,
+    pace: Pace,
+    guard: LossGuard,
+    metrics: Metrics,
+) -> Hooks:
+    """Make and set up the hooks of an attempt on this rank; called by all ranks together.
+
+    Raises ConfigError on all ranks alike if one of `training.hooks` cannot be imported or made.
+    """
+    own = [pace, guard, metrics, *_reports(run, begin, config, ranks, model, metrics)]
+    hooks = Hooks(own, import_hooks(config.training.hooks, ranks), ranks)
+    context = Context(
+        run_dir=run.path,
+        attempt=begin.attempt,
+        config=config,
+        ranks=ranks,
+        model=model,
+        optimizer=optimizer,
+        say=metrics.say,
+    )
+    hooks.setup(context)
+    return hooks
+
+
+def _reports(run: Run, begin: Begin, config: RunConfig, ranks: Ranks, model: Model, metrics: Metrics) -> Iterator[Hook]:
+    """What this rank writes for people and other programs, besides the metrics."""
+    if ranks.rank == 0:
+        yield ProgressLog(
+            run.progress,
+            job_id=begin.job_id,
+            ranks=ranks.world_size,
+            flops_per_token=model.flops_per_token(),
+            seq_length=config.training.seq_length,
+        )
+    if config.debug.profile is not None and ranks.rank in config.debug.profile_ranks:
+        folder = run.debug_of(begin.attempt) / "profile"
+        yield Profiler(config.debug, rank=ranks.rank, folder=folder, say=metrics.say)
+    if ranks.rank == 0:
+        yield Trackers(run, begin.attempt, config, metrics.say)

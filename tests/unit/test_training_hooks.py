@@ -1,0 +1,128 @@
+"""Hooks without training: the entries of `training.hooks`, what is called and what is not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from relayrun.config.training import Training
+from relayrun.errors import FatalTrainingError
+from relayrun.training.hook_list import HookFailed, Hooks
+from relayrun.training.hooks import Action, Gradients, Hook, StepStart, Verdict
+
+START = StepStart(iteration=1, consumed_samples=0, global_batch_size=8)
+GRADIENTS = Gradients(iteration=1, loss=1.0, grad_norm=1.0, lr=1.0, consumed_samples=0, global_batch_size=8)
+
+
+class OneRank:
+    rank = 0
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def maximum(self, flags: list[int]) -> list[int]:
+        self.asked += 1
+        return flags
+
+
+def settings(hooks: Any) -> Training:
+    values = {"steps": 1, "micro_batch_size": 1, "global_batch_size": 1, "seq_length": 1, "hooks": hooks}
+    return Training.model_validate(values)
+
+
+def hooks(own: list[Hook], users: list[tuple[str, Hook]] | None = None, ranks: Any = None) -> Hooks:
+    return Hooks(own, users or [], ranks or OneRank())
+
+
+def test_an_entry_is_an_import_path_or_one_with_options() -> None:
+    found = settings(["my_team.probes:Noise", {"hook": "a:B", "options": {"every": 3}}]).hooks
+    assert [(entry.hook, entry.options) for entry in found] == [("my_team.probes:Noise", {}), ("a:B", {"every": 3})]
+    again = settings(settings(["a:B"]).model_dump(mode="json")["hooks"])
+    assert again.hooks == settings(["a:B"]).hooks, "as a resolved config has it"
+
+
+@pytest.mark.parametrize("entry", ["noise", "a.b.C", "a:b:c", "a:", ":B", "a b:C", 3, {"options": {}}, {"hook": "a"}])
+def test_what_is_no_import_path_is_refused_by_the_schema(entry: object) -> None:
+    with pytest.raises(ValidationError, match="hooks"):
+        settings([entry])
+
+
+def test_a_hook_is_named_once() -> None:
+    with pytest.raises(ValidationError, match="hooks names a:B twice"):
+        settings(["a:B", {"hook": "a:B", "options": {"x": 1}}])
+
+
+def test_only_what_is_overridden_is_called_own_hooks_first() -> None:
+    called: list[str] = []
+
+    class Noted(Hook):
+        def __init__(self, name: str) -> None:
+            self.called = name
+
+        def before_step(self, start: StepStart) -> None:
+            called.append(self.called)
+
+    class Idle(Hook):
+        pass
+
+    made = hooks([Idle(), Noted("own")], [("a:B", Noted("first")), ("a:C", Idle()), ("a:D", Noted("second"))])
+    made.before_step(START)
+    assert called == ["own", "first", "second"]
+    assert {method: len(calls) for method, calls in made._calls.items() if calls} == {"before_step": 3}
+
+
+@pytest.mark.parametrize(("may_differ", "asked"), [(True, 1), (False, 0)])
+def test_the_gravest_verdict_counts_and_ranks_agree_only_where_they_may_differ(may_differ: bool, asked: int) -> None:
+    class Says(Hook):
+        def __init__(self, verdict: Verdict | None) -> None:
+            self.verdict = verdict
+            self.may_differ = may_differ
+
+        def before_update(self, gradients: Gradients) -> Verdict | None:
+            return self.verdict
+
+    ranks = OneRank()
+    own = Says(Verdict(Action.SKIP, "spike"))
+    made = hooks([own], [("a:B", Says(None)), ("a:C", Says(Verdict(Action.STOP)))], ranks)
+    assert made.before_update(GRADIENTS) == Verdict(Action.STOP, "a:C: stop")
+    assert ranks.asked == asked
+    assert hooks([own]).before_update(GRADIENTS) == Verdict(Action.SKIP, "spike")
+    assert hooks([own], [("a:B", Says(Verdict(Action.SKIP, "x")))]).before_update(GRADIENTS).reason == "spike"
+
+
+def test_a_fatal_error_of_a_hook_stays_one_and_any_other_fails_the_attempt() -> None:
+    class Raises(Hook):
+        def __init__(self, error: BaseException) -> None:
+            self.error = error
+
+        def before_step(self, start: StepStart) -> None:
+            raise self.error
+
+    with pytest.raises(FatalTrainingError, match=r"^hook a:B, before_step: no use$"):
+        hooks([], [("a:B", Raises(FatalTrainingError("no use")))]).before_step(START)
+    with pytest.raises(HookFailed, match=r"^hook a:B, before_step: OSError: full \(.*hooks.py, line \d+\)"):
+        hooks([], [("a:B", Raises(OSError("full")))]).before_step(START)
+    with pytest.raises(KeyboardInterrupt):
+        hooks([], [("a:B", Raises(KeyboardInterrupt()))]).before_step(START)
+    with pytest.raises(OSError, match=r"^full$"):
+        hooks([Raises(OSError("full"))]).before_step(START)
+
+
+def test_a_verdict_is_a_verdict() -> None:
+    class Says(Hook):
+        def before_update(self, gradients: Gradients) -> Any:
+            return "skip"
+
+    with pytest.raises(HookFailed, match="hook a:B, before_update: TypeError: returned str instead of a Verdict"):
+        hooks([], [("a:B", Says())]).before_update(GRADIENTS)
+
+
+def test_the_protocol_imports_the_standard_library_alone() -> None:
+    """Timings are hooks, and are measured before torch and pydantic are imported."""
+    code = "import sys, relayrun.training.hooks; print({'torch', 'pydantic', 'numpy'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == "set()\n"
