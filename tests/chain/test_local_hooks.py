@@ -26,7 +26,7 @@ def test_the_hook_of_the_docs_counts_the_steps_of_a_run_over_three_attempts(tmp_
     (tmp_path / "my_team").mkdir()
     (tmp_path / "my_team" / "probes.py").write_text(example)
     workspace = Workspace.make(tmp_path)
-    settings = {"checkpoint": {"interval": 5}}
+    settings = {"checkpoint": {"interval": 5, "async_save": False}}
     hooks = [COUNT, {"hook": BREAKS, "options": {"after": {"1": 8, "2": 13}}}]
     config = workspace.config(
         "run",
