@@ -30,7 +30,7 @@ class Queue:
         self.killed_after_submit = False
         self.down = False
 
-    def submit_beside(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], time_limit: int) -> str:
+    def submit_auxiliary(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], limit: int) -> str:
         if self.down:
             raise SchedulerError("sbatch: unable to contact slurm controller")
         job_id = str(100 + len(self.submitted))
