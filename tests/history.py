@@ -59,8 +59,11 @@ runpy.run_module("relayrun.chain", run_name="__main__", alter_sys=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of one process. `opened`: every file or folder below the run directory as often as it was opened, or tried to be;
-    without `local/`, the queue that stands in for Slurm's controller."""
+    """What one process cost.
+
+    `opened`: every file or folder below the run directory as often as it was opened, or tried to be; without `local/`,
+    the queue that stands in for Slurm's controller.
+    """
 
     cpu_seconds: float
     peak_mb: float

@@ -313,7 +313,7 @@ def _log_of(attempt: Attempt) -> str:
 
 
 def _environment(plan: Plan, scheduler: Scheduler, job: Job, attempt: int) -> str:
-    """job.env: defaults that every rank needs, then the site's own, which win."""
+    """The text of job.env: defaults that every rank needs, then the site's own, which win."""
     launch = scheduler.rank_launch(plan, job)
     environment = {
         "PYTHONPATH": plan.package_root + (":" + os.environ["PYTHONPATH"] if os.environ.get("PYTHONPATH") else ""),

@@ -44,7 +44,7 @@ EVALUATIONS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Reached(Record):
-    """views.json: how far the views are."""
+    """`views.json`: how far the views are."""
 
     attempt: int = 0
     """Whose lines are the last ones of metrics.jsonl; 0: none are."""
@@ -55,7 +55,7 @@ class Reached(Record):
     size: int = 0
     """Bytes of the view metrics.jsonl that are right."""
     iteration: int = 0
-    """Of its last line."""
+    """Iteration of the last line of the view metrics.jsonl."""
     closed: int = 0
     """Attempts up to this one have the row in attempts.jsonl that they keep."""
     closed_size: int = 0

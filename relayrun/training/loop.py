@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import sys
+import logging
 import time
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,8 @@ from relayrun.training.reporting.metrics import Metrics
 from relayrun.training.reporting.timings import Pace
 from relayrun.training.saver import LEAVE_TRIES, Saver
 from relayrun.training.signals import SignalFlag
+
+log = logging.getLogger(__name__)
 
 
 class LeaveFailed(RelayrunError):
@@ -335,7 +337,7 @@ def record_start(attempt: Attempt, started: Started) -> None:
     try:
         started.write(attempt.started)
     except OSError as error:
-        print(f"warning: {attempt.started.name} not written: {error}", file=sys.stderr, flush=True)
+        log.warning("%s not written: %s", attempt.started.name, error)
 
 
 def check_data(manifest: Manifest, mixture: list[str]) -> None:

@@ -5,6 +5,7 @@ Nothing here imports torch before it is needed: nsys must be around the process 
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -21,6 +22,8 @@ from relayrun.monitoring import environment, memory
 from relayrun.rundir.records import Begin, Left
 from relayrun.rundir.run import Run
 from relayrun.training.hooks import Hook, Step, StepStart
+
+log = logging.getLogger(__name__)
 
 UNDER_NSYS = "RELAYRUN_UNDER_NSYS"
 
@@ -64,7 +67,7 @@ def log_nccl(folder: Path, *, node: str, rank: int) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        print(f"warning: NCCL's log goes to the job's: {error}", file=sys.stderr, flush=True)
+        log.warning("NCCL's log goes to the job's: %s", error)
         return
     os.environ.setdefault("NCCL_DEBUG", "INFO")
     os.environ["NCCL_DEBUG_FILE"] = str(folder / f"{node}-rank-{rank:04}.log")
@@ -79,7 +82,7 @@ def write_surroundings(run: Run, begin: Begin, config: RunConfig, *, rank: int, 
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        print(f"warning: nothing is noted of this attempt's surroundings: {error}", file=sys.stderr, flush=True)
+        log.warning("nothing is noted of this attempt's surroundings: %s", error)
         return
     if rank == 0:
         path = folder / "compute_environment.txt"
@@ -93,7 +96,7 @@ def _write_environment(path: Path, run: Run, begin: Begin, config: RunConfig) ->
         text = environment.describe(config, begin, root=ROOT, job_script=run.job_script, environment=os.environ)
         write_atomic(path, text, durable=False)
     except Exception as error:
-        print(f"warning: {path.name} not written: {error}", file=sys.stderr, flush=True)
+        log.warning("%s not written: %s", path.name, error)
 
 
 class Profiler(Hook):
@@ -129,11 +132,11 @@ class Profiler(Hook):
             profile.stop()
             self._say(f"profiled by {self._debug.profile}; traces in {self._trace.parent}")
         except (OSError, RuntimeError) as error:
-            print(f"warning: no profile: {error}", file=sys.stderr, flush=True)
+            log.warning("no profile: %s", error)
 
 
 class _Torch:
-    """torch.profiler: operations of the CPU and, where there is one, of the GPU."""
+    """Operations of the CPU and, where there is one, of the GPU, as `torch.profiler` sees them."""
 
     def __init__(self, trace: Path) -> None:
         import torch

@@ -47,7 +47,7 @@ class Pace(Hook):
         self._saves.append(seconds)
 
     def evaluation(self, seconds: float) -> None:
-        """Of all validation sets together."""
+        """An evaluation took so many seconds, all validation sets together."""
         self._evaluations.append(seconds)
 
     def expect_evaluation(self, samples: int) -> None:
