@@ -54,8 +54,8 @@ class Record:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Begin(Record):
-    """What an attempt starts from. Times are seconds since 1970."""
+class AttemptStart(Record):
+    """`begin.json`: what an attempt starts from. Times are seconds since 1970."""
 
     attempt: int
     job_id: str

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from relayrun.rundir import triggers
-from relayrun.rundir.records import Begin, Outcome
+from relayrun.rundir.records import AttemptStart, Outcome
 from relayrun.rundir.run import Run
 from relayrun.rundir.triggers import Trigger
 from relayrun.training.signals import SignalFlag
@@ -49,7 +49,7 @@ class Order:
 class Control:
     """Looks for reasons to save or to leave."""
 
-    def __init__(self, run: Run, begin: Begin, ranks: Ranks, flag: SignalFlag) -> None:
+    def __init__(self, run: Run, begin: AttemptStart, ranks: Ranks, flag: SignalFlag) -> None:
         self._run = run
         self._attempt = run.attempt(begin.attempt)
         self._ranks = ranks

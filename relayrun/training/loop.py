@@ -20,7 +20,7 @@ from relayrun.rundir import rewinds
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lead import SAVES
 from relayrun.rundir.lineage import Durable, Lineage, durable, is_own
-from relayrun.rundir.records import Begin, Left, Outcome, Started
+from relayrun.rundir.records import AttemptStart, Left, Outcome, Started
 from relayrun.rundir.rewinds import Rewind
 from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
@@ -57,7 +57,7 @@ class Training:
     """The state of one attempt on this rank."""
 
     def __init__(
-        self, run: Run, begin: Begin, config: RunConfig, ranks: Ranks, flag: SignalFlag, pace: Pace, pulse: Pulse
+        self, run: Run, begin: AttemptStart, config: RunConfig, ranks: Ranks, flag: SignalFlag, pace: Pace, pulse: Pulse
     ) -> None:
         self.config = config
         self.ranks = ranks
@@ -291,7 +291,14 @@ class Training:
 
 
 def train(
-    run: Run, begin: Begin, config: RunConfig, flag: SignalFlag, pace: Pace, pulse: Pulse, *, process_began: float
+    run: Run,
+    begin: AttemptStart,
+    config: RunConfig,
+    flag: SignalFlag,
+    pace: Pace,
+    pulse: Pulse,
+    *,
+    process_began: float,
 ) -> None:
     """Run the attempt; on return its outcome is written. Raises what `Training` raises, and ConfigError.
 

@@ -19,7 +19,7 @@ from relayrun.config.schema import Debug, RunConfig
 from relayrun.errors import ConfigError
 from relayrun.files import write_atomic
 from relayrun.monitoring import environment, memory
-from relayrun.rundir.records import Begin, Left
+from relayrun.rundir.records import AttemptStart, Left
 from relayrun.rundir.run import Run
 from relayrun.training.hooks import Hook, Step, StepStart
 
@@ -73,7 +73,9 @@ def log_nccl(folder: Path, *, node: str, rank: int) -> None:
     os.environ["NCCL_DEBUG_FILE"] = str(folder / f"{node}-rank-{rank:04}.log")
 
 
-def write_surroundings(run: Run, begin: Begin, config: RunConfig, *, rank: int, node: str, first_of_node: bool) -> None:
+def write_surroundings(
+    run: Run, begin: AttemptStart, config: RunConfig, *, rank: int, node: str, first_of_node: bool
+) -> None:
     """Start what writes compute_environment.txt (rank 0) and memory_logging-<node>.txt (a node's first rank).
 
     In threads: git and nvidia-smi may take long, and training does not wait for them.
@@ -91,7 +93,7 @@ def write_surroundings(run: Run, begin: Begin, config: RunConfig, *, rank: int, 
         memory.start(folder / f"memory_logging-{node}.txt", interval=config.debug.memory_interval)
 
 
-def _write_environment(path: Path, run: Run, begin: Begin, config: RunConfig) -> None:
+def _write_environment(path: Path, run: Run, begin: AttemptStart, config: RunConfig) -> None:
     try:
         text = environment.describe(config, begin, root=ROOT, job_script=run.job_script, environment=os.environ)
         write_atomic(path, text, durable=False)
