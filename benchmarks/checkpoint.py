@@ -36,7 +36,7 @@ from relayrun.config.schema import RunConfig
 from relayrun.errors import RelayrunError, run_main
 from relayrun.files import read_json, read_lines, write_json
 from relayrun.rundir import triggers
-from relayrun.rundir.records import Begin
+from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
@@ -198,7 +198,7 @@ def make_run(folder: Path, *, steps: int) -> Run:
         }
     )
     run.config_revision(1).write_text(yamlfile.dump(config.model_dump(mode="json")))
-    Begin(
+    AttemptStart(
         attempt=1,
         job_id="1",
         job_name="benchmark",

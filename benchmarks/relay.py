@@ -47,7 +47,7 @@ from relayrun.files import read_lines  # noqa: E402
 from relayrun.rundir import triggers  # noqa: E402
 from relayrun.rundir.attempt import Attempt  # noqa: E402
 from relayrun.rundir.plan import Plan  # noqa: E402
-from relayrun.rundir.records import Begin, Left, Started  # noqa: E402
+from relayrun.rundir.records import AttemptStart, Left, Started  # noqa: E402
 from relayrun.rundir.run import Run  # noqa: E402
 from relayrun.scheduler.tasks import free_port  # noqa: E402
 from tests.slurm.cluster import TestCluster  # noqa: E402
@@ -98,20 +98,20 @@ def main() -> None:
     write(pairs, load)
 
 
-def relay(cluster: TestCluster, run: Run, config: Path) -> tuple[Phases, Begin]:
+def relay(cluster: TestCluster, run: Run, config: Path) -> tuple[Phases, AttemptStart]:
     """One baton passed in a chain that is ended after it: the phases, and what the second attempt began with."""
     cluster.run([sys.executable, "-m", "relayrun.cli", "submit", config, "--resume"], cwd=ROOT)
     first = max(run.attempt_numbers(), default=0) + 1
     before, after = run.attempt(first), run.attempt(first + 1)
     cluster.wait_until(lambda: done(before) >= STEPS, timeout=120, interval=0.05)
-    began = Begin.read(before.begin)
+    began = AttemptStart.read(before.begin)
     assert began is not None
     signalled = time.time()
     cluster.run(["scancel", "--signal=USR2", "--batch", began.job_id])
     cluster.wait_until(lambda: done(after) >= 1, timeout=120, interval=0.05)
     triggers.touch(run, "exit")
     name = Plan.load(run).job_name
-    begin, started = Begin.read(after.begin), Started.read(after.started)
+    begin, started = AttemptStart.read(after.begin), Started.read(after.started)
     assert begin is not None
     assert started is not None
     acted = before.stop.stat().st_mtime
@@ -131,7 +131,7 @@ def relay(cluster: TestCluster, run: Run, config: Path) -> tuple[Phases, Begin]:
     return phases, begin
 
 
-def by_hand(run: Run, bare: Run, begin: Begin) -> Phases:
+def by_hand(run: Run, bare: Run, begin: AttemptStart) -> Phases:
     """The same attempt as two plain processes, in a run directory of its own; with sessions of their own, as Slurm's:
     Linux may share out a busy machine by session."""
     attempt = bare.attempt(begin.attempt)
@@ -139,7 +139,7 @@ def by_hand(run: Run, bare: Run, begin: Begin) -> Phases:
     bare.checkpoints.mkdir()
     shutil.copytree(run.config, bare.config)
     shutil.copy(run.manifest, bare.manifest)
-    Begin.of(asdict(begin) | {"job_end_time": None}).write(attempt.begin)
+    AttemptStart.of(asdict(begin) | {"job_end_time": None}).write(attempt.begin)
     shared = os.environ | {
         "WORLD_SIZE": "2",
         "LOCAL_RANK": "0",
@@ -183,7 +183,7 @@ def logged(log: Path, words: str) -> float:
     return time.mktime(time.strptime(match[1], "%Y-%m-%dT%H:%M:%S")) + int(match[2]) / 1000
 
 
-def first_host(cluster: TestCluster, begin: Begin) -> str:
+def first_host(cluster: TestCluster, begin: AttemptStart) -> str:
     return cluster.run(["scontrol", "show", "hostnames", begin.nodes]).stdout.split()[0]
 
 

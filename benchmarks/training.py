@@ -36,7 +36,7 @@ from relayrun.config.schema import Model, RunConfig
 from relayrun.errors import RelayrunError, run_main
 from relayrun.files import read_lines
 from relayrun.rundir import triggers
-from relayrun.rundir.records import Begin
+from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
@@ -123,7 +123,7 @@ def make_run(folder: Path, sections: dict[str, Any], vocabulary: int, *, steps: 
         }
     )
     run.config_revision(1).write_text(yamlfile.dump(config.model_dump(mode="json")))
-    Begin(
+    AttemptStart(
         attempt=1,
         job_id="1",
         job_name="benchmark",
@@ -151,7 +151,7 @@ def in_turns(run: Run, pairs: int, steps: int) -> int:
     from relayrun.training.reporting.timings import Pace
     from relayrun.training.signals import SignalFlag
 
-    begin = Begin.read(run.attempt(1).begin)
+    begin = AttemptStart.read(run.attempt(1).begin)
     assert begin is not None
     config = compose.read_resolved(run.config_revision(1))
     device_shim.install()

@@ -17,7 +17,7 @@ from pathlib import Path
 from relayrun.chain import render
 from relayrun.rundir import triggers
 from relayrun.rundir.plan import Plan, job_name
-from relayrun.rundir.records import Begin, Commit, End, Left
+from relayrun.rundir.records import AttemptStart, Commit, End, Left
 from relayrun.rundir.run import Run
 from relayrun.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, LocalQueue
 
@@ -59,8 +59,11 @@ runpy.run_module("relayrun.chain", run_name="__main__", alter_sys=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of one process. `opened`: every file or folder below the run directory as often as it was opened, or tried to be;
-    without `local/`, the queue that stands in for Slurm's controller."""
+    """What one process cost.
+
+    `opened`: every file or folder below the run directory as often as it was opened, or tried to be; without `local/`,
+    the queue that stands in for Slurm's controller.
+    """
 
     cpu_seconds: float
     peak_mb: float
@@ -152,7 +155,7 @@ def make_history(folder: Path, *, lines: int, attempts: int, package_root: Path 
 def began(run: Run, number: int, *, base: int) -> None:
     """Open an attempt by hand."""
     run.attempt(number).path.mkdir(parents=True)
-    Begin(
+    AttemptStart(
         attempt=number,
         job_id="1",
         job_name="j",

@@ -12,6 +12,10 @@ from relayrun.rundir.run import Run
 
 
 def main() -> int:
+    """Run the one command of the supervisor that the command line names; return its exit code.
+
+    Raises RelayrunError where the run directory or the scheduler refuses what the command needs.
+    """
     parser = argparse.ArgumentParser(prog="relayrun.chain", description="The supervisor beside the ranks.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("begin", "watch", "guard", "end"):

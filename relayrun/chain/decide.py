@@ -14,8 +14,14 @@ from typing import Literal
 from relayrun.rundir.records import Outcome
 
 Action = Literal["run", "stop", "continue", "retry", "end"]
-"""run: start the ranks. stop: end the chain, write STOP, leave nothing queued. continue: the successor
-goes on. retry: a successor goes on after a delay. end: this job was the only one; nothing is queued."""
+"""What the supervisor does next.
+
+run         start the ranks
+stop        end the chain, write STOP, leave nothing queued
+continue    the successor goes on
+retry       a successor goes on after a delay
+end         this job was the only one; nothing is queued
+"""
 
 UNKNOWN = -1
 """The exit code of an attempt whose end nobody saw."""

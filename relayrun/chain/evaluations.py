@@ -76,5 +76,5 @@ def _submit(plan: Plan, scheduler: Scheduler, folder: EvaluationDir, script: Pat
 
 
 def job_name(plan: Plan, folder: EvaluationDir) -> str:
-    """Of the one evaluation job of a checkpoint; another one than the chain's."""
+    """Slurm's name for the one evaluation job of a checkpoint; it differs from the name of the chain's jobs."""
     return f"{plan.job_name}-{folder.path.name}"

@@ -18,7 +18,7 @@ from relayrun.rundir.run import Run
 from relayrun.scheduler.slurm import Slurm
 
 SHARE = 2 / 3
-"""Of KillWait, in which the batch script may still close the attempt itself."""
+"""The part of KillWait in which the batch script may still close the attempt itself."""
 
 
 def guard(run: Run, number: int, *, batch_pid: int) -> int:

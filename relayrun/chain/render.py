@@ -90,7 +90,7 @@ def attempt_environment(
     task_command: Sequence[str],
     signal_command: Sequence[str],
 ) -> str:
-    """job.env of an attempt, sourced by job.sh: variables and three arrays."""
+    """The text of an attempt's job.env, which job.sh sources: variables and three arrays."""
     return (
         "\n".join(
             [

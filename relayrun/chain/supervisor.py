@@ -21,7 +21,7 @@ from relayrun.rundir import lead, lineage, triggers, views
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.plan import FORMAT, Plan
-from relayrun.rundir.records import Begin, End, Hang, Left
+from relayrun.rundir.records import AttemptStart, End, Hang, Left
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason, write_stop
 from relayrun.scheduler.base import PATIENCE, Job, Scheduler
@@ -173,7 +173,7 @@ def _open_attempt(
         log(text)
     previous = run.attempt(number - 1).read_end() if number > 1 else None
     stderr = evidence.own_log()
-    Begin(
+    AttemptStart(
         attempt=number,
         job_id=job.id,
         job_name=plan.job_name,
@@ -243,7 +243,7 @@ def _go_on(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, own: st
         log(f"job {waiting[0]} leaves out {options.get('exclude', 'no node')}; see {run.strikes}")
 
 
-def _began(attempt: Attempt) -> Begin:
+def _began(attempt: Attempt) -> AttemptStart:
     started = attempt.read_begin()
     if started is None:
         raise RunDirError("this attempt never began", where=attempt.path)
@@ -313,7 +313,7 @@ def _log_of(attempt: Attempt) -> str:
 
 
 def _environment(plan: Plan, scheduler: Scheduler, job: Job, attempt: int) -> str:
-    """job.env: defaults that every rank needs, then the site's own, which win."""
+    """The text of job.env: defaults that every rank needs, then the site's own, which win."""
     launch = scheduler.rank_launch(plan, job)
     environment = {
         "PYTHONPATH": plan.package_root + (":" + os.environ["PYTHONPATH"] if os.environ.get("PYTHONPATH") else ""),

@@ -46,7 +46,7 @@ class Faults(Hook):
         if unknown := self._faults.keys() - KNOWN:
             raise ValueError(f"unknown faults: {', '.join(sorted(unknown))}")
         self._factor = 1.0
-        """Of the losses of this iteration."""
+        """What the losses of this iteration are multiplied by."""
 
     def setup(self, context: Context) -> None:
         self._first_attempt = context.attempt == 1
@@ -79,5 +79,5 @@ class Faults(Hook):
             time.sleep(float(self._faults.get("publish-delay", 0)))
 
     def _change_loss(self, _module: object, _inputs: object, losses: Any) -> Any:
-        """torch's forward hook of the part of the model that computes the losses."""
+        """Multiply the losses; a forward hook (of torch) of the part of the model that computes them."""
         return losses if self._factor == 1.0 else losses * self._factor

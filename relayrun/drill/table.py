@@ -76,28 +76,32 @@ class Fault:
 
 
 def kill_rank(stage: Stage) -> None:
+    """Send SIGKILL to rank 1 after iteration 15, when there is a checkpoint to resume from."""
     stage.wait_iteration(15)
     os.kill(stage.rank_pids()[1], signal.SIGKILL)
 
 
 def kill_batch_script(stage: Stage) -> None:
+    """Send SIGKILL to the batch script after iteration 15; the ranks live on."""
     stage.wait_iteration(15)
     os.kill(stage.batch_pid(), signal.SIGKILL)
 
 
 def kill_guarded_batch_script(stage: Stage) -> None:
+    """Send SIGKILL to the batch script once the guard of the first attempt watches over it."""
     guard = stage.run.attempt(1).guard_log
     stage.wait(lambda: guard.exists() and guard.stat().st_size)
     kill_batch_script(stage)
 
 
 def stop_rank(stage: Stage) -> None:
+    """Send SIGSTOP to rank 1 after iteration 15, so that the others hang in their next collective."""
     stage.wait_iteration(15)
     os.kill(stage.rank_pids()[1], signal.SIGSTOP)
 
 
 def kill_while_staging(stage: Stage) -> None:
-    """Between the last byte of the checkpoint of iteration 20 and its publication."""
+    """Send SIGKILL to all ranks between the last byte of the checkpoint of iteration 20 and its publication."""
     staged = stage.run.staging(1) / "iter_0000020"
     stage.wait(lambda: (staged / "metadata.json").exists())
     for pid in stage.rank_pids().values():
@@ -105,11 +109,13 @@ def kill_while_staging(stage: Stage) -> None:
 
 
 def cancel(stage: Stage) -> None:
+    """Cancel the running job by its id after iteration 15, as its owner would."""
     stage.wait_iteration(15)
     stage.command("scancel", stage.job_id())
 
 
 def cancel_after_killing_the_batch_script(stage: Stage) -> None:
+    """Cancel the running job and kill its batch script, which never sees the cancel."""
     stage.wait_iteration(15)
     job = stage.job_id()
     os.kill(stage.batch_pid(), signal.SIGSTOP)  # it will not see the cancel
@@ -128,6 +134,7 @@ def tear_latest(stage: Stage) -> None:
 
 
 def lose_tracker(stage: Stage) -> None:
+    """Remove latest_checkpointed_iteration.txt after the first save, and kill rank 0."""
     stage.wait(stage.run.tracker.exists)
     stage.run.tracker.unlink()
     os.kill(stage.rank_pids()[0], signal.SIGKILL)
@@ -147,7 +154,7 @@ def overtake(stage: Stage) -> None:
 
 
 def fill_disk(stage: Stage) -> None:
-    """No room for the checkpoint of iteration 10; room again before the end."""
+    """Leave no room on the disk for the checkpoint of iteration 10; make room again before the end."""
     filler = stage.run.checkpoints / "filler"
     free = shutil.disk_usage(stage.run.checkpoints).free
     filler.write_bytes(b"\0" * max(0, free - 4096))
@@ -156,16 +163,18 @@ def fill_disk(stage: Stage) -> None:
 
 
 def kill_node(stage: Stage) -> None:
+    """End the daemon of a node after iteration 15, as a crash of the whole node does."""
     stage.wait_iteration(15)
     stage.kill_node()
 
 
 def controller_down_at_submission(stage: Stage) -> None:
-    """From before the first successor is queued."""
+    """Take the controller away for 60 s, from before the first successor is queued."""
     stage.stop_controller(60)
 
 
 def controller_down_at_exit(stage: Stage) -> None:
+    """Tell the job to leave after iteration 15, and take the controller away for 60 s meanwhile."""
     stage.wait_iteration(15)
     job = stage.job_id()
     stage.command("scancel", "--signal=USR2", "--batch", job)
@@ -173,6 +182,7 @@ def controller_down_at_exit(stage: Stage) -> None:
 
 
 def preempt(stage: Stage) -> None:
+    """Submit a job to a partition of higher priority that needs all nodes; return when the second attempt has begun."""
     stage.wait_iteration(15)
     stage.command("sbatch", "--partition=high", "--nodes=4", "--exclusive", "--wrap=sleep 5", "--output=/dev/null")
     stage.wait(stage.run.attempt(2).begin.exists, 120)

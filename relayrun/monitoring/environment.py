@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from relayrun.config.schema import RunConfig
-from relayrun.rundir.records import Begin
+from relayrun.rundir.records import AttemptStart
 
 SHOWN = re.compile(
     r"(SLURM|CUDA|NVIDIA|NCCL|TORCH|OMP|MKL|FI|UCX|MPI|MPICH|PMI|GLOO|NVTE|TRITON|RELAYRUN)_[A-Z0-9_]+"
@@ -32,7 +32,9 @@ SHORTEST_SECRET = 8
 """Characters of the shortest value that is blotted out: a shorter one cannot be told from ordinary text."""
 
 
-def describe(config: RunConfig, begin: Begin, *, root: Path, job_script: Path, environment: Mapping[str, str]) -> str:
+def describe(
+    config: RunConfig, begin: AttemptStart, *, root: Path, job_script: Path, environment: Mapping[str, str]
+) -> str:
     """Return the whole text of compute_environment.txt. `root` is the folder of the code that runs."""
     commit, difference = code(root)
     sections = {

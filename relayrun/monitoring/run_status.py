@@ -21,7 +21,7 @@ from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.evaluations import Result, Submitted
 from relayrun.rundir.lineage import Durable, Lineage
 from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import Begin
+from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason
 from relayrun.rundir.triggers import Trigger
@@ -276,7 +276,7 @@ def _pending(run: Run) -> list[Trigger]:
         return []
 
 
-def _last_step(run: Run, begun: list[tuple[int, Begin]]) -> dict[str, Any]:
+def _last_step(run: Run, begun: list[tuple[int, AttemptStart]]) -> dict[str, Any]:
     """The newest metrics line that counts: an attempt's lines beyond the base of the next do not."""
     limit = float("inf")
     for number, begin in reversed(begun):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from relayrun.files import append_line, read_lines
-from relayrun.rundir.records import Begin, Commit, End, Record
+from relayrun.rundir.records import AttemptStart, Commit, End, Record
 
 R = TypeVar("R", bound=Record)
 
@@ -102,9 +102,9 @@ class Attempt:
         """Written by the supervisor when it ends an attempt that stands still."""
         return self.path / "hang.json"
 
-    def read_begin(self) -> Begin | None:
+    def read_begin(self) -> AttemptStart | None:
         """What the attempt started from; None while it has not begun. Raises RunDirError if the record is damaged."""
-        return self._once(Begin, self.begin)
+        return self._once(AttemptStart, self.begin)
 
     def read_end(self) -> End | None:
         """How the attempt ended; None while nobody has seen its end. Raises RunDirError if the record is damaged."""

@@ -27,7 +27,7 @@ from relayrun.rundir.run import Run
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(Record):
-    """policy.json"""
+    """`policy.json`: which checkpoints are evaluated, as the newest submit says."""
 
     interval: int
     """Iterations."""
@@ -41,25 +41,27 @@ class Policy(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted(Record):
-    """submitted.json"""
+    """`submitted.json`: the job that was submitted for one checkpoint."""
 
     job_id: str
     time: float
+    """When it was submitted, in seconds since 1970."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim(Record):
-    """claim.json"""
+    """`claim.json`: who evaluates the checkpoint; any other job that finds it ends."""
 
     job_id: str | None
     """None for who evaluates by hand."""
     node: str
     time: float
+    """When the evaluation began, in seconds since 1970."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result(Record):
-    """result.json, and a line of evaluations.jsonl. `time` is seconds since 1970."""
+    """`result.json`, and a line of evaluations.jsonl. `time` is seconds since 1970."""
 
     iteration: int
     attempt: int

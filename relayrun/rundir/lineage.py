@@ -141,7 +141,7 @@ class Lineage:
 
 def _backwards(run: Run) -> Iterator[Counted]:
     limit = float("inf")
-    """Of iterations: the lowest base of the attempts that were looked at."""
+    """The lowest base, an iteration, of the attempts that were looked at."""
     base: Counted | None = None
     """What the last of them began with, until the commit turns up that made it."""
     for number in reversed(run.attempt_numbers()):

@@ -1,4 +1,4 @@
-"""plan.json: all that the supervisor needs to know of a run, in plain JSON, without the schema."""
+"""`plan.json`: all that the supervisor needs to know of a run, in plain JSON, without the schema."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relayrun.rundir.records import Record
 from relayrun.rundir.run import Run
 
 FORMAT = 2
-"""Of the run directory, as this version writes it.
+"""Number of the format in which this version writes a run directory.
 
 1   the versions before formats were counted; plan.json does not say
 2   views.json says how far the merged views are; what follows is appended
@@ -26,9 +26,9 @@ class Plan(Record):
     """Written by an explicit submit; read by every job of the chain."""
 
     format: int = FORMAT
-    """Of the run directory."""
+    """Number of the run directory's format; see `FORMAT`."""
     run: str
-    """project/name, for people."""
+    """Project and name, `project/name`, for people."""
     job_name: str
     """Slurm's job name; unique to the run directory, for `--dependency=singleton`."""
     scheduler: Literal["slurm", "local"]

@@ -54,8 +54,8 @@ class Record:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Begin(Record):
-    """What an attempt starts from. Times are seconds since 1970."""
+class AttemptStart(Record):
+    """`begin.json`: what an attempt starts from. Times are seconds since 1970."""
 
     attempt: int
     job_id: str
@@ -85,19 +85,19 @@ class Begin(Record):
     log_offset: int = 0
     """Its size when the attempt began."""
     options: dict[str, str] = field(default_factory=dict)
-    """sbatch options of the job, which hold for its successors."""
+    """Options of sbatch for the job, which hold for its successors."""
     previous_end: str | None = None
     """Why the attempt before this one ended, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Started(Record):
-    """started.json: rank 0's way to its first step. Times are seconds since 1970."""
+    """`started.json`: rank 0's way to its first step. Times are seconds since 1970."""
 
     process: float
     """Its program began, with a bare Python."""
     imported: float
-    """torch, megatron-core and the training program are imported."""
+    """The training program, torch and megatron-core are imported."""
     initialised: float
     """Ranks have met, data are checked, model and optimizer are made."""
     loaded: float
@@ -120,7 +120,7 @@ class Commit(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Left(Record):
-    """outcome.json: rank 0 left on purpose."""
+    """`outcome.json`: rank 0 left on purpose."""
 
     outcome: Outcome
     reason: str
@@ -130,12 +130,12 @@ class Left(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat(Record):
-    """heartbeat/<node>.json: a sign of life of one node, written by its first rank at most once a second."""
+    """`heartbeat/<node>.json`: a sign of life of one node, written by its first rank at most once a second."""
 
     node: str
     iteration: int
     phase: str
-    """start, step, save or evaluation: what it does since `time`."""
+    """What the node does since `time`: start, step, save or evaluation."""
     time: float
     step_p95: float | None
     """Seconds, over the last steps; None before there are any."""
@@ -144,7 +144,7 @@ class Heartbeat(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure(Record):
-    """failures/rank-0012.json: a rank's own words on its end, if it had the time to say them."""
+    """`failures/rank-0012.json`: a rank's own words on its end, if it had the time to say them."""
 
     rank: int
     node: str
@@ -155,7 +155,7 @@ class Failure(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Hang(Record):
-    """hang.json: the supervisor ended an attempt that stood still."""
+    """`hang.json`: the supervisor ended an attempt that stood still."""
 
     iteration: int
     phase: str
@@ -166,6 +166,7 @@ class Hang(Record):
 
     @property
     def words(self) -> str:
+        """One line for people: how long nothing moved, where, and which ranks did not answer."""
         who = f"ranks {', '.join(map(str, self.silent))} did not answer" if self.silent else "all ranks answered"
         return f"hang: no progress for {self.seconds:.0f} s in {self.phase} after iteration {self.iteration}; {who}"
 
@@ -176,7 +177,7 @@ class End(Record):
 
     attempt: int
     cause: str
-    """done, saved, exit, fatal, failed or cancelled."""
+    """One of done, saved, exit, fatal, failed, cancelled."""
     reason: str
     exit_code: int
     durable_iteration: int

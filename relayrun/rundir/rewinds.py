@@ -23,7 +23,7 @@ class Rewind(Record):
     """In which the trouble was."""
     reason: str
     base_iteration: int
-    """Of the checkpoint to which training goes back."""
+    """Iteration of the checkpoint to which training goes back."""
     next_sample: int
     """With which it goes on; those from the checkpoint's up to this one are passed over."""
     time: float

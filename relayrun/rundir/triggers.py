@@ -25,7 +25,7 @@ Name = Literal["save", "exit"]
 NAMES: tuple[Name, ...] = ("save", "exit")
 
 MODE = 0o2770
-"""Of the folder: setgid, so that what one member leaves there belongs to the group."""
+"""Permissions of the folder: setgid, so that what one member leaves there belongs to the group."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from typing import Any
 from relayrun.errors import RunDirError
 from relayrun.files import read_lines, read_lines_backwards, write_json
 from relayrun.rundir.attempt import Attempt
-from relayrun.rundir.records import Begin, Record
+from relayrun.rundir.records import AttemptStart, Record
 from relayrun.rundir.run import Run
 
 CHUNK = 1 << 20
@@ -44,7 +44,7 @@ EVALUATIONS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Reached(Record):
-    """views.json: how far the views are."""
+    """`views.json`: how far the views are."""
 
     attempt: int = 0
     """Whose lines are the last ones of metrics.jsonl; 0: none are."""
@@ -55,7 +55,7 @@ class Reached(Record):
     size: int = 0
     """Bytes of the view metrics.jsonl that are right."""
     iteration: int = 0
-    """Of its last line."""
+    """Iteration of the last line of the view metrics.jsonl."""
     closed: int = 0
     """Attempts up to this one have the row in attempts.jsonl that they keep."""
     closed_size: int = 0
@@ -136,7 +136,7 @@ class Views:
                     self._cut(entry["base_iteration"])
         return True
 
-    def _take(self, attempt: Attempt, begin: Begin, deadline: float) -> bool:
+    def _take(self, attempt: Attempt, begin: AttemptStart, deadline: float) -> bool:
         """Append the new and whole lines of an attempt; false if there are more, but the time is over.
 
         Its file is opened anew each time: so NFS shows what has been written.
@@ -155,7 +155,7 @@ class Views:
                     return False
         return True
 
-    def _append(self, lines: Sequence[bytes], begin: Begin) -> None:
+    def _append(self, lines: Sequence[bytes], begin: AttemptStart) -> None:
         reached, text, evaluations = self._reached, bytearray(), list(self._reached.evaluations)
 
         def put() -> None:

@@ -86,6 +86,7 @@ def _exit_code(returncode: int) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Start the ranks that `argv` (without the program's name) asks for; return as `start_tasks` does."""
     parser = argparse.ArgumentParser(prog="relayrun.scheduler.tasks")
     parser.add_argument("--ntasks", type=int, required=True)
     parser.add_argument("--pid-file", type=Path, help="where to write the id of this process")

@@ -7,6 +7,7 @@ Rank 0 leaves `outcome.json`, written last; only with code 1 there is none.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -23,6 +24,8 @@ from relayrun.training.reporting.heartbeat import Pulse, is_first_of_node, node_
 from relayrun.training.reporting.timings import Pace
 from relayrun.training.signals import SignalFlag, dump_stacks_on_request
 
+log = logging.getLogger(__name__)
+
 FATAL = 3
 
 WORDS = 2000
@@ -30,6 +33,11 @@ WORDS = 2000
 
 
 def main(flag: SignalFlag) -> int:
+    """Train one attempt on this rank, until it is done or leaves; return the exit code, as the module says.
+
+    An error of the attempt is not raised: it is printed and becomes a failure record, and a fatal outcome where no
+    other attempt would do better.
+    """
     parser = argparse.ArgumentParser(prog="python -m relayrun.training", description="Train one attempt on this rank.")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)
@@ -93,7 +101,7 @@ def record_failure(attempt: Attempt, rank: int, node: str, error: BaseException)
         attempt.failures.mkdir(exist_ok=True)
         failure.write(attempt.failures / f"rank-{rank:04}.json")
     except OSError as problem:
-        print(f"warning: failure not recorded: {problem}", file=sys.stderr)
+        log.warning("failure not recorded: %s", problem)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ class LossGuard(Hook):
         self._skipped = 0
         """Iterations skipped in a row, up to now."""
         self.rewinds = 0
-        """Of the whole run."""
+        """How many times training went back to a checkpoint, in the whole run."""
 
         # stopping needs no agreement
         self.may_differ = {settings.on_nan, settings.on_spike} & {"skip", "rewind"} != set()

@@ -14,21 +14,23 @@ One small all-reduce per step (gloo, on the host) carries it; no rank decides fo
 
 from __future__ import annotations
 
+import logging
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from relayrun.rundir import triggers
-from relayrun.rundir.records import Begin, Outcome
+from relayrun.rundir.records import AttemptStart, Outcome
 from relayrun.rundir.run import Run
 from relayrun.rundir.triggers import Trigger
 from relayrun.training.signals import SignalFlag
 
 if TYPE_CHECKING:  # it imports torch
     from relayrun.training.parallel import Ranks
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class Order:
 class Control:
     """Looks for reasons to save or to leave."""
 
-    def __init__(self, run: Run, begin: Begin, ranks: Ranks, flag: SignalFlag) -> None:
+    def __init__(self, run: Run, begin: AttemptStart, ranks: Ranks, flag: SignalFlag) -> None:
         self._run = run
         self._attempt = run.attempt(begin.attempt)
         self._ranks = ranks
@@ -72,7 +74,7 @@ class Control:
                 reasons += self._stop_file()
                 self._exit, self._save = self._trigger("exit"), self._trigger("save")
             except OSError as error:  # a file system that fails for a moment is no reason to lose steps
-                print(f"warning: could not look for stop and triggers: {error}", file=sys.stderr, flush=True)
+                log.warning("could not look for stop and triggers: %s", error)
         received = 0 if self._flag.received is None else self._flag.received.value
         signalled, asked, exit_now, save_now, busy = self._ranks.maximum(
             [received, bool(reasons), self._exit is not None, self._save is not None, saving]
@@ -101,7 +103,7 @@ class Control:
             try:
                 triggers.acknowledge(self._run, trigger, iteration=iteration, result=result)
             except OSError as error:
-                print(f"warning: trigger {trigger.name} not acknowledged: {error}", file=sys.stderr, flush=True)
+                log.warning("trigger %s not acknowledged: %s", trigger.name, error)
 
     def _trigger(self, name: triggers.Name) -> Trigger | None:
         trigger = triggers.look(self._run, name)

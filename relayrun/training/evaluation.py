@@ -23,7 +23,7 @@ class Evaluation:
 
     @property
     def samples(self) -> int:
-        """Of one evaluation, over all sets."""
+        """How many samples one evaluation reads, over all sets."""
         return sum(self._samples(order) for order in self.orders.values())
 
     def run(self, model: Model) -> dict[str, float]:

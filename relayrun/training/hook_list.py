@@ -93,6 +93,7 @@ class Hooks:
         self._may_differ = any(hook.may_differ for _, hook, _ in named if _overrides(hook, "before_update"))
 
     def setup(self, context: Context) -> None:
+        """Set all hooks up. What each would save now is what it loads later from a checkpoint without a state of it."""
         self._say = context.say
         self._call("setup", context)
         self._initial = copy.deepcopy(self.state_dict())

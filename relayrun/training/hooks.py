@@ -121,16 +121,16 @@ class Step:
     """After this iteration, since the beginning of the run."""
     consumed_tokens: int
     global_batch_size: int
-    """Of this iteration."""
+    """Samples of this iteration."""
     tokens_per_second: float
     """Over all ranks."""
     step_seconds: float
     data_seconds: float
-    """Of the step: waiting for the batch."""
+    """The part of the step that waited for the batch."""
     forward_backward_seconds: float
-    """Of the step: both passes and the reduction of gradients."""
+    """The part of the step that went to both passes and the reduction of gradients."""
     optimizer_seconds: float
-    """Of the step: clipping and update."""
+    """The part of the step that went to clipping and the update."""
     save_seconds: float
     """That training stood still for saves since the step before; not part of the step."""
     model_tflops_per_gpu: float
@@ -155,7 +155,7 @@ class Evaluated:
     losses: Mapping[str, float]
     """Mean loss in nats per token, by name of the validation set."""
     seconds: float
-    """Of all sets together."""
+    """How long it took, all sets together."""
 
 
 class Action(IntEnum):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import sys
+import logging
 import time
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from relayrun.rundir import rewinds
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lead import SAVES
 from relayrun.rundir.lineage import Durable, Lineage, durable, is_own
-from relayrun.rundir.records import Begin, Left, Outcome, Started
+from relayrun.rundir.records import AttemptStart, Left, Outcome, Started
 from relayrun.rundir.rewinds import Rewind
 from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
@@ -42,6 +42,8 @@ from relayrun.training.reporting.timings import Pace
 from relayrun.training.saver import LEAVE_TRIES, Saver
 from relayrun.training.signals import SignalFlag
 
+log = logging.getLogger(__name__)
+
 
 class LeaveFailed(RelayrunError):
     """The state could not be saved when leaving; the attempt has failed."""
@@ -55,7 +57,7 @@ class Training:
     """The state of one attempt on this rank."""
 
     def __init__(
-        self, run: Run, begin: Begin, config: RunConfig, ranks: Ranks, flag: SignalFlag, pace: Pace, pulse: Pulse
+        self, run: Run, begin: AttemptStart, config: RunConfig, ranks: Ranks, flag: SignalFlag, pace: Pace, pulse: Pulse
     ) -> None:
         self.config = config
         self.ranks = ranks
@@ -289,7 +291,14 @@ class Training:
 
 
 def train(
-    run: Run, begin: Begin, config: RunConfig, flag: SignalFlag, pace: Pace, pulse: Pulse, *, process_began: float
+    run: Run,
+    begin: AttemptStart,
+    config: RunConfig,
+    flag: SignalFlag,
+    pace: Pace,
+    pulse: Pulse,
+    *,
+    process_began: float,
 ) -> None:
     """Run the attempt; on return its outcome is written. Raises what `Training` raises, and ConfigError.
 
@@ -335,7 +344,7 @@ def record_start(attempt: Attempt, started: Started) -> None:
     try:
         started.write(attempt.started)
     except OSError as error:
-        print(f"warning: {attempt.started.name} not written: {error}", file=sys.stderr, flush=True)
+        log.warning("%s not written: %s", attempt.started.name, error)
 
 
 def check_data(manifest: Manifest, mixture: list[str]) -> None:

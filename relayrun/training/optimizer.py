@@ -28,7 +28,7 @@ from relayrun.training.optimizer_shards import parts
 
 
 class ShardedDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]  # megatron-core has no types
-    """megatron-core's DistributedOptimizer, each rank of which saves and loads the part of the state it holds.
+    """The DistributedOptimizer of megatron-core, each rank of which saves and loads the part of the state it holds.
 
     megatron-core's own `fully_reshardable` gathers the whole state on every data-parallel rank at a save, and
     reads the whole of it at a load: 12 bytes of host memory per parameter of the stage, on every rank, while
@@ -77,7 +77,7 @@ class ShardedDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]  
 
 
 class TorchDistributedOptimizer(ShardedDistributedOptimizer):
-    """megatron-core's DistributedOptimizer over torch.optim.AdamW, so that a resume is exact."""
+    """The DistributedOptimizer of megatron-core over torch.optim.AdamW, so that a resume is exact."""
 
     def initialize_state(self) -> None:
         """Give every parameter the state that torch would give it in its first step.
@@ -152,6 +152,7 @@ class Optimizer:
         return float(self.inner.param_groups[0]["lr"])
 
     def zero_grad(self) -> None:
+        """Forget the gradients, in the model's buffers and in the optimizer's own copies."""
         self._model.zero_grad()
         self.inner.zero_grad()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from relayrun.config.schema import RunConfig
-from relayrun.rundir.records import Begin
+from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
 from relayrun.training.anomaly import LossGuard
 from relayrun.training.hook_list import Hooks, import_hooks
@@ -22,7 +22,7 @@ from relayrun.training.reporting.trackers import Trackers
 
 def attempt_hooks(
     run: Run,
-    begin: Begin,
+    begin: AttemptStart,
     config: RunConfig,
     ranks: Ranks,
     model: Model,
@@ -51,7 +51,9 @@ def attempt_hooks(
     return hooks
 
 
-def _reports(run: Run, begin: Begin, config: RunConfig, ranks: Ranks, model: Model, metrics: Metrics) -> Iterator[Hook]:
+def _reports(
+    run: Run, begin: AttemptStart, config: RunConfig, ranks: Ranks, model: Model, metrics: Metrics
+) -> Iterator[Hook]:
     """What this rank writes for people and other programs, besides the metrics."""
     if ranks.rank == 0:
         yield ProgressLog(

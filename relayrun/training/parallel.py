@@ -51,6 +51,7 @@ class Ranks:
 
     @property
     def layout(self) -> str:
+        """The sizes in words, for logs and checkpoints; equal layouts have equal words. `DP4 x TP2 x PP1` is one."""
         virtual = f" x VPP{self.virtual_stages}" if self.virtual_stages > 1 else ""
         context = f" x CP{self.context_size}" if self.context_size > 1 else ""
         return f"DP{self.data_parallel_size} x TP{self.tensor_size} x PP{self.pipeline_size}{virtual}{context}"

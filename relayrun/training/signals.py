@@ -8,12 +8,15 @@ kill it before that.
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import signal
 import sys
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
+
+log = logging.getLogger(__name__)
 
 LEAVE = (signal.SIGUSR2, signal.SIGTERM)
 
@@ -44,6 +47,6 @@ def dump_stacks_on_request(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         file: TextIO = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the process lives
     except OSError as error:
-        print(f"warning: stacks will go to standard error: {error}", file=sys.stderr, flush=True)
+        log.warning("stacks will go to standard error: %s", error)
         file = sys.stderr
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)

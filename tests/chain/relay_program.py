@@ -15,7 +15,7 @@ from pathlib import Path
 
 from relayrun.files import append_line
 from relayrun.rundir import triggers
-from relayrun.rundir.records import Begin, Commit, Heartbeat, Left
+from relayrun.rundir.records import AttemptStart, Commit, Heartbeat, Left
 from relayrun.rundir.run import Run
 
 parser = argparse.ArgumentParser()
@@ -38,7 +38,7 @@ if options.die_on and options.attempt <= 2:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # alone no rank can save
 run = Run(options.run_dir)
 attempt = run.attempt(options.attempt)
-begin = Begin.read(attempt.begin)
+begin = AttemptStart.read(attempt.begin)
 assert begin is not None
 rank = int(os.environ["RANK"])
 iteration = begin.base_iteration

@@ -16,7 +16,7 @@ from relayrun.config.rampup import BatchSizes
 from relayrun.data.order.schedule import Schedule
 from relayrun.data.progress import Progress
 from relayrun.files import read_json, read_lines
-from relayrun.rundir.records import Begin
+from relayrun.rundir.records import AttemptStart
 from tests.workspace import Workspace, ends
 
 pytestmark = pytest.mark.slow
@@ -120,4 +120,4 @@ def test_every_sample_is_read_once_over_changes_of_mixture_ramp_batch_and_ranks(
         )
     shown = data_command("show", str(run.path), "--samples", f"{commits[0] - 1}:{commits[0] + 1}")
     assert shown.count("sample ") == 2
-    assert [Begin.read(run.attempt(number).begin).config_revision for number in (1, 2, 3)] == [1, 2, 3]  # type: ignore[union-attr]
+    assert [AttemptStart.read(run.attempt(number).begin).config_revision for number in (1, 2, 3)] == [1, 2, 3]  # type: ignore[union-attr]

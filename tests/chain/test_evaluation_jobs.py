@@ -14,7 +14,7 @@ from relayrun.errors import SchedulerError
 from relayrun.rundir import evaluations
 from relayrun.rundir.evaluations import Policy, Result
 from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import Begin, Commit
+from relayrun.rundir.records import AttemptStart, Commit
 from relayrun.rundir.run import Run
 from relayrun.scheduler.base import Job
 
@@ -52,7 +52,7 @@ def attempt(run: Run, number: int, *, base: int = 0, iterations: Sequence[int] =
     folder = run.attempt(number)
     folder.path.mkdir(parents=True)
     path = str(run.checkpoint(base)) if base else None
-    Begin(
+    AttemptStart(
         attempt=number,
         job_id=str(number),
         job_name="",

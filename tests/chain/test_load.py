@@ -11,7 +11,7 @@ import pytest
 
 from relayrun.files import read_lines
 from relayrun.rundir.lineage import durable
-from relayrun.rundir.records import Begin
+from relayrun.rundir.records import AttemptStart
 from tests.checkpoints import contents, raw
 from tests.workspace import Workspace, steps
 
@@ -46,7 +46,7 @@ def test_a_run_goes_on_exactly_where_another_one_stood(workspace: Workspace) -> 
     done = submit(workspace.config("branch", **SETTINGS), "--load", f"{source.path}:4")
     assert done.returncode == 0, done.stderr
     assert steps(run) == {number: step for number, step in steps(source).items() if number > 4}
-    begin = Begin.read(run.attempt(1).begin)
+    begin = AttemptStart.read(run.attempt(1).begin)
     assert begin is not None
     assert (begin.base_iteration, begin.base_path) == (4, str(source.checkpoint(4)))
     assert source.checkpoint(4).is_dir()

@@ -16,7 +16,7 @@ from relayrun.files import read_lines
 from relayrun.rundir import triggers
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import Begin, End
+from relayrun.rundir.records import AttemptStart, End
 from relayrun.rundir.run import Run
 from relayrun.scheduler.local import LocalScheduler
 
@@ -57,7 +57,7 @@ def test_a_run_goes_through_as_many_jobs_as_its_time_limit_asks_for(make_run: Ma
     assert run.stop.read_text().startswith("the last iteration, 40, is durable")
     assert durable(run).iteration == 40
     assert [line["iteration"] for line in read_lines(run.metrics_view)] == list(range(1, 41))
-    bases = [Begin.read(run.attempt(n).begin) for n in run.attempt_numbers()]
+    bases = [AttemptStart.read(run.attempt(n).begin) for n in run.attempt_numbers()]
     assert [begin.base_iteration for begin in bases if begin] == [0, *(r.durable_iteration for r in records[:-1])]
 
 
@@ -199,7 +199,7 @@ def test_a_job_that_queues_itself_again_goes_the_same_way(make_run: MakeRun) -> 
     records = ends(run)
     assert len(records) >= 2
     assert [record.cause for record in records] == ["saved"] * (len(records) - 1) + ["done"]
-    begins = [Begin.read(run.attempt(number).begin) for number in run.attempt_numbers()]
+    begins = [AttemptStart.read(run.attempt(number).begin) for number in run.attempt_numbers()]
     assert {begin.job_id for begin in begins if begin} == {"1"}
     assert "job 1 ended: COMPLETED and is queued again" in events
     assert "#SBATCH --requeue" in run.job_script.read_text()
@@ -224,7 +224,7 @@ def test_the_lead_is_measured_by_what_the_attempts_before_took(make_run: MakeRun
     plan = Plan.of(vars(plan) | {"lead_floor": 1.0, "lead_ceiling": 108.0})
     plan.write(run.plan)
     run_chain(run, plan)
-    leads = [begin.lead for number in run.attempt_numbers() if (begin := Begin.read(run.attempt(number).begin))]
+    leads = [begin.lead for number in run.attempt_numbers() if (begin := AttemptStart.read(run.attempt(number).begin))]
     assert leads[0] == 108.0
     assert 10 + 1.5 * 2 < leads[1] < 10 + 1.5 * 2 + 5
 

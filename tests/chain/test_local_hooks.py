@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from relayrun.rundir.records import Begin
+from relayrun.rundir.records import AttemptStart
 from tests.chain.test_local_training import ROOT, submit
 from tests.checkpoints import assert_same_bytes
 from tests.workspace import Workspace, ends, steps
@@ -45,7 +45,7 @@ def test_the_hook_of_the_docs_counts_the_steps_of_a_run_over_three_attempts(tmp_
 
     message = f"hook {BREAKS}, after_step: RuntimeError: broken by a test ("
     for number in (1, 2):
-        begin = Begin.read(run.attempt(number).begin)
+        begin = AttemptStart.read(run.attempt(number).begin)
         assert begin is not None
         log = Path(begin.log or "").read_text()
         assert [line for line in log.splitlines() if message in line]

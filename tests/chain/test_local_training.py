@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.rundir.records import Begin
+from relayrun.rundir.records import AttemptStart
 from tests.checkpoints import assert_same_bytes
 from tests.workspace import Workspace, ends, steps
 
@@ -76,7 +76,7 @@ def test_a_slow_save_moves_the_deadline_of_its_own_attempt(tmp_path: Path) -> No
     done = submit(config)
     assert done.returncode == 0, done.stderr
     run = workspace.run("run")
-    begin = Begin.read(run.attempt(1).begin)
+    begin = AttemptStart.read(run.attempt(1).begin)
     assert begin is not None
     assert begin.lead == 90  # nothing was measured: a quarter of the limit
     log = Path(begin.log or "").with_suffix(".out").read_text()

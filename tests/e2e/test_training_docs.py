@@ -15,7 +15,7 @@ import pytest
 from relayrun.config import compose
 from relayrun.config.training import Optimizer, Training
 from relayrun.files import read_lines
-from relayrun.rundir.records import Begin
+from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
 from tests.readme import ROOT, copy_tracked
 from tests.workspace import Workspace
@@ -69,8 +69,8 @@ def test_ramp_warm_up_evaluations_branch_and_fine_tuning(tmp_path: Path) -> None
     def lines(name: str) -> list[dict[str, Any]]:
         return list(read_lines(Run(tmp_path / "logs/runs/my-project" / name).metrics_view))
 
-    def begin(name: str) -> Begin:
-        found = Begin.read(Run(tmp_path / "logs/runs/my-project" / name).attempt(1).begin)
+    def begin(name: str) -> AttemptStart:
+        found = AttemptStart.read(Run(tmp_path / "logs/runs/my-project" / name).attempt(1).begin)
         assert found is not None
         return found
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import RunConfig
 from relayrun.export import importer
-from relayrun.rundir.records import Begin, Commit
+from relayrun.rundir.records import AttemptStart, Commit
 from relayrun.rundir.run import Run
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
@@ -109,7 +109,7 @@ def make_run(folder: Path, hf: Path, *, iteration: int = 7, divisible_by: int = 
         tokenizer=str(hf / "tokenizer.json"),
         tokenizer_fingerprint=tokenizer.fingerprint,
     ).write(run.manifest)
-    Begin(
+    AttemptStart(
         attempt=1,
         job_id="1",
         job_name="test",

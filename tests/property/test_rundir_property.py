@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from relayrun.files import append_line, read_lines, read_lines_backwards
 from relayrun.rundir import views
 from relayrun.rundir.lineage import line
-from relayrun.rundir.records import Begin, Commit, End
+from relayrun.rundir.records import AttemptStart, Commit, End
 from relayrun.rundir.rewinds import Rewind, append
 from relayrun.rundir.run import Run
 from relayrun.rundir.views import Views, lines_that_count, newest_lines
@@ -28,9 +28,9 @@ def fresh_run() -> Iterator[Run]:
         yield Run(Path(folder))
 
 
-def begin(run: Run, number: int, base: int) -> Begin:
+def begin(run: Run, number: int, base: int) -> AttemptStart:
     run.attempt(number).path.mkdir(parents=True)
-    record = Begin(
+    record = AttemptStart(
         attempt=number,
         job_id=str(number),
         job_name="j",
@@ -56,7 +56,7 @@ def line_from_the_beginning(run: Run) -> list[Commit]:
     """The rule of decision 0001, attempt by attempt."""
     found: list[Commit] = []
     for number in run.attempt_numbers():
-        began = Begin.read(run.attempt(number).begin)
+        began = AttemptStart.read(run.attempt(number).begin)
         if began is None:
             continue
         found = [commit for commit in found if commit.iteration <= began.base_iteration]
@@ -194,7 +194,7 @@ def test_the_appended_views_hold_what_counts(steps: list[tuple[str, int]]) -> No
                 seconds = [entry["evaluation_seconds"] for entry in expected if "evaluation_seconds" in entry]
                 assert views.evaluation_seconds(run, 1000) == seconds
                 rows = list(read_lines(run.attempts_view))
-                begun = [n for n in run.attempt_numbers() if Begin.read(run.attempt(n).begin) is not None]
+                begun = [n for n in run.attempt_numbers() if AttemptStart.read(run.attempt(n).begin) is not None]
                 assert [row["attempt"] for row in rows] == begun
                 assert all(("cause" in row) == run.attempt(row["attempt"]).end.exists() for row in rows)
                 steps_seen = [entry["iteration"] for entry in expected if "step_seconds" in entry]

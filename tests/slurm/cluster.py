@@ -27,7 +27,10 @@ T = TypeVar("T")
 
 
 def first_job_ids() -> Iterator[int]:
-    """Of this worker's clusters: the MASTER_PORT follows from a job's id, and all clusters are one machine."""
+    """Numbers from which the clusters of this worker count their jobs, each far from the next.
+
+    The MASTER_PORT follows from a job's id, and all clusters are one machine.
+    """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     for number in count():
         yield 1 + worker % 8 * 2500 + number % 10 * 250

@@ -13,7 +13,7 @@ from relayrun.errors import SchedulerError
 from relayrun.rundir import triggers
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import Begin, End
+from relayrun.rundir.records import AttemptStart, End
 from relayrun.rundir.run import Run
 from relayrun.scheduler.slurm import Slurm
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
@@ -65,7 +65,7 @@ def test_signals_carry_a_run_through_its_jobs_until_it_is_done(cluster: TestClus
     start(cluster, run)
     wait_for_iteration(cluster, run)
     time.sleep(1)
-    cluster.run(["scancel", "--signal=USR2", "--batch", Begin.read(run.attempt(1).begin).job_id])  # type: ignore[union-attr]
+    cluster.run(["scancel", "--signal=USR2", "--batch", AttemptStart.read(run.attempt(1).begin).job_id])  # type: ignore[union-attr]
     wait_for_end(cluster, run, plan)
     assert [end.cause for end in ends(run)] == ["saved", "done"], logs(run)
     assert ends(run)[0].reason in ("SIGUSR2", "stop file")
@@ -87,7 +87,7 @@ def test_options_of_the_command_line_hold_for_successors(cluster: TestCluster, m
     start(cluster, run, *(f"--{name}={value}" for name, value in given.items()))
     wait_for_iteration(cluster, run)
     for attempt in (1, 2):
-        begin = Begin.read(run.attempt(attempt).begin)
+        begin = AttemptStart.read(run.attempt(attempt).begin)
         assert begin is not None
         job = cluster.job(begin.job_id)
         assert (job["NumNodes"].split("-")[0], job["TimeLimit"], job["Partition"]) == ("1", "00:05:00", "high"), job
@@ -110,7 +110,7 @@ def test_cancel_stops_the_chain_and_touches_nothing_else(cluster: TestCluster, m
     start(cluster, twin)
     wait_for_iteration(cluster, run)
     wait_for_iteration(cluster, twin)
-    cluster.run(["scancel", Begin.read(run.attempt(1).begin).job_id])  # type: ignore[union-attr]
+    cluster.run(["scancel", AttemptStart.read(run.attempt(1).begin).job_id])  # type: ignore[union-attr]
     wait_for_end(cluster, run, plan)
     assert [end.cause for end in ends(run)] == ["cancelled"], logs(run)
     # said by the job itself, or by its successor, which starts in the same second
@@ -145,7 +145,7 @@ def test_a_node_that_is_blamed_twice_is_left_out_of_the_next_job(cluster: TestCl
     causes = [end.cause for end in ends(run)]
     assert causes == ["failed", "failed", "done"], logs(run)
     assert [strike.node for strike in read_strikes(run)] == ["n1", "n1"]
-    begins = [Begin.read(run.attempt(number).begin) for number in run.attempt_numbers()]
+    begins = [AttemptStart.read(run.attempt(number).begin) for number in run.attempt_numbers()]
     assert [begin.options.get("exclude") for begin in begins if begin] == ["n3", "n3", "n[1,3]"]
 
 

@@ -13,7 +13,7 @@ from relayrun.files import read_lines
 from relayrun.rundir import triggers
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import Begin
+from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
 from tests.checkpoints import assert_same_bytes
 from tests.readme import break_code, copy_tracked
@@ -60,7 +60,7 @@ def wait_for_iteration(cluster: TestCluster, run: Run, attempt: int, timeout: fl
 
 
 def job_of(run: Run, attempt: int) -> str:
-    begin = Begin.read(run.attempt(attempt).begin)
+    begin = AttemptStart.read(run.attempt(attempt).begin)
     assert begin is not None
     return begin.job_id
 
@@ -179,7 +179,7 @@ def test_a_bash_launcher_from_anywhere_with_its_options_triggers_and_resume(
     )
     wait_for_iteration(cluster, run, 3)
     assert json.loads((run.triggers / "exit.done").read_text())["result"].startswith("stale")
-    begin = Begin.read(run.attempt(3).begin)
+    begin = AttemptStart.read(run.attempt(3).begin)
     assert begin is not None
     assert (begin.job_id, begin.base_iteration) == (resumed, at)
     cluster.run(["scancel", resumed])
@@ -248,7 +248,7 @@ def test_a_bash_launcher_with_a_backup_survives_what_becomes_of_its_checkout(
     triggers.touch(run, "exit")
     wait_for_end(cluster, run, timeout=300)
     assert [end.cause for end in ends(run)] == ["saved", "exit"]
-    begin = Begin.read(run.attempt(2).begin)
+    begin = AttemptStart.read(run.attempt(2).begin)
     assert begin is not None
     assert begin.base_iteration > 0
 

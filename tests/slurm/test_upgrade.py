@@ -12,7 +12,7 @@ import pytest
 from relayrun.files import read_json, read_lines
 from relayrun.rundir import triggers
 from relayrun.rundir.plan import FORMAT, Plan
-from relayrun.rundir.records import Begin
+from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
 from relayrun.rundir.views import lines_that_count
 from tests.workspace import Workspace, ends, steps
@@ -50,7 +50,7 @@ def test_the_checkout_is_updated_in_place_between_two_jobs(cluster: TestCluster,
     plan = Plan.load(run)
     assert plan.package_root == str(checkout)
     cluster.wait_until(lambda: trained(run, 1), timeout=180)
-    first = Begin.read(run.attempt(1).begin)
+    first = AttemptStart.read(run.attempt(1).begin)
     assert first is not None
     successor = next(job.id for job in cluster.queue() if job.name == plan.job_name and job.state == "PENDING")
     cluster.run(["scontrol", "hold", successor])
@@ -65,7 +65,7 @@ def test_the_checkout_is_updated_in_place_between_two_jobs(cluster: TestCluster,
     triggers.touch(run, "exit")
     cluster.wait_until(lambda: not [j for j in cluster.queue() if j.name == plan.job_name], timeout=180)
     assert [end.cause for end in ends(run)] == ["saved", "exit"]
-    second = Begin.read(run.attempt(2).begin)
+    second = AttemptStart.read(run.attempt(2).begin)
     assert second is not None
     assert second.base_iteration == ends(run)[0].durable_iteration > 0
     assert list(read_lines(run.metrics_view)) == list(lines_that_count(run))

@@ -26,7 +26,7 @@ from relayrun.files import read_lines
 from relayrun.rundir import triggers
 from relayrun.rundir.attempt import Attempt as AttemptDir
 from relayrun.rundir.lineage import durable
-from relayrun.rundir.records import Begin, Commit, Failure, Heartbeat, Left
+from relayrun.rundir.records import AttemptStart, Commit, Failure, Heartbeat, Left
 from relayrun.rundir.run import Run
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
@@ -175,7 +175,7 @@ class Harness:
             "job_end_time": None,
             "lead": 0.0,
         }
-        Begin(**(values | changes)).write(attempt.begin)
+        AttemptStart(**(values | changes)).write(attempt.begin)
         return attempt
 
     def start(

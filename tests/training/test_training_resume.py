@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from relayrun.rundir.records import Begin
+from relayrun.rundir.records import AttemptStart
 from tests.checkpoints import assert_same_bytes
 
 STEPS = 30
@@ -22,7 +22,7 @@ def cut_by_signal(attempt: Any) -> str:
 
 
 def cut_by_stop_file(attempt: Any) -> str:
-    attempt.wait_for_iteration(Begin.read(attempt.directory.begin).base_iteration + 2)
+    attempt.wait_for_iteration(AttemptStart.read(attempt.directory.begin).base_iteration + 2)
     attempt.directory.stop.write_text("asked by a test\n")
     return "stop file: asked by a test"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from relayrun.config.schema import Training
-from relayrun.rundir.records import Begin, Commit
+from relayrun.rundir.records import AttemptStart, Commit
 from relayrun.rundir.rewinds import Rewind, append, pending
 from relayrun.rundir.run import Run
 from relayrun.rundir.views import merged_metrics
@@ -90,7 +90,7 @@ def test_a_guard_that_was_saved_anywhere_decides_as_the_one_that_was_not() -> No
 
 def begin(run: Run, number: int, base: int) -> None:
     run.attempt(number).path.mkdir(parents=True)
-    Begin(
+    AttemptStart(
         attempt=number,
         job_id="1",
         job_name="x",

@@ -13,7 +13,7 @@ import pytest
 
 from relayrun.files import read_json
 from relayrun.monitoring.environment import code
-from relayrun.rundir.records import Begin
+from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
 from relayrun.submit.code_snapshot import LARGEST, snapshot
 from tests.readme import break_code, copy_tracked
@@ -116,7 +116,7 @@ def test_a_checkout_that_breaks_under_a_running_chain_does_not_break_its_next_jo
         process.wait()
     assert [end.cause for end in ends(run)] == ["saved", "exit"]
     assert sorted(steps(run)) == list(range(1, len(steps(run)) + 1))
-    begin = Begin.read(run.attempt(2).begin)
+    begin = AttemptStart.read(run.attempt(2).begin)
     assert begin is not None
     assert begin.base_iteration > 0
     assert "code/0001" in (run.debug_of(2) / "compute_environment.txt").read_text()

@@ -17,7 +17,7 @@ from relayrun.data.progress import Progress
 from relayrun.errors import InputError
 from relayrun.files import append_line, write_json
 from relayrun.rundir import run as rundir
-from relayrun.rundir.records import Begin, Commit
+from relayrun.rundir.records import AttemptStart, Commit
 from relayrun.shards.indexed import Shard
 from relayrun.shards.manifest import Manifest
 from relayrun.submit.submission import build_manifest
@@ -73,7 +73,7 @@ class Run:
             progress = Progress.resume(state["progress"], config.training.batch_sizes)
         attempt = self.dir.attempt(number)
         attempt.path.mkdir()
-        Begin(
+        AttemptStart(
             attempt=number,
             job_id="1",
             job_name="x",

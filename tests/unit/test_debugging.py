@@ -16,11 +16,11 @@ from relayrun.config.schema import Debug
 from relayrun.data.order.mock import WINDOWS, MockDataset
 from relayrun.errors import ConfigError
 from relayrun.monitoring import environment, memory
-from relayrun.rundir.records import Begin
+from relayrun.rundir.records import AttemptStart
 from relayrun.training.reporting import debugging
 from tests.workspace import Workspace
 
-BEGIN = Begin(
+BEGIN = AttemptStart(
     attempt=3,
     job_id="17",
     job_name="llama",

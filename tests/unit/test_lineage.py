@@ -7,7 +7,7 @@ import pytest
 
 from relayrun.errors import RunDirError
 from relayrun.rundir.lineage import BEGINNING, Durable, Lineage, durable, line
-from relayrun.rundir.records import Begin, Commit
+from relayrun.rundir.records import AttemptStart, Commit
 from relayrun.rundir.run import Run
 
 
@@ -21,7 +21,7 @@ def run(tmp_path: Path) -> Run:
 def begin(run: Run, number: int, base: int = 0) -> None:
     attempt = run.attempt(number)
     attempt.path.mkdir(parents=True)
-    Begin(
+    AttemptStart(
         attempt=number,
         job_id=str(number),
         job_name="j",

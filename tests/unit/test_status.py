@@ -18,7 +18,7 @@ from relayrun.monitoring.run_status import Damaged, Queue, RunStatus
 from relayrun.rundir import evaluations, find, triggers
 from relayrun.rundir.evaluations import Result, Submitted
 from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import Begin, Commit, End, Heartbeat
+from relayrun.rundir.records import AttemptStart, Commit, End, Heartbeat
 from relayrun.rundir.run import Run
 from relayrun.scheduler.base import Job
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
@@ -30,7 +30,7 @@ RUNNING = Queue(jobs=[Job(id="8", name="j", state="RUNNING"), Job(id="9", name="
 def begin(run: Run, number: int, *, base: int = 0, start: float = NOW - 600) -> None:
     attempt = run.attempt(number)
     attempt.heartbeats.mkdir(parents=True)
-    Begin(
+    AttemptStart(
         attempt=number,
         job_id=str(number + 6),
         job_name="j",

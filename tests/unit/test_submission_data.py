@@ -12,7 +12,7 @@ import pytest
 from relayrun.cli import main
 from relayrun.config import compose
 from relayrun.errors import InputError
-from relayrun.rundir.records import Begin, Commit
+from relayrun.rundir.records import AttemptStart, Commit
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
 from relayrun.submit import submission
@@ -27,7 +27,7 @@ def trained(tmp_path: Path) -> Workspace:
     run = workspace.run("run")
     attempt = run.attempt(1)
     attempt.path.mkdir(parents=True)
-    Begin(
+    AttemptStart(
         attempt=1,
         job_id="1",
         job_name="x",

@@ -19,7 +19,7 @@ from relayrun.monitoring.trackers import feed, sinks, wandb_files
 from relayrun.monitoring.trackers.points import Point, PointReader, Rewound
 from relayrun.monitoring.trackers.sinks import highest_event
 from relayrun.monitoring.trackers.streams import record_streams
-from relayrun.rundir.records import Begin, Left
+from relayrun.rundir.records import AttemptStart, Left
 from relayrun.rundir.run import Run
 from relayrun.training.reporting import trackers
 
@@ -43,10 +43,10 @@ class Memory:
         self.closed = True
 
 
-def begin(run: Run, number: int, base: int = 0, *, rewound: bool = False) -> Begin:
+def begin(run: Run, number: int, base: int = 0, *, rewound: bool = False) -> AttemptStart:
     attempt = run.attempt(number)
     attempt.path.mkdir(parents=True)
-    record = Begin(
+    record = AttemptStart(
         attempt=number,
         job_id="1",
         job_name="j",
@@ -76,7 +76,7 @@ def leave(run: Run, number: int) -> None:
     Left(outcome="saved", reason="", iteration=0, time=0.0).write(run.attempt(number).outcome)
 
 
-def told(run: Run, at: Begin, sink: Memory) -> list[int]:
+def told(run: Run, at: AttemptStart, sink: Memory) -> list[int]:
     """The iterations that an attempt's feed tells when the attempt has ended already."""
     before = len(sink.kept)
     feed.feed(run, at, record_streams(run)[-1], sink, lambda _seconds: True)

@@ -14,7 +14,7 @@ import pytest
 from relayrun.files import read_lines
 from relayrun.rundir import triggers
 from relayrun.rundir.attempt import Attempt
-from relayrun.rundir.records import Begin
+from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
 from relayrun.training.control import Control, Order
 from relayrun.training.hooks import Step
@@ -55,7 +55,7 @@ def control(run: Run, ranks: Any = None, flag: SignalFlag | None = None, **chang
         "job_end_time": None,
         "lead": 0.0,
     }
-    return Control(run, Begin(**(values | changes)), ranks or OneRank(), flag or SignalFlag())
+    return Control(run, AttemptStart(**(values | changes)), ranks or OneRank(), flag or SignalFlag())
 
 
 def test_without_a_reason_training_goes_on(run: Run) -> None:

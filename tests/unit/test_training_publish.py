@@ -11,7 +11,7 @@ from relayrun.errors import FatalTrainingError
 from relayrun.rundir import evaluations
 from relayrun.rundir.evaluations import Policy
 from relayrun.rundir.lineage import durable
-from relayrun.rundir.records import Begin, Commit
+from relayrun.rundir.records import AttemptStart, Commit
 from relayrun.rundir.run import Run
 from relayrun.training.checkpoint import publish
 
@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> Run:
 
 def begin(run: Run, attempt: int, base: int = 0) -> None:
     run.attempt(attempt).path.mkdir(parents=True)
-    Begin(
+    AttemptStart(
         attempt=attempt,
         job_id="1",
         job_name="x",

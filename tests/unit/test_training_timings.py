@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from relayrun.rundir.records import Begin, Failure, Heartbeat
+from relayrun.rundir.records import AttemptStart, Failure, Heartbeat
 from relayrun.rundir.run import Run
 from relayrun.training.__main__ import record_failure
 from relayrun.training.reporting import heartbeat
@@ -21,7 +21,7 @@ from relayrun.training.reporting.heartbeat import Pulse, node_name
 from relayrun.training.reporting.timings import Pace
 
 
-def begin(**changes: Any) -> Begin:
+def begin(**changes: Any) -> AttemptStart:
     values: dict[str, Any] = {
         "attempt": 1,
         "job_id": "1",
@@ -34,7 +34,7 @@ def begin(**changes: Any) -> Begin:
         "job_end_time": 1000.0,
         "lead": 60.0,
     }
-    return Begin(**(values | changes))
+    return AttemptStart(**(values | changes))
 
 
 def after_saves(pace: Pace, seconds: list[float]) -> Pace:

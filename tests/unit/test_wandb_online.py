@@ -16,7 +16,7 @@ from relayrun.config import compose
 from relayrun.files import append_line
 from relayrun.monitoring.trackers.streams import record_streams
 from relayrun.monitoring.trackers.wandb_files import history, offline_files
-from relayrun.rundir.records import Begin, Left
+from relayrun.rundir.records import AttemptStart, Left
 from relayrun.rundir.run import Run
 from tests.wandb_service import WandBService
 from tests.workspace import Workspace
@@ -31,7 +31,7 @@ def attempt(run: Run, number: int, *, base: int, last: int, rewound: bool = Fals
     """An attempt that computed the iterations base + 1 to last."""
     made = run.attempt(number)
     made.path.mkdir(parents=True)
-    Begin(
+    AttemptStart(
         attempt=number,
         job_id="1",
         job_name="j",

@@ -25,7 +25,7 @@ from relayrun.errors import RunDirError, run_main
 from relayrun.monitoring.trackers.points import PointReader, Rewound
 from relayrun.monitoring.trackers.sinks import Sink, TensorBoard, WandB, wandb_mode
 from relayrun.monitoring.trackers.streams import Stream, record_streams
-from relayrun.rundir.records import Begin
+from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 15.0, 600.0
 """Seconds between a failure and the next try: twice as long after each."""
 
 
-def feed(run: Run, begin: Begin, stream: Stream, sink: Sink, wait: Callable[[float], bool]) -> None:
+def feed(run: Run, begin: AttemptStart, stream: Stream, sink: Sink, wait: Callable[[float], bool]) -> None:
     """Tell a sink until rank 0 leaves, or goes back to a checkpoint (raises Rewound).
 
     `wait(seconds)` returns whether it leaves. Raises what the sink raises.

@@ -10,7 +10,7 @@ from typing import Any
 
 from relayrun.monitoring.trackers.streams import Stream
 from relayrun.rundir import views
-from relayrun.rundir.records import Begin
+from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
 
 SPEED = frozenset(
@@ -74,7 +74,7 @@ class PointReader:
         self._held: Point | None = None
 
     @classmethod
-    def of_attempt(cls, run: Run, begin: Begin, stream: Stream, *, mark: int) -> PointReader:
+    def of_attempt(cls, run: Run, begin: AttemptStart, stream: Stream, *, mark: int) -> PointReader:
         """Follow the newest stream: what is there of it up to the attempt's base or newest rewind, then what comes."""
         rewinds = stream.rewind if stream.first_attempt == begin.attempt else 0
         base = stream.fork_iteration if rewinds else begin.base_iteration

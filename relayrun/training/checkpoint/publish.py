@@ -7,10 +7,10 @@ newest must not publish: a later one has begun from an older checkpoint and owns
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 
 from relayrun.errors import FatalTrainingError, RunDirError
@@ -18,6 +18,8 @@ from relayrun.files import fsync_directory, write_atomic
 from relayrun.rundir import evaluations
 from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
+
+log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"iter_(\d{7,})")
 
@@ -53,7 +55,7 @@ def publish(run: Run, attempt: int, commit: Commit, staged: Path) -> None:
     try:
         write_atomic(run.tracker, f"{commit.iteration}\n")
     except OSError as error:
-        _warn(f"{run.tracker.name} not written: {error}")
+        log.warning("%s not written: %s", run.tracker.name, error)
 
 
 def prune(run: Run, attempt: int, keep_last: int, keep_every: int | None = None) -> None:
@@ -84,11 +86,7 @@ def prune(run: Run, attempt: int, keep_last: int, keep_every: int | None = None)
             if other.name.isdecimal() and int(other.name) < attempt:
                 shutil.rmtree(other)
     except (OSError, RunDirError) as error:
-        _warn(f"old checkpoints not removed: {error}")
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+        log.warning("old checkpoints not removed: %s", error)
 
 
 def _sync(folder: Path) -> None:

@@ -29,7 +29,7 @@ class _PassingFiles(FileSystem):
 
 
 class ThreadedWriter(FileSystemWriter):
-    """torch's writer with several threads, of which none fails unseen.
+    """The writer of torch with several threads, none of which fails unseen.
 
     torch 2.13's own prints the error of any thread but the first and leaves that thread's file out of the
     checkpoint's metadata: a save that looks good and cannot be loaded.

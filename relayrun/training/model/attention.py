@@ -37,8 +37,9 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         *_: Any,
         **__: Any,
     ) -> torch.Tensor:
-        """query [sequence, batch, heads, channels], key and value [sequence, batch, groups, channels] →
-        [sequence, batch, heads * channels]. Heads and groups are those of this tensor-parallel rank.
+        """Attend with query [sequence, batch, heads, channels] to key and value [sequence, batch, groups, channels].
+
+        Returns [sequence, batch, heads * channels]. Heads and groups are those of this tensor-parallel rank.
 
         `visible` [batch, 1, sequence, sequence] is true where a token (row) may see another; None: all before
         it. With it torch has no flash kernel for GPUs and takes a memory-efficient one.

@@ -38,9 +38,9 @@ class MicroBatch:
     """What one rank runs at a time."""
 
     tokens: npt.NDArray[np.int64]
-    """[micro_batch_size, seq_length + 1]"""
+    """Token ids of shape [micro_batch_size, seq_length + 1]: inputs, and targets one place further."""
     weights: npt.NDArray[np.float32] | None = None
-    """[micro_batch_size], of the samples' losses; None: each counts once."""
+    """Weights of the samples' losses, of shape [micro_batch_size]; None: each counts once."""
 
 
 class Model:

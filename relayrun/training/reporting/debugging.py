@@ -5,6 +5,7 @@ Nothing here imports torch before it is needed: nsys must be around the process 
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -18,9 +19,11 @@ from relayrun.config.schema import Debug, RunConfig
 from relayrun.errors import ConfigError
 from relayrun.files import write_atomic
 from relayrun.monitoring import environment, memory
-from relayrun.rundir.records import Begin, Left
+from relayrun.rundir.records import AttemptStart, Left
 from relayrun.rundir.run import Run
 from relayrun.training.hooks import Hook, Step, StepStart
+
+log = logging.getLogger(__name__)
 
 UNDER_NSYS = "RELAYRUN_UNDER_NSYS"
 
@@ -64,13 +67,15 @@ def log_nccl(folder: Path, *, node: str, rank: int) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        print(f"warning: NCCL's log goes to the job's: {error}", file=sys.stderr, flush=True)
+        log.warning("NCCL's log goes to the job's: %s", error)
         return
     os.environ.setdefault("NCCL_DEBUG", "INFO")
     os.environ["NCCL_DEBUG_FILE"] = str(folder / f"{node}-rank-{rank:04}.log")
 
 
-def write_surroundings(run: Run, begin: Begin, config: RunConfig, *, rank: int, node: str, first_of_node: bool) -> None:
+def write_surroundings(
+    run: Run, begin: AttemptStart, config: RunConfig, *, rank: int, node: str, first_of_node: bool
+) -> None:
     """Start what writes compute_environment.txt (rank 0) and memory_logging-<node>.txt (a node's first rank).
 
     In threads: git and nvidia-smi may take long, and training does not wait for them.
@@ -79,7 +84,7 @@ def write_surroundings(run: Run, begin: Begin, config: RunConfig, *, rank: int, 
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        print(f"warning: nothing is noted of this attempt's surroundings: {error}", file=sys.stderr, flush=True)
+        log.warning("nothing is noted of this attempt's surroundings: %s", error)
         return
     if rank == 0:
         path = folder / "compute_environment.txt"
@@ -88,12 +93,12 @@ def write_surroundings(run: Run, begin: Begin, config: RunConfig, *, rank: int, 
         memory.start(folder / f"memory_logging-{node}.txt", interval=config.debug.memory_interval)
 
 
-def _write_environment(path: Path, run: Run, begin: Begin, config: RunConfig) -> None:
+def _write_environment(path: Path, run: Run, begin: AttemptStart, config: RunConfig) -> None:
     try:
         text = environment.describe(config, begin, root=ROOT, job_script=run.job_script, environment=os.environ)
         write_atomic(path, text, durable=False)
     except Exception as error:
-        print(f"warning: {path.name} not written: {error}", file=sys.stderr, flush=True)
+        log.warning("%s not written: %s", path.name, error)
 
 
 class Profiler(Hook):
@@ -129,11 +134,11 @@ class Profiler(Hook):
             profile.stop()
             self._say(f"profiled by {self._debug.profile}; traces in {self._trace.parent}")
         except (OSError, RuntimeError) as error:
-            print(f"warning: no profile: {error}", file=sys.stderr, flush=True)
+            log.warning("no profile: %s", error)
 
 
 class _Torch:
-    """torch.profiler: operations of the CPU and, where there is one, of the GPU."""
+    """Operations of the CPU and, where there is one, of the GPU, as `torch.profiler` sees them."""
 
     def __init__(self, trace: Path) -> None:
         import torch

@@ -7,9 +7,9 @@ the attempt is over. Standard library only, so that the first beat comes before 
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -19,6 +19,8 @@ from typing import Literal
 from relayrun.files import write_json
 from relayrun.rundir.records import Heartbeat
 from relayrun.training.reporting.timings import Pace
+
+log = logging.getLogger(__name__)
 
 Phase = Literal["start", "step", "save", "evaluation"]
 
@@ -72,7 +74,7 @@ class Pulse:
             self._failing = False
         except OSError as error:  # a full disk is no reason to stop; one line says it
             if not self._failing:
-                print(f"warning: heartbeat of {self._node} not written: {error}", file=sys.stderr, flush=True)
+                log.warning("heartbeat of %s not written: %s", self._node, error)
             self._failing = True
 
 

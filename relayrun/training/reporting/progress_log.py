@@ -1,4 +1,4 @@
-"""progress.txt in the run directory, in the form that Megatron-LM writes into its save folder (training.py there).
+"""`progress.txt` in the run directory, in the form that Megatron-LM writes into its save folder (training.py there).
 
 Fields are separated by tabs: local time, `Job ID: N`, `# GPUs: N`, then `Starting job`, or `Saved checkpoint`,
 `Iteration: N`, `Job throughput: X TFLOP/s/GPU`, `Cumulative throughput: X TFLOP/s/GPU`,
@@ -9,13 +9,15 @@ queue included.
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
 from datetime import datetime
 from pathlib import Path
 
 from relayrun.rundir.records import Commit
 from relayrun.training.hooks import Hook
+
+log = logging.getLogger(__name__)
 
 TIME = "%Y-%m-%d %H:%M:%S"
 
@@ -79,4 +81,4 @@ class ProgressLog(Hook):
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(f"{datetime.fromtimestamp(time.time()).strftime(TIME)}\t{self._head}\t{text}\n")
         except OSError as error:
-            print(f"warning: {self._path.name} not written: {error}", file=sys.stderr, flush=True)
+            log.warning("%s not written: %s", self._path.name, error)

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import deque
 
 from relayrun.rundir.lead import SAVES, STEPS, measured_lead, percentile
-from relayrun.rundir.records import Begin, Commit
+from relayrun.rundir.records import AttemptStart, Commit
 from relayrun.training.hooks import Evaluated, Hook, Step
 
 
 class Pace(Hook):
     """Seconds of the last steps and saves."""
 
-    def __init__(self, begin: Begin) -> None:
+    def __init__(self, begin: AttemptStart) -> None:
         self._begin = begin
         self._steps: deque[float] = deque(maxlen=STEPS)
         self._samples = 0
@@ -47,7 +47,7 @@ class Pace(Hook):
         self._saves.append(seconds)
 
     def evaluation(self, seconds: float) -> None:
-        """Of all validation sets together."""
+        """An evaluation took so many seconds, all validation sets together."""
         self._evaluations.append(seconds)
 
     def expect_evaluation(self, samples: int) -> None:
