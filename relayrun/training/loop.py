@@ -286,8 +286,10 @@ class Training:
         failure = self.saver.last(self.position)
         if failure is not None:  # triggers stay: an exit asked for must reach the next attempt
             raise LeaveFailed(f"iteration {at} could not be saved ({LEAVE_TRIES} tries): {failure}")
+        left = Left(outcome=outcome, reason=reason, iteration=at, time=time.time())
+        self.hooks.at_end(left)  # what a hook raises fails the attempt, and an exit asked for must reach the next
         self.control.acknowledge(asked, at, result)
-        return Left(outcome=outcome, reason=reason, iteration=at, time=time.time())
+        return left
 
 
 def train(
@@ -318,7 +320,6 @@ def train(
     training.hooks.at_start(training.position.iteration, training.position.consumed_samples)
     left = training.run()
     training.reader.close()
-    training.hooks.at_end(left)
     training.metrics.say(f"leaving at iteration {left.iteration}: {left.outcome} ({left.reason})")
     if ranks.rank == 0:
         left.write(run.attempt(begin.attempt).outcome)
