@@ -18,7 +18,7 @@ from pathlib import Path
 from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError, log_to_stderr
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.plan import read_format
-from relayrun.rundir.records import Failure, Left
+from relayrun.rundir.records import Failure, Outcome
 from relayrun.rundir.run import Run
 from relayrun.training.reporting.heartbeat import Pulse, is_first_of_node, node_name
 from relayrun.training.reporting.timings import Pace
@@ -79,8 +79,8 @@ def main(flag: SignalFlag) -> int:
         record_failure(attempt, rank, node, error)
         if rank == 0:
             saved = [commit.iteration for commit in attempt.read_commits()]
-            left = Left(outcome="fatal", reason=str(error), iteration=max(saved, default=base), time=time.time())
-            left.write(attempt.outcome)
+            outcome = Outcome(outcome="fatal", reason=str(error), iteration=max(saved, default=base), time=time.time())
+            outcome.write(attempt.outcome)
         return FATAL
     except RelayrunError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from relayrun.rundir import triggers
-from relayrun.rundir.records import AttemptStart, Outcome
+from relayrun.rundir.records import AttemptStart, OutcomeName
 from relayrun.rundir.run import Run
 from relayrun.rundir.triggers import Trigger
 from relayrun.training.signals import SignalFlag
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 class Order:
     """What all ranks agreed on."""
 
-    leave: Outcome | None = None
+    leave: OutcomeName | None = None
     save: bool = False
     """Somebody touched triggers/save."""
     saving: bool = False

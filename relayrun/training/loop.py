@@ -20,7 +20,7 @@ from relayrun.rundir import rewinds
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lead import SAVES
 from relayrun.rundir.lineage import Durable, Lineage, durable, is_own
-from relayrun.rundir.records import AttemptStart, Left, Outcome, Started
+from relayrun.rundir.records import AttemptStart, Outcome, OutcomeName, Started
 from relayrun.rundir.rewinds import Rewind
 from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
@@ -143,7 +143,7 @@ class Training:
             consumed_samples=self.position.consumed_samples,
         )
 
-    def run(self) -> Left:
+    def run(self) -> Outcome:
         """Train until done or asked to leave; return how it ended. The state is durable then.
 
         Raises LeaveFailed if the last save did not work, FatalTrainingError on a loss that is no number.
@@ -279,7 +279,7 @@ class Training:
             self.hooks.at_evaluation(Evaluated(iteration=self.position.iteration, losses=losses, seconds=seconds))
             self.saver.move_deadline()
 
-    def _leave(self, outcome: Outcome, reason: str) -> Left:
+    def _leave(self, outcome: OutcomeName, reason: str) -> Outcome:
         at = self.position.iteration
         asked = self.control.take()
         result = f"nothing trained since iteration {at}" if at == self.saver.saved_iteration else "saved"
@@ -287,7 +287,7 @@ class Training:
         if failure is not None:  # triggers stay: an exit asked for must reach the next attempt
             raise LeaveFailed(f"iteration {at} could not be saved ({LEAVE_TRIES} tries): {failure}")
         self.control.acknowledge(asked, at, result)
-        return Left(outcome=outcome, reason=reason, iteration=at, time=time.time())
+        return Outcome(outcome=outcome, reason=reason, iteration=at, time=time.time())
 
 
 def train(
@@ -316,12 +316,12 @@ def train(
         times = Started(process=process_began, imported=imported, initialised=training.initialised, loaded=time.time())
         record_start(run.attempt(begin.attempt), times)
     training.hooks.at_start(training.position.iteration, training.position.consumed_samples)
-    left = training.run()
+    outcome = training.run()
     training.reader.close()
-    training.hooks.at_end(left)
-    training.metrics.say(f"leaving at iteration {left.iteration}: {left.outcome} ({left.reason})")
+    training.hooks.at_end(outcome)
+    training.metrics.say(f"leaving at iteration {outcome.iteration}: {outcome.outcome} ({outcome.reason})")
     if ranks.rank == 0:
-        left.write(run.attempt(begin.attempt).outcome)
+        outcome.write(run.attempt(begin.attempt).outcome)
     parallel.stop()
     training.hooks.close()
 
