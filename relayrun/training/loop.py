@@ -38,7 +38,7 @@ from relayrun.training.own_hooks import attempt_hooks
 from relayrun.training.parallel import Ranks
 from relayrun.training.reporting.heartbeat import Pulse
 from relayrun.training.reporting.metrics import Metrics
-from relayrun.training.reporting.timings import Pace
+from relayrun.training.reporting.timings import Timings
 from relayrun.training.saver import LEAVE_TRIES, Saver
 from relayrun.training.signals import SignalFlag
 
@@ -57,11 +57,18 @@ class Training:
     """The state of one attempt on this rank."""
 
     def __init__(
-        self, run: Run, begin: AttemptStart, config: RunConfig, ranks: Ranks, flag: SignalFlag, pace: Pace, pulse: Pulse
+        self,
+        run: Run,
+        begin: AttemptStart,
+        config: RunConfig,
+        ranks: Ranks,
+        flag: SignalFlag,
+        timings: Timings,
+        pulse: Pulse,
     ) -> None:
         self.config = config
         self.ranks = ranks
-        self.pace = pace
+        self.timings = timings
         self.pulse = pulse
         manifest = Manifest.read(run.manifest)
         ranks.on_first_rank(partial(check_data, manifest, mixture_of(config)), InputError)
@@ -69,14 +76,22 @@ class Training:
         self.run_dir, self.attempt = run, run.attempt(begin.attempt)
         self.order = training_order(config, manifest)
         self.evaluation = Evaluation(orders=validation_orders(config, manifest), training=settings, ranks=ranks)
-        pace.expect_evaluation(self.evaluation.samples)
+        timings.expect_evaluation(self.evaluation.samples)
         self.control = Control(run, begin, ranks, flag)
         self.metrics = Metrics(run.attempt(begin.attempt), ranks, total_steps=settings.steps)
         self.model = Model(config, ranks, manifest.vocabulary_size, eod=manifest.eod, progress=pulse.beat)
         self.optimizer = Optimizer(config, self.model)
         self.guard = LossGuard(settings)
         self.hooks = attempt_hooks(
-            run, begin, config, ranks, self.model, self.optimizer, pace=pace, guard=self.guard, metrics=self.metrics
+            run,
+            begin,
+            config,
+            ranks,
+            self.model,
+            self.optimizer,
+            timings=timings,
+            guard=self.guard,
+            metrics=self.metrics,
         )
         self.checkpointer = Checkpointer(
             run,
@@ -101,7 +116,7 @@ class Training:
             control=self.control,
             hooks=self.hooks,
             say=self.metrics.say,
-            pace=pace,
+            timings=timings,
             pulse=pulse,
             asynchronous=config.checkpoint.async_save,
             saved_iteration=self.position.iteration,
@@ -228,8 +243,8 @@ class Training:
             )
         )
         self.saver.stall_seconds = 0.0
-        if self.pace.estimates_evaluation:  # it may be due before a save or an evaluation moves the deadline
-            self.control.lead = self.pace.lead()
+        if self.timings.estimates_evaluation:  # it may be due before a save or an evaluation moves the deadline
+            self.control.lead = self.timings.lead()
         at = self.position.iteration
         if verdict.action is Action.STOP:
             self.saver.settle(at)
@@ -295,7 +310,7 @@ def train(
     begin: AttemptStart,
     config: RunConfig,
     flag: SignalFlag,
-    pace: Pace,
+    timings: Timings,
     pulse: Pulse,
     *,
     process_began: float,
@@ -310,8 +325,8 @@ def train(
         torch.set_num_threads(config.training.threads)
     ranks = parallel.start(config)
     for seconds in ranks.on_first_rank(lambda: Lineage(run).newest_saves(SAVES), InputError):
-        pace.save(seconds)
-    training = Training(run, begin, config, ranks, flag, pace, pulse)
+        timings.save(seconds)
+    training = Training(run, begin, config, ranks, flag, timings, pulse)
     if ranks.rank == 0:
         times = Started(process=process_began, imported=imported, initialised=training.initialised, loaded=time.time())
         record_start(run.attempt(begin.attempt), times)
