@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class Agreement:
     """What all ranks agreed on."""
 
     leave: OutcomeName | None = None
@@ -61,7 +61,7 @@ class Control:
         self._save: Trigger | None = None
         self._taken: set[Trigger] = set()
 
-    def look(self, *, saving: bool = False) -> Order:
+    def look(self, *, saving: bool = False) -> Agreement:
         """Agree with the other ranks. Called by all of them, as often on each.
 
         `saving`: this rank's part of a save is not over.
@@ -81,11 +81,11 @@ class Control:
         )
         if exit_now:
             reason = f"exit trigger by {self._exit.user}" if self._exit is not None else ""
-            return Order(leave="exit", save=bool(save_now), saving=bool(busy), reason=reason)
+            return Agreement(leave="exit", save=bool(save_now), saving=bool(busy), reason=reason)
         if signalled or asked:
             words = [signal.Signals(signalled).name] if signalled else []
-            return Order(leave="saved", save=bool(save_now), saving=bool(busy), reason="; ".join(words + reasons))
-        return Order(save=bool(save_now), saving=bool(busy))
+            return Agreement(leave="saved", save=bool(save_now), saving=bool(busy), reason="; ".join(words + reasons))
+        return Agreement(save=bool(save_now), saving=bool(busy))
 
     def take(self) -> tuple[Trigger, ...]:
         """The triggers that the last `look` saw, on rank 0; no `look` reports them again.

@@ -169,15 +169,15 @@ class Training:
             gc.disable()  # else each rank stops at another time, and all wait for each
         gc.freeze()  # what set-up made stays: collections, of which every save has one, look at the rest alone
         while True:
-            order = self.saver.look()
+            agreed = self.saver.look()
             at = self.position.iteration
             if at >= steps:
                 return self._leave("done", f"iteration {at} of {steps} reached")
             if self.config.training.manual_gc_interval and at % self.config.training.manual_gc_interval == 0:
                 gc.collect()
-            if order.leave is not None:
-                return self._leave(order.leave, order.reason)
-            if order.save and at:  # before the first iteration there is nothing to save: answered after it
+            if agreed.leave is not None:
+                return self._leave(agreed.leave, agreed.reason)
+            if agreed.save and at:  # before the first iteration there is nothing to save: answered after it
                 self.saver.asked(self.position)
             if at % self.config.checkpoint.interval == 0:
                 self.saver.due(self.position)

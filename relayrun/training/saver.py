@@ -23,7 +23,7 @@ from relayrun.data.progress import Progress
 from relayrun.rundir.triggers import Trigger
 from relayrun.training.checkpoint.background import BackgroundSave
 from relayrun.training.checkpoint.state import Checkpointer, SaveFailed
-from relayrun.training.control import Control, Order
+from relayrun.training.control import Agreement, Control
 from relayrun.training.hook_list import Hooks
 from relayrun.training.reporting.heartbeat import Pulse
 from relayrun.training.reporting.timings import Timings
@@ -64,14 +64,14 @@ class Saver:
         self.stall_seconds = 0.0
         """How long saves have held training; whoever reports it sets it to 0."""
 
-    def look(self) -> Order:
+    def look(self) -> Agreement:
         """See what is asked for; a save that is over on every rank is concluded."""
         if self._under_way is not None:
             self._control.lead = self._timings.lead(under_way=self._under_way.seconds)
-        order = self._control.look(saving=self._under_way is not None and not self._under_way.over)
-        if not order.saving:
+        agreed = self._control.look(saving=self._under_way is not None and not self._under_way.over)
+        if not agreed.saving:
             self._conclude()
-        return order
+        return agreed
 
     def asked(self, position: Progress) -> None:
         """Somebody wants a checkpoint: begin it now, or after the one under way."""
