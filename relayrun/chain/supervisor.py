@@ -205,7 +205,7 @@ def _submit_successor(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attem
         successor = scheduler.submit(plan, run.job_script, options=successor_options(run, plan, scheduler, job.options))
         log(f"queued job {successor} behind this one")
     except SchedulerError as error:
-        attempt.owed.touch()
+        attempt.retry_successor.touch()
         log(f"no successor yet: {error.message}")
 
 
