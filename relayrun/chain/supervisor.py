@@ -169,7 +169,7 @@ def _open_attempt(
     attempt.path.mkdir()
     fsync_directory(run.attempts)
     leave_before, evaluation = measured_lead(run, plan, line)
-    for text in line.put_aside(base, attempt=number):
+    for text in line.quarantine(base, attempt=number):
         log(text)
     previous = run.attempt(number - 1).read_end() if number > 1 else None
     stderr = evidence.own_log()
