@@ -47,7 +47,7 @@ from relayrun.files import read_lines  # noqa: E402
 from relayrun.rundir import triggers  # noqa: E402
 from relayrun.rundir.attempt import Attempt  # noqa: E402
 from relayrun.rundir.plan import Plan  # noqa: E402
-from relayrun.rundir.records import AttemptStart, Left, Started  # noqa: E402
+from relayrun.rundir.records import AttemptStart, Outcome, Started  # noqa: E402
 from relayrun.rundir.run import Run  # noqa: E402
 from relayrun.scheduler.tasks import free_port  # noqa: E402
 from tests.slurm.cluster import TestCluster  # noqa: E402
@@ -188,10 +188,10 @@ def first_host(cluster: TestCluster, begin: AttemptStart) -> str:
 
 
 def leaving(attempt: Attempt, signalled: float) -> Phases:
-    left, commit = Left.read(attempt.outcome), attempt.read_commits()[-1]
-    assert left is not None
+    outcome, commit = Outcome.read(attempt.outcome), attempt.read_commits()[-1]
+    assert outcome is not None
     saving = commit.time - commit.seconds
-    return {"step": saving - signalled, "save": left.time - saving}
+    return {"step": saving - signalled, "save": outcome.time - saving}
 
 
 def starting(attempt: Attempt, started: Started, since: float) -> Phases:

@@ -148,7 +148,7 @@ def in_turns(run: Run, pairs: int, steps: int) -> int:
     from relayrun.training import loop, parallel
     from relayrun.training.model import device_shim
     from relayrun.training.reporting.heartbeat import Pulse
-    from relayrun.training.reporting.timings import Pace
+    from relayrun.training.reporting.timings import Timings
     from relayrun.training.signals import SignalFlag
 
     begin = AttemptStart.read(run.attempt(1).begin)
@@ -159,9 +159,9 @@ def in_turns(run: Run, pairs: int, steps: int) -> int:
 
     torch.set_num_threads(1)
     ranks = parallel.start(config)
-    pace = Pace(begin)
-    pulse = Pulse(run.attempt(1).heartbeats, node="localhost", active=True, iteration=0, pace=pace)
-    training = loop.Training(run, begin, config, ranks, SignalFlag(), pace, pulse)
+    timings = Timings(begin)
+    pulse = Pulse(run.attempt(1).heartbeats, node="localhost", active=True, iteration=0, timings=timings)
+    training = loop.Training(run, begin, config, ranks, SignalFlag(), timings, pulse)
     bare = bare_stepper(config, ranks)
     times: dict[str, list[float]] = {"loop": [], "bare": []}
     step, began = training._step, [time.process_time()]

@@ -17,7 +17,7 @@ from pathlib import Path
 from relayrun.chain import render
 from relayrun.rundir import triggers
 from relayrun.rundir.plan import Plan, job_name
-from relayrun.rundir.records import AttemptStart, Commit, End, Left
+from relayrun.rundir.records import AttemptStart, Commit, End, Outcome
 from relayrun.rundir.run import Run
 from relayrun.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, LocalQueue
 
@@ -188,7 +188,7 @@ def trained(run: Run, number: int, base: int, last: int) -> None:
                 files={"data": 5},
             )
         )
-    Left(outcome="saved", reason="time limit near", iteration=last, time=1e9 + number).write(attempt.outcome)
+    Outcome(outcome="saved", reason="time limit near", iteration=last, time=1e9 + number).write(attempt.outcome)
 
 
 def ended(run: Run, number: int, *, base: int, durable: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from relayrun.rundir.records import Outcome
+from relayrun.rundir.records import OutcomeName
 
 Action = Literal["run", "stop", "continue", "retry", "end"]
 """What the supervisor does next.
@@ -64,7 +64,7 @@ class BeginFacts:
 class EndFacts:
     """What is known after the ranks of a job have gone."""
 
-    outcome: Outcome | None
+    outcome: OutcomeName | None
     """What rank 0 left; None where it left nothing (crash, kill, node failure)."""
     outcome_reason: str
     exit_code: int

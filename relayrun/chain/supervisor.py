@@ -21,7 +21,7 @@ from relayrun.rundir import lead, lineage, triggers, views
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.plan import FORMAT, Plan
-from relayrun.rundir.records import AttemptStart, End, Hang, Left
+from relayrun.rundir.records import AttemptStart, End, Hang, Outcome
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason, write_stop
 from relayrun.scheduler.base import PATIENCE, Job, Scheduler
@@ -171,7 +171,7 @@ def _open_attempt(
     attempt.path.mkdir()
     fsync_directory(run.attempts)
     leave_before, evaluation = measured_lead(run, plan, line)
-    for text in line.put_aside(base, attempt=number):
+    for text in line.quarantine(base, attempt=number):
         log(text)
     previous = run.attempt(number - 1).read_end() if number > 1 else None
     stderr = evidence.own_log()
@@ -207,7 +207,7 @@ def _submit_successor(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attem
         successor = scheduler.submit(plan, run.job_script, options=successor_options(run, plan, scheduler, job.options))
         log(f"queued job {successor} behind this one")
     except SchedulerError as error:
-        attempt.owed.touch()
+        attempt.retry_successor.touch()
         log(f"no successor yet: {error.message}")
 
 
@@ -255,13 +255,13 @@ def _began(attempt: Attempt) -> AttemptStart:
 def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled: bool) -> tuple[End, decide.Decision]:
     """Judge an attempt whose ranks have gone, write its end.json, and give strikes to who is to blame."""
     started = _began(attempt)
-    left, hang = Left.read(attempt.outcome), Hang.read(attempt.hang)
+    outcome, hang = Outcome.read(attempt.outcome), Hang.read(attempt.hang)
     now = lineage.durable(run)
     facts = decide.EndFacts(
-        outcome=left.outcome if left else None,
-        outcome_reason=left.reason if left else "",
+        outcome=outcome.outcome if outcome else None,
+        outcome_reason=outcome.reason if outcome else "",
         exit_code=exit_code,
-        hang=hang.words if hang and not left else None,
+        hang=hang.words if hang and not outcome else None,
         cancelled=cancelled,
         base_iteration=started.base_iteration,
         durable_iteration=now.iteration,

@@ -1,4 +1,4 @@
-"""Beside the ranks: keeps the merged metrics up to date, ends an attempt that stands still, pays what is owed.
+"""Beside the ranks: keeps the merged metrics up to date, ends an attempt that stands still, queues a late successor.
 
 An attempt stands still when no node's heartbeat has changed for `hang_timeout` seconds, or ten times what a
 step (while saving: a save) usually takes, if that is longer. Time is this process's own clock, from the last
@@ -77,7 +77,7 @@ class Watch:
             if not guarded and self._seen:  # the ranks have their step, so it cannot be in their way
                 self._guard(parent)
                 guarded = True
-            self._pay()
+            self._retry_successor()
             self._evaluate()
             if select.select([leaving], [], [], POLL_SECONDS)[0]:
                 break
@@ -154,9 +154,9 @@ class Watch:
         self._commits, self._next_look = size, time.monotonic() + RETRY_SECONDS
         evaluations.attend(self.run, self.plan, for_plan(self.plan, self.run, patience=0))
 
-    def _pay(self) -> None:
+    def _retry_successor(self) -> None:
         """Queue the successor that could not be queued when the attempt began."""
-        if not self.attempt.owed.exists() or time.monotonic() < self._next_try:
+        if not self.attempt.retry_successor.exists() or time.monotonic() < self._next_try:
             return
         self._next_try = time.monotonic() + RETRY_SECONDS
         try:
@@ -166,7 +166,7 @@ class Watch:
         except SchedulerError as error:
             log(f"still no successor: {error.message}")
             return
-        self.attempt.owed.unlink()
+        self.attempt.retry_successor.unlink()
         log(f"queued job {successor} behind this one")
 
 

@@ -88,8 +88,8 @@ class Attempt:
         return self.path / "failures"
 
     @property
-    def owed(self) -> Path:
-        """Its existence says that the successor could not be queued yet."""
+    def retry_successor(self) -> Path:
+        """Its existence says that the successor could not be queued yet; `watch` retries."""
         return self.path / "successor.owed"
 
     @property

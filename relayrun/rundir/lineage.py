@@ -116,7 +116,7 @@ class Lineage:
                 return Durable(iteration=commit.iteration, path=commit.path)
         return None
 
-    def put_aside(self, base: Durable, *, attempt: int) -> list[str]:
+    def quarantine(self, base: Durable, *, attempt: int) -> list[str]:
         """Move checkpoints out of the way that lie beyond `base`: torn ones to .quarantine, whole ones to .superseded.
 
         Nothing is deleted. Returns what was moved, in words, oldest first.

@@ -22,7 +22,7 @@ from typing import Any, Literal, Self
 from relayrun.errors import RunDirError
 from relayrun.files import read_json, write_json
 
-Outcome = Literal["done", "saved", "exit", "fatal"]
+OutcomeName = Literal["done", "saved", "exit", "fatal"]
 """How rank 0 left: the last step is durable; saved to be resumed; saved because of the exit trigger
 (the chain ends); cannot go on, and another attempt would fail in the same way."""
 
@@ -119,10 +119,10 @@ class Commit(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Left(Record):
+class Outcome(Record):
     """`outcome.json`: rank 0 left on purpose."""
 
-    outcome: Outcome
+    outcome: OutcomeName
     reason: str
     iteration: int
     time: float

@@ -18,10 +18,10 @@ from pathlib import Path
 from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError, log_to_stderr
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.plan import read_format
-from relayrun.rundir.records import Failure, Left
+from relayrun.rundir.records import Failure, Outcome
 from relayrun.rundir.run import Run
 from relayrun.training.reporting.heartbeat import Pulse, is_first_of_node, node_name
-from relayrun.training.reporting.timings import Pace
+from relayrun.training.reporting.timings import Timings
 from relayrun.training.signals import SignalFlag, dump_stacks_on_request
 
 log = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ def main(flag: SignalFlag) -> int:
         base = begin.base_iteration
         if rank == 0:
             read_format(run)  # refuses a directory that a newer version wrote
-        pace = Pace(begin)
-        pulse = Pulse(attempt.heartbeats, node=node, active=is_first_of_node(), iteration=base, pace=pace)
+        timings = Timings(begin)
+        pulse = Pulse(attempt.heartbeats, node=node, active=is_first_of_node(), iteration=base, timings=timings)
         pulse.beat()
         # what these two say to their own authors, at every import, config and save
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
@@ -73,14 +73,14 @@ def main(flag: SignalFlag) -> int:
         from relayrun.training.loop import train
 
         debugging.write_surroundings(run, begin, config, rank=rank, node=node, first_of_node=is_first_of_node())
-        train(run, begin, config, flag, pace, pulse, process_began=began)
+        train(run, begin, config, flag, timings, pulse, process_began=began)
     except (FatalTrainingError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         record_failure(attempt, rank, node, error)
         if rank == 0:
             saved = [commit.iteration for commit in attempt.read_commits()]
-            left = Left(outcome="fatal", reason=str(error), iteration=max(saved, default=base), time=time.time())
-            left.write(attempt.outcome)
+            outcome = Outcome(outcome="fatal", reason=str(error), iteration=max(saved, default=base), time=time.time())
+            outcome.write(attempt.outcome)
         return FATAL
     except RelayrunError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from relayrun.rundir import triggers
-from relayrun.rundir.records import AttemptStart, Outcome
+from relayrun.rundir.records import AttemptStart, OutcomeName
 from relayrun.rundir.run import Run
 from relayrun.rundir.triggers import Trigger
 from relayrun.training.signals import SignalFlag
@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class Agreement:
     """What all ranks agreed on."""
 
-    leave: Outcome | None = None
+    leave: OutcomeName | None = None
     save: bool = False
     """Somebody touched triggers/save."""
     saving: bool = False
@@ -61,7 +61,7 @@ class Control:
         self._save: Trigger | None = None
         self._taken: set[Trigger] = set()
 
-    def look(self, *, saving: bool = False) -> Order:
+    def look(self, *, saving: bool = False) -> Agreement:
         """Agree with the other ranks. Called by all of them, as often on each.
 
         `saving`: this rank's part of a save is not over.
@@ -81,11 +81,11 @@ class Control:
         )
         if exit_now:
             reason = f"exit trigger by {self._exit.user}" if self._exit is not None else ""
-            return Order(leave="exit", save=bool(save_now), saving=bool(busy), reason=reason)
+            return Agreement(leave="exit", save=bool(save_now), saving=bool(busy), reason=reason)
         if signalled or asked:
             words = [signal.Signals(signalled).name] if signalled else []
-            return Order(leave="saved", save=bool(save_now), saving=bool(busy), reason="; ".join(words + reasons))
-        return Order(save=bool(save_now), saving=bool(busy))
+            return Agreement(leave="saved", save=bool(save_now), saving=bool(busy), reason="; ".join(words + reasons))
+        return Agreement(save=bool(save_now), saving=bool(busy))
 
     def take(self) -> tuple[Trigger, ...]:
         """The triggers that the last `look` saw, on rank 0; no `look` reports them again.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError
-from relayrun.rundir.records import Commit, Left
+from relayrun.rundir.records import Commit, Outcome
 from relayrun.rundir.rewinds import Rewind
 from relayrun.training.hooks import Action, Context, Evaluated, Gradients, Hook, Step, StepStart, Verdict
 
@@ -153,8 +153,8 @@ class Hooks:
     def at_evaluation(self, result: Evaluated) -> None:
         self._call("at_evaluation", result)
 
-    def at_end(self, left: Left) -> None:
-        self._call("at_end", left)
+    def at_end(self, outcome: Outcome) -> None:
+        self._call("at_end", outcome)
 
     def close(self) -> None:
         self._call("close")

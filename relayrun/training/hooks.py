@@ -53,7 +53,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from relayrun.rundir.records import Commit, Left
+from relayrun.rundir.records import Commit, Outcome
 from relayrun.rundir.rewinds import Rewind
 
 if TYPE_CHECKING:  # they import torch and pydantic
@@ -240,7 +240,7 @@ class Hook:
     def at_evaluation(self, result: Evaluated) -> None:
         """An evaluation is over, and training goes on."""
 
-    def at_end(self, left: Left) -> None:
+    def at_end(self, outcome: Outcome) -> None:
         """The attempt leaves with its state durable; not called after a failure."""
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from relayrun.rundir import rewinds
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lead import SAVES
 from relayrun.rundir.lineage import Durable, Lineage, durable, is_own
-from relayrun.rundir.records import AttemptStart, Left, Outcome, Started
+from relayrun.rundir.records import AttemptStart, Outcome, OutcomeName, Started
 from relayrun.rundir.rewinds import Rewind
 from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
@@ -38,7 +38,7 @@ from relayrun.training.own_hooks import attempt_hooks
 from relayrun.training.parallel import Ranks
 from relayrun.training.reporting.heartbeat import Pulse
 from relayrun.training.reporting.metrics import Metrics
-from relayrun.training.reporting.timings import Pace
+from relayrun.training.reporting.timings import Timings
 from relayrun.training.saver import LEAVE_TRIES, Saver
 from relayrun.training.signals import SignalFlag
 
@@ -57,11 +57,18 @@ class Training:
     """The state of one attempt on this rank."""
 
     def __init__(
-        self, run: Run, begin: AttemptStart, config: RunConfig, ranks: Ranks, flag: SignalFlag, pace: Pace, pulse: Pulse
+        self,
+        run: Run,
+        begin: AttemptStart,
+        config: RunConfig,
+        ranks: Ranks,
+        flag: SignalFlag,
+        timings: Timings,
+        pulse: Pulse,
     ) -> None:
         self.config = config
         self.ranks = ranks
-        self.pace = pace
+        self.timings = timings
         self.pulse = pulse
         manifest = Manifest.read(run.manifest)
         ranks.on_first_rank(partial(check_data, manifest, mixture_of(config)), InputError)
@@ -69,14 +76,22 @@ class Training:
         self.run_dir, self.attempt = run, run.attempt(begin.attempt)
         self.order = training_order(config, manifest)
         self.evaluation = Evaluation(orders=validation_orders(config, manifest), training=settings, ranks=ranks)
-        pace.expect_evaluation(self.evaluation.samples)
+        timings.expect_evaluation(self.evaluation.samples)
         self.control = Control(run, begin, ranks, flag)
         self.metrics = Metrics(run.attempt(begin.attempt), ranks, total_steps=settings.steps)
         self.model = Model(config, ranks, manifest.vocabulary_size, eod=manifest.eod, progress=pulse.beat)
         self.optimizer = Optimizer(config, self.model)
         self.guard = LossGuard(settings)
         self.hooks = attempt_hooks(
-            run, begin, config, ranks, self.model, self.optimizer, pace=pace, guard=self.guard, metrics=self.metrics
+            run,
+            begin,
+            config,
+            ranks,
+            self.model,
+            self.optimizer,
+            timings=timings,
+            guard=self.guard,
+            metrics=self.metrics,
         )
         self.checkpointer = Checkpointer(
             run,
@@ -101,7 +116,7 @@ class Training:
             control=self.control,
             hooks=self.hooks,
             say=self.metrics.say,
-            pace=pace,
+            timings=timings,
             pulse=pulse,
             asynchronous=config.checkpoint.async_save,
             saved_iteration=self.position.iteration,
@@ -143,7 +158,7 @@ class Training:
             consumed_samples=self.position.consumed_samples,
         )
 
-    def run(self) -> Left:
+    def run(self) -> Outcome:
         """Train until done or asked to leave; return how it ended. The state is durable then.
 
         Raises LeaveFailed if the last save did not work, FatalTrainingError on a loss that is no number.
@@ -154,15 +169,15 @@ class Training:
             gc.disable()  # else each rank stops at another time, and all wait for each
         gc.freeze()  # what set-up made stays: collections, of which every save has one, look at the rest alone
         while True:
-            order = self.saver.look()
+            agreed = self.saver.look()
             at = self.position.iteration
             if at >= steps:
                 return self._leave("done", f"iteration {at} of {steps} reached")
             if self.config.training.manual_gc_interval and at % self.config.training.manual_gc_interval == 0:
                 gc.collect()
-            if order.leave is not None:
-                return self._leave(order.leave, order.reason)
-            if order.save and at:  # before the first iteration there is nothing to save: answered after it
+            if agreed.leave is not None:
+                return self._leave(agreed.leave, agreed.reason)
+            if agreed.save and at:  # before the first iteration there is nothing to save: answered after it
                 self.saver.asked(self.position)
             if at % self.config.checkpoint.interval == 0:
                 self.saver.due(self.position)
@@ -228,8 +243,8 @@ class Training:
             )
         )
         self.saver.stall_seconds = 0.0
-        if self.pace.estimates_evaluation:  # it may be due before a save or an evaluation moves the deadline
-            self.control.lead = self.pace.lead()
+        if self.timings.estimates_evaluation:  # it may be due before a save or an evaluation moves the deadline
+            self.control.lead = self.timings.lead()
         at = self.position.iteration
         if verdict.action is Action.STOP:
             self.saver.settle(at)
@@ -279,14 +294,14 @@ class Training:
             self.hooks.at_evaluation(Evaluated(iteration=self.position.iteration, losses=losses, seconds=seconds))
             self.saver.move_deadline()
 
-    def _leave(self, outcome: Outcome, reason: str) -> Left:
+    def _leave(self, outcome: OutcomeName, reason: str) -> Outcome:
         at = self.position.iteration
         asked = self.control.take()
         result = f"nothing trained since iteration {at}" if at == self.saver.saved_iteration else "saved"
         failure = self.saver.last(self.position)
         if failure is not None:  # triggers stay: an exit asked for must reach the next attempt
             raise LeaveFailed(f"iteration {at} could not be saved ({LEAVE_TRIES} tries): {failure}")
-        left = Left(outcome=outcome, reason=reason, iteration=at, time=time.time())
+        left = Outcome(outcome=outcome, reason=reason, iteration=at, time=time.time())
         self.hooks.at_end(left)  # what a hook raises fails the attempt, and an exit asked for must reach the next
         self.control.acknowledge(asked, at, result)
         return left
@@ -297,7 +312,7 @@ def train(
     begin: AttemptStart,
     config: RunConfig,
     flag: SignalFlag,
-    pace: Pace,
+    timings: Timings,
     pulse: Pulse,
     *,
     process_began: float,
@@ -312,17 +327,17 @@ def train(
         torch.set_num_threads(config.training.threads)
     ranks = parallel.start(config)
     for seconds in ranks.on_first_rank(lambda: Lineage(run).newest_saves(SAVES), InputError):
-        pace.save(seconds)
-    training = Training(run, begin, config, ranks, flag, pace, pulse)
+        timings.save(seconds)
+    training = Training(run, begin, config, ranks, flag, timings, pulse)
     if ranks.rank == 0:
         times = Started(process=process_began, imported=imported, initialised=training.initialised, loaded=time.time())
         record_start(run.attempt(begin.attempt), times)
     training.hooks.at_start(training.position.iteration, training.position.consumed_samples)
-    left = training.run()
+    outcome = training.run()
     training.reader.close()
-    training.metrics.say(f"leaving at iteration {left.iteration}: {left.outcome} ({left.reason})")
+    training.metrics.say(f"leaving at iteration {outcome.iteration}: {outcome.outcome} ({outcome.reason})")
     if ranks.rank == 0:
-        left.write(run.attempt(begin.attempt).outcome)
+        outcome.write(run.attempt(begin.attempt).outcome)
     parallel.stop()
     training.hooks.close()
 

@@ -1,8 +1,8 @@
-"""Adam and the learning rate's way, as megatron-core builds them, with its distributed optimizer cured.
+"""Adam and the learning rate's way, as megatron-core builds them, with its distributed optimizer patched.
 
 `ShardedDistributedOptimizer` saves its state without gathering it. And megatron-core 0.16.1 keeps Adam's `step` where
 TransformerEngine or Apex keep it: over torch.optim, which is what a plain `pip install` has, its
-DistributedOptimizer cannot resume. Three faults, each cured by one method of `TorchDistributedOptimizer`.
+DistributedOptimizer cannot resume. Three faults, each patched by one method of `TorchDistributedOptimizer`.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Optimizer:
             model.chunks,
             use_gloo_process_groups=False,
         )
-        cure(self.inner)
+        patch_distributed_optimizers(self.inner)
         self._config = config
         self._settings_of_groups = [_settings(group) for group in self.inner.param_groups]
         self.schedule = schedule(config, self.inner, Progress(config.training.batch_sizes))
@@ -219,7 +219,7 @@ def schedule(config: RunConfig, optimizer: MegatronOptimizer, position: Progress
     )
 
 
-def cure(optimizer: MegatronOptimizer) -> None:
+def patch_distributed_optimizers(optimizer: MegatronOptimizer) -> None:
     """Turn the distributed optimizers inside `optimizer` into those above, in place.
 
     megatron-core builds them deep inside get_megatron_optimizer, with no place for another class.

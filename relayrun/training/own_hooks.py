@@ -16,7 +16,7 @@ from relayrun.training.parallel import Ranks
 from relayrun.training.reporting.debugging import Profiler
 from relayrun.training.reporting.metrics import Metrics
 from relayrun.training.reporting.progress_log import ProgressLog
-from relayrun.training.reporting.timings import Pace
+from relayrun.training.reporting.timings import Timings
 from relayrun.training.reporting.trackers import Trackers
 
 
@@ -28,7 +28,7 @@ def attempt_hooks(
     model: Model,
     optimizer: Optimizer,
     *,
-    pace: Pace,
+    timings: Timings,
     guard: LossGuard,
     metrics: Metrics,
 ) -> Hooks:
@@ -36,7 +36,7 @@ def attempt_hooks(
 
     Raises ConfigError on all ranks alike if one of `training.hooks` cannot be imported or made.
     """
-    own = [pace, guard, metrics, *_reports(run, begin, config, ranks, model, metrics)]
+    own = [timings, guard, metrics, *_reports(run, begin, config, ranks, model, metrics)]
     hooks = Hooks(own, import_hooks(config.training.hooks, ranks), ranks)
     context = Context(
         run_dir=run.path,

@@ -23,10 +23,10 @@ from relayrun.data.progress import Progress
 from relayrun.rundir.triggers import Trigger
 from relayrun.training.checkpoint.background import BackgroundSave
 from relayrun.training.checkpoint.state import Checkpointer, SaveFailed
-from relayrun.training.control import Control, Order
+from relayrun.training.control import Agreement, Control
 from relayrun.training.hook_list import Hooks
 from relayrun.training.reporting.heartbeat import Pulse
-from relayrun.training.reporting.timings import Pace
+from relayrun.training.reporting.timings import Timings
 
 LEAVE_TRIES = 3
 """How often a save is tried when leaving; a save in between is tried once and left for the next occasion."""
@@ -42,7 +42,7 @@ class Saver:
         control: Control,
         hooks: Hooks,
         say: Callable[[str], None],
-        pace: Pace,
+        timings: Timings,
         pulse: Pulse,
         asynchronous: bool,
         saved_iteration: int,
@@ -51,7 +51,7 @@ class Saver:
         self._control = control
         self._hooks = hooks
         self._say = say
-        self._pace = pace
+        self._timings = timings
         self._pulse = pulse
         self._asynchronous = asynchronous
         self._under_way: BackgroundSave | None = None
@@ -64,14 +64,14 @@ class Saver:
         self.stall_seconds = 0.0
         """How long saves have held training; whoever reports it sets it to 0."""
 
-    def look(self) -> Order:
+    def look(self) -> Agreement:
         """See what is asked for; a save that is over on every rank is concluded."""
         if self._under_way is not None:
-            self._control.lead = self._pace.lead(under_way=self._under_way.seconds)
-        order = self._control.look(saving=self._under_way is not None and not self._under_way.over)
-        if not order.saving:
+            self._control.lead = self._timings.lead(under_way=self._under_way.seconds)
+        agreed = self._control.look(saving=self._under_way is not None and not self._under_way.over)
+        if not agreed.saving:
             self._conclude()
-        return order
+        return agreed
 
     def asked(self, position: Progress) -> None:
         """Somebody wants a checkpoint: begin it now, or after the one under way."""
@@ -158,11 +158,11 @@ class Saver:
 
     def move_deadline(self) -> None:
         """The lead follows what was measured."""
-        before, self._control.lead = self._lead, self._pace.lead()
+        before, self._control.lead = self._lead, self._timings.lead()
         if abs(self._control.lead - before) > 1:
             self._say(
                 f"lead {before:.0f} s -> {self._control.lead:.0f} s before the end of the job "
-                f"(95 % of steps within {self._pace.step_p95 or 0:.2f} s, of saves within "
-                f"{self._pace.save_p95 or 0:.1f} s)"
+                f"(95 % of steps within {self._timings.step_p95 or 0:.2f} s, of saves within "
+                f"{self._timings.save_p95 or 0:.1f} s)"
             )
         self._lead = self._control.lead

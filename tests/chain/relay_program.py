@@ -15,7 +15,7 @@ from pathlib import Path
 
 from relayrun.files import append_line
 from relayrun.rundir import triggers
-from relayrun.rundir.records import AttemptStart, Commit, Heartbeat, Left
+from relayrun.rundir.records import AttemptStart, Commit, Heartbeat, Outcome
 from relayrun.rundir.run import Run
 
 parser = argparse.ArgumentParser()
@@ -61,7 +61,7 @@ def leave(outcome: str, reason: str) -> None:
                 seconds=options.save_seconds,
             )
             attempt.append_commit(commit)
-        Left(outcome=outcome, reason=reason, iteration=iteration, time=time.time()).write(attempt.outcome)  # type: ignore[arg-type]
+        Outcome(outcome=outcome, reason=reason, iteration=iteration, time=time.time()).write(attempt.outcome)  # type: ignore[arg-type]
     sys.exit(0)
 
 
@@ -91,7 +91,7 @@ while True:
         sys.exit(7)
     if iteration == options.fatal_at:
         if rank == 0:
-            Left(outcome="fatal", reason="loss is NaN", iteration=iteration, time=time.time()).write(attempt.outcome)
+            Outcome(outcome="fatal", reason="loss is NaN", iteration=iteration, time=time.time()).write(attempt.outcome)
         while not attempt.outcome.exists():  # rank 0 may be slower, and the first that leaves ends the others
             time.sleep(0.05)
         sys.exit(3)

@@ -22,7 +22,7 @@ from relayrun.errors import RunDirError
 from relayrun.files import read_json, read_lines
 from relayrun.rundir import triggers
 from relayrun.rundir.plan import FORMAT, Plan
-from relayrun.rundir.records import AttemptStart, Commit, Left
+from relayrun.rundir.records import AttemptStart, Commit, Outcome
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason, write_stop
 from relayrun.rundir.views import Views, lines_that_count
@@ -122,7 +122,7 @@ def test_the_chain_is_seen_to_before_a_view_is_touched(run: Run, how: str, monke
         assert seen == []
         trained(run, 4, 300, 400)
         if how == "fatal":
-            Left(outcome="fatal", reason="nan", iteration=400, time=0.0).write(run.attempt(4).outcome)
+            Outcome(outcome="fatal", reason="nan", iteration=400, time=0.0).write(run.attempt(4).outcome)
         supervisor.end(run, 4, 0)
     assert seen == [how]
 

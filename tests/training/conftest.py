@@ -26,7 +26,7 @@ from relayrun.files import read_lines
 from relayrun.rundir import triggers
 from relayrun.rundir.attempt import Attempt as AttemptDir
 from relayrun.rundir.lineage import durable
-from relayrun.rundir.records import AttemptStart, Commit, Failure, Heartbeat, Left
+from relayrun.rundir.records import AttemptStart, Commit, Failure, Heartbeat, Outcome
 from relayrun.rundir.run import Run
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
@@ -111,8 +111,8 @@ class Attempt:
         return self.log.read_text()
 
     @property
-    def outcome(self) -> Left | None:
-        return Left.read(self.directory.outcome)
+    def outcome(self) -> Outcome | None:
+        return Outcome.read(self.directory.outcome)
 
     @property
     def commits(self) -> list[Commit]:

@@ -1,4 +1,4 @@
-"""Each cure of megatron-core's distributed optimizer is needed: without it its fault is there."""
+"""Each patch of megatron-core's distributed optimizer is needed: without it its fault is there."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("checkpoint")
-    program = Path(__file__).with_name("optimizer_cures.py")
+    program = Path(__file__).with_name("optimizer_patches.py")
     done = warm.run([sys.executable, program, folder])
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_cured_resume_is_exact(results: dict[str, Any]) -> None:
-    assert results["cured"] == results["uninterrupted"]
-    assert results["cured"]["steps"] == [4.0]
+def test_a_patched_resume_is_exact(results: dict[str, Any]) -> None:
+    assert results["patched"] == results["uninterrupted"]
+    assert results["patched"]["steps"] == [4.0]
 
 
 def test_checkpoints_are_those_of_megatron_cores_reshardable_format(results: dict[str, Any]) -> None:

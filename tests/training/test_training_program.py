@@ -57,14 +57,14 @@ def test_triggers_save_and_exit_are_obeyed_and_answered(harness: Make) -> None:
     assert not (made.run.triggers / "save").exists()
     triggers.touch(made.run, "exit")
     assert attempt.wait() == [0, 0], attempt.output()
-    left = attempt.outcome
-    assert left.outcome == "exit"
-    assert left.reason.startswith("exit trigger by ")
+    outcome = attempt.outcome
+    assert outcome.outcome == "exit"
+    assert outcome.reason.startswith("exit trigger by ")
     last = answer(made.run, "exit")
-    assert (last["iteration"], last["result"]) == (left.iteration, "saved")
+    assert (last["iteration"], last["result"]) == (outcome.iteration, "saved")
     assert not (made.run.triggers / "exit").exists()
-    assert [commit.iteration for commit in attempt.commits] == [1, left.iteration]
-    folder = made.run.checkpoint(left.iteration)
+    assert [commit.iteration for commit in attempt.commits] == [1, outcome.iteration]
+    folder = made.run.checkpoint(outcome.iteration)
     assert attempt.commits[-1].files == {path.name: path.stat().st_size for path in folder.iterdir()}
     files = [f"__{rank}_{thread}.distcp" for rank in range(2) for thread in range(2)]
     for step in attempt.steps().values():
@@ -79,8 +79,8 @@ def test_triggers_save_and_exit_are_obeyed_and_answered(harness: Make) -> None:
     assert started is not None
     times = list(vars(started).values())
     assert times == sorted(times)
-    assert durable(made.run).iteration == left.iteration
-    assert made.run.tracker.read_text().strip() == str(left.iteration)
+    assert durable(made.run).iteration == outcome.iteration
+    assert made.run.tracker.read_text().strip() == str(outcome.iteration)
 
 
 def test_asked_to_leave_before_the_first_iteration_it_leaves_and_resumes_as_if_nothing_was(harness: Make) -> None:
@@ -90,9 +90,9 @@ def test_asked_to_leave_before_the_first_iteration_it_leaves_and_resumes_as_if_n
     attempt.signal(signal.SIGUSR2)
     attempt.directory.stop.write_text("SIGUSR2\n")
     assert attempt.wait() == [0, 0], attempt.output()
-    left = attempt.outcome
-    assert (left.outcome, left.iteration) == ("saved", 0)
-    assert "stop file: SIGUSR2" in left.reason
+    outcome = attempt.outcome
+    assert (outcome.outcome, outcome.iteration) == ("saved", 0)
+    assert "stop file: SIGUSR2" in outcome.reason
     assert attempt.steps() == {}
     assert attempt.commits == []
 
@@ -129,9 +129,9 @@ def test_an_overtaken_attempt_publishes_nothing(harness: Make) -> None:
     made.begin()
     triggers.touch(made.run, "save")
     assert attempt.wait() == [3, 3], attempt.output()
-    left = attempt.outcome
-    assert left.outcome == "fatal"
-    assert "superseded: attempt 2 has begun" in left.reason
+    outcome = attempt.outcome
+    assert outcome.outcome == "fatal"
+    assert "superseded: attempt 2 has begun" in outcome.reason
     assert [failure.rank for failure in attempt.failures()] == [0, 1]
     assert all("FatalTrainingError: " in failure.error for failure in attempt.failures())
     assert attempt.commits == []

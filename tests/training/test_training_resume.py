@@ -48,10 +48,10 @@ def test_three_attempts_equal_the_uninterrupted_run_to_the_last_bit(
         attempt = pieces.start()
         reason = cut(attempt)
         assert attempt.wait() == [0, 0], attempt.output()
-        left = attempt.outcome
-        assert (left.outcome, left.reason) == ("saved", reason)
-        assert attempt.commits[-1].iteration == left.iteration
-        ends.append(left.iteration)
+        outcome = attempt.outcome
+        assert (outcome.outcome, outcome.reason) == ("saved", reason)
+        assert attempt.commits[-1].iteration == outcome.iteration
+        ends.append(outcome.iteration)
     pieces.train()
     assert 0 < ends[0] < ends[1] < STEPS
     assert all(end % INTERVAL for end in ends), "the test is about cuts between the regular saves"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from relayrun.rundir.records import Commit, Left
+from relayrun.rundir.records import Commit, Outcome
 from relayrun.training.hooks import Action, Context, Evaluated, Gradients, Hook, Step, StepStart, Verdict
 
 
@@ -33,10 +33,10 @@ class CountSteps(Hook):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps, self.losses = state["steps"], state["losses"]
 
-    def at_end(self, left: Left) -> None:
+    def at_end(self, outcome: Outcome) -> None:
         counts = self.context.ranks.gather(self.steps)
         if self.context.ranks.rank == 0:
-            line = {"attempt": self.context.attempt, "iteration": left.iteration, "counts": counts}
+            line = {"attempt": self.context.attempt, "iteration": outcome.iteration, "counts": counts}
             with (self.context.run_dir / self.file).open("a") as file:
                 file.write(json.dumps(line | {"losses": self.losses.tolist()}) + "\n")
 
@@ -89,9 +89,9 @@ class Diary(Hook):
     def at_evaluation(self, result: Evaluated) -> None:
         self._note("at_evaluation", result.iteration, *result.losses)
 
-    def at_end(self, left: Left) -> None:
+    def at_end(self, outcome: Outcome) -> None:
         assert not (self.context.run_dir / "attempts" / f"{self.context.attempt:04}" / "outcome.json").exists()
-        self._note("at_end", left.outcome)
+        self._note("at_end", outcome.outcome)
 
     def close(self) -> None:
         self._note("close")

@@ -76,13 +76,13 @@ def test_what_an_overtaken_attempt_commits_is_never_seen(run: Run) -> None:
     assert durable(run) == at(run, 20)
 
 
-def test_a_torn_checkpoint_is_put_aside_and_the_one_before_counts(run: Run) -> None:
+def test_a_torn_checkpoint_is_quarantined_and_the_one_before_counts(run: Run) -> None:
     begin(run, 1)
     commit(run, 1, 10)
     commit(run, 1, 20)
     (run.checkpoint(20) / "data").write_bytes(b"123")
     assert durable(run) == at(run, 10)
-    (moved,) = Lineage(run).put_aside(durable(run), attempt=2)
+    (moved,) = Lineage(run).quarantine(durable(run), attempt=2)
     assert "data has 3 bytes, not 5" in moved
     assert (run.checkpoints / ".quarantine" / "iter_0000020-0002" / "data").read_bytes() == b"123"
     assert not run.checkpoint(20).exists()
@@ -106,7 +106,7 @@ def test_an_older_iteration_set_by_hand_is_obeyed_and_newer_ones_are_kept_aside(
     assert Lineage(run).chosen_by_hand() is None
     os.utime(run.tracker, (200.0, 200.0))
     assert Lineage(run).chosen_by_hand() == at(run, 10)
-    assert len(Lineage(run).put_aside(at(run, 10), attempt=2)) == 2
+    assert len(Lineage(run).quarantine(at(run, 10), attempt=2)) == 2
     assert (run.checkpoints / ".superseded" / "iter_0000030-0002").is_dir()
     begin(run, 2, base=10)
     assert durable(run) == at(run, 10)

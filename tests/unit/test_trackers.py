@@ -19,7 +19,7 @@ from relayrun.monitoring.trackers import feed, sinks, wandb_files
 from relayrun.monitoring.trackers.points import Point, PointReader, Rewound
 from relayrun.monitoring.trackers.sinks import highest_event
 from relayrun.monitoring.trackers.streams import record_streams
-from relayrun.rundir.records import AttemptStart, Left
+from relayrun.rundir.records import AttemptStart, Outcome
 from relayrun.rundir.run import Run
 from relayrun.training.reporting import trackers
 
@@ -73,7 +73,7 @@ def evaluate(run: Run, number: int, iteration: int) -> None:
 
 
 def leave(run: Run, number: int) -> None:
-    Left(outcome="saved", reason="", iteration=0, time=0.0).write(run.attempt(number).outcome)
+    Outcome(outcome="saved", reason="", iteration=0, time=0.0).write(run.attempt(number).outcome)
 
 
 def told(run: Run, at: AttemptStart, sink: Memory) -> list[int]:

@@ -16,7 +16,7 @@ from relayrun.rundir import triggers
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
-from relayrun.training.control import Control, Order
+from relayrun.training.control import Agreement, Control
 from relayrun.training.hooks import Step
 from relayrun.training.reporting.metrics import Metrics
 from relayrun.training.signals import SignalFlag
@@ -59,26 +59,26 @@ def control(run: Run, ranks: Any = None, flag: SignalFlag | None = None, **chang
 
 
 def test_without_a_reason_training_goes_on(run: Run) -> None:
-    assert control(run).look() == Order()
+    assert control(run).look() == Agreement()
 
 
 def test_the_deadline_is_the_end_of_the_job_less_the_lead(run: Run) -> None:
     now = time.time()
-    assert control(run, job_end_time=now + 100, lead=50.0).look() == Order()
-    assert control(run, job_end_time=now + 100, lead=100.0).look() == Order(leave="saved", reason="time limit near")
+    assert control(run, job_end_time=now + 100, lead=50.0).look() == Agreement()
+    assert control(run, job_end_time=now + 100, lead=100.0).look() == Agreement(leave="saved", reason="time limit near")
 
 
 def test_the_deadline_moves_with_the_lead(run: Run) -> None:
     watching = control(run, job_end_time=time.time() + 100, lead=50.0)
-    assert watching.look() == Order()
+    assert watching.look() == Agreement()
     watching.lead = 101.0
-    assert watching.look() == Order(leave="saved", reason="time limit near")
+    assert watching.look() == Agreement(leave="saved", reason="time limit near")
 
 
 @pytest.mark.parametrize(("text", "reason"), [("asked\n", "stop file: asked"), ("", "stop file")])
 def test_the_stop_file_says_why(run: Run, text: str, reason: str) -> None:
     run.attempt(1).stop.write_text(text)
-    assert control(run).look() == Order(leave="saved", reason=reason)
+    assert control(run).look() == Agreement(leave="saved", reason=reason)
 
 
 def test_a_file_system_that_fails_hides_neither_the_deadline_nor_stops_training(
@@ -88,15 +88,15 @@ def test_a_file_system_that_fails_hides_neither_the_deadline_nor_stops_training(
         raise OSError(116, "Stale file handle")
 
     monkeypatch.setattr(triggers, "look", fail)
-    assert control(run).look() == Order()
-    assert control(run, job_end_time=1.0).look() == Order(leave="saved", reason="time limit near")
+    assert control(run).look() == Agreement()
+    assert control(run, job_end_time=1.0).look() == Agreement(leave="saved", reason="time limit near")
     assert capsys.readouterr().err.count("Stale file handle") == 2
 
 
 def test_a_signal_to_any_rank_is_named(run: Run) -> None:
     ranks = OneRank()
     ranks.others = [signal.SIGTERM.value, 0, 0, 0, 0]
-    assert control(run, ranks).look() == Order(leave="saved", reason="SIGTERM")
+    assert control(run, ranks).look() == Agreement(leave="saved", reason="SIGTERM")
 
 
 def test_the_exit_trigger_ends_the_chain_whatever_else_there_is(run: Run) -> None:
@@ -116,29 +116,29 @@ def test_a_save_trigger_is_answered_once_although_it_cannot_be_removed(
     watching = control(run)
     triggers.touch(run, "save")
     monkeypatch.setattr(triggers, "acknowledge", refuse)
-    assert watching.look() == Order(save=True)
+    assert watching.look() == Agreement(save=True)
     watching.acknowledge(watching.take(), 5, "saved")
     assert "trigger save not acknowledged" in capsys.readouterr().err
-    assert watching.look() == Order()
+    assert watching.look() == Agreement()
     os.utime(run.triggers / "save", (1, 1))  # touched again
-    assert watching.look() == Order(save=True)
+    assert watching.look() == Agreement(save=True)
 
 
 def test_a_save_is_over_when_it_is_over_on_every_rank(run: Run) -> None:
     ranks = OneRank()
-    assert control(run, ranks).look(saving=True) == Order(saving=True)
-    assert control(run, ranks).look() == Order()
+    assert control(run, ranks).look(saving=True) == Agreement(saving=True)
+    assert control(run, ranks).look() == Agreement()
     ranks.others = [0, 0, 0, 0, 1]
-    assert control(run, ranks).look() == Order(saving=True)
+    assert control(run, ranks).look() == Agreement(saving=True)
 
 
 def test_a_trigger_that_was_taken_is_not_seen_again_before_it_is_answered(run: Run) -> None:
     watching = control(run)
     triggers.touch(run, "save")
-    assert watching.look() == Order(save=True)
+    assert watching.look() == Agreement(save=True)
     taken = watching.take()
     assert (run.triggers / "save").exists()
-    assert watching.look() == Order()
+    assert watching.look() == Agreement()
     watching.acknowledge(taken, 5, "saved")
     assert not (run.triggers / "save").exists()
 

@@ -18,7 +18,7 @@ from relayrun.rundir.run import Run
 from relayrun.training.__main__ import record_failure
 from relayrun.training.reporting import heartbeat
 from relayrun.training.reporting.heartbeat import Pulse, node_name
-from relayrun.training.reporting.timings import Pace
+from relayrun.training.reporting.timings import Timings
 
 
 def begin(**changes: Any) -> AttemptStart:
@@ -37,54 +37,54 @@ def begin(**changes: Any) -> AttemptStart:
     return AttemptStart(**(values | changes))
 
 
-def after_saves(pace: Pace, seconds: list[float]) -> Pace:
+def after_saves(timings: Timings, seconds: list[float]) -> Timings:
     for each in seconds:
-        pace.save(each)
-    return pace
+        timings.save(each)
+    return timings
 
 
 def test_the_lead_is_what_the_attempt_began_with_until_a_step_and_a_save_are_measured() -> None:
-    pace = Pace(begin())
-    assert pace.lead() == 60
-    pace.step(2.0, 8)
-    assert (pace.lead(), pace.step_p95, pace.save_p95) == (60, 2.0, None)
-    pace.save(4.0)
-    assert pace.lead() == 2 * 2 + 1.5 * 4 + 10
+    timings = Timings(begin())
+    assert timings.lead() == 60
+    timings.step(2.0, 8)
+    assert (timings.lead(), timings.step_p95, timings.save_p95) == (60, 2.0, None)
+    timings.save(4.0)
+    assert timings.lead() == 2 * 2 + 1.5 * 4 + 10
 
 
 def test_a_slow_save_moves_the_lead_by_more_than_its_delay_and_within_the_bounds() -> None:
-    pace = after_saves(Pace(begin(lead_floor=5.0, lead_ceiling=100.0)), [2.0] * 10)
-    pace.step(0.5, 8)
-    before = pace.lead()
-    pace.save(22.0)
-    assert pace.lead() - before >= 20
-    pace.save(500.0)
-    assert pace.lead() == 100
+    timings = after_saves(Timings(begin(lead_floor=5.0, lead_ceiling=100.0)), [2.0] * 10)
+    timings.step(0.5, 8)
+    before = timings.lead()
+    timings.save(22.0)
+    assert timings.lead() - before >= 20
+    timings.save(500.0)
+    assert timings.lead() == 100
 
 
 def test_what_is_left_of_a_save_under_way_is_part_of_the_lead() -> None:
-    pace = after_saves(Pace(begin()), [20.0])
-    pace.step(1.0, 8)
-    alone = pace.lead()
-    assert pace.lead(under_way=0.0) == alone + 20
-    assert pace.lead(under_way=15.0) == alone + 5
-    assert pace.lead(under_way=50.0) == alone
+    timings = after_saves(Timings(begin()), [20.0])
+    timings.step(1.0, 8)
+    alone = timings.lead()
+    assert timings.lead(under_way=0.0) == alone + 20
+    assert timings.lead(under_way=15.0) == alone + 5
+    assert timings.lead(under_way=50.0) == alone
 
 
 def test_a_lead_with_one_bound_for_both_is_fixed() -> None:
-    pace = Pace(begin(lead=12.0, lead_floor=12.0, lead_ceiling=12.0))
-    pace.step(100.0, 8)
-    pace.save(100.0)
-    assert pace.lead() == 12
+    timings = Timings(begin(lead=12.0, lead_floor=12.0, lead_ceiling=12.0))
+    timings.step(100.0, 8)
+    timings.save(100.0)
+    assert timings.lead() == 12
 
 
 def test_an_evaluation_that_may_be_under_way_is_counted_in() -> None:
-    pace = after_saves(Pace(begin()), [2.0])
-    pace.step(0.5, 8)
-    before = pace.lead()
-    pace.evaluation(40.0)
-    assert pace.lead() == before + 40
-    later = after_saves(Pace(begin(evaluation_seconds=40.0)), [2.0])  # before the first one of this attempt
+    timings = after_saves(Timings(begin()), [2.0])
+    timings.step(0.5, 8)
+    before = timings.lead()
+    timings.evaluation(40.0)
+    assert timings.lead() == before + 40
+    later = after_saves(Timings(begin(evaluation_seconds=40.0)), [2.0])  # before the first one of this attempt
     later.step(0.5, 8)
     assert later.lead() == before + 40
     for _ in range(10):
@@ -93,39 +93,39 @@ def test_an_evaluation_that_may_be_under_way_is_counted_in() -> None:
 
 
 def test_an_evaluation_that_was_never_measured_is_counted_with_half_a_step_for_each_batch() -> None:
-    pace = Pace(begin(lead_ceiling=300.0))
-    pace.expect_evaluation(samples=800)
-    assert pace.lead() == 60, "nothing is known before the first step"
-    pace.step(2.0, 16)
-    assert (pace.estimates_evaluation, pace.lead()) == (True, 60 + 800 / 16 * 2.0 / 2)
-    pace.save(4.0)
-    assert pace.lead() == 2 * 2 + 800 / 16 * 2.0 / 2 + 1.5 * 4 + 10
-    pace.step(30.0, 16)
-    assert pace.lead() == 300, "within the bounds"
-    pace.evaluation(20.0)
-    assert (pace.estimates_evaluation, pace.lead()) == (False, 2 * 30 + 20 + 1.5 * 4 + 10)
-    fixed = Pace(begin(lead=12.0, lead_floor=12.0, lead_ceiling=12.0))
+    timings = Timings(begin(lead_ceiling=300.0))
+    timings.expect_evaluation(samples=800)
+    assert timings.lead() == 60, "nothing is known before the first step"
+    timings.step(2.0, 16)
+    assert (timings.estimates_evaluation, timings.lead()) == (True, 60 + 800 / 16 * 2.0 / 2)
+    timings.save(4.0)
+    assert timings.lead() == 2 * 2 + 800 / 16 * 2.0 / 2 + 1.5 * 4 + 10
+    timings.step(30.0, 16)
+    assert timings.lead() == 300, "within the bounds"
+    timings.evaluation(20.0)
+    assert (timings.estimates_evaluation, timings.lead()) == (False, 2 * 30 + 20 + 1.5 * 4 + 10)
+    fixed = Timings(begin(lead=12.0, lead_floor=12.0, lead_ceiling=12.0))
     fixed.expect_evaluation(samples=800)
     fixed.step(2.0, 16)
     assert fixed.lead() == 12
-    known = Pace(begin(evaluation_seconds=40.0))
+    known = Timings(begin(evaluation_seconds=40.0))
     known.expect_evaluation(samples=800)
     known.step(2.0, 16)
     assert (known.estimates_evaluation, known.lead()) == (False, 60)
 
 
 def test_only_the_newest_saves_count() -> None:
-    pace = after_saves(Pace(begin()), [500.0, *[2.0] * 10])
-    assert pace.save_p95 == 2.0
+    timings = after_saves(Timings(begin()), [500.0, *[2.0] * 10])
+    assert timings.save_p95 == 2.0
 
 
 def test_steps_of_smaller_batches_count_as_if_they_had_been_of_the_size_of_now() -> None:
-    pace = after_saves(Pace(begin()), [2.0])
-    pace.step(0.5, 8)
-    pace.step(2.0, 32)
-    assert (pace.step_p95, pace.lead()) == (2.0, 2 * 2.0 + 1.5 * 2 + 10)
-    pace.step(3.0, 64)
-    assert pace.step_p95 == 4.0
+    timings = after_saves(Timings(begin()), [2.0])
+    timings.step(0.5, 8)
+    timings.step(2.0, 32)
+    assert (timings.step_p95, timings.lead()) == (2.0, 2 * 2.0 + 1.5 * 2 + 10)
+    timings.step(3.0, 64)
+    assert timings.step_p95 == 4.0
 
 
 def read(folder: Path) -> Heartbeat:
@@ -140,11 +140,11 @@ def test_a_heartbeat_is_written_at_every_new_phase_and_at_most_once_a_second_wit
     folder = tmp_path / "heartbeat"
     clock = [100.0]
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock[0])
-    pace = Pace(begin())
-    pulse = Pulse(folder, node="n1", active=True, iteration=7, pace=pace)
+    timings = Timings(begin())
+    pulse = Pulse(folder, node="n1", active=True, iteration=7, timings=timings)
     pulse.beat()
     assert (read(folder).phase, read(folder).iteration, read(folder).step_p95) == ("start", 7, None)
-    pace.step(0.25, 8)
+    timings.step(0.25, 8)
     pulse.enter("step", 8)
     assert (read(folder).phase, read(folder).iteration, read(folder).step_p95) == ("step", 8, 0.25)
     clock[0] += 0.5
@@ -159,13 +159,13 @@ def test_a_heartbeat_is_written_at_every_new_phase_and_at_most_once_a_second_wit
 
 
 def test_only_the_first_rank_of_a_node_writes_its_heartbeat(tmp_path: Path) -> None:
-    Pulse(tmp_path / "heartbeat", node="n1", active=False, iteration=0, pace=Pace(begin())).beat()
+    Pulse(tmp_path / "heartbeat", node="n1", active=False, iteration=0, timings=Timings(begin())).beat()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_heartbeat_that_cannot_be_written_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "heartbeat").write_text("no folder")
-    pulse = Pulse(tmp_path / "heartbeat", node="n1", active=True, iteration=0, pace=Pace(begin()))
+    pulse = Pulse(tmp_path / "heartbeat", node="n1", active=True, iteration=0, timings=Timings(begin()))
     pulse.enter("step", 0)
     pulse.enter("save", 0)
     assert capsys.readouterr().err.count("warning: heartbeat of n1 not written") == 1

@@ -16,7 +16,7 @@ from relayrun.config import compose
 from relayrun.files import append_line
 from relayrun.monitoring.trackers.streams import record_streams
 from relayrun.monitoring.trackers.wandb_files import history, offline_files
-from relayrun.rundir.records import AttemptStart, Left
+from relayrun.rundir.records import AttemptStart, Outcome
 from relayrun.rundir.run import Run
 from tests.wandb_service import WandBService
 from tests.workspace import Workspace
@@ -64,7 +64,7 @@ def start_feed(run: Run, number: int, service: WandBService, *more: str) -> subp
 
 
 def leave(run: Run, number: int, feed: subprocess.Popen[bytes]) -> None:
-    Left(outcome="saved", reason="", iteration=0, time=0.0).write(run.attempt(number).outcome)
+    Outcome(outcome="saved", reason="", iteration=0, time=0.0).write(run.attempt(number).outcome)
     feed.communicate(b"\n", timeout=300)
 
 
@@ -156,7 +156,7 @@ def test_a_run_of_nodes_without_network_is_sent_from_where_there_is_one(run: Run
     with WandBService() as service:
         assert "the service had iteration 0, sent up to 29" in sync(run, service)
         (stream,) = record_streams(run)
-        Left(outcome="done", reason="", iteration=30, time=0.0).write(run.attempt(2).outcome)
+        Outcome(outcome="done", reason="", iteration=30, time=0.0).write(run.attempt(2).outcome)
         assert "the service had iteration 29, sent up to 30" in sync(run, service)
         assert "the service had iteration 30, sent up to 30" in sync(run, service)
         rows = service.history(stream.id)

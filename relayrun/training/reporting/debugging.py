@@ -19,7 +19,7 @@ from relayrun.config.schema import Debug, RunConfig
 from relayrun.errors import ConfigError
 from relayrun.files import write_atomic
 from relayrun.monitoring import environment, memory
-from relayrun.rundir.records import AttemptStart, Left
+from relayrun.rundir.records import AttemptStart, Outcome
 from relayrun.rundir.run import Run
 from relayrun.training.hooks import Hook, Step, StepStart
 
@@ -121,7 +121,7 @@ class Profiler(Hook):
         if self._profile is not None and step.iteration >= self._debug.profile_step_end:
             self._stop()
 
-    def at_end(self, left: Left) -> None:
+    def at_end(self, outcome: Outcome) -> None:
         self._stop()
 
     def _stop(self) -> None:

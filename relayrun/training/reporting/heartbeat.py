@@ -18,7 +18,7 @@ from typing import Literal
 
 from relayrun.files import write_json
 from relayrun.rundir.records import Heartbeat
-from relayrun.training.reporting.timings import Pace
+from relayrun.training.reporting.timings import Timings
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +36,13 @@ def node_name(environment: Mapping[str, str]) -> str:
 class Pulse:
     """Writes the heartbeat of this node; does nothing where `active` is False."""
 
-    def __init__(self, folder: Path, *, node: str, active: bool, iteration: int, pace: Pace) -> None:
+    def __init__(self, folder: Path, *, node: str, active: bool, iteration: int, timings: Timings) -> None:
         self._folder = folder
         self._node = node
         self._active = active
         self._iteration = iteration
         self._phase: Phase = "start"
-        self._pace = pace
+        self._timings = timings
         self._last: float | None = None
         """When it was last written, by the monotonic clock."""
         self._failing = False
@@ -65,8 +65,8 @@ class Pulse:
             iteration=self._iteration,
             phase=self._phase,
             time=time.time(),
-            step_p95=self._pace.step_p95,
-            save_p95=self._pace.save_p95,
+            step_p95=self._timings.step_p95,
+            save_p95=self._timings.save_p95,
         )
         try:
             self._folder.mkdir(exist_ok=True)

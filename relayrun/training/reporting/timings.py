@@ -13,8 +13,8 @@ from relayrun.rundir.records import AttemptStart, Commit
 from relayrun.training.hooks import Evaluated, Hook, Step
 
 
-class Pace(Hook):
-    """Seconds of the last steps and saves."""
+class Timings(Hook):
+    """Seconds of the last steps, evaluations and saves on this rank."""
 
     def __init__(self, begin: AttemptStart) -> None:
         self._begin = begin

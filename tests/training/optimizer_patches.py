@@ -1,7 +1,7 @@
 """Run by test_training_optimizer.py in a process of its own, since the device shim changes torch.
 
 Trains three steps with the distributed optimizer on one rank, saves, and loads into a new model and
-optimizer: once as it should be, once without each of the cures, and from and into megatron-core's own format.
+optimizer: once as it should be, once without each of the patches, and from and into megatron-core's own format.
 Prints what happened as JSON.
 """
 
@@ -33,7 +33,7 @@ from relayrun.training.optimizer import Optimizer, ShardedDistributedOptimizer, 
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable"}
 CONFIG = {
     "project": "tests",
-    "name": "cures",
+    "name": "patches",
     "model": {
         "num_layers": 1,
         "hidden_size": 32,
@@ -134,7 +134,7 @@ results = {
     "from megatron-core's format": resume(folder / "megatrons"),
 }
 with replaced(DistributedOptimizer, "get_parameter_state_dp_zero", gathered):
-    results["cured"] = resume(folder / "own")
+    results["patched"] = resume(folder / "own")
 with megatrons_format():
     results["by megatron-core's format"] = resume(folder / "own")
 for name in ("initialize_state", "_set_main_param_and_optimizer_states", "load_state_dict"):
