@@ -22,10 +22,12 @@ from relayrun.scheduler.base import Scheduler
 def attend(run: Run, plan: Plan, scheduler: Scheduler) -> None:
     """Submit what is due, and record evaluations whose jobs went without a word. What fails is left for later."""
     try:
-        for attempt, commit in evaluations.due(run):
+        waiting = evaluations.unsettled(run)
+        for attempt, commit in waiting:
             folder = evaluations.directory(run, commit.iteration, attempt)
             if not folder.result.exists():
                 _attend(run, plan, scheduler, folder)
+        evaluations.settle(run, waiting)
     except (SchedulerError, OSError) as error:
         log(f"evaluations are left for later: {getattr(error, 'message', error)}")
 

@@ -13,6 +13,7 @@ import signal
 import time
 
 from relayrun.chain.log import log
+from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.scheduler.slurm import Slurm
 
@@ -23,6 +24,7 @@ SHARE = 2 / 3
 def guard(run: Run, number: int, *, batch_pid: int) -> int:
     """Until SIGTERM, then as above. `batch_pid`: the batch script's process, on this node."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    Plan.load(run)  # refuses the directory of a version that this one does not know
     scheduler = Slurm()
     attempt = run.attempt(number)
     own = scheduler.current_job_id()

@@ -43,8 +43,9 @@ def begin(run: Run) -> int:
     job_id = scheduler.current_job_id()
     try:
         return _begin(run, plan, scheduler, job_id)
-    except RelayrunError as error:
-        stop_chain(run, plan, scheduler, f"this job could not begin: {error.message}", own_job=job_id)
+    except (RelayrunError, OSError) as error:
+        words = error.message if isinstance(error, RelayrunError) else str(error)
+        stop_chain(run, plan, scheduler, f"this job could not begin: {words}", own_job=job_id)
         raise
 
 
@@ -119,7 +120,8 @@ def end(run: Run, number: int, exit_code: int) -> int:
     elif decision.action in ("continue", "retry"):
         _go_on(run, plan, scheduler, attempt, own, decision)
     evaluations.attend(run, plan, for_plan(plan, run, patience=0))
-    _update_views(run)  # last: whatever becomes of it, the chain has been seen to
+    if run.attempt_numbers()[-1] == number:  # or the next one's `watch` writes them already
+        _update_views(run)  # last: whatever becomes of it, the chain has been seen to
     return 0 if record.cause in ("done", "saved", "exit") else 1
 
 

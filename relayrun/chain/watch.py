@@ -89,6 +89,7 @@ class Watch:
             self._views.update(attempt=self.attempt.number)
             if leaving:
                 self._views.note()
+            self._complaint = ""
         except (OSError, RelayrunError) as error:
             if str(error) != self._complaint:
                 log(f"the merged views are left for later: {error}")

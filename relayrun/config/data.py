@@ -16,6 +16,11 @@ FORMER_ORDERS = {"relayrun.data.mock:MockDataset": MOCK_ORDER}
 """Names that configs and checkpoints of earlier versions hold."""
 
 
+def _order_of_today(order: str | None) -> str | None:
+    """An order by the name that it has in this version."""
+    return order if order is None else FORMER_ORDERS.get(order, order)
+
+
 class DataSource(Section):
     """One data set of a mixture."""
 
@@ -31,10 +36,7 @@ class DataSource(Section):
     edition: Positive = 1
     """Number of the edition, which rises when the files are replaced by others. Set by submit."""
 
-    @field_validator("order")
-    @classmethod
-    def _named_as_today(cls, order: str | None) -> str | None:
-        return order if order is None else FORMER_ORDERS.get(order, order)
+    _named_as_today = field_validator("order")(_order_of_today)
 
     def identity(self, name: str) -> str:
         """The name under which the data set called `name` is counted: `name`, or `name@2` from edition 2 on."""
@@ -77,6 +79,8 @@ class Data(Section):
     """Made-up tokens in place of tokenizer, data sets and validation sets, whatever these are: nothing is read."""
     mock_vocabulary_size: Positive = 128_256
     """Size of the vocabulary of the made-up tokens; the default is Llama 3's."""
+
+    _named_as_today = field_validator("order")(_order_of_today)
 
     @model_validator(mode="before")
     @classmethod

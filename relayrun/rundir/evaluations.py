@@ -1,6 +1,7 @@
 """Evaluations of a run's checkpoints: which are due, how far each is, and the merged view. Standard library only.
 
 evaluations/policy.json          which checkpoints, by the newest submit
+evaluations/settled.json         up to which commit all have a result, by the supervisor
 evaluations/iter_0000100-0003/   of iteration 100 as attempt 3 committed it: made by who submits the job (mkdir)
     submitted.json                 its job, by the supervisor
     claim.json                     by the job, which ends if another one has written it (O_EXCL)
@@ -12,13 +13,17 @@ evaluations.jsonl                a line per result
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
+from relayrun.errors import RunDirError
 from relayrun.files import fsync_directory, write_atomic
 from relayrun.rundir import lineage
 from relayrun.rundir.records import Commit, Record
@@ -37,6 +42,18 @@ class Policy(Record):
     """Checkpoints at most that must stay until they are exported."""
     time_limit: int
     """Seconds, of an evaluation job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settled(Record):
+    """`settled.json`: this commit, and all before it that were due under this policy, have results."""
+
+    attempt: int
+    iteration: int
+    interval: int
+    total_steps: int
+    folders: str
+    """SHA-256 of the names of all evaluations up to this iteration: who removes one has it tried again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,16 +137,65 @@ def directory(run: Run, iteration: int, attempt: int) -> EvaluationDir:
 
 def due(run: Run) -> list[tuple[int, Commit]]:
     """(attempt, commit) of every checkpoint that counts and is to be evaluated, rising; none without a policy."""
+    return list(_due_backwards(run))[::-1]
+
+
+def _due_backwards(run: Run) -> Iterator[tuple[int, Commit]]:
     policy = Policy.read(run.evaluation_policy)
     if policy is None:
-        return []
-    found = [
-        (counted.attempt, counted.commit)
-        for counted in lineage.Lineage(run).backwards()
-        if counted.published
-        and (counted.commit.iteration % policy.interval == 0 or counted.commit.iteration == policy.total_steps)
-    ]
-    return found[::-1]
+        return
+    for counted in lineage.Lineage(run).backwards():
+        iteration = counted.commit.iteration
+        if counted.published and (iteration % policy.interval == 0 or iteration == policy.total_steps):
+            yield counted.attempt, counted.commit
+
+
+def unsettled(run: Run) -> list[tuple[int, Commit]]:
+    """(attempt, commit) of those that are due and may have no result yet, rising; their number does not grow with age.
+
+    It ends, reading backwards, at the commit that settled.json names: that one and all before it have results.
+    """
+    mark = _read_settled(run)
+    holds = mark is not None and mark == _mark(run, mark.attempt, mark.iteration)
+    settled = (mark.attempt, mark.iteration) if mark is not None and holds else None
+    found = takewhile(lambda entry: (entry[0], entry[1].iteration) != settled, _due_backwards(run))
+    return list(found)[::-1]
+
+
+def settle(run: Run, waiting: Sequence[tuple[int, Commit]]) -> None:
+    """Note, where it has moved, up to which commit of `waiting`, in its order, all have results."""
+    done = list(takewhile(lambda entry: directory(run, entry[1].iteration, entry[0]).result.exists(), waiting))
+    if done:
+        attempt, commit = done[-1]
+        mark = _mark(run, attempt, commit.iteration)
+        if mark is not None:
+            mark.write(_settled(run))
+
+
+def _mark(run: Run, attempt: int, iteration: int) -> Settled | None:
+    """The mark at a commit, as policy and folders are now; None without a policy."""
+    policy = Policy.read(run.evaluation_policy)
+    if policy is None:
+        return None
+    names = "\n".join(folder.path.name for folder in every(run) if folder.iteration <= iteration)
+    return Settled(
+        attempt=attempt,
+        iteration=iteration,
+        interval=policy.interval,
+        total_steps=policy.total_steps,
+        folders=hashlib.sha256(names.encode()).hexdigest(),
+    )
+
+
+def _settled(run: Run) -> Path:
+    return run.evaluations / "settled.json"
+
+
+def _read_settled(run: Run) -> Settled | None:
+    try:
+        return Settled.read(_settled(run))
+    except RunDirError:  # it saves time alone: without it everything is looked at
+        return None
 
 
 def held(run: Run) -> set[int]:
@@ -137,7 +203,7 @@ def held(run: Run) -> set[int]:
     policy = Policy.read(run.evaluation_policy)
     if policy is None or not policy.hold:
         return set()
-    folders = [directory(run, commit.iteration, attempt) for attempt, commit in due(run)]
+    folders = [directory(run, commit.iteration, attempt) for attempt, commit in unsettled(run)]
     waiting = [folder.iteration for folder in folders if not (folder.exported.exists() or folder.result.exists())]
     return set(waiting[-policy.hold :])
 

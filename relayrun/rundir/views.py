@@ -20,6 +20,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ class Reached(Record):
 
     attempt: int = 0
     """Whose lines are the last ones of metrics.jsonl; 0: none are."""
+    start_time: float = 0.0
+    """When that attempt began: who removes attempts by hand gives its number to another one."""
     offset: int = 0
     """Bytes of its own metrics.jsonl that were taken."""
     rewinds: int = 0
@@ -127,7 +130,7 @@ class Views:
                 continue
             if number > self._reached.attempt:
                 self._cut(begin.base_iteration)
-                self._reached = replace(self._reached, attempt=number, offset=0, rewinds=0)
+                self._reached = replace(self._reached, attempt=number, start_time=begin.start_time, offset=0, rewinds=0)
             if not self._take(attempt, begin, deadline):
                 return False
             if number != numbers[-1] or not (goes_on or attempt.read_end() is None):
@@ -148,9 +151,10 @@ class Views:
         with file:
             file.seek(self._reached.offset)
             while lines := file.readlines(CHUNK):
-                if not lines[-1].endswith(b"\n"):
-                    lines.pop()  # more of it will come, or its writer was killed
-                self._append(lines, begin)
+                torn = not lines[-1].endswith(b"\n")
+                self._append(lines[: len(lines) - torn], begin)
+                if torn:  # the rest of it may come meanwhile: it is read again from its beginning
+                    return True
                 if time.monotonic() > deadline:
                     return False
         return True
@@ -212,7 +216,7 @@ class Views:
             end = attempt.read_end()
             row = vars(begin) | (vars(end) if end is not None else {})
             text += json.dumps(row, ensure_ascii=False).encode() + b"\n"
-            if end is not None or number != numbers[-1]:
+            if number != numbers[-1]:  # the newest one's end may be written once more
                 closed, size = number, self._reached.closed_size + len(text)
         if text != _read_from(self._run.attempts_view, self._reached.closed_size):
             _write_at(self._run.attempts_view, self._reached.closed_size, text)
@@ -223,21 +227,27 @@ def read_reached(run: Run) -> Reached:
     """How far the views are; from nothing on where that is lost, or a view is not what it says."""
     try:
         reached = Reached.read(run.views) or Reached()
-    except RunDirError:  # torn by a machine that went down: it is not synced
-        reached = Reached()
-    last = next(read_lines_backwards(run.metrics_view, end=reached.size), (0, {}))
+        begin = run.attempt(reached.attempt).read_begin() if reached.attempt else None
+        last = next(read_lines_backwards(run.metrics_view, end=reached.size), (0, {}))
+    except (OSError, RunDirError):  # torn by a machine that went down: it is not synced
+        return Reached()
+    if reached.attempt and (begin is None or begin.start_time != reached.start_time):
+        return Reached()
     if (last[0], last[1].get("iteration", 0)) != (reached.size, reached.iteration):
         reached = replace(reached, attempt=0, offset=0, rewinds=0, size=0, iteration=0, evaluations=[])
     return reached
 
 
 def evaluation_seconds(run: Run, most: int) -> list[float]:
-    """What the newest evaluations took, at most so many, oldest first; as far as views.json says."""
+    """Seconds of the newest evaluations, at most so many, oldest first; from views.json, or else from all metrics."""
     try:
         reached = Reached.read(run.views)
-    except RunDirError:  # torn by a machine that went down: the next supervisor makes it anew
-        return []
-    return [] if reached is None else [seconds for _, seconds in reached.evaluations[-most:]]
+    except (OSError, RunDirError):  # torn by a machine that went down: the next supervisor makes it anew
+        reached = None
+    if reached is not None:
+        return [seconds for _, seconds in reached.evaluations[-most:]]
+    found = (line["evaluation_seconds"] for line in newest_lines(run) if "evaluation_seconds" in line)
+    return list(islice(found, most))[::-1]
 
 
 def newest_lines(run: Run) -> Iterator[dict[str, Any]]:

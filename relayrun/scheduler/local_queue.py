@@ -9,11 +9,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 from relayrun.errors import SchedulerError
+from relayrun.files import write_json
 from relayrun.rundir.records import Record
 from relayrun.scheduler.base import clean_environment
 from relayrun.scheduler.tasks import die_with_parent
@@ -48,6 +49,10 @@ class LocalJob(Record):
     """Queue it again if its batch script is killed."""
     requeue_delay: int | None = None
     """Set by `requeue`: queue it again when it ends, after so many seconds."""
+
+    def write(self, path: Path) -> None:
+        """Write it so that a queue that an earlier version runs, which says `beside` for `auxiliary`, reads it, too."""
+        write_json(path, asdict(self) | {"beside": self.auxiliary})
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Self:

@@ -54,13 +54,13 @@ def _make(entry: HookEntry) -> Hook:
     module, _, name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"hook {path} cannot be imported: {_words(error)}") from error
     if not (isinstance(found, type) and issubclass(found, Hook)):
         raise ConfigError(f"hook {path} is no class that inherits relayrun.training.hooks.Hook")
     try:
         made = found(**entry.options)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"hook {path} cannot be made with the options {entry.options}: {_words(error)}") from error
     if _overrides(made, "state_dict") != _overrides(made, "load_state_dict"):
         raise ConfigError(f"hook {path} has one of state_dict and load_state_dict without the other")
@@ -208,15 +208,16 @@ def _checked(method: str, path: str, value: Any) -> Any:
 def _check_plain(value: object, at: str) -> None:
     """Raise TypeError for what a checkpoint would not give back."""
     from torch import Tensor
+    from torch.nn import Parameter
 
-    if isinstance(value, dict):
+    if type(value) is dict:
         for key, item in value.items():
             _check_plain(key, f"{at}[{key!r}]")
             _check_plain(item, f"{at}[{key!r}]")
     elif type(value) in (list, tuple):
         for number, item in enumerate(value):  # type: ignore[arg-type]
             _check_plain(item, f"{at}[{number}]")
-    elif not (value is None or type(value) in (bool, int, float, str) or isinstance(value, Tensor)):
+    elif not (value is None or type(value) in (bool, int, float, str) or type(value) in (Tensor, Parameter)):
         raise TypeError(f"state{at} is a {type(value).__name__}; a checkpoint keeps plain values and tensors")
 
 

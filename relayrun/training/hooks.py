@@ -33,9 +33,10 @@ the hook does the same again. Through `before_update` a hook has a say in what b
 Errors. What a user's hook raises ends the attempt as failed, with one message that names its import path, the method
 and the error: a full disk or a service that is away may be over in the next attempt, and a chain ends by itself after
 `chain.max_failed_attempts` without progress. On one rank alone it ends that rank, and the starter of the ranks then
-ends the others. In `before_publish` it fails that save, as a full disk does. A FatalTrainingError ends the chain, with
-its reason. So does, on every rank alike, a hook that cannot be imported, is no class that inherits `Hook` or cannot be
-made with its options: no other attempt would do better.
+ends the others. In `before_publish` it fails that save, as a full disk does. A FatalTrainingError that rank 0 raises,
+or all ranks, ends the chain with its reason; one rank alone stops it by a verdict of `before_update`. The chain ends,
+too, on every rank alike, where a hook cannot be imported, is no class that inherits `Hook` or cannot be made with its
+options: no other attempt would do better.
 
 Time. What hooks take between steps is in the metrics as `hooks_seconds` and counts for the lead. A hook that takes
 longer than `chain.hang_timeout` is a hang.
@@ -202,8 +203,8 @@ class Hook:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `state_dict` gave for the checkpoint that was loaded; called on every rank.
 
-        A checkpoint that has none, because the hook is new, gives what `state_dict` gave after `setup`. Not called
-        where a run begins anew with the weights of another (`checkpoint.finetune`).
+        A checkpoint that has none, because the hook is new or had kept {}, gives what `state_dict` gave after `setup`.
+        Not called where a run begins anew with the weights of another (`checkpoint.finetune`).
         """
 
     def at_start(self, iteration: int, consumed_samples: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ class Queue:
         self.killed_after_submit = False
         self.down = False
 
-    def submit_beside(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], time_limit: int) -> str:
+    def submit_auxiliary(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], limit: int) -> str:
         if self.down:
             raise SchedulerError("sbatch: unable to contact slurm controller")
         job_id = str(100 + len(self.submitted))
@@ -195,3 +196,49 @@ def test_an_older_view_that_is_written_last_is_mended(
     monkeypatch.setattr(evaluations, "write_atomic", overtaken)
     evaluations.write_view(run)
     assert [json.loads(line)["iteration"] for line in run.evaluations_view.read_text().splitlines()] == [4, 8]
+
+
+def test_what_has_results_is_not_looked_at_again_but_for_another_policy_or_line(prepared: tuple[Run, Plan]) -> None:
+    run, _ = prepared
+    queue = Queue()
+
+    def waiting() -> list[int]:
+        return [commit.iteration for _, commit in evaluations.unsettled(run)]
+
+    def give_result(iteration: int, number: int) -> None:
+        evaluations.finish(run, Result(iteration=iteration, attempt=number, status="done", time=0.0))
+
+    attempt(run, 1, iterations=[4, 8, 12, 16])
+    attend(prepared, queue)
+    assert waiting() == [4, 8, 12, 16]
+    for iteration in (4, 8, 16):
+        give_result(iteration, 1)
+    attend(prepared, queue)
+    assert waiting() == [12, 16], "12 has none yet"
+    give_result(12, 1)
+    attend(prepared, queue)
+    assert waiting() == []
+    attempt(run, 2, base=16, iterations=[20])
+    assert waiting() == [20]
+    attempt(run, 3, base=4, iterations=[8])  # somebody went back to iteration 4
+    assert waiting() == [4, 8]
+    policy = Policy.read(run.evaluation_policy)
+    assert policy is not None
+    replace(policy, interval=2).write(run.evaluation_policy)
+    assert waiting() == [4, 8]
+    (run.evaluations / "settled.json").write_text("{")
+    assert waiting() == [4, 8]
+
+
+def test_an_evaluation_whose_folder_was_removed_is_tried_again(prepared: tuple[Run, Plan]) -> None:
+    run, _ = prepared
+    queue = Queue()
+    attempt(run, 1, iterations=[4, 8])
+    attend(prepared, queue)
+    for iteration in (4, 8):
+        evaluations.finish(run, Result(iteration=iteration, attempt=1, status="failed", time=0.0))
+    attend(prepared, queue)
+    assert evaluations.unsettled(run) == []
+    shutil.rmtree(evaluations.directory(run, 4, 1).path)
+    del queue.states["100"]
+    assert attend(prepared, queue)[2:] == ["--iteration=4 --attempt=1"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +22,7 @@ from relayrun.errors import RunDirError
 from relayrun.files import read_json, read_lines
 from relayrun.rundir import triggers
 from relayrun.rundir.plan import FORMAT, Plan
-from relayrun.rundir.records import Commit, Outcome
+from relayrun.rundir.records import AttemptStart, Commit, Outcome
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason, write_stop
 from relayrun.rundir.views import Views, lines_that_count
@@ -227,3 +230,67 @@ def test_a_newer_format_is_refused_by_every_entry(run: Run, tmp_path: Path, caps
     with pytest.raises(RunDirError, match=message):
         submission.submit(config, resume=True)
     assert read_json(run.plan) == newer
+
+
+def iterations(path: Path) -> list[int]:
+    return [line["iteration"] for line in read_lines(path)]
+
+
+@pytest.mark.parametrize("first", [1, 40])
+def test_a_torn_line_that_is_completed_meanwhile_is_taken_once(
+    run: Run, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began(run, 4, base=300)
+    trained(run, 4, 300, 350)
+    text = run.attempt(4).metrics.read_bytes()
+    at = text.index(b"\n", len(text) // 3) + first  # inside of a line
+    run.attempt(4).metrics.write_bytes(text[:at])
+    append = Views._append
+
+    def completed(self: Views, *arguments: Any) -> None:
+        append(self, *arguments)
+        with open(run.attempt(4).metrics, "ab") as file:
+            file.write(text[run.attempt(4).metrics.stat().st_size :])
+
+    monkeypatch.setattr(Views, "_append", completed)
+    Views(run).update()
+    monkeypatch.undo()
+    Views(run).update()
+    assert_views_hold_what_counts(run)
+    assert iterations(run.metrics_view) == list(range(1, 351))
+
+
+def test_attempts_that_a_person_removed_leave_the_views(run: Run) -> None:
+    began(run, 4, base=300)
+    trained(run, 4, 300, 400)
+    Views(run).update()
+    for number in (3, 4):
+        shutil.rmtree(run.attempt(number).path)
+    again = Run(run.path)
+    base = again.attempt(2).read_commits()[-1].iteration
+    began(again, 3, base=base)
+    trained(again, 3, base, base + 20)
+    Views(again).update()
+    assert_views_hold_what_counts(again)
+    began(again, 4, base=base + 20)  # numbers come again
+    trained(again, 4, base + 20, base + 30)
+    Views(Run(run.path)).update()
+    assert_views_hold_what_counts(Run(run.path))
+
+
+def test_a_view_that_cannot_be_read_keeps_nobody_from_beginning_or_watching(run: Run) -> None:
+    run.views.unlink(missing_ok=True)
+    run.views.mkdir()
+    assert supervisor.begin(run) == 0
+    Watch(Run(run.path), 4)._follow()
+    assert len(queued(run)) == 1
+
+
+def test_a_begin_that_meets_a_broken_disk_says_why_the_chain_ends(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_arguments: object, **_more: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(AttemptStart, "write", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        supervisor.begin(run)
+    assert "this job could not begin: [Errno 5] Input/output error" in run.stop.read_text()

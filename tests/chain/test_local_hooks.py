@@ -1,4 +1,4 @@
-"""The hook of docs/training.md in a chain of three attempts, of which another hook breaks two."""
+"""The hook of docs/hooks.md in a chain of three attempts, of which another hook breaks two."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.workspace import Workspace, ends, steps
 
 pytestmark = pytest.mark.slow
 
-PAGE = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/hooks.md").read_text(encoding="utf-8")
 COUNT = "my_team.probes:CountSteps"
 BREAKS = "tests.training.user_hooks:Breaks"
 
@@ -26,7 +26,7 @@ def test_the_hook_of_the_docs_counts_the_steps_of_a_run_over_three_attempts(tmp_
     (tmp_path / "my_team").mkdir()
     (tmp_path / "my_team" / "probes.py").write_text(example)
     workspace = Workspace.make(tmp_path)
-    settings = {"checkpoint": {"interval": 5}}
+    settings = {"checkpoint": {"interval": 5, "async_save": False}}
     hooks = [COUNT, {"hook": BREAKS, "options": {"after": {"1": 8, "2": 13}}}]
     config = workspace.config(
         "run",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.tokenization.flags import FLAGS
 from tests.readme import ROOT, blocks, checkout, tokenize
 
 PAGE = (ROOT / "docs/tokenization.md").read_text(encoding="utf-8")
@@ -22,8 +23,10 @@ def test_every_program_and_option_that_is_named_exists() -> None:
             *(ROOT / "scripts").rglob("*.py"),
             *(ROOT / "launchers").glob("*.py"),
             *(ROOT / "relayrun/cli").glob("*.py"),
+            ROOT / "relayrun/tokenization/flags.py",
         )
     )
+    known += "".join(f'"{flag}"' for flag in FLAGS.values())
     for option in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) - {"--help"}:
         assert f'"{option}"' in known, option
 

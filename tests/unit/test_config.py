@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from relayrun.config import compose, yamlfile
+from relayrun.config.schema import Data
 from relayrun.errors import ConfigError
 from relayrun.slurmtime import format_time, parse_time
 
@@ -161,3 +162,11 @@ def test_a_name_given_twice_and_broken_yaml_name_their_line(run_yaml: Path) -> N
 def test_slurm_times(text: str, seconds: int) -> None:
     assert parse_time(text) == seconds
     assert parse_time(format_time(seconds)) == seconds
+
+
+@pytest.mark.parametrize("place", ["data", "mixture"])
+def test_an_order_of_an_earlier_version_has_the_name_of_today(place: str) -> None:
+    former = {"order": "relayrun.data.mock:MockDataset"}
+    own, source = (former, {}) if place == "data" else ({}, former)
+    data = Data.model_validate({"tokenizer": "t", "mixture": {"a": {"weight": 1.0, **source}}, **own})
+    assert (data.mixture["a"].order or data.order) == "mock"

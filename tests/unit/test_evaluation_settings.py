@@ -22,7 +22,8 @@ from tests.workspace import Workspace
 def config(folder: Path, evaluation: dict[str, Any], **sections: Any) -> RunConfig:
     if not (folder / "data").exists():
         Workspace.make(folder)
-    return compose.load(Workspace(folder).config("run", checkpoint={"interval": 10}, evaluation=evaluation, **sections))
+    made = {"checkpoint": {"interval": 10}, "evaluation": evaluation, "cluster": {"python": None}} | sections
+    return compose.load(Workspace(folder).config("run", **made))
 
 
 SLURM = {

@@ -263,9 +263,10 @@ def test_rank_0_lets_go_of_a_feed_that_does_not_end(tmp_path: Path, monkeypatch:
     said: list[str] = []
     config: Any = SimpleNamespace(project="p", name="n", tracking=SimpleNamespace(tensorboard=True))
     made = trackers.Trackers(Run(tmp_path), 1, config, said.append)
+    made.at_start(0, 0)
     assert len(hung) == 2
     begun = time.monotonic()
-    made.stop()
+    made.close()
     assert time.monotonic() - begun < 5
     assert all(process.returncode == -9 for process in hung)
 
@@ -275,7 +276,9 @@ def test_one_line_says_that_wandb_is_off(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     said: list[str] = []
     config: Any = SimpleNamespace(project="p", name="n", tracking=SimpleNamespace(tensorboard=False))
-    trackers.Trackers(Run(tmp_path), 1, config, said.append).stop()
+    made = trackers.Trackers(Run(tmp_path), 1, config, said.append)
+    made.at_start(0, 0)
+    made.close()
     assert said == ["W&B is off: neither WANDB_API_KEY nor WANDB_MODE=offline is in the environment"]
     assert list(tmp_path.iterdir()) == []
 
@@ -285,7 +288,9 @@ def test_trackers_that_cannot_start_are_off_and_say_so(tmp_path: Path, monkeypat
     (tmp_path / "streams.json").write_text("{")
     said: list[str] = []
     config: Any = SimpleNamespace(project="p", name="n", tracking=SimpleNamespace(tensorboard=False))
-    trackers.Trackers(Run(tmp_path), 1, config, said.append).stop()
+    made = trackers.Trackers(Run(tmp_path), 1, config, said.append)
+    made.at_start(0, 0)
+    made.close()
     assert said[0].startswith("warning: W&B and TensorBoard are off in this attempt: ")
 
 

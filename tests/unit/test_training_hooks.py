@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -126,3 +127,46 @@ def test_the_protocol_imports_the_standard_library_alone() -> None:
     code = "import sys, relayrun.training.hooks; print({'torch', 'pydantic', 'numpy'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "set()\n"
+
+
+class Stubborn(Hook):
+    def at_end(self, left: Any) -> None:
+        raise OSError("the service is away")
+
+
+LEAVES = """
+import types
+from unittest.mock import Mock
+from relayrun.training.hook_list import HookFailed, Hooks
+from relayrun.training.loop import Training
+from tests.unit.test_training_hooks import OneRank, Stubborn
+
+made = types.SimpleNamespace(
+    position=types.SimpleNamespace(iteration=7),
+    control=Mock(),
+    saver=Mock(saved_iteration=5, last=Mock(return_value=None)),
+    hooks=Hooks([], [("team:Stubborn", Stubborn())], OneRank()),
+)
+try:
+    Training._leave(made, "exit", "asked")
+except HookFailed as error:
+    print(error.message.split(" (")[0], made.control.acknowledge.called)
+"""
+
+
+def test_an_exit_is_not_answered_where_a_hook_fails_at_the_end() -> None:
+    """Or the next attempt, which no trigger reaches any more, would train on."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", LEAVES], capture_output=True, text=True, check=False)
+    assert done.stdout == "hook team:Stubborn, at_end: OSError: the service is away False\n", done.stderr
+
+
+def test_a_state_that_a_checkpoint_would_not_give_back_is_refused() -> None:
+    class Keeps(Hook):
+        def state_dict(self) -> dict[str, Any]:
+            return {"t": (defaultdict(int, a=1),)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    with pytest.raises(HookFailed, match=r"state\['t'\]\[0\] is a defaultdict"):
+        hooks([], [("a:Keeps", Keeps())]).state_dict()

@@ -49,7 +49,7 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
     def __init__(
         self,
         output_folder: str | os.PathLike[str] | None = None,
-        tokenizer_name_or_path: str | None = None,
+        tokenizer_name_or_path: str | os.PathLike[str] | None = None,
         *,
         eos_token: str | None = None,
         append_eod: AppendEod | bool | None = None,
@@ -67,8 +67,9 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
         super().__init__()
         if batch_size is not None or tokenization_batch_size is not None:
             batch_size = _one("batch_size", batch_size, "tokenization_batch_size", tokenization_batch_size)
+        tokenizer = _one("tokenizer_name_or_path", tokenizer_name_or_path, "model_identifier", model_identifier)
         given = {
-            "tokenizer": _one("tokenizer_name_or_path", tokenizer_name_or_path, "model_identifier", model_identifier),
+            "tokenizer": None if tokenizer is None else os.fspath(tokenizer),
             "eos_token": eos_token,
             "append_eod": append_eod,
             "bos": add_bos,

@@ -37,7 +37,8 @@ class Spill:
         if self._folder is not None and (self._file is not None or len(self._memory) > MOST_IN_MEMORY):
             with _no_room(self._folder):
                 if self._file is None:
-                    self._file = tempfile.TemporaryFile(dir=self._folder, prefix=".text-")  # noqa: SIM115 (`text` closes it)
+                    self._file = tempfile.TemporaryFile(dir=self._folder, prefix=".text-")  # noqa: SIM115
+                    weakref.finalize(self, self._file.close)  # also of a text that nobody asks for
                 self._file.write(self._memory)
                 self._file.flush()
             self._memory = bytearray()

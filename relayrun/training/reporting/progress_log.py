@@ -36,6 +36,7 @@ class ProgressLog(Hook):
 
     def at_start(self, iteration: int, consumed_samples: int) -> None:
         """Write that the job starts, with `consumed_samples` behind it."""
+        self._began = time.time()  # loading the checkpoint is no training
         self._flops_at_start = self._flops(consumed_samples)
         self._first_start, self._flops_at_first_start = self._first_in_a_row()
         self._append("Starting job")
