@@ -294,17 +294,17 @@ class Training:
             self.hooks.at_evaluation(Evaluated(iteration=self.position.iteration, losses=losses, seconds=seconds))
             self.saver.move_deadline()
 
-    def _leave(self, outcome: OutcomeName, reason: str) -> Outcome:
+    def _leave(self, name: OutcomeName, reason: str) -> Outcome:
         at = self.position.iteration
         asked = self.control.take()
         result = f"nothing trained since iteration {at}" if at == self.saver.saved_iteration else "saved"
         failure = self.saver.last(self.position)
         if failure is not None:  # triggers stay: an exit asked for must reach the next attempt
             raise LeaveFailed(f"iteration {at} could not be saved ({LEAVE_TRIES} tries): {failure}")
-        left = Outcome(outcome=outcome, reason=reason, iteration=at, time=time.time())
-        self.hooks.at_end(left)  # what a hook raises fails the attempt, and an exit asked for must reach the next
+        outcome = Outcome(outcome=name, reason=reason, iteration=at, time=time.time())
+        self.hooks.at_end(outcome)  # what a hook raises fails the attempt, and an exit asked for must reach the next
         self.control.acknowledge(asked, at, result)
-        return left
+        return outcome
 
 
 def train(
