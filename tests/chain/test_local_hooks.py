@@ -1,4 +1,4 @@
-"""The hook of docs/training.md in a chain of three attempts, of which another hook breaks two."""
+"""The hook of docs/hooks.md in a chain of three attempts, of which another hook breaks two."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.workspace import Workspace, ends, steps
 
 pytestmark = pytest.mark.slow
 
-PAGE = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/hooks.md").read_text(encoding="utf-8")
 COUNT = "my_team.probes:CountSteps"
 BREAKS = "tests.training.user_hooks:Breaks"
 
