@@ -70,7 +70,8 @@ def test_the_signal_asks_to_leave_where_the_deadline_inside_does_not(make_run: M
 
 
 def test_no_successor_without_auto_requeue(make_run: MakeRun) -> None:
-    run, plan = make_run("--steps=100", total_steps=100, time_limit=4, auto_requeue=False)
+    slow = ("--steps=100", "--step-seconds=0.4")  # they do not fit into the time limit, however long the start takes
+    run, plan = make_run(*slow, total_steps=100, time_limit=20, lead=8.0, auto_requeue=False)
     run_chain(run, plan)
     assert [record.cause for record in ends(run)] == ["saved"]
     assert not run.stop.exists()

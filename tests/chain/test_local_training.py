@@ -37,13 +37,13 @@ def test_a_run_cut_by_sigusr2_at_its_limit_equals_the_uninterrupted_run(tmp_path
     assert whole.returncode == 0, whole.stderr
     reference = workspace.run("whole")
     assert [end.cause for end in ends(reference)] == ["done"]
-    # 500 steps of at least 0.06 s do not fit into two times 13 s, however fast the machine is. The deadline inside
+    # 500 steps of at least 0.15 s do not fit into two times 35 s, however fast the machine is. The deadline inside
     # comes after the signal, so that the signal is what cuts, and leaves time to save however slow it is.
-    slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "step-delay=0.06"}}
+    slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "step-delay=0.15"}}
     pieces = workspace.config(
         "it's in pieces",
         training=training | {"hooks": [slow]},
-        job={"time": "00:00:23"},
+        job={"time": "00:00:45"},
         chain={"lead": 1, "signal_lead": 10, "max_failed_attempts": 9},
         checkpoint={"interval": 211},
     )

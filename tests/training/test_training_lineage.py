@@ -33,7 +33,7 @@ def test_rank_0_alone_reads_the_line_and_tells_the_others(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
     made.config["training"]["steps"] = 6
     made.write_config()
-    made.train()
+    made.train(imported=False)  # sitecustomize is read where Python starts
     opened = [set((tmp_path / f"opened-{rank}").read_text().splitlines()) for rank in range(RANKS)]
     first, second = made.run.attempt(1), made.run.attempt(2)
     assert str(first.commits) in opened[0]
