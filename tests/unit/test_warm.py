@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
+from tests.warm.server import IMPORTED
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +52,12 @@ def test_it_has_what_it_would_have_had() -> None:
         said.append(json.loads(out))
     assert said[0] == said[1]
     assert said[0]["argv"][1:] == ["say", "a b", ""]
+
+
+def test_what_takes_long_to_import_is_there_at_once() -> None:
+    out, errors = start(warm.python(), "imported").communicate("", timeout=300)
+    assert out, errors
+    assert json.loads(out) == list(IMPORTED)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
+
+from tests.warm.server import IMPORTED
 
 
 def started_with() -> dict[str, object]:
@@ -39,7 +43,12 @@ def started_with() -> dict[str, object]:
 
 if __name__ == "__main__":
     verb, *more = sys.argv[1:]
-    if verb == "say":
+    if verb == "imported":
+        print(json.dumps([module for module in IMPORTED if module in sys.modules]))
+    elif verb == "say":
+        warnings.simplefilter("ignore")
+        for module in IMPORTED:  # they change the environment and the path
+            importlib.import_module(module)
         print(json.dumps(started_with()))
     elif verb == "exit":
         sys.exit(int(more[0]))

@@ -9,6 +9,7 @@ import array
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import random
@@ -25,6 +26,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+IMPORTED = (
+    "relayrun.config.compose",
+    "relayrun.training.loop",
+    "relayrun.training.reporting.debugging",
+    "relayrun.export.evaluate",
+    "transformers.models.llama.modeling_llama",
+    "lm_eval.models.huggingface",
+)
+"""What programs of tests import that takes seconds."""
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -209,6 +219,8 @@ def main() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        for module in IMPORTED:
+            importlib.import_module(module)
     del sys.path[0]
     set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
     if len(os.listdir("/proc/self/task")) != 1:

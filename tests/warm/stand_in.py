@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 
-MODULES = ("relayrun.training", "tests.warm.probe")
+MODULES = ("relayrun.training", "relayrun.export.evaluate", "tests.warm.probe")
 FORWARDED = (
     signal.SIGHUP,
     signal.SIGINT,
