@@ -6,6 +6,7 @@
 | fault | what it does |
 |---|---|
 | step-delay=S | every step takes S seconds longer |
+| slow-after=K:S | after K steps of an attempt every step takes S seconds longer |
 | crash-at=I | an exception after iteration I, on every rank, in the first attempt |
 | crash-at-once | an exception before the first step, in every attempt |
 | sleep-at=I:R | rank R sleeps for ever after iteration I of the first attempt, while the others wait in a collective |
@@ -27,6 +28,7 @@ from relayrun.training.hooks import Context, Hook, Step, StepStart
 
 KNOWN = {
     "step-delay",
+    "slow-after",
     "crash-at",
     "crash-at-once",
     "sleep-at",
@@ -47,6 +49,8 @@ class Faults(Hook):
             raise ValueError(f"unknown faults: {', '.join(sorted(unknown))}")
         self._factor = 1.0
         """What the losses of this iteration are multiplied by."""
+        self._steps = 0
+        """Steps that this attempt has begun."""
 
     def setup(self, context: Context) -> None:
         self._first_attempt = context.attempt == 1
@@ -57,6 +61,10 @@ class Faults(Hook):
     def before_step(self, start: StepStart) -> None:
         faults, done = self._faults, start.iteration - 1
         time.sleep(float(faults.get("step-delay", 0)))
+        steps, _, seconds = faults.get("slow-after", "").partition(":")
+        if steps and self._steps >= int(steps):
+            time.sleep(float(seconds))
+        self._steps += 1
         if "crash-at-once" in faults or (self._first_attempt and faults.get("crash-at") == str(done)):
             raise RuntimeError("a fault that the drill put here")
         if self._first_attempt and faults.get("sleep-at") == f"{done}:{self._rank}":

@@ -37,14 +37,14 @@ def test_a_run_cut_by_sigusr2_at_its_limit_equals_the_uninterrupted_run(tmp_path
     assert whole.returncode == 0, whole.stderr
     reference = workspace.run("whole")
     assert [end.cause for end in ends(reference)] == ["done"]
-    # 500 steps of at least 0.15 s do not fit into two times 35 s, however fast the machine is. The deadline inside
-    # comes after the signal, so that the signal is what cuts, and leaves time to save however slow it is.
-    slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "step-delay=0.15"}}
+    # An attempt makes 200 steps and then few, so that 500 take at least three, however fast the machine is; a minute is
+    # enough for some, however slow it is. The deadline inside comes after the signal, so that the signal is what cuts.
+    slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "slow-after=200:2"}}
     pieces = workspace.config(
         "it's in pieces",
         training=training | {"hooks": [slow]},
-        job={"time": "00:00:45"},
-        chain={"lead": 1, "signal_lead": 10, "max_failed_attempts": 9},
+        job={"time": "00:01:20"},
+        chain={"lead": 1, "signal_lead": 20, "max_failed_attempts": 9},
         checkpoint={"interval": 211},
     )
     cut = submit(pieces)

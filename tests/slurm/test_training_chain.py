@@ -72,16 +72,17 @@ def test_jobs_cut_by_their_time_limit_equal_the_uninterrupted_run(cluster: TestC
     wait_for_end(cluster, workspace.run("whole"), timeout=600)
     reference = workspace.run("whole")
     assert [end.cause for end in ends(reference)] == ["done"]
-    # Slurm's shortest limit is a minute; of it each job has 14 s. 300 steps of at least 0.1 s do not fit into two
-    slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "step-delay=0.1"}}
+    # A job makes 120 steps and then few, so that 300 take at least three, however fast the machine is; of its two minutes
+    # it has one, which is enough for some steps, however slow the machine is
+    slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "slow-after=120:2"}}
     submit(
         cluster,
         workspace.config(
             "pieces",
             training=training | {"hooks": [slow]},
-            job=TWO_NODES | {"time": "1"},
+            job=TWO_NODES | {"time": "2"},
             cluster=SLURM,
-            chain={"lead": 46, "signal_lead": 1},
+            chain={"lead": 60, "signal_lead": 1},
             checkpoint={"interval": 211},
         ),
     )

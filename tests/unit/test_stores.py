@@ -19,6 +19,7 @@ from relayrun.tokenization.dumps.jobs import begin, tokenize_dump
 from relayrun.tokenization.dumps.metadata import MetadataFolder, dump_size
 from relayrun.tokenization.dumps.split import find_files, linked_twice, prepare
 from relayrun.tokenization.dumps.tune import tune
+from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.readers import stores
 from relayrun.tokenization.readers.inputs import read_paths_file
 from relayrun.tokenization.settings import TokenizationSettings
@@ -189,7 +190,7 @@ def test_tune_reads_below_a_url(tmp_path: Path) -> None:
         write_parquet(tmp_path / "data" / f"{name}.parquet", list(TEXTS) * 20)
     prepare(f"file://{tmp_path}/data", tmp_path / "meta", n_dumps=1)
     tokenizer = train_tokenizer(tmp_path / "tok/tokenizer.json").parent
-    options = ["--tokenizer-name-or-path", str(tokenizer)]
+    options = TokenizeOptions(tokenizer=str(tokenizer))
     (trial,) = tune(tmp_path / "meta", options=options, workers=[1], batch_bytes=[4000], seconds=600)  # it ends before
     assert trial.tokens_per_second > 0
     with pytest.raises(InputError, match="3 workers need as many files"):

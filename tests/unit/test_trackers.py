@@ -167,6 +167,7 @@ def test_a_failure_is_one_line_and_is_tried_again_from_what_the_tracker_has(tmp_
         "--attempt=1",
         f"--parent={os.getpid()}",
         "--pause=1",
+        "--last-seconds=120",
     ]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
     assert process.stderr is not None
@@ -177,7 +178,7 @@ def test_a_failure_is_one_line_and_is_tried_again_from_what_the_tracker_has(tmp_
     run.tensorboard.unlink()
     wait_for(lambda: (run.tensorboard / stream.id).is_dir())
     leave(run, 1)
-    process.communicate(b"\n", timeout=150)
+    process.communicate(b"\n", timeout=300)
     assert highest_event(run.tensorboard / stream.id) == 9
 
 
@@ -303,7 +304,7 @@ def test_a_feed_ends_when_rank_0_is_gone(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     command = (
         f"{sys.executable} -m relayrun.monitoring.trackers.feed tensorboard --run-dir '{run.path}' --attempt 1 "
-        "--parent $$ <&0 & echo $!; sleep 1"
+        "--parent $$ --last-seconds 120 <&0 & echo $!; sleep 1"
     )
     shell = subprocess.run(["bash", "-c", command], stdin=reading, capture_output=True, text=True, timeout=300)
     assert shell.stderr == ""
@@ -313,7 +314,7 @@ def test_a_feed_ends_when_rank_0_is_gone(tmp_path: Path) -> None:
     assert list(run.tensorboard.glob("*/events*"))
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 300.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

@@ -58,8 +58,8 @@ def feed(run: Run, begin: AttemptStart, stream: Stream, sink: Sink, wait: Callab
     sink.close()
 
 
-def rank_zero(parent: int) -> Callable[[float], bool]:
-    """A `wait` that ends early when rank 0, the process `parent`, leaves; from then on time is short."""
+def rank_zero(parent: int, last_seconds: int = LAST_SECONDS) -> Callable[[float], bool]:
+    """A `wait` that ends early when rank 0, the process `parent`, leaves; from then on there are `last_seconds`."""
 
     def wait(seconds: float) -> bool:
         end = time.monotonic() + seconds
@@ -68,7 +68,7 @@ def rank_zero(parent: int) -> Callable[[float], bool]:
             # a forked child of rank 0 may hold the pipe open, so the parent is looked at too
             ready, _, _ = select.select([0], [], [], max(0.0, min(left, POLL_SECONDS)))
             if ready or os.getppid() != parent:
-                signal.alarm(LAST_SECONDS)
+                signal.alarm(last_seconds)
                 return True
             if left <= 0:
                 return False
@@ -84,6 +84,7 @@ def main() -> int:
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
     parser.add_argument("--pause", type=float, default=FIRST_PAUSE, help="seconds before another try")
+    parser.add_argument("--last-seconds", type=int, default=LAST_SECONDS, help="seconds left when rank 0 has gone")
     options = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # meant for the ranks, sent to all of the job
         signal.signal(number, signal.SIG_IGN)
@@ -95,7 +96,7 @@ def main() -> int:
     if begin is None:
         raise RunDirError("this attempt has not begun", where=run.attempt(options.attempt).begin)
     stream = record_streams(run)[-1]
-    wait = rank_zero(options.parent)
+    wait = rank_zero(options.parent, options.last_seconds)
     pause = options.pause
     try:
         if options.tracker == "tensorboard":
@@ -132,6 +133,7 @@ def start_over(options: argparse.Namespace, pause: float) -> NoReturn:
         f"--attempt={options.attempt}",
         f"--parent={options.parent}",
         f"--pause={pause}",
+        f"--last-seconds={options.last_seconds}",
     ]
     os.execv(command[0], command)
 
