@@ -72,8 +72,8 @@ def test_jobs_cut_by_their_time_limit_equal_the_uninterrupted_run(cluster: TestC
     wait_for_end(cluster, workspace.run("whole"), timeout=600)
     reference = workspace.run("whole")
     assert [end.cause for end in ends(reference)] == ["done"]
-    # A job makes 120 steps and then few, so that 300 take at least three, however fast the machine is; of its two minutes
-    # it has one, which is enough for some steps, however slow the machine is
+    # A job makes 120 steps and then few, so that 300 take at least three, however fast the machine is; of its two
+    # minutes it has one, which is enough for some steps, however slow the machine is
     slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "slow-after=120:2"}}
     submit(
         cluster,
