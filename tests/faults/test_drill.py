@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import subprocess
 import sys
 import time
@@ -104,7 +106,7 @@ class SlurmStage:
             self.cluster.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=False)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return Workspace.make(tmp_path_factory.mktemp("drill"))
 
@@ -146,15 +148,26 @@ def wait_for_end(cluster: TestCluster, run: Run, timeout: float) -> None:
     cluster.wait_until(over, timeout=timeout, interval=0.5)
 
 
-@pytest.fixture(scope="module")
-def reference(make_cluster: MakeCluster, workspace: Workspace) -> Run:
-    """The undisturbed run."""
-    cluster = make_cluster()
-    submit(cluster, configure(workspace, "reference", None))
-    run = workspace.run("reference")
-    wait_for_end(cluster, run, timeout=400)
-    assert [end.cause for end in ends(run)] == ["done"]
-    cluster.down()
+@pytest.fixture(scope="session")
+def reference(slurm: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The undisturbed run, of the first worker that needs it, for all."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "drill-reference"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run = Run(folder / "reference")
+        if not (folder / "done").exists():
+            workspace = Workspace.make(folder)
+            cluster = TestCluster(tmp_path_factory.mktemp("slurm"))
+            cluster.up()
+            try:
+                submit(cluster, configure(workspace, "reference", None))
+                wait_for_end(cluster, run, timeout=400)
+            finally:
+                cluster.down()
+            assert [end.cause for end in ends(run)] == ["done"]
+            (folder / "done").touch()
     return run
 
 

@@ -15,6 +15,7 @@ from relayrun.rundir.lineage import durable
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
+from tests import warm
 from tests.checkpoints import assert_same_bytes
 from tests.readme import break_code, copy_tracked
 from tests.workspace import Workspace, ends, steps
@@ -102,9 +103,9 @@ def test_two_runs_share_a_node_and_a_signal_during_the_imports_harms_neither(
     cluster: TestCluster, workspace: Workspace
 ) -> None:
     job = {"nodes": 1, "ntasks_per_node": 2, "exclude": "n1,n2,n3"}
-    training = {"steps": 200}
-    for name in ("one", "two"):
-        submit(cluster, workspace.config(name, training=training, job=job, cluster=SLURM | {"python": None}))
+    training = {"steps": 60}
+    submit(cluster, workspace.config("one", training=training, job=job, cluster=SLURM | {"python": None}))
+    submit(cluster, workspace.config("two", training=training, job=job, cluster=SLURM))
     run = workspace.run("one")
     cluster.wait_until(lambda: run.attempt(1).begin.exists(), timeout=240, interval=0.05)
     cluster.run(["scancel", "--signal=USR2", "--full", job_of(run, 1)])  # everybody, most of them importing
@@ -140,7 +141,7 @@ def test_a_bash_launcher_from_anywhere_with_its_options_triggers_and_resume(
         "SEQ_LEN": "64",
         "TRAINING_STEPS": "5000",
         "CHECKPOINT_STEPS": "4000",
-        "PYTHON": sys.executable,
+        "PYTHON": warm.python(),
         "HOST_PYTHON": SLURM["host_python"],
         "EXP_NAME": "from-bash",
     }
