@@ -6,9 +6,10 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
-# Tests wait more than they compute: more workers than processors. ORDER=random: another order of tests at every call.
+# Slow tests wait more than they compute: more workers than processors. ORDER=random: another order at every call.
 WORKERS := $(shell echo $$((2 * $$(nproc) < 8 ? 2 * $$(nproc) : 8)))
-BESIDE := --numprocesses=$(WORKERS) --dist=loadscope --no-loadscope-reorder
+GROUPS := --dist=loadscope --no-loadscope-reorder
+BESIDE := --numprocesses=$(WORKERS) $(GROUPS)
 SHUFFLE := $(if $(filter random,$(ORDER)),--shuffle=$(shell date +%s%N))
 # the files of the tests that run alone: the others need not be imported
 ALONE = $(shell grep -lr --include=*.py pytest.mark.alone tests)
@@ -48,7 +49,7 @@ check: setup ## style, types, and the fast tests
 	$(BIN)/mypy
 	$(BIN)/shellcheck $(SHELL_FILES)
 	$(BIN)/shfmt -i 2 -ci -d $(SHELL_FILES)
-	$(PYTEST) -q $(BESIDE) -m "not slow and not slurm and not long and not alone"
+	$(PYTEST) -q --numprocesses=$$(nproc) $(GROUPS) -m "not slow and not slurm and not long and not alone"
 	$(PYTEST) -q -m "not slow and not slurm and not long and alone" $(ALONE)
 
 format: setup ## put the files into the form that `check` asks for

@@ -14,6 +14,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from relayrun.errors import log_to_stderr
+from tests import warm
 
 log_to_stderr()  # warnings go to standard error in tests too, as in every program
 
@@ -72,6 +73,14 @@ def grouped(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
     for item in items:
         groups.setdefault(group_of(item.nodeid), []).append(item)
     return groups
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    warm.end()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    warm.wanted = any(item.get_closest_marker(name) for name in ("slow", "slurm", "long"))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -196,6 +196,7 @@ def test_an_old_job_script_calls_watch_and_end_of_this_version(run: Run) -> None
     assert len(queued(run)) == 1
 
 
+@pytest.mark.slow
 def test_a_newer_format_is_refused_by_every_entry(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     newer = read_json(run.plan) | {"format": FORMAT + 1}
     run.plan.write_text(json.dumps(newer))

@@ -40,6 +40,7 @@ def assert_same(one: Path, other: Path) -> None:
         assert torch.equal(value, second[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

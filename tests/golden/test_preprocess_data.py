@@ -18,6 +18,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).resolve().parent
 INPUT = HERE / "preprocess_data"
 MEGATRON = {
@@ -26,6 +28,7 @@ MEGATRON = {
 }
 
 
+@pytest.mark.slow
 def test_the_files_are_those_of_megatrons_own_script(tmp_path: Path) -> None:
     (tmp_path / "paths").write_text("in.jsonl\n")
     command = [

@@ -43,12 +43,14 @@ def mixtures(draw: st.DrawFn, *, datasets: st.SearchStrategy[int]) -> tuple[Size
     return sizes, draw(shares(count))
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(mixtures(datasets=st.integers(1, 3)))
 def test_up_to_three_datasets_are_within_one_shard_and_one_is_used_up(mixture: tuple[Sizes, list[float]]) -> None:
     check(*mixture, used_up=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(mixtures(datasets=st.integers(4, 9)))
 def test_many_datasets_are_within_one_shard(mixture: tuple[Sizes, list[float]]) -> None:
@@ -119,6 +121,7 @@ def documents(draw: st.DrawFn) -> tuple[list[Sizes], list[float]]:
     return draw(st.lists(dataset, min_size=count, max_size=count)), draw(shares(count))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(documents(), st.none() | st.integers(10_000, 10_000_000))
 def test_every_weight_holds_to_a_document(mixture: tuple[list[Sizes], list[float]], tokens: int | None) -> None:

@@ -114,6 +114,7 @@ def test_two_layouts_of_one_batch_give_the_same_token_hashes(
     assert hashes(*layout) == hashes(4, 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=5), min_size=1, max_size=6),

@@ -65,6 +65,7 @@ def test_a_part_of_an_epoch_is_spread_evenly() -> None:
     assert abs(chi_squared - (bins - 1)) < 4 * math.sqrt(2 * (bins - 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [5, 7, 8])
 def test_small_sizes_favour_no_place_and_no_pair(n: int) -> None:
     """With eight rounds these fail."""

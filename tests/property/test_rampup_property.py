@@ -54,6 +54,7 @@ def test_the_size_is_that_of_megatron(
             assert sizes.at(consumed) == start + min(count, consumed * count // samples) * increment
 
 
+@pytest.mark.slow
 def test_the_size_is_what_megatron_itself_says() -> None:
     calculator = pytest.importorskip("megatron.core.num_microbatches_calculator")
     for start, increment, last, samples in ((16, 16, 1024, 5000), (32, 32, 288, 1000), (8, 4, 64, 997)):
@@ -91,6 +92,7 @@ class Places:
         return np.array([k, ord(name), position])
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(attempts(), st.data())
 def test_every_position_is_trained_or_passed_over_once_whatever_changes(

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,6 +75,7 @@ def line_from_the_beginning(run: Run) -> list[Commit]:
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 8), st.lists(st.integers(1, 4), max_size=3), st.booleans()), max_size=7))
 def test_the_line_read_from_its_end_is_the_line_read_from_the_beginning(
@@ -134,6 +136,7 @@ STEP = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(STEP, max_size=25))
 def test_the_appended_views_hold_what_counts(steps: list[tuple[str, int]]) -> None:

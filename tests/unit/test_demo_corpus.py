@@ -16,6 +16,8 @@ import pytest
 from relayrun.demo.corpus import BEGIN, END, Corpus, build_corpus, docstrings, learnable, topics, train_tokenizer
 from relayrun.errors import ConfigError, InputError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:

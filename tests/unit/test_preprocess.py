@@ -76,6 +76,7 @@ def write_jsonl(file: Path, texts: Sequence[str | None]) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["PARQUET", "jsonl", "jsonl.gz", "jsonl.Zst"])
 def test_every_kind_of_file_gives_hugging_faces_ids_in_order(
     run: Run, data: Path, out: Path, tokenizer: Path, suffix: str
@@ -123,6 +124,7 @@ def test_file_names_are_taken_literally(run: Run, data: Path, out: Path, tokeniz
     assert shard_documents(out / "00001_tokens") == expected[1::2]
 
 
+@pytest.mark.slow
 def test_there_are_never_more_tasks_than_files_and_names_are_plain(run: Run, data: Path, out: Path) -> None:
     for name in ("a", "b", "c"):
         write_parquet(data / f"{name}.parquet", ["x"])
@@ -131,6 +133,7 @@ def test_there_are_never_more_tasks_than_files_and_names_are_plain(run: Run, dat
     assert shards(out) == [f"0000{rank}_tokens.{suffix}" for rank in range(3) for suffix in ("bin", "idx")]
 
 
+@pytest.mark.slow
 def test_workers_do_not_change_the_shards(run: Run, data: Path, tmp_path: Path) -> None:
     names = [f"{i}.parquet" for i in range(5)]
     for number, name in enumerate(names):

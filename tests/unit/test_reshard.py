@@ -81,6 +81,7 @@ def in_order(data: Path, seed: int, mask: np.uint64) -> list[tuple[str, int]]:
     return [(text, number) for _, text, number in sorted(found, key=lambda row: row[0])]
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     memory=st.integers(20_000, 3_000_000),
@@ -184,6 +185,7 @@ def test_columns_of_all_types_come_through_and_a_nested_text_is_drawn(tmp_path: 
     assert written.to_pylist() == table.take(order).to_pylist()
 
 
+@pytest.mark.slow
 def test_a_bucket_that_is_larger_than_expected_is_read_in_pieces(tmp_path: Path, small_memory: None) -> None:
     data = tmp_path / "data"
     data.mkdir()
@@ -276,6 +278,7 @@ def test_too_little_memory_is_said_before_anything_is_written(data: Path, tmp_pa
     refuse(data, tmp_path, "make --row-group-size smaller", memory_limit=300_000_000)
 
 
+@pytest.mark.slow
 def test_a_temp_dir_without_space_or_rights_is_one_error(data: Path, tmp_path: Path) -> None:
     """By a limit on the size of files, which root is held to as well."""
     (tmp_path / "temp").mkdir()
@@ -310,6 +313,7 @@ def test_a_temp_dir_without_space_or_rights_is_one_error(data: Path, tmp_path: P
     assert re.fullmatch(r"error: .*/nowhere/reshard-.*: No such file or directory\n", run(50_000, tmp_path / "nowhere"))
 
 
+@pytest.mark.slow
 def test_the_door(data: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts/tokenization/reshard.py"), "--dataset-folder", str(data)]
     done = subprocess.run([*command, "--output-folder", str(tmp_path / "out")], capture_output=True, text=True)

@@ -53,6 +53,7 @@ def test_shards_open_in_megatrons_indexed_dataset(tmp_path: Path, tokenizer: Pat
     assert dataset.index.dtype is np.uint16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bounds", [{"batch_size": 1}, {"batch_size": 3}, {"batch_bytes": 50}, {}])
 def test_batches_do_not_change_the_shard(tmp_path: Path, tokenizer: Path, bounds: dict[str, int]) -> None:
     texts = [*TEXTS, "a long one " * 100_000, *TEXTS]

@@ -106,6 +106,7 @@ def leave(progress: list[int], *, signalled: bool = True) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_job_whose_shards_do_not_fit_into_its_time_ends_at_the_second_start(
     asked: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,7 @@ def test_special_text_becomes_special_ids_only_if_asked(run: Run, data: Path, ou
     assert special == [special[0], 0, special[2], 0]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch, while megatron-core imports it
 @pytest.mark.parametrize("keep_empty", [False, True])
 def test_shards_are_the_bytes_of_megatrons_builder(

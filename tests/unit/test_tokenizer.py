@@ -35,6 +35,7 @@ def word_tokenizer(folder: Path, words: dict[str, int], special: tuple[str, ...]
     return folder / "tokenizer.json"
 
 
+@pytest.mark.slow
 def test_ids_are_those_of_hugging_face_with_the_eos_behind_each_text(file: Path) -> None:
     texts = [*TEXTS, "x" * 100_000, "word " * 200_000, "漢" * 50_000]
     ids, lengths = encode(file, texts)

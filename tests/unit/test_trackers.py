@@ -151,6 +151,7 @@ def test_only_a_rewind_forks_and_the_fork_holds_the_whole_line(tmp_path: Path) -
     assert lines[1] == [(k, 1.0) for k in range(1, 11)] + [(k, 3.0) for k in range(11, 16)]
 
 
+@pytest.mark.slow
 def test_a_failure_is_one_line_and_is_tried_again_from_what_the_tracker_has(tmp_path: Path) -> None:
     """The folder of event files cannot be made at first, as on a full disk."""
     run = Run(tmp_path)
@@ -295,6 +296,7 @@ def test_trackers_that_cannot_start_are_off_and_say_so(tmp_path: Path, monkeypat
     assert said[0].startswith("warning: W&B and TensorBoard are off in this attempt: ")
 
 
+@pytest.mark.slow
 def test_a_feed_ends_when_rank_0_is_gone(tmp_path: Path) -> None:
     """Its parent is a shell that ends at once, while somebody else holds the pipe open."""
     run = Run(tmp_path)
@@ -321,6 +323,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 300.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_records_of_a_wandb_file_span_blocks_and_a_torn_end_is_left(tmp_path: Path) -> None:
     import wandb
 

@@ -154,6 +154,7 @@ except HookFailed as error:
 """
 
 
+@pytest.mark.slow
 def test_an_exit_is_not_answered_where_a_hook_fails_at_the_end() -> None:
     """Or the next attempt, which no trigger reaches any more, would train on."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", LEAVES], capture_output=True, text=True, check=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -31,11 +32,14 @@ def _owner() -> int:
     return os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
 
 
+wanted = True
+"""Whether a program is likely to be started: a fast test only writes down with which Python it would be."""
+
+
 @cache
 def _folder() -> Path:
     """With `socket` and `python`; the server starts with the first call of all workers and ends with their pytest."""
-    folder = Path("/tmp", f"relayrun-warm-{os.geteuid()}-{_owner()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder = _with_python()
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not _answers(folder / "socket"):
@@ -43,18 +47,41 @@ def _folder() -> Path:
     return folder
 
 
+@cache
+def _with_python() -> Path:
+    """The folder with `python`, which imports by itself as long as no server answers."""
+    folder = Path("/tmp", f"relayrun-warm-{os.geteuid()}-{_owner()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "python").exists():
+            _write_python(folder)
+    return folder
+
+
+def end() -> None:
+    """Called where all tests are over: remove what no server removes."""
+    folder = Path("/tmp", f"relayrun-warm-{os.geteuid()}-{os.getpid()}")
+    if folder.exists() and not _answers(folder / "socket"):
+        shutil.rmtree(folder)
+
+
 def _answers(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(str(path)) == 0
 
 
-def _start_server(folder: Path) -> None:
+def _write_python(folder: Path) -> None:
     # a link without "python" in its name: who looks for ranks in /proc finds the program, not what stands in for it
     (folder / "stand-in").symlink_to(os.path.realpath(sys.executable))
     call = f"main({str(folder / 'socket')!r}, {sys.executable!r}, {str(ROOT)!r})"
     text = (HERE / "stand_in.py").read_text(encoding="utf-8")
-    (folder / "python").write_text(f"#!{folder}/stand-in -IS\n{text}\n\n{call}\n", encoding="utf-8")
-    (folder / "python").chmod(0o755)
+    (folder / "new").write_text(f"#!{folder}/stand-in -IS\n{text}\n\n{call}\n", encoding="utf-8")
+    (folder / "new").chmod(0o755)
+    (folder / "new").rename(folder / "python")
+
+
+def _start_server(folder: Path) -> None:
     # room that a program's own arguments and environment are written into, so that /proc shows them
     room = {f"ROOM{number}": "x" * 30_000 for number in range(4)}
     plain = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "HOME": "/"}
@@ -81,7 +108,7 @@ def python() -> str:
 
     It stands in for the process that trains: hands signals on, ends with it, and the other way round.
     """
-    return str(_folder() / "python")
+    return str((_folder() if wanted else _with_python()) / "python")
 
 
 class Warm:
