@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Generator
+import signal
+from collections.abc import Generator, Iterator
 from itertools import chain, zip_longest
 from pathlib import Path
 
@@ -73,6 +74,19 @@ def grouped(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
     for item in items:
         groups.setdefault(group_of(item.nodeid), []).append(item)
     return groups
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
+
+
+@pytest.fixture(autouse=True)
+def _signals_stay_as_they_were() -> Iterator[None]:
+    """Or the programs of the next test inherit a mask, and wait for what never reaches them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, []), [signal.getsignal(number) for number in SIGNALS]
+    yield
+    after = signal.pthread_sigmask(signal.SIG_BLOCK, []), [signal.getsignal(number) for number in SIGNALS]
+    signal.pthread_sigmask(signal.SIG_SETMASK, before[0])
+    assert after == before
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

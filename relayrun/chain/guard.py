@@ -23,7 +23,14 @@ SHARE = 2 / 3
 
 def guard(run: Run, number: int, *, batch_pid: int) -> int:
     """Until SIGTERM, then as above. `batch_pid`: the batch script's process, on this node."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        return _guard(run, number, batch_pid)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _guard(run: Run, number: int, batch_pid: int) -> int:
     Plan.load(run)  # refuses the directory of a version that this one does not know
     scheduler = Slurm()
     attempt = run.attempt(number)

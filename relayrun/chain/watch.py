@@ -68,6 +68,7 @@ class Watch:
         os.set_blocking(told, False)
         signal.set_wakeup_fd(told)  # a sleep would go on after the signal, and the end of the job with it
         signal.signal(signal.SIGTERM, lambda _number, _frame: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a mask is handed down, and the job waits for it
         parent = os.getppid()
         guarded = not (self.plan.mode == "requeue" and self.plan.auto_requeue)
         while os.getppid() == parent:

@@ -81,6 +81,10 @@ class LocalQueue:
         base = Path(job.log_folder) / f"{job.name}-{job.id}"
 
         def prepare() -> None:
+            # as Slurm starts a job: whoever submitted may block or ignore signals, and that is handed down
+            signal.pthread_sigmask(signal.SIG_SETMASK, [])
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+                signal.signal(number, signal.SIG_DFL)
             die_with_parent(signal.SIGTERM)
             if job.auxiliary:
                 os.nice(19)

@@ -244,6 +244,20 @@ def test_begin_outside_a_job_is_one_clear_error(make_run: MakeRun, monkeypatch: 
         supervisor.begin(run)
 
 
+def test_signals_that_the_submitter_blocks_or_ignores_reach_the_job(make_run: MakeRun) -> None:
+    """Else the supervisor beside the ranks would not see that they have gone, and the job would last to its limit."""
+    run, plan = make_run("--steps=3", total_steps=3, time_limit=60)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR2})
+    former = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    try:
+        events = run_chain(run, plan)
+    finally:
+        signal.signal(signal.SIGUSR2, former)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    assert [record.cause for record in ends(run)] == ["done"]
+    assert not any("SIGUSR2" in event for event in events), events
+
+
 def test_no_process_is_left_behind(make_run: MakeRun) -> None:
     run, plan = make_run("--steps=2", total_steps=2)
     run_chain(run, plan)

@@ -67,15 +67,15 @@ def job_of(run: Run, attempt: int) -> str:
 
 
 def test_jobs_cut_by_their_time_limit_equal_the_uninterrupted_run(cluster: TestCluster, workspace: Workspace) -> None:
-    count = 300
+    count = 120
     training = {"steps": count}
     submit(cluster, workspace.config("whole", training=training, job=TWO_NODES | {"time": "10"}, cluster=SLURM))
     wait_for_end(cluster, workspace.run("whole"), timeout=600)
     reference = workspace.run("whole")
     assert [end.cause for end in ends(reference)] == ["done"]
-    # A job makes 120 steps and then few, so that 300 take at least three, however fast the machine is; of its two
+    # A job makes 35 steps and then few, so that 120 take at least three, however fast the machine is; of its two
     # minutes it has one, which is enough for some steps, however slow the machine is
-    slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "slow-after=120:2"}}
+    slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "slow-after=35:3"}}
     submit(
         cluster,
         workspace.config(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests import warm
 from tests.export.models import write_tokenizer
 
 Make = Callable[..., Any]
@@ -62,7 +62,7 @@ except InputError as error:
 
 
 def run_python(*arguments: str | Path) -> str:
-    done = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False)
+    done = warm.run([sys.executable, *arguments])
     assert done.returncode == 0, done.stderr
     said = [
         line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line
@@ -91,4 +91,6 @@ def test_logits_of_an_export_are_those_of_megatron_core(
     assert float(match[1]) <= 1e-5
     assert float(match[2]) > 0.5, "weights that learned nothing would show nothing"
     if model is SCALED and ranks == 2:
-        assert "the export is not the checkpoint: logits differ by" in run_python("-c", SWAPPED, made.run.path, output)
+        swapped = tmp_path / "swapped.py"
+        swapped.write_text(SWAPPED)
+        assert "the export is not the checkpoint: logits differ by" in run_python(swapped, made.run.path, output)

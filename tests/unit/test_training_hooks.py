@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from relayrun.config.training import Training
 from relayrun.errors import FatalTrainingError
 from relayrun.training.hook_list import HookFailed, Hooks
 from relayrun.training.hooks import Action, Gradients, Hook, StepStart, Verdict
+from tests import warm
 
 START = StepStart(iteration=1, consumed_samples=0, global_batch_size=8)
 GRADIENTS = Gradients(iteration=1, loss=1.0, grad_norm=1.0, lr=1.0, consumed_samples=0, global_batch_size=8)
@@ -155,9 +157,10 @@ except HookFailed as error:
 
 
 @pytest.mark.slow
-def test_an_exit_is_not_answered_where_a_hook_fails_at_the_end() -> None:
+def test_an_exit_is_not_answered_where_a_hook_fails_at_the_end(tmp_path: Path) -> None:
     """Or the next attempt, which no trigger reaches any more, would train on."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", LEAVES], capture_output=True, text=True, check=False)
+    (tmp_path / "leaves.py").write_text(f"import sys\nsys.path[:0] = [{str(warm.ROOT)!r}]\n{LEAVES}")
+    done = warm.run([sys.executable, tmp_path / "leaves.py"])
     assert done.stdout == "hook team:Stubborn, at_end: OSError: the service is away False\n", done.stderr
 
 
