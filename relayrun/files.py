@@ -16,6 +16,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +108,11 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
     A line that is not whole JSON is skipped: it is what a killed writer left.
     """
-    if not os.path.exists(path):
+    try:
+        file = open(path, encoding="utf-8", errors="replace")  # noqa: SIM115 - closed below, where the generator is
+    except FileNotFoundError:  # and no other error: a file system that is away for a moment does not empty a record
         return
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with file:
         for line in file:
             if line.endswith("\n"):
                 with contextlib.suppress(json.JSONDecodeError):
@@ -163,6 +166,12 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
+
+
+def free_name(folder: Path, name: str) -> Path:
+    """A path in `folder` that is not taken: `name`, or `name` with `-2`, `-3`, ... behind it."""
+    candidates = (folder / (name if number == 1 else f"{name}-{number}") for number in count(1))
+    return next(path for path in candidates if not os.path.lexists(path))
 
 
 ASIDE = ".relayrun-aside-"

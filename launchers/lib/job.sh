@@ -1,25 +1,64 @@
 #!/usr/bin/env bash
 # The batch script of every attempt: sourced by the rendered job, on Slurm and on one machine.
 # Needs RELAYRUN_RUN_DIR, RELAYRUN_ROOT, RELAYRUN_HOST_PYTHON. Decisions are the supervisor's (Python);
-# here are only the traps, the start of the ranks, and the wait.
+# here are only the traps, the start of the ranks, and the wait. Every way out leads through `end`, or through `again`.
 set -euo pipefail
 ulimit -c 0
 
-readonly CHAIN_ENDS=10 # exit code of `begin` when the ranks must not start
+# exit codes of the supervisor; any other one says that it could not do its part
+readonly CHAIN_ENDS=10  # `begin`: the ranks must not start
+readonly CHAIN_BROKE=11 # `begin`: nor can they ever; STOP says why
+readonly FAILED=12      # `end`: the attempt failed, and the chain has been seen to
+
+if ! declare -F again >/dev/null; then # the job script is an earlier version's
+  : "${RELAYRUN_JOB_NAME:=${SLURM_JOB_NAME:-}}" "${RELAYRUN_AUTO_REQUEUE:=false}" "${RELAYRUN_MAX_FAILED_BEGINS:=6}" "${RELAYRUN_BEGIN_BACKOFF:=30}"
+  # shellcheck source=launchers/lib/again.sh
+  source "${RELAYRUN_ROOT}/launchers/lib/again.sh"
+fi
 attempt_dir=""
 task=""
 asked="${asked:-}" # why the ranks were asked to leave, before there was somebody to ask
 interrupted=""     # a trap ran since the last wait
+
+leave() { # exit code
+  trap - EXIT
+  exit "$1"
+}
 
 # `begin` and `end` must not be cut short by a signal to everybody in the job: they ignore it. `watch` is
 # ended by SIGTERM. Only for subshells: it becomes the Python.
 supervisor() {
   local -r verb="$1"
   shift
+  trap - EXIT
   trap '' USR2
   [[ "${verb}" == watch ]] || trap '' TERM
   PYTHONSAFEPATH=1 PYTHONPATH="${RELAYRUN_ROOT}" exec "${RELAYRUN_HOST_PYTHON}" -m relayrun.chain "${verb}" \
     --run-dir "${RELAYRUN_RUN_DIR}" "$@"
+}
+
+end_watch() { # process id; it writes down what it has seen, but a file system that hangs must not hold the job
+  kill "$1" 2>/dev/null || return 0
+  timeout 60 tail --pid="$1" -f /dev/null || kill -KILL "$1" 2>/dev/null || true
+}
+
+# Start `watch` again when it ends before it is told to: without it nobody sees ranks that hang.
+keep_watching() {
+  local watch="" code
+  trap - EXIT
+  trap '' USR2
+  trap '[[ -z "${watch}" ]] || end_watch "${watch}"; exit 0' TERM
+  while kill -0 $$ 2>/dev/null; do
+    code=0
+    supervisor watch --attempt "${attempt}" --batch-pid $$ &
+    watch=$!
+    wait "${watch}" || code=$?
+    watch=""
+    ((code)) || exit 0
+    echo "[relayrun $(date +%FT%T)] watch ended (exit code ${code}); it starts again" >&2
+    sleep 5 &
+    wait $! || true
+  done
 }
 
 # Ask the ranks to save and leave: a file, which a Python that still imports will see, and a signal.
@@ -36,39 +75,58 @@ ask_to_leave() {
     kill -USR2 "${task}" 2>/dev/null || true
   fi
 }
+
+# Set the surroundings of the ranks, start them, and wait; return their exit code.
+run_ranks() {
+  local name code watcher
+  # shellcheck source=/dev/null
+  source "${attempt_dir}/job.env" || return
+  for name in "${modules[@]}"; do
+    module load "${name}" || return
+  done
+  [[ -z "${asked}" ]] || ask_to_leave "${asked}"
+
+  keep_watching &
+  watcher=$!
+  "${task_command[@]}" &
+  task=$!
+
+  # A trap ends `wait` early, with a code of its own; the true code is that of the last, undisturbed wait.
+  while :; do
+    interrupted=""
+    code=0
+    wait "${task}" || code=$?
+    [[ -n "${interrupted}" ]] || break
+  done
+  task=""
+
+  kill "${watcher}" 2>/dev/null || true
+  wait "${watcher}" || true
+  return "${code}"
+}
+
 trap 'ask_to_leave "SIGUSR2"' USR2
 trap 'ask_to_leave "SIGTERM"' TERM
 
 code=0
 attempt_dir="$(supervisor begin)" || code=$?
-if ((code == CHAIN_ENDS)); then
-  exit 0
-elif ((code)); then
-  exit "${code}"
-fi
+case "${code}" in
+  0) ;;
+  "${CHAIN_ENDS}") leave 0 ;;
+  "${CHAIN_BROKE}") leave 1 ;;
+  *) again "begin" "${code}" ;;
+esac
 attempt="$((10#${attempt_dir##*/}))"
 modules=() task_command=() signal_command=()
-# shellcheck source=/dev/null
-source "${attempt_dir}/job.env"
-for name in "${modules[@]}"; do
-  module load "${name}"
+run_ranks || code=$?
+
+for pause in 2 10 30 0; do # what it could not write or ask may be possible a little later
+  ended=0
+  (supervisor end --attempt "${attempt}" --exit-code "${code}") || ended=$?
+  case "${ended}" in
+    0) leave 0 ;;
+    "${FAILED}") leave 1 ;;
+  esac
+  sleep "${pause}"
 done
-[[ -z "${asked}" ]] || ask_to_leave "${asked}"
-
-supervisor watch --attempt "${attempt}" &
-watcher=$!
-"${task_command[@]}" &
-task=$!
-
-# A trap ends `wait` early, with a code of its own; the true code is that of the last, undisturbed wait.
-while :; do
-  interrupted=""
-  code=0
-  wait "${task}" || code=$?
-  [[ -n "${interrupted}" ]] || break
-done
-task=""
-
-kill "${watcher}" 2>/dev/null || true
-wait "${watcher}" || true
-(supervisor end --attempt "${attempt}" --exit-code "${code}")
+again "end" "${ended}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -23,8 +24,8 @@ def main() -> int:
         command.add_argument("--run-dir", type=Path, required=True)
         if name != "begin":
             command.add_argument("--attempt", type=int, required=True)
-        if name == "guard":
-            command.add_argument("--batch-pid", type=int, required=True)
+        if name in ("watch", "guard"):  # a job that an earlier version began does not say it
+            command.add_argument("--batch-pid", type=int, default=os.getppid())
         if name == "end":
             command.add_argument("--exit-code", type=int, required=True)
     options = parser.parse_args()
@@ -32,7 +33,7 @@ def main() -> int:
     if options.command == "begin":
         return supervisor.begin(run)
     if options.command == "watch":
-        return supervisor.watch(run, options.attempt)
+        return supervisor.watch(run, options.attempt, batch_pid=options.batch_pid)
     if options.command == "guard":
         return guard.guard(run, options.attempt, batch_pid=options.batch_pid)
     return supervisor.end(run, options.attempt, options.exit_code)

@@ -37,7 +37,6 @@ class Decision:
     action: Action
     reason: str
     delay: int = 0
-    submit_successor: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +51,11 @@ class BeginFacts:
     """Who touched triggers/exit."""
     predecessor_cancelled: bool
     """The job of the newest attempt was cancelled and could not record it."""
+    verdict: str | None
+    """Why the newest attempt decided that the chain ends, where it could not write STOP any more."""
     failed_attempts: int
     """Attempts in a row, up to now, without durable progress."""
     max_failed_attempts: int
-    auto_requeue: bool
-    successor_pending: bool
-    """A job of this chain is already queued behind this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +79,7 @@ class EndFacts:
 
 
 def at_begin(facts: BeginFacts) -> Decision:
-    """Whether to start the ranks, and whether to queue a successor behind them."""
+    """Whether to start the ranks."""
     if facts.stopped is not None:
         return Decision(action="stop", reason=facts.stopped)
     if facts.durable_iteration >= facts.total_steps:
@@ -90,13 +88,11 @@ def at_begin(facts: BeginFacts) -> Decision:
         return Decision(action="stop", reason=f"exit trigger by {facts.exit_trigger}, before this job began")
     if facts.predecessor_cancelled:
         return Decision(action="stop", reason="the job before this one was cancelled")
+    if facts.verdict is not None:
+        return Decision(action="stop", reason=facts.verdict)
     if facts.failed_attempts >= facts.max_failed_attempts:
         return Decision(action="stop", reason=_too_many(facts.failed_attempts))
-    return Decision(
-        action="run",
-        reason=f"from iteration {facts.durable_iteration}",
-        submit_successor=facts.auto_requeue and not facts.successor_pending,
-    )
+    return Decision(action="run", reason=f"from iteration {facts.durable_iteration}")
 
 
 def at_end(facts: EndFacts) -> Decision:

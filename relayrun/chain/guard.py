@@ -1,6 +1,7 @@
-"""Sees to it that a job of `chain.mode: requeue` comes back although its batch script was killed.
+"""Sees to it that a job without a successor comes back although its batch script was killed.
 
-Such a job has no successor in the queue, and it is the batch script that queues it again. The guard is a step of
+A job of `chain.mode: requeue` has none in the queue, nor one behind which none may be queued, and it is the batch
+script that queues it again. The guard is a step of
 its own in the job: when the batch script is gone, or the time limit is reached, Slurm ends the steps with SIGTERM
 and gives them KillWait. In that time the guard queues the job again, unless the attempt has been closed or the
 job was cancelled. The next `begin` judges, as ever; where the chain was stopped it ends there.
@@ -31,7 +32,7 @@ def guard(run: Run, number: int, *, batch_pid: int) -> int:
 
 
 def _guard(run: Run, number: int, batch_pid: int) -> int:
-    Plan.load(run)  # refuses the directory of a version that this one does not know
+    plan = Plan.load(run)  # refuses the directory of a version that this one does not know
     scheduler = Slurm()
     attempt = run.attempt(number)
     own = scheduler.current_job_id()
@@ -42,8 +43,8 @@ def _guard(run: Run, number: int, batch_pid: int) -> int:
     deadline = time.monotonic() + patience
     while not attempt.end.exists() and alive(batch_pid) and time.monotonic() < deadline:
         time.sleep(0.1)
-    if attempt.end.exists():
-        return 0
+    if attempt.end.exists() or (plan.mode == "singleton" and not attempt.retry_successor.exists()):
+        return 0  # seen to by the batch script, or by the successor, which could be queued after all
     begin = attempt.read_begin()
     if not killed and scheduler.cancelled(own, nodes=begin.nodes if begin else ""):
         return 0

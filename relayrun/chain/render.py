@@ -9,8 +9,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from relayrun import ROOT
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
+from relayrun.scheduler.base import BEGIN_BACKOFF, MAX_FAILED_BEGINS
 from relayrun.scheduler.slurm import literal
 from relayrun.slurmtime import format_time
 
@@ -30,8 +32,8 @@ def job_script(plan: Plan, run: Run) -> str:
         # a second line of defence: rank 0 leaves by its own clock first. To the batch script alone (B:),
         # which asks the ranks to save; Slurm may send it up to 60 s early.
         "signal": f"B:USR2@{plan.signal_lead}",
-        # singleton: after a node failure the successor goes on, the same job coming back would make two
-        "requeue" if plan.mode == "requeue" else "no-requeue": None,
+        # Slurm brings it back after the loss of its node; once a successor waits behind it, `begin` forbids that
+        "requeue" if plan.auto_requeue else "no-requeue": None,
     }
     lines = [
         *_header(plan, options),
@@ -41,8 +43,16 @@ def job_script(plan: Plan, run: Run) -> str:
                 "RELAYRUN_RUN_DIR": str(run.path),
                 "RELAYRUN_ROOT": plan.package_root,
                 "RELAYRUN_HOST_PYTHON": plan.host_python,
+                "RELAYRUN_JOB_NAME": plan.job_name,
+                "RELAYRUN_AUTO_REQUEUE": "true" if plan.auto_requeue else "false",
+                "RELAYRUN_MAX_FAILED_BEGINS": str(MAX_FAILED_BEGINS),
+                "RELAYRUN_BEGIN_BACKOFF": str(BEGIN_BACKOFF),
             }
         ),
+        "",
+        # here, and not sourced: the package may be what is away
+        (ROOT / "launchers/lib/again.sh").read_text(encoding="utf-8").partition("\n")[2].rstrip(),
+        "",
         "# shellcheck source=/dev/null",
         'source "${RELAYRUN_ROOT}/launchers/lib/job.sh"',
     ]

@@ -3,16 +3,18 @@
 It gathers facts, lets `decide` judge, and acts: records, the successor, the end of the chain. It keeps no
 state but the run directory's files, so it may be killed at any point; the next job's `begin` makes up for
 what a killed `end` left undone.
+
+What fails here is raised and ends the program: the batch script then tries `end` again, and in the end queues the
+job itself again (`launchers/lib/again.sh`). STOP is written only where another try would end in the same way.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from itertools import islice
 
-from relayrun.chain import decide, evaluations, evidence, nodes, render
+from relayrun.chain import decide, evaluations, evidence, nodes, render, successor
 from relayrun.chain.log import log
 from relayrun.chain.watch import Watch
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
@@ -30,9 +32,15 @@ from relayrun.scheduler.choose import for_plan
 CHAIN_ENDS = 10
 """Exit code of `begin` when the ranks must not start."""
 
+FAILED = 12
+"""Exit code of `end` when the attempt failed and all is done that follows from it."""
+
 
 def begin(run: Run) -> int:
-    """Open an attempt, or end the chain. Prints the attempt's directory, for job.sh."""
+    """Open an attempt, or end the chain. Prints the attempt's directory, for job.sh.
+
+    Raises SchedulerError and OSError, which another try may not meet; RunDirError with STOP written.
+    """
     try:
         plan = Plan.load(run)
     except RunDirError as error:
@@ -43,9 +51,10 @@ def begin(run: Run) -> int:
     job_id = scheduler.current_job_id()
     try:
         return _begin(run, plan, scheduler, job_id)
-    except (RelayrunError, OSError) as error:
-        words = error.message if isinstance(error, RelayrunError) else str(error)
-        stop_chain(run, plan, scheduler, f"this job could not begin: {words}", own_job=job_id)
+    except SchedulerError:
+        raise
+    except RelayrunError as error:
+        stop_chain(run, plan, scheduler, f"this job could not begin: {error.message}", own_job=job_id)
         raise
 
 
@@ -57,7 +66,7 @@ def _begin(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
     if plan.format != FORMAT:
         log(f"the run directory is brought from format {plan.format} to {FORMAT}")
         plan = plan.migrate(run)
-    cancelled = _close_predecessor(run, plan, scheduler)
+    cancelled, verdict = _close_predecessor(run, plan, scheduler)
     line = Lineage(run)
     chosen = line.chosen_by_hand()
     base = chosen or line.durable()
@@ -71,58 +80,65 @@ def _begin(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
             total_steps=plan.total_steps,
             exit_trigger=None if trigger is None else trigger.user,
             predecessor_cancelled=cancelled,
+            verdict=verdict,
             failed_attempts=failed_attempts(run, plan),
             max_failed_attempts=plan.max_failed_attempts,
-            auto_requeue=plan.auto_requeue and plan.mode == "singleton",
-            successor_pending=any(other.id != job_id for other in scheduler.jobs(plan)),
         )
     )
     if decision.action == "stop":
-        if trigger is not None:
-            triggers.acknowledge(run, trigger, iteration=base.iteration, result=f"the chain ends: {decision.reason}")
         stop_chain(run, plan, scheduler, decision.reason, own_job=job_id)
+        if trigger is not None:  # behind STOP: what is acknowledged has come
+            _acknowledge(run, trigger, base.iteration, f"the chain ends: {decision.reason}")
         _update_views(run)
         return CHAIN_ENDS
-    attempt = _open_attempt(run, plan, scheduler, job, line, base, rewound=chosen is not None)
-    if decision.submit_successor:
-        _submit_successor(run, plan, scheduler, attempt, job)
+    options = successor.own_options(job, scheduler)
+    attempt = _open_attempt(run, plan, scheduler, job, line, base, options=options, rewound=chosen is not None)
+    chained = plan.auto_requeue and plan.mode == "singleton"
+    _settle(scheduler, job, followed=chained and _queue_successor(run, plan, scheduler, attempt, job_id, options))
     evaluations.attend(run, plan, for_plan(plan, run, patience=0))
     log(f"attempt {attempt.number}, job {job_id}: {decision.reason}")
     print(attempt.path)
     return 0
 
 
-def watch(run: Run, number: int) -> int:
-    """Beside the ranks, until SIGTERM; see `chain.watch`."""
-    Watch(run, number).loop()
+def watch(run: Run, number: int, *, batch_pid: int) -> int:
+    """Beside the ranks, until SIGTERM or as long as the batch script lives; see `chain.watch`."""
+    Watch(run, number).loop(batch_pid)
     return 0
 
 
 def end(run: Run, number: int, exit_code: int) -> int:
-    """Close the attempt: record how it ended and what becomes of the chain."""
+    """Close the attempt: record how it ended and what becomes of the chain.
+
+    It may be called again: what has been recorded holds, and what follows from it is done once.
+    """
     plan = Plan.load(run)
     attempt = run.attempt(number)
-    if run.attempt_numbers()[-1] != number:
+    started = _began(attempt)
+    newest = run.newest_begun()
+    if newest is not None and newest.number != number:
         log(f"attempt {number} has been overtaken; its end changes nothing")
         return 0
-    started = _began(attempt)
     patience = PATIENCE
     if plan.mode == "requeue" and started.job_end_time is not None:  # nobody else would queue this job again
         patience = max(patience, started.job_end_time - time.time())
     scheduler = for_plan(plan, run, patience=patience)
     own = scheduler.current_job_id()
-    cancelled = scheduler.cancelled(started.job_id, nodes=started.nodes)
-    record, decision = _close(run, plan, attempt, exit_code, cancelled=cancelled)
+    record = attempt.read_end()
+    if record is None:
+        cancelled = scheduler.cancelled(started.job_id, nodes=started.nodes)
+        record = _close(run, plan, attempt, exit_code, cancelled=cancelled)
     log(f"attempt {number} ended: {record.cause}: {record.reason}; durable iteration {record.durable_iteration}")
-    if decision.action == "stop":
+    reason = record.verdict
+    if reason is None and record.action in ("continue", "retry"):
+        reason = successor.go_on(run, plan, scheduler, attempt, own=own, delay=record.delay)
+    if reason is not None:
         words = evidence.excerpt(_log_of(attempt)) if record.cause in ("failed", "fatal", "hang") else ""
-        stop_chain(run, plan, scheduler, decision.reason, own_job=own, words=words)
-    elif decision.action in ("continue", "retry"):
-        _go_on(run, plan, scheduler, attempt, own, decision)
+        stop_chain(run, plan, scheduler, reason, own_job=own, words=words)
     evaluations.attend(run, plan, for_plan(plan, run, patience=0))
     if run.attempt_numbers()[-1] == number:  # or the next one's `watch` writes them already
         _update_views(run)  # last: whatever becomes of it, the chain has been seen to
-    return 0 if record.cause in ("done", "saved", "exit") else 1
+    return 0 if record.cause in ("done", "saved", "exit") else FAILED
 
 
 def _update_views(run: Run) -> None:
@@ -139,7 +155,10 @@ def failed_attempts(run: Run, plan: Plan) -> int:
     for number in reversed(run.attempt_numbers()):
         if number <= plan.submitted_after_attempt:
             break
-        record = run.attempt(number).read_end()
+        attempt = run.attempt(number)
+        if attempt.read_begin() is None:
+            continue
+        record = attempt.read_end()
         if record is not None and record.progress:
             break
         count += 1
@@ -162,18 +181,27 @@ def measured_lead(run: Run, plan: Plan, line: Lineage) -> tuple[float, float | N
 
 
 def _open_attempt(
-    run: Run, plan: Plan, scheduler: Scheduler, job: Job, line: Lineage, base: lineage.Durable, *, rewound: bool
+    run: Run,
+    plan: Plan,
+    scheduler: Scheduler,
+    job: Job,
+    line: Lineage,
+    base: lineage.Durable,
+    *,
+    options: dict[str, str],
+    rewound: bool,
 ) -> Attempt:
     """Make the next attempt's directory; from its begin.json on it owns the run."""
     run.attempts.mkdir(exist_ok=True)
     number = max(run.attempt_numbers(), default=0) + 1
+    previous = run.newest_begun()
+    previous_end = None if previous is None else previous.read_end()
     attempt = run.attempt(number)
     attempt.path.mkdir()
     fsync_directory(run.attempts)
     leave_before, evaluation = measured_lead(run, plan, line)
     for text in line.quarantine(base, attempt=number):
         log(text)
-    previous = run.attempt(number - 1).read_end() if number > 1 else None
     stderr = evidence.own_log()
     AttemptStart(
         attempt=number,
@@ -192,8 +220,8 @@ def _open_attempt(
         lead_ceiling=plan.lead_ceiling,
         log=stderr,
         log_offset=evidence.size(stderr),
-        options=dict(job.options),
-        previous_end=None if previous is None else f"{previous.cause}: {previous.reason}",
+        options=options,
+        previous_end=None if previous_end is None else f"{previous_end.cause}: {previous_end.reason}",
     ).write(attempt.begin)
     for folder in (attempt.heartbeats, attempt.failures, run.stacks(number)):
         folder.mkdir(parents=True, exist_ok=True)
@@ -201,48 +229,31 @@ def _open_attempt(
     return attempt
 
 
-def _submit_successor(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, job: Job) -> None:
-    """Queue the next job with this one's options; where that fails, `watch` tries again."""
+def _queue_successor(
+    run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, own: str, options: dict[str, str]
+) -> bool:
+    """Queue the next job with these options; where that fails, `watch` tries again. Returns whether one waits."""
     try:
-        successor = scheduler.submit(plan, run.job_script, options=successor_options(run, plan, scheduler, job.options))
-        log(f"queued job {successor} behind this one")
+        successor.ensure(run, plan, scheduler, attempt, own=own, options=options)
     except SchedulerError as error:
         attempt.retry_successor.touch()
         log(f"no successor yet: {error.message}")
+        return False
+    return True
 
 
-def successor_options(run: Run, plan: Plan, scheduler: Scheduler, options: Mapping[str, str]) -> dict[str, str]:
-    """A job's options for the next one: the nodes that a person excluded, and those that are bad now."""
-    strikes = nodes.read_strikes(run)
-    if not strikes or scheduler.nodes is None:
-        return dict(options)
-    by_hand = set(scheduler.nodes.expand(options["exclude"])) if "exclude" in options else set()
-    by_hand -= {strike.node for strike in strikes}  # put there by us, and strikes expire
-    bad = nodes.excluded(strikes, nodes=plan.nodes, now=time.time())
-    left_out = sorted((by_hand | set(bad)) & scheduler.nodes.known())  # an unknown one would make sbatch fail
-    result = {name: value for name, value in options.items() if name != "exclude"}
-    return result | ({"exclude": ",".join(left_out)} if left_out else {})
+def _settle(scheduler: Scheduler, job: Job, *, followed: bool) -> None:
+    try:
+        scheduler.settle(job, followed=followed)
+    except SchedulerError as error:  # at worst the job comes back beside its successor, and one of them is cancelled
+        log(f"job {job.id} stays as it is: {error.message}")
 
 
-def _go_on(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, own: str, decision: decide.Decision) -> None:
-    """See to it that exactly one job follows, after the delay that was decided."""
-    if plan.mode == "requeue":
-        log(f"this job is queued again, not before {decision.delay} s from now")
-        try:
-            scheduler.requeue(own, delay=decision.delay)
-        except SchedulerError as error:  # nothing is queued behind it
-            stop_chain(run, plan, scheduler, f"this job could not be queued again: {error.message}", own_job=own)
-        return
-    started = attempt.read_begin()
-    options = successor_options(run, plan, scheduler, started.options if started else {})
-    waiting = [job.id for job in scheduler.jobs(plan) if job.id != own]
-    if decision.action == "retry" or not waiting:
-        _cancel_others(plan, scheduler, own)
-        successor = scheduler.submit(plan, run.job_script, options=options, delay=decision.delay)
-        log(f"queued job {successor}, not before {decision.delay} s from now")
-    elif scheduler.nodes and options.get("exclude", "") != (started.options.get("exclude", "") if started else ""):
-        scheduler.nodes.exclude(waiting[0], options.get("exclude", "").split(","))
-        log(f"job {waiting[0]} leaves out {options.get('exclude', 'no node')}; see {run.strikes}")
+def _acknowledge(run: Run, trigger: triggers.Trigger, iteration: int, result: str) -> None:
+    try:
+        triggers.acknowledge(run, trigger, iteration=iteration, result=result)
+    except OSError as error:
+        log(f"trigger {trigger.name} not acknowledged: {error}")
 
 
 def _began(attempt: Attempt) -> AttemptStart:
@@ -252,7 +263,7 @@ def _began(attempt: Attempt) -> AttemptStart:
     return started
 
 
-def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled: bool) -> tuple[End, decide.Decision]:
+def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled: bool) -> End:
     """Judge an attempt whose ranks have gone, write its end.json, and give strikes to who is to blame."""
     started = _began(attempt)
     outcome, hang = Outcome.read(attempt.outcome), Hang.read(attempt.hang)
@@ -279,6 +290,8 @@ def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled:
         durable_iteration=now.iteration,
         progress=now.iteration > started.base_iteration,
         end_time=time.time(),
+        action=decision.action,
+        delay=decision.delay,
     )
     if record.cause in ("failed", "unknown"):
         ranks = int(started.options.get("nodes", plan.nodes)) * plan.ntasks_per_node
@@ -287,25 +300,22 @@ def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled:
         for node, reason in blame.items():
             log(f"a strike for node {node}: {reason}")
     record.write(attempt.end)
-    return record, decision
+    return record
 
 
-def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> bool:
-    """Write the end that a killed batch script left out; return whether its job had been cancelled.
+def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> tuple[bool, str | None]:
+    """Write the end that a killed batch script left out; return whether its job was cancelled, and its verdict.
 
-    Asked also where an end is there: a script can be killed, or misled, in the last seconds of its job.
+    The scheduler is asked also where an end is there: a script can be killed, or misled, in the last seconds of its
+    job. And the end may have decided that the chain ends, and been killed before STOP.
     """
-    numbers = run.attempt_numbers()
-    if not numbers:
-        return False
-    attempt = run.attempt(numbers[-1])
-    started = attempt.read_begin()
-    if started is None or attempt.number <= plan.submitted_after_attempt:
-        return False
+    attempt = run.newest_begun()
+    if attempt is None or attempt.number <= plan.submitted_after_attempt:
+        return False, None
+    started = _began(attempt)
     cancelled = scheduler.cancelled(started.job_id, nodes=started.nodes)
-    if not attempt.end.exists():
-        _close(run, plan, attempt, decide.UNKNOWN, cancelled=cancelled)
-    return cancelled
+    record = attempt.read_end() or _close(run, plan, attempt, decide.UNKNOWN, cancelled=cancelled)
+    return cancelled, record.verdict
 
 
 def _log_of(attempt: Attempt) -> str:
@@ -337,18 +347,14 @@ def _environment(plan: Plan, scheduler: Scheduler, job: Job, attempt: int) -> st
 
 
 def stop_chain(run: Run, plan: Plan, scheduler: Scheduler, reason: str, *, own_job: str, words: str = "") -> None:
-    """Say why in STOP first, so that a successor that starts meanwhile stops too; then cancel what is queued."""
+    """Say why in STOP first, so that a successor that starts meanwhile stops too; then cancel what is queued.
+
+    Raises OSError where STOP cannot be written: then nothing is cancelled, and the next job decides the same.
+    """
     write_stop(run, reason, words=words)
     log(f"the chain ends: {reason}")
     try:
-        _cancel_others(plan, scheduler, own_job)
+        for job in successor.waiting(plan, scheduler, own=own_job):
+            successor.cancel(scheduler, job)
     except SchedulerError as error:  # whatever starts will find STOP
         log(f"queued jobs not cancelled: {error.message}")
-
-
-def _cancel_others(plan: Plan, scheduler: Scheduler, own_job: str) -> None:
-    """Cancel the queued jobs of this chain, each by its id."""
-    for job in scheduler.jobs(plan):
-        if job.id != own_job and job.state == "PENDING":
-            scheduler.cancel(job.id)
-            log(f"cancelled queued job {job.id}")

@@ -1,4 +1,6 @@
-"""Beside the ranks: keeps the merged metrics up to date, ends an attempt that stands still, queues a late successor.
+"""Beside the ranks: keeps the merged metrics up to date, ends an attempt that stands still, looks after the successor.
+
+No duty that fails keeps it from the others, and none asks the scheduler for long: a rank that hangs must be seen.
 
 An attempt stands still when no node's heartbeat has changed for `hang_timeout` seconds, or ten times what a
 step (while saving: a save) usually takes, if that is longer. Time is this process's own clock, from the last
@@ -8,16 +10,18 @@ stacks; who does not answer is named.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from relayrun.chain import evaluations, evidence
+from relayrun.chain import evaluations, evidence, successor
+from relayrun.chain.guard import alive
 from relayrun.chain.log import log
-from relayrun.errors import RelayrunError, SchedulerError
+from relayrun.errors import RunDirError, SchedulerError
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Hang, Heartbeat
@@ -30,6 +34,10 @@ POLL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
 """How long ranks have to write their stacks."""
 RETRY_SECONDS = 60.0
+RETRY_CEILING = 1800.0
+"""Between two tries to queue a successor; each failed one doubles it."""
+PATIENCE = 10.0
+"""Seconds for which a controller that does not answer is asked again."""
 USUAL = 10
 """A step that takes this many times the usual one hangs."""
 
@@ -50,80 +58,108 @@ class Watch:
         self.plan = Plan.load(run)
         self.attempt = run.attempt(number)
         self.begin = self.attempt.read_begin()
-        self.scheduler: Scheduler = for_plan(self.plan, run)
+        self.scheduler: Scheduler = for_plan(self.plan, run, patience=PATIENCE)
         self._views = Views(run)
-        self._complaint = ""
-        """What was last said about the views."""
+        self._complaints: dict[str, str] = {}
+        """What was last said about each duty that fails."""
         self._seen: list[Heartbeat] = []
         self._changed = time.monotonic()
         self._next_try = time.monotonic() + RETRY_SECONDS
+        self._pause = RETRY_SECONDS
+        self._ended_hang = False
+        self._guarded = False
         self._commits = 0
         """Bytes of commits.jsonl when evaluations were last looked after."""
         self._next_look = 0.0
 
-    def loop(self) -> None:
-        """Until SIGTERM, or until the batch script has gone."""
+    def loop(self, batch_pid: int) -> None:
+        """Until SIGTERM, or until the batch script, this process of this node, has gone."""
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         leaving, told = os.pipe()
         os.set_blocking(told, False)
         signal.set_wakeup_fd(told)  # a sleep would go on after the signal, and the end of the job with it
         signal.signal(signal.SIGTERM, lambda _number, _frame: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a mask is handed down, and the job waits for it
-        parent = os.getppid()
-        guarded = not (self.plan.mode == "requeue" and self.plan.auto_requeue)
-        while os.getppid() == parent:
-            self._follow()
-            if not self.attempt.hang.exists():
-                self._look_for_hang()
-            if not guarded and self._seen:  # the ranks have their step, so it cannot be in their way
-                self._guard(parent)
-                guarded = True
-            self._retry_successor()
-            self._evaluate()
+        while alive(batch_pid):
+            self.look(batch_pid)
             if select.select([leaving], [], [], POLL_SECONDS)[0]:
                 break
-        self._follow(leaving=True)
+        self._try("the merged views", self._follow_to_the_end)
 
-    def _follow(self, *, leaving: bool = False) -> None:
-        """Append what is new and whole in the attempt's metrics to the merged view; what fails is tried again."""
+    def look(self, batch_pid: int) -> None:
+        """Do every duty once."""
+        self._try("the merged views", self._follow)
+        self._try("the look for ranks that hang", self._look_for_hang)
+        self._try("the guard", lambda: self._guard(batch_pid))
+        self._try("the successor", self._look_after_successor)
+        self._try("evaluations", self._evaluate)
+
+    def _try(self, what: str, duty: Callable[[], None]) -> None:
+        """Do one duty; what fails is said once and tried again with the next look."""
         try:
-            self._views.update(attempt=self.attempt.number)
-            if leaving:
-                self._views.note()
-            self._complaint = ""
-        except (OSError, RelayrunError) as error:
-            if str(error) != self._complaint:
-                log(f"the merged views are left for later: {error}")
-            self._complaint = str(error)
+            duty()
+        except Exception as error:  # a defect in one duty must not end the others either
+            words = getattr(error, "message", None) or f"{type(error).__name__}: {error}"
+            if self._complaints.get(what) != words:
+                log(f"{what}: left for later: {words}")
+            self._complaints[what] = words
+        else:
+            self._complaints.pop(what, None)
+
+    def _follow(self) -> None:
+        """Append what is new and whole in the attempt's metrics to the merged view."""
+        self._views.update(attempt=self.attempt.number)
+
+    def _follow_to_the_end(self) -> None:
+        self._follow()
+        self._views.note()
 
     def _look_for_hang(self) -> None:
+        if self._ended_hang or self.attempt.outcome.exists():
+            return
         beats = read_heartbeats(self.attempt)
         if beats != self._seen:
             self._seen, self._changed = beats, time.monotonic()
             return
         still = time.monotonic() - self._changed
         limit = stall_limit(beats, hang_timeout=self.plan.hang_timeout, start_timeout=self.plan.start_timeout)
-        if still > limit and not self.attempt.outcome.exists():
+        if still > limit:
             self._end_hang(beats, still)
 
     def _end_hang(self, beats: Sequence[Heartbeat], seconds: float) -> None:
+        """End the ranks, whatever else fails: only that is tried again. Raises SchedulerError where it fails."""
         job_id = self.scheduler.current_job_id()
-        stacks = self.run.stacks(self.attempt.number)
-        self.scheduler.signal_ranks(job_id, signal.SIGUSR1)
-        time.sleep(ANSWER_SECONDS)
-        silent = sorted(set(range(self._ranks())) - evidence.answered(stacks))
-        hang = Hang(
-            iteration=max((beat.iteration for beat in beats), default=0),
-            phase=beats[0].phase if beats else "start",
-            seconds=seconds,
-            silent=silent,
-            time=time.time(),
-        )
-        hang.write(self.attempt.hang)
-        log(f"{hang.words}; Python stacks in {stacks}; ending the ranks")
+        if not self.attempt.hang.exists():
+            stacks = self.run.stacks(self.attempt.number)
+            try:
+                self.scheduler.signal_ranks(job_id, signal.SIGUSR1)
+                time.sleep(ANSWER_SECONDS)
+            except SchedulerError as error:
+                log(f"the ranks could not be asked for their stacks: {error.message}")
+            hang = Hang(
+                iteration=max((beat.iteration for beat in beats), default=0),
+                phase=beats[0].phase if beats else "start",
+                seconds=seconds,
+                silent=sorted(set(range(self._ranks())) - evidence.answered(stacks)),
+                time=time.time(),
+            )
+            log(f"{hang.words}; Python stacks in {stacks}; ending the ranks")
+            try:
+                hang.write(self.attempt.hang)
+            except OSError as error:  # its words stand in the log
+                log(f"{self.attempt.hang.name} not written: {error}")
         self.scheduler.signal_ranks(job_id, signal.SIGKILL)
+        self._ended_hang = True
 
     def _guard(self, batch_pid: int) -> None:
+        """Start the guard of a job behind which no other waits, once its ranks have their step.
+
+        Before that it could take their place in the job.
+        """
+        if self._guarded or not self._seen or not self.plan.auto_requeue:
+            return
+        if self.plan.mode == "singleton" and not self.attempt.retry_successor.exists():
+            return
         root = Path(self.plan.package_root)
         command = [
             "env",
@@ -138,10 +174,8 @@ class Watch:
             f"--attempt={self.attempt.number}",
             f"--batch-pid={batch_pid}",
         ]
-        try:
-            self.scheduler.guard(self.scheduler.current_job_id(), command, log=self.attempt.guard_log)
-        except SchedulerError as error:
-            log(f"nothing queues this job again if its batch script is killed: {error.message}")
+        self.scheduler.guard(self.scheduler.current_job_id(), command, log=self.attempt.guard_log)
+        self._guarded = True
 
     def _ranks(self) -> int:
         nodes = int(self.begin.options.get("nodes", self.plan.nodes)) if self.begin else self.plan.nodes
@@ -155,23 +189,28 @@ class Watch:
         self._commits, self._next_look = size, time.monotonic() + RETRY_SECONDS
         evaluations.attend(self.run, self.plan, for_plan(self.plan, self.run, patience=0))
 
-    def _retry_successor(self) -> None:
-        """Queue the successor that could not be queued when the attempt began."""
-        if not self.attempt.retry_successor.exists() or time.monotonic() < self._next_try:
+    def _look_after_successor(self) -> None:
+        """Queue the successor that could not be queued when the attempt began; note it when somebody cancels it."""
+        if time.monotonic() < self._next_try:
             return
-        self._next_try = time.monotonic() + RETRY_SECONDS
-        try:
-            successor = self.scheduler.submit(
-                self.plan, self.run.job_script, options=self.begin.options if self.begin else {}
-            )
-        except SchedulerError as error:
-            log(f"still no successor: {error.message}")
+        self._next_try = time.monotonic() + self._pause
+        if not self.attempt.retry_successor.exists():
+            successor.note_cancelled(self.attempt, self.scheduler)
             return
-        self.attempt.retry_successor.unlink()
-        log(f"queued job {successor} behind this one")
+        self._pause = min(2 * self._pause, RETRY_CEILING)
+        own = self.scheduler.current_job_id()
+        options = self.begin.options if self.begin else {}
+        successor.ensure(self.run, self.plan, self.scheduler, self.attempt, own=own, options=options)
+        self._pause = RETRY_SECONDS
+        job = self.scheduler.query(own)
+        if job is not None:
+            self.scheduler.settle(job, followed=True)
 
 
 def read_heartbeats(attempt: Attempt) -> list[Heartbeat]:
-    """The newest sign of life of every node, by name."""
-    found = [Heartbeat.read(path) for path in sorted(attempt.heartbeats.glob("*.json"))]
+    """The newest sign of life of every node, by name; one that cannot be read is no sign."""
+    found = []
+    for path in sorted(attempt.heartbeats.glob("*.json")):
+        with contextlib.suppress(RunDirError, OSError):
+            found.append(Heartbeat.read(path))
     return [beat for beat in found if beat is not None]

@@ -93,6 +93,11 @@ class Attempt:
         return self.path / "successor.owed"
 
     @property
+    def successor(self) -> Path:
+        """The job that waits behind this attempt's, and whether it was cancelled; see `rundir.records.Successor`."""
+        return self.path / "successor.json"
+
+    @property
     def guard_log(self) -> Path:
         """What the guard of a job in requeue mode said; see `chain.guard`."""
         return self.path / "guard.log"

@@ -16,7 +16,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 
 from relayrun.errors import RunDirError
-from relayrun.files import fsync_directory, read_lines_backwards
+from relayrun.files import free_name, fsync_directory, read_lines_backwards
 from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
 
@@ -131,7 +131,7 @@ class Lineage:
             what = fault(commit)
             folder = self._run.checkpoints / (".superseded" if what is None else ".quarantine")
             folder.mkdir(exist_ok=True)
-            target = folder / f"{Path(commit.path).name}-{attempt:04}"
+            target = free_name(folder, f"{Path(commit.path).name}-{attempt:04}")
             os.rename(commit.path, target)
             moved.append(f"{commit.path} ({what or 'newer than the chosen one'}) moved to {target}")
         if moved:

@@ -143,6 +143,18 @@ class Heartbeat(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Successor(Record):
+    """`successor.json`: the job that waits behind an attempt's."""
+
+    job_id: str
+    time: float
+    """When it was queued, in seconds since 1970."""
+    cancelled: bool = False
+    """Somebody has cancelled it, so that the chain ends with this attempt."""
+    cancelled_by: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Failure(Record):
     """`failures/rank-0012.json`: a rank's own words on its end, if it had the time to say them."""
 
@@ -184,3 +196,13 @@ class End(Record):
     progress: bool
     """Whether this attempt raised the durable iteration."""
     end_time: float
+    action: str = ""
+    """What was decided: stop, continue, retry or end; empty in records of earlier versions."""
+    delay: int = 0
+    """Seconds after which a retry begins."""
+
+    @property
+    def verdict(self) -> str | None:
+        """Why the chain ends here, where it was decided so."""
+        ends = self.action == "stop" if self.action else self.cause in ("exit", "fatal", "cancelled")
+        return self.reason if ends else None

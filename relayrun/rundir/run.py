@@ -162,6 +162,14 @@ class Run:
         """Numbers of the attempts that have a directory, rising."""
         return _numbers(self.attempts, re.compile(r"(\d{4,})"))
 
+    def newest_begun(self) -> Attempt | None:
+        """The newest attempt that has begun: one whose `begin` was killed has a directory, and owns nothing.
+
+        Raises RunDirError if its record is damaged.
+        """
+        every = (self.attempt(number) for number in reversed(self.attempt_numbers()))
+        return next((attempt for attempt in every if attempt.read_begin() is not None), None)
+
     def checkpoint(self, iteration: int) -> Path:
         return self.checkpoints / f"iter_{iteration:07}"
 

@@ -12,6 +12,8 @@ def stop_reason(run: Run) -> str | None:
         return run.stop.read_text(encoding="utf-8").partition("\n")[0]
     except FileNotFoundError:
         return None
+    except IsADirectoryError:
+        return "STOP is there, as a directory"
 
 
 def write_stop(run: Run, reason: str, *, words: str = "") -> None:

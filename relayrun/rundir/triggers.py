@@ -110,8 +110,9 @@ def acknowledge(run: Run, trigger: Trigger, *, iteration: int, result: str) -> N
     )
     again = look(run, trigger.name)
     if again is not None and again.time == trigger.time:
+        path = run.triggers / trigger.name
         with contextlib.suppress(FileNotFoundError):
-            (run.triggers / trigger.name).unlink()
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def user_name(uid: int) -> str:

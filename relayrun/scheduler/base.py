@@ -13,6 +13,12 @@ from relayrun.rundir.plan import Plan
 PATIENCE = 600.0
 """Seconds for which a controller that does not answer is asked again."""
 
+MAX_FAILED_BEGINS = 6
+"""Times in a row that a job's supervisor may fail before the chain ends."""
+
+BEGIN_BACKOFF = 30
+"""Seconds after which such a job is tried again first; each time doubles them."""
+
 LIVE_STATES = frozenset({"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED"})
 
 
@@ -36,6 +42,10 @@ class Job:
     at_limit: bool = False
     """It has run as long as its time limit allows."""
     preempted: bool = False
+    begin_failed: bool = False
+    """It has been queued again because its `begin` failed."""
+    begin_failed_on: str = ""
+    """The nodes, separated by commas, that it leaves out for that; the next jobs need not."""
 
     @property
     def live(self) -> bool:
@@ -97,7 +107,7 @@ class Scheduler(Protocol):
         """Queue a job that is no part of the chain and that nothing waits for; return its id. `limit`: seconds."""
 
     def adopt(self, job: Job, plan: Plan) -> None:
-        """Make a running job one of the chain: its name and, in requeue mode, that it may be queued again."""
+        """Make a running job one of the chain: its name, and whether it comes back after the loss of a node."""
 
     def cancel(self, job_id: str) -> None:
         """Cancel one job by id; it is no error if it has already gone."""
@@ -106,6 +116,18 @@ class Scheduler(Protocol):
         """Whether somebody cancelled the job, which began on `nodes`; also right inside its own last seconds.
 
         May wait for the scheduler to write down how the job ended.
+        """
+
+    def cancelled_by(self, job_id: str) -> str | None:
+        """Name of the user who cancelled the job; None where nobody knows."""
+
+    def postpone(self, job_id: str, *, delay: int) -> None:
+        """Do not start a queued job before `delay` seconds from now."""
+
+    def settle(self, job: Job, *, followed: bool) -> None:
+        """Tell the scheduler that the running job has begun: failed tries of it count no more.
+
+        `followed`: its successor is queued, so that it need not come back after the loss of a node.
         """
 
     def requeue(self, job_id: str, *, delay: int = 0) -> None:

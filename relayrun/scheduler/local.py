@@ -23,18 +23,23 @@ from pathlib import Path
 from relayrun.errors import SchedulerError
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
+from relayrun.rundir.stop import write_stop
 from relayrun.scheduler.auxiliary import Auxiliary
-from relayrun.scheduler.base import LIVE_STATES, Job, RankLaunch
+from relayrun.scheduler.base import BEGIN_BACKOFF, LIVE_STATES, MAX_FAILED_BEGINS, Job, RankLaunch
 from relayrun.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, LocalQueue, signal_group
 
 KILL_WAIT = 30.0
 """Seconds from SIGTERM at the time limit to SIGKILL; Slurm's default."""
+
+AGAIN = 75
+"""Exit code of a job whose supervisor failed; see `launchers/lib/again.sh`."""
 
 
 class LocalScheduler:
     """A `Scheduler` for one run directory."""
 
     def __init__(self, run: Run) -> None:
+        self._run = run
         self._queue = LocalQueue(run.path / "local")
 
     def current_job_id(self) -> str:
@@ -96,6 +101,17 @@ class LocalScheduler:
                 self._queue.write_job(replace(job, state="CANCELLED", end_time=time.time()))
             elif job.state == "RUNNING":
                 self._queue.write_job(replace(job, cancel_requested=True))
+
+    def cancelled_by(self, job_id: str) -> None:
+        return None  # one file for all users
+
+    def postpone(self, job_id: str, *, delay: int) -> None:
+        with self._queue.locked():
+            self._queue.write_job(replace(self._queue.read_job(job_id), eligible_time=time.time() + delay))
+
+    def settle(self, job: Job, *, followed: bool) -> None:
+        with self._queue.locked():
+            self._queue.write_job(replace(self._queue.read_job(job.id), failed_begins=0))
 
     def requeue(self, job_id: str, *, delay: int = 0) -> None:
         with self._queue.locked():
@@ -201,11 +217,29 @@ class LocalScheduler:
             with self._queue.locked():
                 job = replace(self._queue.read_job(job.id), state=state, exit_code=code, end_time=time.time())
                 killed = job.guarded and code < 0
-                if (killed or job.requeue_delay is not None) and state != "CANCELLED":
+                if code == AGAIN and state != "CANCELLED":
+                    job = self._again(job)
+                elif (killed or job.requeue_delay is not None) and state != "CANCELLED":
                     eligible = time.time() + (job.requeue_delay or 0)
                     job = replace(job, state="PENDING", requeue_delay=None, guarded=False, eligible_time=eligible)
                 self._queue.write_job(job)
             on_event(f"job {job.id} ended: {state}" + (" and is queued again" if job.state == "PENDING" else ""))
+
+    def _again(self, job: LocalJob) -> LocalJob:
+        """Queue a job whose supervisor failed once more, later each time, unless another waits behind it.
+
+        It is what `launchers/lib/again.sh` does on Slurm.
+        """
+        if any(other.state == "PENDING" and not other.auxiliary for other in self._queue.every_job()):
+            return job
+        failed = job.failed_begins + 1
+        job = replace(job, failed_begins=failed)
+        if failed >= MAX_FAILED_BEGINS:
+            with contextlib.suppress(OSError):
+                write_stop(self._run, f"the supervisor failed in job {job.id}, {failed} times in a row; see its log")
+            return job
+        eligible = time.time() + BEGIN_BACKOFF * 2 ** (failed - 1)
+        return replace(job, state="PENDING", eligible_time=eligible)
 
     def _watch(
         self,

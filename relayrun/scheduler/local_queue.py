@@ -49,6 +49,8 @@ class LocalJob(Record):
     """Queue it again if its batch script is killed."""
     requeue_delay: int | None = None
     """Set by `requeue`: queue it again when it ends, after so many seconds."""
+    failed_begins: int = 0
+    """How often in a row its supervisor failed."""
 
     def write(self, path: Path) -> None:
         """Write it so that a queue that an earlier version runs, which says `beside` for `auxiliary`, reads it, too."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
+import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from relayrun.errors import ConfigError, SchedulerError
@@ -18,9 +20,26 @@ from relayrun.slurmtime import format_time, parse_time
 COMPLETING_SECONDS = 30.0
 """How long a job may take to end before nobody waits for its final state any more."""
 
+COMMAND_SECONDS = 120.0
+"""How long one of Slurm's commands may take. One that hangs would hold the nodes to the end of the job."""
+
+
+COMMENT = "relayrun:"
+"""Begins the comment of every job that is submitted here; a word of the job's own follows."""
+
+BEGIN_FAILED = f"{COMMENT}begin-failed="
+"""Begins the comment of a job whose `begin` failed; `launchers/lib/again.sh` writes `COUNT@NODES` behind it."""
+
+
+class _NoAnswerError(SchedulerError):
+    """The command failed in a way that another try may mend: it says nothing about what was asked."""
+
 
 class Slurm:
-    """Slurm through its commands. Where the controller does not answer they are tried again for `patience` seconds."""
+    """Slurm through its commands, each of which has a time limit.
+
+    For `patience` seconds, questions are asked again whatever the error, orders where the controller did not answer.
+    """
 
     def __init__(self, *, patience: float = PATIENCE, pause: float = 2.0) -> None:
         self._patience = patience
@@ -43,48 +62,94 @@ class Slurm:
 
     def test(self, script: Path) -> None:
         """Ask Slurm whether it would accept the script; queues nothing. Raises SchedulerError."""
-        self.run(["sbatch", "--test-only", str(script)])
+        self.order(["sbatch", "--test-only", str(script)])
 
     def adopt(self, job: Job, plan: Plan) -> None:
         if job.name != plan.job_name:  # from here on it is a singleton of its chain
-            self.run(["scontrol", "update", f"JobId={job.id}", f"JobName={plan.job_name}"])
-        if plan.mode == "requeue" and plan.auto_requeue and not job.requeue:
-            self.allow_requeue(job.id)
+            self.order(["scontrol", "update", f"JobId={job.id}", f"JobName={plan.job_name}"])
+        if plan.auto_requeue != job.requeue:  # Slurm brings back a job that loses its node, until another one follows
+            self.order(["scontrol", "update", f"JobId={job.id}", f"Requeue={int(plan.auto_requeue)}"])
 
     def allow_requeue(self, job_id: str) -> None:
         """Make a job that was submitted with --no-requeue one that `requeue` takes."""
-        self.run(["scontrol", "update", f"JobId={job_id}", "Requeue=1"])
+        self.order(["scontrol", "update", f"JobId={job_id}", "Requeue=1"])
 
     def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
-        command = ["sbatch", "--parsable", "--dependency=singleton"]
+        command = ["--dependency=singleton"]
         if delay:
             command.append(f"--begin=now+{delay}")
         command += [f"--{name}={value}" for name, value in options.items()]
         # not `--`: sbatch takes the rest as the script and its arguments anyway
-        return self.run([*command, str(script)]).strip().split(";")[0]
+        return self._submit([*command, str(script)], name=plan.job_name)
 
     def submit_auxiliary(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], limit: int) -> str:
-        command = ["sbatch", "--parsable", f"--job-name={name}", f"--time={format_time(limit)}", str(script)]
-        command += arguments
-        return self.run(command).strip().split(";")[0]
+        return self._submit([f"--job-name={name}", f"--time={format_time(limit)}", str(script), *arguments], name=name)
+
+    def _submit(self, arguments: Sequence[str], *, name: str) -> str:
+        """Queue one job, whatever sbatch says: it can queue a job and report an error all the same.
+
+        So each job carries a word of its own in its comment, and is looked for by it before the next try.
+        """
+        comment = f"{COMMENT}{secrets.token_hex(6)}"
+        command = ["sbatch", "--parsable", f"--comment={comment}", *arguments]
+        deadline, pause = time.monotonic() + self._patience, self._pause
+        while True:
+            try:
+                job_id = self._once(command).strip().split(";")[0]
+                if not job_id.isdecimal():
+                    raise SchedulerError(f"sbatch: no job id in its answer {job_id!r}")
+                return job_id
+            except SchedulerError as error:
+                rows = self.ask(["squeue", "--noheader", "--me", f"--name={name}", "--format=%i|%k"]).splitlines()
+                found = [row.partition("|")[0] for row in rows if row.partition("|")[2] == comment]
+                if found:
+                    return found[0]
+                if not isinstance(error, _NoAnswerError) or time.monotonic() + pause > deadline:
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, 30.0)
 
     def named(self, name: str) -> str | None:
-        found = self.run(["squeue", "--noheader", "--me", f"--name={name}", "--format=%i"]).split()
+        found = self.ask(["squeue", "--noheader", "--me", f"--name={name}", "--format=%i"]).split()
         return found[0] if found else None
 
     def cancel(self, job_id: str) -> None:
         job = self.query(job_id)
         if job is not None and job.live:
-            self.run(["scancel", job_id])
+            self.order(["scancel", job_id])
+
+    def cancelled_by(self, job_id: str) -> str | None:
+        try:
+            command = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job_id}", "--format=State"]
+            found = re.search(r"CANCELLED by (\d+)", self._once(command))
+        except SchedulerError:  # without accounting nobody knows
+            return None
+        if found is None:
+            return None
+        try:
+            return pwd.getpwuid(int(found[1])).pw_name
+        except KeyError:
+            return found[1]
+
+    def postpone(self, job_id: str, *, delay: int) -> None:
+        self.order(["scontrol", "update", f"JobId={job_id}", f"StartTime=now+{delay}"])
+
+    def settle(self, job: Job, *, followed: bool) -> None:
+        changes = ["Requeue=0"] if followed else []
+        if job.begin_failed:
+            changes.append("Comment=")
+        if changes:
+            self.order(["scontrol", "update", f"JobId={job.id}", *changes])
 
     def requeue(self, job_id: str, *, delay: int = 0) -> None:
+        self.allow_requeue(job_id)
         try:
-            self.run(["scontrol", "requeue", job_id])
+            self.order(["scontrol", "requeue", job_id])
         except SchedulerError as error:  # by the guard, or by the batch script before it
             if "pending execution" not in error.message:
                 raise
         if delay:  # where this comes too late the job starts without delay; failed attempts are counted all the same
-            self.run(["scontrol", "update", f"JobId={job_id}", f"StartTime=now+{delay}"])
+            self.postpone(job_id, delay=delay)
 
     def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
         step = [
@@ -112,23 +177,25 @@ class Slurm:
 
     def kill_wait(self) -> float:
         """Seconds from SIGTERM to SIGKILL when a job is ended."""
-        found = re.search(r"^KillWait\s*=\s*(\d+)", self.run(["scontrol", "show", "config"]), re.M)
+        found = re.search(r"^KillWait\s*=\s*(\d+)", self.ask(["scontrol", "show", "config"]), re.M)
         return float(found[1]) if found else 30.0
 
     def signal_ranks(self, job_id: str, number: signal.Signals) -> None:
         word = f"--signal={number.name.removeprefix('SIG')}"
         if number != signal.SIGKILL:
-            self.run(["scancel", word, job_id])  # to all steps and not to the batch script
+            self.order(["scancel", word, job_id])  # to all steps and not to the batch script
             return
         # SIGKILL to a job cancels it, batch script and all; so to each of its steps
-        steps = self.run(["squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i"]).split()
+        steps = self.ask(
+            ["squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i"], answer="Invalid job id"
+        ).split()
         for step in steps:
             if step.rpartition(".")[2].isdecimal():
-                self.run(["scancel", word, step])
+                self.order(["scancel", word, step])
 
     def query(self, job_id: str) -> Job | None:
         try:
-            text = self.run(["scontrol", "show", "job", "--oneliner", job_id])
+            text = self.ask(["scontrol", "show", "job", "--oneliner", job_id], answer="Invalid job id")
         except SchedulerError as error:
             if "Invalid job id" in error.message:
                 return None
@@ -149,16 +216,16 @@ class Slurm:
         return job is not None and job.state == "CANCELLED"
 
     def _node_is_down(self, nodes: str) -> bool:
-        states = self.run(["sinfo", "--noheader", f"--nodes={nodes}", "--format=%T"]).split()
+        states = self.ask(["sinfo", "--noheader", f"--nodes={nodes}", "--format=%T"]).split()
         return any(state.rstrip("*").startswith(("down", "fail")) or state.endswith("*") for state in states)
 
     def live_ids(self) -> set[str]:
         """Ids of all queued and running jobs of everybody, an element of an array as `12_3`."""
-        return set(self.run(["squeue", "--noheader", "--array", "--format=%i"]).split())
+        return set(self.ask(["squeue", "--noheader", "--array", "--format=%i"]).split())
 
     def max_array_size(self) -> int:
         """Most elements of a job array; 0 where the cluster takes none."""
-        config = self.run(["scontrol", "show", "config"])
+        config = self.ask(["scontrol", "show", "config"])
         limits = re.findall(
             r"^MaxArraySize\s*=\s*(\d+)|^SchedulerParameters\s*=.*\bmax_array_tasks=(\d+)", config, re.M
         )
@@ -166,7 +233,7 @@ class Slurm:
 
     def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
         whose = [] if anyone else ["--me"]
-        text = self.run(["squeue", "--noheader", *whose, f"--name={plan.job_name}", "--format=%i|%j|%T"])
+        text = self.ask(["squeue", "--noheader", *whose, f"--name={plan.job_name}", "--format=%i|%j|%T"])
         rows = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
         return [Job(id=row[0], name=row[1], state=row[2]) for row in rows]
 
@@ -193,27 +260,59 @@ class Slurm:
     def single_task_command(self, plan: Plan) -> list[str]:
         return ["srun", "--export=ALL", "--nodes=1", "--ntasks=1", *plan.srun_options]
 
-    def run(self, command: Sequence[str]) -> str:
-        """Run a Slurm command and return what it printed; try again what looks like an unreachable controller."""
-        deadline = time.monotonic() + self._patience
-        pause = self._pause
+    def ask(self, command: Sequence[str], *, answer: str = "") -> str:
+        """Run a command that changes nothing and return what it printed.
+
+        Any error is tried again: a list of those that pass by is never whole. `answer`: the error that has these words
+        is an answer. Raises SchedulerError.
+        """
+        return self._run(command, again=lambda error: not (answer and answer in error.message))
+
+    def order(self, command: Sequence[str]) -> str:
+        """Run a command that changes something, and may do so twice; return what it printed.
+
+        It is tried again where the controller did not answer. A refusal is raised as a SchedulerError.
+        """
+        return self._run(command, again=lambda error: isinstance(error, _NoAnswerError))
+
+    def _run(self, command: Sequence[str], *, again: Callable[[SchedulerError], bool]) -> str:
+        deadline, pause = time.monotonic() + self._patience, self._pause
         while True:
             try:
-                result = subprocess.run(
-                    command, capture_output=True, text=True, env=clean_environment(os.environ), check=False
-                )
-            except FileNotFoundError:
-                raise SchedulerError(
-                    f"{command[0]} is not installed here",
-                    hint="submit from a login node of the cluster, or use `cluster: local`",
-                ) from None
-            if result.returncode == 0:
-                return result.stdout
-            message = result.stderr.strip() or f"exit code {result.returncode}"
-            if not _UNREACHABLE.search(message) or time.monotonic() + pause > deadline:
-                raise SchedulerError(f"{command[0]}: {message}")
+                return self._once(command)
+            except NotInstalledError:
+                raise
+            except SchedulerError as error:
+                if not again(error) or time.monotonic() + pause > deadline:
+                    raise
             time.sleep(pause)
             pause = min(2 * pause, 30.0)
+
+    def _once(self, command: Sequence[str]) -> str:
+        environment = clean_environment(os.environ)
+        limit = min(COMMAND_SECONDS, max(10.0, self._patience))
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, env=environment, check=False, timeout=limit, errors="replace"
+            )
+        except FileNotFoundError:
+            raise NotInstalledError(
+                f"{command[0]} is not installed here",
+                hint="submit from a login node of the cluster, or use `cluster: local`",
+            ) from None
+        except subprocess.TimeoutExpired:
+            raise _NoAnswerError(f"{command[0]}: no answer within {limit:.0f} s") from None
+        except OSError as error:  # no memory or no process for the command
+            raise _NoAnswerError(f"{command[0]}: {error}") from None
+        if done.returncode == 0:
+            return done.stdout
+        message = done.stderr.strip() or f"exit code {done.returncode}"
+        kind = _NoAnswerError if done.returncode < 0 or _NO_ANSWER.search(message) else SchedulerError
+        raise kind(f"{command[0]}: {message}")
+
+
+class NotInstalledError(SchedulerError):
+    """Slurm's commands are not on this machine."""
 
 
 class SlurmNodes:
@@ -223,16 +322,21 @@ class SlurmNodes:
         self._slurm = slurm
 
     def expand(self, nodes: str) -> list[str]:
-        return self._slurm.run(["scontrol", "show", "hostnames", nodes]).split()
+        return self._slurm.ask(["scontrol", "show", "hostnames", nodes]).split()
 
     def known(self) -> set[str]:
-        return set(self._slurm.run(["sinfo", "--noheader", "--Node", "--format=%N"]).split())
+        return set(self._slurm.ask(["sinfo", "--noheader", "--Node", "--format=%N"]).split())
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
-        self._slurm.run(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"])
+        self._slurm.order(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"])
 
 
-_UNREACHABLE = re.compile(r"Unable to contact|Connection refused|timed out|Zero Bytes|Transport endpoint|backup", re.I)
+_NO_ANSWER = re.compile(
+    r"Unable to contact|Connection (refused|reset)|timed out|Zero Bytes|Transport endpoint|backup|authentication"
+    r"|munge|temporarily|try again|Socket|No route|Unable to establish|Cannot allocate",
+    re.I,
+)
+"""What an order that did not reach the controller, or whose answer was lost, is known to say."""
 
 
 def parse_job(text: str) -> Job:
@@ -259,6 +363,8 @@ def parse_job(text: str) -> Job:
         at_limit=start is not None and end is not None and limit is not None and end - start >= limit,
         preempted=known.get("PreemptTime", "None") != "None",
         requeue=known.get("Requeue") == "1",
+        begin_failed=known.get("Comment", "").startswith(BEGIN_FAILED),
+        begin_failed_on=known.get("Comment", "").partition("@")[2] if BEGIN_FAILED in known.get("Comment", "") else "",
     )
 
 

@@ -7,9 +7,11 @@ one it used.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,12 +83,11 @@ def adopt_job(
 
 @contextmanager
 def _prepared(config: RunConfig, *, resume: bool, accept: bool) -> Iterator[tuple[Run, Plan]]:
-    """The run directory made or brought up to date, and locked. STOP is lifted when the block succeeds."""
+    """The run directory made or brought up to date, and locked. After an error it is as before, STOP too."""
     check.check(config)
     run = Run(Path(config.run_dir or ""))
     manifest = build_manifest(config)
-    run.path.mkdir(parents=True, exist_ok=True)
-    with _locked(run):
+    with _undone_on_error(run), _locked(run):
         _refuse_while_live(run)
         _refuse_after_end(run, resume)
         config = _freeze_data(run, config, manifest, accept=accept)
@@ -105,14 +106,40 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool) -> Iterator[tupl
         plan.write(run.plan)
         write_atomic(run.job_script, render.job_script(plan, run), mode=0o755)
         _prepare_evaluations(config, plan, run)
-        stop = run.stop.read_text(encoding="utf-8") if run.stop.exists() else None
         run.stop.unlink(missing_ok=True)
-        try:
-            yield run, plan
-        except BaseException:
-            if stop is not None:
-                write_atomic(run.stop, stop)
+        yield run, plan
+
+
+@contextmanager
+def _undone_on_error(run: Run) -> Iterator[None]:
+    """Put the run directory back as it was if the block fails: a refused submit leaves no plan, revision or run.
+
+    What a directory held that was there before stays, STOP too; one that this submit made is removed.
+    """
+    made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
+    paths = (run.plan, run.job_script, run.manifest, run.evaluation_policy, run.evaluation_script, run.stop)
+    before = {path: path.read_bytes() if path.exists() else None for path in paths}
+    revisions = set(run.revisions())
+    snapshots = set(run.code.glob("*"))
+    try:
+        yield
+    except BaseException:
+        if made:
+            shutil.rmtree(run.path, ignore_errors=True)
+            for folder in made[1:]:
+                with contextlib.suppress(OSError):  # somebody has put something there meanwhile
+                    folder.rmdir()
             raise
+        for path, content in before.items():
+            if content is None:
+                path.unlink(missing_ok=True)
+            elif not path.exists() or path.read_bytes() != content:
+                write_atomic(path, content, mode=0o755 if path.suffix == ".sbatch" else 0o644)
+        for number in set(run.revisions()) - revisions:
+            run.config_revision(number).unlink()
+        for folder in set(run.code.glob("*")) - snapshots:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _acknowledge_stale(run: Run) -> None:
@@ -299,6 +326,7 @@ def _add_revision(run: Run, config: RunConfig) -> int:
 @contextmanager
 def _locked(run: Run) -> Iterator[None]:
     """One submit at a time."""
+    run.path.mkdir(parents=True, exist_ok=True)
     with open(run.path / ".submit.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -27,7 +27,7 @@ from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason, write_stop
 from relayrun.rundir.views import Views, lines_that_count
 from relayrun.scheduler.local import LocalScheduler
-from relayrun.scheduler.local_queue import JOB_ID_VARIABLE
+from relayrun.scheduler.local_queue import JOB_ID_VARIABLE, LocalQueue
 from relayrun.submit import submission
 from tests.history import ROOT, began, cost, make_history, queue_is_run, trained
 from tests.workspace import Workspace
@@ -89,8 +89,8 @@ def test_a_view_that_cannot_be_written_does_not_keep_the_chain_from_going_on(
 ) -> None:
     Views(run).update()
     assert supervisor.begin(run) == 0
-    for job in queued(run):  # somebody cancelled the successor: `end` must queue one
-        LocalScheduler(run).cancel(job)
+    for job in queued(run):  # the scheduler lost its queue: `end` must queue one
+        LocalQueue(run.path / "local").path(job).unlink()
     trained(run, 4, 300, 400)
     path = getattr(run, view)
     path.unlink()
@@ -100,7 +100,7 @@ def test_a_view_that_cannot_be_written_does_not_keep_the_chain_from_going_on(
     assert run.attempt(4).end.exists()
     assert "the merged views are left for later" in capsys.readouterr().err
     path.rmdir()
-    Watch(run, 4)._follow(leaving=True)  # the next job's
+    Watch(run, 4)._follow_to_the_end()  # the next job's
     Views(run).update()
     assert_views_hold_what_counts(run)
 
@@ -189,7 +189,7 @@ def test_an_old_job_script_calls_watch_and_end_of_this_version(run: Run) -> None
     watch = Watch(Run(run.path), 4)
     watch._follow()
     trained(run, 4, 350, 400)
-    watch._follow(leaving=True)
+    watch._follow_to_the_end()
     assert supervisor.end(Run(run.path), 4, 0) == 0
     assert "format" not in read_json(run.plan)
     assert_views_hold_what_counts(run)
@@ -203,7 +203,7 @@ def test_a_newer_format_is_refused_by_every_entry(run: Run, tmp_path: Path, caps
     began(run, 4, base=300)
     message = f"this run directory has format {FORMAT + 1}"
     for entry in (
-        lambda: supervisor.watch(run, 4),
+        lambda: supervisor.watch(run, 4, batch_pid=1),
         lambda: supervisor.end(run, 4, 0),
         lambda: guard.guard(run, 4, batch_pid=1),
         lambda: Plan.load(run),
@@ -288,11 +288,15 @@ def test_a_view_that_cannot_be_read_keeps_nobody_from_beginning_or_watching(run:
     assert len(queued(run)) == 1
 
 
-def test_a_begin_that_meets_a_broken_disk_says_why_the_chain_ends(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_begin_that_meets_a_broken_disk_may_be_tried_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_arguments: object, **_more: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(AttemptStart, "write", broken)
     with pytest.raises(OSError, match="Input/output error"):
         supervisor.begin(run)
-    assert "this job could not begin: [Errno 5] Input/output error" in run.stop.read_text()
+    assert not run.stop.exists()
+    monkeypatch.undo()
+    monkeypatch.setenv(JOB_ID_VARIABLE, "1")
+    assert supervisor.begin(run) == 0
+    assert supervisor.failed_attempts(run, Plan.load(run)) == 1  # the one that has begun now

@@ -19,8 +19,7 @@ BEGIN = st.builds(
     predecessor_cancelled=st.booleans(),
     failed_attempts=st.integers(0, 10),
     max_failed_attempts=st.integers(1, 5),
-    auto_requeue=st.booleans(),
-    successor_pending=st.booleans(),
+    verdict=st.none() | st.just("fatal: nan"),
 )
 END = st.builds(
     EndFacts,
@@ -39,17 +38,17 @@ END = st.builds(
 
 
 @given(BEGIN)
-def test_begin_stops_for_every_reason_and_queues_at_most_one_successor(facts: BeginFacts) -> None:
+def test_begin_stops_for_every_reason(facts: BeginFacts) -> None:
     decision = at_begin(facts)
     must_stop = (
         facts.stopped is not None
         or facts.durable_iteration >= facts.total_steps
         or facts.exit_trigger is not None
         or facts.predecessor_cancelled
+        or facts.verdict is not None
         or facts.failed_attempts >= facts.max_failed_attempts
     )
     assert (decision.action == "stop") == must_stop
-    assert decision.submit_successor == (not must_stop and facts.auto_requeue and not facts.successor_pending)
     assert decision.reason
 
 
@@ -65,7 +64,6 @@ def test_end_lets_nothing_run_on_that_made_no_progress_too_often(facts: EndFacts
     if decision.action == "retry":
         assert facts.failed_attempts + 1 < facts.max_failed_attempts
         assert 30 <= decision.delay <= 1800
-    assert not decision.submit_successor
     assert isinstance(decision, Decision)
 
 
@@ -86,8 +84,7 @@ def test_every_history_ends_in_progress_or_stop_within_k_attempts(
             predecessor_cancelled=False,
             failed_attempts=failed,
             max_failed_attempts=allowed,
-            auto_requeue=True,
-            successor_pending=False,
+            verdict=None,
         )
         assert at_begin(begin).action == "run"
         end = EndFacts(

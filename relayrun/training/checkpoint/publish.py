@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 
 from relayrun.errors import FatalTrainingError, RunDirError
-from relayrun.files import fsync_directory, write_atomic
+from relayrun.files import free_name, fsync_directory, write_atomic
 from relayrun.rundir import evaluations
 from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
@@ -46,9 +46,9 @@ def publish(run: Run, attempt: int, commit: Commit, staged: Path) -> None:
         )
     target = Path(commit.path)
     if target.exists():  # of an attempt that died, or lost its right to it; nothing vouches for it
-        aside = run.checkpoints / ".superseded" / f"{target.name}-{attempt:04}"
-        aside.parent.mkdir(exist_ok=True)
-        os.rename(target, aside)
+        aside = run.checkpoints / ".superseded"
+        aside.mkdir(exist_ok=True)
+        os.rename(target, free_name(aside, f"{target.name}-{attempt:04}"))  # twice, where a commit line failed
     os.rename(staged, target)
     fsync_directory(run.checkpoints)
     run.attempt(attempt).append_commit(commit)  # from here on it counts, so nothing below may fail the save

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# What a job does when its supervisor cannot do its part: Python does not start on this node, the package is away, the
+# run directory is full or read-only, the supervisor was killed. A part of every rendered job script, so that it is
+# there whatever else is away. It needs Slurm's commands alone, and leaves a queued job or a reason.
+#
+# Needs RELAYRUN_RUN_DIR, RELAYRUN_JOB_NAME, RELAYRUN_AUTO_REQUEUE, RELAYRUN_MAX_FAILED_BEGINS, RELAYRUN_BEGIN_BACKOFF.
+
+# The reason, where people look: the job's log and comment, and STOP if the run directory takes it.
+give_up() { # reason, comment
+  local -r temporary="${RELAYRUN_RUN_DIR}/.STOP-${SLURM_JOB_ID:-local}"
+  echo "[relayrun $(date +%FT%T)] the chain ends: $1" >&2
+  [[ -z "${SLURM_JOB_ID:-}" ]] || timeout 120 scontrol update "JobId=${SLURM_JOB_ID}" "Comment=$2"
+  if [[ ! -e "${RELAYRUN_RUN_DIR}/STOP" ]]; then # whole or not at all
+    printf '%s\n\nThe chain has ended. To go on all the same: submit with --resume.\n' "$1" >"${temporary}" &&
+      mv -n "${temporary}" "${RELAYRUN_RUN_DIR}/STOP"
+    rm -f "${temporary}"
+  fi
+  exit 1
+}
+
+# Queue this job again, later each time, unless another waits behind it.
+again() { # what failed, exit code
+  trap - EXIT
+  trap '' TERM USR2
+  set +e
+  local -r job="${SLURM_JOB_ID:-${RELAYRUN_LOCAL_JOB_ID:-}}" node="${SLURMD_NODENAME:-$(uname -n)}"
+  local -r marker="relayrun:begin-failed=" what="$1 failed in job ${job} on ${node} (exit code $2)"
+  echo "[relayrun $(date +%FT%T)] ${what}" >&2
+  [[ ! -e "${RELAYRUN_RUN_DIR}/STOP" ]] || exit 1
+  [[ "${RELAYRUN_AUTO_REQUEUE}" == true ]] || give_up "${what}" "${marker}1@${node}"
+  [[ -n "${SLURM_JOB_ID:-}" ]] || exit 75 # whoever runs the local queue does what follows
+
+  local comment="" failed=0 nodes="" others="" given="" exclude="" delay attempt
+  others="$(timeout 120 squeue --noheader --me --name="${RELAYRUN_JOB_NAME}" --states=PENDING --format=%i)"
+  if [[ -n "${others}" ]]; then
+    echo "[relayrun $(date +%FT%T)] job ${others%%$'\n'*} goes on" >&2
+    exit 1
+  fi
+  comment="$(timeout 120 squeue --noheader --jobs="${job}" --format=%k)"
+  if [[ "${comment}" =~ ^"${marker}"([0-9]+)@(.*)$ ]]; then
+    failed="${BASH_REMATCH[1]}" nodes="${BASH_REMATCH[2]},"
+  fi
+  failed=$((failed + 1))
+  delay=$((RELAYRUN_BEGIN_BACKOFF << (failed - 1)))
+  [[ ",${nodes}" == *",${node},"* ]] || nodes+="${node},"
+  comment="${marker}${failed}@${nodes%,}"
+  ((failed < RELAYRUN_MAX_FAILED_BEGINS)) || give_up "${what}, ${failed} times in a row" "${comment}"
+
+  # it may have been the node: the next try leaves it out, where Slurm says that there are others
+  given="$(timeout 120 squeue --noheader --jobs="${job}" --format=%x)"
+  exclude="${nodes%,}"
+  [[ -z "${given}" || "${given}" == "(null)" ]] || exclude="${given},${exclude}"
+  timeout 120 sbatch --test-only --exclude="${exclude}" "$0" 2>/dev/null || exclude=""
+  for attempt in 1 2 3 4 5 6 7 8; do
+    if timeout 120 scontrol update "JobId=${job}" Requeue=1 "Comment=${comment}" &&
+      timeout 120 scontrol requeue "${job}"; then # from here on Slurm ends this script
+      timeout 120 scontrol update "JobId=${job}" "StartTime=now+${delay}"
+      [[ -z "${exclude}" ]] || timeout 120 scontrol update "JobId=${job}" "ExcNodeList=${exclude}"
+      echo "[relayrun $(date +%FT%T)] job ${job} is queued again, not before ${delay} s from now" >&2
+      exit 1
+    fi
+    sleep $((attempt * 5))
+  done
+  give_up "${what}, and it could not be queued again" "${comment}"
+}
+trap 'again "the batch script" $?' EXIT

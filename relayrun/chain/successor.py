@@ -1,0 +1,152 @@
+"""The job behind this one: whether one waits, how one is queued, and what a person did to it.
+
+Only a job of this chain that is pending is a successor. One that still ends, because its epilog takes long or a task
+of it cannot be killed, is gone with its node and carries nothing on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from relayrun.chain import nodes
+from relayrun.chain.log import log
+from relayrun.errors import SchedulerError
+from relayrun.rundir.attempt import Attempt
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.records import Successor
+from relayrun.rundir.run import Run
+from relayrun.scheduler.base import Job, Scheduler
+
+
+def waiting(plan: Plan, scheduler: Scheduler, *, own: str) -> list[Job]:
+    """The chain's pending jobs but for `own`, the one that this runs in. Raises SchedulerError."""
+    return [job for job in scheduler.jobs(plan) if job.id != own and job.state == "PENDING"]
+
+
+def ensure(
+    run: Run,
+    plan: Plan,
+    scheduler: Scheduler,
+    attempt: Attempt,
+    *,
+    own: str,
+    options: Mapping[str, str],
+    delay: int = 0,
+) -> str:
+    """Queue a job with these options behind `own`, unless one waits there already; return its id.
+
+    Of several that wait one is left. Raises SchedulerError where none could be queued.
+    """
+    found = waiting(plan, scheduler, own=own)
+    if found:
+        job_id = found[0].id
+    else:
+        wanted = successor_options(run, plan, scheduler, options)
+        job_id = scheduler.submit(plan, run.job_script, options=wanted, delay=delay)
+        log(f"queued job {job_id} behind this one" + (f", not before {delay} s from now" if delay else ""))
+    for job in found[1:]:  # an order to queue one whose answer was lost, and then another
+        cancel(scheduler, job)
+    try:
+        Successor(job_id=job_id, time=time.time()).write(attempt.successor)
+        attempt.retry_successor.unlink(missing_ok=True)
+    except OSError as error:  # it is queued; whether somebody cancels it will not be known
+        log(f"{attempt.successor.name} not written: {error}")
+    return job_id
+
+
+def cancel(scheduler: Scheduler, job: Job) -> None:
+    """Cancel one queued job by its id. Raises SchedulerError."""
+    scheduler.cancel(job.id)
+    log(f"cancelled queued job {job.id}")
+
+
+def successor_options(run: Run, plan: Plan, scheduler: Scheduler, options: Mapping[str, str]) -> dict[str, str]:
+    """A job's options for the next one: the nodes that a person excluded, and those that are bad now."""
+    strikes = nodes.read_strikes(run)
+    if not strikes or scheduler.nodes is None:
+        return dict(options)
+    by_hand = set(scheduler.nodes.expand(options["exclude"])) if "exclude" in options else set()
+    by_hand -= {strike.node for strike in strikes}  # put there by us, and strikes expire
+    bad = nodes.excluded(strikes, nodes=plan.nodes, now=time.time())
+    left_out = sorted((by_hand | set(bad)) & scheduler.nodes.known())  # an unknown one would make sbatch fail
+    result = {name: value for name, value in options.items() if name != "exclude"}
+    return result | ({"exclude": ",".join(left_out)} if left_out else {})
+
+
+def own_options(job: Job, scheduler: Scheduler) -> dict[str, str]:
+    """The options of the running job without the nodes that it leaves out because its `begin` failed there."""
+    options = dict(job.options)
+    if not job.begin_failed_on or scheduler.nodes is None or "exclude" not in options:
+        return options
+    tried = set(job.begin_failed_on.split(","))
+    left_out = [node for node in scheduler.nodes.expand(options.pop("exclude")) if node not in tried]
+    return options | ({"exclude": ",".join(left_out)} if left_out else {})
+
+
+def note_cancelled(attempt: Attempt, scheduler: Scheduler) -> Successor | None:
+    """The recorded successor, if somebody has cancelled it: noted, since a scheduler forgets its jobs after a while.
+
+    Raises SchedulerError.
+    """
+    known = Successor.read(attempt.successor)
+    if known is None or known.cancelled:
+        return known
+    job = scheduler.query(known.job_id)
+    if job is None or job.state != "CANCELLED":
+        return None
+    noted = Successor(
+        job_id=known.job_id, time=known.time, cancelled=True, cancelled_by=scheduler.cancelled_by(known.job_id)
+    )
+    try:
+        noted.write(attempt.successor)
+    except OSError as error:
+        log(f"{attempt.successor.name} not written: {error}")
+    return noted
+
+
+def go_on(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: str, delay: int) -> str | None:
+    """See to it that exactly one job follows, not before `delay` seconds; return why none may, where that is so.
+
+    What a person did to the queue stands: a job that was cancelled is not replaced, one that is held stays held.
+    Raises SchedulerError where nothing could be queued.
+    """
+    if plan.mode == "requeue":
+        log(f"this job is queued again, not before {delay} s from now")
+        scheduler.requeue(own, delay=delay)
+        return None
+    found = waiting(plan, scheduler, own=own)
+    if found:
+        _adapt(run, plan, scheduler, found[0].id, delay)
+        return None
+    cancelled = note_cancelled(attempt, scheduler)
+    if cancelled is not None:
+        by = f" by {cancelled.cancelled_by}" if cancelled.cancelled_by else ""
+        return f"the successor, job {cancelled.job_id}, was cancelled{by}"
+    started = attempt.read_begin()
+    try:
+        ensure(run, plan, scheduler, attempt, own=own, options=started.options if started else {}, delay=delay)
+    except SchedulerError as error:  # a limit of submitted jobs, say: this one does not need a second one
+        log(f"no job could be queued behind this one: {error.message}; this one is queued again")
+        scheduler.requeue(own, delay=delay)
+    return None
+
+
+def _adapt(run: Run, plan: Plan, scheduler: Scheduler, job_id: str, delay: int) -> None:
+    """Let the waiting job start later, and without the nodes that are bad now. What fails is said and left."""
+    try:
+        if delay:
+            scheduler.postpone(job_id, delay=delay)
+            log(f"job {job_id} does not start before {delay} s from now")
+        if scheduler.nodes is None:
+            return
+        job = scheduler.query(job_id)
+        options = {} if job is None else dict(job.options)
+        wanted = successor_options(run, plan, scheduler, options).get("exclude", "")
+        if job is not None and set(filter(None, wanted.split(","))) != set(
+            scheduler.nodes.expand(options["exclude"]) if "exclude" in options else ()
+        ):
+            scheduler.nodes.exclude(job_id, wanted.split(","))
+            log(f"job {job_id} leaves out {wanted or 'no node'}; see {run.strikes}")
+    except SchedulerError as error:
+        log(f"job {job_id} stays as it is: {error.message}")
