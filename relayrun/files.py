@@ -32,8 +32,14 @@ def fsync_directory(path: str | os.PathLike[str]) -> None:
         os.close(fd)
 
 
-def write_atomic(path: str | os.PathLike[str], data: str | bytes, *, mode: int = 0o644, durable: bool = True) -> None:
-    """Write `data` to `path` whole or not at all; the file gets exactly `mode`. `durable` syncs it to disk."""
+def umask() -> int:
+    """The umask of this process: asking for it by setting it would change it for other threads."""
+    with open("/proc/self/status", "rb") as status:
+        return next((int(line.split()[1], 8) for line in status if line.startswith(b"Umask:")), 0o022)
+
+
+def write_atomic(path: str | os.PathLike[str], data: str | bytes, *, mode: int = 0o666, durable: bool = True) -> None:
+    """Write `data` to `path` whole or not at all; the file gets `mode` less the umask. `durable` syncs it to disk."""
     path = Path(path)
     with _replacing(path, mode=mode, durable=durable) as (fd, _), os.fdopen(fd, "wb", closefd=False) as file:
         file.write(data.encode() if isinstance(data, str) else data)
@@ -48,7 +54,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     For content that does not fit into memory. Raises RelayrunError, naming `path`, where it cannot be written.
     """
     try:
-        with _replacing(Path(path), mode=0o644, durable=True) as (_, temporary):
+        with _replacing(Path(path), mode=0o666, durable=True) as (_, temporary):
             yield temporary
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
@@ -60,7 +66,7 @@ def _replacing(path: Path, *, mode: int, durable: bool) -> Iterator[tuple[int, P
     """A temporary file beside `path`, open and by name, which takes its place on leaving without an error."""
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
     try:
-        os.fchmod(fd, mode)
+        os.fchmod(fd, mode & ~umask())
         yield fd, Path(temporary)
         if durable:
             os.fsync(fd)
@@ -89,7 +95,7 @@ def append_line(path: str | os.PathLike[str], record: dict[str, Any], *, durable
     stays alone and the new one whole.
     """
     line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         size = os.fstat(fd).st_size
         if size and os.pread(fd, 1, size - 1) != b"\n":

@@ -50,15 +50,13 @@ again() { # what failed, exit code
   given="$(timeout 120 squeue --noheader --jobs="${job}" --format=%x)"
   exclude="${nodes%,}"
   [[ -z "${given}" || "${given}" == "(null)" ]] || exclude="${given},${exclude}"
-  timeout 120 sbatch --test-only --exclude="${exclude}" "$0" 2>/dev/null || exclude=""
+  local -a orders=("update JobId=${job} Requeue=1 Comment=${comment}" "requeue ${job}" "update JobId=${job} StartTime=now+${delay}")
+  if timeout 120 sbatch --test-only --exclude="${exclude}" "$0" 2>/dev/null; then
+    orders[2]+=" ExcNodeList=${exclude}"
+  fi
   for attempt in 1 2 3 4 5 6 7 8; do
-    if timeout 120 scontrol update "JobId=${job}" Requeue=1 "Comment=${comment}" &&
-      timeout 120 scontrol requeue "${job}"; then # from here on Slurm ends this script
-      timeout 120 scontrol update "JobId=${job}" "StartTime=now+${delay}"
-      [[ -z "${exclude}" ]] || timeout 120 scontrol update "JobId=${job}" "ExcNodeList=${exclude}"
-      echo "[relayrun $(date +%FT%T)] job ${job} is queued again, not before ${delay} s from now" >&2
-      exit 1
-    fi
+    echo "[relayrun $(date +%FT%T)] job ${job} is queued again, not before ${delay} s from now" >&2
+    printf '%s\n' "${orders[@]}" | timeout 120 scontrol # one process: with the second order Slurm ends this script
     sleep $((attempt * 5))
   done
   give_up "${what}, and it could not be queued again" "${comment}"

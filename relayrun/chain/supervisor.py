@@ -49,6 +49,9 @@ def begin(run: Run) -> int:
         raise
     scheduler = for_plan(plan, run)
     job_id = scheduler.current_job_id()
+    if plan.owner not in (None, os.geteuid()):
+        log(f"this run has been taken over by {triggers.user_name(plan.owner or 0)}; job {job_id} leaves it alone")
+        return CHAIN_ENDS
     try:
         return _begin(run, plan, scheduler, job_id)
     except SchedulerError:

@@ -36,6 +36,7 @@ def run(options: argparse.Namespace) -> int:
             host_python=os.environ.get("HOST_PYTHON") or None,
             resume=launcher_environment.flag(os.environ, "RESUME"),
             accept_data_change=launcher_environment.flag(os.environ, "ACCEPT_DATA_CHANGE"),
+            take_over=launcher_environment.flag(os.environ, "TAKE_OVER"),
         ).path
     )
     return 0

@@ -32,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="go on with data that are not those the run began with (docs/data-order.md)",
     )
+    parser.add_argument(
+        "--take-over", action="store_true", help="go on with the run of another user whose jobs have ended"
+    )
     parser.set_defaults(run=run)
 
 
@@ -43,7 +46,9 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(submission.dry_run(config), end="")
         return 0
-    submitted = submission.submit(config, resume=options.resume, accept_data_change=options.accept_data_change)
+    submitted = submission.submit(
+        config, resume=options.resume, accept_data_change=options.accept_data_change, take_over=options.take_over
+    )
     print(
         f"job {submitted.job_id} ({submitted.plan.job_name})\nrun directory {submitted.run.path}\n"
         f"logs {submitted.plan.log_folder}",

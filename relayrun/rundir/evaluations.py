@@ -212,7 +212,7 @@ def claim(folder: EvaluationDir, job_id: str | None, node: str) -> bool:
     """Make this process the one that evaluates; false if there is one already."""
     folder.path.mkdir(parents=True, exist_ok=True)
     try:
-        fd = os.open(folder.claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        fd = os.open(folder.claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError:
         return False
     with os.fdopen(fd, "w", encoding="utf-8") as file:

@@ -36,6 +36,8 @@ class Plan(Record):
     config_revision: int
     submitted_after_attempt: int
     """Highest attempt at the last explicit submit; older attempts no longer count as failed ones."""
+    owner: int | None = None
+    """Number of the user who submitted it, whose jobs alone go on with the run; None where an earlier version did."""
 
     auto_requeue: bool
     mode: Literal["singleton", "requeue"]

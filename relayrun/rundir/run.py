@@ -12,7 +12,7 @@
     checkpoints/iter_0000100/    published by rename from .staging/<attempt>/
     streams.json wandb/ tensorboard/   what trackers were told, written by them and by rank 0
     evaluations/  evaluations.jsonl  evaluation.sbatch    see `rundir.evaluations`
-    triggers/  debug/<attempt>/  code/  STOP
+    triggers/  debug/<attempt>/  code/  owners.jsonl  STOP
 
 Standard library only.
 """
@@ -118,6 +118,11 @@ class Run:
     def progress(self) -> Path:
         """Starts of jobs and checkpoints, a line each, in the form of Megatron-LM's file of this name; by rank 0."""
         return self.path / "progress.txt"
+
+    @property
+    def owners(self) -> Path:
+        """A line per user who took the run over, the first one's included."""
+        return self.path / "owners.jsonl"
 
     @property
     def triggers(self) -> Path:

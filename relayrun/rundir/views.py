@@ -305,7 +305,7 @@ def lines_that_count(run: Run, *, above: int = 0, before: tuple[int, int] | None
 
 def _write_at(path: Path, at: int, data: bytes) -> None:
     """Write at this place of a file, which ends behind it then. Raises OSError, also where a part was written."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         if os.fstat(fd).st_size != at:
             os.ftruncate(fd, at)

@@ -143,13 +143,14 @@ class Slurm:
 
     def requeue(self, job_id: str, *, delay: int = 0) -> None:
         self.allow_requeue(job_id)
-        try:
-            self.order(["scontrol", "requeue", job_id])
+        orders = [f"requeue {job_id}"]
+        if delay:
+            orders.append(f"update JobId={job_id} StartTime=now+{delay}")
+        try:  # one process gives both orders: with the first one Slurm ends the job that this may run in
+            self.order(["scontrol"], orders)
         except SchedulerError as error:  # by the guard, or by the batch script before it
             if "pending execution" not in error.message:
                 raise
-        if delay:  # where this comes too late the job starts without delay; failed attempts are counted all the same
-            self.postpone(job_id, delay=delay)
 
     def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
         step = [
@@ -268,18 +269,21 @@ class Slurm:
         """
         return self._run(command, again=lambda error: not (answer and answer in error.message))
 
-    def order(self, command: Sequence[str]) -> str:
+    def order(self, command: Sequence[str], lines: Sequence[str] = ()) -> str:
         """Run a command that changes something, and may do so twice; return what it printed.
 
         It is tried again where the controller did not answer. A refusal is raised as a SchedulerError.
+        `lines`: orders for its standard input.
         """
-        return self._run(command, again=lambda error: isinstance(error, _NoAnswerError))
+        return self._run(command, lines, again=lambda error: isinstance(error, _NoAnswerError))
 
-    def _run(self, command: Sequence[str], *, again: Callable[[SchedulerError], bool]) -> str:
+    def _run(
+        self, command: Sequence[str], lines: Sequence[str] = (), *, again: Callable[[SchedulerError], bool]
+    ) -> str:
         deadline, pause = time.monotonic() + self._patience, self._pause
         while True:
             try:
-                return self._once(command)
+                return self._once(command, lines)
             except NotInstalledError:
                 raise
             except SchedulerError as error:
@@ -288,12 +292,19 @@ class Slurm:
             time.sleep(pause)
             pause = min(2 * pause, 30.0)
 
-    def _once(self, command: Sequence[str]) -> str:
+    def _once(self, command: Sequence[str], lines: Sequence[str] = ()) -> str:
         environment = clean_environment(os.environ)
         limit = min(COMMAND_SECONDS, max(10.0, self._patience))
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, env=environment, check=False, timeout=limit, errors="replace"
+                command,
+                input="".join(f"{line}\n" for line in lines),
+                capture_output=True,
+                text=True,
+                env=environment,
+                check=False,
+                timeout=limit,
+                errors="replace",
             )
         except FileNotFoundError:
             raise NotInstalledError(
@@ -304,7 +315,7 @@ class Slurm:
             raise _NoAnswerError(f"{command[0]}: no answer within {limit:.0f} s") from None
         except OSError as error:  # no memory or no process for the command
             raise _NoAnswerError(f"{command[0]}: {error}") from None
-        if done.returncode == 0:
+        if done.returncode == 0 and not (lines and done.stderr):  # it says of the last order alone how it went
             return done.stdout
         message = done.stderr.strip() or f"exit code {done.returncode}"
         kind = _NoAnswerError if done.returncode < 0 or _NO_ANSWER.search(message) else SchedulerError

@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ from relayrun.scheduler.slurm import Slurm
 from relayrun.shards.manifest import Manifest
 from relayrun.shards.prefixes import expand, find_prefixes
 from relayrun.slurmtime import format_time, parse_time
-from relayrun.submit import check, code_snapshot, initial_checkpoint
+from relayrun.submit import check, code_snapshot, initial_checkpoint, owner
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
 from relayrun.tokenization.options import TokenizeOptions
 
@@ -53,14 +54,24 @@ class Submitted:
     job_id: str
 
 
-def submit(config: RunConfig, *, resume: bool = False, accept_data_change: bool = False) -> Submitted:
-    """Check, prepare the run directory, queue one job. Raises RelayrunError; then nothing was queued."""
-    with _prepared(config, resume=resume, accept=accept_data_change) as (run, plan):
+def submit(
+    config: RunConfig, *, resume: bool = False, accept_data_change: bool = False, take_over: bool = False
+) -> Submitted:
+    """Check, prepare the run directory, queue one job. Raises RelayrunError; then nothing was queued.
+
+    `resume`: also where the chain has ended. `take_over`: also where the run is another user's, whose jobs have ended.
+    """
+    with _prepared(config, resume=resume, accept=accept_data_change, take_over=take_over) as (run, plan):
         return Submitted(run=run, plan=plan, job_id=for_plan(plan, run).submit_first(plan, run.job_script))
 
 
 def adopt_job(
-    config: RunConfig, *, host_python: str | None = None, resume: bool = False, accept_data_change: bool = False
+    config: RunConfig,
+    *,
+    host_python: str | None = None,
+    resume: bool = False,
+    accept_data_change: bool = False,
+    take_over: bool = False,
 ) -> Run:
     """Make the job that this process runs in the first of a chain: what a Bash launcher's job does.
 
@@ -76,19 +87,20 @@ def adopt_job(
     nodes = config.job.model_copy(update={"nodes": job.num_nodes})
     cluster = config.cluster.model_copy(update={"host_python": host_python or config.cluster.host_python})
     config = RunConfig.model_validate(config.model_copy(update={"job": nodes, "cluster": cluster}).model_dump())
-    with _prepared(config, resume=resume, accept=accept_data_change) as (run, plan):
+    with _prepared(config, resume=resume, accept=accept_data_change, take_over=take_over) as (run, plan):
         scheduler.adopt(job, plan)  # under the lock: a second first job sees this one
         return run
 
 
 @contextmanager
-def _prepared(config: RunConfig, *, resume: bool, accept: bool) -> Iterator[tuple[Run, Plan]]:
+def _prepared(config: RunConfig, *, resume: bool, accept: bool, take_over: bool) -> Iterator[tuple[Run, Plan]]:
     """The run directory made or brought up to date, and locked. After an error it is as before, STOP too."""
     check.check(config)
     run = Run(Path(config.run_dir or ""))
     manifest = build_manifest(config)
     with _undone_on_error(run), _locked(run):
         _refuse_while_live(run)
+        owner.refuse_another(run, take_over=take_over, now=time.time())
         _refuse_after_end(run, resume)
         config = _freeze_data(run, config, manifest, accept=accept)
         base = initial_checkpoint.find_initial_checkpoint(config, run)
@@ -103,8 +115,9 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool) -> Iterator[tupl
                 barrier,
             )
         _acknowledge_stale(run)
+        owner.record(run, plan, now=time.time())
         plan.write(run.plan)
-        write_atomic(run.job_script, render.job_script(plan, run), mode=0o755)
+        write_atomic(run.job_script, render.job_script(plan, run), mode=0o777)
         _prepare_evaluations(config, plan, run)
         run.stop.unlink(missing_ok=True)
         yield run, plan
@@ -117,10 +130,11 @@ def _undone_on_error(run: Run) -> Iterator[None]:
     What a directory held that was there before stays, STOP too; one that this submit made is removed.
     """
     made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
-    paths = (run.plan, run.job_script, run.manifest, run.evaluation_policy, run.evaluation_script, run.stop)
+    paths = (run.plan, run.job_script, run.manifest, run.evaluation_policy, run.evaluation_script, run.stop, run.owners)
     before = {path: path.read_bytes() if path.exists() else None for path in paths}
     revisions = set(run.revisions())
-    snapshots = set(run.code.glob("*"))
+    folders = [run.config, run.code, run.evaluations, run.triggers]
+    kept = {folder for folder in folders if folder.exists()} | set(run.code.glob("*"))
     try:
         yield
     except BaseException:
@@ -134,11 +148,14 @@ def _undone_on_error(run: Run) -> Iterator[None]:
             if content is None:
                 path.unlink(missing_ok=True)
             elif not path.exists() or path.read_bytes() != content:
-                write_atomic(path, content, mode=0o755 if path.suffix == ".sbatch" else 0o644)
+                write_atomic(path, content, mode=0o777 if path.suffix == ".sbatch" else 0o666)
         for number in set(run.revisions()) - revisions:
             run.config_revision(number).unlink()
-        for folder in set(run.code.glob("*")) - snapshots:
-            shutil.rmtree(folder, ignore_errors=True)
+        for path in [*run.code.glob("*"), *folders]:
+            if path not in kept and path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path not in kept:
+                path.unlink(missing_ok=True)
         raise
 
 
@@ -171,6 +188,7 @@ def make_plan(config: RunConfig, run: Run, root: Path, *, revision: int, base: D
         total_steps=config.training.steps,
         config_revision=revision,
         submitted_after_attempt=max(run.attempt_numbers(), default=0),
+        owner=os.geteuid(),
         auto_requeue=config.chain.auto_requeue,
         mode=config.chain.mode,
         max_failed_attempts=config.chain.max_failed_attempts,
@@ -211,7 +229,7 @@ def _prepare_evaluations(config: RunConfig, plan: Plan, run: Run) -> None:
         hold=settings.hold,
         time_limit=parse_time(settings.job.time),
     )
-    write_atomic(run.evaluation_script, evaluation_script(config, plan, run), mode=0o755)
+    write_atomic(run.evaluation_script, evaluation_script(config, plan, run), mode=0o777)
     policy.write(run.evaluation_policy)
 
 
@@ -269,7 +287,7 @@ def _refuse_while_live(run: Run) -> None:
     if not run.plan.exists():
         return
     plan = Plan.load(run)
-    live = for_plan(plan, run).jobs(plan)
+    live = for_plan(plan, run).jobs(plan, anyone=True)
     if live:
         jobs = ", ".join(f"{job.id} ({job.state.lower()})" for job in live)
         raise RunDirError(

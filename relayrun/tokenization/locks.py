@@ -31,7 +31,7 @@ def locked(path: str | os.PathLike[str], *, wait: bool = True, shared: bool = Fa
     On a file system without locks (some Lustre mounts) it yields True: our appends are single writes,
     and the other guards (job ids, records) hold there too.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     _held.add(fd)
     try:
         held = True

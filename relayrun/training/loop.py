@@ -303,6 +303,8 @@ class Training:
             raise LeaveFailed(f"iteration {at} could not be saved ({LEAVE_TRIES} tries): {failure}")
         outcome = Outcome(outcome=name, reason=reason, iteration=at, time=time.time())
         self.hooks.at_end(outcome)  # what a hook raises fails the attempt, and an exit asked for must reach the next
+        if self.ranks.rank == 0:
+            outcome.write(self.attempt.outcome)  # before the exit is acknowledged: a kill between the two keeps it
         self.control.acknowledge(asked, at, result)
         return outcome
 
@@ -336,8 +338,6 @@ def train(
     outcome = training.run()
     training.reader.close()
     training.metrics.say(f"leaving at iteration {outcome.iteration}: {outcome.outcome} ({outcome.reason})")
-    if ranks.rank == 0:
-        outcome.write(run.attempt(begin.attempt).outcome)
     parallel.stop()
     training.hooks.close()
 

@@ -23,7 +23,7 @@ def make_run(tmp_path: Path) -> MakeRun:
 
     def make(*arguments: str, folder: str = "run", **changes: object) -> tuple[Run, Plan]:
         run = Run(tmp_path / folder)
-        run.path.mkdir()
+        run.path.mkdir(parents=True, exist_ok=True)
         triggers.create_folder(run)
         values: dict[str, object] = {
             "run": "test/chain",

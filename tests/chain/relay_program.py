@@ -71,8 +71,10 @@ while True:
     if attempt.stop.exists():
         leave("saved", "stop file")
     if rank == 0 and (trigger := triggers.look(run, "exit")):
-        triggers.acknowledge(run, trigger, iteration=iteration, result="saved")
-        leave("exit", "exit trigger")
+        try:
+            leave("exit", "exit trigger")
+        finally:
+            triggers.acknowledge(run, trigger, iteration=iteration, result="saved")
     if rank and attempt.outcome.exists():  # rank 0 looks, the others follow
         sys.exit(0)
     if begin.job_end_time is not None and time.time() > begin.job_end_time - begin.lead:

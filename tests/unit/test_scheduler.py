@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.errors import SchedulerError
+from relayrun.rundir.plan import Plan
 from relayrun.scheduler.base import clean_environment
 from relayrun.scheduler.local_queue import LocalJob
 from relayrun.scheduler.slurm import Slurm, parse_job
@@ -122,3 +123,92 @@ def test_a_queue_of_an_earlier_version_is_read() -> None:
     former = {**asdict(job), "beside": True}
     del former["auxiliary"]
     assert LocalJob.of(former) == job
+
+
+def slurm_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> Slurm:
+    for name, script in scripts.items():
+        fake_command(folder, name, script)
+    monkeypatch.setenv("PATH", str(folder) + os.pathsep + os.environ["PATH"])
+    return Slurm(patience=2, pause=0.01)
+
+
+def test_whatever_a_question_meets_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = tmp_path / "count"
+    script = (
+        f"echo x >> {count}; [ $(wc -l < {count}) -lt 3 ] && "
+        f'{{ echo "slurm_load_jobs error: Some new words" >&2; exit 1; }}; echo "{LINE}"'
+    )
+    job = slurm_of(tmp_path, monkeypatch, scontrol=script).query("17")
+    assert job is not None
+    assert count.read_text().count("x") == 3
+
+
+def test_a_command_that_hangs_is_ended_and_given_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    once = tmp_path / "once"
+    monkeypatch.setattr("relayrun.scheduler.slurm.COMMAND_SECONDS", 0.5)
+    script = f'if [ ! -e {once} ]; then touch {once}; exec sleep 100; fi; echo "{LINE}"'
+    assert slurm_of(tmp_path, monkeypatch, scontrol=script).query("17") is not None
+
+
+@pytest.mark.parametrize("words", ["Protocol authentication error", "Socket timed out on send/recv operation"])
+def test_a_job_that_was_queued_in_spite_of_an_error_is_found(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = tmp_path / "queue"
+    slurm = slurm_of(
+        tmp_path,
+        monkeypatch,
+        sbatch=f'for word; do case "$word" in --comment=*) echo "7|${{word#--comment=}}" >> {queue};; esac; done; '
+        f'echo "sbatch: error: {words}" >&2; exit 1',
+        squeue=f"[ ! -e {queue} ] || cat {queue}",
+    )
+    plan = Plan.of(PLAN)
+    assert slurm.submit(plan, Path("job"), options={}) == "7"
+    assert len(queue.read_text().splitlines()) == 1
+    assert slurm.submit_auxiliary(plan, Path("job"), name="e", arguments=[], limit=60) == "7"
+    assert len(queue.read_text().splitlines()) == 2
+
+
+def test_an_answer_of_sbatch_without_a_job_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm = slurm_of(tmp_path, monkeypatch, sbatch="echo hello", squeue="true")
+    with pytest.raises(SchedulerError, match="no job id in its answer 'hello'"):
+        slurm.submit(Plan.of(PLAN), Path("job"), options={})
+
+
+PLAN = {
+    "run": "a/b",
+    "job_name": "j",
+    "scheduler": "slurm",
+    "total_steps": 1,
+    "config_revision": 1,
+    "submitted_after_attempt": 0,
+    "auto_requeue": True,
+    "mode": "singleton",
+    "max_failed_attempts": 3,
+    "time_limit": 60,
+    "lead": 1.0,
+    "lead_floor": 1.0,
+    "lead_ceiling": 1.0,
+    "signal_lead": 1,
+    "hang_timeout": 1.0,
+    "start_timeout": 1.0,
+    "nodes": 1,
+    "ntasks_per_node": 1,
+    "cpus_per_task": 1,
+    "sbatch_options": {},
+    "srun_options": [],
+    "command_prefix": [],
+    "program": [],
+    "environment": {},
+    "modules": [],
+    "host_python": "python3",
+    "package_root": "/",
+    "log_folder": "/",
+}
+
+
+def test_a_job_whose_begin_failed_says_so_in_its_comment() -> None:
+    job = parse_job(LINE + " Comment=relayrun:begin-failed=2@n0,n7")
+    assert (job.begin_failed, job.begin_failed_on) == (True, "n0,n7")
+    other = parse_job(LINE + " Comment=relayrun:0a1b2c")
+    assert (other.begin_failed, other.begin_failed_on) == (False, "")

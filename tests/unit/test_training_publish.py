@@ -9,6 +9,7 @@ import pytest
 
 from relayrun.errors import FatalTrainingError
 from relayrun.rundir import evaluations
+from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.evaluations import Policy
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.records import AttemptStart, Commit
@@ -157,3 +158,23 @@ def test_a_commit_stands_although_the_tracker_cannot_be_written(run: Run, capsys
     save(run, 1, 7)
     assert durable(run).iteration == 7
     assert "warning: latest_checkpointed_iteration.txt not written" in capsys.readouterr().err
+
+
+def test_a_save_whose_commit_line_failed_twice_is_tried_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No room for the line, twice: its folder is put aside under a free name each time."""
+    begin(run, 1)
+    for failing in (True, True, False):
+        with monkeypatch.context() as patched:
+            if failing:
+                patched.setattr(Attempt, "append_commit", no_space)
+            try:
+                save(run, 1, 10)
+            except OSError:
+                assert failing
+    assert durable(run).iteration == 10
+    aside = sorted(path.name for path in (run.checkpoints / ".superseded").iterdir())
+    assert aside == ["iter_0000010-0001", "iter_0000010-0001-2"]
+
+
+def no_space(*_: object) -> None:
+    raise OSError(28, "No space left on device")

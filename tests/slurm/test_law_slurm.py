@@ -1,0 +1,294 @@
+"""A chain is never silent, on a real Slurm: faults of nodes, of Slurm's commands and of the run directory."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.records import AttemptStart, End
+from relayrun.rundir.run import Run
+from relayrun.rundir.stop import stop_reason
+from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
+
+from .cluster import TestCluster
+from .conftest import MakeCluster
+from .test_chain import SLURM, ends, hurry, logs, wait_for_end, wait_for_iteration
+
+pytestmark = pytest.mark.slurm
+
+ONE_NODE = SLURM | {"nodes": 1}
+
+
+def quick(run: Run, **values: int) -> None:
+    """Let the job script wait less between two tries."""
+    text = run.job_script.read_text()
+    for name, value in ({"BEGIN_BACKOFF": 1} | values).items():
+        text = re.sub(rf"RELAYRUN_{name}=\d+", f"RELAYRUN_{name}={value}", text)
+    run.job_script.write_text(text)
+
+
+def start(cluster: TestCluster, run: Run, *options: str, commands: Path | None = None) -> str:
+    """Submit the first job; `commands`: a folder of commands that stand before Slurm's own."""
+    (run.path.parent / "logs").mkdir(exist_ok=True)
+    env = {"PATH": f"{commands}:{cluster.env['PATH']}"} if commands else None
+    return cluster.sbatch([*options, run.job_script], env=env)
+
+
+def program(folder: Path, name: str, text: str) -> Path:
+    """A script in `folder/bin`."""
+    path = folder / "bin" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def host_python(folder: Path, at_begin: str) -> str:
+    """A Python of the batch script that does `at_begin` (Bash) before it starts `begin`."""
+    text = f'if [[ " $* " == *" relayrun.chain begin "* ]]; then\n{at_begin}\nfi\nexec "{sys.executable}" "$@"'
+    return str(program(folder, "host-python", text))
+
+
+def begin_of(run: Run, attempt: int) -> AttemptStart:
+    begin = AttemptStart.read(run.attempt(attempt).begin)
+    assert begin is not None
+    return begin
+
+
+def pending(cluster: TestCluster, plan: Plan) -> list[str]:
+    return [job.id for job in cluster.queue() if job.name == plan.job_name and job.state == "PENDING"]
+
+
+def test_a_node_where_the_supervisor_cannot_start_does_not_end_the_chain(
+    cluster: TestCluster,
+    make_run: MakeRun,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    python = host_python(
+        tmp_path, '[[ "${SLURMD_NODENAME}" != n0 ]] || { echo "No module named relayrun" >&2; exit 1; }'
+    )
+    run, plan = make_run("--steps=10", total_steps=10, host_python=python, **ONE_NODE)
+    quick(run)
+    job = start(cluster, run, "--exclude=n3")
+    cluster.wait_until(lambda: stop_reason(run), what="STOP")
+    wait_for_end(cluster, run, plan)
+    assert [end.cause for end in ends(run)] == ["done"], logs(run)
+    known = cluster.job(job)
+    assert (known["Restarts"], known["ExcNodeList"]) == ("1", "n3,n0"), known
+    assert begin_of(run, 1).job_id == job
+    assert begin_of(run, 1).options["exclude"] == "n3"  # the next jobs need not leave n0 out
+    assert known.get("Comment", "") in ("", "(null)")
+    assert known["Requeue"] == "0"  # its successor waited behind it
+
+
+def test_a_supervisor_that_never_starts_ends_the_chain_with_a_reason(
+    cluster: TestCluster,
+    make_run: MakeRun,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    run, plan = make_run(host_python=host_python(tmp_path, "exit 9"), **ONE_NODE)
+    quick(run, MAX_FAILED_BEGINS=3)
+    job = start(cluster, run)
+    cluster.wait_until(lambda: stop_reason(run), what="STOP")
+    wait_for_end(cluster, run, plan)
+    assert re.fullmatch(rf"begin failed in job {job} on n\d \(exit code 9\), 3 times in a row", stop_reason(run) or "")
+    known = cluster.job(job)
+    assert known["Restarts"] == "2"
+    assert known["Comment"].startswith("relayrun:begin-failed=3@n"), known
+
+
+def test_without_auto_requeue_a_job_that_cannot_begin_stays_ended(
+    cluster: TestCluster,
+    make_run: MakeRun,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    run, plan = make_run(host_python=host_python(tmp_path, "exit 9"), auto_requeue=False, **ONE_NODE)
+    job = start(cluster, run)
+    wait_for_end(cluster, run, plan)
+    assert cluster.job(job)["Restarts"] == "0"
+    assert (stop_reason(run) or "").startswith(f"begin failed in job {job} on n")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, at `run`."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_run_directory_that_is_read_only_at_a_job_boundary_does_not_end_the_chain(
+    cluster: TestCluster,
+    make_run: MakeRun,  # noqa: F811
+    small_disk: Path,
+) -> None:
+    run, plan = make_run("--steps=10", folder="disk/run", total_steps=10, **ONE_NODE)
+    quick(run)
+    logs_folder = run.path.parent.parent / "logs"
+    logs_folder.mkdir()
+    remount = ["mount", "-o", "remount,ro", str(small_disk)]
+    subprocess.run(remount, check=True)
+    job = cluster.sbatch([run.job_script])
+    cluster.wait_until(
+        lambda: cluster.job(job).get("Comment", "").startswith("relayrun:begin-failed=2"), what="2 tries"
+    )
+    subprocess.run([word.replace("ro", "rw") if word == "remount,ro" else word for word in remount], check=True)
+    cluster.wait_until(lambda: stop_reason(run), what="STOP")
+    wait_for_end(cluster, run, plan)
+    assert [end.cause for end in ends(run)] == ["done"]
+
+
+def test_a_job_that_stays_completing_is_no_successor(
+    make_cluster: MakeCluster,
+    make_run: MakeRun,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    cluster = make_cluster()
+    slow = tmp_path / "slow"
+    slow.touch()
+    epilog = program(tmp_path, "epilog", f'while [[ -e "{slow}" ]]; do sleep 0.5; done')
+    with cluster.conf.open("a") as conf:
+        conf.write(f"Epilog={epilog}\n")
+    cluster.run(["scontrol", "reconfigure"])
+    run, plan = make_run("--steps=1000", total_steps=1000, **SLURM)
+    start(cluster, run)
+    wait_for_iteration(cluster, run)
+    first = begin_of(run, 1).job_id
+    cluster.run(["scancel", "--signal=USR2", "--batch", first])
+    wait_for_iteration(cluster, run, attempt=2)
+    assert cluster.job(first)["JobState"] == "COMPLETING"
+    assert len(pending(cluster, plan)) == 1, cluster.queue()
+    slow.unlink()
+    cluster.run(["scancel", "--me"])
+
+
+def test_a_submission_that_is_queued_and_reported_as_failed_is_not_repeated(
+    cluster: TestCluster,
+    make_run: MakeRun,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    sbatch = subprocess.run(["which", "sbatch"], capture_output=True, text=True, check=True).stdout.strip()
+    text = (
+        f'"{sbatch}" "$@" >/dev/null\necho "sbatch: error: Batch job submission failed: Socket timed out" >&2\nexit 1'
+    )
+    program(tmp_path, "sbatch", text)
+    run, plan = make_run("--steps=60", total_steps=60, **ONE_NODE)
+    (run.path.parent / "logs").mkdir()
+    env = {"PATH": f"{tmp_path / 'bin'}:{cluster.env['PATH']}"}
+    cluster.run([sbatch, run.job_script], env=env)
+    wait_for_iteration(cluster, run)
+    assert len(pending(cluster, plan)) == 1, cluster.queue()
+    cluster.run(["scancel", "--signal=USR2", "--batch", begin_of(run, 1).job_id])
+    wait_for_end(cluster, run, plan)  # which refuses more than one pending job
+    assert [end.cause for end in ends(run)] == ["saved", "done"], logs(run)
+
+
+def test_a_limit_of_one_submitted_job_makes_the_job_queue_itself_again(
+    cluster: TestCluster,
+    make_run: MakeRun,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    sbatch = subprocess.run(["which", "sbatch"], capture_output=True, text=True, check=True).stdout.strip()
+    refuse = '[[ " $* " != *singleton* ]] || { echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2; exit 1; }'
+    program(tmp_path, "sbatch", f'{refuse}\nexec "{sbatch}" "$@"')
+    run, plan = make_run("--steps=60", total_steps=60, **ONE_NODE)
+    job = start(cluster, run, commands=tmp_path / "bin")
+    wait_for_iteration(cluster, run)
+    assert "no successor yet: sbatch: sbatch: error: QOSMaxSubmitJobPerUserLimit" in logs(run)
+    assert cluster.job(job)["Requeue"] == "1"  # nothing else would go on after the loss of its node
+    cluster.run(["scancel", "--signal=USR2", "--batch", job])
+    cluster.wait_until(lambda: stop_reason(run), what="STOP")
+    wait_for_end(cluster, run, plan)
+    assert [end.cause for end in ends(run)] == ["saved", "done"], logs(run)
+    assert cluster.job(job)["Restarts"] == "1"
+
+
+def test_what_a_person_does_to_the_queue_stands(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
+    held, plan = make_run("--steps=60", "--crash-at=30", total_steps=60, max_failed_attempts=2, **ONE_NODE)
+    start(cluster, held)
+    waiting = held.attempt(1).successor
+    cluster.wait_until(waiting.exists, what="a successor")
+    (successor,) = pending(cluster, plan)
+    cluster.run(["scontrol", "hold", successor])
+    cluster.wait_until(held.attempt(1).end.exists, what="the end of the first attempt")
+    cluster.wait_until(lambda: [job.id for job in cluster.queue() if job.name == plan.job_name] == [successor])
+    assert cluster.job(successor)["Reason"] in ("JobHeldUser", "JobHeldAdmin"), cluster.job(successor)
+    hurry(cluster, plan)
+    cluster.run(["scontrol", "release", successor])
+    wait_for_end(cluster, held, plan)
+    assert [begin_of(held, number).job_id for number in held.attempt_numbers()][1] == successor
+
+    cancelled, plan = make_run("--steps=1000", folder="cancelled", total_steps=1000, **ONE_NODE)
+    start(cluster, cancelled)
+    wait_for_iteration(cluster, cancelled)
+    (successor,) = pending(cluster, plan)
+    cluster.run(["scancel", successor])
+    cluster.run(["scancel", "--signal=USR2", "--batch", begin_of(cancelled, 1).job_id])
+    wait_for_end(cluster, cancelled, plan)
+    assert [end.cause for end in ends(cancelled)] == ["saved"]
+    assert (stop_reason(cancelled) or "").startswith(f"the successor, job {successor}, was cancelled")
+
+
+@pytest.mark.long
+def test_a_node_that_is_lost_before_anything_is_queued_does_not_end_the_chain(
+    make_cluster: MakeCluster,
+    make_run: MakeRun,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """With its batch script, in the middle of `begin`."""
+    cluster = make_cluster(node_timeout=10)
+    here = tmp_path / "here"
+    python = host_python(tmp_path, f'[[ -e "{here}" ]] || {{ echo $$ >"{here}"; sleep 1000; }}')
+    run, plan = make_run("--steps=10", total_steps=10, host_python=python, **ONE_NODE)
+    job = start(cluster, run)
+    cluster.wait_until(lambda: here.exists() and here.read_text().strip(), what="begin")
+    node = cluster.job(job)["NodeList"]
+    cluster.kill_node(node)
+    for pid in job_processes(job):
+        os.kill(pid, signal.SIGKILL)
+    cluster.wait_until(lambda: stop_reason(run), timeout=300, what="STOP")
+    wait_for_end(cluster, run, plan)
+    assert [end.cause for end in ends(run)] == ["done"], logs(run)
+    assert begin_of(run, 1).job_id == job
+    assert begin_of(run, 1).nodes != node
+
+
+def job_processes(job: str) -> list[int]:
+    """All processes of a job on this machine, and slurmstepd above them."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (entry / "environ").read_bytes().split(b"\0")
+            words = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if f"SLURM_JOB_ID={job}".encode() in variables or f"slurmstepd: [{job}.".encode() in words:
+            found.append(int(entry.name))
+    return found
+
+
+def test_the_end_of_an_attempt_is_recorded_once(cluster: TestCluster, make_run: MakeRun, tmp_path: Path) -> None:  # noqa: F811
+    """`end` is killed; the batch script calls it again."""
+    once = tmp_path / "once"
+    text = (
+        f'if [[ " $* " == *" relayrun.chain end "* && ! -e "{once}" ]]; then touch "{once}"; kill -KILL $$; fi\n'
+        f'exec "{sys.executable}" "$@"'
+    )
+    run, plan = make_run(
+        "--steps=5", total_steps=5, host_python=str(program(tmp_path, "host-python", text)), **ONE_NODE
+    )
+    start(cluster, run)
+    wait_for_end(cluster, run, plan)
+    assert [end.cause for end in ends(run)] == ["done"], logs(run)
+    assert isinstance(ends(run)[0], End)
+    assert once.exists()

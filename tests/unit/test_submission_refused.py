@@ -1,0 +1,145 @@
+"""What a submit leaves behind that the scheduler refuses: nothing. And one owner of a run at a time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from relayrun.chain import supervisor
+from relayrun.config import compose
+from relayrun.config.schema import RunConfig
+from relayrun.errors import RunDirError, SchedulerError
+from relayrun.files import read_lines
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.records import Heartbeat
+from relayrun.rundir.run import Run
+from relayrun.rundir.stop import write_stop
+from relayrun.scheduler.local import LocalScheduler
+from relayrun.scheduler.local_queue import JOB_ID_VARIABLE
+from relayrun.submit import submission
+from tests.history import began
+from tests.slurm.test_triggers_uids import MEMBER, OWNER, TEAM, acting_as
+from tests.workspace import Workspace
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+        if path.name != ".submit.lock"
+    }
+
+
+def refused(*_: object, **__: object) -> str:
+    raise SchedulerError("sbatch: invalid partition specified: nope")
+
+
+def config(workspace: Workspace, **sections: object) -> RunConfig:
+    return compose.load(workspace.config("deep/run", **sections))
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    (tmp_path / "deep").mkdir()
+    made = Workspace.make(tmp_path)
+    compose.load(made.config("deep/run"))
+    return made
+
+
+def test_a_first_submit_that_is_refused_leaves_no_run(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = config(workspace, run_dir=str(workspace.folder / "made" / "by" / "it"))
+    monkeypatch.setattr(LocalScheduler, "submit_first", refused)
+    with pytest.raises(SchedulerError, match="invalid partition"):
+        submission.submit(wanted)
+    assert not (workspace.folder / "made").exists()
+
+
+def test_a_later_submit_that_is_refused_leaves_the_run_as_it_was(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = submission.submit(config(workspace)).job_id
+    run = workspace.run("deep/run")
+    LocalScheduler(run).cancel(job)
+    write_stop(run, "enough")
+    before = tree(run.path)
+    monkeypatch.setattr(LocalScheduler, "submit_first", refused)
+    evaluated = config(workspace, training={"steps": 77}, debug={"backup_codebase": True})
+    for _ in range(2):
+        with pytest.raises(SchedulerError, match="invalid partition"):
+            submission.submit(evaluated, resume=True)
+        assert tree(run.path) == before
+    monkeypatch.undo()
+    submission.submit(evaluated, resume=True)
+    assert run.revisions() == [1, 2]
+
+
+@pytest.fixture
+def shared() -> Iterator[Workspace]:
+    """A workspace of OWNER in which the group may write."""
+    if os.geteuid() != 0:
+        pytest.skip("two users need root")  # tests/slurm/test_triggers_uids.py fails then in CI
+    top, mask = Path(tempfile.mkdtemp()), os.umask(0o002)
+    try:
+        top.chmod(0o711)
+        work = top / "work"
+        work.mkdir()
+        os.chown(work, OWNER.uid, TEAM)
+        work.chmod(0o2775)
+        yield Workspace.make(work)
+    finally:
+        os.umask(mask)
+        shutil.rmtree(top)
+
+
+def test_a_run_has_one_owner_at_a_time(shared: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = compose.load(shared.config("run"))
+    with acting_as(OWNER):
+        job = submission.submit(wanted).job_id
+    run = shared.run("run")
+    with acting_as(MEMBER):
+        for take_over in (False, True):
+            with pytest.raises(RunDirError, match="this run has jobs already"):
+                submission.submit(wanted, take_over=take_over)
+    LocalScheduler(run).cancel(job)
+    with acting_as(MEMBER), pytest.raises(RunDirError, match=f"this run is {OWNER.uid}'s, who submitted it last"):
+        submission.submit(wanted)
+    # a job of the owner runs where this user cannot see it
+    began(run, 1, base=0)
+    run.attempt(1).heartbeats.mkdir()
+    beat = Heartbeat(node="n", iteration=1, phase="step", time=2e9, step_p95=None, save_p95=None)
+    beat.write(run.attempt(1).heartbeats / "n.json")
+    monkeypatch.setattr(submission.time, "time", lambda: 2e9 + 5)
+    with (
+        acting_as(MEMBER),
+        pytest.raises(RunDirError, match="attempt 1, in a job of 61001, gave a sign of life 5 s ago"),
+    ):
+        submission.submit(wanted, take_over=True)
+    monkeypatch.setattr(submission.time, "time", lambda: 2e9 + 10_000)
+    with acting_as(MEMBER):
+        mine = submission.submit(wanted, take_over=True).job_id
+    assert Plan.load(run).owner == MEMBER.uid
+    assert [line["owner"] for line in read_lines(run.owners)] == [OWNER.uid, MEMBER.uid]
+    monkeypatch.undo()
+    monkeypatch.setenv(JOB_ID_VARIABLE, job)  # one of the first owner's, which waited all the while
+    with acting_as(OWNER):
+        assert supervisor.begin(Run(run.path)) == supervisor.CHAIN_ENDS
+    assert not run.stop.exists()
+    assert run.attempt_numbers() == [1]
+    assert [found.id for found in LocalScheduler(run).jobs(Plan.load(run))] == [mine]
+
+
+@pytest.mark.parametrize("mask", [0o077, 0o022, 0o002])
+def test_files_are_no_wider_than_the_umask(workspace: Workspace, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        submission.submit(config(workspace))
+    finally:
+        os.umask(before)
+    run = workspace.run("deep/run")
+    for path in [run.plan, run.job_script, run.manifest, run.config_revision(1), run.owners]:
+        assert path.stat().st_mode & mask == 0, path
