@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what the test cluster needs, from Debian's packages: Slurm's daemons and clients, and munge.
+# Installs what tests need from Debian's packages: Slurm's daemons and clients, munge; and strace, which makes calls fail.
 #   scripts/tools/install_slurm.sh           installs what is missing; does nothing where all is there
 #   scripts/tools/install_slurm.sh --check   only says what is missing; exit status 1 if anything is
 # Needs root or sudo. Slurm's own services stay without a configuration (they do not start); the test cluster needs none.
@@ -9,7 +9,7 @@ here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
 # shellcheck source=scripts/tools/lib/slurm.sh
 source "$here/lib/slurm.sh"
 
-readonly PACKAGES=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge)
+readonly PACKAGES=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge strace)
 
 # Runs a command as root.
 as_root() {

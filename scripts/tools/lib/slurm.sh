@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# What the test cluster needs of the machine: Slurm's programs and plugins, and an answering munged. Sourced.
+# What the tests need of the machine: Slurm's programs and plugins, strace, and an answering munged. Sourced.
 
 # Distributions put the daemons and the plugins here; a login PATH often lacks the former.
 PATH="${PATH:-/usr/bin:/bin}:/usr/sbin:/sbin"
 export PATH
-readonly SLURM_PROGRAMS=(slurmctld slurmd sbatch srun squeue scontrol scancel sinfo munge unmunge munged)
+readonly SLURM_PROGRAMS=(slurmctld slurmd sbatch srun squeue scontrol scancel sinfo munge unmunge munged strace)
 
 fail() {
   printf 'error: %s\n' "$*" >&2

@@ -1,0 +1,113 @@
+"""Slurm's commands as far as a chain uses them, on a queue in one JSON file: for tests in which every call may fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+Jobs = dict[str, dict[str, Any]]
+
+
+class FakeSlurm:
+    """Stands in for `subprocess.run` of a Slurm command. The queue outlives a process that is killed."""
+
+    def __init__(self, file: Path, name: str) -> None:
+        self.file = file
+        self.name = name
+        """Job name in the header of every script."""
+
+    def jobs(self) -> Jobs:
+        return json.loads(self.file.read_text()) if self.file.exists() else {}  # type: ignore[no-any-return]
+
+    def write(self, jobs: Jobs) -> None:
+        self.file.write_text(json.dumps(jobs))
+
+    def add(self, name: str = "", *, state: str = "PENDING", **fields: Any) -> str:
+        jobs = self.jobs()
+        job_id = str(max(map(int, jobs), default=0) + 1)
+        jobs[job_id] = {
+            "name": name or self.name,
+            "state": state,
+            "comment": "",
+            "requeue": 1,
+            "delay": 0,
+            "exclude": "",
+        } | fields
+        self.write(jobs)
+        return job_id
+
+    def set(self, job_id: str, **fields: Any) -> None:
+        jobs = self.jobs()
+        jobs[job_id].update(fields)
+        self.write(jobs)
+
+    def pending(self, *, but: str = "") -> list[str]:
+        return [job_id for job_id, job in self.jobs().items() if job["state"] == "PENDING" and job_id != but]
+
+    def run(self, command: list[str], lines: str = "") -> subprocess.CompletedProcess[str]:
+        """Execute a command; an unknown one is an error of the test."""
+        try:
+            return subprocess.CompletedProcess(command, 0, self._answer(command, lines), "")
+        except KeyError as error:
+            return subprocess.CompletedProcess(command, 1, "", f"{command[0]}: error: Invalid job id specified {error}")
+
+    def _answer(self, command: list[str], lines: str) -> str:
+        program, *words = command
+        options = dict(word[2:].partition("=")[::2] for word in words if word.startswith("--"))
+        rest = [word for word in words if not word.startswith("--")]
+        jobs = self.jobs()
+        if program == "sbatch":
+            delay = int(options.get("begin", "now+0").removeprefix("now+"))
+            name = options.get("job-name", self.name)
+            comment, exclude = options.get("comment", ""), options.get("exclude", "")
+            return self.add(name, comment=comment, delay=delay, exclude=exclude) + "\n"
+        if program == "squeue":
+            if "steps" in options:
+                return f"{options['jobs']}.0\n"
+            live = {key: job for key, job in jobs.items() if job["state"] in ("PENDING", "RUNNING", "COMPLETING")}
+            rows = [(key, job) for key, job in live.items() if options.get("name", job["name"]) == job["name"]]
+            form = options["format"]
+            values = [{"%i": key, "%j": job["name"], "%T": job["state"], "%k": job["comment"]} for key, job in rows]
+            return "".join("|".join(value[field] for field in form.split("|")) + "\n" for value in values)
+        if program == "sacct":  # a cluster without accounting
+            return ""
+        if program == "sinfo":
+            return "n0\nn1\n" if "Node" in options else "idle\n"
+        if program == "scancel":
+            if "signal" not in options:
+                self.set(rest[0], state="CANCELLED")
+            elif options["signal"] == "KILL":
+                self.set(rest[0].partition(".")[0], killed=True)
+            return ""
+        assert program == "scontrol", command
+        if not rest:
+            for line in lines.splitlines():
+                self._answer(["scontrol", *line.split()], "")
+            return ""
+        if rest[:2] == ["show", "hostnames"]:
+            return rest[2].replace(",", "\n") + "\n"
+        if rest[:2] == ["show", "job"]:
+            return self._shown(rest[2], jobs[rest[2]])
+        if rest[0] == "requeue":
+            self.set(rest[1], state="PENDING")
+            return ""
+        assert rest[0] == "update", command
+        fields = dict(word.partition("=")[::2] for word in rest[1:])
+        known = {"Comment": "comment", "JobName": "name", "ExcNodeList": "exclude"}
+        changes: dict[str, Any] = {known[key]: value for key, value in fields.items() if key in known}
+        if "Requeue" in fields:
+            changes["requeue"] = int(fields["Requeue"])
+        if "StartTime" in fields:
+            changes["delay"] = int(fields["StartTime"].removeprefix("now+"))
+        self.set(fields["JobId"], **changes)
+        return ""
+
+    @staticmethod
+    def _shown(job_id: str, job: dict[str, Any]) -> str:
+        return (
+            f"JobId={job_id} JobName={job['name']} JobState={job['state']} Requeue={job['requeue']} "
+            f"TimeLimit=01:00:00 StartTime=2026-11-21T04:48:32 EndTime=2026-11-21T05:48:32 NodeList=n0 NumNodes=1 "
+            f"ExcNodeList={job['exclude'] or '(null)'} Comment={job['comment'] or '(null)'}\n"
+        )

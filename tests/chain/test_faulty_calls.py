@@ -1,0 +1,126 @@
+"""The real batch script and its processes, one of whose calls of the system fails: `strace -e inject`.
+
+Where `test_exhaustion.py` fails the calls of the supervisor, here the first job as a whole runs below strace: Bash, the
+supervisor's programs, the task starter and the ranks. In each process the n-th call of one kind fails, or kills it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from relayrun.rundir.run import Run
+from relayrun.rundir.stop import stop_reason
+from relayrun.scheduler.local import LocalScheduler
+
+from .conftest import MakeRun
+from .test_exhaustion import TENTH
+from .test_law import fast
+
+CASES = 200
+STEPS = 4
+SECONDS = 240.0
+"""A chain that has not ended by then runs for ever."""
+
+CALLS = {
+    "openat": 400,
+    "write": 40,
+    "fsync": 12,
+    "rename": 8,
+    "mkdir": 8,
+    "unlink": 6,
+    "newfstatat": 400,
+    "getdents64": 20,
+    "vfork,clone,clone3": 12,
+    "execve": 3,
+    "ftruncate": 3,
+    "pwrite64": 4,
+    "readlink": 6,
+    "flock": 3,
+}
+"""Kinds of calls, and up to the how-manieth of a process they fail."""
+ERRORS = {"vfork,clone,clone3": ["EAGAIN", "ENOMEM"], "execve": ["EACCES", "ENOENT"]}
+KILLING = ("fsync", "rename", "mkdir", "pwrite64")
+"""Calls that Bash does not make: nothing but Slurm itself outlives a killed batch script, and here is none."""
+
+
+def case(number: int) -> str:
+    """The argument of `strace -e` of one case, always the same."""
+    chosen = random.Random(number)
+    calls = chosen.choice(list(CALLS))
+    at = chosen.randint(1, CALLS[calls])
+    errors = ERRORS.get(calls, ["ENOSPC", "EIO", "ESTALE", "EACCES"])
+    what = chosen.choice([f"error={error}" for error in errors] + ["signal=KILL"] * (calls in KILLING))
+    return f"inject={calls}:{what}:when={at}"
+
+
+def blocks() -> list[object]:
+    size = CASES // 10
+    return [
+        pytest.param(
+            range(block * size, (block + 1) * size), id=f"block{block}", marks=[pytest.mark.long] * (block != TENTH)
+        )
+        for block in range(10)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numbers", blocks())
+def test_a_chain_whose_first_job_meets_a_failing_call_ends_with_a_word(
+    numbers: range, make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relayrun.scheduler.local.BEGIN_BACKOFF", 0.1)
+    root = fast(tmp_path)
+    wrong = []
+    for number in numbers:
+        complaint = below_strace(number, make_run, root)
+        if complaint:
+            wrong.append(f"{number} {case(number)}: {complaint}")
+    assert not wrong, "\n".join([f"{len(wrong)} of {len(numbers)}", *wrong])
+
+
+def below_strace(number: int, make_run: MakeRun, root: Path) -> str:
+    """Run one case; what is wrong with it, or nothing."""
+    run, plan = make_run(
+        f"--steps={STEPS}", "--step-seconds=0.01", folder=f"run{number}", total_steps=STEPS, package_root=str(root)
+    )
+    real = run.job_script.rename(run.path / "real.sbatch")
+    trace = f"strace -f -qq --seccomp-bpf -o /dev/null -e {case(number)}"
+    run.job_script.write_text(
+        f'#!/bin/bash\nif [[ ! -e "{run.path}/once" ]]; then\n  touch "{run.path}/once"\n'
+        f'  exec {trace} bash "{real}"\nfi\nexec bash "{real}"\n'
+    )
+    scheduler = LocalScheduler(run)
+    scheduler.submit(plan, run.job_script, options={})
+    limit = time.monotonic() + SECONDS
+
+    def hurry() -> None:
+        if time.monotonic() > limit:
+            raise TimeoutError
+        for path in (run.path / "local").glob("job-*.json"):
+            job = json.loads(path.read_text())
+            if job["state"] == "PENDING" and job["eligible_time"] > time.time() + 1:
+                path.write_text(json.dumps(job | {"eligible_time": 0}))
+
+    try:
+        scheduler.run_queue(lambda _event: None, hurry)
+    except TimeoutError:
+        return f"it runs for ever\n{log(run)}"
+    reason = stop_reason(run)
+    if reason is None:
+        return f"it ended without a word\n{log(run)}"
+    counted = [line["iteration"] for line in map(json.loads, run.metrics_view.read_text().splitlines())]
+    if reason.startswith("the last iteration") and counted != sorted(set(counted)):
+        return f"iterations {counted}"
+    return ""
+
+
+def log(run: Run) -> str:
+    """The last lines of the run's logs."""
+    texts = [path.read_text(errors="replace")[-800:] for path in sorted((run.path.parent / "logs").glob("*.err"))]
+    return re.sub(r"^", "    ", "\n--\n".join(texts[-2:]), flags=re.M)
