@@ -135,7 +135,7 @@ class Optimizer:
                 adam_eps=settings.adam_eps,
                 clip_grad=self._clip,
                 use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-                bf16=config.training.precision == "bf16",
+                bf16=config.training.resolved_precision == "bf16",
                 params_dtype=model.dtype,
             ),
             model.chunks,

@@ -120,7 +120,7 @@ def start(config: RunConfig) -> Ranks:
     """Join the other ranks (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT in the environment).
 
     nccl where there is CUDA, gloo otherwise. Raises FatalTrainingError if the number of ranks does not
-    fit the layout.
+    fit the layout, ConfigError if there is CUDA and the config leaves out its precision.
     """
     parallel = config.parallel
     world_size = int(os.environ["WORLD_SIZE"])
@@ -132,6 +132,7 @@ def start(config: RunConfig) -> Ranks:
             hint="change job.nodes, job.ntasks_per_node or the parallel section",
         )
     if torch.cuda.is_available():
+        config.training.require_precision()
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
