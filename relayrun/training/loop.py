@@ -215,6 +215,7 @@ class Training:
         verdict = self._judge(gradients)
         waited = self.saver.before_update()
         self.optimizer.step(grad_norm if verdict.action is Action.UPDATE else None)
+        parallel.wait_for_device(self.ranks)  # else the next forward pass would seem to take the update's time
         updated = time.perf_counter()
         self.position.advance(skipped=verdict.action is Action.SKIP)
         seconds = time.perf_counter() - started - waited

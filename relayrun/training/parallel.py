@@ -168,6 +168,12 @@ def start(config: RunConfig) -> Ranks:
     )
 
 
+def wait_for_device(ranks: Ranks) -> None:
+    """Return when what this thread has given to the GPU is done; without one at once. Copies of a save go on."""
+    if ranks.device.type == "cuda":
+        torch.cuda.current_stream(ranks.device).synchronize()
+
+
 def peak_memory(ranks: Ranks) -> int:
     """Bytes at most so far: of the GPU's allocator, or of this process where there is no GPU."""
     if ranks.device.type == "cuda":

@@ -61,6 +61,7 @@ class Model:
         """
         self.padded_vocabulary_size = padded(vocabulary_size, config.model.make_vocab_size_divisible_by)
         self.seq_length = config.training.seq_length
+        self.device = ranks.device
         self._ranks = ranks
         self._config = config.model
         self._data = config.data
