@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,7 @@ def test_buffers_lie_in_few_pieces_aligned_and_apart(seed: int) -> None:
     assert sorted(taken) == list(range(len(lengths)))
     for number, parts in taken.items():
         parts.sort()
-        assert all(before <= after for (_, before), (after, _) in zip(parts, parts[1:], strict=False))
+        assert all(before <= after for (_, before), (after, _) in itertools.pairwise(parts))
         largest = max(stop - start for start, stop in parts)
         assert lengths[number] == max(stop for _, stop in parts)
         assert lengths[number] <= max(piece, 1 << max(0, largest - 1).bit_length())
