@@ -45,12 +45,13 @@ def test_dumps_and_a_chain_as_jobs(cluster: TestCluster, tmp_path: Path) -> None
         "TOKENIZER": "data/tokenizer",
         "TRAINING_STEPS": "25",
         "SEQ_LEN": "64",
-        "AUTO_JOB_REQUEUE": "false",
+        "AUTO_JOB_REQUEUE": "true",  # the job's two minutes are not enough on a machine that is busy
     }
     heldout = tmp_path / "demo-output/tokens/demo"
     heldout.mkdir(parents=True)
     (heldout / "heldout").symlink_to(tmp_path / "data/tokens/my-tokenizer/my-code")
     cluster.run(["bash", "-euo", "pipefail", "-c", training], cwd=tmp_path, env=environment | settings)
-    cluster.wait_until(lambda: not cluster.queue(), timeout=360)
+    cluster.wait_until(lambda: not cluster.queue(), timeout=1000)
     run = Run(tmp_path / "logs/runs/relayrun/demo-slurm")
-    assert [end.cause for end in ends(run)] == ["done"]
+    causes = [end.cause for end in ends(run)]
+    assert causes == ["saved"] * (len(causes) - 1) + ["done"]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,15 @@ from .tokenization_corpus import EOS, TEXTS, train_tokenizer, write_parquet
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"a.parquet": 50, "b/C.JSONL": 40, "b/x y*?'.jsonl.gz": 30, "e.jsonl.zst": 20, "b/notes.txt": 5}
+
+
+@pytest.fixture(autouse=True)
+def _memory_is_empty() -> Iterator[None]:
+    """fsspec's memory is one store for the whole process: what a test leaves there, another one would list."""
+    memory = fsspec.filesystem("memory")
+    yield
+    for entry in memory.ls("/", detail=False):
+        memory.rm(entry, recursive=True)
 
 
 def place(scheme: str, folder: Path) -> str:
