@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
 from pathlib import Path
 
 from relayrun.config.schema import RunConfig
-from relayrun.errors import ConfigError
+from relayrun.data.order.samples import SampleOrder
+from relayrun.errors import ConfigError, InputError
+from relayrun.shards.manifest import Manifest
+
+OWN_ORDERS = ("window", "megatron")
+"""Those that cut a stream of tokens into windows; what a user's own makes of few tokens only it knows."""
 
 
 def check(config: RunConfig) -> None:
@@ -27,6 +33,30 @@ def check(config: RunConfig) -> None:
                 hint="set run_dir to another file system",
             )
     _check_evaluation(config)
+
+
+def check_data(config: RunConfig, manifest: Manifest) -> None:
+    """Raise a ConfigError for a data set that does not hold one sample. `manifest`: without editions."""
+    training, data = config.training, config.data
+    for name, source in data.sources.items():
+        if (source.order or data.order) in OWN_ORDERS and not data.mock_data:
+            SampleOrder(manifest.datasets[name], seq_length=training.seq_length, seed=0, name=name, split=data.split)
+    for name, shards in manifest.validation.items():
+        SampleOrder(shards, seq_length=training.seq_length, seed=0, name=name)
+
+
+def check_log_folder(folder: Path) -> None:
+    """Make the folder of the jobs' logs. Raises InputError if this user cannot write there: jobs die without a word."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):  # asks the file system: root and NFS judge otherwise than the mode
+            pass
+    except OSError as error:
+        raise InputError(
+            f"the folder of the jobs' logs cannot be written: {error.strerror}, so every job would end at once",
+            where=folder,
+            hint="let its owner open it (chmod g+w), or use a checkout of your own",
+        ) from None
 
 
 def _check_evaluation(config: RunConfig) -> None:

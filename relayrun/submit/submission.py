@@ -85,6 +85,8 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool) -> Iterator[tupl
     check.check(config)
     run = Run(Path(config.run_dir or ""))
     manifest = build_manifest(config)
+    check.check_data(config, manifest)
+    check.check_log_folder(log_folder())
     run.path.mkdir(parents=True, exist_ok=True)
     with _locked(run):
         _refuse_while_live(run)
@@ -165,10 +167,15 @@ def make_plan(config: RunConfig, run: Run, root: Path, *, revision: int, base: D
         modules=cluster.modules,
         host_python=sys.executable if cluster.scheduler == "local" else cluster.host_python,
         package_root=str(root),
-        log_folder=str(ROOT / "logs" / "slurm" / "training"),
+        log_folder=str(log_folder()),
         load_path=base.path,
         load_iteration=base.iteration,
     )
+
+
+def log_folder() -> Path:
+    """Where the jobs of every run of this checkout write their logs."""
+    return ROOT / "logs" / "slurm" / "training"
 
 
 def _prepare_evaluations(config: RunConfig, plan: Plan, run: Run) -> None:
