@@ -50,9 +50,16 @@ attempt="$((10#${attempt_dir##*/}))"
 modules=() task_command=() signal_command=()
 # shellcheck source=/dev/null
 source "${attempt_dir}/job.env"
+not_started="" # why the ranks cannot be started: `end` says it, and when the next job tries again
 for name in "${modules[@]}"; do
-  module load "${name}"
+  # in a list with ||: a failure must reach `end`
+  module load "${name}" || { code=$? && not_started="module load ${name} failed" && break; }
 done
+if [[ -n "${not_started}" ]]; then
+  printf '%s\n' "${not_started}" | tee "${attempt_dir}/not_started" >&2 || true
+  (supervisor end --attempt "${attempt}" --exit-code "${code}")
+  exit
+fi
 [[ -z "${asked}" ]] || ask_to_leave "${asked}"
 
 supervisor watch --attempt "${attempt}" &

@@ -77,7 +77,7 @@ def task_ends(log: str) -> list[TaskEnd]:
 
 
 def expand(text: str) -> list[str]:
-    """Write out a compressed list: `n[1-3],m` is n1, n2, n3, m, and `0-2` is 0, 1, 2. What is no list stays as it is."""
+    """Write out a compressed list: `n[1-3],m` is n1, n2, n3, m, and `0-2` is 0, 1, 2. Other text stays as it is."""
     found = []
     for name, ranges in re.findall(r"([^,\[\]]*)(?:\[([^\]]*)\])?,?", text.rstrip(":.")):
         if not ranges and re.fullmatch(r"\d+-\d+", name):

@@ -256,10 +256,12 @@ def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled:
     """Judge an attempt whose ranks have gone, write its end.json, and give strikes to who is to blame."""
     started = _began(attempt)
     outcome, hang = Outcome.read(attempt.outcome), Hang.read(attempt.hang)
+    failure, fatal = ("", None) if outcome or hang else _why_failed(run, plan, attempt, started, exit_code)
     now = lineage.durable(run)
     facts = decide.EndFacts(
-        outcome=outcome.outcome if outcome else None,
-        outcome_reason=outcome.reason if outcome else "",
+        outcome="fatal" if fatal else outcome.outcome if outcome else None,
+        outcome_reason=fatal or (outcome.reason if outcome else ""),
+        failure=failure,
         exit_code=exit_code,
         hang=hang.words if hang and not outcome else None,
         cancelled=cancelled,
@@ -281,13 +283,36 @@ def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled:
         end_time=time.time(),
     )
     if record.cause in ("failed", "unknown"):
-        ranks = int(started.options.get("nodes", plan.nodes)) * plan.ntasks_per_node
-        blame = nodes.blamed(_log_of(attempt), evidence.failures(attempt), ntasks=ranks)
+        blame = nodes.blamed(_log_of(attempt), evidence.failures(attempt), ntasks=_ranks(plan, started))
         nodes.strike(run, attempt.number, blame, now=record.end_time)
         for node, reason in blame.items():
             log(f"a strike for node {node}: {reason}")
     record.write(attempt.end)
     return record, decision
+
+
+def _ranks(plan: Plan, started: AttemptStart) -> int:
+    return int(started.options.get("nodes", plan.nodes)) * plan.ntasks_per_node
+
+
+def _why_failed(
+    run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, exit_code: int
+) -> tuple[str, str | None]:
+    """Who failed first, and why every other attempt would fail too; in words, for an attempt without outcome."""
+    if attempt.not_started.exists():
+        return evidence.not_started_words(attempt), None
+    log_text, failures = _log_of(attempt), evidence.failures(attempt)
+    earlier = range(plan.submitted_after_attempt + 1, attempt.number)
+    fatal = evidence.fatal_reason(
+        log_text,
+        failures,
+        exit_code=exit_code,
+        ntasks=_ranks(plan, started),
+        began=any(attempt.heartbeats.glob("*.json")),
+        worked_before=any(run.attempt(number).started.exists() for number in earlier),
+        program=[*plan.command_prefix, *plan.program][0],
+    )
+    return evidence.failure_words(log_text, failures), fatal
 
 
 def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> bool:

@@ -88,6 +88,11 @@ class Attempt:
         return self.path / "failures"
 
     @property
+    def not_started(self) -> Path:
+        """Why the batch script did not start the ranks, in words, where it could not."""
+        return self.path / "not_started"
+
+    @property
     def retry_successor(self) -> Path:
         """Its existence says that the successor could not be queued yet; `watch` retries."""
         return self.path / "successor.owed"
