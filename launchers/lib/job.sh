@@ -4,6 +4,7 @@
 # here are only the traps, the start of the ranks, and the wait.
 set -euo pipefail
 ulimit -c 0
+export RELAYRUN_USER_PYTHONPATH="${PYTHONPATH:-}" # as submitted: for the ranks, and for the next job
 
 readonly CHAIN_ENDS=10 # exit code of `begin` when the ranks must not start
 attempt_dir=""

@@ -24,7 +24,7 @@ from relayrun.rundir.plan import FORMAT, Plan
 from relayrun.rundir.records import AttemptStart, End, Hang, Outcome
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason, write_stop
-from relayrun.scheduler.base import PATIENCE, Job, Scheduler
+from relayrun.scheduler.base import PATIENCE, Job, Scheduler, user_python_path
 from relayrun.scheduler.choose import for_plan
 
 CHAIN_ENDS = 10
@@ -343,7 +343,6 @@ def _environment(plan: Plan, scheduler: Scheduler, job: Job, attempt: int) -> st
     """The text of job.env: defaults that every rank needs, then the site's own, which win."""
     launch = scheduler.rank_launch(plan, job)
     environment = {
-        "PYTHONPATH": plan.package_root + (":" + os.environ["PYTHONPATH"] if os.environ.get("PYTHONPATH") else ""),
         "PYTHONSAFEPATH": "1",  # or `python -m` would find the checkout in its working directory before a snapshot
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": job.options.get("cpus-per-task", str(plan.cpus_per_task)),
@@ -352,6 +351,7 @@ def _environment(plan: Plan, scheduler: Scheduler, job: Job, attempt: int) -> st
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         **launch.environment,
         **plan.environment,
+        "PYTHONPATH": ":".join(dict.fromkeys([*render.search_path(plan), *user_python_path(os.environ)])),
     }
     return render.attempt_environment(
         environment=environment,

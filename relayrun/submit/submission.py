@@ -211,12 +211,8 @@ def evaluation_script(config: RunConfig, plan: Plan, run: Run) -> str:
         options["gpus-per-node"] = str(gpus)
     program = [config.cluster.python or sys.executable, "-m", "relayrun.export.evaluate", f"--run-dir={run.path}"]
     starter = for_plan(plan, run).single_task_command(plan)
-    environment = {
-        "PYTHONPATH": plan.package_root,
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": cpus,
-        **plan.environment,
-    }
+    environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": cpus, **plan.environment}
+    environment.pop("PYTHONPATH", None)  # joined with the package's by `render`
     return render.evaluation_script(
         plan, options, environment=environment, command=[*starter, *plan.command_prefix, *program]
     )

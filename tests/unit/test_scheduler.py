@@ -122,3 +122,10 @@ def test_a_queue_of_an_earlier_version_is_read() -> None:
     former = {**asdict(job), "beside": True}
     del former["auxiliary"]
     assert LocalJob.of(former) == job
+
+
+def test_a_new_job_gets_the_users_python_path_and_not_the_supervisors() -> None:
+    inside = {"PYTHONPATH": "/relayrun", "RELAYRUN_USER_PYTHONPATH": "/my/hooks"}
+    assert clean_environment(inside) == {"PYTHONPATH": "/my/hooks"}
+    assert clean_environment(inside | {"RELAYRUN_USER_PYTHONPATH": ""}) == {}
+    assert clean_environment({"PYTHONPATH": "/my/hooks"}) == {"PYTHONPATH": "/my/hooks"}
