@@ -30,6 +30,7 @@ from relayrun.rundir.lineage import BEGINNING, Durable, durable, line
 from relayrun.rundir.plan import Plan, job_name
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason
+from relayrun.scheduler import history
 from relayrun.scheduler.choose import for_plan
 from relayrun.scheduler.slurm import Slurm
 from relayrun.shards.manifest import Manifest
@@ -245,7 +246,11 @@ def _refuse_while_live(run: Run) -> None:
     if not run.plan.exists():
         return
     plan = Plan.load(run)
-    live = for_plan(plan, run).jobs(plan)
+    scheduler = for_plan(plan, run)
+    for job_id in history.abandoned(plan, run):
+        scheduler.cancel(job_id)
+        log.info("job %s of this run is cancelled: the terminal that would have started it has gone", job_id)
+    live = scheduler.jobs(plan)
     if live:
         jobs = ", ".join(f"{job.id} ({job.state.lower()})" for job in live)
         raise RunDirError(
