@@ -17,7 +17,7 @@ from relayrun.chain.log import log
 from relayrun.chain.watch import Watch
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
 from relayrun.files import fsync_directory, write_atomic
-from relayrun.rundir import lead, lineage, triggers, views
+from relayrun.rundir import lead, lineage, start_time, triggers, views
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.plan import FORMAT, Plan
@@ -260,7 +260,7 @@ def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled:
     now = lineage.durable(run)
     facts = decide.EndFacts(
         outcome="fatal" if fatal else outcome.outcome if outcome else None,
-        outcome_reason=fatal or (outcome.reason if outcome else ""),
+        outcome_reason=fatal or (_with_shortage(attempt, outcome) if outcome else ""),
         failure=failure,
         exit_code=exit_code,
         hang=hang.words if hang and not outcome else None,
@@ -291,6 +291,12 @@ def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled:
     return record, decision
 
 
+def _with_shortage(attempt: Attempt, outcome: Outcome) -> str:
+    """Why rank 0 left; and, where it saved to be resumed, that the start took most of the time limit."""
+    short = start_time.shortage(attempt, now=outcome.time) if outcome.outcome == "saved" else ""
+    return "; ".join(filter(None, [outcome.reason, short]))
+
+
 def _ranks(plan: Plan, started: AttemptStart) -> int:
     return int(started.options.get("nodes", plan.nodes)) * plan.ntasks_per_node
 
@@ -312,7 +318,8 @@ def _why_failed(
         worked_before=any(run.attempt(number).started.exists() for number in earlier),
         program=[*plan.command_prefix, *plan.program][0],
     )
-    return evidence.failure_words(log_text, failures), fatal
+    words = [evidence.failure_words(log_text, failures), start_time.shortage(attempt, now=time.time())]
+    return "; ".join(filter(None, words if not attempt.started.exists() else words[:1])), fatal
 
 
 def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> bool:

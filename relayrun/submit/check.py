@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -10,7 +11,13 @@ from pathlib import Path
 from relayrun.config.schema import RunConfig
 from relayrun.data.order.samples import SampleOrder
 from relayrun.errors import ConfigError, InputError
+from relayrun.rundir.lead import SAVES
+from relayrun.rundir.lineage import Lineage
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
+from relayrun.rundir.start_time import start_seconds
 from relayrun.shards.manifest import Manifest
+from relayrun.slurmtime import format_time
 
 OWN_ORDERS = ("window", "megatron")
 """Those that cut a stream of tokens into windows; what a user's own makes of few tokens only it knows."""
@@ -43,6 +50,28 @@ def check_data(config: RunConfig, manifest: Manifest) -> None:
             SampleOrder(manifest.datasets[name], seq_length=training.seq_length, seed=0, name=name, split=data.split)
     for name, shards in manifest.validation.items():
         SampleOrder(shards, seq_length=training.seq_length, seed=0, name=name)
+
+
+def check_time_limit(config: RunConfig, plan: Plan, run: Run) -> None:
+    """Raise a ConfigError where leaving, or what start and save took in earlier attempts, needs the whole job.time."""
+    limit = f"job.time ({plan.time_limit} s)"
+    for name, seconds in (("lead", plan.lead), ("signal_lead", float(plan.signal_lead))):
+        if getattr(config.chain, name) != "auto" and seconds >= plan.time_limit:
+            raise ConfigError(
+                f"chain.{name} {seconds:.0f} leaves nothing of {limit}",
+                hint=f"raise job.time, or leave chain.{name} to be measured (auto)",
+            )
+    starts, saves = start_seconds(run), Lineage(run).newest_saves(SAVES)
+    if not starts:
+        return
+    start, save = min(starts), min(saves, default=0.0)
+    leaving = max(save, plan.lead_floor)
+    if start + leaving >= plan.time_limit:
+        raise ConfigError(
+            f"in earlier attempts the start took {start:.0f} s at best and a save {save:.0f} s (leaving is given "
+            f"{leaving:.0f} s): nothing of {limit} is left to train in",
+            hint=f"raise job.time, to {format_time(math.ceil(2 * (start + leaving)))} or more",
+        )
 
 
 def check_log_folder(folder: Path) -> None:

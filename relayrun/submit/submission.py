@@ -92,6 +92,7 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool) -> Iterator[tupl
     with _locked(run):
         _refuse_while_live(run)
         _refuse_after_end(run, resume)
+        check.check_time_limit(config, make_plan(config, run, ROOT, revision=0), run)
         config = _freeze_data(run, config, manifest, accept=accept)
         base = initial_checkpoint.find_initial_checkpoint(config, run)
         root = code_snapshot.snapshot(run, ROOT) if config.debug.backup_codebase else ROOT

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from relayrun.files import append_line
 from relayrun.rundir import triggers
-from relayrun.rundir.records import AttemptStart, Commit, Failure, Heartbeat, Outcome
+from relayrun.rundir.records import AttemptStart, Commit, Failure, Heartbeat, Outcome, Started
 from relayrun.rundir.run import Run
 
 parser = argparse.ArgumentParser()
@@ -27,6 +27,7 @@ parser.add_argument("--crash-at", type=int, default=-1, help="exit 7 at this ite
 parser.add_argument("--die-on", default="", help="SIGKILL oneself after 5 steps on this node, twice")
 parser.add_argument("--fatal-at", type=int, default=-1)
 parser.add_argument("--repeats-on", type=int, default=-1, help="this rank has an error that would come again")
+parser.add_argument("--start-seconds", type=float, default=0.0, help="before the first step; leaves started.json")
 parser.add_argument("--save-seconds", type=float, default=0.0)
 parser.add_argument("--stop-at", type=int, default=-1, help="SIGSTOP of --stop-rank at this iteration")
 parser.add_argument("--stop-rank", type=int, default=-1)
@@ -65,6 +66,12 @@ def leave(outcome: str, reason: str) -> None:
         Outcome(outcome=outcome, reason=reason, iteration=iteration, time=time.time()).write(attempt.outcome)  # type: ignore[arg-type]
     sys.exit(0)
 
+
+if options.start_seconds:
+    time.sleep(options.start_seconds)
+    now = time.time()
+    if rank == 0:
+        Started(process=now, imported=now, initialised=now, loaded=now).write(attempt.started)
 
 if options.repeats_on >= 0:
     mine = rank == options.repeats_on
