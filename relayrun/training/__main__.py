@@ -82,8 +82,9 @@ def main(flag: SignalFlag) -> int:
         timings = Timings(begin)
         pulse = Pulse(attempt.heartbeats, node=node, active=is_first_of_node(), iteration=base, timings=timings)
         pulse.beat()
-        # what these two say to their own authors, at every import, config and save
-        warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
+        # what these two say to their own authors, at every import, config and save; PYTHONWARNINGS may ask for it
+        for kind in (FutureWarning, DeprecationWarning):
+            warnings.filterwarnings("ignore", category=kind, module=r"(torch|megatron)\.")
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
         # from here on imports that take long; nsys must be around the process before torch is there
         from relayrun.config import compose

@@ -87,3 +87,12 @@ def test_a_checkpoint_with_a_missing_key(harness: MakeHarness, key: str) -> None
     attempt = made.start(made.begin(base_iteration=4, base_path=str(folder)))
     assert_fatal(attempt, "this checkpoint cannot be loaded", key if key != "a tensor" else "exp_avg", str(folder))
     assert attempt.wait() == [3] * RANKS
+
+
+def test_what_libraries_say_to_their_own_authors_does_not_hide_what_a_rank_says(
+    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where somebody's environment asks for every warning, an import alone makes twenty lines of them."""
+    monkeypatch.setenv("PYTHONWARNINGS", "default")
+    attempt = harness(training={"steps": 3}, checkpoint={"interval": 2}).train(imported=False)
+    assert "Warning" not in attempt.output(), attempt.output()
