@@ -15,7 +15,7 @@ from relayrun.rundir.records import Failure
 TAIL_BYTES = 200_000
 EXCERPT_LINES = 30
 SCHEDULER_LINES = 5
-"""Of those that srun writes, one for every task of a job, the first ones tell all."""
+"""How many of srun's lines an excerpt keeps: it writes one for every task of a job, and the first ones tell all."""
 WORDS = 500
 """Characters of a rank's last words in a reason."""
 NOT_STARTED = (126, 127)

@@ -12,7 +12,7 @@ from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
 
 _NAME = re.compile(r"iter_(\d+)-(\d+)")
-"""Of a folder in quarantine: its iteration, and the attempt that put it there."""
+"""The name of a folder in quarantine: its iteration, and the attempt that put it there."""
 
 
 @dataclass(frozen=True, kw_only=True)

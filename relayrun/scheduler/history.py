@@ -30,7 +30,7 @@ class JobEnd:
     state: str
     """Slurm's: FAILED, TIMEOUT, NODE_FAIL, OUT_OF_MEMORY, `CANCELLED by 1000`, ..."""
     exit_code: str = ""
-    """Of the batch script: `1`, or `signal 9`; empty where it is 0 or not known."""
+    """How the batch script ended: `1`, or `signal 9`; empty where that is 0 or not known."""
     nodes: str = ""
     reason: str = ""
     end_time: float | None = None

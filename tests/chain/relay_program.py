@@ -28,6 +28,7 @@ parser.add_argument("--die-on", default="", help="SIGKILL oneself after 5 steps 
 parser.add_argument("--fatal-at", type=int, default=-1)
 parser.add_argument("--repeats-on", type=int, default=-1, help="this rank has an error that would come again")
 parser.add_argument("--start-seconds", type=float, default=0.0, help="before the first step; leaves started.json")
+parser.add_argument("--killed", type=int, default=-1, help="SIGKILL this rank; the others say that they noticed")
 parser.add_argument("--save-seconds", type=float, default=0.0)
 parser.add_argument("--stop-at", type=int, default=-1, help="SIGSTOP of --stop-rank at this iteration")
 parser.add_argument("--stop-rank", type=int, default=-1)
@@ -72,6 +73,18 @@ if options.start_seconds:
     now = time.time()
     if rank == 0:
         Started(process=now, imported=now, initialised=now, loaded=now).write(attempt.started)
+
+if options.killed >= 0:
+    node, started = os.environ.get("SLURMD_NODENAME", "n"), attempt.path / "killed"
+    if rank == options.killed:
+        started.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not started.exists():
+        time.sleep(0.01)
+    Failure(
+        rank=rank, node=node, error="RuntimeError: Connection closed by peer [10.0.0.2]:26077", time=time.time()
+    ).write(attempt.failures / f"rank-{rank:04}.json")
+    sys.exit(1)
 
 if options.repeats_on >= 0:
     mine = rank == options.repeats_on
