@@ -21,6 +21,9 @@ from relayrun.scheduler.local_queue import LocalQueue
 SECONDS = 10.0
 """For one command."""
 
+SILENT: set[str] = set()
+"""Commands that did not answer in that time: this process does not wait for them again."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnd:
@@ -153,6 +156,8 @@ def _time(text: str) -> float | None:
 
 def _ask(command: Sequence[str]) -> str | None:
     """What a command printed; None where it is missing, fails or takes too long."""
+    if command[0] in SILENT:
+        return None
     try:
         done = subprocess.run(
             command,
@@ -164,6 +169,9 @@ def _ask(command: Sequence[str]) -> str | None:
             timeout=SECONDS,
             check=False,
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except subprocess.TimeoutExpired:
+        SILENT.add(command[0])
+        return None
+    except OSError:
         return None
     return done.stdout if done.returncode == 0 else None

@@ -119,6 +119,8 @@ def would_come_again(error: BaseException, *, before_first_step: bool) -> bool:
     """Whether every attempt would meet this error, whatever its nodes."""
     if isinstance(error, (FatalTrainingError, ConfigError)):
         return True
+    if isinstance(error, RelayrunError) and error.__cause__ is not None:  # a user's hook failed in this way
+        return would_come_again(error.__cause__, before_first_step=before_first_step)
     node = isinstance(error, TORN) or (isinstance(error, AssertionError) and OF_THE_NODE.search(str(error)))
     return before_first_step and isinstance(error, OF_THE_PROGRAM) and not node
 

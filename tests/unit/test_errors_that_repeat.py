@@ -8,6 +8,7 @@ import pytest
 
 from relayrun.errors import ConfigError, FatalTrainingError, InputError, RunDirError
 from relayrun.training.__main__ import would_come_again
+from relayrun.training.hook_list import HookFailed
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,11 @@ def test_errors_of_the_program_come_again_and_those_of_a_node_need_not(
 ) -> None:
     assert would_come_again(error, before_first_step=True) is before
     assert would_come_again(error, before_first_step=False) is after
+
+
+@pytest.mark.parametrize(("cause", "again"), [(TypeError("no such option"), True), (ConnectionError("away"), False)])
+def test_of_a_hook_that_failed_what_it_raised_counts(cause: Exception, again: bool) -> None:
+    error = HookFailed("hook probe: setup")
+    error.__cause__ = cause
+    assert would_come_again(error, before_first_step=True) is again
+    assert would_come_again(error, before_first_step=False) is False

@@ -195,12 +195,14 @@ def test_without_accounting_the_controller_says_it(
     sacct: str | None,
 ) -> None:
     made, _plan = make_run(scheduler="slurm")
-    monkeypatch.setattr(history, "SECONDS", 2.0)
+    monkeypatch.setattr(history, "SECONDS", 20.0 if sacct != "sleep 100" else 2.0)
+    monkeypatch.setattr(history, "SILENT", set())
     extra = {} if sacct is None else {"sacct": sacct}
     commands(tmp_path / "bin", monkeypatch, squeue=SQUEUE, scontrol=SCONTROL, **extra)
     found = status(made, run_status.ask(made))
     assert found.last_job is not None
     assert (found.last_job.id, found.last_job.reason, found.last_job.source) == ("41", "NonZeroExitCode", "scontrol")
+    assert ("sacct" in history.SILENT) is (sacct == "sleep 100")
 
 
 def test_what_nobody_remembers_is_no_error(
