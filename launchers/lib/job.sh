@@ -4,11 +4,11 @@
 # here are only the traps, the start of the ranks, and the wait. Every way out leads through `end`, or through `again`.
 set -euo pipefail
 ulimit -c 0
+export RELAYRUN_USER_PYTHONPATH="${PYTHONPATH:-}" # as submitted: for the ranks, and for the next job
 
 # exit codes of the supervisor; any other one says that it could not do its part
-readonly CHAIN_ENDS=10  # `begin`: the ranks must not start
-readonly CHAIN_BROKE=11 # `begin`: nor can they ever; STOP says why
-readonly FAILED=12      # `end`: the attempt failed, and the chain has been seen to
+readonly CHAIN_ENDS=10 # `begin`: the ranks must not start
+readonly FAILED=12     # `end`: the attempt failed, and the chain has been seen to
 
 if ! declare -F again >/dev/null; then # the job script is an earlier version's
   : "${RELAYRUN_JOB_NAME:=${SLURM_JOB_NAME:-}}" "${RELAYRUN_AUTO_REQUEUE:=false}" "${RELAYRUN_MAX_FAILED_BEGINS:=6}" "${RELAYRUN_BEGIN_BACKOFF:=30}"
@@ -82,7 +82,11 @@ run_ranks() {
   # shellcheck source=/dev/null
   source "${attempt_dir}/job.env" || return
   for name in "${modules[@]}"; do
-    module load "${name}" || return
+    module load "${name}" && continue
+    code=$?
+    # why the ranks cannot be started: `end` says it, and when the next job tries again
+    echo "module load ${name} failed" | tee "${attempt_dir}/not_started" >&2 || true
+    return "${code}"
   done
   [[ -z "${asked}" ]] || ask_to_leave "${asked}"
 
@@ -113,7 +117,6 @@ attempt_dir="$(supervisor begin)" || code=$?
 case "${code}" in
   0) ;;
   "${CHAIN_ENDS}") leave 0 ;;
-  "${CHAIN_BROKE}") leave 1 ;;
   *) again "begin" "${code}" ;;
 esac
 attempt="$((10#${attempt_dir##*/}))"

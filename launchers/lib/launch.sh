@@ -23,9 +23,14 @@ fi
 
 # From any working directory the logs lie in one place; Slurm's own output file holds only this line.
 logs="${RELAYRUN_ROOT}/logs/slurm/training"
-mkdir -p "${logs}"
-echo "logs: ${logs}/${SLURM_JOB_NAME}-${SLURM_JOB_ID}.out and .err"
-exec >>"${logs}/${SLURM_JOB_NAME}-${SLURM_JOB_ID}.out" 2>>"${logs}/${SLURM_JOB_NAME}-${SLURM_JOB_ID}.err"
+log="${logs}/${SLURM_JOB_NAME}-${SLURM_JOB_ID}"
+if ! { mkdir -p "${logs}" && : >>"${log}.out" && : >>"${log}.err"; }; then
+  echo "error: ${logs}: the folder of the jobs' logs cannot be written, so no job is started
+  -> let its owner open it (chmod g+w), or use a checkout of your own" >&2
+  exit 1
+fi
+echo "logs: ${log}.out and .err"
+exec >>"${log}.out" 2>>"${log}.err"
 
 asked="" # a signal during the preparation, for job.sh
 trap 'asked="SIGUSR2"' USR2

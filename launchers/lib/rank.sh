@@ -4,4 +4,7 @@
 set -euo pipefail
 trap '' USR1 USR2
 export RANK="${SLURM_PROCID}" LOCAL_RANK="${SLURM_LOCALID}" WORLD_SIZE="${SLURM_NTASKS}"
-exec "$@"
+shopt -s execfail
+exec "$@" || code=$?
+sleep 3 # the first rank that ends ends the others: so all that cannot be started have said so
+exit "${code}"

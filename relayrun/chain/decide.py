@@ -76,6 +76,8 @@ class EndFacts:
     """Attempts in a row before this one without durable progress."""
     max_failed_attempts: int
     auto_requeue: bool
+    failure: str = ""
+    """Who failed first and how, in words, where that is known."""
 
 
 def at_begin(facts: BeginFacts) -> Decision:
@@ -105,15 +107,7 @@ def at_end(facts: EndFacts) -> Decision:
         return Decision(action="stop", reason=f"fatal: {facts.outcome_reason}")
     if facts.cancelled:
         return Decision(action="stop", reason="the job was cancelled")
-    reason = (
-        facts.hang
-        or facts.outcome_reason
-        or (
-            f"the ranks left no outcome (exit code {facts.exit_code})"
-            if facts.exit_code != UNKNOWN
-            else "the job ended without a word"
-        )
-    )
+    reason = facts.hang or facts.outcome_reason or _without_outcome(facts)
     if facts.durable_iteration > facts.base_iteration:
         return Decision(action="continue" if facts.auto_requeue else "end", reason=reason)
     failed = facts.failed_attempts + 1
@@ -143,6 +137,12 @@ def default_signal_lead(lead: float) -> int:
     Slurm may send it up to 60 s early, so it is set 60 s later than the deadline inside, where there is room.
     """
     return max(1, round(max(lead - 60, lead / 2)))
+
+
+def _without_outcome(facts: EndFacts) -> str:
+    if facts.exit_code == UNKNOWN:
+        return facts.failure or "the job ended without a word"
+    return f"{facts.failure or 'the ranks left no outcome'} (exit code {facts.exit_code})"
 
 
 def _too_many(failed: int) -> str:

@@ -78,12 +78,19 @@ def evaluation_script(
                 *_header(plan, every),
                 "set -euo pipefail",
                 *exports(environment),
+                # the submitter's own comes last, whoever submits this job
+                f'export PYTHONPATH={shlex.quote(":".join(search_path(plan)))}"${{PYTHONPATH:+:${{PYTHONPATH}}}}"',
                 *(f"module load {shlex.quote(name)}" for name in plan.modules),
                 f'exec {shlex.join(command)} "$@"',
             ]
         )
         + "\n"
     )
+
+
+def search_path(plan: Plan) -> list[str]:
+    """Folders from which the ranks import: the package first, which a site's own PYTHONPATH does not displace."""
+    return [plan.package_root, *(folder for folder in plan.environment.get("PYTHONPATH", "").split(":") if folder)]
 
 
 def _header(plan: Plan, options: Mapping[str, str | None]) -> list[str]:

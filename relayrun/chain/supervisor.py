@@ -19,14 +19,14 @@ from relayrun.chain.log import log
 from relayrun.chain.watch import Watch
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
 from relayrun.files import fsync_directory, write_atomic
-from relayrun.rundir import lead, lineage, triggers, views
+from relayrun.rundir import lead, lineage, start_time, triggers, views
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.plan import FORMAT, Plan
 from relayrun.rundir.records import AttemptStart, End, Hang, Outcome
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason, write_stop
-from relayrun.scheduler.base import PATIENCE, Job, Scheduler
+from relayrun.scheduler.base import PATIENCE, Job, Scheduler, user_python_path
 from relayrun.scheduler.choose import for_plan
 
 CHAIN_ENDS = 10
@@ -270,10 +270,12 @@ def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled:
     """Judge an attempt whose ranks have gone, write its end.json, and give strikes to who is to blame."""
     started = _began(attempt)
     outcome, hang = Outcome.read(attempt.outcome), Hang.read(attempt.hang)
+    failure, fatal = ("", None) if outcome or hang else _why_failed(run, plan, attempt, started, exit_code)
     now = lineage.durable(run)
     facts = decide.EndFacts(
-        outcome=outcome.outcome if outcome else None,
-        outcome_reason=outcome.reason if outcome else "",
+        outcome="fatal" if fatal else outcome.outcome if outcome else None,
+        outcome_reason=fatal or (_with_shortage(attempt, outcome) if outcome else ""),
+        failure=failure,
         exit_code=exit_code,
         hang=hang.words if hang and not outcome else None,
         cancelled=cancelled,
@@ -297,13 +299,43 @@ def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled:
         delay=decision.delay,
     )
     if record.cause in ("failed", "unknown"):
-        ranks = int(started.options.get("nodes", plan.nodes)) * plan.ntasks_per_node
-        blame = nodes.blamed(_log_of(attempt), evidence.failures(attempt), ntasks=ranks)
+        blame = nodes.blamed(_log_of(attempt), evidence.failures(attempt), ntasks=_ranks(plan, started))
         nodes.strike(run, attempt.number, blame, now=record.end_time)
         for node, reason in blame.items():
             log(f"a strike for node {node}: {reason}")
     record.write(attempt.end)
     return record
+
+
+def _with_shortage(attempt: Attempt, outcome: Outcome) -> str:
+    """Why rank 0 left; and, where it saved to be resumed, that the start took most of the time limit."""
+    short = start_time.shortage(attempt, now=outcome.time) if outcome.outcome == "saved" else ""
+    return "; ".join(filter(None, [outcome.reason, short]))
+
+
+def _ranks(plan: Plan, started: AttemptStart) -> int:
+    return int(started.options.get("nodes", plan.nodes)) * plan.ntasks_per_node
+
+
+def _why_failed(
+    run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, exit_code: int
+) -> tuple[str, str | None]:
+    """Who failed first, and why every other attempt would fail too; in words, for an attempt without outcome."""
+    if attempt.not_started.exists():
+        return evidence.not_started_words(attempt), None
+    log_text, failures = _log_of(attempt), evidence.failures(attempt)
+    earlier = range(plan.submitted_after_attempt + 1, attempt.number)
+    fatal = evidence.fatal_reason(
+        log_text,
+        failures,
+        exit_code=exit_code,
+        ntasks=_ranks(plan, started),
+        began=any(attempt.heartbeats.glob("*.json")),
+        worked_before=any(run.attempt(number).started.exists() for number in earlier),
+        program=[*plan.command_prefix, *plan.program][0],
+    )
+    words = [evidence.failure_words(log_text, failures), start_time.shortage(attempt, now=time.time())]
+    return "; ".join(filter(None, words if not attempt.started.exists() else words[:1])), fatal
 
 
 def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> tuple[bool, str | None]:
@@ -331,7 +363,6 @@ def _environment(plan: Plan, scheduler: Scheduler, job: Job, attempt: int) -> st
     """The text of job.env: defaults that every rank needs, then the site's own, which win."""
     launch = scheduler.rank_launch(plan, job)
     environment = {
-        "PYTHONPATH": plan.package_root + (":" + os.environ["PYTHONPATH"] if os.environ.get("PYTHONPATH") else ""),
         "PYTHONSAFEPATH": "1",  # or `python -m` would find the checkout in its working directory before a snapshot
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": job.options.get("cpus-per-task", str(plan.cpus_per_task)),
@@ -340,6 +371,7 @@ def _environment(plan: Plan, scheduler: Scheduler, job: Job, attempt: int) -> st
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         **launch.environment,
         **plan.environment,
+        "PYTHONPATH": ":".join(dict.fromkeys([*render.search_path(plan), *user_python_path(os.environ)])),
     }
     return render.attempt_environment(
         environment=environment,

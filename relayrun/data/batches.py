@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relayrun.config.rampup import BatchSizes
-from relayrun.errors import ConfigError
+from relayrun.errors import ConfigError, FatalTrainingError
 
 DEPTH = 2
 """Iterations read ahead."""
@@ -40,6 +40,22 @@ class Samples(Protocol):
     name: str
 
     def sample(self, k: int) -> npt.NDArray[np.int64]: ...
+
+
+def checked_ids(order: Samples, k: int, vocabulary_size: int | None) -> npt.NDArray[np.int64]:
+    """Token ids of sample k. Raises FatalTrainingError if one of them is none of a vocabulary of this size.
+
+    The padding of an embedding would take some without a word, and a GPU says of the others only that it failed.
+    """
+    tokens = order.sample(k)
+    if vocabulary_size is not None and (tokens.max() >= vocabulary_size or tokens.min() < 0):
+        wrong = int(tokens[(tokens >= vocabulary_size) | (tokens < 0)][0])
+        raise FatalTrainingError(
+            f"sample {k} of {order.name!r} holds the token id {wrong}, which is beyond the vocabulary of "
+            f"{vocabulary_size}",
+            hint="scripts/tools/verify_dataset.py names the shard; tokenize it with the tokenizer of data.tokenizer",
+        )
+    return tokens
 
 
 class BatchReader(Iterator[Batch]):
@@ -59,7 +75,9 @@ class BatchReader(Iterator[Batch]):
         micro_batch_size: int,
         batch_sizes: BatchSizes,
         consumed_samples: int,
+        vocabulary_size: int | None = None,
     ) -> None:
+        """`vocabulary_size`: what every token id must be below; None where nothing is known of it."""
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(f"data-parallel rank {data_parallel_rank} of {data_parallel_size}")
         if micro_batch_size < 1 or consumed_samples < 0:
@@ -79,6 +97,7 @@ class BatchReader(Iterator[Batch]):
         self._size = data_parallel_size
         self._micro_batch_size = micro_batch_size
         self._batch_sizes = batch_sizes
+        self._vocabulary_size = vocabulary_size
         self._queue: Queue[Batch | BaseException] = Queue(DEPTH)
         self._error: BaseException | None = None
         self._closing = threading.Event()
@@ -123,10 +142,13 @@ class BatchReader(Iterator[Batch]):
         except BaseException as error:
             self._queue.put(error)
 
+    def _sample(self, k: int) -> npt.NDArray[np.int64]:
+        return checked_ids(self._order, k, self._vocabulary_size)
+
     def _read(self, consumed: int) -> Batch:
         step = self._size * self._micro_batch_size
         first = consumed + self._rank * self._micro_batch_size
         return [
-            np.stack([self._order.sample(k) for k in range(at, at + self._micro_batch_size)])
+            np.stack([self._sample(k) for k in range(at, at + self._micro_batch_size)])
             for at in range(first, first + self._batch_sizes.at(consumed), step)
         ]

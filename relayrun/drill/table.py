@@ -277,6 +277,23 @@ FAULTS: tuple[Fault, ...] = (
         act=lose_tracker,
     ),
     Fault(
+        name="module-missing",
+        what="a module that no node has",
+        expect="stopped",
+        causes=("failed", "failed"),
+        config={"chain": {"max_failed_attempts": 2}, "cluster": {"modules": ["no/such"]}},
+        act=lambda stage: stage.hurry(),
+        says="module load no/such failed",
+    ),
+    Fault(
+        name="python-missing",
+        what="a Python that no node has",
+        expect="stopped",
+        causes=("fatal",),
+        config={"cluster": {"python": "/no/such/python"}},
+        says="/no/such/python is not found on any rank",
+    ),
+    Fault(
         name="disk-full",
         what="no space during a save, space again later",
         expect="resumed",

@@ -6,30 +6,41 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from relayrun.chain import nodes, supervisor
 from relayrun.chain.watch import read_heartbeats
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.files import read_lines
-from relayrun.rundir import evaluations, triggers
+from relayrun.rundir import evaluations, quarantine, triggers
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.evaluations import Result, Submitted
 from relayrun.rundir.lineage import Durable, Lineage
 from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import AttemptStart
+from relayrun.rundir.quarantine import LeftBehind
+from relayrun.rundir.records import AttemptStart, End
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason
 from relayrun.rundir.triggers import Trigger
+from relayrun.scheduler import history
 from relayrun.scheduler.base import Job, Scheduler
 from relayrun.scheduler.choose import for_plan
+from relayrun.scheduler.history import JobEnd
 
-State = Literal["running", "queued", "stopped", "idle", "unknown"]
-"""`idle`: neither queued nor stopped; `unknown`: the scheduler did not answer, and STOP is not there."""
+State = Literal["running", "queued", "stopped", "broken", "idle", "unknown"]
+"""State of a chain. `broken`: it has not ended, and nothing that would go on with it is queued or runs. `idle`: a chain
+of one job (`auto_requeue: false`) ended as planned, or a submit is under way. `unknown`: the scheduler did not answer,
+and STOP is not there."""
+
+PLANNED = ("done", "saved", "exit")
+"""Causes of an end after which a chain of one job has done what it was asked for."""
 
 PATIENCE = 5.0
 """Seconds for which a controller that does not answer is asked again."""
@@ -46,6 +57,12 @@ class Queue:
     """Why the scheduler did not answer; None if it did."""
     evaluations: dict[str, str] = field(default_factory=dict)
     """State, by id, of the jobs of evaluations that have no result yet."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Why jobs wait, by id."""
+    last_job: JobEnd | None = None
+    """How the newest job that ran has ended, where nothing runs now and somebody remembers it."""
+    abandoned: list[str] = field(default_factory=list)
+    """Ids of queued jobs that nobody will start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +80,14 @@ class RunStatus:
     scheduler_error: str | None
     stop: str | None
     """Why the chain ended; None while it has not."""
+    pending: dict[str, str]
+    """Why queued jobs wait, in the scheduler's words, by id."""
+    last_job: JobEnd | None
+    """How the newest job that ran ended, where nothing runs now and the scheduler remembers it."""
+    broken: str | None
+    """Which job died, how and where, of a chain that cannot go on; None where it can."""
+    go_on: str | None
+    """The command that goes on with a broken chain."""
 
     attempt: int | None
     """Number of the newest attempt; None before the first job began."""
@@ -89,6 +114,8 @@ class RunStatus:
     durable_path: str | None
     durable_age: float | None
     durable_fault: str | None
+    left_behind: list[LeftBehind]
+    """Checkpoints of later iterations that are not whole, the newest first."""
 
     last_end: str | None
     """Cause and reason of the newest attempt that has ended."""
@@ -136,9 +163,24 @@ def ask(run: Run) -> Queue:
         asked = scheduler(run)
         waiting = {job_id: asked.query(job_id) for _, job_id in _waiting(run)}
         states = {job_id: "gone" if job is None else job.state.lower() for job_id, job in waiting.items()}
-        return Queue(jobs=asked.jobs(Plan.load(run), anyone=True), evaluations=states)
+        plan = Plan.load(run)
+        jobs = asked.jobs(plan, anyone=True)
+        waiting_jobs = [job for job in jobs if job.state == "PENDING"]
+        nothing_runs = all(job.state in ("PENDING", "COMPLETING") for job in jobs)
+        return Queue(
+            jobs=jobs,
+            evaluations=states,
+            reasons=history.pending_reasons(plan) if waiting_jobs else {},
+            last_job=history.last_job(plan, run, since=_asked_since(run)) if nothing_runs else None,
+            abandoned=history.abandoned(plan, run) if waiting_jobs else [],
+        )
     except SchedulerError as error:
         return Queue(error=error.message)
+
+
+def _asked_since(run: Run) -> float:
+    """The last submit, with an hour for clocks that differ."""
+    return run.plan.stat().st_mtime - 3600
 
 
 def gather_all(runs: Sequence[Run], *, now: float) -> list[RunStatus | Damaged]:
@@ -186,7 +228,8 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
     number, begin = begun[-1] if begun else (None, None)
     open_ = number is not None and (not ended or ended[-1][0] != number)
     stop = stop_reason(run)
-    state = _state(queue, stop)
+    last_end = ended[-1][1] if ended and not open_ else None
+    state = _state(run, plan, queue, stop, last_end)
     running = open_ and state in ("running", "unknown")
     step = _last_step(run, begun)
     line = Lineage(run)
@@ -209,6 +252,10 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
         jobs=queue.jobs,
         scheduler_error=queue.error,
         stop=stop,
+        pending={job.id: queue.reasons[job.id] for job in queue.jobs if job.id in queue.reasons},
+        last_job=queue.last_job,
+        broken=_why_broken(plan, queue, begin, last_end) if state == "broken" else None,
+        go_on=_command(run) if state == "broken" else None,
         attempt=number,
         job_id=begin.job_id if begin else None,
         nodes=begin.nodes if begin else None,
@@ -225,6 +272,7 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
         durable_path=durable.path if durable else None,
         durable_age=now - saved.time if saved else None,
         durable_fault=fault,
+        left_behind=quarantine.left_behind(run, line, durable) if durable else [],
         last_end=f"{ended[-1][1].cause}: {ended[-1][1].reason}" if ended else None,
         last_end_attempt=ended[-1][0] if ended else None,
         evaluations=evaluations.results(run),
@@ -251,14 +299,77 @@ def _waiting(run: Run) -> list[tuple[int, str]]:
     ]
 
 
-def _state(queue: Queue, stop: str | None) -> State:
-    if any(job.state != "PENDING" for job in queue.jobs):
+def _state(run: Run, plan: Plan, queue: Queue, stop: str | None, last_end: End | None) -> State:
+    """`last_end`: of the newest attempt, where that has ended."""
+    at_work = [job for job in queue.jobs if job.state != "PENDING"]
+    if plan.mode == "singleton" and last_end is not None:  # the batch script of a job that is COMPLETING has gone
+        at_work = [job for job in at_work if job.state != "COMPLETING"]
+    if at_work:
         return "running"
     if stop is not None:
         return "stopped"
     if queue.error is not None:
         return "unknown"
-    return "queued" if queue.jobs else "idle"
+    if any(job.state == "PENDING" and job.id not in queue.abandoned for job in queue.jobs):
+        return "queued"
+    planned = not plan.auto_requeue and last_end is not None and last_end.cause in PLANNED
+    newest = last_end is not None and last_end.attempt > plan.submitted_after_attempt
+    return "idle" if (planned and newest) or _submit_under_way(run) else "broken"
+
+
+def _submit_under_way(run: Run) -> bool:
+    try:
+        with open(run.path / ".submit.lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def _why_broken(plan: Plan, queue: Queue, begin: AttemptStart | None, last_end: End | None) -> str:
+    """Which job died, how and where. `begin` and `last_end` are the newest attempt's."""
+    job = queue.last_job
+    if queue.abandoned:
+        return f"job {', '.join(queue.abandoned)} waits, and nobody runs the queue: the terminal that did has gone"
+    newest = begin if begin is not None and begin.attempt > plan.submitted_after_attempt else None
+    if newest is None or (job is not None and job.id != newest.job_id and not _older(job, newest)):
+        if job is None:
+            return "nothing is queued, and no job has begun since the last submit; the scheduler remembers none"
+        log = Path(plan.log_folder) / f"{plan.job_name}-{job.id}.err"
+        where = f"its log: {log}" if log.is_file() else f"it left no log in {log.parent}"
+        return f"job {job.id} ({job_words(job)}) died before it began; nothing is queued behind it; {where}"
+    how = ", ".join(
+        filter(
+            None,
+            [
+                f"ended ({last_end.cause}: {last_end.reason})" if last_end is not None else "is gone without an end",
+                job_words(job) if job is not None and job.id == newest.job_id else f"on {newest.nodes}",
+            ],
+        )
+    )
+    log_words = f"; its log: {newest.log}" if newest.log is not None else ""
+    return f"attempt {newest.attempt}, job {newest.job_id}, {how}; nothing is queued behind it{log_words}"
+
+
+def _older(job: JobEnd, begin: AttemptStart) -> bool:
+    return job.end_time is not None and job.end_time < begin.start_time
+
+
+def job_words(job: JobEnd) -> str:
+    """How a job ended, without its id."""
+    code = f"exit code {job.exit_code}" if job.exit_code.isdecimal() else job.exit_code
+    return ", ".join(filter(None, [job.state, code, f"on {job.nodes}" if job.nodes else "", job.reason]))
+
+
+def _command(run: Run) -> str:
+    """What goes on with a chain, from the config of its last submit, which holds wherever the directory is now."""
+    revisions = run.revisions()
+    config = run.config_revision(revisions[-1]) if revisions else Path("CONFIG")
+    moved = revisions and f"run_dir: {run.path}\n" not in config.read_text(encoding="utf-8")
+    where = ["--set", f"run_dir={run.path}"] if moved else []
+    return shlex.join(["relayrun", "submit", str(config), *where, "--resume"])
 
 
 def _durable(line: Lineage) -> tuple[Durable | None, str | None]:

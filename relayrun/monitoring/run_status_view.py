@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from relayrun.monitoring.run_status import Damaged, RunStatus
+from relayrun.monitoring.run_status import Damaged, RunStatus, job_words
 from relayrun.scheduler.base import Job
 
 
@@ -57,7 +57,7 @@ def many(found: Sequence[RunStatus | Damaged]) -> Table:
             _speed(entry.tokens_per_second),
             "none whole" if entry.durable_iteration is None else str(entry.durable_iteration),
             duration(entry.durable_age),
-            escape((entry.stop or entry.last_end or "").partition("\n")[0]),
+            escape((entry.stop or entry.broken or entry.last_end or "").partition("\n")[0]),
         )
     return table
 
@@ -102,15 +102,18 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
     )
     return [
         ("directory", status.path),
-        ("state", status.state + (f": {status.stop}" if status.stop else "")),
+        ("state", status.state + (f": {words}" if (words := status.stop or status.broken) else "")),
+        ("go on", status.go_on or ""),
         ("chain", f"{status.mode}, auto_requeue {'on' if status.auto_requeue else 'off'}"),
         ("queue", _queue(status)),
+        ("last job", _last_job(status, now)),
         ("attempt", attempt or "none yet"),
         ("time limit", limit),
         ("iteration", step),
         ("loss", _loss(status.loss)),
         ("tokens/s", _speed(status.tokens_per_second)),
         ("durable", _durable(status)),
+        ("left behind", _left_behind(status)),
         ("last end", f"attempt {status.last_end_attempt}: {status.last_end}" if status.last_end else ""),
         ("evaluations", _evaluations(status)),
         ("failed saves", f"{status.failed_saves}; the last: {status.last_failed_save}" if status.failed_saves else ""),
@@ -124,11 +127,32 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
 def _queue(status: RunStatus) -> str:
     if status.scheduler_error is not None:
         return f"unknown, the scheduler did not answer: {status.scheduler_error}"
-    return ", ".join(map(_job, status.jobs)) or "no jobs"
+    return ", ".join(_job(job, status.pending.get(job.id)) for job in status.jobs) or "no jobs"
 
 
-def _job(job: Job) -> str:
-    return f"{job.id} ({job.state.lower()})"
+def _job(job: Job, reason: str | None) -> str:
+    return f"{job.id} ({job.state.lower()}" + (f": {reason})" if reason else ")")
+
+
+def _last_job(status: RunStatus, now: float) -> str:
+    job = status.last_job
+    if job is None:
+        return ""
+    ago = f", {duration(now - job.end_time)} ago" if job.end_time is not None else ""
+    return f"{job.id}: {job_words(job)}{ago} ({job.source})"
+
+
+def _left_behind(status: RunStatus) -> str:
+    """Iterations with one reason together: two checkpoints are often torn in one way."""
+    parts: dict[tuple[bool, str], list[int]] = {}
+    for entry in status.left_behind:
+        parts.setdefault((entry.quarantined, entry.why), []).append(entry.iteration)
+    texts = []
+    for (quarantined, why), iterations in parts.items():
+        names = " and ".join(filter(None, [", ".join(map(str, iterations[:-1])), str(iterations[-1])]))
+        verb = "are" if len(iterations) > 1 else "is"
+        texts.append(f"{names} {verb} {'in quarantine' if quarantined else 'not whole'}: {why}")
+    return "; ".join(texts)
 
 
 def _evaluations(status: RunStatus) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from relayrun.files import append_line, read_lines
 from relayrun.rundir.records import AttemptStart, Commit, End, Record
@@ -88,6 +90,11 @@ class Attempt:
         return self.path / "failures"
 
     @property
+    def not_started(self) -> Path:
+        """Why the batch script did not start the ranks, in words, where it could not."""
+        return self.path / "not_started"
+
+    @property
     def retry_successor(self) -> Path:
         """Its existence says that the successor could not be queued yet; `watch` retries."""
         return self.path / "successor.owed"
@@ -117,7 +124,18 @@ class Attempt:
 
     def read_commits(self) -> list[Commit]:
         """The checkpoints that it has published up to now, oldest first."""
-        return [Commit.of(line) for line in read_lines(self.commits)]
+        return [self.commit_of(line) for line in read_lines(self.commits)]
+
+    def commit_of(self, line: Mapping[str, Any]) -> Commit:
+        """Return a line of commits.jsonl with its checkpoint where the run directory is now.
+
+        Lines hold absolute paths, and a directory may be moved or copied. An attempt publishes below it alone.
+        """
+        commit = Commit.of(line)
+        name = os.path.join("checkpoints", f"iter_{commit.iteration:07}")
+        if not commit.path.endswith(f"/{name}"):
+            return commit
+        return replace(commit, path=os.path.join(self.path.parent.parent, name))
 
     def append_commit(self, commit: Commit) -> None:
         """Put a published checkpoint on record: from here on it counts."""

@@ -150,7 +150,7 @@ def _backwards(run: Run) -> Iterator[Counted]:
         if begin is None:  # killed before it began: it owns nothing
             continue
         for _, entry in read_lines_backwards(attempt.commits):
-            commit = Commit.of(entry)
+            commit = attempt.commit_of(entry)
             if commit.iteration > limit:
                 continue
             if base is not None and commit.iteration < base.commit.iteration:

@@ -86,7 +86,8 @@ class Plan(Record):
             raise RunDirError(
                 "this is no run directory: it has no plan.json",
                 where=run.path,
-                hint="give the directory that `relayrun submit` printed",
+                hint="give the directory that `relayrun submit` printed; where it was moved, submit with run_dir set "
+                "to its new place",
             )
         entry, number = found
         try:

@@ -163,6 +163,8 @@ class Failure(Record):
     error: str
     """Type and message."""
     time: float
+    repeats: bool = False
+    """Every attempt would meet it, whatever its nodes: it lies in the data, the config, the code or the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,9 @@ MAX_FAILED_BEGINS = 6
 BEGIN_BACKOFF = 30
 """Seconds after which such a job is tried again first; each time doubles them."""
 
+USER_PYTHONPATH = "RELAYRUN_USER_PYTHONPATH"
+"""Where job.sh keeps the PYTHONPATH that its job was submitted with."""
+
 LIVE_STATES = frozenset({"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED"})
 
 
@@ -147,9 +150,22 @@ class Scheduler(Protocol):
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without the variables of the surrounding job, which would give a new job wrong defaults."""
-    return {
+    """Without the variables of the surrounding job, which would give a new job wrong defaults.
+
+    PYTHONPATH is the user's again: the supervisor runs with another one, and a new job would inherit it.
+    """
+    kept = {
         name: value
         for name, value in environment.items()
         if name == "SLURM_CONF" or not name.startswith(("SLURM_", "SBATCH_", "SRUN_", "RELAYRUN_"))
     }
+    if USER_PYTHONPATH in environment:
+        kept.pop("PYTHONPATH", None)
+        kept |= {"PYTHONPATH": environment[USER_PYTHONPATH]} if environment[USER_PYTHONPATH] else {}
+    return kept
+
+
+def user_python_path(environment: Mapping[str, str]) -> list[str]:
+    """Folders of the submitter's PYTHONPATH, also inside the supervisor, which runs with another one."""
+    text = environment.get(USER_PYTHONPATH, environment.get("PYTHONPATH", ""))
+    return [folder for folder in text.split(":") if folder]

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
+import tempfile
 from pathlib import Path
 
 from relayrun.config import determinism
 from relayrun.config.schema import RunConfig
-from relayrun.errors import ConfigError
+from relayrun.data.order.samples import SampleOrder
+from relayrun.errors import ConfigError, InputError
+from relayrun.rundir.lead import SAVES
+from relayrun.rundir.lineage import Lineage
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
+from relayrun.rundir.start_time import start_seconds
+from relayrun.shards.manifest import Manifest
+from relayrun.slurmtime import format_time
+
+OWN_ORDERS = ("window", "megatron")
+"""Those that cut a stream of tokens into windows; what a user's own makes of few tokens only it knows."""
 
 
 def check(config: RunConfig) -> None:
@@ -33,6 +46,52 @@ def check(config: RunConfig) -> None:
         cluster = config.cluster
         determinism.check_environment(cluster.environment, where=f"cluster.environment of {cluster.name!r}")
     _check_evaluation(config)
+
+
+def check_data(config: RunConfig, manifest: Manifest) -> None:
+    """Raise a ConfigError for a data set that does not hold one sample. `manifest`: without editions."""
+    training, data = config.training, config.data
+    for name, source in data.sources.items():
+        if (source.order or data.order) in OWN_ORDERS and not data.mock_data:
+            SampleOrder(manifest.datasets[name], seq_length=training.seq_length, seed=0, name=name, split=data.split)
+    for name, shards in manifest.validation.items():
+        SampleOrder(shards, seq_length=training.seq_length, seed=0, name=name)
+
+
+def check_time_limit(config: RunConfig, plan: Plan, run: Run) -> None:
+    """Raise a ConfigError where leaving, or what start and save took in earlier attempts, needs the whole job.time."""
+    limit = f"job.time ({plan.time_limit} s)"
+    for name, seconds in (("lead", plan.lead), ("signal_lead", float(plan.signal_lead))):
+        if getattr(config.chain, name) != "auto" and seconds >= plan.time_limit:
+            raise ConfigError(
+                f"chain.{name} {seconds:.0f} leaves nothing of {limit}",
+                hint=f"raise job.time, or leave chain.{name} to be measured (auto)",
+            )
+    starts, saves = start_seconds(run), Lineage(run).newest_saves(SAVES)
+    if not starts:
+        return
+    start, save = min(starts), min(saves, default=0.0)
+    leaving = max(save, plan.lead_floor)
+    if start + leaving >= plan.time_limit:
+        raise ConfigError(
+            f"in earlier attempts the start took {start:.0f} s at best and a save {save:.0f} s (leaving is given "
+            f"{leaving:.0f} s): nothing of {limit} is left to train in",
+            hint=f"raise job.time, to {format_time(math.ceil(2 * (start + leaving)))} or more",
+        )
+
+
+def check_log_folder(folder: Path) -> None:
+    """Make the folder of the jobs' logs. Raises InputError if this user cannot write there: jobs die without a word."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):  # asks the file system: root and NFS judge otherwise than the mode
+            pass
+    except OSError as error:
+        raise InputError(
+            f"the folder of the jobs' logs cannot be written: {error.strerror}, so every job would end at once",
+            where=folder,
+            hint="let its owner open it (chmod g+w), or use a checkout of your own",
+        ) from None
 
 
 def _check_evaluation(config: RunConfig) -> None:

@@ -33,6 +33,7 @@ from relayrun.rundir.lineage import BEGINNING, Durable, durable, line
 from relayrun.rundir.plan import Plan, job_name
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason
+from relayrun.scheduler import history
 from relayrun.scheduler.choose import for_plan
 from relayrun.scheduler.slurm import Slurm
 from relayrun.shards.manifest import Manifest
@@ -98,10 +99,13 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool, take_over: bool)
     check.check(config)
     run = Run(Path(config.run_dir or ""))
     manifest = build_manifest(config)
+    check.check_data(config, manifest)
+    check.check_log_folder(log_folder())
     with _undone_on_error(run), _locked(run):
         _refuse_while_live(run)
         owner.refuse_another(run, take_over=take_over, now=time.time())
         _refuse_after_end(run, resume)
+        check.check_time_limit(config, make_plan(config, run, ROOT, revision=0), run)
         config = _freeze_data(run, config, manifest, accept=accept)
         base = initial_checkpoint.find_initial_checkpoint(config, run)
         root = code_snapshot.snapshot(run, ROOT) if config.debug.backup_codebase else ROOT
@@ -210,10 +214,15 @@ def make_plan(config: RunConfig, run: Run, root: Path, *, revision: int, base: D
         modules=cluster.modules,
         host_python=sys.executable if cluster.scheduler == "local" else cluster.host_python,
         package_root=str(root),
-        log_folder=str(ROOT / "logs" / "slurm" / "training"),
+        log_folder=str(log_folder()),
         load_path=base.path,
         load_iteration=base.iteration,
     )
+
+
+def log_folder() -> Path:
+    """Where the jobs of every run of this checkout write their logs."""
+    return ROOT / "logs" / "slurm" / "training"
 
 
 def _prepare_evaluations(config: RunConfig, plan: Plan, run: Run) -> None:
@@ -249,12 +258,8 @@ def evaluation_script(config: RunConfig, plan: Plan, run: Run) -> str:
         options["gpus-per-node"] = str(gpus)
     program = [config.cluster.python or sys.executable, "-m", "relayrun.export.evaluate", f"--run-dir={run.path}"]
     starter = for_plan(plan, run).single_task_command(plan)
-    environment = {
-        "PYTHONPATH": plan.package_root,
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": cpus,
-        **plan.environment,
-    }
+    environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": cpus, **plan.environment}
+    environment.pop("PYTHONPATH", None)  # joined with the package's by `render`
     return render.evaluation_script(
         plan, options, environment=environment, command=[*starter, *plan.command_prefix, *program]
     )
@@ -287,7 +292,11 @@ def _refuse_while_live(run: Run) -> None:
     if not run.plan.exists():
         return
     plan = Plan.load(run)
-    live = for_plan(plan, run).jobs(plan, anyone=True)
+    scheduler = for_plan(plan, run)
+    for job_id in history.abandoned(plan, run):
+        scheduler.cancel(job_id)
+        log.info("job %s of this run is cancelled: the terminal that would have started it has gone", job_id)
+    live = scheduler.jobs(plan, anyone=True)
     if live:
         jobs = ", ".join(f"{job.id} ({job.state.lower()})" for job in live)
         raise RunDirError(

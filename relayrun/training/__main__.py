@@ -1,14 +1,17 @@
 """`python -m relayrun.training --run-dir R --attempt N`, one process per rank.
 
 Exit codes: 0 done, saved or exit; 3 fatal (another attempt would fail in the same way); 1 anything else.
-Rank 0 leaves `outcome.json`, written last; only with code 1 there is none.
+Rank 0 leaves `outcome.json`, written last; there is none with code 1, and where another rank had the fatal error:
+its failure record says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -27,6 +30,26 @@ from relayrun.training.signals import SignalFlag, dump_stacks_on_request
 log = logging.getLogger(__name__)
 
 FATAL = 3
+
+OF_THE_PROGRAM = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NameError,
+    NotImplementedError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""Errors of the code or its input, which every attempt meets before its first step, where nothing is computed yet.
+
+Not among them: what a node, a device, a file system or another rank can cause (OSError, ImportError, RuntimeError).
+"""
+OF_THE_NODE = re.compile(r"\bdevice|\bcuda\b", re.I)
+"""What torch asserts of the GPUs of a node."""
+TORN = (UnicodeError, json.JSONDecodeError)
+"""Kinds of ValueError that a file system which is away for a while causes, too."""
 
 WORDS = 2000
 """Characters of an error that a failure record keeps."""
@@ -48,6 +71,7 @@ def main(flag: SignalFlag) -> int:
     rank, node = int(os.environ["RANK"]), node_name(os.environ)
     dump_stacks_on_request(run.stacks(attempt.number) / f"rank-{rank:04}.txt")
     base = 0
+    pulse: Pulse | None = None
     try:
         begin = attempt.read_begin()
         if begin is None:
@@ -58,8 +82,9 @@ def main(flag: SignalFlag) -> int:
         timings = Timings(begin)
         pulse = Pulse(attempt.heartbeats, node=node, active=is_first_of_node(), iteration=base, timings=timings)
         pulse.beat()
-        # what these two say to their own authors, at every import, config and save
-        warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
+        # what these two say to their own authors, at every import, config and save; PYTHONWARNINGS may ask for it
+        for kind in (FutureWarning, DeprecationWarning):
+            warnings.filterwarnings("ignore", category=kind, module=r"(torch|megatron)\.")
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
         # from here on imports that take long; nsys must be around the process before torch is there
         from relayrun.config import compose
@@ -74,29 +99,37 @@ def main(flag: SignalFlag) -> int:
 
         debugging.write_surroundings(run, begin, config, rank=rank, node=node, first_of_node=is_first_of_node())
         train(run, begin, config, flag, timings, pulse, process_began=began)
-    except (FatalTrainingError, ConfigError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        record_failure(attempt, rank, node, error)
-        if rank == 0:
-            saved = [commit.iteration for commit in attempt.read_commits()]
-            outcome = Outcome(outcome="fatal", reason=str(error), iteration=max(saved, default=base), time=time.time())
-            outcome.write(attempt.outcome)
-        return FATAL
-    except RelayrunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        record_failure(attempt, rank, node, error)
-        return 1
     except BaseException as error:
-        traceback.print_exc()
-        record_failure(attempt, rank, node, error)
-        return 1
+        if isinstance(error, RelayrunError):
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        fatal = would_come_again(error, before_first_step=pulse is None or pulse.phase == "start")
+        record_failure(attempt, rank, node, error, repeats=fatal)
+        if fatal and rank == 0:
+            reason = str(error) if isinstance(error, RelayrunError) else f"{type(error).__name__}: {error}"
+            saved = [commit.iteration for commit in attempt.read_commits()]
+            outcome = Outcome(outcome="fatal", reason=reason, iteration=max(saved, default=base), time=time.time())
+            outcome.write(attempt.outcome)
+        return FATAL if fatal else 1
     return 0
 
 
-def record_failure(attempt: Attempt, rank: int, node: str, error: BaseException) -> None:
+def would_come_again(error: BaseException, *, before_first_step: bool) -> bool:
+    """Whether every attempt would meet this error, whatever its nodes."""
+    if isinstance(error, (FatalTrainingError, ConfigError)):
+        return True
+    if isinstance(error, RelayrunError) and error.__cause__ is not None:  # a user's hook failed in this way
+        return would_come_again(error.__cause__, before_first_step=before_first_step)
+    node = isinstance(error, TORN) or (isinstance(error, AssertionError) and OF_THE_NODE.search(str(error)))
+    return before_first_step and isinstance(error, OF_THE_PROGRAM) and not node
+
+
+def record_failure(attempt: Attempt, rank: int, node: str, error: BaseException, *, repeats: bool) -> None:
     """Leave this rank's own words on its end. Its first line is the cause only if its time is the first of all:
     the other ranks then fail in their collectives."""
-    failure = Failure(rank=rank, node=node, error=f"{type(error).__name__}: {error}"[:WORDS], time=time.time())
+    words = f"{type(error).__name__}: {error}"[:WORDS]
+    failure = Failure(rank=rank, node=node, error=words, time=time.time(), repeats=repeats)
     try:
         attempt.failures.mkdir(exist_ok=True)
         failure.write(attempt.failures / f"rank-{rank:04}.json")

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from relayrun.config.schema import Training
+from relayrun.data.batches import checked_ids
 from relayrun.data.order.samples import SampleOrder
 from relayrun.training.model.gpt import MicroBatch, Model
 from relayrun.training.parallel import Ranks
@@ -20,6 +21,7 @@ class Evaluation:
     orders: dict[str, SampleOrder]
     training: Training
     ranks: Ranks
+    vocabulary_size: int
 
     @property
     def samples(self) -> int:
@@ -55,7 +57,7 @@ class Evaluation:
     def _batch(self, order: SampleOrder, samples: range) -> MicroBatch:
         """A whole micro-batch: pipeline stages exchange fixed shapes, so a short one is filled up, weight 0."""
         size = self.training.micro_batch_size
-        tokens = [order.sample(k) for k in samples]
+        tokens = [checked_ids(order, k, self.vocabulary_size) for k in samples]
         weights = np.zeros(size, dtype=np.float32)
         weights[: len(tokens)] = 1
         return MicroBatch(tokens=np.stack(tokens + [tokens[-1]] * (size - len(tokens))), weights=weights)

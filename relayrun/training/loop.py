@@ -75,7 +75,13 @@ class Training:
         settings = config.training
         self.run_dir, self.attempt = run, run.attempt(begin.attempt)
         self.order = training_order(config, manifest)
-        self.evaluation = Evaluation(orders=validation_orders(config, manifest), training=settings, ranks=ranks)
+        self.vocabulary_size = manifest.vocabulary_size
+        self.evaluation = Evaluation(
+            orders=validation_orders(config, manifest),
+            training=settings,
+            ranks=ranks,
+            vocabulary_size=manifest.vocabulary_size,
+        )
         timings.expect_evaluation(self.evaluation.samples)
         self.control = Control(run, begin, ranks, flag)
         self.metrics = Metrics(run.attempt(begin.attempt), ranks, total_steps=settings.steps)
@@ -157,6 +163,7 @@ class Training:
             micro_batch_size=self.config.training.micro_batch_size,
             batch_sizes=self.config.training.batch_sizes,
             consumed_samples=self.position.consumed_samples,
+            vocabulary_size=self.vocabulary_size,
         )
 
     def run(self) -> Outcome:

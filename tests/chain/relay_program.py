@@ -15,7 +15,7 @@ from pathlib import Path
 
 from relayrun.files import append_line
 from relayrun.rundir import triggers
-from relayrun.rundir.records import AttemptStart, Commit, Heartbeat, Outcome
+from relayrun.rundir.records import AttemptStart, Commit, Failure, Heartbeat, Outcome, Started
 from relayrun.rundir.run import Run
 
 parser = argparse.ArgumentParser()
@@ -26,6 +26,9 @@ parser.add_argument("--step-seconds", type=float, default=0.1)
 parser.add_argument("--crash-at", type=int, default=-1, help="exit 7 at this iteration, in every attempt")
 parser.add_argument("--die-on", default="", help="SIGKILL oneself after 5 steps on this node, twice")
 parser.add_argument("--fatal-at", type=int, default=-1)
+parser.add_argument("--repeats-on", type=int, default=-1, help="this rank has an error that would come again")
+parser.add_argument("--start-seconds", type=float, default=0.0, help="before the first step; leaves started.json")
+parser.add_argument("--killed", type=int, default=-1, help="SIGKILL this rank; the others say that they noticed")
 parser.add_argument("--save-seconds", type=float, default=0.0)
 parser.add_argument("--stop-at", type=int, default=-1, help="SIGSTOP of --stop-rank at this iteration")
 parser.add_argument("--stop-rank", type=int, default=-1)
@@ -63,6 +66,35 @@ def leave(outcome: str, reason: str) -> None:
             attempt.append_commit(commit)
         Outcome(outcome=outcome, reason=reason, iteration=iteration, time=time.time()).write(attempt.outcome)  # type: ignore[arg-type]
     sys.exit(0)
+
+
+if options.start_seconds:
+    time.sleep(options.start_seconds)
+    now = time.time()
+    if rank == 0:
+        Started(process=now, imported=now, initialised=now, loaded=now).write(attempt.started)
+
+if options.killed >= 0:
+    node, started = os.environ.get("SLURMD_NODENAME", "n"), attempt.path / "killed"
+    if rank == options.killed:
+        started.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not started.exists():
+        time.sleep(0.01)
+    Failure(
+        rank=rank, node=node, error="RuntimeError: Connection closed by peer [10.0.0.2]:26077", time=time.time()
+    ).write(attempt.failures / f"rank-{rank:04}.json")
+    sys.exit(1)
+
+if options.repeats_on >= 0:
+    mine = rank == options.repeats_on
+    error = "KeyError: 'layout'" if mine else "RuntimeError: Connection closed by peer [127.0.0.1]:26077"
+    Failure(rank=rank, node="n", error=error, time=time.time(), repeats=mine).write(
+        attempt.failures / f"rank-{rank:04}.json"
+    )
+    while len(list(attempt.failures.glob("rank-*.json"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.05)
+    sys.exit(1)
 
 
 while True:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from relayrun.chain.log import PREFIX
 from relayrun.rundir.records import AttemptStart
 from tests.chain.test_local_training import ROOT, submit
 from tests.checkpoints import assert_same_bytes
@@ -48,6 +49,8 @@ def test_the_hook_of_the_docs_counts_the_steps_of_a_run_over_three_attempts(tmp_
         begin = AttemptStart.read(run.attempt(number).begin)
         assert begin is not None
         log = Path(begin.log or "").read_text()
+        assert message.rstrip(" (") in run.attempt(number).read_end().reason  # type: ignore[union-attr]
+        log = "".join(line for line in log.splitlines(keepends=True) if not line.startswith(PREFIX))
         assert [line for line in log.splitlines() if message in line]
         assert all(line.startswith("error: ") for line in log.splitlines() if message in line), log
         assert "broken by a test" in (run.attempt(number).failures / "rank-0000.json").read_text()

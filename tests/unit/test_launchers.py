@@ -179,3 +179,19 @@ def test_the_header_asks_for_what_the_yaml_says(launcher: Path) -> None:
 
 def without(options: dict[str, str], names: set[str]) -> dict[str, str]:
     return {name: value for name, value in options.items() if name not in names}
+
+
+def test_a_log_folder_that_cannot_be_written_is_one_clear_error(checkout: Path) -> None:
+    (checkout / "logs").write_text("a file where the folder should be")
+    given = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "demo", "PYTHON": "/bin/false"}
+    done = subprocess.run(
+        ["bash", "-c", f"source '{checkout}/launchers/lib/launch.sh'"],
+        env=given,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"error: {checkout}/logs/slurm/training: the folder of the jobs' logs cannot be written" in done.stderr
+    assert "->" in done.stderr
+    assert done.stdout == ""

@@ -39,6 +39,90 @@ def test_without_evidence_nobody_is_blamed() -> None:
     assert blamed("Traceback ...", [failure(0, "n0"), failure(3, "n1", "other")], ntasks=4) == {}
 
 
+PEER = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:26077"
+TERMINATING = "srun: launch/slurm: _step_signal: Terminating StepId=5.0\n"
+
+
+def test_a_killed_rank_leaves_no_words_and_its_neighbours_are_no_evidence() -> None:
+    log = f"srun: error: n1: task 1: Killed\n{TERMINATING}srun: error: n0: task 0: Exited with exit code 1\n"
+    assert blamed(log, [failure(0, "n0", PEER)], ntasks=2) == {"n1": "Killed"}
+
+
+def test_what_a_neighbour_said_is_no_evidence_although_its_end_was_reported_first() -> None:
+    """As a real srun printed it: rank 0 saw the connection closed and was faster than the news of rank 3's end."""
+    log = (
+        "srun: error: n0: task 0: Exited with exit code 1\n"
+        f"{TERMINATING}"
+        "slurmstepd-n0: error: *** STEP 5.0 ON n0 CANCELLED AT 2026-11-22T13:28:23 ***\n"
+        "srun: error: n1: task 3: Killed\n"
+        "srun: error: n1: task 2: Terminated\n"
+        "srun: error: n0: task 1: Terminated\n"
+        "srun: error: n2: task 5: Terminated\n"
+        "srun: error: n2: task 4: Killed\n"  # by srun, KillWait after SIGTERM
+        "srun: Force Terminated StepId=5.0\n"
+    )
+    assert blamed(log, [failure(0, "n0", PEER)], ntasks=6) == {"n1": "Killed"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        PEER,
+        "ConnectionResetError: [Errno 104] Connection reset by peer",
+        "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:275, remote process exited or there was a "
+        "network error, NCCL version 2.21.5 ncclRemoteError",
+        "RuntimeError: [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)",
+        "DistNetworkError: failed to recv, got 0 bytes",
+        "RuntimeError: Application timeout caused pair closure",
+        "SystemExit: Terminated",
+    ],
+)
+def test_words_that_only_say_that_another_rank_is_gone_name_no_node(words: str) -> None:
+    assert blamed("", [failure(0, "n0", words)], ntasks=2) == {}
+    log = "srun: error: n0: task 0: Exited with exit code 1\nsrun: error: n1: task 1: Segmentation fault\n"
+    assert blamed(log, [failure(0, "n0", words)], ntasks=2) == {"n1": "Segmentation fault"}
+
+
+def test_ranks_that_srun_killed_because_they_did_not_end_are_no_evidence() -> None:
+    log = (
+        f"srun: error: n0: task 0: Exited with exit code 1\n{TERMINATING}"
+        "srun: error: n1: task 1: Killed\nsrun: error: n2: task 2: Killed\n"
+    )
+    assert blamed(log, [failure(0, "n0", PEER)], ntasks=3) == {}
+    log = f"{TERMINATING}srun: error: n0: task 0: Terminated\nsrun: error: n1: task 1: Killed\n"
+    assert blamed(log, [], ntasks=2) == {}
+
+
+def test_the_same_end_of_every_task_blames_nobody() -> None:
+    log = (
+        f"srun: error: n0: tasks 0-1: Exited with exit code 127\n{TERMINATING}"
+        "srun: error: n[1-2]: tasks 2-5: Exited with exit code 127\n"
+    )
+    assert blamed(log, [], ntasks=6) == {}
+    assert blamed("srun: error: n[0-1]: tasks 0-1: Killed\n", [], ntasks=2) == {}
+
+
+def test_one_node_that_cannot_start_its_tasks_is_blamed() -> None:
+    log = (
+        f"srun: error: n1: tasks 2-3: Exited with exit code 127\n{TERMINATING}"
+        "srun: error: n0: tasks 0-1: Terminated\nsrun: error: n2: tasks 4-5: Terminated\n"
+    )
+    assert blamed(log, [], ntasks=6) == {"n1": "Exited with exit code 127"}
+    log = "srun: error: Task launch for StepId=5.0 failed on node n1: Communication connection failure\n"
+    assert blamed(log, [], ntasks=2) == {"n1": "Communication connection failure"}
+
+
+def test_the_same_words_of_several_nodes_blame_nobody() -> None:
+    log = "srun: error: n0: task 0: Exited with exit code 1\nsrun: error: n1: task 1: Exited with exit code 1\n"
+    said = [failure(0, "n0", "ValueError: bad row"), failure(1, "n1", "ValueError: bad row"), failure(2, "n2", PEER)]
+    assert blamed(log, said, ntasks=3) == {}
+
+
+def test_several_lost_nodes_are_all_blamed_and_only_slurm_can_say_so() -> None:
+    log = "print of a rank: node failure on n7\nsrun: error: Node failure on n[08-10]\n"
+    assert blamed(log, [], ntasks=4) == {"n08": "node failure", "n09": "node failure", "n10": "node failure"}
+
+
 def test_two_strikes_within_a_day_exclude_and_strikes_expire(tmp_path: Path) -> None:
     run = Run(tmp_path)
     strike(run, 1, {"n1": "Killed", "n2": "Killed"}, now=1000.0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from relayrun.data.order.samples import SampleOrder
-from relayrun.errors import InputError
+from relayrun.errors import ConfigError
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import DatasetManifest
 
@@ -73,7 +73,7 @@ def test_samples_are_numbered_from_zero(manifest: DatasetManifest) -> None:
 
 def test_a_data_set_below_one_sample_is_refused(manifest: DatasetManifest) -> None:
     assert SampleOrder(manifest, seq_length=400, seed=1).windows_per_epoch == 1
-    with pytest.raises(InputError, match="401 tokens, fewer than one sample: seq_length 401 needs 402"):
+    with pytest.raises(ConfigError, match="401 tokens, fewer than one sample: seq_length 401 needs 402"):
         SampleOrder(manifest, seq_length=401, seed=1)
 
 

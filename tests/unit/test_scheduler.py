@@ -212,3 +212,10 @@ def test_a_job_whose_begin_failed_says_so_in_its_comment() -> None:
     assert (job.begin_failed, job.begin_failed_on) == (True, "n0,n7")
     other = parse_job(LINE + " Comment=relayrun:0a1b2c")
     assert (other.begin_failed, other.begin_failed_on) == (False, "")
+
+
+def test_a_new_job_gets_the_users_python_path_and_not_the_supervisors() -> None:
+    inside = {"PYTHONPATH": "/relayrun", "RELAYRUN_USER_PYTHONPATH": "/my/hooks"}
+    assert clean_environment(inside) == {"PYTHONPATH": "/my/hooks"}
+    assert clean_environment(inside | {"RELAYRUN_USER_PYTHONPATH": ""}) == {}
+    assert clean_environment({"PYTHONPATH": "/my/hooks"}) == {"PYTHONPATH": "/my/hooks"}

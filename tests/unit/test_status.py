@@ -106,7 +106,7 @@ def test_a_running_chain(run: Run) -> None:
     for number, iteration in ((1, 5), (2, 11)):
         append_line(run.attempt(number).failed_saves, {"iteration": iteration, "error": "no space", "time": NOW})
     nodes.strike(run, 1, {"n1": "node failure"}, now=NOW - 700)
-    nodes.strike(run, 1, {"n1": "node failure", "n0": "oom"}, now=NOW - 600)
+    nodes.strike(run, 2, {"n1": "node failure", "n0": "oom"}, now=NOW - 600)
     nodes.strike(run, 1, {"n2": "long ago"}, now=NOW - 90_000)
     triggers.touch(run, "save")
     found = run_status.gather(run, RUNNING, now=NOW)
@@ -145,7 +145,7 @@ def test_a_scheduler_that_does_not_answer_is_a_fact_like_others(run: Run) -> Non
 
 def test_a_run_that_nobody_goes_on_with_has_no_deadline_and_counts_its_open_attempt_as_failed(run: Run) -> None:
     found = run_status.gather(run, Queue(), now=NOW)
-    assert (found.state, found.leave_time, found.failed_attempts) == ("idle", None, 1)
+    assert (found.state, found.leave_time, found.failed_attempts) == ("broken", None, 1)
 
 
 def test_a_stopped_run_says_why(run: Run) -> None:
@@ -254,8 +254,8 @@ def test_all_runs_are_a_line_each_the_newest_first(
     assert cli.main(["status"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[1:]] == [
-        ["tests/newer", "idle"],
-        ["tests/older", "idle"],
+        ["tests/newer", "broken"],
+        ["tests/older", "broken"],
         ["tests/half-made", "damaged"],
     ]
     assert cli.main(["status", "tests/older", "--json"]) == 0

@@ -97,6 +97,7 @@ def shared() -> Iterator[Workspace]:
 
 
 def test_a_run_has_one_owner_at_a_time(shared: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "log_folder", lambda: shared.folder / "logs")
     wanted = compose.load(shared.config("run"))
     with acting_as(OWNER):
         job = submission.submit(wanted).job_id
@@ -124,7 +125,6 @@ def test_a_run_has_one_owner_at_a_time(shared: Workspace, monkeypatch: pytest.Mo
         mine = submission.submit(wanted, take_over=True).job_id
     assert Plan.load(run).owner == MEMBER.uid
     assert [line["owner"] for line in read_lines(run.owners)] == [OWNER.uid, MEMBER.uid]
-    monkeypatch.undo()
     monkeypatch.setenv(JOB_ID_VARIABLE, job)  # one of the first owner's, which waited all the while
     with acting_as(OWNER):
         assert supervisor.begin(Run(run.path)) == supervisor.CHAIN_ENDS

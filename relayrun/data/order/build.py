@@ -21,7 +21,7 @@ VALIDATION_SEED = 0
 
 
 def training_order(config: RunConfig, manifest: Manifest) -> MixtureSampler:
-    """The samples of a run that begins. Raises InputError, ConfigError."""
+    """The samples of a run that begins. Raises ConfigError."""
     data, training = config.data, config.training
     parts = {}
     for name, source in data.sources.items():

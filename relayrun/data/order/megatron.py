@@ -31,14 +31,14 @@ from megatron.core.datasets.utils import Split
 from relayrun.data.order.samples import held_out_windows
 from relayrun.data.order.spec import DatasetSpec
 from relayrun.data.order.windows import Origin, WindowDataset
-from relayrun.errors import InputError
+from relayrun.errors import ConfigError
 from relayrun.shards.indexed import Shard
 
 logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)  # it warns of our own cache
 
 
 class MegatronOrder:
-    """A data set (see `relayrun.data.order.samples.Dataset`). Raises InputError if there is not one whole window."""
+    """A data set (see `relayrun.data.order.samples.Dataset`). Raises ConfigError if there is not one whole window."""
 
     def __init__(self, source: DatasetSpec) -> None:
         self._source = source
@@ -51,7 +51,7 @@ class MegatronOrder:
         tokens = int(ends[len(indices) - 1]) if len(indices) else 0
         self._length = max(0, tokens - 1) // source.seq_length
         if not self._length:
-            raise InputError(
+            raise ConfigError(
                 f"the data set {source.name!r} has {tokens} tokens to train on, fewer than one sample",
                 hint="give more data or a smaller seq_length",
             )

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from relayrun.data.order.permutation import Permutation, permutation_key
 from relayrun.data.order.windows import Origin, WindowDataset
-from relayrun.errors import InputError
+from relayrun.errors import ConfigError
 from relayrun.shards.manifest import DatasetManifest
 
 
@@ -40,7 +40,7 @@ class SampleOrder:
 
     `name` separates the shuffles of data sets that share a seed. `shuffle=False` reads every epoch in
     the order of the stream. `split` is the share of windows, at the end of the stream, that is held out; the
-    order is over the rest, or with `held_out` over that share. Raises InputError if there is not one whole window.
+    order is over the rest, or with `held_out` over that share. Raises ConfigError if there is not one whole window.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class SampleOrder:
         self.windows_per_epoch = len(self.windows) - training if held_out else training
         if not self.windows_per_epoch:
             share = f", of which data.split {split} is held out" if split else ""
-            raise InputError(
+            raise ConfigError(
                 f"the data set {name!r} has {manifest.tokens} tokens{share}, fewer than one sample: "
                 f"seq_length {seq_length} needs {seq_length + 1}",
                 hint="give more data or a smaller seq_length",

@@ -61,6 +61,7 @@ from relayrun.rundir.run import Run
 from relayrun.training.checkpoint import publish, random_state
 from relayrun.training.checkpoint.background import BackgroundSave
 from relayrun.training.checkpoint.host_copy import HostCopy, Reserved
+from relayrun.training.checkpoint.load_errors import why_not_loadable
 from relayrun.training.checkpoint.writer import ThreadedWriter, check_complete, sizes
 from relayrun.training.hook_list import Hooks
 from relayrun.training.model.gpt import Model
@@ -194,8 +195,20 @@ class Checkpointer:
 
         `foreign`: it is not of this run; what settings leave out of it begins anew. Generators are left as they
         are seeded if the layout of the ranks has changed. Raises FatalTrainingError if the model, the data or
-        the kind of optimizer are not those of the checkpoint.
+        the kind of optimizer are not those of the checkpoint, or if what it should hold is not in it.
         """
+        try:
+            return self._load(path, sizes, foreign=foreign)
+        except BaseException as error:  # torch's own is no Exception
+            if (words := why_not_loadable(error)) is None:
+                raise
+            raise FatalTrainingError(
+                f"this checkpoint cannot be loaded: {words}",
+                where=path,
+                hint="write the iteration of an older one into latest_checkpointed_iteration.txt, submit with --resume",
+            ) from error
+
+    def _load(self, path: Path, sizes: BatchSizes, *, foreign: bool) -> Progress:
         common = dist_checkpointing.load_common_state_dict(str(path))
         anew = foreign and self._settings.finetune
         with_optimizer = not (anew or (foreign and self._settings.no_load_optim))

@@ -47,6 +47,11 @@ class Pulse:
         """When it was last written, by the monotonic clock."""
         self._failing = False
 
+    @property
+    def phase(self) -> Phase:
+        """What the main thread does now; `start` until the first step."""
+        return self._phase
+
     def enter(self, phase: Phase, iteration: int) -> None:
         """The main thread now does `phase`, with `iteration` iterations behind it."""
         if phase != self._phase:

@@ -1,0 +1,177 @@
+"""What a scheduler remembers of a chain's jobs, for people who look on: how the last one ended, why others wait.
+
+Slurm's accounting (`sacct`) is asked where there is one, else the controller, which forgets a job after some minutes.
+Each command has a few seconds: who looks on does not wait, and an answer that does not come is None.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
+from relayrun.scheduler.base import LIVE_STATES, clean_environment
+from relayrun.scheduler.local_queue import LocalQueue
+
+SECONDS = 10.0
+"""For one command."""
+
+SILENT: set[str] = set()
+"""Commands that did not answer in that time: this process does not wait for them again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEnd:
+    """How a job ended, as its scheduler has it on record."""
+
+    id: str
+    state: str
+    """Slurm's: FAILED, TIMEOUT, NODE_FAIL, OUT_OF_MEMORY, `CANCELLED by 1000`, ..."""
+    exit_code: str = ""
+    """How the batch script ended: `1`, or `signal 9`; empty where that is 0 or not known."""
+    nodes: str = ""
+    reason: str = ""
+    end_time: float | None = None
+    """Seconds since 1970."""
+    source: str
+    """Who said so: sacct, scontrol or the local queue."""
+
+
+def last_job(plan: Plan, run: Run, *, since: float) -> JobEnd | None:
+    """The newest job of the chain that ran and has ended, or else one that never ran; None where none is remembered.
+
+    `since`: seconds since 1970, before which no job of interest was queued.
+    """
+    if plan.scheduler == "local":
+        return _local(run)
+    return _accounted(plan, since) or _remembered(plan)
+
+
+def pending_reasons(plan: Plan) -> dict[str, str]:
+    """Why each queued job of the chain waits, in Slurm's words, by job id; empty where nothing is known."""
+    if plan.scheduler == "local":
+        return {}
+    text = _ask(["squeue", "--noheader", "--states=PENDING", f"--name={plan.job_name}", "--format=%i|%r"])
+    rows = [line.partition("|") for line in (text or "").splitlines()]
+    return {job_id: reason for job_id, _, reason in rows if reason not in ("", "None")}
+
+
+def abandoned(plan: Plan, run: Run) -> list[str]:
+    """Ids of jobs in the run's local queue that nobody will start: the terminal that ran the queue has gone."""
+    queue = LocalQueue(run.path / "local")
+    if plan.scheduler != "local" or queue.is_being_run():
+        return []
+    old = time.time() - SECONDS  # whoever has just submitted is about to run it
+    waiting = [job for job in queue.every_job() if job.state == "PENDING" and not job.auxiliary]
+    return [job.id for job in waiting if queue.path(job.id).stat().st_mtime < old]
+
+
+def _local(run: Run) -> JobEnd | None:
+    jobs = [job for job in LocalQueue(run.path / "local").every_job() if not job.auxiliary and job.end_time]
+    ended = [job for job in jobs if job.state not in LIVE_STATES]
+    ran = [job for job in ended if job.start_time is not None] or ended
+    if not ran:
+        return None
+    job, code = ran[-1], ran[-1].exit_code or 0
+    words = str(code) if code > 0 else f"signal {-code}" if code else ""
+    return JobEnd(id=job.id, state=job.state, exit_code=words, end_time=job.end_time, source="the local queue")
+
+
+def _accounted(plan: Plan, since: float) -> JobEnd | None:
+    text = _ask(
+        [
+            "sacct",
+            "--allocations",
+            "--allusers",
+            "--parsable2",
+            "--noheader",
+            f"--name={plan.job_name}",
+            f"--starttime={time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(since))}",
+            "--format=JobID,State,ExitCode,NodeList,Reason,Start,End",
+        ]
+    )
+    rows = [row for line in (text or "").splitlines() if len(row := line.split("|")) == 7]
+    ended = [row for row in rows if row[1] not in LIVE_STATES]
+    if not ended:
+        return None
+    row = _newest([row for row in ended if _time(row[5]) is not None] or ended)
+    return JobEnd(
+        id=row[0],
+        state=row[1],
+        exit_code=_exit_code(row[2]),
+        nodes=_known(row[3]),
+        reason=_known(row[4]),
+        end_time=_time(row[6]),
+        source="sacct",
+    )
+
+
+def _remembered(plan: Plan) -> JobEnd | None:
+    text = _ask(["squeue", "--noheader", "--states=all", f"--name={plan.job_name}", "--format=%i|%T|%N"])
+    rows = [row for line in (text or "").splitlines() if len(row := line.split("|")) == 3]
+    ended = [row for row in rows if row[1] not in LIVE_STATES]
+    if not ended:
+        return None
+    row = _newest([row for row in ended if row[2]] or ended)
+    shown = _ask(["scontrol", "show", "job", "--oneliner", row[0]]) or ""
+    fields = dict(re.findall(r"(?:^|\s)([A-Za-z]+)=(\S*)", shown))
+    return JobEnd(
+        id=row[0],
+        state=row[1],
+        exit_code=_exit_code(fields.get("ExitCode", "")),
+        nodes=row[2],
+        reason=_known(fields.get("Reason", "")),
+        end_time=_time(fields.get("EndTime", "")),
+        source="scontrol",
+    )
+
+
+def _newest(rows: Sequence[list[str]]) -> list[str]:
+    return max(rows, key=lambda row: int(re.sub(r"\D.*", "", row[0]) or 0))
+
+
+def _exit_code(text: str) -> str:
+    """Slurm's `code:signal`."""
+    code, _, number = text.partition(":")
+    if number not in ("", "0"):
+        return f"signal {number}"
+    return "" if code == "0" else code
+
+
+def _known(text: str) -> str:
+    return "" if text in ("None", "None assigned", "(null)") else text
+
+
+def _time(text: str) -> float | None:
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None
+
+
+def _ask(command: Sequence[str]) -> str | None:
+    """What a command printed; None where it is missing, fails or takes too long."""
+    if command[0] in SILENT:
+        return None
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=clean_environment(os.environ),
+            timeout=SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        SILENT.add(command[0])
+        return None
+    except OSError:
+        return None
+    return done.stdout if done.returncode == 0 else None

@@ -1,0 +1,76 @@
+"""Errors that every attempt would repeat, and those that a node may cause, through the real job script."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from relayrun.chain.nodes import read_strikes
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.records import End
+from relayrun.rundir.run import Run
+from relayrun.scheduler.local import LocalScheduler
+
+from .conftest import MakeRun
+
+pytestmark = pytest.mark.slow  # they wait for real processes
+
+
+def run_chain(run: Run, plan: Plan) -> list[int]:
+    """Run the chain without waiting for its back-off; return the delays in seconds of the jobs that waited behind."""
+    scheduler = LocalScheduler(run)
+    scheduler.submit(plan, run.job_script, options={})
+    waits: list[int] = []
+
+    def skip_backoff() -> None:
+        for path in (run.path / "local").glob("job-*.json"):
+            job = json.loads(path.read_text())
+            wait = job["eligible_time"] - path.stat().st_mtime
+            if job["state"] == "PENDING" and wait > 1:
+                waits.append(round(wait))
+                path.write_text(json.dumps(job | {"eligible_time": 0}))
+
+    scheduler.run_queue(lambda _event: None, skip_backoff)
+    return waits
+
+
+def ends(run: Run) -> list[End]:
+    return [end for number in run.attempt_numbers() if (end := run.attempt(number).read_end())]
+
+
+@pytest.mark.parametrize("python", ["/no/such/python", "/etc/passwd"])
+def test_a_python_that_is_not_there_stops_the_chain_at_once(make_run: MakeRun, python: str) -> None:
+    run, plan = make_run(program=[python, "-m", "relayrun.training"])
+    run_chain(run, plan)
+    assert [end.cause for end in ends(run)] == ["fatal"]
+    stop = run.stop.read_text().splitlines()[0]
+    assert stop.startswith("fatal: ")
+    assert python in stop
+    assert read_strikes(run) == []
+
+
+def test_an_error_of_another_rank_than_the_first_that_would_come_again_stops_the_chain(make_run: MakeRun) -> None:
+    run, plan = make_run("--repeats-on=1")
+    run_chain(run, plan)
+    assert [(end.cause, "KeyError: 'layout'" in end.reason) for end in ends(run)] == [("fatal", True)]
+    assert read_strikes(run) == []
+
+
+@pytest.mark.parametrize("command", ["command not found", "fails"])
+def test_a_module_that_cannot_be_loaded_is_tried_again_later_and_blames_nobody(
+    make_run: MakeRun, tmp_path: Path, command: str
+) -> None:
+    run, plan = make_run(modules=["cuda/12"])
+    if command == "fails":
+        script = run.job_script.read_text()
+        run.job_script.write_text(script.replace("set -euo pipefail\n", "set -euo pipefail\nmodule() { return 3; }\n"))
+    delays = run_chain(run, plan)
+    assert delays == [30, 60]
+    code = 3 if command == "fails" else 127
+    assert [(end.cause, end.exit_code) for end in ends(run)] == [("failed", code)] * 3
+    assert all(f"module load cuda/12 failed (exit code {code})" in end.reason for end in ends(run))
+    assert read_strikes(run) == []
+    assert "module load cuda/12 failed" in run.stop.read_text().splitlines()[0]
+    assert not run.attempt(1).metrics.exists()

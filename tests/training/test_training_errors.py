@@ -1,0 +1,98 @@
+"""Errors of the data and the checkpoint: fatal, in one sentence, since another attempt would meet them again."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from relayrun.shards.indexed import ShardWriter
+from relayrun.shards.manifest import Manifest
+
+from .conftest import RANKS, VOCABULARY, Attempt, Harness
+
+pytestmark = pytest.mark.slow
+
+MakeHarness = Callable[..., Harness]
+
+
+def assert_fatal(attempt: Attempt, *words: str) -> None:
+    codes = attempt.wait()
+    assert 3 in codes, attempt.output()
+    assert set(codes) <= {1, 3}, attempt.output()
+    said = [failure.error for failure in attempt.failures() if failure.repeats]
+    assert said, attempt.output()
+    assert all(word in said[0] for word in words), said
+    assert attempt.outcome is None or attempt.outcome.outcome == "fatal"
+
+
+def shard(folder: Path, ids: np.ndarray, lengths: list[int]) -> str:  # type: ignore[type-arg]
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = ShardWriter(str(folder / "shard"), np.uint16)
+    writer.add(ids, np.array(lengths))
+    writer.finish()
+    return str(folder / "shard")
+
+
+def with_data(made: Harness, prefix: str, *, held_out: str | None = None) -> Harness:
+    Manifest.build(
+        {"train": [prefix]},
+        {"held-out": [held_out]} if held_out else {},
+        vocabulary_size=VOCABULARY,
+        eod=0,
+        tokenizer="none",
+    ).write(made.run.manifest)
+    return made
+
+
+def test_too_few_tokens_for_one_window(harness: MakeHarness, tmp_path: Path) -> None:
+    made = with_data(harness(), shard(tmp_path, np.ones(50, dtype=np.int64), [50]))
+    assert_fatal(made.start(), "50 tokens", "seq_length 64")
+
+
+def test_ids_beyond_the_vocabulary(harness: MakeHarness, tmp_path: Path) -> None:
+    """Those that the padding of the embedding would take too."""
+    ids = np.ones(64 * 100, dtype=np.int64)
+    ids[64 * 50] = VOCABULARY + 1
+    made = with_data(harness(), shard(tmp_path, ids, [len(ids)]))
+    assert_fatal(made.start(), f"token id {VOCABULARY + 1}", f"vocabulary of {VOCABULARY}", "verify_dataset")
+
+
+def test_ids_beyond_the_vocabulary_in_a_validation_set(harness: MakeHarness, tmp_path: Path) -> None:
+    good = shard(tmp_path / "good", np.ones(64 * 100, dtype=np.int64), [6400])
+    bad = shard(tmp_path / "bad", np.full(64 * 10, VOCABULARY, dtype=np.int64), [640])
+    made = with_data(harness(training={"steps": 4}), good, held_out=bad)
+    assert_fatal(made.start(), f"token id {VOCABULARY}", "held-out")
+
+
+@pytest.mark.parametrize("key", ["layout", "progress", "a tensor"])
+def test_a_checkpoint_with_a_missing_key(harness: MakeHarness, key: str) -> None:
+    made = harness(training={"steps": 4}, checkpoint={"interval": 2})
+    made.train()
+    folder = made.run.checkpoint(4)
+    if key == "a tensor":
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        victim = next(name for name in metadata.state_dict_metadata if "exp_avg" in name)
+        del metadata.state_dict_metadata[victim]
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    else:
+        common = torch.load(folder / "common.pt", weights_only=False)
+        del common[key]
+        torch.save(common, folder / "common.pt")
+    made.config["training"]["steps"] = 6
+    attempt = made.start(made.begin(base_iteration=4, base_path=str(folder)))
+    assert_fatal(attempt, "this checkpoint cannot be loaded", key if key != "a tensor" else "exp_avg", str(folder))
+    assert attempt.wait() == [3] * RANKS
+
+
+def test_what_libraries_say_to_their_own_authors_does_not_hide_what_a_rank_says(
+    harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where somebody's environment asks for every warning, an import alone makes twenty lines of them."""
+    monkeypatch.setenv("PYTHONWARNINGS", "default")
+    attempt = harness(training={"steps": 3}, checkpoint={"interval": 2}).train(imported=False)
+    assert "Warning" not in attempt.output(), attempt.output()

@@ -1,0 +1,104 @@
+"""What the logs and the ranks' own words say of an attempt's end."""
+
+from __future__ import annotations
+
+from relayrun.chain import evidence
+from relayrun.chain.evidence import excerpt, failure_words, fatal_reason
+from relayrun.rundir.records import Failure
+
+PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:26077"
+TRACEBACK = """Traceback (most recent call last):
+  File "loop.py", line 9, in train
+    boom()
+KeyError: 'layout'
+"""
+
+
+def failure(rank: int, error: str, *, time: float = 1.0, repeats: bool = False) -> Failure:
+    return Failure(rank=rank, node=f"n{rank}", error=error, time=time, repeats=repeats)
+
+
+def test_sixty_lines_of_srun_do_not_push_the_traceback_out() -> None:
+    log = "/venv/x.py:3: UserWarning: no apex\n  warnings.warn(\n" + TRACEBACK
+    log += "".join(f"srun: error: n{node}: task {node}: Exited with exit code 1\n" for node in range(60))
+    shown = excerpt(log).splitlines()
+    assert shown[:4] == TRACEBACK.splitlines()
+    assert len(shown) <= evidence.EXCERPT_LINES
+    assert shown[4] == "srun: error: n0: task 0: Exited with exit code 1"
+
+
+def test_a_long_traceback_keeps_its_first_and_its_last_line() -> None:
+    frames = "".join(f'  File "loop.py", line {line}, in train\n    step()\n' for line in range(100))
+    log = f"Traceback (most recent call last):\n{frames}RecursionError: too deep\n" + "later\n" * 50
+    shown = excerpt(log).splitlines()
+    assert shown[0] == "Traceback (most recent call last):"
+    assert "RecursionError: too deep" in shown
+    assert len(shown) <= evidence.EXCERPT_LINES
+
+
+def test_of_chained_tracebacks_the_last_error_is_kept() -> None:
+    frames = "".join(f'  File "loop.py", line {line}, in train\n    step()\n' for line in range(20))
+    log = (
+        f"Traceback (most recent call last):\n{frames}OSError: disk\n\nDuring handling of the above exception, another "
+        f"exception occurred:\n\nTraceback (most recent call last):\n{frames}ValueError: the cause\n"
+    )
+    assert "ValueError: the cause" in excerpt(log).splitlines()
+
+
+def test_an_error_without_a_traceback_is_found_before_what_srun_says_of_it() -> None:
+    lines = [f"srun: error: n{node}: task {node}: Exited with exit code 127" for node in range(60)]
+    log = "\n".join(["hello", "/bin/bash: line 1: /no/python: No such file or directory", *lines])
+    assert excerpt(log).splitlines()[0] == "/bin/bash: line 1: /no/python: No such file or directory"
+    assert excerpt("a\nerror: the disk is full\nb\n").splitlines()[0] == "error: the disk is full"
+
+
+def test_a_log_without_any_error_shows_its_last_lines() -> None:
+    assert excerpt("".join(f"line {n}\n" for n in range(100))).splitlines()[-1] == "line 99"
+    assert len(excerpt("".join(f"line {n}\n" for n in range(100))).splitlines()) == evidence.EXCERPT_LINES
+
+
+def test_the_words_of_the_rank_that_failed_first_are_the_reason() -> None:
+    log = "srun: error: n1: task 1: Exited with exit code 1\n"
+    said = [failure(0, PEER, time=1.0), failure(1, "RuntimeError: ECC", time=2.0)]
+    assert failure_words(log, said) == "rank 1 on n1: RuntimeError: ECC"
+    assert failure_words("srun: error: n1: task 1: Killed\n", said[:1]) == "task 1 on n1: Killed"
+    assert failure_words("", said[:1]) == ""
+
+
+def fatal(log: str, failures: list[Failure], **changes: object) -> str | None:
+    facts: dict[str, object] = {"exit_code": 1, "ntasks": 2, "began": False, "worked_before": False, "program": "py"}
+    return fatal_reason(log, failures, **(facts | changes))  # type: ignore[arg-type]
+
+
+def test_an_error_that_would_come_again_is_fatal_whichever_rank_had_it() -> None:
+    said = [failure(0, PEER), failure(1, "KeyError: 'layout'", time=2.0, repeats=True)]
+    assert fatal("", said) == "rank 1 on n1: KeyError: 'layout'"
+    assert fatal("", [failure(0, "RuntimeError: CUDA"), failure(1, "KeyError: 'x'", time=2.0, repeats=True)]) is None
+    assert fatal("", said[:1]) is None
+
+
+def test_a_program_that_no_rank_could_start_is_fatal() -> None:
+    log = "srun: error: n0: task 0: Exited with exit code 127\nsrun: error: n1: task 1: Exited with exit code 127\n"
+    reason = fatal(log, [], exit_code=127)
+    assert reason is not None
+    assert "py" in reason
+    assert "exit code 127" in reason
+    assert "cluster.python" in reason
+    assert fatal("", [], exit_code=126) is not None  # the local scheduler
+
+
+def test_a_program_that_one_node_could_not_start_may_be_the_nodes_fault() -> None:
+    log = "srun: error: n1: task 1: Exited with exit code 127\nsrun: error: n0: task 0: Terminated\n"
+    assert fatal(log, [], exit_code=143) is None
+    assert fatal(log, [], exit_code=127) is None
+    both = "srun: error: n[0-1]: tasks 0-1: Exited with exit code 127\n"
+    assert fatal(both, [], exit_code=127, worked_before=True) is None  # it was there: a file system may be away
+    assert fatal(both, [], exit_code=127, began=True) is None
+
+
+def test_a_module_that_every_rank_lacks_is_fatal_unless_it_was_there_before() -> None:
+    said = [failure(rank, "ModuleNotFoundError: No module named 'torch'") for rank in range(2)]
+    assert fatal("", said) == "every rank: ModuleNotFoundError: No module named 'torch'"
+    assert fatal("", said, worked_before=True) is None
+    assert fatal("", said[:1]) is None
+    assert fatal("", [failure(rank, "FileNotFoundError: data.bin") for rank in range(2)]) is None

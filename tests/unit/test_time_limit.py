@@ -1,0 +1,94 @@
+"""A time limit that start and save eat up: refused where it is known, said where it is measured."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayrun.config import compose
+from relayrun.errors import ConfigError
+from relayrun.rundir import start_time
+from relayrun.rundir.records import AttemptStart, Commit, Started
+from relayrun.rundir.run import Run
+from relayrun.submit import submission
+from tests.workspace import Workspace
+
+
+def attempt(run: Run, number: int, *, start: float | None, limit: float = 300.0, save: float = 0.0) -> None:
+    """An attempt whose start took so many seconds, and its save."""
+    folder = run.attempt(number)
+    folder.path.mkdir(parents=True)
+    values: dict[str, Any] = {"job_id": "1", "job_name": "j", "nodes": "n", "config_revision": 1, "base_path": None}
+    AttemptStart(
+        attempt=number, base_iteration=0, start_time=1000.0, job_end_time=1000.0 + limit, lead=30.0, **values
+    ).write(folder.begin)
+    if start is not None:
+        Started(process=1001.0, imported=1002.0, initialised=1003.0, loaded=1000.0 + start).write(folder.started)
+    if save:
+        path = run.checkpoint(number)
+        path.mkdir(parents=True)
+        folder.append_commit(Commit(iteration=number, path=str(path), consumed_samples=1, time=0.0, seconds=save))
+
+
+def words(run: Run, number: int, *, now: float = 1100.0) -> str:
+    return start_time.shortage(run.attempt(number), now=now)
+
+
+def test_a_start_that_leaves_little_of_the_limit_is_told(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    attempt(run, 1, start=200.0)
+    assert words(run, 1) == (
+        "of the time limit of 300 s the start took 200 s, and leaving is given 30 s: 70 s are left to train in; "
+        "raise job.time"
+    )
+    attempt(run, 2, start=290.0)
+    assert "nothing is left to train in" in words(run, 2)
+    attempt(run, 3, start=50.0)
+    assert words(run, 3) == ""
+
+
+def test_a_limit_that_is_over_before_the_start_is_told(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    attempt(run, 1, start=None)
+    assert words(run, 1, now=1100.0) == ""  # it failed early
+    assert words(run, 1, now=1300.0) == "the time limit of 300 s was over before the start was; raise job.time"
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+    monkeypatch.setattr(submission, "ROOT", tmp_path / "root")
+    return Workspace.make(tmp_path)
+
+
+def submit(workspace: Workspace, **sections: Any) -> None:
+    submission.submit(compose.load(workspace.config("run", **sections)), resume=True)
+
+
+@pytest.mark.parametrize("setting", ["lead", "signal_lead"])
+def test_a_lead_that_is_not_below_the_limit_is_refused(workspace: Workspace, setting: str) -> None:
+    with pytest.raises(ConfigError, match=rf"chain.{setting} 300 .*job.time .300 s."):
+        submit(workspace, chain={setting: 300})
+    assert not (workspace.run("run").path / "local").exists()
+    submit(workspace, chain={setting: 299})
+
+
+def test_a_limit_below_what_start_and_save_took_at_best_is_refused(workspace: Workspace) -> None:
+    run = workspace.run("run")
+    attempt(run, 1, start=400.0)
+    attempt(run, 2, start=280.0, save=40.0)
+    with pytest.raises(ConfigError, match=r"start took 280 s at best .* 40 s .*job.time .300 s.") as error:
+        submit(workspace)
+    assert "job.time" in (error.value.hint or "")
+    assert not (run.path / "plan.json").exists()
+    assert run.revisions() == []
+    submit(workspace, job={"time": "6"})
+
+
+def test_a_run_without_measurements_is_not_judged(workspace: Workspace) -> None:
+    attempt(workspace.run("run"), 1, start=None)
+    started = time.monotonic()
+    submit(workspace)
+    assert time.monotonic() - started < 60
