@@ -92,21 +92,20 @@ def _accounted(plan: Plan, since: float) -> JobEnd | None:
             "--noheader",
             f"--name={plan.job_name}",
             f"--starttime={time.strftime('%Y-%m-%dT%H:%M:%S', time.localtime(since))}",
-            "--format=JobID,State,ExitCode,NodeList,Reason,Start,End",
+            "--format=JobID,State,ExitCode,NodeList,Start,End",  # its Reason is why the job waited, not why it ended
         ]
     )
-    rows = [row for line in (text or "").splitlines() if len(row := line.split("|")) == 7]
+    rows = [row for line in (text or "").splitlines() if len(row := line.split("|")) == 6]
     ended = [row for row in rows if row[1] not in LIVE_STATES]
     if not ended:
         return None
-    row = _newest([row for row in ended if _time(row[5]) is not None] or ended)
+    row = _newest([row for row in ended if _time(row[4]) is not None] or ended)
     return JobEnd(
         id=row[0],
         state=row[1],
         exit_code=_exit_code(row[2]),
         nodes=_known(row[3]),
-        reason=_known(row[4]),
-        end_time=_time(row[6]),
+        end_time=_time(row[5]),
         source="sacct",
     )
 

@@ -125,7 +125,7 @@ def would_come_again(error: BaseException, *, before_first_step: bool) -> bool:
     return before_first_step and isinstance(error, OF_THE_PROGRAM) and not node
 
 
-def record_failure(attempt: Attempt, rank: int, node: str, error: BaseException, *, repeats: bool) -> None:
+def record_failure(attempt: Attempt, rank: int, node: str, error: BaseException, *, repeats: bool = False) -> None:
     """Leave this rank's own words on its end. Its first line is the cause only if its time is the first of all:
     the other ranks then fail in their collectives."""
     words = f"{type(error).__name__}: {error}"[:WORDS]

@@ -19,17 +19,17 @@ pytestmark = pytest.mark.slow  # they wait for real processes
 
 
 def run_chain(run: Run, plan: Plan) -> list[int]:
-    """Run the chain without waiting for its back-off; return the delays in seconds of the jobs that waited behind."""
+    """Run the chain without waiting for its back-off; return the delays in seconds that jobs were given."""
     scheduler = LocalScheduler(run)
     scheduler.submit(plan, run.job_script, options={})
     waits: list[int] = []
 
     def skip_backoff() -> None:
-        for path in (run.path / "local").glob("job-*.json"):
+        for path in sorted((run.path / "local").glob("job-*.json")):
             job = json.loads(path.read_text())
-            wait = job["eligible_time"] - path.stat().st_mtime
+            wait = round(job["eligible_time"] - path.stat().st_mtime)  # from when it was said
             if job["state"] == "PENDING" and wait > 1:
-                waits.append(round(wait))
+                waits.append(wait)
                 path.write_text(json.dumps(job | {"eligible_time": 0}))
 
     scheduler.run_queue(lambda _event: None, skip_backoff)

@@ -37,10 +37,8 @@ def test_the_rendered_job_is_the_golden_file(name: str, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     # the job's name holds a hash of the run directory's path, which differs from checkout to checkout
     text = result.stdout.replace(sys.executable, "/PYTHON").replace(str(ROOT), "/ROOT")
-    lines = [
-        line[: line.rindex("-")] + "-HASH" if line.startswith("#SBATCH --job-name=") else line
-        for line in text.splitlines()
-    ]
+    named = ("#SBATCH --job-name=", "export RELAYRUN_JOB_NAME=")
+    lines = [line[: line.rindex("-")] + "-HASH" if line.startswith(named) else line for line in text.splitlines()]
     text = "\n".join(lines) + "\n"
     if os.environ.get("UPDATE_GOLDEN"):
         (HERE / name).write_text(text)

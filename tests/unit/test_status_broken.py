@@ -166,8 +166,8 @@ def commands(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> N
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/bin")
 
 
-SACCT = """echo '41|FAILED|1:0|n1|None|2026-11-22T10:00:00|2026-11-22T10:00:01'
-echo '42|CANCELLED by 0|0:0|None assigned|None|Unknown|2026-11-22T10:00:02'"""
+SACCT = """echo '41|FAILED|1:0|n1|2026-11-22T10:00:00|2026-11-22T10:00:01'
+echo '42|CANCELLED by 0|0:0|None assigned|Unknown|2026-11-22T10:00:02'"""
 SQUEUE = "case \"$*\" in *--states=all*) echo '41|FAILED|n1'; echo '42|CANCELLED|';; esac"
 SCONTROL = "echo 'JobId=41 JobState=FAILED Reason=NonZeroExitCode ExitCode=1:0 EndTime=2026-11-22T10:00:01 NodeList=n1'"
 
