@@ -17,7 +17,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from relayrun.config.schema import Training
 from relayrun.gpucheck import runs
 from relayrun.gpucheck.setup import CheckFailed, Figures, Setup
 from relayrun.rundir.run import Run
@@ -63,7 +62,7 @@ def plans(setup: Setup, mode: str) -> list[tuple[str, dict[str, dict[str, Any]]]
         "micro_batch_size": sizes.resumed_batch,
         "global_batch_size": 2 * sizes.resumed_batch * setup.ranks,
         "seq_length": sizes.resumed_seq_length,
-        **({"deterministic": True} if MODES[mode] and "deterministic" in Training.model_fields else {}),
+        "deterministic": MODES[mode],
     }
     return [
         (
