@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from relayrun.config.rampup import BatchSizes
 from relayrun.config.section import Fraction, NonNegative, Positive, Section
+from relayrun.errors import ConfigError
 
 
 class Model(Section):
@@ -80,8 +81,12 @@ class Training(Section):
     """Global batches per validation set and evaluation."""
     threads: NonNegative = 0
     """CPU threads of a rank (torch.set_num_threads); 0 leaves torch's own choice."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Type of weights and activations. With bf16 the optimizer keeps fp32 weights; gradients are summed in fp32."""
+    precision: Literal["fp32", "bf16"] | None = None
+    """Type of weights and activations. With bf16 the optimizer keeps fp32 weights; gradients are summed in fp32.
+    None: fp32, on CPUs only; on GPUs, where bf16 is many times faster, it must be said."""
+    deterministic: bool = False
+    """On GPUs: kernels and reductions that give the same bits at every run, so that a resume on the same layout, with
+    the same versions, is exact; slower. On CPUs a resume is exact without. See docs/exactness.md."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers of TransformerEngine, or local ones: attention on torch's SDPA (flash on GPUs) and torch's fused norms.
     auto: TransformerEngine on a GPU where it is installed, except with data.reset_attention_mask."""
@@ -118,6 +123,20 @@ class Training(Section):
     @property
     def batch_sizes(self) -> BatchSizes:
         return BatchSizes(self.global_batch_size, self.rampup_batch_size)
+
+    @property
+    def resolved_precision(self) -> Literal["fp32", "bf16"]:
+        """What `precision` comes to; whoever computes or reports with it reads this."""
+        return self.precision or "fp32"
+
+    def require_precision(self) -> None:
+        """Raise ConfigError if a run on GPUs leaves out its precision."""
+        if self.precision is None:
+            raise ConfigError(
+                "this run has GPUs, and its precision is not set",
+                where="training.precision",
+                hint="set bf16; or fp32, if that is meant: it is many times slower on a GPU",
+            )
 
     @model_validator(mode="after")
     def _recompute(self) -> Self:

@@ -115,7 +115,7 @@ def _training(source: CheckpointSource) -> list[str]:
     rows = [
         ("tokens", f"{consumed_samples(source) * config.training.seq_length:,}"),
         ("global batch size", f"{config.training.global_batch_size:,} samples"),
-        ("precision", config.training.precision),
+        ("precision", config.training.resolved_precision),
         (
             "optimizer",
             f"Adam, learning rate {config.optimizer.lr:g} ({config.optimizer.lr_decay_style}), "

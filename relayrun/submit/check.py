@@ -6,6 +6,7 @@ import importlib.util
 import os
 from pathlib import Path
 
+from relayrun.config import determinism
 from relayrun.config.schema import RunConfig
 from relayrun.errors import ConfigError
 
@@ -26,6 +27,11 @@ def check(config: RunConfig) -> None:
                 where=run_dir,
                 hint="set run_dir to another file system",
             )
+    if config.job.gpus_per_node:
+        config.training.require_precision()
+    if config.training.deterministic:
+        cluster = config.cluster
+        determinism.check_environment(cluster.environment, where=f"cluster.environment of {cluster.name!r}")
     _check_evaluation(config)
 
 

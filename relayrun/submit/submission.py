@@ -18,7 +18,7 @@ from pathlib import Path
 
 from relayrun import ROOT
 from relayrun.chain import decide, render
-from relayrun.config import compose
+from relayrun.config import compose, determinism
 from relayrun.config.schema import RunConfig
 from relayrun.data.evolution import evolve, weights_of
 from relayrun.errors import RunDirError
@@ -161,7 +161,7 @@ def make_plan(config: RunConfig, run: Run, root: Path, *, revision: int, base: D
         srun_options=cluster.srun_options,
         command_prefix=cluster.command_prefix,
         program=[cluster.python or sys.executable, "-m", "relayrun.training", f"--run-dir={run.path}"],
-        environment=cluster.environment,
+        environment=determinism.variables(config) | cluster.environment,
         modules=cluster.modules,
         host_python=sys.executable if cluster.scheduler == "local" else cluster.host_python,
         package_root=str(root),

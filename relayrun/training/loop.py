@@ -24,7 +24,7 @@ from relayrun.rundir.records import AttemptStart, Outcome, OutcomeName, Started
 from relayrun.rundir.rewinds import Rewind
 from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
-from relayrun.training import parallel
+from relayrun.training import determinism, parallel
 from relayrun.training.anomaly import LossGuard
 from relayrun.training.checkpoint.state import Checkpointer
 from relayrun.training.control import Control
@@ -104,7 +104,7 @@ class Training:
             settings=config.checkpoint,
             fixed={
                 "parallel.use_distributed_optimizer": config.parallel.use_distributed_optimizer,
-                "training.precision": config.training.precision,
+                "training.precision": config.training.resolved_precision,
             },
         )
         self.position = Progress(settings.batch_sizes)
@@ -121,7 +121,7 @@ class Training:
             asynchronous=config.checkpoint.async_save,
             saved_iteration=self.position.iteration,
         )
-        self.peak = peak_flops(ranks.device_name) if config.training.precision == "bf16" else None
+        self.peak = peak_flops(ranks.device_name) if config.training.resolved_precision == "bf16" else None
         self.metrics.say(
             f"attempt {begin.attempt}: {self.model.parameters():,} parameters on {ranks.world_size} ranks "
             f"({ranks.layout}, {ranks.device.type}), from "
@@ -215,6 +215,7 @@ class Training:
         verdict = self._judge(gradients)
         waited = self.saver.before_update()
         self.optimizer.step(grad_norm if verdict.action is Action.UPDATE else None)
+        parallel.wait_for_device(self.ranks)  # else the next forward pass would seem to take the update's time
         updated = time.perf_counter()
         self.position.advance(skipped=verdict.action is Action.SKIP)
         seconds = time.perf_counter() - started - waited
@@ -325,6 +326,7 @@ def train(
     device_shim.install()
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
+    determinism.enter(config)
     ranks = parallel.start(config)
     for seconds in ranks.on_first_rank(lambda: Lineage(run).newest_saves(SAVES), InputError):
         timings.save(seconds)

@@ -3,6 +3,7 @@
 `ShardedDistributedOptimizer` saves its state without gathering it. And megatron-core 0.16.1 keeps Adam's `step` where
 TransformerEngine or Apex keep it: over torch.optim, which is what a plain `pip install` has, its
 DistributedOptimizer cannot resume. Three faults, each patched by one method of `TorchDistributedOptimizer`.
+torch's AdamW is fused on GPUs: one kernel reads and writes each state once, and the steps are counted there.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from relayrun.config.schema import RunConfig
 from relayrun.data.progress import Progress
 from relayrun.errors import ConfigError
+from relayrun.training import gradients
 from relayrun.training.model.gpt import Model
 from relayrun.training.optimizer_shards import parts
 
@@ -135,13 +136,15 @@ class Optimizer:
                 adam_eps=settings.adam_eps,
                 clip_grad=self._clip,
                 use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-                bf16=config.training.precision == "bf16",
+                bf16=config.training.resolved_precision == "bf16",
                 params_dtype=model.dtype,
             ),
             model.chunks,
             use_gloo_process_groups=False,
         )
         patch_distributed_optimizers(self.inner)
+        if model.device.type == "cuda":
+            fuse(self.inner)
         self._config = config
         self._settings_of_groups = [_settings(group) for group in self.inner.param_groups]
         self.schedule = schedule(config, self.inner, Progress(config.training.batch_sizes))
@@ -158,9 +161,8 @@ class Optimizer:
 
     def prepare(self) -> float:
         """Make the gradients ready for an update; return their norm over all ranks."""
-        with torch.no_grad():
-            self.inner.prepare_grads()
-            return float(self.inner.get_grad_norm())
+        self.inner.prepare_grads()
+        return gradients.total_norm(self.inner, self._model.device)
 
     def step(self, norm: float | None) -> None:
         """Clip the prepared gradients, whose norm this is, and update; None: leave the weights. The schedule moves on.
@@ -168,9 +170,7 @@ class Optimizer:
         This and `prepare` are megatron-core's ChainedOptimizer.step (optimizer.py:1308), in two parts.
         """
         if norm is not None:
-            for inner in self.inner.chained_optimizers:
-                if not getattr(inner, "is_stub_optimizer", False) and (parameters := inner.get_parameters()):
-                    clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip, total_norm=norm)
+            gradients.clip(self.inner, maximum=self._clip, norm=norm)
             self.inner.step_with_ready_grads()
         self.schedule.step(increment=1)
 
@@ -179,6 +179,7 @@ class Optimizer:
         self.inner.load_state_dict(state)
         for group, settings in zip(self.inner.param_groups, self._settings_of_groups, strict=True):
             group.update(settings)
+        place_steps(self.inner)
         self._go_to(position)
 
     def begin(self, position: Progress) -> None:
@@ -229,6 +230,35 @@ def patch_distributed_optimizers(optimizer: MegatronOptimizer) -> None:
             inner.__class__ = ShardedDistributedOptimizer if HAVE_APEX_OR_TE else TorchDistributedOptimizer
             if isinstance(inner, TorchDistributedOptimizer):
                 inner.initialize_state()
+
+
+def fuse(optimizer: MegatronOptimizer) -> None:
+    """Let the torch.optim.AdamW inside `optimizer` update in one kernel, as those of TransformerEngine and Apex do.
+
+    megatron-core has no option for it.
+    """
+    for adam in _adams(optimizer):
+        for group in (adam.defaults, *adam.param_groups):
+            group["fused"] = True
+    place_steps(optimizer)
+
+
+def place_steps(optimizer: MegatronOptimizer) -> None:
+    """Put the counts of steps where AdamW wants them: beside the parameter if it is fused, else on the host.
+
+    A checkpoint may come from the other kind, or from a version that knew the other kind alone.
+    """
+    for adam in _adams(optimizer):
+        for group in adam.param_groups:
+            for parameter in group["params"]:
+                state = adam.state.get(parameter, {})
+                if "step" in state:
+                    state["step"] = state["step"].to(parameter.device if group["fused"] else "cpu")
+
+
+def _adams(optimizer: MegatronOptimizer) -> list[torch.optim.AdamW]:
+    inner = [each.optimizer for each in optimizer.chained_optimizers]
+    return [adam for adam in inner if isinstance(adam, torch.optim.AdamW)]
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def start(config: RunConfig) -> Ranks:
     """Join the other ranks (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT in the environment).
 
     nccl where there is CUDA, gloo otherwise. Raises FatalTrainingError if the number of ranks does not
-    fit the layout.
+    fit the layout, ConfigError if there is CUDA and the config leaves out its precision.
     """
     parallel = config.parallel
     world_size = int(os.environ["WORLD_SIZE"])
@@ -132,6 +132,7 @@ def start(config: RunConfig) -> Ranks:
             hint="change job.nodes, job.ntasks_per_node or the parallel section",
         )
     if torch.cuda.is_available():
+        config.training.require_precision()
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", timeout=TIMEOUT, device_id=device)
@@ -165,6 +166,12 @@ def start(config: RunConfig) -> Ranks:
         virtual_stages=config.virtual_stages,
         is_last_stage=parallel_state.is_pipeline_last_stage(),
     )
+
+
+def wait_for_device(ranks: Ranks) -> None:
+    """Return when what this thread has given to the GPU is done; without one at once. Copies of a save go on."""
+    if ranks.device.type == "cuda":
+        torch.cuda.current_stream(ranks.device).synchronize()
 
 
 def peak_memory(ranks: Ranks) -> int:

@@ -61,12 +61,13 @@ class Model:
         """
         self.padded_vocabulary_size = padded(vocabulary_size, config.model.make_vocab_size_divisible_by)
         self.seq_length = config.training.seq_length
+        self.device = ranks.device
         self._ranks = ranks
         self._config = config.model
         self._data = config.data
         self._eod = _eod(config.data, eod)
         self._progress = progress
-        self.dtype = torch.bfloat16 if config.training.precision == "bf16" else torch.float32
+        self.dtype = torch.bfloat16 if config.training.resolved_precision == "bf16" else torch.float32
         self.batches_multiple = ranks.pipeline_size if ranks.virtual_stages > 1 else 1
         """`run` takes a multiple of this many micro-batches."""
         self._overlap_param_gather = config.parallel.overlap_param_gather
@@ -275,4 +276,7 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=on_gpu,
         finalize_model_grads_func=finalize_model_grads,
+        deterministic_mode=config.training.deterministic,
+        # what a stage has sent is needed for its place in the graph alone: a micro-batch's activations less, each
+        deallocate_pipeline_outputs=True,
     )
