@@ -42,11 +42,14 @@ class Chain:
         numbers = self.run.attempt_numbers()
         outcome = Outcome.read(self.run.attempt(numbers[-1]).outcome) if numbers else None
         if outcome is None or (outcome.outcome, outcome.iteration) != ("done", steps):
-            reason = stop_reason(self.run) if self.run.path.exists() else None
-            failures = [text for number in numbers for text in _failures(self.run, number)]
-            why = "; ".join(filter(None, [reason, *failures[-1:]])) or last_line(self.log)
-            raise CheckFailed(f"the training run {self.run.path.name} failed: {' '.join(why.split())}", where=self.log)
+            raise CheckFailed(f"the training run {self.run.path.name} failed: {self.why()}", where=self.log)
         return self.run
+
+    def why(self) -> str:
+        """Say in one line why the run ended as it did: what STOP and the newest failure of a rank say."""
+        reason = stop_reason(self.run) if self.run.path.exists() else None
+        failures = [text for number in self.run.attempt_numbers() for text in _failures(self.run, number)]
+        return " ".join(("; ".join(filter(None, [reason, *failures[-1:]])) or last_line(self.log)).split())[:600]
 
 
 def values(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -97,6 +100,19 @@ def config(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]]) -
 def train(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]], *, steps: int) -> Run:
     """Submit a training run and wait for its end. Raises CheckFailed."""
     return start(setup, name, sections).wait(steps)
+
+
+def train_until(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]], *, steps: int) -> Run:
+    """Train that many iterations and kill the run: what is timed needs no save at the end. Raises CheckFailed."""
+    cut = {"hook": "relayrun.gpucheck.programs.hooks:Cut", "options": {"cuts": [{"signal": "SIGKILL", "iteration": steps}]}}
+    training = dict(sections["training"])
+    training |= {"steps": steps + 1, "hooks": [*training.get("hooks", []), cut]}
+    chain = start(setup, name, {**sections, "training": training})
+    chain.process.wait()
+    lines = steps_of(chain.run, 1)
+    if not lines or lines[-1]["iteration"] < steps:
+        raise CheckFailed(f"the training run {name} failed: {chain.why()}", where=chain.log)
+    return chain.run
 
 
 def real_data(setup: Setup) -> dict[str, Any]:

@@ -154,6 +154,8 @@ class Setup:
     """GPUs of this machine that torch sees."""
     device: str = "CPU"
     """Name of the first one."""
+    memory_bytes: int = 0
+    """Memory of the first GPU."""
     cluster: dict[str, Any] = field(default_factory=dict)
     """Section `cluster` of the training runs: of the site's file, what holds within a job."""
     overrides: list[str] = field(default_factory=list)
