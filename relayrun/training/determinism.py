@@ -41,4 +41,4 @@ def enter(config: RunConfig) -> None:
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.enable_cudnn_sdp(False)
     # the flag alone also fills all new memory: that finds who reads what was never written, and costs bandwidth
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -244,6 +244,8 @@ class Training:
             )
         )
         self.saver.stall_seconds = 0.0
+        if verdict.action is Action.UPDATE:
+            self.saver.reserve(self.position.iteration)
         if self.timings.estimates_evaluation:  # it may be due before a save or an evaluation moves the deadline
             self.control.lead = self.timings.lead()
         at = self.position.iteration

@@ -63,6 +63,24 @@ class Saver:
         """The newest durable one."""
         self.stall_seconds = 0.0
         """How long saves have held training; whoever reports it sets it to 0."""
+        self._reserved = not asynchronous
+
+    def reserve(self, iteration: int) -> None:
+        """Once, when the optimizer has its state: allocate host memory for the copies of saves beside training.
+
+        It holds training for as long as that takes, and counts as time of saves.
+        """
+        if self._reserved:
+            return
+        self._reserved = True
+        started = time.perf_counter()
+        self._pulse.enter("save", iteration)
+        reserved = self._checkpointer.reserve()
+        seconds = time.perf_counter() - started
+        self.stall_seconds += seconds
+        if reserved is not None:
+            size, pieces = reserved.size / (1 << 30), reserved.pieces
+            self._say(f"host memory for saves: {size:.1f} GiB on this rank, {pieces} pieces, in {seconds:.1f} s")
 
     def look(self) -> Agreement:
         """See what is asked for; a save that is over on every rank is concluded."""

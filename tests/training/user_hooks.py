@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +171,12 @@ class OneWay(Hook):
 
 class NoHook:
     pass
+
+
+class Witness(Hook):
+    """Says what `training.deterministic` has come to on its rank."""
+
+    def setup(self, context: Context) -> None:
+        on, config = torch.are_deterministic_algorithms_enabled(), context.model.chunks[0].config
+        algorithm = f"NCCL_ALGO={os.environ.get('NCCL_ALGO')}"
+        print(f"deterministic: torch {on}, megatron-core {config.deterministic_mode}, {algorithm}", flush=True)

@@ -1,26 +1,47 @@
 """Copies of a rank's state in host memory, so that it can be written while training changes the original.
 
-The buffers are pinned where there is CUDA (a copy from the GPU is then fast and runs beside its computing),
-made at the first save and used again by every later one: one copy of this rank's part of the checkpoint, as
-long as the process lives. torch's own stager copies whole storages, which for parameters in megatron-core's
+The buffers are pinned where there is CUDA (a copy from the GPU is then fast and runs beside its computing), made
+once and used again by every save: one copy of this rank's part of the checkpoint, as long as the process lives.
+They are parts of a few large pieces: to pin memory takes the driver long, each time, and torch rounds every piece
+that it pins up to a power of two. torch's own stager copies whole storages, which for parameters in megatron-core's
 gradient buffers would be the parts of all data-parallel ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from megatron.core.dist_checkpointing import ShardedTensor
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from megatron.core.dist_checkpointing import ShardedTensor
 
 Key = tuple[str, tuple[int, ...]]
+
+PIECE = 1 << 30
+"""Bytes of a piece; a power of two. One that holds a larger buffer is larger."""
+ALIGNMENT = 512
+"""Every buffer begins at a multiple of this many bytes of its piece; of the size of every type, too."""
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Host memory that was allocated: `size` bytes in so many `pieces`."""
+
+    size: int
+    pieces: int
 
 
 class HostCopy:
     """Buffers by the name and the place of a shard in the checkpoint."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, piece: int = PIECE) -> None:
+        """`device`: where the originals lie. `piece`: see PIECE."""
         self._device = device
+        self._piece = piece
         self._buffers: dict[Key, torch.Tensor] = {}
 
     def follow(self) -> torch.cuda.Stream | None:
@@ -31,23 +52,71 @@ class HostCopy:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         return stream
 
+    def reserve(self, shards: Iterable[ShardedTensor]) -> Reserved:
+        """Allocate buffers for those of `shards` that have none; return what that took.
+
+        Raises RuntimeError if there is not so much memory; then no buffer was made.
+        """
+        new = [shard for shard in shards if not self._has(shard)]
+        places, lengths = layout([shard.data.nbytes for shard in new], self._piece)
+        pinned = self._device.type == "cuda"
+        if pinned:
+            lengths = [_power_of_two(length) for length in lengths]  # what torch takes for them
+        pieces = [torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=pinned).numpy() for length in lengths]
+        for shard, (number, start) in zip(new, places, strict=True):
+            # by way of numpy it has a storage of its own size: torch's writer would copy a view of a larger one
+            part = torch.from_numpy(pieces[number][start : start + shard.data.nbytes])
+            self._buffers[_key(shard)] = part.view(shard.data.dtype).view(shard.data.shape)
+        return Reserved(sum(lengths), len(lengths))
+
     @torch.no_grad()
     def fill(self, shards: Iterable[ShardedTensor], stream: torch.cuda.Stream | None) -> None:
         """Copy the data of `shards` and put the copies in their place. On return the originals may change.
 
-        Called by any thread, with what `follow` gave.
+        Called by any thread, with what `follow` gave. What was not reserved is allocated now.
         """
+        shards = list(shards)
+        self.reserve(shards)
         with torch.cuda.stream(stream):  # does nothing with None
             for shard in shards:
-                shard.data = self._buffer(shard).copy_(shard.data.detach(), non_blocking=stream is not None)
+                buffer = self._buffers[_key(shard)]
+                shard.data = buffer.copy_(shard.data.detach(), non_blocking=stream is not None)
         if stream is not None:
             stream.synchronize()
 
-    def _buffer(self, shard: ShardedTensor) -> torch.Tensor:
-        key = (shard.key, tuple(shard.global_offset))
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != shard.data.shape or buffer.dtype != shard.data.dtype:
-            pinned = self._device.type == "cuda"
-            buffer = torch.empty(shard.data.shape, dtype=shard.data.dtype, device="cpu", pin_memory=pinned)
-            self._buffers[key] = buffer
-        return buffer
+    def _has(self, shard: ShardedTensor) -> bool:
+        """Whether there is a buffer of this shard's shape and type."""
+        buffer = self._buffers.get(_key(shard))
+        return buffer is not None and buffer.shape == shard.data.shape and buffer.dtype == shard.data.dtype
+
+
+def layout(sizes: Sequence[int], piece: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """Place buffers of these sizes in few pieces. All numbers are bytes.
+
+    Returns the number of the piece and the first byte of each buffer, and the lengths of the pieces. The largest
+    buffer comes first, and each goes into the first piece that has room: a piece has `piece` bytes, or the next power
+    of two if its first buffer is larger. Its length ends with its last buffer.
+    """
+    places = [(0, 0)] * len(sizes)
+    limits: list[int] = []
+    lengths: list[int] = []
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        size = sizes[index]
+        starts = [math.ceil(length / ALIGNMENT) * ALIGNMENT for length in lengths]
+        number = next((n for n, start in enumerate(starts) if start + size <= limits[n]), len(lengths))
+        if number == len(lengths):
+            starts.append(0)
+            lengths.append(0)
+            limits.append(max(piece, _power_of_two(size)))
+        places[index] = (number, starts[number])
+        lengths[number] = starts[number] + size
+    return places, lengths
+
+
+def _power_of_two(size: int) -> int:
+    """The smallest one that is not below `size`."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _key(shard: ShardedTensor) -> Key:
+    return shard.key, tuple(shard.global_offset)

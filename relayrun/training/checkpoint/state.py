@@ -18,6 +18,7 @@ signal to the whole job kills, and a failure on one rank alone leaves the others
 from __future__ import annotations
 
 import io
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -59,12 +60,14 @@ from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
 from relayrun.training.checkpoint import publish, random_state
 from relayrun.training.checkpoint.background import BackgroundSave
-from relayrun.training.checkpoint.host_copy import HostCopy
+from relayrun.training.checkpoint.host_copy import HostCopy, Reserved
 from relayrun.training.checkpoint.writer import ThreadedWriter, check_complete, sizes
 from relayrun.training.hook_list import Hooks
 from relayrun.training.model.gpt import Model
 from relayrun.training.optimizer import Optimizer
 from relayrun.training.parallel import Ranks
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Shards = dict[str, list[ShardedBase]]
@@ -114,6 +117,18 @@ class Checkpointer:
         )
         self._first = True
 
+    def reserve(self) -> Reserved | None:
+        """Allocate host memory for the copies of all saves; return what that took.
+
+        Where there is not so much, a warning says so and the result is None; the next save tries again, and fails.
+        """
+        sharded, _ = self._divided(self._sharded_state(loading=False))
+        try:
+            return self._host.reserve(_tensors(self._strategy.by_key(sharded)))
+        except (RuntimeError, MemoryError) as error:
+            log.warning("rank %s: no host memory for the copies of saves: %s", self._ranks.rank, error)
+            return None
+
     def begin(self, position: Progress, *, copy: bool, beside: bool) -> BackgroundSave:
         """Start to write, publish and record a checkpoint.
 
@@ -130,9 +145,7 @@ class Checkpointer:
             "progress": position.state(),
             **self._hooks.state_dict(),
         }
-        sharded, common = save_preprocess(state, validate_access_integrity=self._first)
-        self._division.apply_saving_parallelization(sharded)
-        self._first = False
+        sharded, common = self._divided(state)
         shards = self._strategy.by_key(sharded)
         plain = _serialised(common) if self._ranks.rank == 0 else b""
         stream = self._host.follow()
@@ -244,6 +257,13 @@ class Checkpointer:
                     where=path,
                     hint="take the model section of the run that made it",
                 )
+
+    def _divided(self, state: ShardedStateDict) -> tuple[ShardedStateDict, dict[str, Any]]:
+        """What this rank saves of a state, and the plain values of it."""
+        sharded, common = save_preprocess(state, validate_access_integrity=self._first)
+        self._division.apply_saving_parallelization(sharded)
+        self._first = False
+        return sharded, common
 
     def _sharded_state(self, *, loading: bool, optimizer: bool = True) -> ShardedStateDict:
         model, inner = self._model.sharded_state_dict(dict(_METADATA)), self._optimizer.inner

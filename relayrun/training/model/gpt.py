@@ -277,6 +277,7 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
         bias_dropout_fusion=on_gpu,
         finalize_model_grads_func=finalize_model_grads,
         deterministic_mode=config.training.deterministic,
-        # what a stage has sent is needed for its place in the graph alone: a micro-batch's activations less, each
-        deallocate_pipeline_outputs=True,
+        # a stage forgets what it has sent, of which only the place in the graph is needed; with virtual stages
+        # megatron-core would let go of it before the send is waited for, and what is sent then is anything
+        deallocate_pipeline_outputs=ranks.virtual_stages == 1,
     )

@@ -1,0 +1,109 @@
+"""The norm of gradients, their clipping, AdamW's counts of steps, and what pipeline stages let go of."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import assert_same_bytes
+
+Make = Callable[..., Any]
+
+pytestmark = pytest.mark.slow
+
+DISTRIBUTED = {"use_distributed_optimizer": True}
+TENSOR = DISTRIBUTED | {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PIPELINE = {"pipeline_model_parallel_size": 2}
+STEPS = 4
+
+
+def settings(parallel: dict[str, Any], ranks: int = 2, **training: Any) -> dict[str, dict[str, Any]]:
+    return {
+        "training": {"steps": STEPS, "eval_steps": 1} | training,
+        "model": {"num_layers": 4},
+        "parallel": parallel,
+        "optimizer": {"clip_grad": 0.5},
+        "job": {"ntasks_per_node": ranks},
+    }
+
+
+def variant(change: str) -> list[str]:
+    return [sys.executable, "-m", "tests.training.variants", change, "--"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "training"),
+    [
+        pytest.param(2, {}, {}, id="DP2"),
+        pytest.param(2, DISTRIBUTED, {}, id="DP2-distributed"),
+        pytest.param(2, TENSOR, {"precision": "bf16"}, id="TP2-bf16"),
+        pytest.param(4, TENSOR | PIPELINE, {}, id="TP2-PP2", marks=pytest.mark.long),
+        pytest.param(4, TENSOR, {}, id="DP2-TP2", marks=pytest.mark.long),
+    ],
+)
+def test_norms_and_clipped_gradients_are_megatron_cores_to_the_last_bit(
+    harness: Make, ranks: int, parallel: dict[str, Any], training: dict[str, Any]
+) -> None:
+    attempt = harness(**settings(parallel, ranks, **training)).start(prefix=variant("compare-gradients"))
+    assert attempt.wait() == [0] * ranks, attempt.output()
+    compared = [line.split()[1:4:2] for line in attempt.output().splitlines() if line.startswith("compared: ")]
+    assert len(compared) == STEPS
+    assert all(int(gradients) == int(clipped) > 10 for gradients, clipped in compared), compared
+    assert all(step["grad_norm"] > 0.5 for step in attempt.steps().values()), "the test is about clipping"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "training"),
+    [
+        pytest.param(PIPELINE, {}, id="PP2"),
+        pytest.param(PIPELINE | DISTRIBUTED, {"precision": "bf16", "recompute_granularity": "full"}, id="PP2-bf16"),
+    ],
+)
+def test_stages_that_let_go_of_what_they_sent_compute_the_same_bits(
+    harness: Make, parallel: dict[str, Any], training: dict[str, Any]
+) -> None:
+    lets_go, keeps = (harness(**settings(parallel, **training)) for _ in range(2))
+    reference = lets_go.train()
+    attempt = keeps.start(prefix=variant("keep-pipeline-outputs"))
+    assert attempt.wait() == [0, 0], attempt.output()
+    for iteration, step in attempt.steps().items():
+        for name in ("loss", "grad_norm"):
+            assert step[name].hex() == reference.steps()[iteration][name].hex(), (iteration, name)
+    assert_same_bytes(lets_go.run.checkpoint(STEPS), keeps.run.checkpoint(STEPS))
+
+
+PROGRAM = """
+import json, types
+import torch
+from relayrun.training import optimizer
+
+def adam(device, fused):
+    made = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2, device=device)) for _ in range(2)], lr=0.1)
+    for group in made.param_groups:
+        for parameter in group["params"]:
+            made.state[parameter] = {"step": torch.tensor(3.0)}
+    chained = types.SimpleNamespace(chained_optimizers=[types.SimpleNamespace(optimizer=made)])
+    before = made.param_groups[0]["fused"]
+    if fused:
+        optimizer.fuse(chained)
+    optimizer.place_steps(chained)
+    counts = [state["step"] for state in made.state.values()]
+    return before, made.param_groups[0]["fused"], made.defaults["fused"], [str(count.device) for count in counts]
+
+print(json.dumps([adam("meta", True), adam("meta", False), adam("cpu", True)]))
+"""
+
+
+def test_a_fused_adamw_has_its_counts_beside_the_parameters_and_another_on_the_host() -> None:
+    """The device without memory stands for a GPU."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [
+        [None, True, True, ["meta", "meta"]],
+        [None, None, None, ["cpu", "cpu"]],
+        [None, True, True, ["cpu", "cpu"]],
+    ]

@@ -1,0 +1,63 @@
+"""Stands before the training program as a command prefix, and changes one thing in it:
+`python -m tests.training.variants CHANGE -- PYTHON -m relayrun.training ARG...`
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+
+def compare_gradients() -> None:
+    """Every norm and every clipped gradient is compared with megatron-core's own; rank 0 counts them aloud."""
+    import torch
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+    from relayrun.training import gradients
+
+    total_norm, clip = gradients.total_norm, gradients.clip
+
+    def compared_norm(optimizer: Any, device: torch.device) -> float:
+        norm, megatrons = total_norm(optimizer, device), float(optimizer.get_grad_norm())
+        if norm.hex() != megatrons.hex():
+            raise AssertionError(f"norm {norm!r} is not megatron-core's {megatrons!r}")
+        return norm
+
+    def compared_clip(optimizer: Any, *, maximum: float, norm: float) -> None:
+        held = [parameter for inner in optimizer.chained_optimizers for parameter in inner.get_parameters()]
+        before = [parameter.grad.clone() for parameter in held]
+        clip(optimizer, maximum=maximum, norm=norm)
+        megatrons = [SimpleNamespace(grad=gradient.clone()) for gradient in before]
+        clip_grad_by_total_norm_fp32(megatrons, max_norm=maximum, total_norm=norm)
+        changed = 0
+        for parameter, old, theirs in zip(held, before, megatrons, strict=True):
+            if not torch.equal(parameter.grad, theirs.grad):
+                raise AssertionError("a clipped gradient is not megatron-core's")
+            changed += not torch.equal(parameter.grad, old)
+        if os.environ["RANK"] == "0":
+            print(f"compared: {len(held)} gradients, {changed} clipped", flush=True)
+
+    gradients.total_norm, gradients.clip = compared_norm, compared_clip
+
+
+def keep_pipeline_outputs() -> None:
+    """Stages keep what they have sent until its backward pass."""
+    from relayrun.training.model import gpt
+
+    gpt.TransformerConfig = partial(gpt.TransformerConfig, deallocate_pipeline_outputs=False)
+
+
+def main() -> None:
+    change = globals()[sys.argv[1].replace("-", "_")]
+    module = sys.argv.index("relayrun.training")
+    sys.argv = sys.argv[module:]
+    change()
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
