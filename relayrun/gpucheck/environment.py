@@ -15,7 +15,16 @@ from relayrun.gpucheck.ranks import run_program
 from relayrun.gpucheck.setup import CheckFailed, Figures, Setup
 from relayrun.monitoring.environment import code
 
-SMI = ("name", "driver_version", "memory.total", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
+SMI = (
+    "name",
+    "driver_version",
+    "memory.total",
+    "clocks.sm",
+    "clocks.max.sm",
+    "clocks.mem",
+    "power.limit",
+    "temperature.gpu",
+)
 
 
 def measure(setup: Setup, figures: Figures) -> None:

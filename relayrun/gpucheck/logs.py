@@ -15,7 +15,7 @@ def last_line(path: Path) -> str:
 
 
 def why(log_file: Path, code: int) -> str:
-    """Return the error of a program, from its log: what stands behind the last `error:`, or the last line of a traceback."""
+    """Return the error of a program, from its log: what stands behind its last `error:`, or else its last line."""
     try:
         text = log_file.read_text(errors="replace")
     except OSError:

@@ -28,7 +28,7 @@ HOOKS = "relayrun.gpucheck.programs.hooks"
 
 def measure(setup: Setup, figures: Figures) -> None:
     """Run all of it; a mode whose runs fail leaves the other one. Raises CheckFailed at the end if one did."""
-    started: dict[str, dict[str, runs.Chain | CheckFailed]] = {}
+    started: dict[str, dict[str, runs.Chain]] = {}
     runs.real_data(setup)
     for mode in MODES:
         started[mode] = {name: runs.start(setup, f"{mode}-{name}", changes) for name, changes in plans(setup, mode)}
@@ -113,7 +113,8 @@ def difference(lines: Sequence[dict[str, Any]], expected: dict[int, dict[str, An
         for name in ("loss", "grad_norm"):
             other = expected[line["iteration"]][name]
             if not _same(line[name], other):
-                return f"{name.replace('grad_norm', 'gradient norm')} of iteration {line['iteration']}: {line[name]!r}, not {other!r}"
+                words = name.replace("grad_norm", "gradient norm")
+                return f"{words} of iteration {line['iteration']}: {line[name]!r}, not {other!r}"
     return None
 
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,7 @@ def start(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]]) ->
     overrides = [word for text in setup.overrides for word in ("--set", text)]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "relayrun.cli", "submit", str(file), *overrides],
+            [sys.executable, str(ROOT / "launchers" / "submit.py"), str(file), *overrides],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -97,6 +98,14 @@ def config(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]]) -
     return compose.load(_write(setup, name, sections), setup.overrides)
 
 
+def composed(setup: Setup, made: Mapping[str, Any]) -> RunConfig:
+    """The config that `values` and the overrides come to, without a file that stays. Raises ConfigError."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(yamlfile.dump(dict(made)))
+        file.flush()
+        return compose.load(Path(file.name), setup.overrides)
+
+
 def train(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]], *, steps: int) -> Run:
     """Submit a training run and wait for its end. Raises CheckFailed."""
     return start(setup, name, sections).wait(steps)
@@ -104,7 +113,10 @@ def train(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]], *,
 
 def train_until(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]], *, steps: int) -> Run:
     """Train that many iterations and kill the run: what is timed needs no save at the end. Raises CheckFailed."""
-    cut = {"hook": "relayrun.gpucheck.programs.hooks:Cut", "options": {"cuts": [{"signal": "SIGKILL", "iteration": steps}]}}
+    cut = {
+        "hook": "relayrun.gpucheck.programs.hooks:Cut",
+        "options": {"cuts": [{"signal": "SIGKILL", "iteration": steps}]},
+    }
     training = dict(sections["training"])
     training |= {"steps": steps + 1, "hooks": [*training.get("hooks", []), cut]}
     chain = start(setup, name, {**sections, "training": training})

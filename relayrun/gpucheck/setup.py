@@ -197,7 +197,9 @@ class Setup:
         """Return the variables that programs on the ranks get, as those of a training run do."""
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        return dict(os.environ) | own | {name: str(value) for name, value in self.cluster.get("environment", {}).items()}
+        return (
+            dict(os.environ) | own | {name: str(value) for name, value in self.cluster.get("environment", {}).items()}
+        )
 
     def write(self, path: Path) -> None:
         write_json(path, asdict(self), durable=False)

@@ -112,15 +112,18 @@ def search(setup: Setup, config: RunConfig, first: int) -> dict[str, Any]:
     return {"first": first, **found}
 
 
-def speed(
-    setup: Setup, config: RunConfig, lines: list[dict[str, Any]], warm_up: int, measured: int
-) -> dict[str, Any]:
+def speed(setup: Setup, config: RunConfig, lines: list[dict[str, Any]], warm_up: int, measured: int) -> dict[str, Any]:
     """Return tokens per second and MFU of `measured` iterations after `warm_up` ones, by the clock on the wall."""
     began, ended = lines[warm_up - 1], lines[warm_up + measured - 1]
     seconds = (ended["time"] - began["time"]) / measured
     training = config.training
     tokens = training.global_batch_size * training.seq_length
-    flops = flops_per_token(config.model, setup.sizes.vocabulary, training.seq_length) * tokens / seconds / config.world_size
+    flops = (
+        flops_per_token(config.model, setup.sizes.vocabulary, training.seq_length)
+        * tokens
+        / seconds
+        / config.world_size
+    )
     peak = peak_flops(setup.device) if training.resolved_precision == "bf16" else None
     window = lines[warm_up : warm_up + measured]
     return {

@@ -210,9 +210,8 @@ def evaluation_script(config: RunConfig, plan: Plan, run: Run) -> str:
         "OMP_NUM_THREADS": cpus,
         **plan.environment,
     }
-    return render.evaluation_script(
-        plan, options, environment=environment, command=[*starter, *plan.command_prefix, *program]
-    )
+    command = [*starter, *plan.command_prefix, *program]
+    return render.program_script(plan, "evaluation", options, environment=environment, command=command)
 
 
 def dry_run(config: RunConfig) -> str:

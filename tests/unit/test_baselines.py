@@ -131,8 +131,10 @@ def test_the_estimate_of_memory_counts_what_a_gpu_holds() -> None:
     assert found.loss == 2 * 4096 * 12 * VOCABULARY
     whole = memory_bytes(compose.load(path, [*one, "training.recompute_granularity=full"]), VOCABULARY)
     assert whole.activations == 2 * 4096 * (16 * 2 * 2048 + 2 * (8 * 2048 + 3 * 8192))
-    undivided = memory_bytes(compose.load(path, ["parallel.use_distributed_optimizer=false",
-                                                "parallel.overlap_param_gather=false"]), VOCABULARY)
+    undivided = memory_bytes(
+        compose.load(path, ["parallel.use_distributed_optimizer=false", "parallel.overlap_param_gather=false"]),
+        VOCABULARY,
+    )
     assert undivided.state == 18 * PUBLISHED["1b"]
     fp32 = memory_bytes(compose.load(path, [*one, "training.precision=fp32"]), VOCABULARY)
     assert fp32.state == 16 * PUBLISHED["1b"]

@@ -18,7 +18,12 @@ from megatron.core.transformer import TransformerConfig
 from relayrun.gpucheck.programs.common import Program, seconds_of, wait_for
 from relayrun.training.model.attention import CausalAttention
 
-PREFIXES = ("aten::_scaled_dot_product_", "aten::_flash_attention", "aten::_cudnn_attention", "aten::_efficient_attention")
+PREFIXES = (
+    "aten::_scaled_dot_product_",
+    "aten::_flash_attention",
+    "aten::_cudnn_attention",
+    "aten::_efficient_attention",
+)
 """Operations whose names say which implementation `scaled_dot_product_attention` has chosen."""
 
 
@@ -35,7 +40,7 @@ class Shape:
         cuts = torch.randperm(self.sequence - 1, generator=generator)[: given["documents"] - 1] + 1
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), cuts.sort().values, torch.tensor([self.sequence])])
         self.lengths = bounds.diff().repeat(self.batch)
-        """Of the documents of all rows, one behind the other."""
+        """Tokens of each document, row behind row."""
         self.starts = bounds
 
     def tensor(self, *shape: int) -> torch.Tensor:
@@ -110,7 +115,7 @@ def kernels(action: Callable[[], object], device: torch.device) -> dict[str, Any
 
 
 def varlen(shape: Shape) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:
-    """torch's attention for documents of any length. Raises RuntimeError with the reason where there is none."""
+    """Attend by torch's kernel for documents of any length. Raises RuntimeError with the reason where there is none."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -129,8 +134,8 @@ def varlen(shape: Shape) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor
     longest = int(shape.lengths.max())
 
     def forward() -> torch.Tensor:
-        out: torch.Tensor = varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
-        return out
+        out = varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
+        return out[0] if isinstance(out, tuple) else out
 
     return forward, (query, key, value)
 

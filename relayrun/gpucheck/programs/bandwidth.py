@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def main() -> None:
     figures: dict[str, Any] = {"ranks": size, "backend": backend, "all_reduce": []}
     for count in sizes.reduced:
         tensor = torch.randn(count // 4, device=device)
-        seconds = seconds_of(lambda tensor=tensor: dist.all_reduce(tensor), device, repeats=sizes.repeats)
+        seconds = seconds_of(partial(dist.all_reduce, tensor), device, repeats=sizes.repeats)
         busy = 2 * (size - 1) / size * count / seconds
         figures["all_reduce"].append({"bytes": count, "seconds": seconds, "bus_bytes_per_second": busy})
         program.write(figures)

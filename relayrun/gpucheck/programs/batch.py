@@ -24,7 +24,7 @@ from relayrun.training.model.gpt import MicroBatch, Model
 from relayrun.training.optimizer import Optimizer
 
 FULL = 0.95
-"""Share of a GPU's memory that torch may have reserved: the rest is CUDA's, NCCL's, and what changes from run to run."""
+"""Share of a GPU's memory that torch may have reserved: the rest is CUDA's, NCCL's, and what comes and goes."""
 WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 """What errors say where memory is out and torch has no class of its own for it."""
 

@@ -6,8 +6,9 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ class Program:
         for name in ("setup", "output", *more):
             parser.add_argument(f"--{name}", required=True)
         options = parser.parse_args()
+        meet(os.environ)
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
             torch.cuda.set_device(device)
@@ -54,10 +56,23 @@ class Program:
             write_json(self.output, figures, durable=False)
 
 
+def meet(environment: MutableMapping[str, str]) -> None:
+    """Say where ranks meet that srun has started: on the node of the job's script, where rank 0 is."""
+    host, job = environment.get("SLURM_LAUNCH_NODE_IPADDR"), environment.get("SLURM_JOB_ID", "")
+    if host and job.isdecimal():
+        environment.setdefault("MASTER_ADDR", host)
+        environment.setdefault("MASTER_PORT", str(20_000 + int(job) % 20_000))
+
+
 def wait_for(device: torch.device) -> None:
     """Return when the device has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def event() -> Any:
+    """Return a CUDA event that can be timed against another."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def seconds_of(action: Callable[[], object], device: torch.device, *, repeats: int) -> float:
@@ -72,10 +87,10 @@ def seconds_of(action: Callable[[], object], device: torch.device, *, repeats: i
             action()
             found.append(time.perf_counter() - started)
         return statistics.median(found)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks: list[Any] = [event() for _ in range(repeats + 1)]
     marks[0].record()
     for mark in marks[1:]:
         action()
         mark.record()
     wait_for(device)
-    return statistics.median(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)) / 1000
+    return float(statistics.median(a.elapsed_time(b) for a, b in pairwise(marks))) / 1000

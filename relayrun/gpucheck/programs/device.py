@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import platform
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ OPTIONAL = {"transformer_engine": "transformer-engine", "apex": "apex", "flash_a
 
 def versions() -> dict[str, str]:
     """Return versions by name; of an optional package, `absent` where it is not installed."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     found["megatron-core"] = _version("megatron-core")
     found["CUDA"] = torch.version.cuda or "none"
-    found["cuDNN"] = str(torch.backends.cudnn.version()) if torch.cuda.is_available() else "none"
+    found["cuDNN"] = cudnn()
     found["NCCL"] = nccl()
     found["triton"] = _version("triton")
     for module, name in OPTIONAL.items():
@@ -28,12 +29,19 @@ def versions() -> dict[str, str]:
     return found
 
 
+def cudnn() -> str:
+    """Return cuDNN's version, `none` where torch has none."""
+    if not torch.cuda.is_available():
+        return "none"
+    return str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+
+
 def nccl() -> str:
     """Return NCCL's version, `none` where torch has none."""
     if not torch.cuda.is_available():
         return "none"
     try:
-        found = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        found: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     except (RuntimeError, AttributeError, ImportError) as error:
         return f"unknown: {error}"
     return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
@@ -73,10 +81,8 @@ def main() -> None:
     rows = sizes.product
     # random: zeros run faster than what training multiplies
     left, right = (torch.randn(rows, rows, device=device, dtype=dtype) for _ in range(2))
-    out = torch.empty_like(left)
-    seconds = seconds_of(lambda: torch.mm(left, right, out=out), device, repeats=sizes.repeats)
+    seconds = seconds_of(partial(torch.mm, left, right), device, repeats=sizes.repeats)
     figures["product_tflops"] = 2 * rows**3 / seconds / 1e12
-    del left, right, out
     source = torch.ones((1 << 32) if on_gpu else (1 << 22), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = seconds_of(lambda: target.copy_(source), device, repeats=sizes.repeats)

@@ -56,7 +56,7 @@ class Digest(Hook):
         context = self._context
         found = hashlib.sha256()
         for tensor in _tensors(context):
-            found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         every = context.ranks.gather(found.hexdigest())
         if context.ranks.rank == 0:
             note(context, "digest", {"attempt": context.attempt, "iteration": outcome.iteration, "ranks": every})

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import wraps
+from itertools import pairwise
 from typing import Any
 
 import torch
 
+from relayrun.gpucheck.programs.common import event
 from relayrun.gpucheck.programs.hooks import note
 from relayrun.training.hooks import Context, Gradients, Hook, Step, StepStart
 from relayrun.training.parallel import Ranks
@@ -65,7 +67,7 @@ class StepParts(Hook):
         marks, self._marks = self._marks, None
         self._clock.wait()
         seconds = dict.fromkeys(PARTS, 0.0)
-        for (part, begin), (_, end) in zip(marks, marks[1:], strict=False):
+        for (part, begin), (_, end) in pairwise(marks):
             seconds[part] += self._clock.between(begin, end)
         if self._context.ranks.rank == 0:
             record = {"iteration": step.iteration, "seconds": seconds, "total": sum(seconds.values())}
@@ -79,9 +81,9 @@ class _Events:
         self._device = device
 
     def now(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        mark = event()
+        mark.record(torch.cuda.current_stream(self._device))
+        return mark
 
     def wait(self) -> None:
         torch.cuda.synchronize(self._device)
