@@ -84,7 +84,7 @@ def _resume(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
         about = figures.get(mode) or {}
         for cut in ("SIGUSR2", "SIGKILL", "asynchronous save"):
             one = about.get(cut)
-            what = f"resume behind {cut}, {words}"
+            what = f"resume after {cut}, {words}"
             target = "bit for bit" if promised else ""
             if one is None:
                 value = about.get("failed", "") if promised else ""

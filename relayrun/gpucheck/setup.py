@@ -31,7 +31,7 @@ class Sizes:
     """How large everything is: FULL for a GPU, TINY to walk the same way on CPUs."""
 
     seconds: float
-    """Of the whole check; what is not done by then is left out, with a word."""
+    """How long the whole check may take; what is not done by then is left out, with a word."""
     model: Mapping[str, Any]
     """Section `model` of the run that is timed and saved."""
     vocabulary: int

@@ -1,0 +1,110 @@
+"""The parts of a check are apart from each other: whatever becomes of one, the others have their rows."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from relayrun.errors import ConfigError, RelayrunError
+from relayrun.gpucheck import check, perform, report
+from relayrun.gpucheck.check import Part
+from relayrun.gpucheck.setup import Setup
+
+PLANTED = "tests.gpucheck.planted"
+
+
+def part(name: str, *, seconds: float = 300, least: float = 0) -> Part:
+    return Part(name=name, what="planted", function=f"{PLANTED}:{name}", seconds=seconds, least=least)
+
+
+@pytest.mark.slow
+def test_a_part_that_raises_breaks_dies_or_hangs_leaves_the_others(tmp_path: Path) -> None:
+    setup = Setup(folder=str(tmp_path), tiny=True)
+    parts = [
+        part("measures"),
+        part("raises"),
+        part("breaks"),
+        part("dies"),
+        part("hangs", seconds=15),
+        part("measures"),
+    ]
+    found = check.run(setup, parts, lambda text: None, began=time.monotonic())
+    assert [outcome.status for outcome in found] == ["done", "failed", "failed", "failed", "timeout", "done"]
+    good, raised, broke, died, hung, last = found
+    assert good.figures == last.figures == {"found": "CPU"}
+    assert good.words is None
+    assert (raised.words, raised.figures) == ("here: planted by a test", {"before": 1})
+    assert broke.words is not None
+    assert "ZeroDivisionError: a defect, planted by a test" in broke.words
+    assert died.words is not None
+    assert "exit code -6" in died.words
+    assert hung.words == "was ended after 15 s; the last it said: now it hangs"
+    assert not Path(f"/proc/{hung.figures['sleeper']}").exists() or is_zombie(hung.figures["sleeper"])
+
+    table = report.rows(perform.record(setup, found, seconds=1.0))
+    assert [row.part for row in table] == ["raises", "breaks", "dies", "hangs"]
+    assert all(row.fails for row in table)
+    assert report.exit_code(table) == 1
+    assert str(tmp_path) not in str(table)
+
+
+def is_zombie(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_no_part_is_begun_that_has_no_time_left(tmp_path: Path) -> None:
+    setup = Setup(folder=str(tmp_path), tiny=True)
+    began = time.monotonic() - setup.sizes.seconds + 100
+    found = check.run(setup, [part("hangs", least=200)], lambda text: None, began=began)
+    assert [(outcome.status, outcome.words) for outcome in found] == [
+        ("skipped", "the 1800 s of the whole check are over")
+    ]
+
+
+def test_only_processes_of_the_part_are_ended() -> None:
+    assert check.MARK not in os.environ
+    check.end_marked("0123456789abcdef")  # which nobody has: this one goes on
+
+
+def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="this folder holds other things than a check"):
+        perform.prepare(Setup(folder=str(tmp_path), tiny=True))
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_the_first_part_always_runs_and_unknown_ones_are_refused() -> None:
+    assert [each.name for each in perform.select(["save"], check.PARTS)] == ["environment", "save"]
+    assert perform.select([], check.PARTS) == list(check.PARTS)
+    with pytest.raises(ConfigError, match=r"unknown part saves; there are: environment, resume, "):
+        perform.select(["saves"], check.PARTS)
+
+
+def test_without_a_gpu_there_is_nothing_to_check_but_the_tiny_way(tmp_path: Path) -> None:
+    setup = Setup(folder=str(tmp_path), tiny=False)
+    words = "torch sees no GPU here; --tiny (TINY=1) walks the same way on CPUs"
+    none = check.Outcome(name="environment", status="failed", words=words, figures={"gpus": []})
+    with pytest.raises(RelayrunError, match="torch sees no GPU here; --tiny"):
+        perform.learn(setup, none)
+    assert perform.learn(replace(setup, tiny=True), none).gpus == 0
+    gpus = [{"name": "NVIDIA H200", "memory_bytes": 150_000_000_000}] * 2
+    found = perform.learn(setup, check.Outcome(name="environment", status="done", figures={"gpus": gpus}))
+    assert (found.gpus, found.device, found.memory_bytes, found.precision) == (
+        2,
+        "NVIDIA H200",
+        150_000_000_000,
+        "bf16",
+    )
+
+
+def test_a_result_goes_among_the_benchmarks_only_if_it_is_a_whole_one_of_a_gpu(tmp_path: Path) -> None:
+    tiny = Setup(folder=str(tmp_path), tiny=True)
+    h200 = Setup(folder=str(tmp_path), tiny=False, device="NVIDIA H200", gpus=1)
+    assert perform.place(tiny, partial=False) == tmp_path / "gpu-tiny.json"
+    assert perform.place(h200, partial=True) == tmp_path / "gpu-h200.json"
+    assert perform.place(h200, partial=False) == perform.RESULTS / "gpu-h200.json"
+    assert report.file_name("NVIDIA GH200 120GB") == "gpu-gh200-120gb.json"
