@@ -131,9 +131,10 @@ class Step:
     forward_backward_seconds: float
     """The part of the step that went to both passes and the reduction of gradients."""
     optimizer_seconds: float
-    """The part of the step that went to clipping and the update."""
+    """The part of the step that went to the norm of the gradients, clipping and the update, until the GPU was done."""
     save_seconds: float
-    """That training stood still for saves since the step before; not part of the step."""
+    """That training stood still for saves, or to allocate host memory for them, since the step before; not part of
+    the step."""
     model_tflops_per_gpu: float
     """`size.flops_per_token` x tokens per second and rank, in 10^12."""
     mfu: float | None

@@ -122,9 +122,10 @@ class Training:
             saved_iteration=self.position.iteration,
         )
         self.peak = peak_flops(ranks.device_name) if config.training.resolved_precision == "bf16" else None
+        where = f"{ranks.layout}, {ranks.device.type}" + (", deterministic" if settings.deterministic else "")
         self.metrics.say(
             f"attempt {begin.attempt}: {self.model.parameters():,} parameters on {ranks.world_size} ranks "
-            f"({ranks.layout}, {ranks.device.type}), from "
+            f"({where}), from "
             + (f"iteration {self.position.iteration} ({begin.base_path})" if begin.base_path else "the beginning")
         )
         self.reader = self._set_out()

@@ -89,7 +89,7 @@ def test_what_is_reserved_is_used_by_every_save_and_holds_the_bytes_of_each() ->
         for original, copy in zip(originals, copies, strict=True):
             original.data += number
             copy.data += number
-        host.fill(copies, None)
+        assert host.fill(copies, None) == Reserved(0, 0)
         addresses.add(tuple(copy.data.data_ptr() for copy in copies))
         for original, copy in zip(originals, copies, strict=True):
             assert torch.equal(copy.data, original.data)
@@ -105,7 +105,7 @@ def test_what_was_not_reserved_or_has_another_shape_by_now_is_allocated_at_the_s
     host = HostCopy(CPU)
     host.reserve([shard("a", torch.zeros(3)), shard("b", torch.zeros(3))])
     changed = [shard("a", torch.ones(4)), shard("b", torch.ones(3).to(torch.float16)), shard("c", torch.ones(2))]
-    host.fill(changed, None)
+    assert host.fill(changed, None) == Reserved(2 * ALIGNMENT + 6, 1)
     assert [one.data.tolist() for one in changed] == [[1.0] * 4, [1.0] * 3, [1.0] * 2]
     assert host.reserve(changed) == Reserved(0, 0)
 

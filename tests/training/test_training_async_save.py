@@ -116,6 +116,11 @@ def test_a_save_beside_training_holds_the_state_of_its_own_iteration(
     assert attempt.steps()[9]["save_seconds"] > 1, "an interval's save waits for the one before"
     assert attempt.steps()[7]["save_seconds"] == 0
     assert reference.steps()[5]["save_seconds"] > 0
+    assert attempt.output().count("host memory for saves: ") == 1, "all of it, before the first save"
+    assert "GiB of host memory" not in attempt.output()
+    assert attempt.steps()[2]["save_seconds"] > 0, "and its time counts"
+    assert "host memory" not in reference.output()
+    assert reference.steps()[2]["save_seconds"] == 0
 
 
 @pytest.mark.slow

@@ -27,6 +27,8 @@ def test_it_is_on_and_a_run_cut_by_a_signal_is_the_uninterrupted_run(harness: Ca
     said = [line for line in reference.output().splitlines() if line.startswith("deterministic: ")]
     assert said == ["deterministic: torch True, megatron-core True, NCCL_ALGO=Ring"] * 2
 
+    assert "TP2 x PP1, cpu, deterministic), from the beginning" in reference.output()
+
     first = pieces.start(inject="step-delay=0.1")
     first.wait_for_iteration(3)
     first.signal(signal.SIGUSR2)

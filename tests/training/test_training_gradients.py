@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import warm
 from tests.checkpoints import assert_same_bytes
 
 Make = Callable[..., Any]
@@ -99,9 +100,11 @@ print(json.dumps([adam("meta", True), adam("meta", False), adam("cpu", True)]))
 """
 
 
-def test_a_fused_adamw_has_its_counts_beside_the_parameters_and_another_on_the_host() -> None:
+def test_a_fused_adamw_has_its_counts_beside_the_parameters_and_another_on_the_host(tmp_path: Path) -> None:
     """The device without memory stands for a GPU."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, text=True, check=True)
+    program = tmp_path / "adamw.py"
+    program.write_text(PROGRAM)
+    done = warm.run([sys.executable, program], check=True)
     assert json.loads(done.stdout) == [
         [None, True, True, ["meta", "meta"]],
         [None, None, None, ["cpu", "cpu"]],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from relayrun.config.schema import RunConfig
 from relayrun.errors import ConfigError
 from relayrun.rundir.run import Run
 from relayrun.submit import check, submission
+from tests import warm
 
 
 def config(*, environment: dict[str, str] | None = None, gpus: int = 0, **training: Any) -> RunConfig:
@@ -125,12 +124,16 @@ except ConfigError as error:
 
 
 @pytest.mark.slow
-def test_a_rank_turns_everything_on_and_refuses_an_environment_that_was_changed_on_the_way() -> None:
+def test_a_rank_turns_everything_on_and_refuses_an_environment_that_was_changed_on_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And a GPU on which no precision is said."""
+    program = tmp_path / "rank.py"
+    program.write_text(RANK)
+    for name in determinism.ACCEPTED:
+        monkeypatch.delenv(name, raising=False)
     configs = [config(deterministic=value).model_dump_json() for value in (False, True)]
-    command = [sys.executable, "-W", "ignore", "-c", RANK, *configs]
-    environment = {name: value for name, value in os.environ.items() if name not in determinism.ACCEPTED}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    done = warm.run([sys.executable, program, *configs], check=True)
     assert done.stdout.splitlines() == [
         "environment of the rank: NCCL_ALGO=Tree makes results differ from run to run, and training.deterministic "
         "is on",

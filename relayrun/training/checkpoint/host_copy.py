@@ -70,19 +70,20 @@ class HostCopy:
         return Reserved(sum(lengths), len(lengths))
 
     @torch.no_grad()
-    def fill(self, shards: Iterable[ShardedTensor], stream: torch.cuda.Stream | None) -> None:
+    def fill(self, shards: Iterable[ShardedTensor], stream: torch.cuda.Stream | None) -> Reserved:
         """Copy the data of `shards` and put the copies in their place. On return the originals may change.
 
-        Called by any thread, with what `follow` gave. What was not reserved is allocated now.
+        Called by any thread, with what `follow` gave. Returns what had to be allocated, because it was not reserved.
         """
         shards = list(shards)
-        self.reserve(shards)
+        late = self.reserve(shards)
         with torch.cuda.stream(stream):  # does nothing with None
             for shard in shards:
                 buffer = self._buffers[_key(shard)]
                 shard.data = buffer.copy_(shard.data.detach(), non_blocking=stream is not None)
         if stream is not None:
             stream.synchronize()
+        return late
 
     def _has(self, shard: ShardedTensor) -> bool:
         """Whether there is a buffer of this shard's shape and type."""

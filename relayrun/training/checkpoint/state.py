@@ -154,7 +154,7 @@ class Checkpointer:
             if self._ranks.device.type == "cuda":
                 torch.cuda.set_device(self._ranks.device)  # a new thread begins with the first one
             if copy:
-                self._agree(lambda: self._host.fill(_tensors(shards), stream))
+                self._agree(lambda: self._copy(shards, stream, iteration))
             copied()
             folder = Path(self._on_first_rank(lambda: str(publish.prepare(self._run, self._attempt, iteration))))
             self._on_first_rank(lambda: write_atomic(folder / COMMON_STATE_FNAME, plain))
@@ -166,6 +166,12 @@ class Checkpointer:
             return self._on_first_rank(partial(self._publish, folder, iteration, consumed_samples, started))
 
         return BackgroundSave(iteration, write, beside=beside)
+
+    def _copy(self, shards: Shards, stream: torch.cuda.Stream | None, iteration: int) -> None:
+        late = self._host.fill(_tensors(shards), stream)
+        if late.size:
+            rank, size = self._ranks.rank, late.size / (1 << 30)
+            log.info("rank %s: the save of iteration %s allocated %.1f GiB of host memory", rank, iteration, size)
 
     def _publish(self, folder: Path, iteration: int, consumed_samples: int, started: float) -> Commit:
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
