@@ -7,14 +7,14 @@
 | async | ended by SIGKILL behind a save beside training; the rest |
 
 Each of them with `training.deterministic` and without it; all of them at the same time, since bits don't depend on the
-time that they take. Compared are loss and gradient norm of every iteration, and in the end every bit of the weights
-and of the optimizer's state.
+time that they take. Compared are the optimizer's state as it was loaded and after every iteration, loss and gradient
+norm of every iteration, and the weights in the end.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from relayrun.gpucheck import runs
@@ -71,7 +71,7 @@ def plans(setup: Setup, mode: str) -> list[tuple[str, dict[str, dict[str, Any]]]
                 "model": dict(sizes.resumed_model),
                 "data": runs.real_data(setup),
                 "training": training
-                | {"hooks": [{"hook": f"{HOOKS}:Cut", "options": {"cuts": cuts}}, f"{HOOKS}:Digest"]},
+                | {"hooks": [f"{HOOKS}:Digest", {"hook": f"{HOOKS}:Cut", "options": {"cuts": cuts}}]},
                 "checkpoint": {"interval": sizes.interval, "async_save": beside, "keep_last": 1},
             },
         )
@@ -81,50 +81,70 @@ def plans(setup: Setup, mode: str) -> list[tuple[str, dict[str, dict[str, Any]]]
 
 def compared(whole: Run, sync: Run, beside: Run) -> dict[str, Any]:
     """Hold the pieces of the runs against the whole one, by what cut them. Raises CheckFailed where none was cut."""
-    expected = {line["iteration"]: line for line in runs.steps_of(whole, 1)}
-    digest = _digest(whole)
     for run, attempts in ((whole, 1), (sync, 3), (beside, 2)):
         if len(run.attempt_numbers()) != attempts:
             raise CheckFailed(f"{run.path.name} has {len(run.attempt_numbers())} attempts, not {attempts}")
-    pieces = ((sync, 2, None), (sync, 3, _digest(sync)), (beside, 2, _digest(beside)))
+    expected = Piece.of(whole, 1)
+    if not expected.weights or len(expected.states) != len(expected.lines):
+        raise CheckFailed(f"{whole.path.name} left no digests of its states")
     found = {}
-    for cut, (run, attempt, end) in zip(CUTS, pieces, strict=True):
+    for cut, (run, attempt) in zip(CUTS, ((sync, 2), (sync, 3), (beside, 2)), strict=True):
         begin = run.attempt(attempt).read_begin()
         if begin is None or not begin.base_iteration:
             raise CheckFailed(f"attempt {attempt} of {run.path.name} began anew, it resumed nothing")
-        earlier = difference(runs.steps_of(run, attempt - 1), expected)
-        own = difference(runs.steps_of(run, attempt), expected)
-        states = end in (None, digest)
+        own = Piece.of(run, attempt)
+        if begin.base_iteration not in own.loaded:
+            raise CheckFailed(f"attempt {attempt} of {run.path.name} left no digest of what it loaded")
+        different = difference(own, expected)
         found[cut] = {
             "resumed_at": begin.base_iteration,
-            "iterations": len(runs.steps_of(run, attempt)),
-            "equal": own is None and states,
-            "differed_before": earlier,
-            "difference": own or (None if states else "weights or optimizer state at the end, losses are equal"),
+            "iterations": len(own.lines),
+            "equal": different is None,
+            "differed_before": difference(Piece.of(run, attempt - 1), expected),
+            "difference": different,
         }
     return found
 
 
-def difference(lines: Sequence[dict[str, Any]], expected: dict[int, dict[str, Any]]) -> str | None:
-    """Return the first iteration whose loss or gradient norm is not the expected one, in words; None: all are."""
-    if not lines:
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What one attempt computed. A digest has an entry for each rank."""
+
+    lines: dict[int, dict[str, Any]]
+    """The lines of metrics.jsonl by iteration."""
+    states: dict[int, Any]
+    """Digests of the optimizer's state by iteration."""
+    loaded: dict[int, Any]
+    """The one that it began with."""
+    weights: dict[int, Any]
+    """The digest of the weights that it ended with."""
+
+    @classmethod
+    def of(cls, run: Run, attempt: int) -> Piece:
+        """Read what an attempt left."""
+        notes = [entry for entry in runs.notes_of(run, "digest") if entry["attempt"] == attempt]
+
+        def digests(kind: str) -> dict[int, Any]:
+            return {entry["iteration"]: entry["ranks"] for entry in notes if entry["kind"] == kind}
+
+        lines = {line["iteration"]: line for line in runs.steps_of(run, attempt)}
+        return cls(lines=lines, states=digests("state"), loaded=digests("loaded"), weights=digests("weights"))
+
+
+def difference(own: Piece, expected: Piece) -> str | None:
+    """Return the first thing that is not as in the undisturbed run, in words; None: all is."""
+    if not own.lines:
         return "no iteration was trained"
-    for line in lines:
-        for name in ("loss", "grad_norm"):
-            other = expected[line["iteration"]][name]
-            if not _same(line[name], other):
-                words = name.replace("grad_norm", "gradient norm")
-                return f"{words} of iteration {line['iteration']}: {line[name]!r}, not {other!r}"
+    for iteration, digest in own.loaded.items():
+        if digest != expected.states[iteration]:
+            return f"optimizer state as loaded, of iteration {iteration}"
+    for iteration, line in own.lines.items():
+        other = expected.lines[iteration]
+        for name, words in (("loss", "loss"), ("grad_norm", "gradient norm")):
+            if line[name] != other[name] or math.isnan(line[name]):  # no number, no training
+                return f"{words} of iteration {iteration}: {line[name]!r}, not {other[name]!r}"
+        if own.states.get(iteration) != expected.states[iteration]:
+            return f"optimizer state after iteration {iteration}, whose loss is equal"
+    if any(expected.weights.get(iteration, digest) != digest for iteration, digest in own.weights.items()):
+        return "weights in the end, where the optimizer's state is equal"
     return None
-
-
-def _same(one: float, other: float) -> bool:
-    """Whether two numbers have the same bits; what is no number counts as different, since it was no training."""
-    return one == other and not math.isnan(one)
-
-
-def _digest(run: Run) -> Any:
-    notes = runs.notes_of(run, "digest")
-    if not notes or notes[-1]["attempt"] != run.attempt_numbers()[-1]:
-        raise CheckFailed(f"{run.path.name} left no digest of its end")
-    return notes[-1]["ranks"]

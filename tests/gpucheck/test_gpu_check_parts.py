@@ -6,13 +6,16 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from relayrun.errors import ConfigError, RelayrunError
 from relayrun.gpucheck import check, perform, report
 from relayrun.gpucheck.check import Part
-from relayrun.gpucheck.setup import Setup
+from relayrun.gpucheck.resume import Piece, difference
+from relayrun.gpucheck.save import affordable
+from relayrun.gpucheck.setup import CheckFailed, Setup
 
 PLANTED = "tests.gpucheck.planted"
 
@@ -108,3 +111,49 @@ def test_a_result_goes_among_the_benchmarks_only_if_it_is_a_whole_one_of_a_gpu(t
     assert perform.place(h200, partial=True) == tmp_path / "gpu-h200.json"
     assert perform.place(h200, partial=False) == perform.RESULTS / "gpu-h200.json"
     assert report.file_name("NVIDIA GH200 120GB") == "gpu-gh200-120gb.json"
+
+
+def piece(**changes: Any) -> Piece:
+    """Make two iterations, 3 and 4, behind a resume at 2; `changes` replace what an iteration left."""
+    lines = {3: {"loss": 5.2, "grad_norm": 1.5}, 4: {"loss": 5.1, "grad_norm": 1.25}}
+    given: dict[str, Any] = {
+        "lines": lines,
+        "states": {2: "b", 3: "c", 4: "d"},
+        "loaded": {2: "b"},
+        "weights": {4: "w"},
+    }
+    return Piece(**given | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        ({"weights": {}}, None),  # it was killed
+        ({"lines": {}}, "no iteration was trained"),
+        ({"loaded": {2: "x"}}, "optimizer state as loaded, of iteration 2"),
+        ({"lines": {3: {"loss": 5.25, "grad_norm": 1.5}}}, "loss of iteration 3: 5.25, not 5.2"),
+        ({"lines": {4: {"loss": 5.1, "grad_norm": 1.5}}}, "gradient norm of iteration 4: 1.5, not 1.25"),
+        ({"states": {3: "c", 4: "x"}}, "optimizer state after iteration 4, whose loss is equal"),
+        ({"states": {3: "c"}}, "optimizer state after iteration 4, whose loss is equal"),
+        ({"weights": {4: "x"}}, "weights in the end, where the optimizer's state is equal"),
+    ],
+)
+def test_the_first_thing_that_differs_is_named(changes: dict[str, Any], words: str | None) -> None:
+    assert difference(piece(**changes), piece()) == words
+
+
+def test_a_loss_that_is_no_number_is_never_equal() -> None:
+    broken = piece(lines={3: {"loss": float("nan"), "grad_norm": 1.5}})
+    assert difference(broken, broken) == "loss of iteration 3: nan, not nan"
+
+
+def test_a_small_disk_gets_a_model_of_fewer_layers(tmp_path: Path) -> None:
+    h200 = Setup(folder=str(tmp_path), tiny=False, gpus=1)
+    whole = 14 * 1_235_814_400
+    assert affordable(h200, 2e9, 100 * 10**9) == (16, 3)
+    assert affordable(h200, 0.8e9, 100 * 10**9) == (16, 2)  # the disk is slow: a save less
+    assert affordable(h200, 2e9, int(2.2 * whole)) == (8, 2)
+    assert affordable(h200, 1e6, 100 * 10**9) == (1, 2)  # however slow
+    with pytest.raises(CheckFailed, match="bytes free; two checkpoints of one layer have"):
+        affordable(h200, 2e9, 10**9)

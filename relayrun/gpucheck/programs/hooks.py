@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import time
@@ -11,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from relayrun.files import append_line, read_lines
 from relayrun.gpucheck.setup import NOTES
 from relayrun.rundir.records import Commit, Outcome
 from relayrun.rundir.run import Run
 from relayrun.training.hooks import Context, Hook, Step
+from relayrun.training.model.gpt import Model
+from relayrun.training.optimizer import Optimizer
 
 
 class Cut(Hook):
@@ -47,27 +49,43 @@ class Cut(Hook):
 
 
 class Digest(Hook):
-    """Notes the sha256 of all weights and of the optimizer's state where an attempt leaves."""
+    """Notes hashes: of the optimizer's state as it was loaded, and after every iteration; of the weights in the end.
+
+    A loss does not show every bit: a wrong one of a moment may be rounded away, iterations later. The weights follow
+    from the optimizer's fp32 ones, but where they are gathered beside the next forward pass they are not there yet.
+    """
 
     def setup(self, context: Context) -> None:
         self._context = context
 
+    def at_start(self, iteration: int, consumed_samples: int) -> None:
+        if iteration:
+            self._note("loaded", iteration, _optimizer_state(self._context.optimizer))
+
+    def after_step(self, step: Step) -> None:
+        self._note("state", step.iteration, _optimizer_state(self._context.optimizer))
+
     def at_end(self, outcome: Outcome) -> None:
-        context = self._context
-        found = hashlib.sha256()
-        for tensor in _tensors(context):
+        self._note("weights", outcome.iteration, _weights(self._context.model))
+
+    def _note(self, kind: str, iteration: int, tensors: Iterator[torch.Tensor]) -> None:
+        found = xxhash.xxh3_128()
+        for tensor in tensors:
             found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        every = context.ranks.gather(found.hexdigest())
-        if context.ranks.rank == 0:
-            note(context, "digest", {"attempt": context.attempt, "iteration": outcome.iteration, "ranks": every})
+        every = self._context.ranks.gather(found.hexdigest())
+        if self._context.ranks.rank == 0:
+            record = {"attempt": self._context.attempt, "kind": kind, "iteration": iteration, "ranks": every}
+            note(self._context, "digest", record)
 
 
-def _tensors(context: Context) -> Iterator[torch.Tensor]:
-    for chunk in context.model.chunks:
+def _weights(model: Model) -> Iterator[torch.Tensor]:
+    for chunk in model.chunks:
         for _, parameter in sorted(chunk.named_parameters()):
             yield parameter
-    inner = context.optimizer.inner
-    for part in getattr(inner, "chained_optimizers", [inner]):
+
+
+def _optimizer_state(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for part in getattr(optimizer.inner, "chained_optimizers", [optimizer.inner]):
         if getattr(part, "is_stub_optimizer", False):
             continue
         for group in part.optimizer.param_groups:
