@@ -59,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
     perform.select(options.only, PARTS)
     site.check(setup, slurm=cluster["scheduler"] == "slurm")
     if cluster["scheduler"] == "slurm" and not options.inside:
+        perform.prepare(setup)
         number, script = job.submit(setup, cluster, inside(options, folder), time=options.time)
         print(f"job {number}: {script}\nresult {options.output or 'below ' + str(perform.RESULTS)}, folder {folder}")
         return 0

@@ -30,7 +30,6 @@ def submit(setup: Setup, cluster: dict[str, Any], program: Sequence[str], *, tim
     `cluster`: the site's file. `program`: what Python runs inside the job.
     """
     config = job_config(setup, cluster)
-    setup.path.mkdir(parents=True, exist_ok=True)
     path = setup.path / "job.sbatch"
     write_atomic(path, script(setup, config, program, time=time), mode=0o755)
     slurm = Slurm()
