@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relayrun.files import read_json
-from relayrun.gpucheck.logs import last_line, why
+from relayrun.gpucheck.logs import last_line, tail, why
 from relayrun.gpucheck.setup import Setup
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ PARTS: tuple[Part, ...] = (
         name="resume",
         what="runs that are cut and resumed",
         function="relayrun.gpucheck.resume:measure",
-        seconds=150,
+        seconds=200,
         least=40,
     ),
     Part(
@@ -131,6 +131,8 @@ def run(
         else:
             say(f"{part.name}: {part.what}")
             found.append(run_part(setup, part, seconds=min(left, part.seconds * stretch)))
+        if found[-1].status in ("failed", "timeout"):
+            say(tail(setup.parts / f"{part.name}.log", 80))
         say(f"{part.name}: {found[-1].status} in {found[-1].seconds:.0f} s" + _behind(found[-1].words))
     return found
 

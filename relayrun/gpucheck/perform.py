@@ -20,7 +20,7 @@ from relayrun.files import write_json
 from relayrun.gpucheck import report
 from relayrun.gpucheck.check import PARTS, Outcome, Part, run
 from relayrun.gpucheck.report import Row
-from relayrun.gpucheck.setup import Setup
+from relayrun.gpucheck.setup import TRACE, Setup
 
 RESULTS = ROOT / "benchmarks" / "results"
 STRETCH = 10.0
@@ -50,6 +50,8 @@ def perform(
     path = output or place(setup, partial=bool(only))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, result)
+    if output is not None and (setup.path / TRACE).exists():
+        shutil.copyfile(setup.path / TRACE, path.with_name(f"{path.stem}-{TRACE}"))
     return path, report.rows(result)
 
 
@@ -65,6 +67,7 @@ def prepare(setup: Setup) -> None:
     """Make the folder of the check, without what an earlier one left there. Raises ConfigError if it is another's."""
     if setup.path.exists() and any(setup.path.iterdir()) and not setup.parts.is_dir():
         raise ConfigError("this folder holds other things than a check", where=setup.path, hint="give one that is new")
+    (setup.path / TRACE).unlink(missing_ok=True)
     for name in ("parts", "runs", "configs", "data", "exported"):
         shutil.rmtree(setup.path / name, ignore_errors=True)
     setup.parts.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from relayrun import ROOT
 from relayrun.files import read_json
-from relayrun.gpucheck.logs import why
+from relayrun.gpucheck.logs import tail, why
 from relayrun.gpucheck.setup import CheckFailed, Setup
 
 
@@ -37,5 +37,6 @@ def run_program(setup: Setup, program: str, *, ranks: int = 1, name: str | None 
         ).returncode
     found = read_json(output) if output.exists() else {}
     if code or not output.exists():
+        print(tail(log), flush=True)
         raise CheckFailed(f"the program {short} failed: {why(log, code)}", found=found)
     return found

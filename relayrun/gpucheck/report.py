@@ -18,6 +18,9 @@ Verdict = Literal["met", "missed", "not measured", ""]
 
 MFU_TARGET, MFU_AIM = 0.50, 0.55
 STALL_TARGET = 2.0
+ROUNDING = 1e-4
+"""Largest difference between logits in fp32, relative to the largest where that is above 1: one side is of a GPU
+and the other of the host, which add in other orders. A wrong weight is a hundred times as much."""
 
 Figures = Mapping[str, Any]
 
@@ -125,7 +128,10 @@ def _speed(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
         value = f"{training['tokens_per_second_per_gpu']:,.0f}"
         yield Row(part="speed", what="tokens/s of a GPU" if result["gpus"] else "tokens/s", value=value)
     again = figures.get("deterministic")
-    if training is not None and again is not None:
+    if again is not None and "not_measured" in again:
+        value = f"not measured: {again['not_measured']}"
+        yield Row(part="speed", what="time of an iteration with training.deterministic", value=value)
+    elif training is not None and again is not None:
         more = again["step_seconds"] / training["step_seconds"] - 1
         value = f"{more:+.1%} ({again['tokens_per_second_per_gpu']:,.0f} tokens/s)"
         yield Row(part="speed", what="time of an iteration with training.deterministic", value=value)
@@ -223,7 +229,8 @@ def _export(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
         f"differ by {figures['difference']:.2g} at most "
         f"(largest logit {figures['largest']:.3g}, {figures['tokens']} tokens)"
     )
-    verdict: Verdict = "met" if figures["equal"] else "missed"
+    met = figures["difference"] <= ROUNDING * max(1.0, figures["largest"])
+    verdict: Verdict = "met" if met else "missed"
     yield Row(part="export", what="logits of the export", value=value, target=target, verdict=verdict, hard=True)
 
 

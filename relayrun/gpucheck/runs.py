@@ -19,7 +19,7 @@ from relayrun import ROOT
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import RunConfig
 from relayrun.files import read_lines
-from relayrun.gpucheck.logs import last_line
+from relayrun.gpucheck.logs import last_line, tail
 from relayrun.gpucheck.setup import NOTES, CheckFailed, Setup
 from relayrun.rundir.records import Outcome
 from relayrun.rundir.run import Run
@@ -47,10 +47,13 @@ class Chain:
         return self.run
 
     def why(self) -> str:
-        """Say in one line why the run ended as it did: what STOP and the newest failure of a rank say."""
+        """Say in one line why the run ended: what STOP and the newest failure of a rank say. Its logs are printed."""
         reason = stop_reason(self.run) if self.run.path.exists() else None
+        begins = [self.run.attempt(number).read_begin() for number in self.run.attempt_numbers()[-1:]]
+        for log in [self.log, *(Path(begin.log) for begin in begins if begin is not None and begin.log)]:
+            print(tail(log), flush=True)  # into the log of the part
         failures = [text for number in self.run.attempt_numbers() for text in _failures(self.run, number)]
-        return " ".join(("; ".join(filter(None, [reason, *failures[-1:]])) or last_line(self.log)).split())[:600]
+        return " ".join(("; ".join(filter(None, [reason, *failures[-1:]])) or last_line(self.log)).split())[:1500]
 
 
 def values(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -62,7 +65,7 @@ def values(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]]) -
         "data": {"tokenizer": "mock", "mock_data": True, "mock_vocabulary_size": setup.sizes.vocabulary},
         "training": {"precision": setup.precision, "seed": SEED, "hooks": []},
         "optimizer": {"lr": 1e-3, "lr_warmup_steps": 1},
-        "checkpoint": {"interval": 1_000_000},
+        "checkpoint": {"interval": 1_000_000, "async_save": False},
         "parallel": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
         "chain": {"auto_requeue": True, "max_failed_attempts": 1},
         "debug": {"memory_interval": 0},

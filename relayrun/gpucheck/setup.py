@@ -17,6 +17,9 @@ from relayrun.files import read_json, write_json
 NOTES = "gpu-check"
 """Folder of a run directory in which the check's own hooks leave what they saw."""
 
+TRACE = "trace.json.gz"
+"""Name of the trace in the folder of the check."""
+
 
 class CheckFailed(RelayrunError):
     """A part of the check could not be measured; `found` is what it has measured up to there."""

@@ -40,7 +40,12 @@ def within_a_job(cluster: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
     kept: dict[str, Any] = {
         name: cluster[name] for name in ("name", "python", "command_prefix", "transformer_engine") if name in cluster
     }
-    environment: dict[str, str] = {**cluster.get("environment", {}), "WANDB_MODE": "disabled"}
+    environment: dict[str, str] = {
+        # many runs start at the same time, and none has more than a few kernels to compile
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        **cluster.get("environment", {}),
+        "WANDB_MODE": "disabled",
+    }
     if tiny:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     return {**kept, "scheduler": "local", "environment": environment}

@@ -14,7 +14,7 @@ from relayrun.config import compose
 from relayrun.config.schema import RunConfig
 from relayrun.gpucheck import runs, trace
 from relayrun.gpucheck.ranks import run_program
-from relayrun.gpucheck.setup import CheckFailed, Figures, Setup
+from relayrun.gpucheck.setup import TRACE, CheckFailed, Figures, Setup
 from relayrun.rundir.run import Run
 from relayrun.training.model.size import flops_per_token, memory_bytes, peak_flops
 
@@ -43,11 +43,21 @@ def measure(setup: Setup, figures: Figures) -> None:
 
     last = sizes.warm_up + sizes.measured + sizes.by_part + 1
     parts = {"first": last - sizes.by_part, "last": last - 1}
-    timed = sections(setup, micro_batch=micro_batch, steps=last)
-    timed["training"]["hooks"] = [{"hook": PARTS, "options": parts}]
-    timed["debug"] = {"profile": "torch", "profile_step_start": last, "profile_step_end": last}
-    run = runs.train_until(setup, "speed", timed, steps=last)
-    config = runs.config(setup, "speed", timed)
+
+    def timed(micro_batch: int) -> tuple[Run, RunConfig]:
+        asked = sections(setup, micro_batch=micro_batch, steps=last)
+        asked["training"]["hooks"] = [{"hook": PARTS, "options": parts}]
+        asked["debug"] = {"profile": "torch", "profile_step_start": last, "profile_step_end": last}
+        return runs.train_until(setup, "speed", asked, steps=last), runs.config(setup, "speed", asked)
+
+    try:
+        run, config = timed(micro_batch)
+    except CheckFailed as error:  # a run has a little more in memory than the search had
+        if micro_batch == 1 or "out of memory" not in error.message.lower():
+            raise
+        figures.add("halved", error.message)
+        micro_batch //= 2
+        run, config = timed(micro_batch)
     lines = runs.steps_of(run, 1)
     figures.add("training", speed(setup, config, lines, sizes.warm_up, sizes.measured))
     estimate = memory_bytes(config, sizes.vocabulary)
@@ -66,9 +76,13 @@ def measure(setup: Setup, figures: Figures) -> None:
     warm_up, measured = DETERMINISTIC_STEPS
     again = sections(setup, micro_batch=micro_batch, steps=warm_up + measured)
     again["training"]["deterministic"] = True
-    run = runs.train_until(setup, "speed-deterministic", again, steps=warm_up + measured)
-    config = runs.config(setup, "speed-deterministic", again)
-    figures.add("deterministic", speed(setup, config, runs.steps_of(run, 1), warm_up, measured))
+    try:
+        run = runs.train_until(setup, "speed-deterministic", again, steps=warm_up + measured)
+    except CheckFailed as error:  # it may need more memory; whether the switch works, the part `resume` says
+        figures.add("deterministic", {"not_measured": error.message})
+    else:
+        config = runs.config(setup, "speed-deterministic", again)
+        figures.add("deterministic", speed(setup, config, runs.steps_of(run, 1), warm_up, measured))
 
 
 def sections(setup: Setup, *, micro_batch: int, steps: int) -> dict[str, dict[str, Any]]:
@@ -160,5 +174,5 @@ def traced(setup: Setup, run: Run) -> dict[str, Any]:
     files = sorted((run.debug_of(1) / "profile").glob("rank-*.json"))
     if not files:
         raise CheckFailed(f"the profiler left no trace in {run.debug_of(1) / 'profile'}")
-    packed = setup.path / "trace.json.gz"
+    packed = setup.path / TRACE
     return {**trace.summary(files[0]), "file": packed.name, "file_bytes": trace.pack(files[0], packed)}
