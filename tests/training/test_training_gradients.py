@@ -78,6 +78,29 @@ def test_stages_that_let_go_of_what_they_sent_compute_the_same_bits(
     assert_same_bytes(lets_go.run.checkpoint(STEPS), keeps.run.checkpoint(STEPS))
 
 
+@pytest.mark.parametrize("parallel", [{}, DISTRIBUTED], ids=["adam", "distributed-optimizer"])
+def test_a_fused_adamw_resumes_exactly_and_goes_on_from_one_that_was_not(
+    harness: Make, parallel: dict[str, Any]
+) -> None:
+    """With torch's fused kernel for CPUs, whose bits are others."""
+    asked = settings(parallel) | {"checkpoint": {"interval": STEPS // 2}}
+    plain, fused, resumed, changed = (harness(**asked) for _ in range(4))
+    reference = plain.train().steps()
+    whole = fused.start(prefix=variant("fuse-adamw"))
+    assert whole.wait() == [0, 0], whole.output()
+    assert whole.steps()[STEPS]["grad_norm"] != reference[STEPS]["grad_norm"], "it was another kernel"
+    pieces = []
+    for made, base in ((resumed, fused), (changed, plain)):
+        path = str(base.run.checkpoint(STEPS // 2))
+        attempt = made.start(prefix=variant("fuse-adamw"), base_iteration=STEPS // 2, base_path=path)
+        assert attempt.wait() == [0, 0], attempt.output()
+        pieces.append(attempt.steps())
+    for iteration in range(STEPS // 2 + 1, STEPS + 1):
+        assert pieces[0][iteration]["loss"].hex() == whole.steps()[iteration]["loss"].hex()
+        assert pieces[1][iteration]["loss"] == pytest.approx(reference[iteration]["loss"], abs=1e-5)
+    assert_same_bytes(fused.run.checkpoint(STEPS), resumed.run.checkpoint(STEPS))
+
+
 PROGRAM = """
 import json, types
 import torch

@@ -44,6 +44,19 @@ def compare_gradients() -> None:
     gradients.total_norm, gradients.clip = compared_norm, compared_clip
 
 
+def fuse_adamw() -> None:
+    """AdamW is fused as on GPUs, with torch's kernel for CPUs."""
+    from relayrun.training import optimizer
+
+    patch = optimizer.patch_distributed_optimizers
+
+    def patch_and_fuse(inner: Any) -> None:
+        patch(inner)
+        optimizer.fuse(inner)
+
+    optimizer.patch_distributed_optimizers = patch_and_fuse
+
+
 def keep_pipeline_outputs() -> None:
     """Stages keep what they have sent until its backward pass."""
     from relayrun.training.model import gpt
