@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from relayrun import ROOT, __version__
-from relayrun.gpucheck.ranks import run_program
+from relayrun.gpucheck.ranks import add_program
 from relayrun.gpucheck.setup import CheckFailed, Figures, Setup
 from relayrun.monitoring.environment import code
 
@@ -31,9 +31,7 @@ def measure(setup: Setup, figures: Figures) -> None:
     """Note what is here. Raises CheckFailed where torch sees no GPU and none was to be done without."""
     figures.add("machine", machine(setup))
     figures.add("nvidia_smi", nvidia_smi())
-    found = run_program(setup, "relayrun.gpucheck.programs.device")
-    for name, value in found.items():
-        figures.add(name, value)
+    found = add_program(setup, figures, "relayrun.gpucheck.programs.device")
     if not setup.tiny and not found["gpus"]:
         raise CheckFailed("torch sees no GPU here; --tiny (TINY=1) walks the same way on CPUs")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 from relayrun.gpucheck import runs
-from relayrun.gpucheck.ranks import run_program
+from relayrun.gpucheck.ranks import add_program
 from relayrun.gpucheck.setup import Figures, Setup
 
 STEPS = 3
@@ -27,8 +27,6 @@ def measure(setup: Setup, figures: Figures) -> None:
     run = runs.train(setup, "export", sections, steps=STEPS)
     folder = setup.path / "exported"
     shutil.rmtree(folder, ignore_errors=True)
-    found = run_program(setup, "relayrun.gpucheck.programs.export", run_dir=run.path, folder=folder)
-    for name, value in found.items():
-        figures.add(name, value)
+    add_program(setup, figures, "relayrun.gpucheck.programs.export", run_dir=run.path, folder=folder)
     runs.forget(run)
     shutil.rmtree(folder, ignore_errors=True)

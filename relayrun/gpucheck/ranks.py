@@ -9,7 +9,7 @@ from typing import Any
 from relayrun import ROOT
 from relayrun.files import read_json
 from relayrun.gpucheck.logs import tail, why
-from relayrun.gpucheck.setup import CheckFailed, Setup
+from relayrun.gpucheck.setup import CheckFailed, Figures, Setup
 
 
 def rank_command(setup: Setup, program: str, *arguments: str) -> list[str]:
@@ -18,12 +18,9 @@ def rank_command(setup: Setup, program: str, *arguments: str) -> list[str]:
     return ["bash", str(ROOT / "launchers" / "lib" / "rank.sh"), *prefix, setup.python, "-m", program, *arguments]
 
 
-def run_program(setup: Setup, program: str, *, ranks: int = 1, name: str | None = None, **arguments: object) -> Any:
-    """Run a module of `programs` and return what it wrote to its `--output`. Raises CheckFailed with what it found.
-
-    `name`: of its files, where a part runs it twice.
-    """
-    short = name or program.rpartition(".")[2]
+def run_program(setup: Setup, program: str, *, ranks: int = 1, **arguments: object) -> Any:
+    """Run a module of `programs` and return what it wrote to its `--output`. Raises CheckFailed with what it found."""
+    short = program.rpartition(".")[2]
     setup.parts.mkdir(parents=True, exist_ok=True)
     output, log, given = (setup.parts / f"program-{short}.{end}" for end in ("json", "log", "setup.json"))
     output.unlink(missing_ok=True)
@@ -39,4 +36,21 @@ def run_program(setup: Setup, program: str, *, ranks: int = 1, name: str | None 
     if code or not output.exists():
         print(tail(log), flush=True)
         raise CheckFailed(f"the program {short} failed: {why(log, code)}", found=found)
+    return found
+
+
+def add_program(setup: Setup, figures: Figures, program: str, **arguments: object) -> dict[str, Any]:
+    """Run a module of `programs`, put what it wrote on record, and return it; also what one that failed had written.
+
+    Raises CheckFailed.
+    """
+    found: dict[str, Any] = {}
+    try:
+        found = run_program(setup, program, **arguments)
+    except CheckFailed as error:
+        found = error.found or {}
+        raise
+    finally:
+        for name, value in found.items():
+            figures.add(name, value)
     return found
