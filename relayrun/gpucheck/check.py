@@ -52,7 +52,7 @@ PARTS: tuple[Part, ...] = (
         name="environment",
         what="versions, device, what it can do",
         function="relayrun.gpucheck.environment:measure",
-        seconds=60,
+        seconds=90,
         least=0,
     ),
     Part(

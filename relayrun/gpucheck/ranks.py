@@ -39,7 +39,7 @@ def run_program(setup: Setup, program: str, *, ranks: int = 1, **arguments: obje
     return found
 
 
-def add_program(setup: Setup, figures: Figures, program: str, **arguments: object) -> dict[str, Any]:
+def add_program(setup: Setup, figures: Figures, program: str, **arguments: Any) -> dict[str, Any]:
     """Run a module of `programs`, put what it wrote on record, and return it; also what one that failed had written.
 
     Raises CheckFailed.

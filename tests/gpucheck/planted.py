@@ -8,8 +8,6 @@ import sys
 import time
 from typing import Any
 
-import torch
-
 from relayrun.gpucheck.setup import CheckFailed, Figures, Setup
 from relayrun.training.hooks import Context, Hook
 
@@ -21,6 +19,8 @@ class FlipsABit(Hook):
         self._optimizer = context.optimizer
 
     def at_start(self, iteration: int, consumed_samples: int) -> None:
+        import torch  # not above: the parts below start without it
+
         if not iteration:
             return
         adam = self._optimizer.inner.chained_optimizers[0].optimizer

@@ -105,3 +105,21 @@ def test_a_wrong_setting_is_refused_before_anything_runs(tmp_path: Path) -> None
     assert "did you mean 'micro_batch_size'?" in done.stderr
     assert result == {}
     assert not (tmp_path / "check" / "parts").exists()
+
+
+def test_the_attention_of_documents_is_asked_for_as_each_version_of_torch_wants_it() -> None:
+    """In a process of its own: the program imports megatron-core."""
+    code = """if True:
+        import inspect
+        from torch.nn.attention.varlen import varlen_attn
+        from relayrun.gpucheck.programs.attention import varlen_options
+        print(varlen_options(inspect.signature(varlen_attn).parameters, True))
+        print(varlen_options(["query", "is_causal", "return_aux"], True))
+        print(varlen_options(["query", "window_size", "enable_gqa"], False))
+    """
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        "({'window_size': (-1, 0), 'enable_gqa': True}, True)",
+        "({'is_causal': True}, False)",
+        "({'window_size': (-1, 0)}, True)",
+    ], done.stderr

@@ -9,7 +9,7 @@ forward: 3.5 x 2 x 2 x channels x heads x sum of length² / 2.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -114,6 +114,16 @@ def kernels(action: Callable[[], object], device: torch.device) -> dict[str, Any
     return {"operations": operations, "kernels": [{"name": name[:120], "seconds": value} for name, value in longest]}
 
 
+def varlen_options(known: Iterable[str], grouped: bool) -> tuple[dict[str, Any], bool]:
+    """Return how to ask for causal attention, by the names of the function's arguments, which changed between versions.
+
+    Also whether it takes groups of keys and values as they are; else there has to be one for every head.
+    """
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    takes = "enable_gqa" in known
+    return causal | ({"enable_gqa": True} if takes and grouped else {}), takes
+
+
 def varlen(shape: Shape) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:
     """Attend by torch's kernel for documents of any length. Raises RuntimeError with the reason where there is none."""
     try:
@@ -122,14 +132,11 @@ def varlen(shape: Shape) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor
         raise RuntimeError(f"torch {torch.__version__} has no torch.nn.attention.varlen") from None
     if shape.device.type != "cuda":
         raise RuntimeError("it has no kernel for CPUs")
-    known = inspect.signature(varlen_attn).parameters
+    options, grouped = varlen_options(inspect.signature(varlen_attn).parameters, shape.groups != shape.heads)
     tokens = shape.sequence * shape.batch
-    grouped = "enable_gqa" in known
     groups = shape.groups if grouped else shape.heads
     query = shape.tensor(tokens, shape.heads, shape.channels)
     key, value = (shape.tensor(tokens, groups, shape.channels) for _ in range(2))
-    options: dict[str, Any] = {"enable_gqa": True} if grouped and groups != shape.heads else {}
-    options |= {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     bounds = torch.cat([torch.zeros(1, dtype=torch.int64), shape.lengths.cumsum(0)]).to(shape.device, torch.int32)
     longest = int(shape.lengths.max())
 
