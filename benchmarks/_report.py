@@ -9,6 +9,8 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from relayrun.gpucheck import report
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -150,7 +152,7 @@ def render() -> str:
         "# Benchmarks",
         "",
         "`make bench` runs the scripts of `benchmarks/` and writes this page from `benchmarks/results/`: median, and",
-        "smallest to largest, of rounds that take turns with the peer in one run. Nothing here was measured on a GPU.",
+        "smallest to largest, of rounds that take turns with the peer in one run. Only the last section is about GPUs.",
     ]
     for name, rows in SECTIONS.items():
         file = RESULTS / f"{name}.json"
@@ -167,7 +169,31 @@ def render() -> str:
             "|---|---|---|---|",
             *(row.line(result["figures"]) for row in rows),
         ]
-    return "\n".join(parts) + "\n"
+    return "\n".join([*parts, *gpus()]) + "\n"
+
+
+def gpus() -> list[str]:
+    """The section of GPUs: the table of each check, by device."""
+    parts = ["", "## `make gpu-check`"]
+    files = sorted(RESULTS.glob("gpu-*.json"))
+    if not files:
+        return [*parts, "", "Not run on a GPU yet. [The check of a GPU](gpu-check.md) says what it measures."]
+    parts += ["", "[The check of a GPU](gpu-check.md) says what is measured, and which target is a promise."]
+    for file in files:
+        result = json.loads(file.read_text())
+        where = f"{result['gpus']} x {result['device']}" + (f", {result['nodes']} nodes" if result["nodes"] > 1 else "")
+        parts += [
+            "",
+            f"### {where}",
+            f"{result['date'][:10]}, {result['seconds']:.0f} s.",
+            "",
+            "| part | what | measured | wanted | reached |",
+            "|---|---|---|---|---|",
+        ]
+        for row in report.rows(result):
+            cells = (row.part, row.what, row.value, row.target, row.verdict)
+            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return parts
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ What lies where. A package imports only packages that stand below it in this lis
     cli             the `relayrun` command, one module a verb
     demo            `make demo`: raw text to a trained model on one machine
     drill           faults that a chain must survive
+    gpucheck        what GPUs do with relayrun: one command, part by part, with targets
     submit          from a run config to a queued job
     export          a checkpoint as a model that other programs read, and back; its evaluation
     training        the program that a rank executes: model, checkpoints, reports, the loop

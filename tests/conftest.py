@@ -25,7 +25,7 @@ hypothesis.settings.load_profile("busy")
 
 WAITING = ("faults", "slurm", "chain")
 """Folders whose tests mostly wait: they go side by side with those of COMPUTING, before all others."""
-COMPUTING = ("training", "export", "e2e")
+COMPUTING = ("training", "export", "e2e", "gpucheck")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,7 +37,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return f"random order: --shuffle={seed}" if seed else None
 
 
-APART = re.compile(r"tests/(faults/|chain/test_local_chain|training/(?!test_training_(recompute|optimizer)))")
+APART = re.compile(r"tests/(faults/|gpucheck/|chain/test_local_chain|training/(?!test_training_(recompute|optimizer)))")
 """Modules whose tests share no fixture that takes long: each goes to any worker. The others stay together."""
 
 

@@ -59,12 +59,21 @@ def job_script(plan: Plan, run: Run) -> str:
     return "\n".join(lines) + "\n"
 
 
-def evaluation_script(
-    plan: Plan, options: Mapping[str, str | None], *, environment: Mapping[str, str], command: Sequence[str]
+def program_script(
+    plan: Plan,
+    name: str,
+    options: Mapping[str, str | None],
+    *,
+    environment: Mapping[str, str],
+    command: Sequence[str],
+    before: Sequence[Sequence[str]] = (),
 ) -> str:
-    """The sbatch script of an evaluation job; its arguments are put behind `command`."""
+    """The sbatch script of a job that runs one program and is no part of the chain: an evaluation, a check.
+
+    The job's arguments are put behind `command`. `before`: commands that run first, whatever becomes of them.
+    """
     every: dict[str, str | None] = {
-        "job-name": f"{plan.job_name}-evaluation",
+        "job-name": f"{plan.job_name}-{name}",
         "nodes": "1",
         "ntasks-per-node": "1",
         **options,
@@ -80,7 +89,8 @@ def evaluation_script(
                 *exports(environment),
                 # the submitter's own comes last, whoever submits this job
                 f'export PYTHONPATH={shlex.quote(":".join(search_path(plan)))}"${{PYTHONPATH:+:${{PYTHONPATH}}}}"',
-                *(f"module load {shlex.quote(name)}" for name in plan.modules),
+                *(f"module load {shlex.quote(module)}" for module in plan.modules),
+                *(f"{shlex.join(words)} || true" for words in before),
                 f'exec {shlex.join(command)} "$@"',
             ]
         )

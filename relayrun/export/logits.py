@@ -39,8 +39,8 @@ class Comparison:
         return self.difference <= TOLERANCE * max(1.0, self.largest)
 
 
-def check(source: CheckpointSource, folder: Path) -> Comparison:
-    """Compare an export with its checkpoint. Raises InputError if they differ. Once per process."""
+def compare(source: CheckpointSource, folder: Path) -> Comparison:
+    """Compare an export with its checkpoint. Once per process."""
     generator = torch.Generator().manual_seed(0)
     length = min(LENGTH, source.config.training.seq_length)
     tokens = torch.randint(source.manifest.vocabulary_size, (BATCH, length), generator=generator)
@@ -48,7 +48,12 @@ def check(source: CheckpointSource, folder: Path) -> Comparison:
     with warnings.catch_warnings():  # what torch and megatron-core say to their own authors
         warnings.simplefilter("ignore")
         ours = _megatron(source, tokens)[..., : source.manifest.vocabulary_size]
-    found = Comparison(float((ours - theirs).abs().max()), float(ours.abs().max()), tokens.numel())
+    return Comparison(float((ours - theirs).abs().max()), float(ours.abs().max()), tokens.numel())
+
+
+def check(source: CheckpointSource, folder: Path) -> Comparison:
+    """Compare as `compare` does. Raises InputError if they differ."""
+    found = compare(source, folder)
     if not found.equal:
         raise InputError(
             f"the export is not the checkpoint: logits differ by {found.difference:.3g} (largest logit "

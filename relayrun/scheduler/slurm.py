@@ -241,15 +241,7 @@ class Slurm:
     def rank_launch(self, plan: Plan, job: Job) -> RankLaunch:
         cpus = job.options.get("cpus-per-task", str(plan.cpus_per_task))
         return RankLaunch(
-            command=[
-                "srun",
-                "--kill-on-bad-exit=1",
-                "--export=ALL",
-                f"--nodes={job.num_nodes}",
-                f"--ntasks-per-node={plan.ntasks_per_node}",
-                f"--cpus-per-task={cpus}",  # srun does not inherit it from sbatch
-                *plan.srun_options,
-            ],
+            command=self.every_task_command(plan, nodes=job.num_nodes, cpus_per_task=cpus),
             signal_command=["scancel", "--signal=USR2", job.id],
             environment={
                 "MASTER_ADDR": self.nodes.expand(job.nodes)[0],
@@ -257,6 +249,18 @@ class Slurm:
                 "MASTER_PORT": str(20_000 + int(job.id) % 20_000),
             },
         )
+
+    def every_task_command(self, plan: Plan, *, nodes: int, cpus_per_task: str) -> list[str]:
+        """What stands before a program that a job starts once for every rank."""
+        return [
+            "srun",
+            "--kill-on-bad-exit=1",
+            "--export=ALL",
+            f"--nodes={nodes}",
+            f"--ntasks-per-node={plan.ntasks_per_node}",
+            f"--cpus-per-task={cpus_per_task}",  # srun does not inherit it from sbatch
+            *plan.srun_options,
+        ]
 
     def single_task_command(self, plan: Plan) -> list[str]:
         return ["srun", "--export=ALL", "--nodes=1", "--ntasks=1", *plan.srun_options]

@@ -260,9 +260,8 @@ def evaluation_script(config: RunConfig, plan: Plan, run: Run) -> str:
     starter = for_plan(plan, run).single_task_command(plan)
     environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": cpus, **plan.environment}
     environment.pop("PYTHONPATH", None)  # joined with the package's by `render`
-    return render.evaluation_script(
-        plan, options, environment=environment, command=[*starter, *plan.command_prefix, *program]
-    )
+    command = [*starter, *plan.command_prefix, *program]
+    return render.program_script(plan, "evaluation", options, environment=environment, command=command)
 
 
 def dry_run(config: RunConfig) -> str:

@@ -9,10 +9,10 @@ import pytest
 
 from relayrun import ROOT
 from relayrun.config import compose, yamlfile
-from relayrun.config.schema import Model, RunConfig
+from relayrun.config.schema import Model
 from relayrun.errors import ConfigError
 from relayrun.submit import check
-from relayrun.training.model.size import flops_per_token, padded, parameters, peak_flops
+from relayrun.training.model.size import flops_per_token, memory_bytes, padded, parameters, peak_flops
 
 VOCABULARY = 128_256
 # Sums of the safetensors metadata of meta-llama/Llama-3.2-1B, -3.2-3B, -3.1-8B and -3.1-70B on the Hugging Face hub
@@ -115,41 +115,36 @@ ROOM = 0.9 * 96e9
 """Bytes; a tenth is for CUDA, NCCL's buffers and what lies between allocations."""
 
 
-def memory(config: RunConfig) -> dict[str, float]:
-    """Bytes of the fullest GPU by formula: bf16, distributed optimizer, MBS 1, flash attention, fused SwiGLU.
-
-    Per parameter 2 (weights) + 4 (gradients), and 12 over the data-parallel ranks (fp32 weights, two moments). Kept
-    for the backward pass, in bf16 per token and layer: 8 hidden (inputs and outputs of two norms, q, k and v as if
-    spread over all heads, attention's output) + 3 ffn, over the tensor-parallel ranks; of a recomputed layer its input.
-    A pipeline of p stages in v parts holds p (1 + (p - 1) / (p v)) micro-batches (arXiv 2104.04473 and 2205.05198).
-    The loss: logits in bf16, twice in fp32, and their gradient in bf16.
-    """
-    model, parallel, training = config.model, config.parallel, config.training
-    tensor, pipeline, parts = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, 1
-    layers = model.num_layers // pipeline
-    if parallel.num_layers_per_virtual_pipeline_stage:
-        parts = layers // parallel.num_layers_per_virtual_pipeline_stage
-    again = parts * (training.recompute_num_layers or 0)
-    own = parameters(model, VOCABULARY) / tensor / pipeline
-    tokens = training.seq_length * training.micro_batch_size / tensor
-    layer = 2 * (8 * model.hidden_size + 3 * model.ffn_hidden_size) * tokens
-    kept = (layers - again) * layer + again * 2 * model.hidden_size * tokens + (layer if again else 0)
-    in_flight = pipeline * (1 + (pipeline - 1) / (pipeline * parts)) if pipeline > 1 else 1
-    logits = 0.0 if pipeline > 1 else (2 + 4 + 4 + 2) * VOCABULARY * tokens  # the last stage holds fewer micro-batches
-    return {"state": own * (6 + 12 / config.data_parallel_size), "activations": kept * in_flight, "loss": logits}
-
-
 @pytest.mark.parametrize("size", ["1b", "3b", "8b", "70b"])
 def test_a_baseline_fits_a_gpu_of_96_gb_by_formula(size: str) -> None:
     path = ROOT / "configs" / "runs" / f"llama3-{size}.yaml"
-    assert sum(memory(compose.load(path)).values()) < ROOM
+    assert memory_bytes(compose.load(path), VOCABULARY).total < ROOM
+
+
+def test_the_estimate_of_memory_counts_what_a_gpu_holds() -> None:
+    """Llama 3.2 1B on one GPU in bf16: 18 bytes a parameter, and per token 16 layers and the loss."""
+    path = ROOT / "configs" / "runs" / "llama3-1b.yaml"
+    one = ["job.nodes=1", "job.ntasks_per_node=1", "training.seq_length=4096", "training.micro_batch_size=2"]
+    found = memory_bytes(compose.load(path, one), VOCABULARY)
+    assert found.state == 18 * PUBLISHED["1b"]
+    assert found.activations == 2 * 4096 * 16 * 2 * (8 * 2048 + 3 * 8192)
+    assert found.loss == 2 * 4096 * 12 * VOCABULARY
+    whole = memory_bytes(compose.load(path, [*one, "training.recompute_granularity=full"]), VOCABULARY)
+    assert whole.activations == 2 * 4096 * (16 * 2 * 2048 + 2 * (8 * 2048 + 3 * 8192))
+    undivided = memory_bytes(
+        compose.load(path, ["parallel.use_distributed_optimizer=false", "parallel.overlap_param_gather=false"]),
+        VOCABULARY,
+    )
+    assert undivided.state == 18 * PUBLISHED["1b"]
+    fp32 = memory_bytes(compose.load(path, [*one, "training.precision=fp32"]), VOCABULARY)
+    assert fp32.state == 16 * PUBLISHED["1b"]
 
 
 @pytest.mark.parametrize("size", ["8b", "70b"])
 def test_a_baseline_recomputes_layers_because_it_must(size: str) -> None:
     path = ROOT / "configs" / "runs" / f"llama3-{size}.yaml"
     without = compose.load(path, ["training.recompute_granularity=null", "training.recompute_num_layers=null"])
-    assert sum(memory(without).values()) > ROOM
+    assert memory_bytes(without, VOCABULARY).total > ROOM
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ ORDER = re.findall(r"^    ([a-z]+) ", relayrun.__doc__ or "", re.M)
 STANDARD_LIBRARY_ONLY = ("__init__", "chain", "scheduler", "rundir", "slurmtime", "files", "errors")
 HEAVY = ("training", "export")
 """Packages that may import torch and megatron-core; and so may:"""
-HEAVY_MODULES = (PACKAGE / "data" / "order" / "megatron.py",)
+HEAVY_MODULES = (PACKAGE / "data" / "order" / "megatron.py", *(PACKAGE / "gpucheck" / "programs").glob("*.py"))
 
 _MODULE = re.compile(r"(relayrun(?:\.\w+)+)(?::\w+)?")
 

@@ -15,7 +15,9 @@ import socket
 import struct
 import sys
 
+GPU_CHECK = "relayrun.gpucheck.programs."
 MODULES = ("relayrun.training", "relayrun.export.evaluate", "tests.warm.probe")
+"""What the server can be; and the programs of `relayrun gpu-check`."""
 FORWARDED = (
     signal.SIGHUP,
     signal.SIGINT,
@@ -48,7 +50,11 @@ def receive_status(connection: socket.socket) -> int:
 
 def is_of(root: str, arguments: list[str]) -> bool:
     """The server can be this program: it has the modules, and they are those of this checkout."""
-    if arguments[:1] != ["-m"] or len(arguments) < 2 or arguments[1] not in MODULES:
+    if (
+        arguments[:1] != ["-m"]
+        or len(arguments) < 2
+        or not (arguments[1] in MODULES or arguments[1].startswith(GPU_CHECK))
+    ):
         return False
     folders = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return all(

@@ -1,0 +1,1 @@
+"""`relayrun gpu-check`: one command that says what this machine's GPUs do with relayrun, part by part, with targets."""

@@ -1,0 +1,177 @@
+"""Which kernel torch picks for attention as training calls it, and its speed, forward and backward.
+
+Whole sequences go through `CausalAttention`, the module of a training run. For packed documents it is given a mask, as
+`data.reset_attention_mask` does; beside it stands torch's kernel for documents of any length (`varlen_attn`), where
+this torch and this device have it. FLOPs are those of the pairs that a causal model looks at, backward 2.5 times
+forward: 3.5 x 2 x 2 x channels x heads x sum of length² / 2.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from relayrun.gpucheck.programs.common import Program, seconds_of, wait_for
+from relayrun.training.model.attention import CausalAttention
+
+PREFIXES = (
+    "aten::_scaled_dot_product_",
+    "aten::_flash_attention",
+    "aten::_cudnn_attention",
+    "aten::_efficient_attention",
+)
+"""Operations whose names say which implementation `scaled_dot_product_attention` has chosen."""
+
+
+class Shape:
+    """Tensors of one attention layer as megatron-core hands them over: [sequence, batch, heads, channels]."""
+
+    def __init__(self, program: Program) -> None:
+        given = program.setup.sizes.attention
+        self.batch, self.sequence, self.channels = given["batch"], given["sequence"], given["channels"]
+        self.heads, self.groups = given["heads"], given["groups"]
+        self.device = program.device
+        self.dtype = torch.bfloat16 if program.device.type == "cuda" else torch.float32
+        generator = torch.Generator().manual_seed(28)
+        cuts = torch.randperm(self.sequence - 1, generator=generator)[: given["documents"] - 1] + 1
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), cuts.sort().values, torch.tensor([self.sequence])])
+        self.lengths = bounds.diff().repeat(self.batch)
+        """Tokens of each document, row behind row."""
+        self.starts = bounds
+
+    def tensor(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=self.device, dtype=self.dtype, requires_grad=True)
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value, with fresh random values."""
+        rows = (self.sequence, self.batch)
+        return (
+            self.tensor(*rows, self.heads, self.channels),
+            self.tensor(*rows, self.groups, self.channels),
+            self.tensor(*rows, self.groups, self.channels),
+        )
+
+    def mask(self) -> torch.Tensor:
+        """[batch, 1, sequence, sequence], true where a token (row) may see another: within its document, before it."""
+        at = torch.arange(self.sequence)
+        document = torch.bucketize(at, self.starts[1:], right=True)
+        visible = (document[:, None] == document[None]) & (at[None] <= at[:, None])
+        return visible.expand(self.batch, 1, -1, -1).to(self.device)
+
+    def flops(self, lengths: torch.Tensor) -> float:
+        return 3.5 * 2 * 2 * self.channels * self.heads * float((lengths.double() ** 2).sum()) / 2
+
+
+def module(shape: Shape) -> CausalAttention:
+    """The attention of a training run's local layers."""
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=shape.heads * shape.channels,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.groups,
+        attention_dropout=0.0,
+        params_dtype=shape.dtype,
+    )
+    return CausalAttention(config)
+
+
+def measured(
+    shape: Shape, forward: Callable[[], torch.Tensor], inputs: tuple[torch.Tensor, ...], flops: float, repeats: int
+) -> dict[str, Any]:
+    """Speed of one way to attend, and what ran."""
+    gradient = torch.randn_like(forward())
+
+    def both() -> None:
+        for part in inputs:
+            part.grad = None  # or it would be summed up, which is no part of attention
+        forward().backward(gradient)  # type: ignore[no-untyped-call]
+
+    seconds = seconds_of(both, shape.device, repeats=repeats)
+    found: dict[str, Any] = {"seconds": seconds, "tflops": flops / seconds / 1e12}
+    return found | kernels(both, shape.device)
+
+
+def kernels(action: Callable[[], object], device: torch.device) -> dict[str, Any]:
+    """Operations of torch whose name says which attention ran, and the longest kernels of the GPU with seconds."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        action()
+        wait_for(device)
+    operations = sorted(
+        {event.name for event in profile.events() or () if event.name.startswith((*PREFIXES, "torch_attn::"))}
+    )
+    spent: dict[str, float] = {}
+    for event in profile.events() or ():
+        if str(getattr(event, "device_type", "")).endswith("CUDA"):
+            spent[event.name] = spent.get(event.name, 0.0) + event.time_range.elapsed_us() / 1e6
+    longest = sorted(spent.items(), key=lambda entry: -entry[1])[:4]
+    return {"operations": operations, "kernels": [{"name": name[:120], "seconds": value} for name, value in longest]}
+
+
+def varlen_options(known: Iterable[str], grouped: bool) -> tuple[dict[str, Any], bool]:
+    """Return how to ask for causal attention, by the names of the function's arguments, which changed between versions.
+
+    Also whether it takes groups of keys and values as they are; else there has to be one for every head.
+    """
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    takes = "enable_gqa" in known
+    return causal | ({"enable_gqa": True} if takes and grouped else {}), takes
+
+
+def varlen(shape: Shape) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:
+    """Attend by torch's kernel for documents of any length. Raises RuntimeError with the reason where there is none."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        raise RuntimeError(f"torch {torch.__version__} has no torch.nn.attention.varlen") from None
+    if shape.device.type != "cuda":
+        raise RuntimeError("it has no kernel for CPUs")
+    options, grouped = varlen_options(inspect.signature(varlen_attn).parameters, shape.groups != shape.heads)
+    tokens = shape.sequence * shape.batch
+    groups = shape.groups if grouped else shape.heads
+    query = shape.tensor(tokens, shape.heads, shape.channels)
+    key, value = (shape.tensor(tokens, groups, shape.channels) for _ in range(2))
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), shape.lengths.cumsum(0)]).to(shape.device, torch.int32)
+    longest = int(shape.lengths.max())
+
+    def forward() -> torch.Tensor:
+        out = varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
+        return out[0] if isinstance(out, tuple) else out
+
+    return forward, (query, key, value)
+
+
+def main() -> None:
+    """Measure one way after the other; one that fails says why."""
+    program = Program.begin()
+    shape, repeats = Shape(program), program.setup.sizes.repeats
+    attend = module(shape)
+    figures: dict[str, Any] = {"shape": dict(program.setup.sizes.attention), "type": str(shape.dtype)}
+    whole = torch.full((shape.batch,), shape.sequence)
+
+    def through_module(mask: torch.Tensor | None) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:
+        inputs = shape.inputs()
+        return lambda: attend(*inputs, mask), inputs
+
+    ways: dict[str, tuple[Callable[[], tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]], torch.Tensor]] = {
+        "whole": (lambda: through_module(None), whole),
+        "packed_masked": (lambda: through_module(shape.mask()), shape.lengths),
+        "packed_varlen": (lambda: varlen(shape), shape.lengths),
+    }
+    for name, (make, lengths) in ways.items():
+        try:
+            forward, inputs = make()
+            figures[name] = measured(shape, forward, inputs, shape.flops(lengths), repeats)
+        except Exception as error:  # torch raises whatever it likes; the other ways are measured all the same
+            figures[name] = {"not_measured": f"{error}"[:400] or type(error).__name__}
+        program.write(figures)
+
+
+if __name__ == "__main__":
+    main()

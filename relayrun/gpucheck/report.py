@@ -1,0 +1,271 @@
+"""What a check found, as rows for people: each with its target, and whether it is met.
+
+A target is `hard` where relayrun promises it: missed, or not measured although its part was asked for, it makes the
+check fail. Only the standard library: the page of benchmarks is made of the same rows.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from relayrun.errors import RelayrunError
+
+Verdict = Literal["met", "missed", "not measured", ""]
+"""`""`: there is no target."""
+
+MFU_TARGET, MFU_AIM = 0.50, 0.55
+STALL_TARGET = 2.0
+ROUNDING = 1e-4
+"""Largest difference between logits in fp32, relative to the largest where that is above 1: one side is of a GPU
+and the other of the host, which add in other orders. A wrong weight is a hundred times as much."""
+
+Figures = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table."""
+
+    part: str
+    what: str
+    value: str = ""
+    target: str = ""
+    verdict: Verdict = ""
+    hard: bool = False
+
+    @property
+    def fails(self) -> bool:
+        return self.hard and self.verdict in ("missed", "not measured")
+
+
+def rows(result: Mapping[str, Any]) -> list[Row]:
+    """Return the table of a result, as `result.json` holds it."""
+    found: list[Row] = []
+    for part in result["parts"]:
+        name, figures = part["name"], part["figures"]
+        if part["status"] != "done":
+            value = f"{part['status']}: {part['words']}"
+            # one that had no time left fails only by what it was to prove
+            failed = part["status"] in ("failed", "timeout")
+            verdict: Verdict = "missed" if failed else "not measured"
+            found.append(Row(part=name, what="the part", value=value, target="done", verdict=verdict, hard=failed))
+        made = _ROWS[name](figures, result) if name in _ROWS else ()
+        found += [row for row in made if part["status"] == "done" or row.value or row.hard]
+    return found
+
+
+def exit_code(table: list[Row]) -> int:
+    """Return 1 where a promise is broken, or a part failed."""
+    return int(any(row.fails for row in table))
+
+
+def _environment(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
+    versions, gpus = figures.get("versions"), figures.get("gpus")
+    if gpus:
+        gib = gpus[0]["memory_bytes"] / (1 << 30)
+        yield Row(part="environment", what="GPU", value=f"{len(gpus)} x {gpus[0]['name']}, {gib:.0f} GiB")
+    elif gpus is not None:
+        yield Row(part="environment", what="GPU", value="none: CPUs, and the figures below say nothing of a GPU")
+    if figures.get("nvidia_smi"):
+        smi = figures["nvidia_smi"][0]
+        clocks = f"driver {smi['driver_version']}, SM clock at most {smi['clocks.max.sm']}, {smi['power.limit']}"
+        yield Row(part="environment", what="nvidia-smi", value=clocks)
+    if versions:
+        shown = ", ".join(f"{name} {version}" for name, version in versions.items())
+        yield Row(part="environment", what="versions", value=shown)
+    if "product_tflops" in figures:
+        value = f"{figures['product_tflops']:,.4g} TFLOP/s, {figures['copy_bytes_per_second'] / 1e9:,.4g} GB/s"
+        yield Row(part="environment", what="a matrix product, a copy (read + written)", value=value)
+
+
+def _resume(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
+    for mode, words in (("deterministic", "with training.deterministic"), ("default", "without")):
+        promised = mode == "deterministic"
+        about = figures.get(mode) or {}
+        for cut in ("SIGUSR2", "SIGKILL", "asynchronous save"):
+            one = about.get(cut)
+            what = f"resume after {cut}, {words}"
+            target = "bit for bit" if promised else ""
+            if one is None:
+                value = about.get("failed", "") if promised else ""
+                verdict: Verdict = "not measured" if promised else ""
+            else:
+                value = "bit for bit" if one["equal"] else f"differs: {one['difference']}"
+                if one["differed_before"]:
+                    value += f" (and before the cut: {one['differed_before']})"
+                verdict = ("met" if one["equal"] else "missed") if promised else ""
+            yield Row(part="resume", what=what, value=value, target=target, verdict=verdict, hard=promised)
+
+
+def _speed(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
+    if "search" in figures:
+        tries = ", ".join(
+            f"{one['micro_batch']} ({one['tokens_per_second']:,.0f} tokens/s)"
+            if one["fits"]
+            else f"{one['micro_batch']} (out of memory)"
+            for one in figures["search"]["tries"]
+        )
+        yield Row(part="speed", what="micro-batches tried", value=tries)
+    training = figures.get("training")
+    target = f"≥ {MFU_TARGET:.0%} (aim {MFU_AIM:.0%})"
+    if training is None or training["mfu"] is None:
+        yield Row(
+            part="speed",
+            what="MFU",
+            target=target,
+            verdict="not measured",
+            value="" if training is None else f"the peak of {result['device']} is not known",
+        )
+    else:
+        verdict: Verdict = "met" if training["mfu"] >= MFU_TARGET else "missed"
+        size = f"{training['micro_batch_size']} x {training['seq_length']}"
+        what = f"MFU, {training['precision']}, {size} tokens a micro-batch"
+        yield Row(part="speed", what=what, value=f"{training['mfu']:.1%}", target=target, verdict=verdict)
+    if training is not None:
+        value = f"{training['tokens_per_second_per_gpu']:,.0f}"
+        yield Row(part="speed", what="tokens/s of a GPU" if result["gpus"] else "tokens/s", value=value)
+    again = figures.get("deterministic")
+    if again is not None and "not_measured" in again:
+        value = f"not measured: {again['not_measured']}"
+        yield Row(part="speed", what="time of an iteration with training.deterministic", value=value)
+    elif training is not None and again is not None:
+        more = again["step_seconds"] / training["step_seconds"] - 1
+        value = f"{more:+.1%} ({again['tokens_per_second_per_gpu']:,.0f} tokens/s)"
+        yield Row(part="speed", what="time of an iteration with training.deterministic", value=value)
+    if "memory" in figures:
+        memory = figures["memory"]
+        value = f"{memory['peak_bytes'] / 1e9:,.4g} GB, estimated {memory['estimate_bytes'] / 1e9:,.4g} GB"
+        what = "memory at its peak" if memory["device_bytes"] else "memory of the process (no GPU), and the estimate"
+        yield Row(part="speed", what=what, value=value)
+    if "by_part" in figures:
+        whole = figures["by_part"]["total"]
+        shares = ", ".join(
+            f"{name.replace('_', ' ')} {seconds / whole:.1%}" for name, seconds in figures["by_part"]["seconds"].items()
+        )
+        yield Row(part="speed", what=f"parts of an iteration of {whole:.4g} s", value=shares)
+    if "trace" in figures:
+        trace = figures["trace"]
+        share = trace["busy_seconds"] / trace["seconds"] if trace["seconds"] else 0.0
+        value = f"busy {share:.1%} of {trace['seconds']:.4g} s"
+        for longest in trace["longest"][:1]:
+            value += f"; longest: {longest['name'][:60]}, {longest['seconds']:.4g} s"
+        yield Row(part="speed", what=f"trace of an iteration ({trace['file']})", value=value)
+
+
+def _save(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
+    target = f"≤ {STALL_TARGET:g} x the copy"
+    saves, copy = figures.get("saves"), figures.get("copy")
+    if saves is None or copy is None:
+        yield Row(part="save", what="what a save holds up", target=target, verdict="not measured", hard=True)
+    else:
+        bare = copy["seconds_of_a_save"]
+        later = statistics.median(one["stall_seconds"] for one in saves["saves"][1:])
+        first = saves["saves"][0]["stall_seconds"]
+        size = f"{saves['bytes'] / 1e9:,.3g} GB"
+        if saves["layers"] != saves["layers_of_the_model"]:
+            size += f" ({saves['layers']} of {saves['layers_of_the_model']} layers, for the disk's sake)"
+        held = max(0.0, later - result["stall_allowance"])
+        verdict: Verdict = "met" if held <= STALL_TARGET * bare else "missed"
+        if result["stall_allowance"]:
+            target += f" + {result['stall_allowance']:g} s"
+        value = f"{later:.3g} s, {later / bare:,.3g} x the copy ({bare:.3g} s)"
+        yield Row(
+            part="save", what=f"what a save of {size} holds up", value=value, target=target, verdict=verdict, hard=True
+        )
+        yield Row(
+            part="save", what="the first save of a process", value=f"{first:.3g} s, {first / bare:,.3g} x the copy"
+        )
+        lost = statistics.median(one["lost_seconds"] for one in saves["saves"][1:])
+        durable = statistics.median(one["durable_after_seconds"] for one in saves["saves"][1:])
+        value = f"{lost:.3g} s lost until it is durable, after {durable:.3g} s"
+        yield Row(part="save", what="with the iterations beside it", value=value)
+    if "load" in figures:
+        load = figures["load"]
+        value = (
+            f"{load['seconds']:.3g} s ({load['bytes_per_second'] / 1e9:,.3g} GB/s), after "
+            f"{load['import_seconds']:.3g} s of imports and {load['set_up_seconds']:.3g} s of set-up"
+        )
+        yield Row(part="save", what="a load", value=value)
+
+
+def _attention(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
+    names = {
+        "whole": "whole sequences",
+        "packed_masked": "packed documents, masked",
+        "packed_varlen": "packed documents, varlen_attn",
+    }
+    for name, words in names.items():
+        one = figures.get(name)
+        if one is None:
+            continue
+        if "not_measured" in one:
+            yield Row(part="attention", what=words, value=f"not measured: {one['not_measured']}")
+            continue
+        ran = (
+            ", ".join(
+                operation.removeprefix("aten::_").removeprefix("torch_attn::_")
+                for operation in one["operations"]
+                if "backward" not in operation
+            )
+            or "unknown"
+        )
+        kernel = f"; {one['kernels'][0]['name'][:50]}" if one["kernels"] else ""
+        yield Row(
+            part="attention",
+            what=words,
+            value=f"{one['tflops']:,.4g} TFLOP/s, {1000 * one['seconds']:.4g} ms: {ran}{kernel}",
+        )
+
+
+def _export(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
+    target = "equal but for rounding"
+    if "difference" not in figures:
+        yield Row(part="export", what="logits of the export", target=target, verdict="not measured", hard=True)
+        return
+    value = (
+        f"differ by {figures['difference']:.2g} at most "
+        f"(largest logit {figures['largest']:.3g}, {figures['tokens']} tokens)"
+    )
+    met = figures["difference"] <= ROUNDING * max(1.0, figures["largest"])
+    verdict: Verdict = "met" if met else "missed"
+    yield Row(part="export", what="logits of the export", value=value, target=target, verdict=verdict, hard=True)
+
+
+def _bandwidth(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
+    for name, words in (("machine", "all-reduce in this machine"), ("nodes", "all-reduce over all nodes")):
+        one = figures.get(name)
+        if one is None:
+            continue
+        if "not_measured" in one:
+            yield Row(part="bandwidth", what=words, value=f"not measured: {one['not_measured']}")
+            continue
+        speeds = ", ".join(
+            f"{entry['bus_bytes_per_second'] / 1e9:,.3g} GB/s at {entry['bytes'] / (1 << 20):,.3g} MiB"
+            for entry in one["all_reduce"]
+        )
+        yield Row(
+            part="bandwidth", what=f"{words}, {one['ranks']} ranks, {one['backend']}, bus bandwidth", value=speeds
+        )
+
+
+_ROWS: dict[str, Callable[[Figures, Mapping[str, Any]], Iterator[Row]]] = {
+    "environment": _environment,
+    "resume": _resume,
+    "speed": _speed,
+    "save": _save,
+    "attention": _attention,
+    "export": _export,
+    "bandwidth": _bandwidth,
+}
+
+
+def file_name(device: str) -> str:
+    """Return the name of the result's file: `gpu-h200.json` of an "NVIDIA H200"."""
+    words = "".join(char if char.isalnum() else " " for char in device.lower()).split()
+    kept = [word for word in words if word not in ("nvidia", "amd", "tesla", "instinct")]
+    if not kept:
+        raise RelayrunError(f"the device {device!r} has no name to call a result by")
+    return f"gpu-{'-'.join(kept)}.json"

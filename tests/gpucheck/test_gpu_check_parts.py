@@ -1,0 +1,159 @@
+"""The parts of a check are apart from each other: whatever becomes of one, the others have their rows."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayrun.errors import ConfigError, RelayrunError
+from relayrun.gpucheck import check, perform, report
+from relayrun.gpucheck.check import Part
+from relayrun.gpucheck.resume import Piece, difference
+from relayrun.gpucheck.save import affordable
+from relayrun.gpucheck.setup import CheckFailed, Setup
+
+PLANTED = "tests.gpucheck.planted"
+
+
+def part(name: str, *, seconds: float = 300, least: float = 0) -> Part:
+    return Part(name=name, what="planted", function=f"{PLANTED}:{name}", seconds=seconds, least=least)
+
+
+@pytest.mark.slow
+def test_a_part_that_raises_breaks_dies_or_hangs_leaves_the_others(tmp_path: Path) -> None:
+    setup = Setup(folder=str(tmp_path), tiny=True)
+    parts = [
+        part("measures"),
+        part("raises"),
+        part("breaks"),
+        part("dies"),
+        part("hangs", seconds=20),
+        part("measures"),
+    ]
+    found = check.run(setup, parts, lambda text: None, began=time.monotonic())
+    assert [outcome.status for outcome in found] == ["done", "failed", "failed", "failed", "timeout", "done"]
+    good, raised, broke, died, hung, last = found
+    assert good.figures == last.figures == {"found": "CPU"}
+    assert good.words is None
+    assert (raised.words, raised.figures) == ("here: planted by a test", {"before": 1})
+    assert broke.words is not None
+    assert "ZeroDivisionError: a defect, planted by a test" in broke.words
+    assert died.words is not None
+    assert "exit code -6" in died.words
+    assert hung.words == "was ended after 20 s; the last it said: now it hangs"
+    assert not Path(f"/proc/{hung.figures['sleeper']}").exists() or is_zombie(hung.figures["sleeper"])
+
+    table = report.rows(perform.record(setup, found, seconds=1.0))
+    assert [row.part for row in table] == ["raises", "breaks", "dies", "hangs"]
+    assert all(row.fails for row in table)
+    assert report.exit_code(table) == 1
+    assert str(tmp_path) not in str(table)
+
+
+def is_zombie(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_no_part_is_begun_that_has_no_time_left(tmp_path: Path) -> None:
+    setup = Setup(folder=str(tmp_path), tiny=True)
+    began = time.monotonic() - setup.sizes.seconds + 100
+    found = check.run(setup, [part("hangs", least=200)], lambda text: None, began=began)
+    assert [(outcome.status, outcome.words) for outcome in found] == [
+        ("skipped", "the 1800 s of the whole check are over")
+    ]
+
+
+def test_only_processes_of_the_part_are_ended() -> None:
+    assert check.MARK not in os.environ
+    check.end_marked("0123456789abcdef")  # which nobody has: this one goes on
+
+
+def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="this folder holds other things than a check"):
+        perform.prepare(Setup(folder=str(tmp_path), tiny=True))
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_the_first_part_always_runs_and_unknown_ones_are_refused() -> None:
+    assert [each.name for each in perform.select(["save"], check.PARTS)] == ["environment", "save"]
+    assert perform.select([], check.PARTS) == list(check.PARTS)
+    with pytest.raises(ConfigError, match=r"unknown part saves; there are: environment, resume, "):
+        perform.select(["saves"], check.PARTS)
+
+
+def test_without_a_gpu_there_is_nothing_to_check_but_the_tiny_way(tmp_path: Path) -> None:
+    setup = Setup(folder=str(tmp_path), tiny=False)
+    words = "torch sees no GPU here; --tiny (TINY=1) walks the same way on CPUs"
+    none = check.Outcome(name="environment", status="failed", words=words, figures={"gpus": []})
+    with pytest.raises(RelayrunError, match="torch sees no GPU here; --tiny"):
+        perform.learn(setup, none)
+    assert perform.learn(replace(setup, tiny=True), none).gpus == 0
+    gpus = [{"name": "NVIDIA H200", "memory_bytes": 150_000_000_000}] * 2
+    found = perform.learn(setup, check.Outcome(name="environment", status="done", figures={"gpus": gpus}))
+    assert (found.gpus, found.device, found.memory_bytes, found.precision) == (
+        2,
+        "NVIDIA H200",
+        150_000_000_000,
+        "bf16",
+    )
+
+
+def test_a_result_goes_among_the_benchmarks_only_if_it_is_a_whole_one_of_a_gpu(tmp_path: Path) -> None:
+    tiny = Setup(folder=str(tmp_path), tiny=True)
+    h200 = Setup(folder=str(tmp_path), tiny=False, device="NVIDIA H200", gpus=1)
+    assert perform.place(tiny, partial=False) == tmp_path / "gpu-tiny.json"
+    assert perform.place(h200, partial=True) == tmp_path / "gpu-h200.json"
+    assert perform.place(h200, partial=False) == perform.RESULTS / "gpu-h200.json"
+    assert report.file_name("NVIDIA GH200 120GB") == "gpu-gh200-120gb.json"
+
+
+def piece(**changes: Any) -> Piece:
+    """Make two iterations, 3 and 4, behind a resume at 2; `changes` replace what an iteration left."""
+    lines = {3: {"loss": 5.2, "grad_norm": 1.5}, 4: {"loss": 5.1, "grad_norm": 1.25}}
+    given: dict[str, Any] = {
+        "lines": lines,
+        "states": {2: "b", 3: "c", 4: "d"},
+        "loaded": {2: "b"},
+        "weights": {4: "w"},
+    }
+    return Piece(**given | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        ({"weights": {}}, None),  # it was killed
+        ({"lines": {}}, "no iteration was trained"),
+        ({"loaded": {2: "x"}}, "optimizer state as loaded, of iteration 2"),
+        ({"lines": {3: {"loss": 5.25, "grad_norm": 1.5}}}, "loss of iteration 3: 5.25, not 5.2"),
+        ({"lines": {4: {"loss": 5.1, "grad_norm": 1.5}}}, "gradient norm of iteration 4: 1.5, not 1.25"),
+        ({"states": {3: "c", 4: "x"}}, "optimizer state after iteration 4, whose loss is equal"),
+        ({"states": {3: "c"}}, "optimizer state after iteration 4, whose loss is equal"),
+        ({"weights": {4: "x"}}, "weights in the end, where the optimizer's state is equal"),
+    ],
+)
+def test_the_first_thing_that_differs_is_named(changes: dict[str, Any], words: str | None) -> None:
+    assert difference(piece(**changes), piece()) == words
+
+
+def test_a_loss_that_is_no_number_is_never_equal() -> None:
+    broken = piece(lines={3: {"loss": float("nan"), "grad_norm": 1.5}})
+    assert difference(broken, broken) == "loss of iteration 3: nan, not nan"
+
+
+def test_a_small_disk_gets_a_model_of_fewer_layers(tmp_path: Path) -> None:
+    h200 = Setup(folder=str(tmp_path), tiny=False, gpus=1)
+    whole = 14 * 1_235_814_400
+    assert affordable(h200, 2e9, 100 * 10**9) == (16, 3)
+    assert affordable(h200, 0.8e9, 100 * 10**9) == (16, 2)  # the disk is slow: a save less
+    assert affordable(h200, 2e9, int(2.2 * whole)) == (8, 2)
+    assert affordable(h200, 1e6, 100 * 10**9) == (1, 2)  # however slow
+    with pytest.raises(CheckFailed, match="bytes free; two checkpoints of one layer have"):
+        affordable(h200, 2e9, 10**9)

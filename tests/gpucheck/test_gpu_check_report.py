@@ -1,0 +1,133 @@
+"""The table of a check: what is met, what is missed, and what makes the check fail."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from relayrun.gpucheck import report
+from relayrun.gpucheck.report import Row
+
+CUTS = ("SIGUSR2", "SIGKILL", "asynchronous save")
+
+
+def resumed(**changes: Any) -> dict[str, Any]:
+    return {"resumed_at": 8, "iterations": 16, "equal": True, "differed_before": None, "difference": None} | changes
+
+
+TRAINING = {
+    "precision": "bf16",
+    "micro_batch_size": 8,
+    "seq_length": 4096,
+    "mfu": 0.56,
+    "step_seconds": 2.0,
+    "tokens_per_second_per_gpu": 60_000.0,
+    "tokens_per_second": 60_000.0,
+}
+SAVE = {"stall_seconds": 0.5, "lost_seconds": 0.7, "durable_after_seconds": 12.0}
+PARTS: dict[str, dict[str, Any]] = {
+    "resume": {mode: {cut: resumed() for cut in CUTS} for mode in ("deterministic", "default")},
+    "speed": {"training": TRAINING, "deterministic": TRAINING | {"step_seconds": 2.1}},
+    "save": {
+        "saves": {
+            "bytes": 17_300_000_000,
+            "layers": 16,
+            "layers_of_the_model": 16,
+            "saves": [SAVE | {"stall_seconds": 3.0}, SAVE, SAVE],
+        },
+        "copy": {"seconds_of_a_save": 0.35},
+    },
+    "export": {"difference": 1e-7, "largest": 4.0, "tokens": 512, "equal": True},
+}
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    """Make a result of one H200; `changes`: figures of a part, by its name."""
+    figures = copy.deepcopy(PARTS) | changes
+    parts = [{"name": name, "status": "done", "words": None, "figures": found} for name, found in figures.items()]
+    return {"device": "NVIDIA H200", "gpus": 1, "stall_allowance": 0.0, "parts": parts}
+
+
+def row(table: list[Row], what: str) -> Row:
+    (found,) = [row for row in table if what in row.what]
+    return found
+
+
+def test_where_all_is_well_nothing_fails() -> None:
+    table = report.rows(result())
+    assert report.exit_code(table) == 0
+    assert row(table, "MFU").verdict == "met"
+    assert row(table, "MFU").value == "56.0%"
+    assert row(table, "time of an iteration").value == "+5.0% (60,000 tokens/s)"
+    assert row(table, "a save of 17.3 GB holds up").value == "0.5 s, 1.43 x the copy (0.35 s)"
+    assert [row.verdict for row in table if row.part == "resume"] == ["met"] * 3 + [""] * 3
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_resume_that_differs_with_the_switch_fails_and_is_named(cut: str) -> None:
+    figures = copy.deepcopy(PARTS["resume"])
+    figures["deterministic"][cut] = resumed(equal=False, difference="loss of iteration 9: 5.2, not 5.1")
+    table = report.rows(result(resume=figures))
+    (failed,) = [row for row in table if row.fails]
+    assert failed.what == f"resume after {cut}, with training.deterministic"
+    assert failed.value == "differs: loss of iteration 9: 5.2, not 5.1"
+    assert report.exit_code(table) == 1
+
+
+def test_a_resume_that_differs_without_the_switch_is_said_and_no_failure() -> None:
+    figures = copy.deepcopy(PARTS["resume"])
+    figures["default"]["SIGKILL"] = resumed(equal=False, difference="x", differed_before="loss of iteration 3")
+    table = report.rows(result(resume=figures))
+    assert row(table, "resume after SIGKILL, without").value == "differs: x (and before the cut: loss of iteration 3)"
+    assert report.exit_code(table) == 0
+
+
+def test_a_mode_that_was_not_measured_fails_if_it_is_the_promised_one() -> None:
+    for mode, code in (("deterministic", 1), ("default", 0)):
+        figures = copy.deepcopy(PARTS["resume"])
+        figures[mode] = {"failed": "the training run failed"}
+        assert report.exit_code(report.rows(result(resume=figures))) == code
+
+
+@pytest.mark.parametrize(("stall", "verdict", "code"), [(0.69, "met", 0), (0.71, "missed", 1)])
+def test_a_save_may_hold_training_as_long_as_two_copies(stall: float, verdict: str, code: int) -> None:
+    figures = copy.deepcopy(PARTS["save"])
+    for save in figures["saves"]["saves"][1:]:
+        save["stall_seconds"] = stall
+    table = report.rows(result(save=figures))
+    assert row(table, "a save of 17.3 GB").verdict == verdict
+    assert report.exit_code(table) == code
+
+
+def test_an_mfu_below_its_target_is_missed_and_no_broken_promise() -> None:
+    table = report.rows(result(speed={"training": TRAINING | {"mfu": 0.49}}))
+    assert (row(table, "MFU").value, row(table, "MFU").verdict) == ("49.0%", "missed")
+    assert report.exit_code(table) == 0
+
+
+def test_a_part_without_time_fails_only_by_what_it_was_to_prove() -> None:
+    for name, code in (("resume", 1), ("save", 1), ("export", 1), ("speed", 0)):
+        made = result()
+        for part in made["parts"]:
+            if part["name"] == name:
+                part.update(status="skipped", words="the 480 s of the whole check are over", figures={})
+        table = report.rows(made)
+        assert row([each for each in table if each.part == name], "the part").value.startswith("skipped: the 480 s")
+        assert report.exit_code(table) == code, name
+
+
+def test_a_part_that_failed_keeps_what_it_had_measured() -> None:
+    made = result()
+    part = next(part for part in made["parts"] if part["name"] == "save")
+    part.update(status="timeout", words="was ended after 180 s", figures=PARTS["save"])
+    table = [row for row in report.rows(made) if row.part == "save"]
+    assert table[0].value == "timeout: was ended after 180 s"
+    assert row(table, "a save of 17.3 GB").verdict == "met"
+    assert report.exit_code(table) == 1
+
+
+def test_an_export_that_differs_fails() -> None:
+    table = report.rows(result(export=PARTS["export"] | {"difference": 0.01}))
+    assert report.exit_code(table) == 1

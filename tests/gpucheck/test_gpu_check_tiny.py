@@ -1,0 +1,125 @@
+"""`relayrun gpu-check --tiny`: the way of a check on a GPU, on CPUs; and what is planted, found."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayrun.config import yamlfile
+from relayrun.gpucheck import report
+from relayrun.gpucheck.check import PARTS
+from tests import warm
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+PLANTED = "tests.gpucheck.planted"
+
+
+def gpu_check(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """Run it in `folder`; return how it ended and its result. Its ranks need not import."""
+    cluster = folder / "cluster.yaml"
+    cluster.write_text(yamlfile.dump({"name": "here", "scheduler": "local", "python": warm.python()}))
+    command = [sys.executable, "-m", "relayrun.cli", "gpu-check", "--tiny", f"--cluster={cluster}"]
+    command += [f"--folder={folder / 'check'}", f"--output={folder / 'result.json'}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1100)
+    result = folder / "result.json"
+    return done, json.loads(result.read_text()) if result.exists() else {}
+
+
+def test_the_whole_way_on_cpus(tmp_path: Path) -> None:
+    done, result = gpu_check(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [(part["name"], part["status"]) for part in result["parts"]] == [(part.name, "done") for part in PARTS]
+    table = report.rows(result)
+    promised = {row.what: row.verdict for row in table if row.hard}
+    assert len(promised) == 3 + 1 + 1
+    assert set(promised.values()) == {"met"}
+    for row in table:
+        assert row.what in done.stdout or len(row.what) > 50
+
+    figures = {part["name"]: part["figures"] for part in result["parts"]}
+    # a resume was one: it began behind something, and trained on
+    for mode in ("deterministic", "default"):
+        for cut in figures["resume"][mode].values():
+            assert cut["resumed_at"] >= 2
+            assert cut["iterations"] >= 2
+    assert [tried["micro_batch"] for tried in figures["speed"]["search"]["tries"]] == [1, 2, 4]
+    spent = figures["speed"]["by_part"]
+    assert sum(spent["seconds"].values()) == pytest.approx(spent["total"], rel=0.5)
+    assert min(spent["seconds"].values()) > 0
+    assert figures["speed"]["trace"]["longest"]
+    assert (tmp_path / "check" / "trace.json.gz").stat().st_size == figures["speed"]["trace"]["file_bytes"]
+    saves = figures["save"]["saves"]["saves"]
+    assert [save["iteration"] for save in saves] == [4, 8, 12]
+    assert all(save["stall_seconds"] > 0 for save in saves)
+    assert "flash" in figures["attention"]["whole"]["operations"][0]
+    assert figures["attention"]["packed_varlen"] == {"not_measured": "it has no kernel for CPUs"}
+    assert figures["bandwidth"]["machine"]["ranks"] == 2
+    assert not list((tmp_path / "check").rglob("*.distcp")), "checkpoints are removed"
+    assert str(tmp_path) not in json.dumps(result)
+    assert str(ROOT) not in json.dumps(result)
+
+
+def test_a_resume_that_is_not_exact_is_found_and_named(tmp_path: Path) -> None:
+    done, result = gpu_check(tmp_path, "--only", "resume", f"--hook={PLANTED}:FlipsABit")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert [part["name"] for part in result["parts"]] == ["environment", "resume"]
+    failed = [row for row in report.rows(result) if row.fails]
+    assert [row.what for row in failed] == [
+        f"resume after {cut}, with training.deterministic" for cut in ("SIGUSR2", "SIGKILL", "asynchronous save")
+    ]
+    for row in failed:
+        assert row.value.startswith("differs: "), row.value
+        assert f"FAILED: resume: {row.what}: {row.value}" in done.stdout
+
+
+def test_a_save_that_holds_training_is_found(tmp_path: Path) -> None:
+    done, result = gpu_check(tmp_path, "--only", "save", f"--hook={PLANTED}:HoldsUpSavesTenSeconds")
+    assert done.returncode == 1, done.stdout + done.stderr
+    (failed,) = [row for row in report.rows(result) if row.fails]
+    assert (failed.part, failed.verdict) == ("save", "missed")
+    assert failed.what.startswith("what a save of 0.00")
+    saves = result["parts"][1]["figures"]["saves"]["saves"]
+    assert saves[0]["stall_seconds"] < 10 <= min(saves[1]["stall_seconds"], saves[2]["stall_seconds"])
+
+
+def test_a_training_run_that_fails_says_why_and_other_parts_are_measured(tmp_path: Path) -> None:
+    hook = "tests.training.user_hooks:Breaks"
+    done, result = gpu_check(tmp_path, "--only", "save", "attention", f"--hook={hook}")
+    assert done.returncode == 1, done.stdout + done.stderr
+    status = {part["name"]: part["status"] for part in result["parts"]}
+    assert status == {"environment": "done", "save": "failed", "attention": "done"}
+    (words,) = [part["words"] for part in result["parts"] if part["name"] == "save"]
+    assert f"hook {hook}" in words
+
+
+def test_a_wrong_setting_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    done, result = gpu_check(tmp_path, "--set=training.mikro_batch_size=3")
+    assert done.returncode == 1
+    assert "did you mean 'micro_batch_size'?" in done.stderr
+    assert result == {}
+    assert not (tmp_path / "check" / "parts").exists()
+
+
+def test_the_attention_of_documents_is_asked_for_as_each_version_of_torch_wants_it() -> None:
+    """In a process of its own: the program imports megatron-core."""
+    code = """if True:
+        import inspect
+        from torch.nn.attention.varlen import varlen_attn
+        from relayrun.gpucheck.programs.attention import varlen_options
+        print(varlen_options(inspect.signature(varlen_attn).parameters, True))
+        print(varlen_options(["query", "is_causal", "return_aux"], True))
+        print(varlen_options(["query", "window_size", "enable_gqa"], False))
+    """
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        "({'window_size': (-1, 0), 'enable_gqa': True}, True)",
+        "({'is_causal': True}, False)",
+        "({'window_size': (-1, 0)}, True)",
+    ], done.stderr
