@@ -9,8 +9,8 @@
 # Slurm sends it up to 60 s early. Where jobs last hours, 540 is a good value.
 #SBATCH --signal=B:SIGUSR2@25
 #
-# After a node failure the queued successor goes on; the same job coming back would make two.
-#SBATCH --no-requeue
+# Slurm brings the job back if it loses its node, until a successor waits behind it.
+#SBATCH --requeue
 set -euo pipefail
 
 # Settings. An empty one is as in the YAML that CONFIG names; behind the # stands what that says. To set one, write it

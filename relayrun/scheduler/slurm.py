@@ -143,11 +143,12 @@ class Slurm:
 
     def requeue(self, job_id: str, *, delay: int = 0) -> None:
         self.allow_requeue(job_id)
-        orders = [f"requeue {job_id}"]
-        if delay:
-            orders.append(f"update JobId={job_id} StartTime=now+{delay}")
-        try:  # one process gives both orders: with the first one Slurm ends the job that this may run in
-            self.order(["scontrol"], orders)
+        try:
+            if delay:  # one process gives both orders: with the first one Slurm ends the job that this may run in
+                later = f"update JobId={job_id} StartTime=now+{delay}"
+                self.order(["scontrol"], [f"requeue {job_id}", later])
+            else:
+                self.order(["scontrol", "requeue", job_id])
         except SchedulerError as error:  # by the guard, or by the batch script before it
             if "pending execution" not in error.message:
                 raise
