@@ -70,10 +70,6 @@ class Slurm:
         if plan.auto_requeue != job.requeue:  # Slurm brings back a job that loses its node, until another one follows
             self.order(["scontrol", "update", f"JobId={job.id}", f"Requeue={int(plan.auto_requeue)}"])
 
-    def allow_requeue(self, job_id: str) -> None:
-        """Make a job that was submitted with --no-requeue one that `requeue` takes."""
-        self.order(["scontrol", "update", f"JobId={job_id}", "Requeue=1"])
-
     def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
         command = ["--dependency=singleton"]
         if delay:
@@ -142,7 +138,7 @@ class Slurm:
             self.order(["scontrol", "update", f"JobId={job.id}", *changes])
 
     def requeue(self, job_id: str, *, delay: int = 0) -> None:
-        self.allow_requeue(job_id)
+        self.order(["scontrol", "update", f"JobId={job_id}", "Requeue=1"])
         try:
             if delay:  # one process gives both orders: with the first one Slurm ends the job that this may run in
                 later = f"update JobId={job_id} StartTime=now+{delay}"

@@ -75,9 +75,7 @@ def requeued_before_the_limit(progress: Callable[[], int]) -> Iterator[None]:
                 where=f"Slurm job {job}",
                 hint="give the jobs more time, or more tasks (smaller shards)",
             ) from None
-        slurm = Slurm()
-        slurm.allow_requeue(job)  # tokenize.sh asks for --no-requeue: nothing else is to start it again
-        slurm.requeue(job)
+        Slurm().requeue(job)  # although tokenize.sh asks for --no-requeue: nothing else is to start it again
         raise Requeued(
             "the time limit is near; the job is queued again and goes on with what is missing", where=f"Slurm job {job}"
         ) from None
