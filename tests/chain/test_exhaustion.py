@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from relayrun.chain import supervisor
+from relayrun.chain import nodes, supervisor
 from relayrun.chain.watch import Watch
 from relayrun.rundir import triggers
 from relayrun.rundir.lineage import durable
@@ -344,6 +344,24 @@ def test_watch_queues_the_successor_that_is_owed(stage: Stage, everything: bool)
         return "" if len(waiting) == 1 else f"{len(waiting)} successors: {reached.output[-500:]}"
 
     exhaust(stage, look, check, everything=everything)
+
+
+def test_a_successor_that_is_queued_late_leaves_out_the_bad_nodes_too(stage: Stage) -> None:
+    assert fresh_begin(stage).code == 0
+    no_successor(stage)
+    stage.run.attempt(4).retry_successor.touch()
+    for attempt in (1, 2):
+        nodes.strike(stage.run, attempt, {"n1": "node failure"}, now=time.time())
+
+    def look() -> int:
+        beside = Watch(stage.run, 4)
+        beside._next_try = 0.0
+        beside.look(os.getpid())
+        return 0
+
+    assert run_child(look, stage.run_path, stage.slurm).code == 0
+    (job_id,) = stage.slurm.pending()
+    assert stage.slurm.jobs()[job_id]["exclude"] == "n1"
 
 
 @pytest.mark.slow
