@@ -34,6 +34,7 @@ from relayrun.rundir.plan import Plan, job_name
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason
 from relayrun.scheduler import history
+from relayrun.scheduler.base import PATIENCE, Scheduler
 from relayrun.scheduler.choose import for_plan
 from relayrun.scheduler.slurm import Slurm
 from relayrun.shards.manifest import Manifest
@@ -44,6 +45,9 @@ from relayrun.tokenization.encode.tokenizer import load_tokenizer
 from relayrun.tokenization.options import TokenizeOptions
 
 log = logging.getLogger(__name__)
+
+SECONDS_OF_A_PERSON = 20.0
+"""For how long a controller that does not answer is asked again while a person waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +67,7 @@ def submit(
     `resume`: also where the chain has ended. `take_over`: also where the run is another user's, whose jobs have ended.
     """
     with _prepared(config, resume=resume, accept=accept_data_change, take_over=take_over) as (run, plan):
-        return Submitted(run=run, plan=plan, job_id=for_plan(plan, run).submit_first(plan, run.job_script))
+        return Submitted(run=run, plan=plan, job_id=_scheduler(plan, run).submit_first(plan, run.job_script))
 
 
 def adopt_job(
@@ -287,11 +291,16 @@ def build_manifest(config: RunConfig) -> Manifest:
     )
 
 
+def _scheduler(plan: Plan, run: Run) -> Scheduler:
+    """The plan's scheduler, asked for long only inside a job: elsewhere a person waits for the answer."""
+    return for_plan(plan, run, patience=PATIENCE if "SLURM_JOB_ID" in os.environ else SECONDS_OF_A_PERSON)
+
+
 def _refuse_while_live(run: Run) -> None:
     if not run.plan.exists():
         return
     plan = Plan.load(run)
-    scheduler = for_plan(plan, run)
+    scheduler = _scheduler(plan, run)
     for job_id in history.abandoned(plan, run):
         scheduler.cancel(job_id)
         log.info("job %s of this run is cancelled: the terminal that would have started it has gone", job_id)
