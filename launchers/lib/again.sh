@@ -36,6 +36,8 @@ again() { # what failed, exit code
     echo "[relayrun $(date +%FT%T)] job ${others%%$'\n'*} goes on" >&2
     exit 1
   fi
+  # with SIGTERM the job is cancelled, or at its limit: a job that somebody cancelled must not come back
+  [[ "${asked:-}" != SIGTERM ]] || give_up "${what}, behind SIGTERM" "${marker}1@${node}"
   comment="$(timeout 120 squeue --noheader --jobs="${job}" --format=%k)"
   if [[ "${comment}" =~ ^"${marker}"([0-9]+)@(.*)$ ]]; then
     failed="${BASH_REMATCH[1]}" nodes="${BASH_REMATCH[2]},"
@@ -54,10 +56,10 @@ again() { # what failed, exit code
   if timeout 120 sbatch --test-only --exclude="${exclude}" "$0" 2>/dev/null; then
     orders[2]+=" ExcNodeList=${exclude}"
   fi
-  for attempt in 1 2 3 4 5 6 7 8; do
+  for attempt in {1..60}; do # an hour: a controller may be away for long
     echo "[relayrun $(date +%FT%T)] job ${job} is queued again, not before ${delay} s from now" >&2
     printf '%s\n' "${orders[@]}" | timeout 120 scontrol # one process: with the second order Slurm ends this script
-    sleep $((attempt * 5))
+    sleep "$((attempt < 12 ? 5 * attempt : 60))"
   done
   give_up "${what}, and it could not be queued again" "${comment}"
 }

@@ -44,7 +44,7 @@ end_watch() { # process id; it writes down what it has seen, but a file system t
 
 # Start `watch` again when it ends before it is told to: without it nobody sees ranks that hang.
 keep_watching() {
-  local watch="" code
+  local watch="" code pause=5
   trap - EXIT
   trap '' USR2
   trap '[[ -z "${watch}" ]] || end_watch "${watch}"; exit 0' TERM
@@ -56,8 +56,9 @@ keep_watching() {
     watch=""
     ((code)) || exit 0
     echo "[relayrun $(date +%FT%T)] watch ended (exit code ${code}); it starts again" >&2
-    sleep 5 &
+    sleep "${pause}" &
     wait $! || true
+    pause=$((pause < 60 ? 2 * pause : pause))
   done
 }
 
