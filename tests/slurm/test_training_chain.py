@@ -92,7 +92,8 @@ def test_jobs_cut_by_their_time_limit_equal_the_uninterrupted_run(cluster: TestC
     records = ends(run)
     assert len(records) >= 3
     assert [record.cause for record in records] == ["saved"] * (len(records) - 1) + ["done"]
-    assert {record.reason for record in records[:-1]} == {"time limit near"}
+    # and, since two minutes are short, that the start and the save take much of them
+    assert {record.reason.partition(";")[0] for record in records[:-1]} == {"time limit near"}
     assert steps(run) == steps(reference)
     assert sorted(steps(run)) == list(range(1, count + 1))
     assert assert_same_bytes(reference.checkpoint(count), run.checkpoint(count)) > 50
