@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import re
@@ -138,7 +139,10 @@ class Slurm:
             self.order(["scontrol", "update", f"JobId={job.id}", *changes])
 
     def requeue(self, job_id: str, *, delay: int = 0) -> None:
-        self.order(["scontrol", "update", f"JobId={job_id}", "Requeue=1"])
+        with contextlib.suppress(
+            SchedulerError
+        ):  # refused while the job ends; it is allowed by then
+            self.order(["scontrol", "update", f"JobId={job_id}", "Requeue=1"])
         try:
             if delay:  # one process gives both orders: with the first one Slurm ends the job that this may run in
                 later = f"update JobId={job_id} StartTime=now+{delay}"
