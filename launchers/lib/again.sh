@@ -18,7 +18,27 @@ give_up() { # reason, comment
   exit 1
 }
 
-# Queue this job again, later each time, unless another waits behind it.
+# What Slurm says of a question; it is asked until it answers or the job is at its limit.
+asked_of_slurm() { # the question
+  local answer
+  until answer="$(timeout 120 "$@")"; do
+    sleep 30
+  done
+  printf '%s' "${answer}"
+}
+
+# The successor that this job had, if somebody cancelled it.
+cancelled_successor() {
+  local successor
+  successor="$(sed -n 's/.*"job_id": "\([0-9]*\)".*/\1/p' "${attempt_dir:-/nowhere}/successor.json" 2>/dev/null)"
+  [[ -n "${successor}" ]] || return
+  if grep -q '"cancelled": true' "${attempt_dir}/successor.json" ||
+    timeout 120 scontrol show job --oneliner "${successor}" 2>/dev/null | grep -q 'JobState=CANCELLED'; then
+    printf '%s' "${successor}"
+  fi
+}
+
+# Queue this job again, later each time, unless another waits behind it, or a person has ended the chain.
 again() { # what failed, exit code
   trap - EXIT
   trap '' TERM USR2
@@ -30,15 +50,8 @@ again() { # what failed, exit code
   [[ "${RELAYRUN_AUTO_REQUEUE}" == true ]] || give_up "${what}" "${marker}1@${node}"
   [[ -n "${SLURM_JOB_ID:-}" ]] || exit 75 # whoever runs the local queue does what follows
 
-  local comment="" failed=0 nodes="" others="" given="" exclude="" delay attempt
-  others="$(timeout 120 squeue --noheader --me --name="${RELAYRUN_JOB_NAME}" --states=PENDING --format=%i)"
-  if [[ -n "${others}" ]]; then
-    echo "[relayrun $(date +%FT%T)] job ${others%%$'\n'*} goes on" >&2
-    exit 1
-  fi
-  # with SIGTERM the job is cancelled, or at its limit: a job that somebody cancelled must not come back
-  [[ "${asked:-}" != SIGTERM ]] || give_up "${what}, behind SIGTERM" "${marker}1@${node}"
-  comment="$(timeout 120 squeue --noheader --jobs="${job}" --format=%k)"
+  local comment failed=0 nodes="" others given exclude delay successor
+  comment="$(asked_of_slurm squeue --noheader --jobs="${job}" --format=%k)"
   if [[ "${comment}" =~ ^"${marker}"([0-9]+)@(.*)$ ]]; then
     failed="${BASH_REMATCH[1]}" nodes="${BASH_REMATCH[2]},"
   fi
@@ -46,21 +59,29 @@ again() { # what failed, exit code
   delay=$((RELAYRUN_BEGIN_BACKOFF << (failed - 1)))
   [[ ",${nodes}" == *",${node},"* ]] || nodes+="${node},"
   comment="${marker}${failed}@${nodes%,}"
-  ((failed < RELAYRUN_MAX_FAILED_BEGINS)) || give_up "${what}, ${failed} times in a row" "${comment}"
-
   # it may have been the node: the next try leaves it out, where Slurm says that there are others
-  given="$(timeout 120 squeue --noheader --jobs="${job}" --format=%x)"
+  given="$(asked_of_slurm squeue --noheader --jobs="${job}" --format=%x)"
   exclude="${nodes%,}"
   [[ -z "${given}" || "${given}" == "(null)" ]] || exclude="${given},${exclude}"
-  local -a orders=("update JobId=${job} Requeue=1 Comment=${comment}" "requeue ${job}" "update JobId=${job} StartTime=now+${delay}")
-  if timeout 120 sbatch --test-only --exclude="${exclude}" "$0" 2>/dev/null; then
-    orders[2]+=" ExcNodeList=${exclude}"
-  fi
-  for attempt in {1..60}; do # an hour: a controller may be away for long
-    echo "[relayrun $(date +%FT%T)] job ${job} is queued again, not before ${delay} s from now" >&2
-    printf '%s\n' "${orders[@]}" | timeout 120 scontrol # one process: with the second order Slurm ends this script
-    sleep "$((attempt < 12 ? 5 * attempt : 60))"
+  timeout 120 sbatch --test-only --exclude="${exclude}" "$0" 2>/dev/null || exclude=""
+
+  while :; do # as long as the job lasts: a controller may be away for hours
+    others="$(asked_of_slurm squeue --noheader --me --name="${RELAYRUN_JOB_NAME}" --states=PENDING --format=%i)"
+    if [[ -n "${others}" ]]; then
+      echo "[relayrun $(date +%FT%T)] job ${others%%$'\n'*} goes on" >&2
+      exit 1
+    fi
+    successor="$(cancelled_successor)"
+    [[ -z "${successor}" ]] || give_up "the successor, job ${successor}, was cancelled" "${comment}"
+    # Slurm would also bring back a job that it ends now, because somebody cancelled it or it is at its limit
+    [[ "$(asked_of_slurm squeue --noheader --jobs="${job}" --format=%T)" == RUNNING ]] ||
+      give_up "${what}, while Slurm ended the job" "${comment}"
+    ((failed < RELAYRUN_MAX_FAILED_BEGINS)) || give_up "${what}, ${failed} times in a row" "${comment}"
+    echo "[relayrun $(date +%FT%T)] job ${job} queues itself again, not before ${delay} s from now" >&2
+    # one process: with the second order Slurm ends this script
+    printf '%s\n' "update JobId=${job} Requeue=1 Comment=${comment}" "requeue ${job}" \
+      "update JobId=${job} StartTime=now+${delay}${exclude:+ ExcNodeList=${exclude}}" | timeout 120 scontrol
+    sleep 30
   done
-  give_up "${what}, and it could not be queued again" "${comment}"
 }
 trap 'again "the batch script" $?' EXIT

@@ -11,7 +11,9 @@ readonly CHAIN_ENDS=10 # `begin`: the ranks must not start
 readonly FAILED=12     # `end`: the attempt failed, and the chain has been seen to
 
 if ! declare -F again >/dev/null; then # the job script is an earlier version's
-  : "${RELAYRUN_JOB_NAME:=${SLURM_JOB_NAME:-}}" "${RELAYRUN_AUTO_REQUEUE:=false}" "${RELAYRUN_MAX_FAILED_BEGINS:=6}" "${RELAYRUN_BEGIN_BACKOFF:=30}"
+  : "${RELAYRUN_JOB_NAME:=${SLURM_JOB_NAME:-}}" "${RELAYRUN_MAX_FAILED_BEGINS:=6}" "${RELAYRUN_BEGIN_BACKOFF:=30}"
+  RELAYRUN_AUTO_REQUEUE=false
+  ! grep -qs '"auto_requeue": true' "${RELAYRUN_RUN_DIR}/plan.json" || RELAYRUN_AUTO_REQUEUE=true
   # shellcheck source=launchers/lib/again.sh
   source "${RELAYRUN_ROOT}/launchers/lib/again.sh"
 fi

@@ -35,7 +35,13 @@ exec >>"${log}.out" 2>>"${log}.err"
 asked="" # a signal during the preparation, for job.sh
 trap 'asked="SIGUSR2"' USR2
 trap 'asked="SIGTERM"' TERM
-run_dir="$(prepare)"
+adopted="${logs}/.run-of-job-${SLURM_JOB_ID}" # what Slurm starts again is this launcher, not the job script
+if [[ "${SLURM_RESTART_COUNT:-0}" != 0 && -s "${adopted}" ]]; then
+  run_dir="$(<"${adopted}")"
+else
+  run_dir="$(prepare)"
+  printf '%s' "${run_dir}" >"${adopted}"
+fi
 # From here on this is the job that every successor is; its root may be a snapshot of the code.
 # shellcheck source=launchers/lib/job.sh
 source "${run_dir}/job.sbatch"

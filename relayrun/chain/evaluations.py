@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from relayrun.chain.log import log
-from relayrun.errors import SchedulerError
+from relayrun.errors import RelayrunError
 from relayrun.rundir import evaluations
 from relayrun.rundir.evaluations import EvaluationDir, Policy, Result, Submitted
 from relayrun.rundir.plan import Plan
@@ -28,7 +28,7 @@ def attend(run: Run, plan: Plan, scheduler: Scheduler) -> None:
             if not folder.result.exists():
                 _attend(run, plan, scheduler, folder)
         evaluations.settle(run, waiting)
-    except (SchedulerError, OSError) as error:
+    except (RelayrunError, OSError) as error:
         log(f"evaluations are left for later: {getattr(error, 'message', error)}")
 
 

@@ -66,8 +66,10 @@ def successor_options(run: Run, plan: Plan, scheduler: Scheduler, options: Mappi
     strikes = nodes.read_strikes(run)
     if not strikes or scheduler.nodes is None:
         return dict(options)
+    wished = plan.sbatch_options.get("exclude")
     by_hand = set(scheduler.nodes.expand(options["exclude"])) if "exclude" in options else set()
     by_hand -= {strike.node for strike in strikes}  # put there by us, and strikes expire
+    by_hand |= set(scheduler.nodes.expand(wished)) if wished else set()
     bad = nodes.excluded(strikes, nodes=plan.nodes, now=time.time())
     left_out = sorted((by_hand | set(bad)) & scheduler.nodes.known())  # an unknown one would make sbatch fail
     result = {name: value for name, value in options.items() if name != "exclude"}
@@ -105,6 +107,15 @@ def note_cancelled(attempt: Attempt, scheduler: Scheduler) -> Successor | None:
     return noted
 
 
+def cancelled_words(attempt: Attempt, scheduler: Scheduler) -> str | None:
+    """Why the chain ends with this attempt, where somebody cancelled the job behind it. Raises SchedulerError."""
+    cancelled = note_cancelled(attempt, scheduler)
+    if cancelled is None:
+        return None
+    by = f" by {cancelled.cancelled_by}" if cancelled.cancelled_by else ""
+    return f"the successor, job {cancelled.job_id}, was cancelled{by}"
+
+
 def go_on(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: str, delay: int) -> str | None:
     """See to it that exactly one job follows, not before `delay` seconds; return why none may, where that is so.
 
@@ -119,10 +130,9 @@ def go_on(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: 
     if found:
         _adapt(run, plan, scheduler, found[0].id, delay)
         return None
-    cancelled = note_cancelled(attempt, scheduler)
+    cancelled = cancelled_words(attempt, scheduler)
     if cancelled is not None:
-        by = f" by {cancelled.cancelled_by}" if cancelled.cancelled_by else ""
-        return f"the successor, job {cancelled.job_id}, was cancelled{by}"
+        return cancelled
     started = attempt.read_begin()
     try:
         ensure(run, plan, scheduler, attempt, own=own, options=started.options if started else {}, delay=delay)
@@ -141,12 +151,11 @@ def _adapt(run: Run, plan: Plan, scheduler: Scheduler, job_id: str, delay: int) 
         if scheduler.nodes is None:
             return
         job = scheduler.query(job_id)
-        options = {} if job is None else dict(job.options)
-        wanted = successor_options(run, plan, scheduler, options).get("exclude", "")
-        if job is not None and set(filter(None, wanted.split(","))) != set(
-            scheduler.nodes.expand(options["exclude"]) if "exclude" in options else ()
-        ):
-            scheduler.nodes.exclude(job_id, wanted.split(","))
-            log(f"job {job_id} leaves out {wanted or 'no node'}; see {run.strikes}")
+        bad = set(nodes.excluded(nodes.read_strikes(run), nodes=plan.nodes, now=time.time())) & scheduler.nodes.known()
+        given = job.options.get("exclude") if job is not None else None
+        left_out = set(scheduler.nodes.expand(given)) if given else set()
+        if job is not None and not bad <= left_out:  # nothing is taken away: it may be a person's wish
+            scheduler.nodes.exclude(job_id, sorted(left_out | bad))
+            log(f"job {job_id} leaves out {', '.join(sorted(bad))}; see {run.strikes}")
     except SchedulerError as error:
         log(f"job {job_id} stays as it is: {error.message}")

@@ -95,6 +95,9 @@ def _begin(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
         _update_views(run)
         return CHAIN_ENDS
     options = successor.own_options(job, scheduler)
+    if Plan.load(run).owner != plan.owner:  # while Slurm was asked, which may take long
+        log(f"this run has been taken over meanwhile; job {job_id} leaves it alone")
+        return CHAIN_ENDS
     attempt = _open_attempt(run, plan, scheduler, job, line, base, options=options, rewound=chosen is not None)
     chained = plan.auto_requeue and plan.mode == "singleton"
     _settle(scheduler, job, followed=chained and _queue_successor(run, plan, scheduler, attempt, job_id, options))
@@ -350,7 +353,7 @@ def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> tuple[bool
     started = _began(attempt)
     cancelled = scheduler.cancelled(started.job_id, nodes=started.nodes)
     record = attempt.read_end() or _close(run, plan, attempt, decide.UNKNOWN, cancelled=cancelled)
-    return cancelled, record.verdict
+    return cancelled, record.verdict or successor.cancelled_words(attempt, scheduler)
 
 
 def _log_of(attempt: Attempt) -> str:

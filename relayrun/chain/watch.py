@@ -31,6 +31,8 @@ from relayrun.scheduler.base import Scheduler
 from relayrun.scheduler.choose import for_plan
 
 POLL_SECONDS = 1.0
+LEAVE_SECONDS = 60.0
+"""How long ranks have at least, behind their outcome, to go."""
 ANSWER_SECONDS = 5.0
 """How long ranks have to write their stacks."""
 RETRY_SECONDS = 60.0
@@ -38,6 +40,8 @@ RETRY_CEILING = 1800.0
 """Between two tries to queue a successor; each failed one doubles it."""
 PATIENCE = 10.0
 """Seconds for which a controller that does not answer is asked again."""
+UNWRITABLE = 5
+"""Ranks whose signs of life cannot be written, for a full disk, may be silent for this many times as long."""
 USUAL = 10
 """A step that takes this many times the usual one hangs."""
 
@@ -67,6 +71,8 @@ class Watch:
         self._next_try = time.monotonic() + RETRY_SECONDS
         self._pause = RETRY_SECONDS
         self._ended_hang = False
+        self._left: float | None = None
+        """When the ranks' outcome was first seen."""
         self._guarded = False
         self._commits = 0
         """Bytes of commits.jsonl when evaluations were last looked after."""
@@ -115,7 +121,10 @@ class Watch:
         self._views.note()
 
     def _look_for_hang(self) -> None:
-        if self._ended_hang or self.attempt.outcome.exists():
+        if self._ended_hang:
+            return
+        if self.attempt.outcome.exists():
+            self._look_for_leaving()
             return
         beats = read_heartbeats(self.attempt)
         if beats != self._seen:
@@ -123,8 +132,27 @@ class Watch:
             return
         still = time.monotonic() - self._changed
         limit = stall_limit(beats, hang_timeout=self.plan.hang_timeout, start_timeout=self.plan.start_timeout)
-        if still > limit:
+        if still > limit and (self._writable() or still > UNWRITABLE * limit):
             self._end_hang(beats, still)
+
+    def _writable(self) -> bool:
+        """Whether signs of life can be written; where not, the ranks' silence says little."""
+        probe = self.attempt.heartbeats / ".watch"
+        try:
+            probe.touch()
+            probe.unlink()
+        except OSError:
+            return False
+        return True
+
+    def _look_for_leaving(self) -> None:
+        """End ranks that said how they leave and then do not go; what they said holds."""
+        now = time.monotonic()
+        self._left = self._left or now
+        if now - self._left > max(self.plan.hang_timeout, LEAVE_SECONDS):
+            log(f"the ranks left {now - self._left:.0f} s ago and are still there; ending them")
+            self.scheduler.signal_ranks(self.scheduler.current_job_id(), signal.SIGKILL)
+            self._ended_hang = True
 
     def _end_hang(self, beats: Sequence[Heartbeat], seconds: float) -> None:
         """End the ranks, whatever else fails: only that is tried again. Raises SchedulerError where it fails."""

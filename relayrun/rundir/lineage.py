@@ -82,11 +82,15 @@ class Lineage:
         then would throw the run away, and the file system may only be away for a while.
         """
         newest: Commit | None = None
+        own = False
         for counted in self.backwards():
             commit = counted.commit
             newest = newest or commit
+            own = own or counted.published
+            if own and not counted.published and not is_own(self._run, _at(commit)):
+                break  # where another run's checkpoint, with which this one began, is the only whole one left
             if fault(commit) is None:
-                return Durable(iteration=commit.iteration, path=commit.path)
+                return _at(commit)
         if newest is not None:
             raise RunDirError(
                 f"no checkpoint of this run is whole; the newest, {newest.path}: {fault(newest)}",
@@ -137,6 +141,10 @@ class Lineage:
         if moved:
             fsync_directory(self._run.checkpoints)
         return moved
+
+
+def _at(commit: Commit) -> Durable:
+    return Durable(iteration=commit.iteration, path=commit.path)
 
 
 def _backwards(run: Run) -> Iterator[Counted]:

@@ -69,7 +69,11 @@ class Slurm:
         if job.name != plan.job_name:  # from here on it is a singleton of its chain
             self.order(["scontrol", "update", f"JobId={job.id}", f"JobName={plan.job_name}"])
         if plan.auto_requeue != job.requeue:  # Slurm brings back a job that loses its node, until another one follows
-            self.order(["scontrol", "update", f"JobId={job.id}", f"Requeue={int(plan.auto_requeue)}"])
+            try:
+                self.order(["scontrol", "update", f"JobId={job.id}", f"Requeue={int(plan.auto_requeue)}"])
+            except SchedulerError:  # a site may allow it to nobody; only one mode cannot do without
+                if plan.mode == "requeue":
+                    raise
 
     def submit(self, plan: Plan, script: Path, *, options: Mapping[str, str], delay: int = 0) -> str:
         command = ["--dependency=singleton"]
@@ -133,15 +137,13 @@ class Slurm:
 
     def settle(self, job: Job, *, followed: bool) -> None:
         changes = ["Requeue=0"] if followed else []
-        if job.begin_failed:
-            changes.append("Comment=")
+        if job.begin_failed:  # a job that comes back must know which nodes it left out for that
+            changes.append("Comment=" if followed else f"Comment={BEGIN_FAILED}0@{job.begin_failed_on}")
         if changes:
             self.order(["scontrol", "update", f"JobId={job.id}", *changes])
 
     def requeue(self, job_id: str, *, delay: int = 0) -> None:
-        with contextlib.suppress(
-            SchedulerError
-        ):  # refused while the job ends; it is allowed by then
+        with contextlib.suppress(SchedulerError):  # refused while the job ends; it is allowed by then
             self.order(["scontrol", "update", f"JobId={job_id}", "Requeue=1"])
         try:
             if delay:  # one process gives both orders: with the first one Slurm ends the job that this may run in

@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,7 +105,7 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool, take_over: bool)
     manifest = build_manifest(config)
     check.check_data(config, manifest)
     check.check_log_folder(log_folder())
-    with _undone_on_error(run), _locked(run):
+    with _locked(run) as made, _undone_on_error(run, made):
         _refuse_while_live(run)
         owner.refuse_another(run, take_over=take_over, now=time.time())
         _refuse_after_end(run, resume)
@@ -132,12 +132,12 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool, take_over: bool)
 
 
 @contextmanager
-def _undone_on_error(run: Run) -> Iterator[None]:
+def _undone_on_error(run: Run, made: Sequence[Path]) -> Iterator[None]:
     """Put the run directory back as it was if the block fails: a refused submit leaves no plan, revision or run.
 
-    What a directory held that was there before stays, STOP too; one that this submit made is removed.
+    What a directory held that was there before stays, STOP too; one that this submit made is removed. `made`: the
+    run directory and its parents, as far as this submit made them. Called under the lock.
     """
-    made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
     paths = (run.plan, run.job_script, run.manifest, run.evaluation_policy, run.evaluation_script, run.stop, run.owners)
     before = {path: path.read_bytes() if path.exists() else None for path in paths}
     revisions = set(run.revisions())
@@ -359,12 +359,17 @@ def _add_revision(run: Run, config: RunConfig) -> int:
 
 
 @contextmanager
-def _locked(run: Run) -> Iterator[None]:
-    """One submit at a time."""
-    run.path.mkdir(parents=True, exist_ok=True)
+def _locked(run: Run) -> Iterator[list[Path]]:
+    """One submit at a time; gives the folders that this one made, the run directory first."""
+    made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
+    for folder in reversed(made):
+        try:
+            folder.mkdir()
+        except FileExistsError:  # another submit's
+            made.remove(folder)
     with open(run.path / ".submit.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunDirError("another submit of this run is under way", where=run.path) from None
-        yield
+        yield made

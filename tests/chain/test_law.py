@@ -401,3 +401,127 @@ def test_the_job_script_has_what_it_needs_when_the_package_is_away(make_run: Mak
     text = (here / "launchers/lib/again.sh").read_text().partition("\n")[2].strip()
     assert text in run.job_script.read_text()
     subprocess.run(["bash", "-n", run.job_script], check=True)
+
+
+def test_ranks_that_say_how_they_leave_and_do_not_go_are_ended(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert supervisor.begin(run) == 0
+    Outcome(outcome="exit", reason="words", iteration=300, time=0.0).write(run.attempt(4).outcome)
+    sent: list[int] = []
+    monkeypatch.setattr(LocalScheduler, "signal_ranks", lambda _self, _job, number: sent.append(number))
+    beside = Watch(run, 4)
+    beside.look(1)
+    assert sent == []
+    beside._left = time.monotonic() - 1e6
+    beside.look(1)
+    beside.look(1)
+    assert sent == [signal.SIGKILL]
+    assert not run.attempt(4).hang.exists()
+
+
+def test_ranks_whose_signs_of_life_cannot_be_written_may_be_silent_for_longer(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert supervisor.begin(run) == 0
+    sent: list[int] = []
+    monkeypatch.setattr(LocalScheduler, "signal_ranks", lambda _self, _job, number: sent.append(number))
+    monkeypatch.setattr(watch, "stall_limit", lambda *_a, **_k: 100.0)
+    monkeypatch.setattr(watch, "ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(Path, "touch", broken)
+    beside = Watch(run, 4)
+    beside.look(1)
+    for silent, signals in ((200.0, []), (501.0, [signal.SIGUSR1, signal.SIGKILL])):
+        beside._changed = time.monotonic() - silent
+        beside.look(1)
+        assert sent == signals
+
+
+def test_a_run_does_not_go_back_to_what_it_began_with_while_its_own_checkpoints_are_away(run: Run) -> None:
+    foreign = run.path.parent / "other" / "iter_0000000"
+    foreign.mkdir(parents=True)
+    plan = Plan.load(run)
+    replace(plan, load_path=str(foreign), load_iteration=0).write(run.plan)
+    begin = json.loads(run.attempt(1).begin.read_text())
+    run.attempt(1).begin.write_text(json.dumps(begin | {"base_path": str(foreign)}))
+    away = run.checkpoints.rename(run.path / "away")
+    with pytest.raises(RunDirError, match="no checkpoint of this run is whole"):
+        supervisor.begin(Run(run.path))
+    away.rename(run.checkpoints)
+    run.stop.unlink()
+    again = Run(run.path)
+    assert supervisor.begin(again) == 0
+    newest = again.newest_begun()
+    assert newest is not None
+    begun = newest.read_begin()
+    assert begun is not None
+    assert begun.base_iteration == 300
+
+
+def test_a_cancelled_successor_ends_the_chain_though_no_end_could_say_so(run: Run) -> None:
+    """The job's `end` was killed, or its node was lost; another job of the chain begins all the same."""
+    assert supervisor.begin(run) == 0
+    (successor,) = pending(run)
+    LocalScheduler(run).cancel(successor)
+    trained(run, 4, 300, 400)
+    assert supervisor.begin(Run(run.path)) == supervisor.CHAIN_ENDS
+    assert stop_reason(run) == f"the successor, job {successor}, was cancelled"
+
+
+SLURM_COMMANDS = """#!/bin/bash
+folder="{folder}"
+echo "${{0##*/}} $*" >>"$folder/asked"
+case "${{0##*/}} $*" in
+  squeue*%k*) cat "$folder/comment" 2>/dev/null ;;
+  squeue*PENDING*)
+    [[ -e "$folder/answers" ]] || exit 1
+    cat "$folder/pending" 2>/dev/null ;;
+  squeue*%T*) cat "$folder/state" ;;
+  sbatch*) exit 1 ;;
+  "scontrol show"*) cat "$folder/successor" 2>/dev/null ;;
+  scontrol*) cat >>"$folder/orders" ;;
+esac
+exit 0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["alone", "successor", "cancelled", "cancelled-successor", "silent"])
+def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: str) -> None:
+    """Slurm may be silent for a while, a person may act meanwhile, and Slurm brings back what it is told to."""
+    run, _plan = make_run()
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    for name in ("squeue", "scontrol", "sbatch", "sleep"):
+        text = SLURM_COMMANDS.format(folder=folder)
+        if name == "sleep":  # the second question is answered; and nothing comes after an order but the end
+            text = f'#!/bin/bash\ntouch "{folder}/answers"\n[[ ! -e "{folder}/orders" ]] || kill -KILL $PPID\n'
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    (folder / "state").write_text("COMPLETING" if what == "cancelled" else "RUNNING")
+    if what != "silent":
+        (folder / "answers").touch()
+    attempt = tmp_path / "attempt"
+    attempt.mkdir()
+    if what == "successor":
+        (folder / "pending").write_text("8\n")
+    if what == "cancelled-successor":
+        (attempt / "successor.json").write_text('{\n  "job_id": "8",\n  "cancelled": false\n}\n')
+        (folder / "successor").write_text("JobId=8 JobState=CANCELLED Reason=None")
+    script = run.job_script.read_text()
+    script = script[: script.index("# shellcheck source=/dev/null")] + f'attempt_dir="{attempt}"\nexit 9\n'
+    (tmp_path / "script").write_text(script)
+    done = subprocess.run(
+        ["bash", tmp_path / "script"],
+        env={"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n0"},
+        capture_output=True,
+        text=True,
+    )
+    orders = (folder / "orders").read_text() if (folder / "orders").exists() else ""
+    if what in ("alone", "silent"):
+        assert "requeue 7" in orders, done.stderr
+        assert "begin-failed=1@n0" in orders
+        assert "StartTime=now+30" in orders
+    else:
+        assert "requeue" not in orders
+    reasons = {"cancelled": "while Slurm ended the job", "cancelled-successor": "the successor, job 8, was cancelled"}
+    assert reasons.get(what, "") in (stop_reason(run) or "")
+    assert (stop_reason(run) is not None) == (what in reasons)
