@@ -143,6 +143,7 @@ def keep_completing(stage: Stage) -> None:
     with stage.slow_epilogs():
         leave(stage)
         stage.wait_iteration(20, attempt=2)
+        assert stage.command("squeue", "--noheader", "--states=COMPLETING", "--format=%i").strip()
         os.kill(stage.batch_pid(), signal.SIGKILL)
 
 

@@ -70,7 +70,7 @@ FAULTS: tuple[Fault, ...] = (
         causes=("failed", "failed"),
         inject="crash-at-once",
         config={"chain": {"max_failed_attempts": 2}},
-        act=lambda stage: stage.hurry(),
+        act=acts.hurry,
         says="2 attempts in a row without a new durable iteration",
     ),
     Fault(
@@ -134,7 +134,7 @@ FAULTS: tuple[Fault, ...] = (
         expect="stopped",
         causes=("failed", "failed"),
         config={"chain": {"max_failed_attempts": 2}, "cluster": {"modules": ["no/such"]}},
-        act=lambda stage: stage.hurry(),
+        act=acts.hurry,
         says="module load no/such failed",
     ),
     Fault(
