@@ -1,6 +1,7 @@
-"""Runs a module that is killed before it gives a file its name: `killed.py NAME ALONE|WITH-PARENT -m MODULE ...`
+"""Runs a module that is killed before it gives a file its name.
 
-For `Fault.commands`, which put it in the place of the supervisor. Standard library only.
+`python3 -m relayrun.drill.killed NAME ALONE|WITH-PARENT -m MODULE ...`; `Fault.commands` puts it in the place of the
+supervisor. Standard library only.
 """
 
 from __future__ import annotations
