@@ -82,8 +82,9 @@ class Workspace:
 
 
 def ends(run: Run) -> list[End]:
-    """The ends of a run's attempts; each attempt must have one."""
-    found = [End.read(run.attempt(number).end) for number in run.attempt_numbers()]
+    """The ends of a run's attempts; each attempt that began must have one."""
+    numbers = [number for number in run.attempt_numbers() if run.attempt(number).begin.exists()]
+    found = [End.read(run.attempt(number).end) for number in numbers]
     assert all(end is not None for end in found), found
     return [end for end in found if end is not None]
 

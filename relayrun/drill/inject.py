@@ -11,6 +11,7 @@
 | crash-at-once | an exception before the first step, in every attempt |
 | sleep-at=I:R | rank R sleeps for ever after iteration I of the first attempt, while the others wait in a collective |
 | publish-delay=S | S seconds between the last byte of a checkpoint and its publication, in the first attempt |
+| commit-full=N | the first N commits of the first attempt find no room on the disk |
 | slow-save=I:S | the save at iteration I takes S seconds longer |
 | nan-sample=K | the loss of every global batch that holds sample K is no number on the last rank |
 | spike-sample=K:F | there it is F times as high on all ranks |
@@ -20,10 +21,14 @@ The training program knows nothing of this.
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from relayrun.rundir.attempt import Attempt
 from relayrun.training.hooks import Context, Hook, Step, StepStart
 
 KNOWN = {
@@ -33,10 +38,24 @@ KNOWN = {
     "crash-at-once",
     "sleep-at",
     "publish-delay",
+    "commit-full",
     "slow-save",
     "nan-sample",
     "spike-sample",
 }
+
+
+def fill_disk_for(times: int, path: Path) -> None:
+    """Let this process find no room (ENOSPC) when it opens the file, that many times."""
+    left = times
+
+    def look(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal left
+        if left and event == "open" and str(arguments[0]) == str(path) and arguments[2] & os.O_APPEND:  # type: ignore[operator]
+            left -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    sys.addaudithook(look)
 
 
 class Faults(Hook):
@@ -55,6 +74,8 @@ class Faults(Hook):
     def setup(self, context: Context) -> None:
         self._first_attempt = context.attempt == 1
         self._rank, self._last_rank = context.ranks.rank, context.ranks.world_size - 1
+        if self._first_attempt and self._rank == 0 and (times := int(self._faults.get("commit-full", 0))):
+            fill_disk_for(times, Attempt(context.run_dir / "attempts" / "0001").commits)
         if context.ranks.is_last_stage and self._faults.keys() & {"nan-sample", "spike-sample"}:
             context.model.chunks[-1].register_forward_hook(self._change_loss)
 

@@ -6,54 +6,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
-from relayrun.rundir.run import Run
-
-
-class Stage(Protocol):
-    """What a fault can reach: a running chain and the machine it runs on."""
-
-    run: Run
-
-    def wait_iteration(self, iteration: int, *, attempt: int = 1) -> None:
-        """Until the attempt has done this iteration."""
-
-    def wait(self, condition: Callable[[], object], seconds: float = 60) -> None:
-        """Until the condition holds."""
-
-    def rank_pids(self) -> dict[int, int]:
-        """Process ids of the ranks by rank."""
-
-    def step_daemons(self) -> list[int]:
-        """Process ids of the scheduler's own processes above the ranks."""
-
-    def batch_pid(self) -> int:
-        """Process id of the batch script."""
-
-    def job_id(self) -> str:
-        """Id of the running job."""
-
-    def command(self, *words: str) -> str:
-        """Run a command of the scheduler."""
-
-    def kill_node(self) -> None:
-        """End the daemon of the node that rank 1 runs on."""
-
-    def stop_controller(self, seconds: float) -> None:
-        """Take the controller away for a while; returns when it is back."""
-
-    def hurry(self) -> None:
-        """Let a queued successor that waits for its time start now."""
-
-
-def nothing(_stage: Stage) -> None:
-    pass
+from relayrun.drill import acts
+from relayrun.drill.stage import Stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,127 +23,21 @@ class Fault:
     expect: Literal["resumed", "stopped"]
     causes: Sequence[str]
     """How the attempts must end, in order; see `End.cause`. `a|b`: either."""
-    act: Callable[[Stage], None] = nothing
+    act: Callable[[Stage], None] = acts.nothing
     inject: str = ""
     """For `relayrun.drill.inject.Faults`, in every rank."""
     config: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """Changes of the run config, by section."""
     says: str = ""
     """Must stand in STOP, or in the reasons of the attempts' ends."""
+    logged: str = ""
+    """Must stand in the jobs' logs."""
+    commands: Mapping[str, str] = field(default_factory=dict)
+    """Bash that runs before a command of the scheduler, or before the `python3` of the supervisor, inside jobs alone.
+    Each by the command's name. `${real}` is the command; who does harm makes the file `${provoked}`."""
+    small_disk: str = ""
+    """The folder of the run directory that is a small file system of its own; `.` is all of it."""
     long: bool = False
-
-
-def kill_rank(stage: Stage) -> None:
-    """Send SIGKILL to rank 1 after iteration 15, when there is a checkpoint to resume from."""
-    stage.wait_iteration(15)
-    os.kill(stage.rank_pids()[1], signal.SIGKILL)
-
-
-def kill_batch_script(stage: Stage) -> None:
-    """Send SIGKILL to the batch script after iteration 15; the ranks live on."""
-    stage.wait_iteration(15)
-    os.kill(stage.batch_pid(), signal.SIGKILL)
-
-
-def kill_guarded_batch_script(stage: Stage) -> None:
-    """Send SIGKILL to the batch script once the guard of the first attempt watches over it."""
-    guard = stage.run.attempt(1).guard_log
-    stage.wait(lambda: guard.exists() and guard.stat().st_size)
-    kill_batch_script(stage)
-
-
-def stop_rank(stage: Stage) -> None:
-    """Send SIGSTOP to rank 1 after iteration 15, so that the others hang in their next collective."""
-    stage.wait_iteration(15)
-    os.kill(stage.rank_pids()[1], signal.SIGSTOP)
-
-
-def kill_while_staging(stage: Stage) -> None:
-    """Send SIGKILL to all ranks between the last byte of the checkpoint of iteration 20 and its publication."""
-    staged = stage.run.staging(1) / "iter_0000020"
-    stage.wait(lambda: (staged / "metadata.json").exists())
-    for pid in stage.rank_pids().values():
-        os.kill(pid, signal.SIGKILL)
-
-
-def cancel(stage: Stage) -> None:
-    """Cancel the running job by its id after iteration 15, as its owner would."""
-    stage.wait_iteration(15)
-    stage.command("scancel", stage.job_id())
-
-
-def cancel_after_killing_the_batch_script(stage: Stage) -> None:
-    """Cancel the running job and kill its batch script, which never sees the cancel."""
-    stage.wait_iteration(15)
-    job = stage.job_id()
-    os.kill(stage.batch_pid(), signal.SIGSTOP)  # it will not see the cancel
-    stage.command("scancel", job)
-    os.kill(stage.batch_pid(), signal.SIGKILL)
-
-
-def tear_latest(stage: Stage) -> None:
-    """Cut the newest checkpoint short while the job dies, so that the next one finds it torn."""
-    stage.wait(lambda: stage.run.checkpoint(20).is_dir())
-    victim = max(stage.run.checkpoint(20).glob("*.distcp"), key=lambda path: path.stat().st_size)
-    os.truncate(victim, victim.stat().st_size // 2)
-    for pid in stage.rank_pids().values():
-        os.kill(pid, signal.SIGKILL)
-    stage.hurry()
-
-
-def lose_tracker(stage: Stage) -> None:
-    """Remove latest_checkpointed_iteration.txt after the first save, and kill rank 0."""
-    stage.wait(stage.run.tracker.exists)
-    stage.run.tracker.unlink()
-    os.kill(stage.rank_pids()[0], signal.SIGKILL)
-
-
-def overtake(stage: Stage) -> None:
-    """Stop the first attempt inside its save, out of Slurm's reach; let it go on beside its successor."""
-    staged = stage.run.staging(1) / "iter_0000020"
-    stage.wait(lambda: (staged / "metadata.json").exists())
-    daemons, zombies = stage.step_daemons(), stage.rank_pids()
-    for pid in (*daemons, *zombies.values()):
-        os.kill(pid, signal.SIGSTOP)
-    os.kill(stage.batch_pid(), signal.SIGKILL)
-    stage.wait_iteration(15, attempt=2)
-    for pid in (*zombies.values(), *daemons):
-        os.kill(pid, signal.SIGCONT)
-
-
-def fill_disk(stage: Stage) -> None:
-    """Leave no room on the disk for the checkpoint of iteration 10; make room again before the end."""
-    filler = stage.run.checkpoints / "filler"
-    free = shutil.disk_usage(stage.run.checkpoints).free
-    filler.write_bytes(b"\0" * max(0, free - 4096))
-    stage.wait_iteration(25)
-    filler.unlink()
-
-
-def kill_node(stage: Stage) -> None:
-    """End the daemon of a node after iteration 15, as a crash of the whole node does."""
-    stage.wait_iteration(15)
-    stage.kill_node()
-
-
-def controller_down_at_submission(stage: Stage) -> None:
-    """Take the controller away for 60 s, from before the first successor is queued."""
-    stage.stop_controller(60)
-
-
-def controller_down_at_exit(stage: Stage) -> None:
-    """Tell the job to leave after iteration 15, and take the controller away for 60 s meanwhile."""
-    stage.wait_iteration(15)
-    job = stage.job_id()
-    stage.command("scancel", "--signal=USR2", "--batch", job)
-    stage.stop_controller(60)
-
-
-def preempt(stage: Stage) -> None:
-    """Submit a job to a partition of higher priority that needs all nodes; return when the second attempt has begun."""
-    stage.wait_iteration(15)
-    stage.command("sbatch", "--partition=high", "--nodes=4", "--exclusive", "--wrap=sleep 5", "--output=/dev/null")
-    stage.wait(stage.run.attempt(2).begin.exists, 120)
 
 
 FAULTS: tuple[Fault, ...] = (
@@ -194,21 +46,21 @@ FAULTS: tuple[Fault, ...] = (
         what="SIGKILL of a rank after a checkpoint",
         expect="resumed",
         causes=("failed", "done"),
-        act=kill_rank,
+        act=acts.kill_rank,
     ),
     Fault(
         name="batch-script-killed",
         what="SIGKILL of the batch script",
         expect="resumed",
         causes=("saved|unknown", "done"),
-        act=kill_batch_script,
+        act=acts.kill_batch_script,
     ),
     Fault(
         name="batch-script-killed-requeue",
         what="the same in requeue mode",
         expect="resumed",
         causes=("saved|unknown", "done"),
-        act=kill_guarded_batch_script,
+        act=acts.kill_guarded_batch_script,
         config={"chain": {"mode": "requeue"}},
     ),
     Fault(
@@ -218,7 +70,7 @@ FAULTS: tuple[Fault, ...] = (
         causes=("failed", "failed"),
         inject="crash-at-once",
         config={"chain": {"max_failed_attempts": 2}},
-        act=lambda stage: stage.hurry(),
+        act=acts.hurry,
         says="2 attempts in a row without a new durable iteration",
     ),
     Fault(
@@ -241,7 +93,7 @@ FAULTS: tuple[Fault, ...] = (
         what="SIGSTOP of a rank",
         expect="resumed",
         causes=("hang", "done"),
-        act=stop_rank,
+        act=acts.stop_rank,
         config={"chain": {"hang_timeout": 5}},
         says="ranks 1 did not answer",
     ),
@@ -260,21 +112,21 @@ FAULTS: tuple[Fault, ...] = (
         expect="resumed",
         causes=("failed", "done"),
         inject="publish-delay=2",
-        act=kill_while_staging,
+        act=acts.kill_while_staging,
     ),
     Fault(
         name="latest-torn",
         what="the newest checkpoint is torn",
         expect="resumed",
         causes=("failed", "done"),
-        act=tear_latest,
+        act=acts.tear_latest,
     ),
     Fault(
         name="tracker-missing",
         what="latest_checkpointed_iteration.txt is gone",
         expect="resumed",
         causes=("failed", "done"),
-        act=lose_tracker,
+        act=acts.lose_tracker,
     ),
     Fault(
         name="module-missing",
@@ -282,7 +134,7 @@ FAULTS: tuple[Fault, ...] = (
         expect="stopped",
         causes=("failed", "failed"),
         config={"chain": {"max_failed_attempts": 2}, "cluster": {"modules": ["no/such"]}},
-        act=lambda stage: stage.hurry(),
+        act=acts.hurry,
         says="module load no/such failed",
     ),
     Fault(
@@ -298,7 +150,8 @@ FAULTS: tuple[Fault, ...] = (
         what="no space during a save, space again later",
         expect="resumed",
         causes=("done",),
-        act=fill_disk,
+        act=acts.fill_disk,
+        small_disk="checkpoints",
         long=True,
     ),
     Fault(
@@ -307,7 +160,7 @@ FAULTS: tuple[Fault, ...] = (
         expect="resumed",
         causes=("unknown", "done"),
         inject="publish-delay=2",
-        act=overtake,
+        act=acts.overtake,
         long=True,
     ),
     Fault(
@@ -315,7 +168,7 @@ FAULTS: tuple[Fault, ...] = (
         what="scancel of the running job",
         expect="stopped",
         causes=("cancelled",),
-        act=cancel,
+        act=acts.cancel,
         says="cancelled",
     ),
     Fault(
@@ -323,7 +176,7 @@ FAULTS: tuple[Fault, ...] = (
         what="scancel while the batch script cannot see it",
         expect="stopped",
         causes=("cancelled",),
-        act=cancel_after_killing_the_batch_script,
+        act=acts.cancel_after_killing_the_batch_script,
         says="cancelled",
     ),
     Fault(
@@ -331,7 +184,7 @@ FAULTS: tuple[Fault, ...] = (
         what="a job of a higher partition takes the nodes",
         expect="resumed",
         causes=("saved", "done"),
-        act=preempt,
+        act=acts.preempt,
         config={"job": {"partition": "low"}},
         long=True,
     ),
@@ -340,7 +193,7 @@ FAULTS: tuple[Fault, ...] = (
         what="the same in requeue mode",
         expect="resumed",
         causes=("saved", "done"),
-        act=preempt,
+        act=acts.preempt,
         config={"job": {"partition": "low"}, "chain": {"mode": "requeue"}},
         long=True,
     ),
@@ -349,7 +202,7 @@ FAULTS: tuple[Fault, ...] = (
         what="slurmd of a node killed",
         expect="resumed",
         causes=("saved|failed|unknown", "done"),
-        act=kill_node,
+        act=acts.kill_node,
         inject="step-delay=1.5",
         long=True,
     ),
@@ -358,7 +211,7 @@ FAULTS: tuple[Fault, ...] = (
         what="slurmctld away for 60 s when the successor is queued",
         expect="resumed",
         causes=("done",),
-        act=controller_down_at_submission,
+        act=acts.controller_down_at_submission,
         long=True,
     ),
     Fault(
@@ -366,7 +219,176 @@ FAULTS: tuple[Fault, ...] = (
         what="slurmctld away for 60 s when the job ends",
         expect="resumed",
         causes=("saved", "done"),
-        act=controller_down_at_exit,
+        act=acts.controller_down_at_exit,
+        long=True,
+    ),
+    Fault(
+        name="predecessor-completing",
+        what="a slow epilog: the predecessor stays COMPLETING, and its successor is lost",
+        expect="resumed",
+        causes=("saved", "saved|unknown", "done"),
+        act=acts.keep_completing,
+        long=True,
+    ),
+    Fault(
+        name="supervisor-missing",
+        what="one node where the supervisor cannot start",
+        expect="resumed",
+        causes=("done",),
+        act=acts.hurry,
+        commands={
+            "python3": """
+[[ -s "${provoked}" ]] || echo "${SLURMD_NODENAME}" >"${provoked}"
+[[ "$(<"${provoked}")" != "${SLURMD_NODENAME}" ]] || { echo "No module named relayrun" >&2; exit 1; }"""
+        },
+        logged="begin failed in job",
+    ),
+    Fault(
+        name="run-directory-read-only",
+        what="the run directory is read-only for a while when a job begins",
+        expect="resumed",
+        causes=("saved", "done"),
+        act=acts.read_only_at_boundary,
+        small_disk=".",
+        logged="begin failed in job",
+        long=True,
+    ),
+    Fault(
+        name="node-lost-at-begin",
+        what="a node lost with its batch script, before anything is queued",
+        expect="resumed",
+        causes=("done",),
+        act=acts.lose_node_before_begin,
+        commands={"python3": '[[ -e "${provoked}" ]] || { touch "${provoked}"; sleep 1000; }'},
+        long=True,
+    ),
+    Fault(
+        name="controller-confused",
+        what="scontrol and squeue fail with an error that nobody knows, twice in every job",
+        expect="resumed",
+        causes=("failed", "done"),
+        inject="crash-at=15",
+        commands={
+            name: f"""
+echo >>"${{provoked}}"
+job="$(tr '\\0' '\\n' <"/proc/${{PPID}}/environ" | sed -n 's/^SLURM_JOB_ID=//p')"
+echo >>"${{provoked}}-{name}-${{job}}"
+if (($(wc -l <"${{provoked}}-{name}-${{job}}") < 3)); then
+  echo "slurm_load: Protocol version has changed, or so" >&2
+  exit 1
+fi"""
+            for name in ("scontrol", "squeue")
+        },
+        long=True,
+    ),
+    Fault(
+        name="watch-killed",
+        what="SIGKILL of the supervisor's watch, then a rank hangs",
+        expect="resumed",
+        causes=("hang", "done"),
+        act=acts.kill_watch,
+        config={"chain": {"hang_timeout": 5}},
+        says="ranks 1 did not answer",
+        logged="watch ended (exit code 137); it starts again",
+    ),
+    Fault(
+        name="watch-blind",
+        what="a view that cannot be written and a torn heartbeat, then a rank hangs",
+        expect="resumed",
+        causes=("hang", "done"),
+        act=acts.blind_watch,
+        config={"chain": {"hang_timeout": 5}},
+        says="ranks 1 did not answer",
+        logged="the merged views: left for later",
+        long=True,
+    ),
+    Fault(
+        name="one-submitted-job",
+        what="a limit of one submitted job",
+        expect="resumed",
+        causes=("failed", "done"),
+        inject="crash-at=15",
+        commands={
+            "sbatch": """
+touch "${provoked}"
+echo "sbatch: error: QOSMaxSubmitJobPerUserLimit" >&2
+exit 1"""
+        },
+        logged="no successor yet: sbatch: sbatch: error: QOSMaxSubmitJobPerUserLimit",
+        long=True,
+    ),
+    Fault(
+        name="submission-misreported",
+        what="sbatch queues the job and reports an error",
+        expect="resumed",
+        causes=("failed", "done"),
+        inject="crash-at=15",
+        commands={
+            "sbatch": """
+touch "${provoked}"
+"${real}" "$@" >/dev/null
+echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2
+exit 1"""
+        },
+    ),
+    Fault(
+        name="end-killed",
+        what="SIGKILL of end and of the batch script before STOP, with an exit asked for",
+        expect="stopped",
+        causes=("exit",),
+        act=acts.ask_to_exit,
+        commands={
+            "python3": """
+if [[ " $* " == *" relayrun.chain end "* ]]; then
+  touch "${provoked}"
+  exec "${real}" -m relayrun.drill.killed STOP WITH-PARENT "$@"
+fi"""
+        },
+        says="exit trigger by",
+        logged="killed before STOP",
+    ),
+    Fault(
+        name="begin-killed",
+        what="SIGKILL of begin before begin.json, behind an attempt that nobody closed",
+        expect="resumed",
+        causes=("saved|unknown", "done"),
+        act=acts.kill_begin,
+        config={"chain": {"max_failed_attempts": 1}},
+        commands={
+            "python3": """
+if [[ " $* " == *" relayrun.chain begin "* && -e "${RELAYRUN_RUN_DIR}/attempts/0001" && ! -e "${provoked}" ]]; then
+  touch "${provoked}"
+  exec "${real}" -m relayrun.drill.killed begin.json ALONE "$@"
+fi"""
+        },
+        logged="killed before begin.json",
+        long=True,
+    ),
+    Fault(
+        name="commit-full",
+        what="no space for the commit line, twice for one iteration, then space again",
+        expect="resumed",
+        causes=("saved", "done"),
+        inject="commit-full=2",
+        act=acts.leave,
+        config={"checkpoint": {"interval": 1000}},
+        logged="SAVE FAILED at iteration",
+    ),
+    Fault(
+        name="successor-cancelled",
+        what="scancel of the waiting successor",
+        expect="stopped",
+        causes=("saved",),
+        act=acts.cancel_successor,
+        says=", was cancelled",
+    ),
+    Fault(
+        name="successor-held",
+        what="a person holds the waiting successor, and the attempt fails",
+        expect="resumed",
+        causes=("failed", "done"),
+        inject="crash-at=5",
+        act=acts.hold_successor,
         long=True,
     ),
 )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +18,15 @@ import pytest
 
 from relayrun.drill.table import FAULTS, Fault
 from relayrun.files import read_lines
-from relayrun.rundir.plan import Plan
+from relayrun.rundir.plan import Plan, job_name
 from relayrun.rundir.run import Run
+from relayrun.submit.submission import log_folder
 from tests import warm
 from tests.checkpoints import assert_same_bytes
 from tests.slurm.cluster import ROOT, TestCluster
 from tests.slurm.conftest import MakeCluster
-from tests.workspace import Workspace, ends, steps
+from tests.slurm.test_law_slurm import job_processes, program
+from tests.workspace import CONFIG, Workspace, ends, steps
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -35,6 +40,7 @@ class SlurmStage:
 
     cluster: TestCluster
     run: Run
+    commands: Path
 
     def wait(self, condition: Callable[[], object], seconds: float = 60) -> None:
         self.cluster.wait_until(condition, timeout=4 * seconds, interval=0.05)
@@ -65,6 +71,14 @@ class SlurmStage:
             found.add(pid)
         return sorted(found)
 
+    def watch_pid(self) -> int:
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                if b"watch" in words and b"relayrun.chain" in words and str(self.run.path).encode() in words:
+                    return int(entry.name)
+        raise AssertionError("no watch runs")
+
     def batch_pid(self) -> int:
         """The shell that runs the job script: Slurm names its copy in the spool slurm_script."""
         for entry in Path("/proc").glob("[0-9]*"):
@@ -82,12 +96,36 @@ class SlurmStage:
         name = Plan.load(self.run).job_name
         return next(job.id for job in self.cluster.queue() if job.name == name and job.state == "RUNNING")
 
+    def waiting_jobs(self) -> list[str]:
+        name = Plan.load(self.run).job_name
+        return [job.id for job in self.cluster.queue() if job.name == name and job.state == "PENDING"]
+
     def command(self, *words: str) -> str:
         return self.cluster.run(words).stdout
 
     def kill_node(self) -> None:
         hosts = self.command("scontrol", "show", "hostnames", self.cluster.job(self.job_id())["NodeList"]).split()
         self.cluster.kill_node(hosts[1])
+
+    def lose_node(self) -> None:
+        job = self.job_id()
+        self.cluster.kill_node(self.cluster.job(job)["BatchHost"])
+        for pid in job_processes(job):
+            os.kill(pid, signal.SIGKILL)
+
+    @contextmanager
+    def slow_epilogs(self) -> Iterator[None]:
+        slow = self.commands / "slow"
+        slow.touch()
+        epilog = program(self.commands, "epilog", f'while [[ -e "{slow}" ]]; do sleep 0.5; done')
+        with self.cluster.conf.open("a") as conf:
+            conf.write(f"Epilog={epilog}\n")
+        self.command("scontrol", "reconfigure")
+        yield
+        slow.unlink()
+
+    def remount(self, option: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{option}", str(self.run.path)], check=True)
 
     def stop_controller(self, seconds: float) -> None:
         self.cluster.stop_ctld()
@@ -98,8 +136,7 @@ class SlurmStage:
         name = Plan.load(self.run).job_name
 
         def delayed() -> list[str]:
-            jobs = [job.id for job in self.cluster.queue() if job.name == name and job.state == "PENDING"]
-            return [job for job in jobs if self.cluster.job(job).get("Reason") == "BeginTime"]
+            return [job for job in self.waiting_jobs() if self.cluster.job(job).get("Reason") == "BeginTime"]
 
         self.wait(lambda: delayed() or not [job for job in self.cluster.queue() if job.name == name], 90)
         for job in delayed():
@@ -133,8 +170,18 @@ def configure(workspace: Workspace, folder: str, fault: Fault | None) -> Path:
     return workspace.config(folder, **sections)
 
 
-def submit(cluster: TestCluster, config: Path) -> None:
-    cluster.run([sys.executable, "-m", "relayrun.cli", "submit", config], cwd=ROOT)
+def submit(cluster: TestCluster, config: Path, commands: Path | None = None) -> None:
+    """`commands`: a folder of commands that stand before Slurm's own."""
+    env = {"PATH": f"{commands}:{cluster.env['PATH']}"} if commands else None
+    cluster.run([sys.executable, "-m", "relayrun.cli", "submit", config], cwd=ROOT, env=env)
+
+
+def write_commands(cluster: TestCluster, fault: Fault, folder: Path) -> None:
+    """Each acts only where the process above it is a part of a job: the supervisor or the batch script."""
+    for name, text in fault.commands.items():
+        real = shutil.which(name, path=cluster.env["PATH"])
+        inside = f"if grep -qz '^SLURM_JOB_ID=' /proc/${{PPID}}/environ; then\n{text.strip()}\nfi"
+        program(folder, name, f'real="{real}" provoked="{folder / "provoked"}"\n{inside}\nexec "${{real}}" "$@"')
 
 
 def wait_for_end(cluster: TestCluster, run: Run, timeout: float) -> None:
@@ -171,13 +218,19 @@ def reference(slurm: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
+def logs(run: Run) -> list[Path]:
+    """What the jobs of the run said."""
+    return sorted(log_folder().glob(f"{job_name(CONFIG['project'], CONFIG['name'], run.path)}-*"))
+
+
 @pytest.fixture
 def small_disk(workspace: Workspace, request: pytest.FixtureRequest) -> Iterator[None]:
-    """For the full disk: the run's checkpoints on a file system of 40 MB."""
-    folder = workspace.run("disk-full").checkpoints
-    if request.node.callspec.id != "disk-full":
+    """For faults of the disk: the run directory, or a folder of it, on a file system of 40 MB."""
+    fault: Fault = request.node.callspec.params["fault"]
+    if not fault.small_disk:
         yield
         return
+    folder = workspace.run(fault.name).path / fault.small_disk
     folder.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(folder)], check=True)
     yield
@@ -189,13 +242,16 @@ def small_disk(workspace: Workspace, request: pytest.FixtureRequest) -> Iterator
 )
 @pytest.mark.usefixtures("small_disk")
 def test_a_chain_survives_or_stops_with_a_reason(
-    fault: Fault, make_cluster: MakeCluster, workspace: Workspace, reference: Run
+    fault: Fault, make_cluster: MakeCluster, workspace: Workspace, reference: Run, tmp_path: Path
 ) -> None:
-    cluster = make_cluster(grace=30, node_timeout=10 if fault.name == "node-lost" else 120)
+    cluster = make_cluster(grace=30, node_timeout=10 if fault.name.startswith("node-lost") else 120)
     run = workspace.run(fault.name)
-    submit(cluster, configure(workspace, fault.name, fault))
+    for log in logs(run):
+        log.unlink()  # of an earlier run of the same name
+    write_commands(cluster, fault, tmp_path)
+    submit(cluster, configure(workspace, fault.name, fault), tmp_path / "bin")
     try:
-        fault.act(SlurmStage(cluster, run))
+        fault.act(SlurmStage(cluster, run, tmp_path))
         wait_for_end(cluster, run, timeout=800)
     finally:
         cluster.down()
@@ -205,6 +261,8 @@ def test_a_chain_survives_or_stops_with_a_reason(
     assert len(causes) == len(fault.causes), said
     assert all(cause in wanted.split("|") for cause, wanted in zip(causes, fault.causes, strict=True)), said
     assert fault.says in said
+    assert fault.logged in "".join(log.read_text() for log in logs(run))
+    assert (tmp_path / "provoked").exists() is bool(fault.commands)
     if fault.expect == "resumed":
         assert steps(run) == steps(reference)
         assert sorted(steps(run)) == list(range(1, STEPS + 1))
