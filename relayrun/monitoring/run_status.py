@@ -258,7 +258,7 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
         mode=plan.mode,
         auto_requeue=plan.auto_requeue,
         jobs=queue.jobs,
-        scheduler_error=queue.error or queue.hidden,
+        scheduler_error=f"the scheduler did not answer: {queue.error}" if queue.error else queue.hidden,
         stop=stop,
         pending={job.id: queue.reasons[job.id] for job in queue.jobs if job.id in queue.reasons},
         last_job=queue.last_job,

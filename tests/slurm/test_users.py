@@ -6,8 +6,10 @@ read it: the interpreter and its packages, mounted a second time, and a checkout
 
 from __future__ import annotations
 
+import grp
 import json
 import os
+import pwd
 import re
 import secrets
 import shutil
@@ -29,7 +31,7 @@ from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import AttemptStart, Successor
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason
-from tests.workspace import Workspace, ends
+from tests.workspace import Workspace, ends, steps
 
 from .cluster import ROOT, TestCluster
 
@@ -99,10 +101,9 @@ class Team:
         }
         job = {"nodes": 1, "ntasks_per_node": 1, "time": "10"} | sections.pop("job", {})
         training = {"steps": steps} | sections.pop("training", {})
-        config = self.workspace.config(
+        return self.workspace.config(
             name, cluster=cluster, job=job, training=training, run_dir=str(self.run(name).path), **sections
         )
-        return config
 
     def run(self, name: str) -> Run:
         return Run(self.folder / "runs" / name)
@@ -133,7 +134,7 @@ def job_of(run: Run, attempt: int) -> str:
 
 
 def uid(name: str) -> int:
-    return int(subprocess.run(["id", "-u", name], capture_output=True, text=True, check=True).stdout)
+    return pwd.getpwnam(name).pw_uid
 
 
 @pytest.fixture(scope="module")
@@ -162,10 +163,10 @@ def team(accounting: None) -> Iterator[Team]:
         subprocess.run(["chmod", "-R", "go=u-w", str(code)], check=True)
         shutil.copy(ROOT / "tests/chain/relay_program.py", folder)
         (folder / "runs").mkdir()
-        (code / "logs").mkdir()
-        for path in (folder / "runs", code / "logs"):
+        (code / "logs/slurm/training").mkdir(parents=True)
+        for path, mode in ((folder / "runs", 0o2775), (code / "logs/slurm/training", 0o2777)):
             shutil.chown(path, group=group)
-            path.chmod(0o2775)
+            path.chmod(mode)
         (folder / "data").mkdir()
         workspace = Workspace.make(folder / "data")
         cluster.up()
@@ -185,10 +186,9 @@ def team(accounting: None) -> Iterator[Team]:
 
 def assert_open_to_the_group(run: Run, group: str) -> None:
     """Everything belongs to the group, which may write all of it; others may write nothing."""
-    gid = int(
-        subprocess.run(["getent", "group", group], capture_output=True, text=True, check=True).stdout.split(":")[2]
-    )
-    for path in [run.path, *run.path.rglob("*")]:
+    gid = grp.getgrnam(group).gr_gid
+    copies = {path for path in run.code.rglob("*") if path.is_file()}  # of the checkout, which keep its modes
+    for path in {run.path, *run.path.rglob("*")} - copies:
         found = path.stat()
         wanted = 0o770 if path == run.triggers else 0o775 if path.is_dir() or path.suffix == ".sbatch" else 0o664
         assert (found.st_gid, oct(stat.S_IMODE(found.st_mode) & 0o777)) == (gid, oct(wanted)), path
@@ -318,3 +318,57 @@ def test_status_says_how_accounting_has_the_last_job(team: Team) -> None:
     team.cluster.wait_until(
         lambda: re.search(last, team.relayrun(team.member, "status", run.path)), timeout=60, what="a word of sacct's"
     )
+
+
+def test_a_run_that_is_closed_to_the_group_is_refused_before_anything_is_queued(team: Team) -> None:
+    config, run = team.config("closed", chain={"auto_requeue": True}), team.run("closed")
+    team.relayrun(team.owner, "submit", config, umask="0022")
+    team.wait_iteration(run)
+    team.relayrun(team.owner, "stop", run.path)
+    team.wait_over(run)
+    opened = [path for path in [run.path, *run.path.rglob("*")] if path.stat().st_mode & 0o022]
+    assert opened == [run.triggers]  # no wider than the umask but for what is there for the group
+
+    again = ["submit", config, "--resume", "--take-over"]
+    for path in (run.path, run.config):  # closed, and then opened a little by hand
+        refused = team.relayrun(team.member, *again, check=False)
+        assert f"{path}: you may not write here: only the user {team.owner} may" in refused
+        assert f"chmod -R g+w {run.path}" in refused
+        team.act(team.owner, "chmod", "g+w", path)
+    team.act(team.owner, "chmod", "-R", "g+w", run.path)
+    team.relayrun(team.member, *again)
+    team.wait_iteration(run, attempt=2)
+    team.relayrun(team.member, "stop", run.path)
+    team.wait_over(run)
+    assert [end.cause for end in ends(run)] == ["exit", "exit"]
+
+
+def test_a_colleague_goes_on_with_real_training_to_the_same_bits(team: Team) -> None:
+    """With all that a chain writes: views, checkpoints that are removed, copies of the code, TensorBoard's files."""
+    slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "slow-after=5:0.5"}}
+    sections: dict[str, Any] = {
+        "chain": {"auto_requeue": True},
+        "checkpoint": {"interval": 5, "keep_last": 2},
+        "tracking": {"tensorboard": True},
+        "debug": {"backup_codebase": True},
+    }
+    whole = team.config("whole", real=True, steps=40, **sections)
+    config, run = team.config("real", real=True, steps=40, training={"hooks": [slow]}, **sections), team.run("real")
+    team.relayrun(team.owner, "submit", config)
+    team.wait_iteration(run)
+    team.relayrun(team.member, "save", run.path)
+    team.cluster.wait_until((run.triggers / "save.done").exists, timeout=200, what="the save")
+    team.relayrun(team.member, "stop", run.path)
+    team.wait_over(run)
+    for name in ("save.done", "exit.done"):
+        done = json.loads((run.triggers / name).read_text())
+        assert (done["user"], done["result"]) == (team.member, "saved")
+    assert 0 < durable(run).iteration < 40
+    team.relayrun(team.member, "submit", config, "--resume", "--take-over", "--set", "training.hooks=[]")
+    team.relayrun(team.owner, "submit", whole)
+    for each in (run, team.run("whole")):
+        team.wait_over(each)
+    assert [end.cause for end in ends(run)] == ["exit", "done"]
+    assert steps(run) == steps(team.run("whole"))
+    assert sorted(steps(run)) == list(range(1, 41))
+    assert_open_to_the_group(run, team.group)
