@@ -343,6 +343,7 @@ def test_a_run_that_is_closed_to_the_group_is_refused_before_anything_is_queued(
     assert [end.cause for end in ends(run)] == ["exit", "exit"]
 
 
+@pytest.mark.long
 def test_a_colleague_goes_on_with_real_training_to_the_same_bits(team: Team) -> None:
     """With all that a chain writes: views, checkpoints that are removed, copies of the code, TensorBoard's files."""
     slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "slow-after=5:0.5"}}
