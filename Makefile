@@ -31,13 +31,13 @@ demo: setup ## raw text to a trained model on this machine, without Slurm (about
 demo-slurm: setup slurm ## the same as Slurm jobs, on a four-node Slurm on this machine
 	scripts/tools/demo_slurm.sh $(DEMO)
 
-test: setup slurm ## set-up and all tests
+test: setup accounting ## set-up and all tests
 	status=0; \
 	$(PYTEST) $(BESIDE) $(SHUFFLE) -m "not long and not alone" || status=$$?; \
 	$(PYTEST) $(SHUFFLE) -m "alone and not long" $(ALONE) || status=$$?; \
 	exit $$status
 
-test-long: setup slurm ## the tests that take long
+test-long: setup accounting ## the tests that take long
 	status=0; \
 	$(PYTEST) $(BESIDE) $(SHUFFLE) -m "long and not alone" || status=$$?; \
 	$(PYTEST) $(SHUFFLE) -m "long and alone" $(ALONE) || status=$$?; \
@@ -65,9 +65,11 @@ bench: setup ## all benchmarks; results go to benchmarks/results/ and docs/bench
 	$(BIN)/python benchmarks/_report.py
 
 # Slurm from Debian's packages, for the tests; RELAYRUN_NO_SLURM=1 goes without.
-.PHONY: slurm
+.PHONY: slurm accounting
 slurm:
 	@if [[ "$${RELAYRUN_NO_SLURM:-}" != 1 ]]; then scripts/tools/install_slurm.sh; fi
+accounting: # as well slurmdbd and its database
+	@if [[ "$${RELAYRUN_NO_SLURM:-}" != 1 ]]; then scripts/tools/install_slurm.sh --accounting; fi
 
 cluster-up: setup slurm ## a real four-node Slurm on this machine, in .test-cluster/
 	scripts/tools/test_cluster.sh up

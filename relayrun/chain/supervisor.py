@@ -14,7 +14,7 @@ import os
 import time
 from itertools import islice
 
-from relayrun.chain import decide, evaluations, evidence, nodes, render, successor
+from relayrun.chain import decide, evaluations, evidence, nodes, render, signs, successor
 from relayrun.chain.log import log
 from relayrun.chain.watch import Watch
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
@@ -49,8 +49,7 @@ def begin(run: Run) -> int:
         raise
     scheduler = for_plan(plan, run)
     job_id = scheduler.current_job_id()
-    if plan.owner not in (None, os.geteuid()):
-        log(f"this run has been taken over by {triggers.user_name(plan.owner or 0)}; job {job_id} leaves it alone")
+    if _taken_over(plan, job_id):
         return CHAIN_ENDS
     try:
         return _begin(run, plan, scheduler, job_id)
@@ -95,10 +94,10 @@ def _begin(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
         _update_views(run)
         return CHAIN_ENDS
     options = successor.own_options(job, scheduler)
-    if Plan.load(run).owner != plan.owner:  # while Slurm was asked, which may take long
-        log(f"this run has been taken over meanwhile; job {job_id} leaves it alone")
-        return CHAIN_ENDS
     attempt = _open_attempt(run, plan, scheduler, job, line, base, options=options, rewound=chosen is not None)
+    if _taken_over(Plan.load(run), job_id):  # while this job began: its attempt owns nothing without begin.json
+        attempt.begin.unlink()
+        return CHAIN_ENDS
     chained = plan.auto_requeue and plan.mode == "singleton"
     _settle(scheduler, job, followed=chained and _queue_successor(run, plan, scheduler, attempt, job_id, options))
     evaluations.attend(run, plan, for_plan(plan, run, patience=0))
@@ -245,6 +244,13 @@ def _queue_successor(
         attempt.retry_successor.touch()
         log(f"no successor yet: {error.message}")
         return False
+    return True
+
+
+def _taken_over(plan: Plan, job_id: str) -> bool:
+    if plan.owner is None or not signs.is_anothers(plan):
+        return False
+    log(f"this run has been taken over by {triggers.user_name(plan.owner)}; job {job_id} leaves it alone")
     return True
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 
-from relayrun.chain import supervisor
+from relayrun.chain import signs, supervisor
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.monitoring import run_status
 from relayrun.rundir import find, triggers
@@ -51,12 +52,13 @@ def save(run: Run, scheduler: Scheduler) -> str:
     except SchedulerError as error:
         triggers.touch(run, "save")
         return f"the job that runs saves after its step (the scheduler did not answer: {error.message})"
-    if not jobs:
+    at_work = _at_work(run, plan, jobs)
+    if not jobs and at_work is None:
         raise RunDirError("no job of this run is running or queued, so there is nothing to save", where=run.path)
     triggers.touch(run, "save")
     answer = f"the answer will lie in {run.triggers / 'save.done'}"
-    if (job := _at_work(jobs)) is not None:
-        return f"job {job.id} saves after the step that is under way and goes on; {answer}"
+    if at_work is not None:
+        return f"job {at_work} saves after the step that is under way and goes on; {answer}"
     return f"no job runs now; job {jobs[0].id} answers when it has started; {answer}"
 
 
@@ -69,8 +71,9 @@ def stop(run: Run, scheduler: Scheduler, *, user: str) -> str:
     ended = stop_reason(run)
     triggers.touch(run, "exit")
     try:
-        if ended is None and (job := _at_work(scheduler.jobs(plan, anyone=True))) is not None:
-            return f"job {job.id} saves after the step that is under way, cancels what is queued and leaves"
+        at_work = _at_work(run, plan, scheduler.jobs(plan, anyone=True)) if ended is None else None
+        if at_work is not None:
+            return f"job {at_work} saves after the step that is under way, cancels what is queued and leaves"
         try:
             supervisor.stop_chain(run, plan, scheduler, ended or f"stopped by {user}", own_job="")
         except PermissionError:
@@ -89,6 +92,7 @@ def stop(run: Run, scheduler: Scheduler, *, user: str) -> str:
     return f"the chain has ended: {stop_reason(run)}; nothing is queued"
 
 
-def _at_work(jobs: list[Job]) -> Job | None:
-    """The job that has started and not yet gone."""
-    return next((job for job in jobs if job.state != "PENDING"), None)
+def _at_work(run: Run, plan: Plan, jobs: list[Job]) -> str | None:
+    """Id of the job that has started and not yet gone; another user's may be hidden, but not its signs of life."""
+    sign = signs.of_life(run, plan, now=time.time()) if signs.is_anothers(plan) else None
+    return next((job.id for job in jobs if job.state != "PENDING"), sign.job_id if sign else None)

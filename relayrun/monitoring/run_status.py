@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from relayrun.chain import nodes, supervisor
+from relayrun.chain import nodes, signs, supervisor
 from relayrun.chain.watch import read_heartbeats
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.files import read_lines
@@ -37,7 +37,7 @@ from relayrun.scheduler.history import JobEnd
 State = Literal["running", "queued", "stopped", "broken", "idle", "unknown"]
 """State of a chain. `broken`: it has not ended, and nothing that would go on with it is queued or runs. `idle`: a chain
 of one job (`auto_requeue: false`) ended as planned, or a submit is under way. `unknown`: the scheduler did not answer,
-and STOP is not there."""
+or hides another user's jobs, and STOP is not there."""
 
 PLANNED = ("done", "saved", "exit")
 """Causes of an end after which a chain of one job has done what it was asked for."""
@@ -55,6 +55,8 @@ class Queue:
     jobs: list[Job] = field(default_factory=list)
     error: str | None = None
     """Why the scheduler did not answer; None if it did."""
+    hidden: str | None = None
+    """Why the jobs of the run's owner, another user, are not known."""
     evaluations: dict[str, str] = field(default_factory=dict)
     """State, by id, of the jobs of evaluations that have no result yet."""
     reasons: dict[str, str] = field(default_factory=dict)
@@ -166,6 +168,10 @@ def ask(run: Run) -> Queue:
         plan = Plan.load(run)
         jobs = asked.jobs(plan, anyone=True)
         waiting_jobs = [job for job in jobs if job.state == "PENDING"]
+        hidden = not jobs and plan.owner is not None and signs.is_anothers(plan) and plan.scheduler == "slurm"
+        if hidden and history.others_are_hidden():
+            name = triggers.user_name(plan.owner or 0)
+            return Queue(hidden=f"Slurm shows the jobs of {name}, who owns this run, to nobody else")
         nothing_runs = all(job.state in ("PENDING", "COMPLETING") for job in jobs)
         return Queue(
             jobs=jobs,
@@ -230,6 +236,8 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
     stop = stop_reason(run)
     last_end = ended[-1][1] if ended and not open_ else None
     state = _state(run, plan, queue, stop, last_end)
+    if queue.hidden and stop is None:
+        state = "running" if signs.of_life(run, plan, now=now) else "unknown"
     running = open_ and state in ("running", "unknown")
     step = _last_step(run, begun)
     line = Lineage(run)
@@ -250,7 +258,7 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
         mode=plan.mode,
         auto_requeue=plan.auto_requeue,
         jobs=queue.jobs,
-        scheduler_error=queue.error,
+        scheduler_error=f"the scheduler did not answer: {queue.error}" if queue.error else queue.hidden,
         stop=stop,
         pending={job.id: queue.reasons[job.id] for job in queue.jobs if job.id in queue.reasons},
         last_job=queue.last_job,

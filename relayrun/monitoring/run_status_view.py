@@ -126,7 +126,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
 
 def _queue(status: RunStatus) -> str:
     if status.scheduler_error is not None:
-        return f"unknown, the scheduler did not answer: {status.scheduler_error}"
+        return f"unknown: {status.scheduler_error}"
     return ", ".join(_job(job, status.pending.get(job.id)) for job in status.jobs) or "no jobs"
 
 

@@ -61,6 +61,12 @@ def pending_reasons(plan: Plan) -> dict[str, str]:
     return {job_id: reason for job_id, _, reason in rows if reason not in ("", "None")}
 
 
+def others_are_hidden() -> bool:
+    """Whether Slurm shows everybody their own jobs alone (PrivateData=jobs)."""
+    found = re.search(r"^PrivateData\s*=\s*(\S*)", _ask(["scontrol", "show", "config"]) or "", re.M)
+    return found is not None and "jobs" in found[1].split(",")
+
+
 def abandoned(plan: Plan, run: Run) -> list[str]:
     """Ids of jobs in the run's local queue that nobody will start: the terminal that ran the queue has gone."""
     queue = LocalQueue(run.path / "local")

@@ -12,12 +12,13 @@ import hashlib
 import logging
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from relayrun.files import write_atomic
+from relayrun.files import umask, write_atomic
 from relayrun.rundir.run import Run
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def snapshot(run: Run, root: Path) -> Path:
         for name in names:
             (copied / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, copied / name, follow_symlinks=False)
-        copied.chmod(0o755)
+        copied.chmod(copied.stat().st_mode & stat.S_ISGID | 0o777 & ~umask())  # a private one cannot be shared
         write_atomic(target.with_suffix(".commit"), _git(root, "rev-parse", "HEAD") or "unknown: no git checkout\n")
         difference = (_git(root, "diff", "HEAD") or "").encode(errors="surrogateescape")
         write_atomic(target.with_suffix(".diff"), difference)

@@ -7,13 +7,16 @@ could run one directory at once, each superseding the other's attempts.
 from __future__ import annotations
 
 import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
 
-from relayrun.chain.watch import read_heartbeats
+from relayrun.chain import signs
 from relayrun.errors import RunDirError
 from relayrun.files import append_line
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
-from relayrun.rundir.triggers import user_name
+from relayrun.rundir.triggers import group_name, user_name
 
 
 def refuse_another(run: Run, *, take_over: bool, now: float) -> None:
@@ -21,7 +24,7 @@ def refuse_another(run: Run, *, take_over: bool, now: float) -> None:
     if not run.plan.exists():
         return
     plan = Plan.load(run)
-    if plan.owner is None or plan.owner == os.geteuid():
+    if plan.owner is None or not signs.is_anothers(plan):
         return
     name = user_name(plan.owner)
     if not take_over:
@@ -30,20 +33,53 @@ def refuse_another(run: Run, *, take_over: bool, now: float) -> None:
             where=run.path,
             hint=f"let {name} submit, or take it over with --take-over when {name}'s jobs have ended",
         )
-    attempt = run.newest_begun()
-    if attempt is None or attempt.read_end() is not None:
-        return
-    signs = [beat.time for beat in read_heartbeats(attempt)]
-    began = attempt.read_begin()
-    last = max([*signs, began.start_time if began else 0.0])
-    patience = max(plan.hang_timeout, plan.start_timeout if not signs else 0.0)
-    if now - last < patience:
+    sign = signs.of_life(run, plan, now=now)
+    if sign is not None:
         raise RunDirError(
-            f"attempt {attempt.number}, in a job of {name}, gave a sign of life {now - last:.0f} s ago",
+            f"attempt {sign.attempt}, in a job of {name}, gave a sign of life {sign.age:.0f} s ago",
             where=run.path,
-            hint=f"end it after a checkpoint with `relayrun stop {run.path}`; without a sign for {patience:.0f} s it "
-            "counts as gone",
+            hint=f"end it after a checkpoint with `relayrun stop {run.path}`; without a sign for {sign.patience:.0f} s "
+            "it counts as gone",
         )
+
+
+def refuse_unwritable(run: Run) -> None:
+    """Raise RunDirError where this user may not write what a chain writes: its jobs would die of it one by one."""
+    closed = next(_closed(run), None)
+    if closed is None:
+        return
+    found = closed.stat()
+    name = user_name(found.st_uid)
+    if found.st_mode & stat.S_IWGRP:
+        who, hint = f"the user {name} and the group {group_name(found.st_gid)} may", "ask one of them"
+    else:
+        who = f"the user {name} may"
+        hint = f"to share the run with a group, let {name} run `chmod -R g+w {run.path}`, and submit under umask 002"
+    raise RunDirError(f"you may not write here: only {who}", where=closed, hint=hint)
+
+
+def _closed(run: Run) -> Iterator[Path]:
+    """What is there and closed to this user: folders that a chain makes or moves files in, files it appends to."""
+    checkpoints = _folders(run.checkpoints)
+    newest = [run.attempt(number).path for number in run.attempt_numbers()[-1:]]
+    local = run.path / "local"
+    folders = [run.path, run.config, run.attempts, *newest, run.checkpoints, *checkpoints]
+    folders += [path for folder in checkpoints if folder.name.startswith(".") for path in _folders(folder)]
+    folders += [run.evaluations, *_folders(run.evaluations), run.triggers, run.code, run.debug, run.tensorboard]
+    folders += [run.path / "wandb", local]
+    files = [run.metrics_view, run.attempts_view, run.progress, run.strikes, run.owners, run.path / ".submit.lock"]
+    files += [local / "queue.lock", local / "runner.lock"]
+    for path in [*folders, *files]:
+        mode = os.W_OK | os.X_OK if path in folders else os.W_OK
+        if path.exists() and not os.access(path, mode, effective_ids=True):
+            yield path
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        return sorted(Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+    except (FileNotFoundError, PermissionError):  # a closed one is named for itself
+        return []
 
 
 def record(run: Run, plan: Plan, *, now: float) -> None:

@@ -105,6 +105,7 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool, take_over: bool)
     manifest = build_manifest(config)
     check.check_data(config, manifest)
     check.check_log_folder(log_folder())
+    owner.refuse_unwritable(run)
     with _locked(run) as made, _undone_on_error(run, made):
         _refuse_while_live(run)
         owner.refuse_another(run, take_over=take_over, now=time.time())
@@ -123,6 +124,7 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool, take_over: bool)
                 barrier,
             )
         _acknowledge_stale(run)
+        owner.refuse_another(run, take_over=take_over, now=time.time())  # a queued job may have begun meanwhile
         owner.record(run, plan, now=time.time())
         plan.write(run.plan)
         write_atomic(run.job_script, render.job_script(plan, run), mode=0o777)

@@ -18,9 +18,11 @@
 #   --grace S        CLUSTER_GRACE      10    seconds that a preempted job in the partition `low` has
 #   --node-timeout S CLUSTER_NODE_TIMEOUT 10  seconds without an answer after which a node counts as lost
 #   --first-job-id N CLUSTER_FIRST_JOB_ID 1   of it follows the MASTER_PORT: clusters side by side need others
-#   --port-base P    CLUSTER_PORT_BASE  auto  NODES+1 TCP ports from P on; found and reserved, if not given
+#   --port-base P    CLUSTER_PORT_BASE  auto  NODES+2 TCP ports from P on; found and reserved, if not given
+#   --accounting 0|1 CLUSTER_ACCOUNTING 0     slurmdbd and a database of its own: sacct answers, and limits are enforced
 # Partitions: debug (default), high and low (a job in high takes the nodes of one in low, which is requeued).
-# Needs scripts/tools/install_slurm.sh once. As root, jobs of any user run; else only one's own.
+# With accounting, whoever submits needs `sacctmgr add user NAME account=team`; QOS: normal, and one (one submitted job).
+# Needs scripts/tools/install_slurm.sh once (with --accounting for that). As root, jobs of any user run; else only one's own.
 set -euo pipefail
 umask 022
 # What the caller's shell holds for another cluster must not steer this one's commands.
@@ -35,6 +37,8 @@ source "$here/lib/cluster_conf.sh"
 source "$here/lib/cluster_ports.sh"
 # shellcheck source=scripts/tools/lib/cluster_processes.sh
 source "$here/lib/cluster_processes.sh"
+# shellcheck source=scripts/tools/lib/cluster_accounting.sh
+source "$here/lib/cluster_accounting.sh"
 
 nodes="${CLUSTER_NODES:-4}"
 cpus="${CLUSTER_CPUS:-8}"
@@ -44,6 +48,7 @@ grace="${CLUSTER_GRACE:-10}"
 node_timeout="${CLUSTER_NODE_TIMEOUT:-10}"
 first_job_id="${CLUSTER_FIRST_JOB_ID:-1}"
 port_base="${CLUSTER_PORT_BASE:-auto}"
+accounting="${CLUSTER_ACCOUNTING:-0}"
 
 usage() {
   sed -n '2,/^set /s/^#[ ]\{0,1\}//p' "${BASH_SOURCE[0]}"
@@ -70,7 +75,8 @@ check_settings() {
   number --grace "$grace" 0 3600
   number --node-timeout "$node_timeout" 5 3600
   number --first-job-id "$first_job_id" 1 999999
-  [[ "$port_base" == auto ]] || number --port-base "$port_base" 1024 $((65535 - nodes))
+  [[ "$port_base" == auto ]] || number --port-base "$port_base" 1024 $((65534 - nodes))
+  number --accounting "$accounting" 0 1
 }
 
 # Refuses a folder in which no cluster was ever started.
@@ -87,6 +93,10 @@ daemons() {
   local -r dir="$1"
   local node status=0
   if daemon_pid "$dir" slurmctld >/dev/null; then echo "slurmctld up"; else echo "slurmctld down" && status=1; fi
+  if has_accounting "$dir"; then
+    if daemon_pid "$dir" mariadbd >/dev/null; then echo "mariadbd up"; else echo "mariadbd down" && status=1; fi
+    if daemon_pid "$dir" slurmdbd >/dev/null; then echo "slurmdbd up"; else echo "slurmdbd down" && status=1; fi
+  fi
   while read -r node; do
     if daemon_pid "$dir" slurmd "$node" >/dev/null; then echo "$node up"; else echo "$node down" && status=1; fi
   done <"$dir/nodes"
@@ -118,7 +128,7 @@ start_ctld() {
 }
 
 write_conf() {
-  conf_write "$1" "$2" "$nodes" "$cpus" "$gpus" "$kill_wait" "$grace" "$node_timeout" "$first_job_id"
+  conf_write "$1" "$accounting" "$nodes" "$cpus" "$gpus" "$kill_wait" "$grace" "$node_timeout" "$first_job_id" "$2"
 }
 
 up() {
@@ -126,6 +136,10 @@ up() {
   local missing node
   missing="$(slurm_missing | paste -sd ',')"
   [[ -z "$missing" ]] || fail "Slurm is not complete; missing: $missing; install it: scripts/tools/install_slurm.sh"
+  if [[ "$accounting" == 1 ]]; then
+    missing="$(accounting_missing | paste -sd ',')"
+    [[ -z "$missing" ]] || fail "accounting lacks: $missing; install it: scripts/tools/install_slurm.sh --accounting"
+  fi
   if [[ -e "$dir/etc/slurm.conf" && -n "$(cluster_processes "$dir/etc/slurm.conf")" ]]; then
     daemons "$dir" >/dev/null || fail "$dir: parts of this cluster run and parts do not; end it: test_cluster.sh down $dir"
     echo "$dir: this cluster is already up; nothing was started or changed" >&2
@@ -136,7 +150,8 @@ up() {
   # From here on an error or an interrupt must not leave half a cluster.
   starting="$dir"
   trap '[[ ! -e "$starting/etc/slurm.conf" ]] || down "$starting"' EXIT
-  ports_locked ports_reserve "$port_base" $((nodes + 1)) "$dir" write_conf "$dir"
+  ports_locked ports_reserve "$port_base" $((nodes + 2)) "$dir" write_conf "$dir"
+  ! has_accounting "$dir" || accounting_start "$dir"
   daemon_start "$dir" slurmctld "" -c
   while read -r node; do
     daemon_start "$dir" slurmd "$node"
@@ -159,7 +174,9 @@ down() {
   [[ ! -e "$dir/nodes" ]] || while read -r node; do
     daemon_stop "$dir" KILL slurmd "$node"
   done <"$dir/nodes"
+  accounting_stop "$dir"
   processes_end "$dir/etc/slurm.conf"
+  rm -rf -- "${dir:?}/db"
   ports_locked ports_release "$dir"
   echo "$dir: the cluster is down; its logs are in $dir/log" >&2
 }
@@ -195,12 +212,12 @@ main() {
   local -a words=()
   while (($# > 0)); do
     case "$1" in
-      --nodes | --cpus | --gpus | --kill-wait | --grace | --node-timeout | --first-job-id | --port-base)
+      --nodes | --cpus | --gpus | --kill-wait | --grace | --node-timeout | --first-job-id | --port-base | --accounting)
         [[ $# -ge 2 ]] || fail "$1 needs a value"
         option "$1" "$2"
         shift
         ;;
-      --nodes=* | --cpus=* | --gpus=* | --kill-wait=* | --grace=* | --node-timeout=* | --first-job-id=* | --port-base=*)
+      --nodes=* | --cpus=* | --gpus=* | --kill-wait=* | --grace=* | --node-timeout=* | --first-job-id=* | --port-base=* | --accounting=*)
         option "${1%%=*}" "${1#*=}"
         ;;
       -h | --help)

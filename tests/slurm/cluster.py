@@ -59,6 +59,7 @@ class TestCluster:
         kill_wait: seconds between SIGTERM and SIGKILL at a job's time limit.
         grace: seconds that a preempted job of the partition `low` has.
         node_timeout: seconds without an answer after which a node counts as lost; few only where a test loses one.
+        accounting: with slurmdbd and a database: sacct answers, limits hold, users need an association.
     """
 
     __test__ = False  # not a class of tests, whatever its name
@@ -73,6 +74,7 @@ class TestCluster:
         kill_wait: int = 3,
         grace: int = 10,
         node_timeout: int = 120,
+        accounting: bool = False,
     ) -> None:
         self.path = path.resolve()
         self.conf = self.path / "etc/slurm.conf"
@@ -85,6 +87,7 @@ class TestCluster:
             f"--grace={grace}",
             f"--node-timeout={node_timeout}",
             f"--first-job-id={next(FIRST_JOB_IDS)}",
+            f"--accounting={int(accounting)}",
         ]
         tools = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]
         self.env = {

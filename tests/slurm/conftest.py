@@ -17,9 +17,9 @@ MakeCluster = Callable[..., TestCluster]
 
 
 @cache
-def slurm_complaint() -> str:
-    """What is missing for a cluster and how to install it; empty where all is there."""
-    done = subprocess.run([INSTALL, "--check"], capture_output=True, text=True, check=False)
+def slurm_complaint(*options: str) -> str:
+    """What is missing for a cluster and how to install it; empty where all is there. Options of install_slurm.sh."""
+    done = subprocess.run([INSTALL, "--check", *options], capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else done.stderr.strip()
 
 
@@ -36,7 +36,18 @@ def verdict(complaint: str, environ: Mapping[str, str]) -> tuple[str, str]:
 @pytest.fixture(scope="session")
 def slurm() -> None:
     """Slurm is installed; otherwise the test is skipped or fails, see `verdict`."""
-    action, reason = verdict(slurm_complaint(), os.environ)
+    judge(slurm_complaint())
+
+
+@pytest.fixture(scope="session")
+def accounting() -> None:
+    """Slurm is installed with slurmdbd and a database; otherwise as `slurm`."""
+    judge(slurm_complaint("--accounting"))
+
+
+def judge(complaint: str) -> None:
+    """Skip or fail where something is missing."""
+    action, reason = verdict(complaint, os.environ)
     if action == "skip":
         pytest.skip(reason)
     if action == "fail":

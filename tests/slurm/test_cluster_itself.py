@@ -151,6 +151,19 @@ def test_down_ends_a_cluster_whose_folder_was_deleted(make_cluster: MakeCluster)
     assert processes(doomed) == {}
 
 
+@pytest.mark.usefixtures("accounting")
+def test_accounting_comes_and_goes_with_its_cluster(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster(nodes=1, accounting=True)
+    job_id = cluster.sbatch(["--wrap=exit 3"])
+    sacct = ["sacct", "--noheader", "--parsable2", "--allocations", "--format=State,ExitCode", f"--jobs={job_id}"]
+    cluster.wait_until(lambda: cluster.run(sacct).stdout == "FAILED|3:0\n", what="sacct knows how the job ended")
+    daemons = {line.split()[0] for line in cluster.run([SCRIPT, "status", cluster.path]).stdout.splitlines()}
+    assert {"mariadbd", "slurmdbd"} <= daemons
+    cluster.down()
+    assert processes(cluster) == {}
+    assert not (cluster.path / "db").exists()
+
+
 def test_clusters_that_start_at_the_same_moment_share_no_port(tmp_path_factory: pytest.TempPathFactory) -> None:
     clusters = [TestCluster(tmp_path_factory.mktemp("slurm"), nodes=1) for _ in range(4)]
     starts = [

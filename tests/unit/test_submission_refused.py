@@ -6,7 +6,9 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -131,6 +133,27 @@ def test_a_run_has_one_owner_at_a_time(shared: Workspace, monkeypatch: pytest.Mo
     assert not run.stop.exists()
     assert run.attempt_numbers() == [1]
     assert [found.id for found in LocalScheduler(run).jobs(Plan.load(run))] == [mine]
+
+
+def test_a_job_that_begins_during_a_take_over_leaves_the_run_alone(
+    shared: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submission, "log_folder", lambda: shared.folder / "logs")
+    with acting_as(OWNER):
+        job = submission.submit(compose.load(shared.config("run"))).job_id
+    run = shared.run("run")
+    measured = supervisor.measured_lead
+
+    def taken_over_meanwhile(*arguments: Any) -> tuple[float, float | None]:
+        replace(Plan.load(run), owner=MEMBER.uid).write(run.plan)
+        return measured(*arguments)
+
+    monkeypatch.setattr(supervisor, "measured_lead", taken_over_meanwhile)
+    monkeypatch.setenv(JOB_ID_VARIABLE, job)
+    with acting_as(OWNER):
+        assert supervisor.begin(Run(run.path)) == supervisor.CHAIN_ENDS
+    assert Run(run.path).newest_begun() is None  # what it has made owns nothing
+    assert not run.stop.exists()
 
 
 @pytest.mark.parametrize("mask", [0o077, 0o022, 0o002])

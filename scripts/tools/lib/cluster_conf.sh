@@ -2,8 +2,9 @@
 # The configuration of one test cluster below its folder. Sourced by test_cluster.sh.
 #   nodes (the node names, one a line; written first, marks the folder as a cluster's)
 #   etc/slurm.conf etc/gres.conf etc/gpu0..   state/ spool/ run/ log/ plugins/
+#   etc/slurmdbd.conf etc/mariadb.cnf db/     of a cluster with accounting (db/ as long as it is up)
 
-readonly CLUSTER_FOLDERS=(etc state spool run log plugins)
+readonly CLUSTER_FOLDERS=(etc state spool run log plugins db)
 
 # Refuses a folder that Slurm could not work in, or that holds something else than a cluster.
 conf_check_folder() {
@@ -23,9 +24,9 @@ conf_check_folder() {
   fi
 }
 
-# conf_write DIR PORT_BASE NODES CPUS GPUS KILL_WAIT GRACE NODE_TIMEOUT FIRST_JOB_ID: removes what an earlier cluster left there, writes the new.
+# conf_write DIR ACCOUNTING NODES CPUS GPUS KILL_WAIT GRACE NODE_TIMEOUT FIRST_JOB_ID PORT_BASE: removes what an earlier cluster left there, writes the new.
 conf_write() {
-  local -r dir="$1" base="$2" nodes="$3" cpus="$4" gpus="$5" kill_wait="$6" grace="$7" node_timeout="$8" first="$9"
+  local -r dir="$1" accounting="$2" nodes="$3" cpus="$4" gpus="$5" kill_wait="$6" grace="$7" node_timeout="$8" first="$9" base="${10}"
   local -r last=$((nodes - 1))
   local -r user="$(id -un)"
   local folder node gpu plugins
@@ -48,11 +49,19 @@ conf_write() {
   for ((node = 0; node < nodes; node++)); do
     mkdir -- "$dir/spool/n$node"
   done
-  conf_slurm "$dir" "$base" "$nodes" "$cpus" "$gpus" "$kill_wait" "$grace" "$node_timeout" "$first" "$user" >"$dir/etc/slurm.conf"
+  local storage="AccountingStorageType=accounting_storage/none"
+  if [[ "$accounting" == 1 ]]; then
+    conf_accounting "$dir" "$user" $((base + nodes + 1))
+    storage="AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=localhost
+AccountingStoragePort=$((base + nodes + 1))
+AccountingStorageEnforce=limits,qos"
+  fi
+  conf_slurm "$dir" "$base" "$nodes" "$cpus" "$gpus" "$kill_wait" "$grace" "$node_timeout" "$first" "$user" "$storage" >"$dir/etc/slurm.conf"
 }
 
 conf_slurm() {
-  local -r dir="$1" base="$2" nodes="$3" cpus="$4" gpus="$5" kill_wait="$6" grace="$7" node_timeout="$8" first="$9" user="${10}"
+  local -r dir="$1" base="$2" nodes="$3" cpus="$4" gpus="$5" kill_wait="$6" grace="$7" node_timeout="$8" first="$9" user="${10}" storage="${11}"
   local -r last=$((nodes - 1))
   cat <<END
 ClusterName=test$base
@@ -78,7 +87,7 @@ TaskPlugin=task/none
 SwitchType=switch/none
 MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
+$storage
 SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
@@ -109,4 +118,43 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=20 PreemptMode=OFF
 PartitionName=low Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=$grace
 END
+}
+
+# conf_accounting DIR USER PORT: slurmdbd, and a database that only this user reaches, through a socket in db/.
+conf_accounting() {
+  local -r dir="$1" user="$2" port="$3"
+  chmod 700 "$dir/db"
+  cat >"$dir/etc/mariadb.cnf" <<END
+[mariadbd]
+user=$user
+datadir=$dir/db/data
+tmpdir=$dir/db
+socket=$dir/db/socket
+pid-file=$dir/run/mariadbd.pid
+log-error=$dir/log/mariadbd.log
+skip-networking
+skip-name-resolve
+performance-schema=OFF
+innodb-buffer-pool-size=32M
+innodb-log-file-size=8M
+innodb-flush-log-at-trx-commit=0
+innodb-lock-wait-timeout=900
+END
+  (
+    umask 077
+    cat >"$dir/etc/slurmdbd.conf" <<END
+AuthType=auth/munge
+DbdHost=localhost
+DbdAddr=127.0.0.1
+DbdPort=$port
+SlurmUser=$user
+PluginDir="$dir/plugins"
+PidFile="$dir/run/slurmdbd.pid"
+LogFile="$dir/log/slurmdbd.log"
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=root
+StorageLoc=slurm_accounting
+END
+  )
 }

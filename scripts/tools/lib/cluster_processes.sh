@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # The processes of one test cluster: started, recognised and ended by its configuration file. Sourced by
-# test_cluster.sh. Every daemon is started with "-f DIR/etc/slurm.conf", so its command line says whose it is; a pid is
-# never signalled before that was looked at.
+# test_cluster.sh. Every daemon is started with "-f DIR/etc/slurm.conf", so its command line says whose it is; those of
+# accounting know no such option, and their environment says it. A pid is never signalled before that was looked at.
 
 # process_is PID CONF PROGRAM [NODE]: that process is this cluster's daemon. A zombie is none.
 process_is() {
@@ -11,6 +11,10 @@ process_is() {
   { mapfile -d '' -t words <"/proc/$pid/cmdline"; } 2>/dev/null || return 1
   local -r line=" ${words[*]:1} "
   [[ "${words[0]:-}" == "$program" || "${words[0]:-}" == */"$program" ]] || return 1
+  if [[ "$program" == slurmdbd || "$program" == mariadbd ]]; then
+    grep -qzxsF -e "SLURM_CONF=$conf" "/proc/$pid/environ"
+    return
+  fi
   [[ "$line" == *" -f $conf "* && (-z "$node" || "$line" == *" -N $node "*) ]]
 }
 
@@ -31,14 +35,19 @@ daemon_start() {
   local -r name="$program${node:+-$node}"
   local -r conf="$dir/etc/slurm.conf"
   local pid try
+  local -a command=("$program" -D -f "$conf")
+  case "$program" in
+    slurmdbd) command=("$program" -D) ;;
+    mariadbd) command=("$program" --defaults-file="$dir/etc/mariadb.cnf") ;;
+  esac
   if pid="$(daemon_pid "$dir" "$program" "$node")"; then
     echo "$name already runs (pid $pid)" >&2
     return 0
   fi
   rm -f -- "$dir/run/$name.pid"
   # A clean environment: nothing of the caller's reaches prologs, epilogs or steps. No inherited locks.
-  env -i PATH="$PATH" HOME=/ LANG=C.UTF-8 SLURM_CONF="$conf" \
-    setsid "$program" -D -f "$conf" ${node:+-N "$node"} "$@" >>"$dir/run/$name.out" 2>&1 </dev/null 9>&- &
+  env -i PATH="$PATH" HOME=/ LANG=C.UTF-8 SLURM_CONF="$conf" MYSQL_UNIX_PORT="$dir/db/socket" \
+    setsid "${command[@]}" ${node:+-N "$node"} "$@" >>"$dir/run/$name.out" 2>&1 </dev/null 9>&- &
   pid="$!"
   disown "$pid"
   for ((try = 0; try < 1200; try++)); do
@@ -74,6 +83,7 @@ cluster_processes() {
   while read -r file; do
     pid="${file//[!0-9]/}"
     if process_is "$pid" "$conf" slurmctld || process_is "$pid" "$conf" slurmd ||
+      process_is "$pid" "$conf" slurmdbd || process_is "$pid" "$conf" mariadbd ||
       process_is_of_job "$pid" "$conf" "$cluster"; then
       found+="$pid "
     fi

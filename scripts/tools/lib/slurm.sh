@@ -5,6 +5,7 @@
 PATH="${PATH:-/usr/bin:/bin}:/usr/sbin:/sbin"
 export PATH
 readonly SLURM_PROGRAMS=(slurmctld slurmd sbatch srun squeue scontrol scancel sinfo munge unmunge munged strace)
+readonly ACCOUNTING_PROGRAMS=(slurmdbd sacct sacctmgr mariadbd mariadb-install-db my_print_defaults)
 
 fail() {
   printf 'error: %s\n' "$*" >&2
@@ -31,6 +32,16 @@ slurm_missing() {
     [[ -x "$(command -v "$program")" ]] || printf 'program %s\n' "$program"
   done
   slurm_plugin_dir >/dev/null || echo "plugin select_cons_tres.so"
+}
+
+# The same for Slurm's accounting.
+accounting_missing() {
+  local program plugins
+  for program in "${ACCOUNTING_PROGRAMS[@]}"; do
+    [[ -x "$(command -v "$program")" ]] || printf 'program %s\n' "$program"
+  done
+  plugins="$(slurm_plugin_dir)" && [[ -e "$plugins/accounting_storage_mysql.so" ]] ||
+    echo "plugin accounting_storage_mysql.so"
 }
 
 munge_answers() {

@@ -1,0 +1,375 @@
+"""Two people of a group and an outsider share a run directory, on a cluster with accounting.
+
+Jobs need accounts, so there are three for the time of these tests, and a group. What they run lies where they may
+read it: the interpreter and its packages, mounted a second time, and a checkout that the group shares.
+"""
+
+from __future__ import annotations
+
+import grp
+import json
+import os
+import pwd
+import re
+import secrets
+import shutil
+import stat
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayrun.files import read_lines
+from relayrun.rundir.lineage import durable
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.records import AttemptStart, Successor
+from relayrun.rundir.run import Run
+from relayrun.rundir.stop import stop_reason
+from tests.workspace import Workspace, ends, steps
+
+from .cluster import ROOT, TestCluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+UMASK = "0002"
+MOUNTS = {"python": Path(sys.base_prefix), "packages": Path(sysconfig.get_path("purelib"))}
+
+
+@dataclass(frozen=True)
+class Team:
+    """A cluster, a folder that all three may pass through, and the names of the people."""
+
+    cluster: TestCluster
+    folder: Path
+    group: str
+    owner: str
+    member: str
+    outsider: str
+    workspace: Workspace
+
+    @property
+    def python(self) -> str:
+        """The interpreter, by a path that everybody may pass."""
+        return str(self.folder / "python" / Path(os.path.realpath(sys.executable)).relative_to(MOUNTS["python"]))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {
+            "HOME": str(self.folder),
+            "PYTHONPATH": f"{self.folder / 'code'}:{self.folder / 'packages'}",
+            "LD_LIBRARY_PATH": str(self.folder / "python/lib"),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+
+    def act(
+        self, person: str, *argv: str | Path, check: bool = True, umask: str = UMASK
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command as that person."""
+        ids = ["setpriv", f"--reuid={person}", f"--regid={person}", "--init-groups"]
+        shell = ["bash", "-c", f'umask {umask}; exec "$@"', "bash"]
+        return self.cluster.run([*ids, *shell, *argv], check=check, env=self.environment, cwd=self.folder)
+
+    def relayrun(self, person: str, *argv: str | Path, check: bool = True, umask: str = UMASK) -> str:
+        """The `relayrun` command as that person; what it printed. With `check=False` it must fail, in one message."""
+        done = self.act(person, self.python, "-m", "relayrun.cli", *argv, check=check, umask=umask)
+        if not check:
+            assert done.returncode == 1, done
+            assert done.stderr.startswith("error: "), done
+        return done.stdout + done.stderr
+
+    def config(self, name: str, *program: str, real: bool = False, steps: int = 1000, **sections: Any) -> Path:
+        """A run config whose directory is `runs/NAME`; its ranks are the stand-in program, or real ones."""
+        python = self.python
+        if not real:
+            python = str(self.folder / f"{name}-program")
+            words = " ".join([f"--steps={steps}", *program])
+            text = f'shift 2\nexec "{self.python}" "{self.folder}/relay_program.py" "$@" {words}\n'
+            Path(python).write_text(f"#!/bin/bash\n{text}")
+            Path(python).chmod(0o755)
+        cluster = {
+            "name": "test",
+            "scheduler": "slurm",
+            "python": python,
+            "host_python": self.python,
+            "environment": {"MASTER_ADDR": "127.0.0.1"},
+        }
+        job = {"nodes": 1, "ntasks_per_node": 1, "time": "10"} | sections.pop("job", {})
+        training = {"steps": steps} | sections.pop("training", {})
+        return self.workspace.config(
+            name, cluster=cluster, job=job, training=training, run_dir=str(self.run(name).path), **sections
+        )
+
+    def run(self, name: str) -> Run:
+        return Run(self.folder / "runs" / name)
+
+    def chain(self, run: Run) -> list[str]:
+        """Ids of the chain's jobs that are queued or run."""
+        return [job.id for job in self.cluster.queue() if job.name == Plan.load(run).job_name]
+
+    def wait_iteration(self, run: Run, attempt: int = 1) -> None:
+        self.cluster.wait_until(
+            lambda: any(read_lines(run.attempt(attempt).metrics)), timeout=300, what=f"a step of attempt {attempt}"
+        )
+
+    def wait_over(self, run: Run, timeout: float = 300) -> None:
+        self.cluster.wait_until(lambda: not self.chain(run), timeout=timeout, what="the end of the chain's jobs")
+
+    def owners(self, run: Run) -> list[tuple[str, int | None]]:
+        return [(line["name"], line["former"]) for line in read_lines(run.owners)]
+
+    def log(self, run: Run, job_id: str) -> str:
+        return (Path(Plan.load(run).log_folder) / f"{Plan.load(run).job_name}-{job_id}.err").read_text()
+
+
+def job_of(run: Run, attempt: int) -> str:
+    begin = AttemptStart.read(run.attempt(attempt).begin)
+    assert begin is not None
+    return begin.job_id
+
+
+def uid(name: str) -> int:
+    return pwd.getpwnam(name).pw_uid
+
+
+@pytest.fixture(scope="module")
+def team(accounting: None) -> Iterator[Team]:
+    if os.geteuid() != 0:
+        if os.environ.get("CI") == "true":
+            pytest.fail("three users need root, and CI must not skip this")
+        pytest.skip("three users need root")
+    folder = Path(tempfile.mkdtemp(prefix="relayrun-users-"))
+    word = secrets.token_hex(3)
+    group, people = f"rrt{word}", [f"rrt{word}-{name}" for name in ("owner", "member", "outsider")]
+    cluster = TestCluster(folder / "c", nodes=2, accounting=True)
+    try:
+        folder.chmod(0o755)
+        subprocess.run(["groupadd", group], check=True)
+        for name in people:
+            options = [] if name.endswith("outsider") else ["--groups", group]
+            command = ["useradd", "--no-create-home", "--user-group", "--home-dir", str(folder), *options, name]
+            subprocess.run(command, check=True, capture_output=True)
+        for name, source in MOUNTS.items():
+            (folder / name).mkdir()
+            subprocess.run(["mount", "--bind", str(source), str(folder / name)], check=True)
+        code = folder / "code"
+        for part in ("relayrun", "launchers", "configs"):
+            shutil.copytree(ROOT / part, code / part, ignore=shutil.ignore_patterns("__pycache__"))
+        subprocess.run(["chmod", "-R", "go=u-w", str(code)], check=True)
+        shutil.copy(ROOT / "tests/chain/relay_program.py", folder)
+        (folder / "runs").mkdir()
+        (code / "logs/slurm/training").mkdir(parents=True)
+        for path, mode in ((folder / "runs", 0o2775), (code / "logs/slurm/training", 0o2777)):
+            shutil.chown(path, group=group)
+            path.chmod(mode)
+        (folder / "data").mkdir()
+        workspace = Workspace.make(folder / "data")
+        cluster.up()
+        for name in people:
+            cluster.run(["sacctmgr", "--immediate", "add", "user", name, "account=team"])
+        yield Team(cluster, folder, group, *people, workspace)
+    finally:
+        cluster.down()
+        for name in MOUNTS:
+            subprocess.run(["umount", "--lazy", str(folder / name)], check=False, capture_output=True)
+        for name in people:
+            subprocess.run(["userdel", name], check=False, capture_output=True)
+        subprocess.run(["groupdel", group], check=False, capture_output=True)
+        if not any(os.path.ismount(folder / name) for name in MOUNTS):
+            shutil.rmtree(folder)
+
+
+def assert_open_to_the_group(run: Run, group: str) -> None:
+    """Everything belongs to the group, which may write all of it; others may write nothing."""
+    gid = grp.getgrnam(group).gr_gid
+    copies = {path for path in run.code.rglob("*") if path.is_file()}  # of the checkout, which keep its modes
+    for path in {run.path, *run.path.rglob("*")} - copies:
+        found = path.stat()
+        wanted = 0o770 if path == run.triggers else 0o775 if path.is_dir() or path.suffix == ".sbatch" else 0o664
+        assert (found.st_gid, oct(stat.S_IMODE(found.st_mode) & 0o777)) == (gid, oct(wanted)), path
+
+
+def test_one_owner_at_a_time_where_everybody_sees_the_queue(team: Team) -> None:
+    config, run = team.config("seen", chain={"auto_requeue": True}), team.run("seen")
+    team.relayrun(team.owner, "submit", config)
+    team.wait_iteration(run)
+    cannot = "this run has jobs already: "
+    assert cannot in team.relayrun(team.member, "submit", config, check=False)
+    assert cannot in team.relayrun(team.member, "submit", config, "--resume", "--take-over", check=False)
+    for words in (["submit", config], ["submit", config, "--take-over"]):
+        assert f"only the user {team.owner} and the group {team.group} may" in team.relayrun(
+            team.outsider, *words, check=False
+        )
+    for word in ("save", "stop"):
+        answer = team.relayrun(team.outsider, word, run.path, check=False)
+        assert f"only the user {team.owner} and the group {team.group} may" in answer
+    assert "running" in team.relayrun(team.member, "status", run.path)
+    assert len(team.chain(run)) == 2
+
+    assert "saves after the step that is under way" in team.relayrun(team.member, "stop", run.path)
+    team.wait_over(run)
+    assert json.loads((run.triggers / "exit.done").read_text())["user"] == team.member
+    assert [end.cause for end in ends(run)] == ["exit"]
+    assert stop_reason(run)
+    reached = durable(run).iteration
+
+    refused = team.relayrun(team.member, "submit", config, "--resume", check=False)
+    assert f"this run is {team.owner}'s" in refused
+    assert "--take-over" in refused
+    assert team.owners(run) == [(team.owner, None)]
+    team.relayrun(team.member, "submit", config, "--resume", "--take-over")
+    assert team.owners(run) == [(team.owner, None), (team.member, uid(team.owner))]
+    assert Plan.load(run).owner == uid(team.member)
+    team.wait_iteration(run, attempt=2)
+    assert cannot in team.relayrun(team.owner, "submit", config, "--take-over", check=False)
+    team.relayrun(team.owner, "stop", run.path)
+    team.wait_over(run)
+    assert [end.cause for end in ends(run)] == ["exit", "exit"]
+    assert durable(run).iteration > reached
+    assert [line["iteration"] for line in read_lines(run.metrics_view)] == list(range(1, durable(run).iteration + 1))
+    assert f"this run is {team.member}'s" in team.relayrun(team.owner, "submit", config, "--resume", check=False)
+    assert_open_to_the_group(run, team.group)
+
+
+@pytest.fixture
+def private(team: Team) -> Iterator[None]:
+    """Slurm shows everybody their own jobs alone."""
+    text = team.cluster.conf.read_text()
+    team.cluster.conf.write_text(f"{text}PrivateData=jobs\n")
+    team.cluster.run(["scontrol", "reconfigure"])
+    yield
+    team.cluster.conf.write_text(text)
+    team.cluster.run(["scontrol", "reconfigure"])
+
+
+@pytest.mark.usefixtures("private")
+def test_one_owner_at_a_time_where_nobody_sees_the_jobs_of_others(team: Team) -> None:
+    config, run = team.config("hidden", chain={"auto_requeue": True}), team.run("hidden")
+    team.relayrun(team.owner, "submit", config)
+    team.wait_iteration(run)
+    assert team.act(team.member, "squeue", "--noheader").stdout == ""
+    assert f"this run is {team.owner}'s" in team.relayrun(team.member, "submit", config, check=False)
+    refused = team.relayrun(team.member, "submit", config, "--take-over", check=False)
+    assert re.search(rf"attempt 1, in a job of {team.owner}, gave a sign of life \d+ s ago", refused), refused
+    assert "broken" not in team.relayrun(team.member, "status", run.path)
+    assert f"job {job_of(run, 1)} saves" in team.relayrun(team.member, "save", run.path)
+
+    # the job that waits behind the first one is held, and so it outlives the take-over
+    team.cluster.wait_until(run.attempt(1).successor.exists, what="a successor")
+    successor = Successor.read(run.attempt(1).successor)
+    assert successor is not None
+    team.act(team.owner, "scontrol", "hold", successor.job_id)
+    team.act(team.owner, "scancel", "--signal=USR2", "--batch", job_of(run, 1))
+    team.cluster.wait_until(run.attempt(1).end.exists, what="the end of the first attempt")
+    team.relayrun(team.member, "submit", config, "--take-over")
+    assert team.owners(run) == [(team.owner, None), (team.member, uid(team.owner))]
+    team.wait_iteration(run, attempt=2)
+    team.act(team.owner, "scontrol", "release", successor.job_id)
+    assert team.cluster.wait_job(successor.job_id) == "COMPLETED"
+    said = f"this run has been taken over by {team.member}; job {successor.job_id} leaves it alone"
+    assert said in team.log(run, successor.job_id)
+    assert run.attempt_numbers() == [1, 2]
+    assert not run.attempt(2).end.exists()
+
+    assert f"job {job_of(run, 2)} saves" in team.relayrun(team.owner, "stop", run.path)
+    team.wait_over(run)
+    assert [end.cause for end in ends(run)] == ["saved", "exit"]
+    assert json.loads((run.triggers / "exit.done").read_text())["user"] == team.owner
+
+
+def test_a_limit_of_one_submitted_job_is_no_end_of_the_chain(team: Team) -> None:
+    config = team.config("limited", steps=60, chain={"auto_requeue": True}, job={"qos": "one"})
+    run = team.run("limited")
+    team.relayrun(team.owner, "submit", config)
+    team.wait_iteration(run)
+    (job_id,) = team.chain(run)
+    assert "no successor yet: sbatch: sbatch: error: QOSMaxSubmitJobPerUserLimit" in team.log(run, job_id)
+    team.act(team.owner, "scancel", "--signal=USR2", "--batch", job_id)
+    team.cluster.wait_until(lambda: stop_reason(run), what="STOP")
+    team.wait_over(run)
+    assert [end.cause for end in ends(run)] == ["saved", "done"]
+    assert [job_of(run, number) for number in (1, 2)] == [job_id, job_id]
+    assert durable(run).iteration == 60
+
+
+def test_stop_names_who_cancelled_the_job_that_waited(team: Team) -> None:
+    config, run = team.config("cancelled", chain={"auto_requeue": True}), team.run("cancelled")
+    team.relayrun(team.owner, "submit", config)
+    team.wait_iteration(run)
+    first, successor = sorted(team.chain(run), key=int)
+    team.act(team.owner, "scancel", successor)
+    team.act(team.owner, "scancel", "--signal=USR2", "--batch", first)
+    team.wait_over(run)
+    assert [end.cause for end in ends(run)] == ["saved"]
+    assert stop_reason(run) == f"the successor, job {successor}, was cancelled by {team.owner}"
+
+
+def test_status_says_how_accounting_has_the_last_job(team: Team) -> None:
+    config, run = team.config("died", "--crash-at=3", chain={"auto_requeue": False}), team.run("died")
+    team.relayrun(team.owner, "submit", config)
+    team.cluster.wait_until(run.attempt(1).end.exists, timeout=300, what="the end of the attempt")
+    team.wait_over(run)
+    last = rf"{job_of(run, 1)}: FAILED, exit code 1, on n\d, .* \(sacct\)"
+    team.cluster.wait_until(
+        lambda: re.search(last, team.relayrun(team.member, "status", run.path)), timeout=60, what="a word of sacct's"
+    )
+
+
+def test_a_run_that_is_closed_to_the_group_is_refused_before_anything_is_queued(team: Team) -> None:
+    config, run = team.config("closed", chain={"auto_requeue": True}), team.run("closed")
+    team.relayrun(team.owner, "submit", config, umask="0022")
+    team.wait_iteration(run)
+    team.relayrun(team.owner, "stop", run.path)
+    team.wait_over(run)
+    opened = [path for path in [run.path, *run.path.rglob("*")] if path.stat().st_mode & 0o022]
+    assert opened == [run.triggers]  # no wider than the umask but for what is there for the group
+
+    again = ["submit", config, "--resume", "--take-over"]
+    for path in (run.path, run.config):  # closed, and then opened a little by hand
+        refused = team.relayrun(team.member, *again, check=False)
+        assert f"{path}: you may not write here: only the user {team.owner} may" in refused
+        assert f"chmod -R g+w {run.path}" in refused
+        team.act(team.owner, "chmod", "g+w", path)
+    team.act(team.owner, "chmod", "-R", "g+w", run.path)
+    team.relayrun(team.member, *again)
+    team.wait_iteration(run, attempt=2)
+    team.relayrun(team.member, "stop", run.path)
+    team.wait_over(run)
+    assert [end.cause for end in ends(run)] == ["exit", "exit"]
+
+
+@pytest.mark.long
+def test_a_colleague_goes_on_with_real_training_to_the_same_bits(team: Team) -> None:
+    """With all that a chain writes: views, checkpoints that are removed, copies of the code, TensorBoard's files."""
+    slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "slow-after=5:0.5"}}
+    sections: dict[str, Any] = {
+        "chain": {"auto_requeue": True},
+        "checkpoint": {"interval": 5, "keep_last": 2},
+        "tracking": {"tensorboard": True},
+        "debug": {"backup_codebase": True},
+    }
+    whole = team.config("whole", real=True, steps=40, **sections)
+    config, run = team.config("real", real=True, steps=40, training={"hooks": [slow]}, **sections), team.run("real")
+    team.relayrun(team.owner, "submit", config)
+    team.wait_iteration(run)
+    team.relayrun(team.member, "save", run.path)
+    team.cluster.wait_until((run.triggers / "save.done").exists, timeout=200, what="the save")
+    team.relayrun(team.member, "stop", run.path)
+    team.wait_over(run)
+    for name in ("save.done", "exit.done"):
+        done = json.loads((run.triggers / name).read_text())
+        assert (done["user"], done["result"]) == (team.member, "saved")
+    assert 0 < durable(run).iteration < 40
+    team.relayrun(team.member, "submit", config, "--resume", "--take-over", "--set", "training.hooks=[]")
+    team.relayrun(team.owner, "submit", whole)
+    for each in (run, team.run("whole")):
+        team.wait_over(each)
+    assert [end.cause for end in ends(run)] == ["exit", "done"]
+    assert steps(run) == steps(team.run("whole"))
+    assert sorted(steps(run)) == list(range(1, 41))
+    assert_open_to_the_group(run, team.group)
