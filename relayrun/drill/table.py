@@ -290,6 +290,7 @@ fi"""
         config={"chain": {"hang_timeout": 5}},
         says="ranks 1 did not answer",
         logged="watch ended (exit code 137); it starts again",
+        long=True,
     ),
     Fault(
         name="watch-blind",
@@ -330,6 +331,7 @@ touch "${provoked}"
 echo "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation" >&2
 exit 1"""
         },
+        long=True,
     ),
     Fault(
         name="end-killed",

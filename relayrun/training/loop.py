@@ -314,6 +314,7 @@ class Training:
             raise LeaveFailed(f"iteration {at} could not be saved ({LEAVE_TRIES} tries): {failure}")
         outcome = Outcome(outcome=name, reason=reason, iteration=at, time=time.time())
         self.hooks.at_end(outcome)  # what a hook raises fails the attempt, and an exit asked for must reach the next
+        self.ranks.maximum([0])  # on every rank
         if self.ranks.rank == 0:
             outcome.write(self.attempt.outcome)  # before the exit is acknowledged: a kill between the two keeps it
         self.control.acknowledge(asked, at, result)

@@ -193,6 +193,7 @@ def test_a_submission_that_is_queued_and_reported_as_failed_is_not_repeated(
     assert [end.cause for end in ends(run)] == ["saved", "done"], logs(run)
 
 
+@pytest.mark.long
 def test_a_limit_of_one_submitted_job_makes_the_job_queue_itself_again(
     cluster: TestCluster,
     make_run: MakeRun,  # noqa: F811
@@ -277,6 +278,7 @@ def job_processes(job: str) -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_the_end_of_an_attempt_is_recorded_once(cluster: TestCluster, make_run: MakeRun, tmp_path: Path) -> None:  # noqa: F811
     """`end` is killed; the batch script calls it again."""
     once = tmp_path / "once"

@@ -248,6 +248,7 @@ def private(team: Team) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("private")
+@pytest.mark.long
 def test_one_owner_at_a_time_where_nobody_sees_the_jobs_of_others(team: Team) -> None:
     config, run = team.config("hidden", chain={"auto_requeue": True}), team.run("hidden")
     team.relayrun(team.owner, "submit", config)
@@ -309,6 +310,7 @@ def test_stop_names_who_cancelled_the_job_that_waited(team: Team) -> None:
     assert stop_reason(run) == f"the successor, job {successor}, was cancelled by {team.owner}"
 
 
+@pytest.mark.long
 def test_status_says_how_accounting_has_the_last_job(team: Team) -> None:
     config, run = team.config("died", "--crash-at=3", chain={"auto_requeue": False}), team.run("died")
     team.relayrun(team.owner, "submit", config)
