@@ -40,7 +40,7 @@ if [[ "${SLURM_RESTART_COUNT:-0}" != 0 && -s "${adopted}" ]]; then
   run_dir="$(<"${adopted}")"
 else
   run_dir="$(prepare)"
-  printf '%s' "${run_dir}" >"${adopted}"
+  printf '%s' "${run_dir}" >"${adopted}" || true # with a full disk the job still runs: it cannot come back
 fi
 # From here on this is the job that every successor is; its root may be a snapshot of the code.
 # shellcheck source=launchers/lib/job.sh

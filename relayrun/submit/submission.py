@@ -148,7 +148,7 @@ def _undone_on_error(run: Run, made: Sequence[Path]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if made:
+        if run.path in made:  # another submit may have made it, in a parent that this one made
             shutil.rmtree(run.path, ignore_errors=True)
             for folder in made[1:]:
                 with contextlib.suppress(OSError):  # somebody has put something there meanwhile
@@ -362,7 +362,7 @@ def _add_revision(run: Run, config: RunConfig) -> int:
 
 @contextmanager
 def _locked(run: Run) -> Iterator[list[Path]]:
-    """One submit at a time; gives the folders that this one made, the run directory first."""
+    """One submit at a time; gives the folders that this one made, the innermost first."""
     made = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
     for folder in reversed(made):
         try:

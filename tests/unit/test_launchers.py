@@ -195,3 +195,17 @@ def test_a_log_folder_that_cannot_be_written_is_one_clear_error(checkout: Path) 
     assert f"error: {checkout}/logs/slurm/training: the folder of the jobs' logs cannot be written" in done.stderr
     assert "->" in done.stderr
     assert done.stdout == ""
+
+
+def test_a_note_for_a_restart_that_cannot_be_written_does_not_end_the_first_job(checkout: Path, tmp_path: Path) -> None:
+    (checkout / "logs/slurm/training/.run-of-job-7").mkdir(parents=True)  # as good as a full disk
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "job.sbatch").write_text(f"echo began >{run}/began\n")
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho {run}\n")
+    python.chmod(0o755)
+    given = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "demo", "PYTHON": str(python)}
+    command = ["bash", "-c", f"CONFIG=a.yaml; source '{checkout}/launchers/lib/launch.sh'"]
+    subprocess.run(command, env=given, capture_output=True, check=True)
+    assert (run / "began").read_text() == "began\n"
