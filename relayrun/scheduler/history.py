@@ -6,16 +6,16 @@ Each command has a few seconds: who looks on does not wait, and an answer that d
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from relayrun.errors import SchedulerError
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
-from relayrun.scheduler.base import LIVE_STATES, clean_environment
+from relayrun.scheduler import slurm_command
+from relayrun.scheduler.base import LIVE_STATES
 from relayrun.scheduler.local_queue import LocalQueue
 
 SECONDS = 10.0
@@ -164,19 +164,9 @@ def _ask(command: Sequence[str]) -> str | None:
     if command[0] in SILENT:
         return None
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            env=clean_environment(os.environ),
-            timeout=SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+        return slurm_command.run(command, seconds=SECONDS)
+    except slurm_command.TimedOutError:
         SILENT.add(command[0])
-        return None
-    except OSError:
-        return None
-    return done.stdout if done.returncode == 0 else None
+    except SchedulerError:
+        pass
+    return None

@@ -1,4 +1,4 @@
-"""Slurm through its commands. The only module that starts them."""
+"""Slurm through its commands, as a chain needs them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from pathlib import Path
 
 from relayrun.errors import ConfigError, SchedulerError
 from relayrun.rundir.plan import Plan
+from relayrun.scheduler import slurm_command
 from relayrun.scheduler.base import PATIENCE, Job, NodeControl, RankLaunch, clean_environment
+from relayrun.scheduler.slurm_command import NoAnswerError, NotInstalledError
 from relayrun.slurmtime import format_time, parse_time
 
 COMPLETING_SECONDS = 30.0
@@ -30,10 +32,6 @@ COMMENT = "relayrun:"
 
 BEGIN_FAILED = f"{COMMENT}begin-failed="
 """Begins the comment of a job whose `begin` failed; `launchers/lib/again.sh` writes `COUNT@NODES` behind it."""
-
-
-class _NoAnswerError(SchedulerError):
-    """The command failed in a way that another try may mend: it says nothing about what was asked."""
 
 
 class Slurm:
@@ -105,7 +103,7 @@ class Slurm:
                 found = [row.partition("|")[0] for row in rows if row.partition("|")[2] == comment]
                 if found:
                     return found[0]
-                if not isinstance(error, _NoAnswerError) or time.monotonic() + pause > deadline:
+                if not isinstance(error, NoAnswerError) or time.monotonic() + pause > deadline:
                     raise
             time.sleep(pause)
             pause = min(2 * pause, 30.0)
@@ -282,7 +280,7 @@ class Slurm:
         It is tried again where the controller did not answer. A refusal is raised as a SchedulerError.
         `lines`: orders for its standard input.
         """
-        return self._run(command, lines, again=lambda error: isinstance(error, _NoAnswerError))
+        return self._run(command, lines, again=lambda error: isinstance(error, NoAnswerError))
 
     def _run(
         self, command: Sequence[str], lines: Sequence[str] = (), *, again: Callable[[SchedulerError], bool]
@@ -300,37 +298,7 @@ class Slurm:
             pause = min(2 * pause, 30.0)
 
     def _once(self, command: Sequence[str], lines: Sequence[str] = ()) -> str:
-        environment = clean_environment(os.environ)
-        limit = min(COMMAND_SECONDS, max(10.0, self._patience))
-        try:
-            done = subprocess.run(
-                command,
-                input="".join(f"{line}\n" for line in lines),
-                capture_output=True,
-                text=True,
-                env=environment,
-                check=False,
-                timeout=limit,
-                errors="replace",
-            )
-        except FileNotFoundError:
-            raise NotInstalledError(
-                f"{command[0]} is not installed here",
-                hint="submit from a login node of the cluster, or use `cluster: local`",
-            ) from None
-        except subprocess.TimeoutExpired:
-            raise _NoAnswerError(f"{command[0]}: no answer within {limit:.0f} s") from None
-        except OSError as error:  # no memory or no process for the command
-            raise _NoAnswerError(f"{command[0]}: {error}") from None
-        if done.returncode == 0 and not (lines and done.stderr):  # it says of the last order alone how it went
-            return done.stdout
-        message = done.stderr.strip() or f"exit code {done.returncode}"
-        kind = _NoAnswerError if done.returncode < 0 or _NO_ANSWER.search(message) else SchedulerError
-        raise kind(f"{command[0]}: {message}")
-
-
-class NotInstalledError(SchedulerError):
-    """Slurm's commands are not on this machine."""
+        return slurm_command.run(command, lines, seconds=min(COMMAND_SECONDS, max(10.0, self._patience)))
 
 
 class SlurmNodes:
@@ -347,14 +315,6 @@ class SlurmNodes:
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
         self._slurm.order(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"])
-
-
-_NO_ANSWER = re.compile(
-    r"Unable to contact|Connection (refused|reset)|timed out|Zero Bytes|Transport endpoint|backup|authentication"
-    r"|munge|temporarily|try again|Socket|No route|Unable to establish|Cannot allocate",
-    re.I,
-)
-"""What an order that did not reach the controller, or whose answer was lost, is known to say."""
 
 
 def parse_job(text: str) -> Job:

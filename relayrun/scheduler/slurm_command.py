@@ -1,0 +1,64 @@
+"""One of Slurm's commands: started, waited for as long as it may take, and what its failure means."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+
+from relayrun.errors import SchedulerError
+from relayrun.scheduler.base import clean_environment
+
+
+class NotInstalledError(SchedulerError):
+    """Slurm's commands are not on this machine."""
+
+
+class NoAnswerError(SchedulerError):
+    """The command failed in a way that another try may mend: it says nothing about what was asked."""
+
+
+class TimedOutError(NoAnswerError):
+    """The command took longer than it may."""
+
+
+_NO_ANSWER = re.compile(
+    r"Unable to contact|Connection (refused|reset)|timed out|Zero Bytes|Transport endpoint|backup|authentication"
+    r"|munge|temporarily|try again|Socket|No route|Unable to establish|Cannot allocate",
+    re.I,
+)
+"""What an order that did not reach the controller, or whose answer was lost, is known to say."""
+
+
+def run(command: Sequence[str], lines: Sequence[str] = (), *, seconds: float) -> str:
+    """Run one command, for at most so many seconds; return what it printed.
+
+    `lines`: orders for its standard input. Raises NotInstalledError, TimedOutError, NoAnswerError, or a plain
+    SchedulerError where Slurm refused.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            input="".join(f"{line}\n" for line in lines),
+            capture_output=True,
+            text=True,
+            env=clean_environment(os.environ),
+            check=False,
+            timeout=seconds,
+            errors="replace",
+        )
+    except FileNotFoundError:
+        raise NotInstalledError(
+            f"{command[0]} is not installed here",
+            hint="submit from a login node of the cluster, or use `cluster: local`",
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise TimedOutError(f"{command[0]}: no answer within {seconds:.0f} s") from None
+    except OSError as error:  # no memory or no process for the command
+        raise NoAnswerError(f"{command[0]}: {error}") from None
+    if done.returncode == 0 and not (lines and done.stderr):  # it says of the last order alone how it went
+        return done.stdout
+    message = done.stderr.strip() or f"exit code {done.returncode}"
+    kind = NoAnswerError if done.returncode < 0 or _NO_ANSWER.search(message) else SchedulerError
+    raise kind(f"{command[0]}: {message}")
