@@ -94,6 +94,8 @@ def note_cancelled(attempt: Attempt, scheduler: Scheduler) -> Successor | None:
     known = Successor.read(attempt.successor)
     if known is None or known.cancelled:
         return known
+    if known.job_id == scheduler.current_job_id():
+        return None  # it is the one that asks
     job = scheduler.query(known.job_id)
     if job is None or job.state != "CANCELLED":
         return None
@@ -148,10 +150,11 @@ def _adapt(run: Run, plan: Plan, scheduler: Scheduler, job_id: str, delay: int) 
         if delay:
             scheduler.postpone(job_id, delay=delay)
             log(f"job {job_id} does not start before {delay} s from now")
-        if scheduler.nodes is None:
+        struck = set(nodes.excluded(nodes.read_strikes(run), nodes=plan.nodes, now=time.time()))
+        if scheduler.nodes is None or not struck:  # nothing to ask Slurm for
             return
         job = scheduler.query(job_id)
-        bad = set(nodes.excluded(nodes.read_strikes(run), nodes=plan.nodes, now=time.time())) & scheduler.nodes.known()
+        bad = struck & scheduler.nodes.known()
         given = job.options.get("exclude") if job is not None else None
         left_out = set(scheduler.nodes.expand(given)) if given else set()
         if job is not None and not bad <= left_out:  # nothing is taken away: it may be a person's wish

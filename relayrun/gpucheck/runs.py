@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from relayrun import ROOT
+from relayrun.chain import evidence
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import RunConfig
 from relayrun.files import read_lines
@@ -52,8 +52,9 @@ class Chain:
         begins = [self.run.attempt(number).read_begin() for number in self.run.attempt_numbers()[-1:]]
         for log in [self.log, *(Path(begin.log) for begin in begins if begin is not None and begin.log)]:
             print(tail(log), flush=True)  # into the log of the part
-        failures = [text for number in self.run.attempt_numbers() for text in _failures(self.run, number)]
-        return " ".join(("; ".join(filter(None, [reason, *failures[-1:]])) or last_line(self.log)).split())[:1500]
+        attempts = [self.run.attempt(number) for number in self.run.attempt_numbers()]
+        said = [failure.error for attempt in attempts for failure in evidence.failures(attempt)]
+        return " ".join(("; ".join(filter(None, [reason, *said[-1:]])) or last_line(self.log)).split())[:1500]
 
 
 def values(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -172,13 +173,3 @@ def _write(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]]) -
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(yamlfile.dump(values(setup, name, sections)), encoding="utf-8")
     return file
-
-
-def _failures(run: Run, attempt: int) -> list[str]:
-    found = []
-    for path in sorted(run.attempt(attempt).failures.glob("*.json")):
-        try:
-            found.append(str(json.loads(path.read_text(encoding="utf-8"))["error"]))
-        except (OSError, ValueError, KeyError):
-            continue
-    return found
