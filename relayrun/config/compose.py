@@ -30,10 +30,11 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     settings = _read_with_includes(path, ())
     mixture.insert(settings, ROOT)  # so that overrides may change a part of it
-    overridden = _overrides(overrides)
-    settings.merge(overridden)
+    of_cluster = [text for text in overrides if text.startswith("cluster.")]
+    settings.merge(_overrides([text for text in overrides if text not in of_cluster]))
     _insert_cluster(settings, path)
-    settings.merge(overridden)  # an override of a part of the cluster holds over its file
+    settings.merge(_overrides(of_cluster))  # they hold over the cluster's file, whichever is named first
+    _insert_job_defaults(settings)
     mixture.insert(settings, ROOT)
     return validate(settings)
 
@@ -124,7 +125,7 @@ def _overrides(texts: Sequence[str]) -> LocatedSettings:
 
 
 def _insert_cluster(settings: LocatedSettings, path: Path) -> None:
-    """Replace a cluster's name by its file, and put the site's job defaults under the run's own."""
+    """Replace a cluster's name by its file."""
     name = settings.values.get("cluster")
     if isinstance(name, str):
         folder = next((up / "clusters" for up in path.resolve().parents if (up / "clusters").is_dir()), None)
@@ -138,6 +139,10 @@ def _insert_cluster(settings: LocatedSettings, path: Path) -> None:
         cluster = yamlfile.read(file)
         settings.values["cluster"] = cluster.values
         settings.places.update({("cluster", *location): place for location, place in cluster.places.items()})
+
+
+def _insert_job_defaults(settings: LocatedSettings) -> None:
+    """Put the site's defaults of jobs under the run's own."""
     defaults = settings.values.get("cluster")
     if isinstance(defaults, dict) and isinstance(job := defaults.get("job"), dict):
         own = settings.values.setdefault("job", {})

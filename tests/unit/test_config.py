@@ -147,6 +147,42 @@ def test_a_cluster_file_gives_job_defaults_that_the_run_overrides(run_yaml: Path
     assert (config.job.partition, config.job.cpus_per_task, config.cluster.name) == ("debug", 72, "big")
 
 
+SITE = "name: big\nscheduler: slurm\njob: {partition: normal, cpus_per_task: 72}\nenvironment: {A: a, B: b}\n"
+
+
+@pytest.mark.parametrize("cluster", ["{name: here, scheduler: local}", "small"])
+def test_an_override_names_a_cluster_and_changes_parts_of_it_in_any_order(
+    run_yaml: Path, tmp_path: Path, cluster: str
+) -> None:
+    (tmp_path / "clusters").mkdir()
+    (tmp_path / "clusters" / "big.yaml").write_text(SITE)
+    (tmp_path / "clusters" / "small.yaml").write_text("name: small\nscheduler: local\n")
+    run_yaml.write_text(RUN.replace("{name: here, scheduler: local}", cluster))
+    overrides = ["cluster.environment.B=c", "cluster=big", "cluster.job.partition=debug", "cluster.python=/p"]
+    for order in (overrides, overrides[::-1]):
+        config = compose.load(run_yaml, order)
+        assert (config.cluster.name, config.cluster.environment) == ("big", {"A": "a", "B": "c"})
+        assert (config.job.partition, config.job.cpus_per_task, config.cluster.python) == ("debug", 72, "/p")
+    assert "--set cluster.pyton=/p: cluster.pyton: unknown setting; did you mean 'python'?" in error_of(
+        run_yaml, "cluster=big", "cluster.pyton=/p"
+    )
+
+
+def test_a_part_of_a_cluster_that_a_file_names_is_overridden_alone(run_yaml: Path, tmp_path: Path) -> None:
+    (tmp_path / "clusters").mkdir()
+    (tmp_path / "clusters" / "big.yaml").write_text(SITE)
+    run_yaml.write_text(RUN.replace("{name: here, scheduler: local}", "big"))
+    config = compose.load(run_yaml, ["cluster.environment.B=c"])
+    assert (config.cluster.name, config.cluster.environment) == ("big", {"A": "a", "B": "c"})
+
+
+@pytest.mark.parametrize("path", sorted((compose.ROOT / "configs/runs").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("name", sorted(path.stem for path in (compose.ROOT / "configs/clusters").glob("*.yaml")))
+def test_every_run_config_goes_to_every_cluster(path: Path, name: str) -> None:
+    config = compose.load(path, [f"cluster={name}", "cluster.environment.NCCL_DEBUG=INFO"])
+    assert (config.cluster.name, config.cluster.environment["NCCL_DEBUG"]) == (name, "INFO")
+
+
 def test_a_name_given_twice_and_broken_yaml_name_their_line(run_yaml: Path) -> None:
     run_yaml.write_text(RUN + "name: b\n")
     assert f"{run_yaml}:15: name is given twice" in error_of(run_yaml)

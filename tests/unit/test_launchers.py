@@ -95,6 +95,12 @@ def test_a_run_config_holds_over_the_defaults_of_its_cluster(checkout: Path, tmp
     assert not launched(launcher, tmp_path, CONFIG=str(config)).job.exclusive
 
 
+@every_launcher
+@pytest.mark.parametrize("name", ["alps", "generic", "test"])
+def test_every_launcher_goes_to_every_cluster(launcher: Path, name: str, tmp_path: Path) -> None:
+    assert launched(launcher, tmp_path, CLUSTER=name).cluster.name == name
+
+
 def test_a_launcher_with_another_config_begins_that_run(tmp_path: Path) -> None:
     found = launched(ROOT / "launchers/submit-llama3-8b.sh", tmp_path, CONFIG="configs/runs/llama3-70b.yaml")
     assert found == compose.load(ROOT / "configs/runs/llama3-70b.yaml")
