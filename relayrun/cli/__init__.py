@@ -13,6 +13,9 @@ from relayrun.errors import run_main
 COMMANDS = {
     "submit": ("submit", "submit a training run"),
     "launch": ("launch", "what the sbatch scripts of launchers/ call"),
+    "config": ("config", "the settings of a run config, or of a run, and where each value comes from"),
+    "explain": ("explain", "what a setting means; without NAME: all settings"),
+    "diff": ("diff", "what differs in the settings of two run configs or runs"),
     "data": ("data", "what a run reads: show samples, the ledger, the difference of two runs"),
     "dumps": ("dumps", "tokenization: where the dumps stand, and what suits this node"),
     "export": ("export", "a checkpoint in the form that other programs read"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,11 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Paths in the result are absolute. Raises ConfigError.
     """
+    return validate(read_settings(path, overrides))
+
+
+def read_settings(path: Path, overrides: Sequence[str] = ()) -> LocatedSettings:
+    """Compose the run config at `path` without checking it: what was given, and where. Raises ConfigError."""
     settings = _read_with_includes(path, ())
     mixture.insert(settings, ROOT)  # so that overrides may change a part of it
     of_cluster = [text for text in overrides if text.startswith("cluster.")]
@@ -36,7 +41,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     settings.merge(_overrides(of_cluster))  # they hold over the cluster's file, whichever is named first
     _insert_job_defaults(settings)
     mixture.insert(settings, ROOT)
-    return validate(settings)
+    return settings
 
 
 def validate(settings: LocatedSettings) -> RunConfig:
@@ -118,10 +123,19 @@ def _overrides(texts: Sequence[str]) -> LocatedSettings:
         if not equals or not all(location):
             raise ConfigError(f"{text!r} is no override; write NAME.NAME=VALUE", where="--set")
         nested: Any = yamlfile.parse_value(value)
+        places = {(*location, *inner): f"--set {text}" for inner in _locations(nested)}
         for part in reversed(location):
             nested = {part: nested}
-        result.merge(LocatedSettings(nested, {location: f"--set {text}"}))
+        result.merge(LocatedSettings(nested, places))
     return result
+
+
+def _locations(value: Any) -> Iterator[Location]:
+    """The ways from a value to all that is in it, and to itself: where the whole is written, every part is."""
+    yield ()
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from ((name, *location) for location in _locations(inner))
 
 
 def _insert_cluster(settings: LocatedSettings, path: Path) -> None:

@@ -53,6 +53,7 @@ class Debug(Section):
     profile_step_end: Positive = 12
     """The last iteration that is profiled."""
     profile_ranks: list[NonNegative] = [0]
+    """Ranks that are profiled."""
     backup_codebase: bool = False
     """Every attempt runs the code as it was at the submit, uncommitted changes included."""
     memory_interval: NonNegative = 60
@@ -71,12 +72,19 @@ class Place(Section):
     """Where a job may run; names are Slurm's."""
 
     account: str | None = None
+    """Account that the job is charged to."""
     partition: str | None = None
+    """Partition in which the job waits and runs."""
     qos: str | None = None
+    """Quality of service, a name of the site."""
     reservation: str | None = None
+    """Reservation in which the job runs."""
     constraint: str | None = None
+    """Features that its nodes must have."""
     exclude: str | None = None
+    """Nodes that are left out, as in n[1-3],n7. Bad nodes are left out besides."""
     mem: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
+    """Memory of each node, as in 64G."""
 
     @property
     def placement(self) -> dict[str, str]:
@@ -88,19 +96,26 @@ class Job(Place):
     """What one job asks of the scheduler; names are Slurm's."""
 
     time: SlurmTime
+    """Time limit of one job of the chain: MM, HH:MM:SS or D-HH:MM:SS."""
     nodes: Positive = 1
+    """Nodes of one job."""
     ntasks_per_node: Positive = 1
     """Ranks per node, one per GPU where there are GPUs."""
     cpus_per_task: Positive = 1
+    """Processors of each rank."""
     gpus_per_node: NonNegative = 0
+    """GPUs of each node; 0: training on CPUs."""
     exclusive: bool = False
+    """No other job runs on the nodes."""
 
 
 class EvaluationJob(Place):
     """What the job of an evaluation asks of the scheduler: one node, one task. What is left out is as in `job`."""
 
     time: SlurmTime = "01:00:00"
+    """Time limit of one evaluation."""
     cpus_per_task: Positive | None = None
+    """Processors of the evaluation; default: as many as one rank has."""
     gpus_per_node: NonNegative | None = None
     """GPUs of the evaluation's job; default: one where the run's jobs have GPUs."""
 
@@ -115,9 +130,11 @@ class Evaluation(Section):
     include_path: str | None = None
     """Folder of task files (YAML) of your own."""
     num_fewshot: NonNegative | None = None
+    """Examples in front of each question; default: the task's own."""
     limit: Positive | None = None
     """Documents of each task, or windows of each validation set; default: all, or as training evaluates."""
     batch_size: Positive = 8
+    """Sequences that are scored at a time."""
     keep_exported: bool = False
     """Keep the exported folders, in evaluations/ of the run directory."""
     hold: NonNegative = 3
@@ -129,7 +146,9 @@ class Cluster(Section):
     """What a site needs; a file of configs/clusters/."""
 
     name: Annotated[str, Field(pattern=NAME)]
+    """Name of the site."""
     scheduler: Literal["slurm", "local"]
+    """`slurm`, or `local` for jobs one after the other on this machine."""
     job: dict[str, Any] = {}
     """Defaults of the `job` section at this site (account, partition, ...)."""
     environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = {}

@@ -43,7 +43,9 @@ class RunConfig(Section):
     """All settings of one run. Raises pydantic's ValidationError where one is wrong, or two contradict each other."""
 
     project: Annotated[str, Field(pattern=NAME)]
+    """Name of the project: the first part of the run's name, the W&B project, and a folder below logs/runs."""
     name: Annotated[str, Field(pattern=NAME)]
+    """Name of the run within its project."""
     run_dir: str | None = None
     """Directory of the run; default: logs/runs/<project>/<name>."""
     model: Model

@@ -15,19 +15,29 @@ class Model(Section):
     """A Llama: RMSNorm, SwiGLU, rotary positions, grouped-query attention (arXiv 2407.21783)."""
 
     num_layers: Positive
+    """Transformer layers."""
     hidden_size: Positive
+    """Width of the residual stream."""
     ffn_hidden_size: Positive
+    """Width of the feed-forward layers (SwiGLU has three matrices of it)."""
     num_attention_heads: Positive
+    """Query heads; a head has hidden_size / num_attention_heads channels."""
     num_query_groups: Positive
     """Key-value heads; equal to num_attention_heads for plain multi-head attention."""
     rotary_base: Positive = 500_000
+    """Base of the rotary frequencies."""
     rope_scaling_factor: Annotated[float, Field(ge=1)] | None = None
     """Llama 3.1's stretching of the low rotary frequencies, over an original context of 8,192; None: none."""
     norm_epsilon: float = 1e-5
+    """Added to the mean square in RMSNorm."""
     init_method_std: float = 0.02
+    """Standard deviation of fresh weights."""
     hidden_dropout: Fraction = 0.0
+    """Probability of dropout behind attention and feed-forward layers."""
     attention_dropout: Fraction = 0.0
+    """Probability of dropout of attention's weights."""
     untie_embeddings_and_output_weights: bool = True
+    """The output layer has weights of its own, not those of the embedding."""
     make_vocab_size_divisible_by: Positive = 128
     """The vocabulary is padded to a multiple of this, however the model is split: a checkpoint fits every layout."""
 
@@ -168,10 +178,13 @@ class Optimizer(Section):
     """Adam with decoupled weight decay, and the learning rate's way. Names as in Megatron's arguments."""
 
     lr: Annotated[float, Field(gt=0)]
+    """The highest learning rate."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """The learning rate at the end of the decay."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
     """Shape of the way down. `WSD`: constant after the warm-up, then down over lr_wsd_decay_steps."""
     lr_warmup_steps: NonNegative = 0
+    """Iterations in which the learning rate rises from 0 to lr."""
     lr_warmup_tokens: Positive | None = None
     """Tokens of the warm-up, instead of lr_warmup_steps; rounded up to whole iterations."""
     lr_decay_steps: Positive | None = None
@@ -181,11 +194,17 @@ class Optimizer(Section):
     lr_wsd_decay_steps: Positive | None = None
     """Iterations of the way down of WSD, which end at lr_decay_steps."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    """Shape of the way down of WSD."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Weight decay of matrices; norms and biases have none."""
     adam_beta1: Fraction = 0.9
+    """Adam's decay of the mean of the gradient."""
     adam_beta2: Fraction = 0.95
+    """Adam's decay of the mean of the squared gradient."""
     adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root in Adam's denominator."""
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
+    """Gradients are scaled down to this norm; 0: never."""
 
 
 class Checkpoint(Section):
@@ -224,7 +243,9 @@ class Parallel(Section):
     """How the model is split over ranks; what is left of the ranks is data-parallel."""
 
     tensor_model_parallel_size: Positive = 1
+    """Ranks over which every layer is split."""
     pipeline_model_parallel_size: Positive = 1
+    """Stages into which the layers are split, one behind the other."""
     num_layers_per_virtual_pipeline_stage: Positive | None = None
     """Layers of one of several parts that a pipeline stage holds, for a smaller pipeline bubble; None: one part."""
     sequence_parallel: bool = False

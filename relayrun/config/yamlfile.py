@@ -100,6 +100,15 @@ def dump(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
+def in_line(value: Any) -> str:
+    """One value as YAML text in a line that `parse_value` reads back as it is."""
+    return (
+        yaml.dump(value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=10**9)
+        .removesuffix("...\n")
+        .rstrip("\n")
+    )
+
+
 def _mapping(
     loader: _Loader, node: yaml.MappingNode, at: Location, source: str, places: dict[Location, str]
 ) -> dict[str, Any]:
