@@ -12,6 +12,7 @@ from relayrun.errors import run_main
 
 COMMANDS = {
     "submit": ("submit", "submit a training run"),
+    "resume": ("resume", "submit a run again as it was submitted last"),
     "launch": ("launch", "what the sbatch scripts of launchers/ call"),
     "config": ("config", "the settings of a run config, or of a run, and where each value comes from"),
     "explain": ("explain", "what a setting means; without NAME: all settings"),
@@ -24,6 +25,7 @@ COMMANDS = {
     "status": ("status", "where a run stands; without RUN: all runs"),
     "save": ("control", "write a checkpoint and go on"),
     "stop": ("control", "write a checkpoint and end the chain"),
+    "cancel": ("control", "end the chain at once; what was not saved is lost"),
 }
 """Every command with its module in this package and its line of help."""
 

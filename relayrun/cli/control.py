@@ -1,4 +1,4 @@
-"""`relayrun save` and `relayrun stop`: a person controls a chain.
+"""`relayrun save`, `relayrun stop` and `relayrun cancel`: a person controls a chain.
 
 After a stop nothing starts any more, whatever happens meanwhile. The exit trigger comes first: a job that runs,
 or starts while we look, obeys it; only where no job is there to do so is the chain ended from here.
@@ -17,24 +17,25 @@ from relayrun.rundir import find, triggers
 from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
-from relayrun.rundir.stop import stop_reason
+from relayrun.rundir.stop import stop_reason, write_stop
 from relayrun.scheduler.base import Job, Scheduler
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `relayrun save` and `relayrun stop`."""
+    """Add the arguments of `relayrun save`, `relayrun stop` and `relayrun cancel`."""
     parser.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Ask a run for a checkpoint, or end its chain, after a checkpoint where a job runs."""
+    """Ask a run for a checkpoint, or end its chain, after a checkpoint or at once."""
     found = find.find_run(options.name)
     scheduler = run_status.scheduler(found)
     if options.command == "save":
         print(save(found, scheduler))
-    else:
-        print(stop(found, scheduler, user=triggers.user_name(os.geteuid())))
+        return 0
+    end = stop if options.command == "stop" else cancel
+    print(end(found, scheduler, user=triggers.user_name(os.geteuid())))
     return 0
 
 
@@ -90,6 +91,28 @@ def stop(run: Run, scheduler: Scheduler, *, user: str) -> str:
         at = newest.commit.iteration if newest else 0
         triggers.acknowledge(run, trigger, iteration=at, result="the chain ends: no job was there to save")
     return f"the chain has ended: {stop_reason(run)}; nothing is queued"
+
+
+def cancel(run: Run, scheduler: Scheduler, *, user: str) -> str:
+    """End the chain and cancel its jobs, without waiting for a checkpoint; return what was done, in words.
+
+    Raises RunDirError where this user may not write STOP or this is no run, SchedulerError where a job stays.
+    """
+    plan = Plan.load(run)
+    ended = stop_reason(run)
+    if ended is None:
+        try:
+            write_stop(run, f"cancelled by {user}")
+        except PermissionError:
+            hint = "`relayrun stop` asks the job that runs to save and leave"
+            raise RunDirError("you may not write here", where=run.stop, hint=hint) from None
+    jobs = scheduler.jobs(plan, anyone=True)
+    for job in sorted(jobs, key=lambda job: job.state != "PENDING"):  # or one that waits would start
+        scheduler.cancel(job.id)
+    said = f"cancelled {', '.join(f'{job.id} ({job.state.lower()})' for job in jobs)}" if jobs else "no job was there"
+    newest = next(Lineage(run).backwards(), None)
+    saved = f"the newest checkpoint is that of iteration {newest.commit.iteration}" if newest else "no checkpoint"
+    return f"the chain has ended: {stop_reason(run)}; {said}; {saved}"
 
 
 def _at_work(run: Run, plan: Plan, jobs: list[Job]) -> str | None:

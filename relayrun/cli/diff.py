@@ -8,6 +8,7 @@ from typing import Any
 
 from relayrun.cli import config
 from relayrun.config import yamlfile
+from relayrun.config.schema import RunConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,13 +19,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print a line for each setting that differs; the exit code is 1 if any does. Raises RelayrunError."""
-    first, second = (dict(_flat(config.read(name, [])[0].model_dump(mode="json"))) for name in options.names)
+    found = differences(*(config.read(name, [])[0] for name in options.names))
+    print("\n".join(found) if found else "the settings of both are the same")
+    return 1 if found else 0
+
+
+def differences(one: RunConfig, other: RunConfig) -> list[str]:
+    """Return `name: value -> value` for each setting that differs."""
+    first, second = (dict(_flat(each.model_dump(mode="json"))) for each in (one, other))
     names = [name for name in dict.fromkeys([*first, *second]) if first.get(name) != second.get(name)]
-    for name in names:
-        print(f"{name}: {yamlfile.in_line(first.get(name))} -> {yamlfile.in_line(second.get(name))}")
-    if not names:
-        print("the settings of both are the same")
-    return 1 if names else 0
+    return [f"{name}: {yamlfile.in_line(first.get(name))} -> {yamlfile.in_line(second.get(name))}" for name in names]
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

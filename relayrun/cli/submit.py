@@ -15,6 +15,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun submit`, also those of launchers/submit.py."""
     parser.add_argument("config", type=Path, help="run config, for example configs/runs/demo.yaml")
     parser.add_argument(
+        "--load", metavar="RUN[:ITERATION]", help="begin with another run's checkpoint, or a checkpoint's folder"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on although the chain of this run has ended")
+    add_changes(parser)
+    parser.set_defaults(run=run)
+
+
+def add_changes(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `relayrun submit` and `relayrun resume` have in common."""
+    parser.add_argument(
         "--set",
         dest="overrides",
         action="append",
@@ -22,11 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="override a setting: --set training.steps=50",
     )
-    parser.add_argument(
-        "--load", metavar="RUN[:ITERATION]", help="begin with another run's checkpoint, or a checkpoint's folder"
-    )
     parser.add_argument("--dry-run", action="store_true", help="print the job script; write and submit nothing")
-    parser.add_argument("--resume", action="store_true", help="go on although the chain of this run has ended")
     parser.add_argument(
         "--accept-data-change",
         action="store_true",
@@ -35,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--take-over", action="store_true", help="go on with the run of another user whose jobs have ended"
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -49,6 +54,12 @@ def run(options: argparse.Namespace) -> int:
     submitted = submission.submit(
         config, resume=options.resume, accept_data_change=options.accept_data_change, take_over=options.take_over
     )
+    tell(submitted)
+    return 0
+
+
+def tell(submitted: submission.Submitted) -> None:
+    """Print what was submitted; run the queue of this machine where that is the cluster."""
     print(
         f"job {submitted.job_id} ({submitted.plan.job_name})\nrun directory {submitted.run.path}\n"
         f"logs {submitted.plan.log_folder}",
@@ -57,4 +68,3 @@ def run(options: argparse.Namespace) -> int:
     if submitted.plan.scheduler == "local":
         follower = Follower(submitted.run, total_steps=submitted.plan.total_steps)
         local.LocalScheduler(submitted.run).run_queue(local.print_event, follower.poll)
-    return 0

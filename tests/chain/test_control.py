@@ -103,3 +103,27 @@ def test_a_scheduler_that_does_not_answer_leaves_the_trigger_to_the_next_job(
     assert "squeue is not installed here" in capsys.readouterr().out
     assert (run.triggers / "exit").exists()
     assert not run.stop.exists()
+
+
+def test_cancel_ends_what_runs(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    run, plan = make_run("--steps=100000", total_steps=100_000)
+    scheduler = LocalScheduler(run)
+    scheduler.submit(plan, run.job_script, options={})
+    codes: list[int] = []
+
+    def cancel() -> None:
+        while not run.attempt(1).metrics.exists():
+            time.sleep(0.05)
+        codes.append(cli.main(["cancel", str(run.path)]))
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    scheduler.run_queue(lambda _event: None)
+    thread.join()
+    user = triggers.user_name(os.geteuid())
+    assert codes == [0]
+    assert f"the chain has ended: cancelled by {user}; cancelled " in capsys.readouterr().out
+    assert scheduler.jobs(plan, anyone=True) == []
+    assert run.stop.read_text().startswith(f"cancelled by {user}\n")
+    assert cli.main(["cancel", str(run.path)]) == 0  # once more changes nothing
+    assert f"the chain has ended: cancelled by {user}; no job was there" in capsys.readouterr().out

@@ -1,0 +1,44 @@
+"""`relayrun resume`: submit a run again with the settings of its last submit; nothing needs to be typed again."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+
+from relayrun.cli import submit
+from relayrun.cli.diff import differences
+from relayrun.config import compose
+from relayrun.errors import RunDirError
+from relayrun.rundir.find import find_run
+from relayrun.submit import submission
+from relayrun.submit.launcher_environment import quoted
+
+log = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun resume`."""
+    parser.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+    submit.add_changes(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Submit a run as its newest revision says, with what --set changes, also where its chain has ended.
+
+    Raises RelayrunError.
+    """
+    found = find_run(options.name)
+    newest = max(found.revisions(), default=None)
+    if newest is None:
+        raise RunDirError("this run has no config to go on with", where=found.config, hint="use `relayrun submit`")
+    path = found.config_revision(newest)
+    config = compose.load(path, [*options.overrides, f"run_dir={quoted(str(found.path))}"])  # it may have moved
+    for change in differences(compose.read_resolved(path), config):
+        log.info("changed: %s", change)
+    if options.dry_run:
+        print(submission.dry_run(config), end="")
+        return 0
+    accept, take_over = options.accept_data_change, options.take_over
+    submit.tell(submission.submit(config, resume=True, accept_data_change=accept, take_over=take_over))
+    return 0

@@ -1,0 +1,69 @@
+"""`relayrun resume`: the settings of the last submit, without typing them again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayrun.cli import main
+from relayrun.config import compose
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
+from relayrun.rundir.stop import stop_reason, write_stop
+from relayrun.scheduler.local import LocalScheduler
+from tests.workspace import Workspace
+
+
+@pytest.fixture
+def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run that was submitted with an override, and whose chain has ended."""
+
+    def end_of_queue(scheduler: LocalScheduler, *_: Any) -> None:
+        scheduler.cancel("1")
+
+    monkeypatch.setattr(LocalScheduler, "run_queue", end_of_queue)
+    workspace = Workspace.make(tmp_path)
+    run = Run(tmp_path / "run")
+    assert main(["submit", str(workspace.config("run")), "--set", "training.steps=33"]) == 0
+    write_stop(run, "a rank found a wrong tokenizer")
+    return run
+
+
+def test_a_run_goes_on_as_it_was_submitted_last(submitted: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", str(submitted.path)]) == 0
+    assert f"run directory {submitted.path}\n" in capsys.readouterr().out
+    assert stop_reason(submitted) is None
+    assert submitted.revisions() == [1]
+    assert Plan.load(submitted).total_steps == 33
+
+
+def test_what_changes_is_said_and_makes_a_revision(
+    submitted: Run, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level("INFO")
+    assert main(["resume", str(submitted.path), "--set", "job.time=20"]) == 0
+    assert [message for message in caplog.messages if "changed" in message] == ["changed: job.time: '5' -> '20'"]
+    assert sorted(submitted.revisions()) == [1, 2]
+    assert Plan.load(submitted).time_limit == 1200
+
+
+def test_a_run_that_was_moved_goes_on_where_it_is(submitted: Run, tmp_path: Path) -> None:
+    moved = Run(submitted.path.rename(tmp_path / "elsewhere"))
+    assert main(["resume", str(moved.path)]) == 0
+    assert compose.read_resolved(moved.config_revision(2)).run_dir == str(moved.path)
+    assert str(moved.path) in moved.job_script.read_text()
+
+
+def test_a_dry_run_writes_nothing(submitted: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(submitted.path.rglob("*"))
+    assert main(["resume", str(submitted.path), "--dry-run"]) == 0
+    assert "#SBATCH" in capsys.readouterr().out
+    assert sorted(submitted.path.rglob("*")) == before
+    assert stop_reason(submitted) is not None
+
+
+def test_a_run_that_there_is_not_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", "no/such"]) == 1
+    assert "no/such: there is no such run" in capsys.readouterr().err
