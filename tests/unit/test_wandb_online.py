@@ -58,6 +58,7 @@ def start_feed(run: Run, number: int, service: WandBService, *more: str) -> subp
         f"--run-dir={run.path}",
         f"--attempt={number}",
         f"--parent={os.getpid()}",
+        "--last-seconds=250",  # a busy machine needs more than training waits for
         *more,
     ]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, bufsize=0)
