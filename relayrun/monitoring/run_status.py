@@ -263,7 +263,7 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
         pending={job.id: queue.reasons[job.id] for job in queue.jobs if job.id in queue.reasons},
         last_job=queue.last_job,
         broken=_why_broken(plan, queue, begin, last_end) if state == "broken" else None,
-        go_on=_command(run) if state == "broken" else None,
+        go_on=shlex.join(["relayrun", "resume", str(run.path)]) if state == "broken" else None,
         attempt=number,
         job_id=begin.job_id if begin else None,
         nodes=begin.nodes if begin else None,
@@ -369,15 +369,6 @@ def job_words(job: JobEnd) -> str:
     """How a job ended, without its id."""
     code = f"exit code {job.exit_code}" if job.exit_code.isdecimal() else job.exit_code
     return ", ".join(filter(None, [job.state, code, f"on {job.nodes}" if job.nodes else "", job.reason]))
-
-
-def _command(run: Run) -> str:
-    """What goes on with a chain, from the config of its last submit, which holds wherever the directory is now."""
-    revisions = run.revisions()
-    config = run.config_revision(revisions[-1]) if revisions else Path("CONFIG")
-    moved = revisions and f"run_dir: {run.path}\n" not in config.read_text(encoding="utf-8")
-    where = ["--set", f"run_dir={run.path}"] if moved else []
-    return shlex.join(["relayrun", "submit", str(config), *where, "--resume"])
 
 
 def _durable(line: Lineage) -> tuple[Durable | None, str | None]:

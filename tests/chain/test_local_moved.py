@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.chain import supervisor
+from relayrun.cli import main
 from relayrun.config import compose
 from relayrun.errors import RunDirError
 from relayrun.monitoring import run_status
@@ -16,6 +17,7 @@ from relayrun.rundir.lineage import Durable, durable, is_own
 from relayrun.rundir.records import AttemptStart, Commit
 from relayrun.rundir.run import Run
 from relayrun.scheduler import history
+from relayrun.scheduler.local import LocalScheduler
 from relayrun.submit import submission
 from tests.workspace import Workspace
 
@@ -81,9 +83,9 @@ def test_a_submit_after_a_move_renders_all_anew(tmp_path: Path, monkeypatch: pyt
     os.rename(old.path, new.path)
     found = run_status.gather(new, run_status.ask(new), now=0.0)
     assert (found.state, found.durable_path) == ("broken", str(new.checkpoint(5)))
-    assert f"run_dir={new.path}" in (found.go_on or "")
-    submitted = submission.submit(compose.load(new.config_revision(1), [f"run_dir={new.path}"]), resume=True)
-    assert submitted.run == new
+    assert found.go_on == f"relayrun resume {new.path}"
+    monkeypatch.setattr(LocalScheduler, "run_queue", lambda *_: None)
+    assert main(["resume", str(new.path)]) == 0
     assert durable(new) == Durable(iteration=5, path=str(new.checkpoint(5)))
     for path in (new.plan, new.job_script):
         assert "old-place" not in path.read_text()

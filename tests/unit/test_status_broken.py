@@ -53,8 +53,7 @@ def test_an_attempt_whose_job_is_gone_without_a_successor(run: Run) -> None:
     assert found.broken is not None
     for word in ("attempt 1", "job 7", "NODE_FAIL", "exit code 1", "n1", "nothing is queued"):
         assert word in found.broken, found.broken
-    assert found.go_on is not None
-    assert "--resume" in found.go_on
+    assert found.go_on == f"relayrun resume {run.path}"
     assert "go on" in text_of(found)
     assert "last job 7: NODE_FAIL, exit code 1, on n1, 60 s ago (sacct)" in words_of(found)
 
@@ -123,7 +122,7 @@ def test_the_json_says_the_same(run: Run, capsys: pytest.CaptureFixture[str]) ->
     value = json.loads(capsys.readouterr().out)
     assert value["state"] == "broken"
     assert value["broken"]
-    assert value["go_on"].endswith("--resume")
+    assert value["go_on"] == f"relayrun resume {run.path}"
 
 
 def test_the_command_that_goes_on_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,11 +132,10 @@ def test_the_command_that_goes_on_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     for path in (made.path / "local").glob("job-*.json"):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"state": "FAILED", "end_time": 2.0}))
     command = shlex.split(run_status.gather(made, run_status.ask(made), now=NOW).go_on or "")
-    assert command[:2] == ["relayrun", "submit"]
-    assert command[-1] == "--resume"
-    again = submission.submit(compose.load(Path(command[2])), resume=True)
-    assert again.run.path == made.path
-    assert again.plan.config_revision == 1
+    monkeypatch.setattr(LocalScheduler, "run_queue", lambda *_: None)
+    assert main(command[1:]) == 0
+    assert status(made, run_status.ask(made)).state == "queued"
+    assert made.revisions() == [1]
 
 
 def test_a_local_queue_whose_terminal_has_gone_is_broken_and_a_submit_goes_on(
