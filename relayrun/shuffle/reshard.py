@@ -30,6 +30,7 @@ from relayrun.shuffle.output import FileForm, Shuffled
 from relayrun.tokenization.dumps.split import find_files
 from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.readers import stores
+from relayrun.tokenization.readers.formats import SUFFIXES
 from relayrun.tokenization.readers.rows import RowFile, look_at
 
 PICTURE = "lengths.png"
@@ -170,7 +171,7 @@ def make_plan(options: ReshardOptions, *, tasks: int) -> Plan:
         raise InputError("the output would lie in the dataset folder, and join its files", where=options.output)
     found = find_files(folder)
     if not found:
-        raise InputError("no parquet or jsonl file below this folder", where=folder)
+        raise InputError(f"no file below this folder ends in {', '.join(SUFFIXES)}", where=folder)
     files = look_at([(stores.join(folder, file.path), file.size) for file in found], options.column)
     size = sum(file.size for file in files)
     workers = tasks * options.threads

@@ -23,10 +23,10 @@ from relayrun.errors import InputError, RelayrunError
 from relayrun.files import read_json
 from relayrun.tokenization import progress
 from relayrun.tokenization.dumps.metadata import MetadataFolder
-from relayrun.tokenization.dumps.split import SUFFIXES
 from relayrun.tokenization.flags import to_flags
 from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.readers import stores
+from relayrun.tokenization.readers.formats import SUFFIXES
 from relayrun.tokenization.readers.inputs import paths_file_bytes, read_paths_file
 from relayrun.tokenization.record import NAME
 
@@ -188,7 +188,7 @@ def _link(files: Sequence[str], folder: Path, *, least: int, most_bytes: float) 
     while len(names) < least or (total < most_bytes and len(names) < _LINKS):
         file = files[len(names) % len(files)]
         total += os.stat(file).st_size
-        suffix = next(suffix for suffix in SUFFIXES if file.lower().endswith(suffix))
+        suffix = max((each for each in SUFFIXES if file.lower().endswith(each)), key=len)
         names.append(f"{len(names):06d}{suffix}")
         os.symlink(file, folder / names[-1])
     return names
