@@ -23,7 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from relayrun.errors import InputError
-from relayrun.files import replaced_folder
+from relayrun.files import remove_leftovers, replaced_folder, temporary_prefix
 from relayrun.shuffle.buckets import Buckets, InMemory, OnDisk, Partition, keyed, scatter
 from relayrun.shuffle.lengths import Lengths, draw
 from relayrun.shuffle.output import FileForm, Shuffled
@@ -142,9 +142,10 @@ def reshard(options: ReshardOptions) -> int:
     Raises InputError if `output` exists, a file is torn or has other columns, or memory does not suffice.
     """
     plan = make_plan(options, tasks=1)
+    remove_leftovers(options.temp_dir or tempfile.gettempdir(), shared=True)
     with (
         replaced_folder(options.output) as building,
-        tempfile.TemporaryDirectory(prefix="reshard-", dir=options.temp_dir) as folder,
+        tempfile.TemporaryDirectory(prefix=f"{temporary_prefix()}reshard-", dir=options.temp_dir) as folder,
     ):
         work = Path(folder)
         buckets: Buckets | None = _in_memory(plan)

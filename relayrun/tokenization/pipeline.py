@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.errors import InputError, RelayrunError
-from relayrun.files import write_atomic
+from relayrun.files import remove_leftovers, write_atomic
 from relayrun.tokenization import progress
 from relayrun.tokenization.encode.engines import select
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
@@ -93,6 +93,8 @@ def tokenize(
     with locked(output / ".lock", wait=False) as held:
         if not held:
             raise RelayrunError("another process is writing shards here", where=output)
+        for folder_of_ours in (output, logs):
+            remove_leftovers(folder_of_ours)
         with _one_download(options.cache_dir):
             tokenizer = load_tokenizer(options)
         framing = tokenizer.framing(keep_empty=options.keep_empty)

@@ -20,7 +20,7 @@ import psutil
 
 from relayrun import ROOT
 from relayrun.errors import InputError, RelayrunError
-from relayrun.files import read_json
+from relayrun.files import read_json, remove_leftovers, temporary_prefix
 from relayrun.tokenization import progress
 from relayrun.tokenization.dumps.metadata import MetadataFolder
 from relayrun.tokenization.flags import to_flags
@@ -84,12 +84,13 @@ def tune(
         raise InputError("there are no dumps here", where=metadata.path, hint="prepare_dumps.py makes them")
     dataset = metadata.dataset()
     names = read_paths_file(paths_files[0])
+    remove_leftovers(temp_dir or tempfile.gettempdir(), shared=True)
     trials = []
     for count in workers:
         for size in batch_bytes:
             tried = options.model_copy(update={"tasks": count, "workers": count, "batch_bytes": size})
             with tempfile.TemporaryDirectory(
-                dir=temp_dir, prefix="relayrun-tune-", ignore_cleanup_errors=True
+                dir=temp_dir, prefix=f"{temporary_prefix()}tune-", ignore_cleanup_errors=True
             ) as place:
                 trials.append(_trial(Path(place), dataset, names, tried, seconds))
             report(trials[-1])
