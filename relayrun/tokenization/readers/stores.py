@@ -16,6 +16,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO, cast
 
 from relayrun.errors import InputError, RelayrunError
+from relayrun.tokenization.readers.remote import RemoteFile, again
 
 
 class MissingInput(InputError):
@@ -52,12 +53,8 @@ def join(folder: str, name: str) -> str:
 
 
 def open_input(path: str) -> BinaryIO:
-    """Open a file to read its bytes. Raises OSError, or whatever else the package of a scheme does."""
-    if is_url(path):
-        import fsspec
-
-        return cast(BinaryIO, fsspec.open(path, "rb").open())
-    return open(path, "rb")
+    """Open a file to read its bytes; below a URL, reads that fail are tried again. Raises OSError and ImportError."""
+    return cast(BinaryIO, RemoteFile(path)) if is_url(path) else open(path, "rb")
 
 
 def find(url: str) -> list[tuple[str, int]]:
@@ -82,7 +79,7 @@ def stat(url: str) -> tuple[int, int]:
         import fsspec
 
         store, path = fsspec.core.url_to_fs(url)
-        info = store.info(path)
+        info = again(lambda: store.info(path), url)
         return _size(store, info), time_of(info)
 
 
