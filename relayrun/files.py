@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
+import re
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -64,7 +67,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 @contextlib.contextmanager
 def _replacing(path: Path, *, mode: int, durable: bool) -> Iterator[tuple[int, Path]]:
     """A temporary file beside `path`, open and by name, which takes its place on leaving without an error."""
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tmp-")
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=temporary_prefix())
     try:
         os.fchmod(fd, mode & ~umask())
         yield fd, Path(temporary)
@@ -75,6 +78,89 @@ def _replacing(path: Path, *, mode: int, durable: bool) -> Iterator[tuple[int, P
         os.close(fd)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+
+
+def temporary_prefix() -> str:
+    """What the name of a temporary file or folder begins with: it tells which process owns it, and on which machine."""
+    return f".tmp-{_machine()}-{os.getpid()}-{_state_and_start(os.getpid())[1]}-"
+
+
+_OWNED = re.compile(r"\.tmp-([0-9a-f]{8}-[0-9]+)-([0-9]+)-([0-9]+)-.+")
+_FORMER = re.compile(r"\.tmp-[a-z0-9_]{8}")
+"""A name of earlier versions, which tells no owner."""
+
+LEFT_BEHIND_SECONDS = 86_400.0
+"""After so long without a change a temporary file belongs to nobody, where its owner cannot be looked at."""
+
+
+def remove_leftovers(folder: str | os.PathLike[str], *, shared: bool = False) -> list[str]:
+    """Remove temporary files and folders in `folder` that killed processes left; return their names.
+
+    The owner is looked at where it ran on this machine (since its last boot, in this namespace of processes).
+    Elsewhere, perhaps on another node that shares the file system, a file is left alone until it has not changed for a
+    day; so is one of an earlier version, which names no owner. `shared`: in a folder such as /tmp, which other programs
+    and other people write into, only files of this user that name their owner are looked at.
+    """
+    removed = []
+    try:
+        entries = list(os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    for entry in entries:
+        owner = _OWNED.fullmatch(entry.name)
+        if owner is None and (shared or not _FORMER.fullmatch(entry.name)):
+            continue
+        with contextlib.suppress(OSError):  # gone, or not ours to remove
+            if shared and entry.stat(follow_symlinks=False).st_uid != os.geteuid():
+                continue
+            here = owner is not None and owner[1] == _machine()
+            if _is_alive(int(owner[2]), owner[3]) if owner is not None and here else _changed_lately(entry.path):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                os.unlink(entry.path)
+            removed.append(entry.name)
+    return removed
+
+
+@functools.cache
+def _machine() -> str:
+    """The boot of this machine's kernel and the namespace of process numbers, in hexadecimal and decimal digits."""
+    boot, namespace = "0" * 8, 0
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    return f"{boot}-{namespace}"
+
+
+def _state_and_start(pid: int) -> tuple[str, str]:
+    """A process's state (`Z`: it has ended) and when it began, in ticks since the boot; empty and 0 if unknown."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return fields[0].decode(), fields[19].decode()
+    except (OSError, IndexError):
+        return "", "0"
+
+
+def _is_alive(pid: int, started: str) -> bool:
+    """Whether the process that began at `started` lives; also where only somebody else may look at it."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    state, start = _state_and_start(pid)
+    return state != "Z" and start in (started, "0")
+
+
+def _changed_lately(path: str) -> bool:
+    """Whether a file, or what is directly inside a folder, changed within `LEFT_BEHIND_SECONDS`."""
+    times = [os.lstat(path).st_mtime]
+    if os.path.isdir(path):
+        times += [entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(path)]
+    return time.time() - max(times) < LEFT_BEHIND_SECONDS
 
 
 def write_json(path: str | os.PathLike[str], value: Any, *, durable: bool = True) -> None:

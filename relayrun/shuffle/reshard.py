@@ -23,13 +23,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from relayrun.errors import InputError
-from relayrun.files import replaced_folder
+from relayrun.files import remove_leftovers, replaced_folder, temporary_prefix
 from relayrun.shuffle.buckets import Buckets, InMemory, OnDisk, Partition, keyed, scatter
 from relayrun.shuffle.lengths import Lengths, draw
 from relayrun.shuffle.output import FileForm, Shuffled
 from relayrun.tokenization.dumps.split import find_files
 from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.readers import stores
+from relayrun.tokenization.readers.formats import SUFFIXES
 from relayrun.tokenization.readers.rows import RowFile, look_at
 
 PICTURE = "lengths.png"
@@ -141,9 +142,10 @@ def reshard(options: ReshardOptions) -> int:
     Raises InputError if `output` exists, a file is torn or has other columns, or memory does not suffice.
     """
     plan = make_plan(options, tasks=1)
+    remove_leftovers(options.temp_dir or tempfile.gettempdir(), shared=True)
     with (
         replaced_folder(options.output) as building,
-        tempfile.TemporaryDirectory(prefix="reshard-", dir=options.temp_dir) as folder,
+        tempfile.TemporaryDirectory(prefix=f"{temporary_prefix()}reshard-", dir=options.temp_dir) as folder,
     ):
         work = Path(folder)
         buckets: Buckets | None = _in_memory(plan)
@@ -170,7 +172,7 @@ def make_plan(options: ReshardOptions, *, tasks: int) -> Plan:
         raise InputError("the output would lie in the dataset folder, and join its files", where=options.output)
     found = find_files(folder)
     if not found:
-        raise InputError("no parquet or jsonl file below this folder", where=folder)
+        raise InputError(f"no file below this folder ends in {', '.join(SUFFIXES)}", where=folder)
     files = look_at([(stores.join(folder, file.path), file.size) for file in found], options.column)
     size = sum(file.size for file in files)
     workers = tasks * options.threads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import typing
 
-from relayrun.tokenization.options import AppendEod, EngineName, OnError, TokenizeOptions, checked
+from relayrun.tokenization.options import FORMER_ON_ERROR, AppendEod, EngineName, OnError, TokenizeOptions, checked
 
 FLAGS = {name: f"--{name.replace('_', '-')}" for name in TokenizeOptions.model_fields} | {
     "tokenizer": "--tokenizer-name-or-path",
@@ -75,8 +75,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         FLAGS["on_error"],
-        choices=typing.get_args(OnError),
-        help="skip: leave out files that cannot be read (default: %(default)s)",
+        choices=(*typing.get_args(OnError), *FORMER_ON_ERROR),
+        metavar=f"{{{','.join(typing.get_args(OnError))}}}",
+        help="leave out files that cannot be read, or lines without a text in UTF-8 (default: %(default)s)",
     )
     parser.add_argument(FLAGS["cache_dir"], metavar="C", help="where tokenizers of the Hugging Face hub are kept")
     fields = TokenizeOptions.model_fields.items()

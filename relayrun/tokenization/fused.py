@@ -22,9 +22,10 @@ from relayrun.tokenization.encode.split_points import Places, places, split_poin
 from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.progress import Progress
 from relayrun.tokenization.readers.columns import read_column
+from relayrun.tokenization.readers.faults import LineFaults
 from relayrun.tokenization.readers.inputs import InputFile, stat_inputs
 from relayrun.tokenization.readers.spill import let_go
-from relayrun.tokenization.readers.stores import is_url, join, printable
+from relayrun.tokenization.readers.stores import MissingInput, is_url, join, printable
 from relayrun.tokenization.readers.texts import Texts
 from relayrun.tokenization.record import Skipped, TaskRecord, fingerprint
 
@@ -72,14 +73,19 @@ def tokenize_part(job: Job, part: Part) -> TaskRecord:
     try:
         for file in part.inputs:
             mark, before = shard.mark(), record.counts()
+            faults = LineFaults(skip=job.options.skips_lines)
             try:
-                _tokenize_file(job, file, engine, shard, record, progress)
+                known = _tokenize_file(job, file, engine, shard, record, progress, faults)
+                record.add_faults(faults)
             except InputError as error:
-                if job.options.on_error != "skip":
+                if not job.options.skips_files:
                     raise
                 shard.rollback(mark)
                 record.restore(before)
-                record.skipped.append(Skipped(file=file[0], error=str(error)))
+                reason = "missing" if isinstance(error, MissingInput) else "unreadable"
+                record.skipped.append(Skipped(file=file[0], error=str(error), reason=reason))
+                known = ""
+            record.fingerprints.append(known)
         shard.finish()
     except BaseException:
         shard.abort()
@@ -92,11 +98,18 @@ def tokenize_part(job: Job, part: Part) -> TaskRecord:
 
 
 def _tokenize_file(
-    job: Job, file: InputFile, engine: Engine, shard: ShardWriter, record: TaskRecord, progress: Progress
-) -> None:
+    job: Job,
+    file: InputFile,
+    engine: Engine,
+    shard: ShardWriter,
+    record: TaskRecord,
+    progress: Progress,
+    faults: LineFaults,
+) -> str:
+    """Add the documents of a file to the shard; return its fingerprint. Raises InputError."""
     path = join(job.dataset, file[0])
-    record.fingerprints.append(fingerprint(path))
-    arrays = read_column(path, job.options.column, batch_bytes=job.options.batch_bytes, scratch=job.output)
+    options = job.options
+    arrays = read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output, faults=faults)
     for texts in _batches(_gathered(arrays, job), job, record):
         where = _places(job.definition, job.fingerprint) if texts.used.size > job.options.batch_bytes else None
         if where is not None:  # one text alone
@@ -112,8 +125,10 @@ def _tokenize_file(
         progress.say(documents=record.documents, tokens=shard.tokens)
         del texts  # a long one is not kept while the next is read
     progress.bytes_read += file[1]
+    known = fingerprint(path)  # when it is read, so that its bytes are still in memory
     if stat_inputs(job.dataset, [file[0]]) != [file]:
         raise InputError("this file was changed while it was read", where=printable(path), hint="run again")
+    return known
 
 
 def _tokenize_long(text: Texts, where: Places, framing: Framing, engine: Engine, shard: ShardWriter) -> bool:
@@ -185,7 +200,7 @@ def sample(job_column: str, paths: list[str], *, most_bytes: int, scratch: str |
     for path in chosen:
         left = most_bytes // len(chosen)
         try:
-            for array in read_column(path, job_column, batch_bytes=left, scratch=scratch):
+            for array in read_column(path, job_column, batch_bytes=left, scratch=scratch, faults=LineFaults(skip=True)):
                 for piece in Texts.from_arrow(array.drop_null()).views():
                     if left > 0 and piece:
                         texts.append(str(piece[:left], "utf-8", "ignore"))  # the cut may split a character

@@ -6,6 +6,8 @@ datatrove step all end in a `TokenizeOptions`.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -14,13 +16,29 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from relayrun.config.section import Positive, Section
 from relayrun.errors import InputError
 
+log = logging.getLogger(__name__)
+
 AppendEod = Literal["yes", "no", "auto"]
 EngineName = Literal["auto", "huggingface", "fastokens", "gigatoken"]
-OnError = Literal["stop", "skip"]
+OnError = Literal["fail", "skip-file", "skip-line"]
+
+FORMER_ON_ERROR = {"stop": "fail", "skip": "skip-file"}
+"""Values of `on_error` of earlier versions, and what they are now."""
 
 
 def _yes_or_no(value: object) -> object:
     return ("yes" if value else "no") if isinstance(value, bool) else value
+
+
+@functools.cache
+def _renamed(former: str) -> str:
+    """What a former value of `on_error` is called now, with a warning."""
+    log.warning("on_error: %r is called %r now", former, FORMER_ON_ERROR[former])
+    return FORMER_ON_ERROR[former]
+
+
+def _of_now(value: object) -> object:
+    return _renamed(value) if isinstance(value, str) and value in FORMER_ON_ERROR else value
 
 
 def _some(workers: int) -> int:
@@ -61,11 +79,22 @@ class TokenizeOptions(Section):
     batch_bytes: Positive = 4_000_000
     """Bytes of UTF-8 that a worker tokenizes at a time, at most; a longer document is alone, in pieces. See `relayrun
     dumps tune`."""
-    on_error: OnError = "stop"
-    """What becomes of a file that cannot be read. stop: an error, once the others are done. skip: left
-    out and noted."""
+    on_error: Annotated[OnError, BeforeValidator(_of_now)] = "fail"
+    """What becomes of what cannot be read. fail: an error, once the other shards are done. skip-file: the whole file is
+    left out and noted. skip-line: a line or row without a text in UTF-8 is left out and counted, and a file that cannot
+    be read at all is left out."""
     cache_dir: str | None = None
     """The folder that tokenizers of the Hugging Face hub are kept in; None: the hub's own."""
+
+    @property
+    def skips_lines(self) -> bool:
+        """Whether a bad line is left out."""
+        return self.on_error == "skip-line"
+
+    @property
+    def skips_files(self) -> bool:
+        """Whether a bad file is left out."""
+        return self.on_error not in ("fail", "stop")  # a job of an earlier version has its word in a pickle
 
     @classmethod
     def default(cls, name: str) -> Any:

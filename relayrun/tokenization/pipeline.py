@@ -7,12 +7,14 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun.errors import InputError, RelayrunError
-from relayrun.files import write_atomic
+from relayrun.files import remove_leftovers, write_atomic
 from relayrun.tokenization import progress
 from relayrun.tokenization.encode.engines import select
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
@@ -20,6 +22,7 @@ from relayrun.tokenization.fused import Job, Part, engine_of_this_process, sampl
 from relayrun.tokenization.locks import locked
 from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.pool import one_thread, run_tasks
+from relayrun.tokenization.readers.faults import by_reason
 from relayrun.tokenization.readers.inputs import InputFile, read_paths_file, stat_inputs
 from relayrun.tokenization.readers.stores import join
 from relayrun.tokenization.record import ShardFolder, TaskRecord
@@ -44,6 +47,8 @@ class Result:
     routed_documents: int
     """Documents that the fast engine was not trusted with."""
     skipped_files: int
+    bad_lines: dict[str, int]
+    """Lines that were left out, by reason."""
     output_bytes: int
     """Bytes of all .bin files."""
     workers: int
@@ -58,6 +63,7 @@ class Result:
             f"({self.input_bytes / 1e9:.3f} GB) in {self.seconds:.1f} s\n"
             f"dropped: {self.empty_documents:,} empty and {self.null_documents:,} null documents"
             + (f"\nleft out: {self.skipped_files:,} files that cannot be read" if self.skipped_files else "")
+            + (f"\nleft out: {by_reason(self.bad_lines)}" if self.bad_lines else "")
         )
 
 
@@ -80,13 +86,15 @@ def tokenize(
     one_thread()
     names = read_paths_file(paths_file)
     source = os.fspath(dataset)
-    inputs = {file[0]: file for file in stat_inputs(source, names)}
+    inputs = {file[0]: file for file in stat_inputs(source, names, missing_ok=options.skips_files)}
     output = Path(os.path.abspath(output_folder))
     output.mkdir(parents=True, exist_ok=True)
     logs = Path(os.path.abspath(logging_dir)) if logging_dir is not None else output / "logs"
     with locked(output / ".lock", wait=False) as held:
         if not held:
             raise RelayrunError("another process is writing shards here", where=output)
+        for folder_of_ours in (output, logs):
+            remove_leftovers(folder_of_ours)
         with _one_download(options.cache_dir):
             tokenizer = load_tokenizer(options)
         framing = tokenizer.framing(keep_empty=options.keep_empty)
@@ -104,8 +112,8 @@ def tokenize(
             names,
         )
         parts = [Part(name=name, inputs=tuple(inputs[file] for file in files)) for name, files in folder.parts.items()]
-        todo = [part for part in parts if not folder.is_done(part.name, part.inputs, source)]
         workers = min(len(parts) if options.workers == -1 else options.workers, len(parts))
+        todo = _to_do(folder, parts, source, workers)
         for part in todo:
             folder.drop(part.name)
             folder.tasks.pop(part.name, None)
@@ -140,6 +148,9 @@ def tokenize(
                 print(f"{part.name}: {task.documents:,} documents, {task.tokens:,} tokens", flush=True)
                 for skipped in task.skipped:
                     log.warning("left out: %s", skipped.error)
+                if task.bad_lines:
+                    first = task.bad_line_examples[0]
+                    log.warning("%s: left out: %s, the first is %s", part.name, by_reason(task.bad_lines), first)
 
             try:
                 run_tasks(functools.partial(tokenize_part, job), todo, workers, on_done, where=output)
@@ -155,6 +166,16 @@ def tokenize(
             hint=f"is {options.column!r} the column of the text?",
         )
     return result
+
+
+def _to_do(folder: ShardFolder, parts: Sequence[Part], source: str, threads: int) -> list[Part]:
+    """The parts that are not done; says why one is made again. Every file of a finished shard is read once."""
+    with ThreadPoolExecutor(threads) as pool:
+        faults = list(pool.map(lambda part: folder.fault(part.name, part.inputs, source), parts))
+    for part, fault in zip(parts, faults, strict=True):
+        if fault is not None and part.name in folder.tasks:
+            log.warning("%s is made again: %s", part.name, fault)
+    return [part for part, fault in zip(parts, faults, strict=True) if fault is not None]
 
 
 @contextlib.contextmanager
@@ -181,6 +202,7 @@ def _result(
         null_documents=sum(task.null_documents for task in tasks),
         routed_documents=sum(task.routed_documents for task in tasks),
         skipped_files=sum(len(task.skipped) for task in tasks),
+        bad_lines=dict(sum((Counter(task.bad_lines) for task in tasks), Counter())),
         output_bytes=sum(file.stat().st_size for file in folder.path.glob("*.bin")),
         workers=workers,
         tasks_run=tasks_run,

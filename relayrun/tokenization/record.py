@@ -4,8 +4,8 @@
     parts      by shard: the files that it is to hold; files that join the dump later get shards of their own
     shards     by shard that is done: a TaskRecord
 
-A task counts as done if its inputs are unchanged and its shard opens with the tokens noted here. So a run
-that was cut goes on where it was, and a file that was mended is tokenized again alone.
+A task counts as done if its inputs are unchanged and its shard has the checksums noted here. So a run that was cut
+goes on where it was, a file that was mended is tokenized again alone, and so is a shard that was damaged.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,21 +22,26 @@ from typing import Any
 
 from relayrun.errors import InputError
 from relayrun.files import read_json, write_atomic
+from relayrun.shards.checksum import checksum_of
 from relayrun.shards.indexed import Shard
+from relayrun.tokenization.readers.faults import MOST_EXAMPLES, LineFaults
 from relayrun.tokenization.readers.inputs import InputFile
-from relayrun.tokenization.readers.stores import join, open_input
+from relayrun.tokenization.readers.stores import is_url, join, open_input, printable
 
 NAME = "tokenization.json"
 FORMAT = "relayrun tokenization, version 3"
-_FINGERPRINT_BYTES = 65_536
+_END_BYTES = 65_536
+_WHOLE, _ENDS = "xxh3-128:", "ends:"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Skipped:
-    """A file that was left out, with `--on-error skip`."""
+    """A file that was left out, with `--on-error skip-file` or `skip-line`."""
 
     file: str
     error: str
+    reason: str = "unreadable"
+    """In few words: such files are counted together."""
 
 
 @dataclass(kw_only=True)
@@ -44,7 +50,7 @@ class TaskRecord:
 
     inputs: list[InputFile]
     fingerprints: list[str] = field(default_factory=list)
-    """The fingerprint of each input, see `fingerprint`."""
+    """The fingerprint of each input, see `fingerprint`; empty for one that was left out."""
     documents: int = 0
     tokens: int = 0
     empty_documents: int = 0
@@ -56,6 +62,10 @@ class TaskRecord:
     xxh3_128: dict[str, str] = field(default_factory=dict)
     """Checksums of the .bin and the .idx."""
     skipped: list[Skipped] = field(default_factory=list)
+    bad_lines: dict[str, int] = field(default_factory=dict)
+    """Lines and rows that were left out, with `--on-error skip-line`, by reason."""
+    bad_line_examples: list[str] = field(default_factory=list)
+    """The first of them, each with its place."""
     started: float = 0.0
     """Seconds since 1970."""
     seconds: float = 0.0
@@ -67,16 +77,46 @@ class TaskRecord:
     def restore(self, counts: tuple[int, int, int]) -> None:
         self.documents, self.empty_documents, self.null_documents = counts
 
+    def add_faults(self, faults: LineFaults) -> None:
+        """Note the lines of one more file that were left out."""
+        self.bad_lines = dict(Counter(self.bad_lines) + Counter(faults.counts))
+        self.bad_line_examples = (self.bad_line_examples + faults.examples)[:MOST_EXAMPLES]
+
 
 def fingerprint(path: str) -> str:
-    """The sha256 of a file's first and last 64 KiB: the footer of a parquet file lies there."""
+    """What identifies the bytes of a file.
+
+    A local file: `xxh3-128:` and the checksum of all of it, read once more from memory. Below a URL, where that would
+    fetch it twice: `ends:` and the sha256 of its first and last 64 KiB. Empty: it cannot be read, or is a pipe.
+    """
+    if not is_url(path):
+        with contextlib.suppress(OSError):
+            return _WHOLE + checksum_of(path) if os.path.isfile(path) else ""
+        return ""
     digest = hashlib.sha256()
-    with contextlib.suppress(OSError), open_input(path) as file:  # reading it will tell what is wrong
-        digest.update(file.read(_FINGERPRINT_BYTES))
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(0, end - _FINGERPRINT_BYTES))
-        digest.update(file.read())
-    return digest.hexdigest()
+    try:
+        with open_input(path) as file:
+            digest.update(file.read(_END_BYTES))
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - _END_BYTES))
+            digest.update(file.read())
+    except (OSError, InputError):
+        return ""
+    return _ENDS + digest.hexdigest()
+
+
+def is_same(path: str, now: InputFile, then: InputFile, known: str) -> bool:
+    """Whether an input is what it was when it was read, with the fingerprint `known`.
+
+    Size and time of change alone are looked at where the time is known and the same. Where it is another one, all bytes
+    must be the same: fingerprints of the ends alone, of URLs and of earlier versions, cannot tell that.
+    """
+    if now[:2] != then[:2]:
+        return False
+    if now[2] != then[2]:
+        return known.startswith(_WHOLE) and fingerprint(path) == known
+    no_time = now[2] == 0 and known.startswith(_ENDS)
+    return not no_time or fingerprint(path) == known
 
 
 class ShardFolder:
@@ -131,21 +171,31 @@ class ShardFolder:
         for number in range(count):
             self.parts[shard_name(first + number)] = new[number::count]
 
-    def is_done(self, name: str, inputs: Sequence[InputFile], dataset: str) -> bool:
-        """Whether shard `name` is made of exactly these inputs, and whole.
+    def fault(self, name: str, inputs: Sequence[InputFile], dataset: str) -> str | None:
+        """Why shard `name` must be made (again); None where it is made of exactly these inputs, and whole.
 
-        An input whose time of change alone is another counts as unchanged if its fingerprint is the same.
+        Its files are read in full: a checksum that is not that of the record is a fault.
         """
         task = self.tasks.get(name)
-        if task is None or [file[:2] for file in task.inputs] != [file[:2] for file in inputs]:
-            return False
-        for now, then, digest in zip(inputs, task.inputs, task.fingerprints, strict=True):
-            if now != then and fingerprint(join(dataset, now[0])) != digest:
-                return False
+        if task is None:
+            return "not made yet"
+        if [file[0] for file in task.inputs] != [file[0] for file in inputs]:
+            return "it is to hold other files"
+        known = [*task.fingerprints, *[""] * (len(inputs) - len(task.fingerprints))]
+        for now, then, digest in zip(inputs, task.inputs, known, strict=True):
+            if not is_same(join(dataset, now[0]), now, then, digest):
+                return f"{printable(now[0])} is not what it was"
+        if task.tokens == 0:
+            return None
         try:
-            return task.tokens == 0 or Shard.open(self.path / name).tokens == task.tokens
-        except InputError:
-            return False
+            if Shard.open(self.path / name).tokens != task.tokens:
+                return "it has another number of tokens than its record says"
+        except InputError as error:
+            return error.message
+        for suffix, digest in task.xxh3_128.items():
+            if checksum_of(self.path / f"{name}.{suffix}") != digest:
+                return f"its .{suffix} is not what its record says (xxh3-128)"
+        return None
 
     def drop(self, name: str) -> None:
         """Remove what there is of shard `name`, the .idx first: a .bin alone is no shard."""

@@ -17,7 +17,7 @@ def main() -> int:
         required=True,
         metavar="D",
         help="a folder, or a URL that fsspec knows (s3://bucket/x), searched for parquet, "
-        "jsonl, jsonl.gz and jsonl.zst files",
+        "JSON lines (.jsonl, .json, also .gz and .zst), .csv(.gz) and .arrow files",
     )
     parser.add_argument(
         "--preprocessing-metadata-folder",

@@ -115,7 +115,7 @@ def test_a_dump_that_failed_is_named_until_it_is_done(settings: TokenizationSett
 def test_files_that_were_left_out_are_named(settings: TokenizationSettings) -> None:
     (Path(settings.metadata_folder) / "raw-dataset-link" / "a.parquet").write_bytes(b"torn")
     with pytest.raises(InputError, match="no document with text"):
-        tokenize_dump(settings.model_copy(update={"on_error": "skip"}), 0)
+        tokenize_dump(settings.model_copy(update={"on_error": "skip-file"}), 0)
     assert "dump 0 left out: " in table(read_status(settings.metadata_folder))
 
 

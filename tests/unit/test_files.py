@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from relayrun.errors import InputError, run_main
-from relayrun.files import append_line, read_lines, write_atomic
+from relayrun.files import append_line, read_lines, remove_leftovers, temporary_prefix, write_atomic
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,3 +65,66 @@ def test_a_program_says_its_warnings_once_and_leaves_other_loggers_alone(
     assert run_main(lambda: run_main(main)) == 0
     assert capsys.readouterr().err == "warning: disk is slow\nerror: it is full\nplain\n"
     assert logging.getLogger().handlers == handlers
+
+
+KILLED = """
+import os, signal, sys
+from relayrun.files import whole_file
+with whole_file(sys.argv[1]) as temporary:
+    print(temporary, flush=True)
+    os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+"""
+
+
+def half_written(target: Path, number: str) -> tuple[subprocess.Popen[str], Path]:
+    """A process inside `whole_file` that a signal has ended, or stopped; and its temporary file."""
+    process = subprocess.Popen([sys.executable, "-c", KILLED, target, number], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout:
+        return process, Path(process.stdout.readline().strip())
+
+
+def test_what_a_killed_process_left_goes_and_what_a_living_one_writes_stays(tmp_path: Path) -> None:
+    killed, left = half_written(tmp_path / "a", "SIGKILL")
+    living, written = half_written(tmp_path / "b", "SIGSTOP")
+    try:
+        os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
+        (tmp_path / "mine").write_text("x")
+        (tmp_path / ".tmp-notes").write_text("x")
+        assert left.exists()
+        assert written.exists()
+        assert remove_leftovers(tmp_path) == [left.name]
+        killed.wait()
+        assert sorted(os.listdir(tmp_path)) == sorted([".tmp-notes", "mine", written.name])
+    finally:
+        living.kill()
+        killed.wait()
+        living.wait()
+    assert remove_leftovers(tmp_path, shared=True) == [written.name]
+    assert remove_leftovers(tmp_path / "nowhere") == []
+
+
+def test_a_number_that_another_process_has_got_since_is_no_owner(tmp_path: Path) -> None:
+    ours = temporary_prefix()
+    _, boot, namespace, pid, started, _ = ours.split("-")
+    assert pid == str(os.getpid())
+    reused = f".tmp-{boot}-{namespace}-{pid}-{int(started) - 1}-reused"
+    for name in (f"{ours}living", reused):
+        (tmp_path / name).mkdir()
+    assert remove_leftovers(tmp_path) == [reused]
+
+
+@pytest.mark.parametrize("name", [".tmp-01234567-4026531836-1-2-there", ".tmp-ab_d3f7h"])
+def test_what_may_belong_to_another_node_stays_for_a_day(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "part").write_text("x")
+    day = 86_400
+    long_ago, lately = time.time() - day - 100, time.time() - day + 1000
+    for path in (tmp_path / name / "part", tmp_path / name):
+        os.utime(path, (long_ago, long_ago))
+    os.utime(tmp_path / name / "part", (lately, lately))
+    assert remove_leftovers(tmp_path) == []
+    os.utime(tmp_path / name / "part", (long_ago, long_ago))
+    assert remove_leftovers(tmp_path, shared=True) == ([name] if "-" in name[5:] else [])
+    assert remove_leftovers(tmp_path) == ([] if "-" in name[5:] else [name])
+    assert os.listdir(tmp_path) == []

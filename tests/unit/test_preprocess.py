@@ -227,7 +227,7 @@ def test_shards_that_nobody_knows_are_not_mixed_in(run: Run, data: Path, out: Pa
         ("j.jsonl", b'{"text": "x"}\n{"txt": 1}\n', r"j\.jsonl:2: no column 'text'; there are: txt"),
         ("j.jsonl", b'{"text": 1}\n', r"j\.jsonl:1: 'text' holds int, not text"),
         ("j.jsonl", b"[]\n", r"j\.jsonl:1: this line is no JSON object"),
-        ("j.jsonl", b'{"text": "\\ud800"}\n', r"j\.jsonl:1: this line is not JSON"),
+        ("j.jsonl", b'{"text": "\\ud800"}\n', r"j\.jsonl:1: 'text' holds a lone surrogate"),
     ],
 )
 def test_a_bad_file_is_named_and_the_others_are_done(

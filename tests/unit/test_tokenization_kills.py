@@ -47,7 +47,7 @@ class Workplace:
         assert sorted(record["shards"]) == sorted(record["parts"])
         for name, task in record["shards"].items():
             assert Shard.open(out / name).tokens == task["tokens"]
-        assert not list(out.glob("*.tmp"))
+        assert not [*out.glob("*.tmp"), *out.rglob(".tmp-*")]
         return {file.name: file.read_bytes() for file in out.iterdir() if file.suffix in (".bin", ".idx")}
 
 
@@ -102,6 +102,19 @@ def test_a_kill_at_the_worst_moment_leaves_the_same_files(
     assert ("00003_tokens.idx" in names) == (point == "before the manifest record")
     assert "00003_tokens" not in json.loads((out / "tokenization.json").read_text())["shards"]
     assert workplace.finish(out) == undisturbed[0]
+
+
+@pytest.mark.slow
+def test_a_kill_while_the_record_is_written_leaves_nothing_behind(
+    workplace: Workplace, undisturbed: tuple[dict[str, bytes], float], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    where = "at = lambda a, b: str(b).endswith('tokenization.json'); after = False"
+    program = [sys.executable, "-c", KILLER.format(where=where), *workplace.command(out, workers=1)[1:]]
+    assert subprocess.run(program, capture_output=True, check=False).returncode == -signal.SIGKILL
+    assert list(out.rglob(".tmp-*"))
+    assert workplace.finish(out) == undisturbed[0]
+    assert not list(out.rglob(".tmp-*"))
 
 
 def kill_somewhere(workplace: Workplace, undisturbed: tuple[dict[str, bytes], float], out: Path, seed: int) -> None:

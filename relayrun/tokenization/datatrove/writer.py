@@ -18,7 +18,8 @@ from relayrun.shards.indexed import ShardWriter
 from relayrun.tokenization.encode.engines import Engine, select
 from relayrun.tokenization.encode.framing import Framing
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
-from relayrun.tokenization.options import AppendEod, EngineName, TokenizeOptions, checked
+from relayrun.tokenization.options import AppendEod, EngineName, OnError, TokenizeOptions, checked
+from relayrun.tokenization.readers.faults import BadLine, LineFaults
 from relayrun.tokenization.readers.texts import Texts
 from relayrun.tokenization.record import shard_name
 
@@ -38,6 +39,8 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
         eos_token, append_eod, keep_empty, cache_dir, batch_bytes: as in `TokenizeOptions`; None: as by default there.
         add_bos: its `bos`.
         engine: its `engine`; proven on the first batch of every process.
+        on_error: "fail", or "skip-line": a document without a text, or with one that cannot be written as UTF-8, is
+            left out and counted in the statistics. Files are the reader's.
         text_field: "text", or the name of a datatrove document's metadata that holds the text.
         batch_size: its `batch_documents`.
         path, model_identifier, tokenization_batch_size: other names of the first two and of batch_size.
@@ -56,6 +59,7 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
         add_bos: bool | None = None,
         keep_empty: bool | None = None,
         engine: EngineName | None = None,
+        on_error: OnError | None = None,
         text_field: str | None = None,
         cache_dir: str | None = None,
         batch_size: int | None = None,
@@ -75,6 +79,7 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
             "bos": add_bos,
             "keep_empty": keep_empty,
             "engine": engine,
+            "on_error": on_error,
             "column": text_field,
             "cache_dir": cache_dir,
             "batch_documents": batch_size,
@@ -82,6 +87,8 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
         }
         self.output_folder = os.fspath(_one("output_folder", output_folder, "path", path))
         self.options = checked({name: value for name, value in given.items() if value is not None}, _NAMES)
+        if self.options.skips_files and not self.options.skips_lines:
+            raise InputError("on_error is 'fail' or 'skip-line' here: the reader of a pipeline decides about files")
 
     def run(self, data: Iterable[Document] | None, rank: int = 0, world_size: int = 1) -> None:
         """Write the shard of task `rank`; datatrove calls this. Raises InputError where a document has no text."""
@@ -113,12 +120,16 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
         size = 0
         for document in data:
             text: Any = document.text if options.column == "text" else document.metadata.get(options.column)
-            if not isinstance(text, str):
-                raise InputError(f"document {document.id} has no text in {options.column!r}")
+            try:
+                length = _utf8_length(text, options.column)
+            except BadLine as bad:
+                faults = LineFaults(skip=options.skips_lines)
+                faults.add(bad, f"document {document.id}")
+                self.stat_update(*(f"left out: {reason}" for reason in faults.counts))
+                continue
             if not text and not options.keep_empty:
                 self.stat_update("empty documents")
                 continue
-            length = len(text.encode())
             if texts and (len(texts) >= options.batch_documents or size + length > options.batch_bytes):
                 yield Texts.of(texts)
                 texts, size = [], 0
@@ -126,6 +137,16 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
             size += length
         if texts:
             yield Texts.of(texts)
+
+
+def _utf8_length(text: Any, column: str) -> int:
+    if not isinstance(text, str):
+        raise BadLine("not text", f"it has no text in {column!r}")
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        found = f"\\u{ord(text[error.start]):04x}"
+        raise BadLine("lone surrogate", f"{column!r} holds a lone surrogate ({found})") from None
 
 
 _NAMES = {name: name for name in TokenizeOptions.model_fields} | {

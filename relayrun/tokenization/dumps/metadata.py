@@ -23,7 +23,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relayrun.errors import InputError, RelayrunError
-from relayrun.files import append_line, fsync_directory, read_json, read_lines, write_json
+from relayrun.files import (
+    append_line,
+    fsync_directory,
+    read_json,
+    read_lines,
+    remove_leftovers,
+    temporary_prefix,
+    write_json,
+)
 from relayrun.scheduler.slurm import Slurm
 from relayrun.tokenization.locks import locked
 from relayrun.tokenization.readers import stores
@@ -36,7 +44,7 @@ def replace_link(link: Path, target: str) -> None:
     """Make `link` point to `target`, in one step. Raises InputError if something else than a link is there."""
     if link.exists() and not link.is_symlink():
         raise InputError("a link is to be made here, but there is a file or folder", where=link)
-    with tempfile.TemporaryDirectory(dir=link.parent, prefix=".tmp-") as folder:
+    with tempfile.TemporaryDirectory(dir=link.parent, prefix=temporary_prefix()) as folder:
         fresh = os.path.join(folder, "link")
         os.symlink(target, fresh)
         os.replace(fresh, link)
@@ -91,6 +99,7 @@ class MetadataFolder:
                     where=self.path,
                     hint="wait until it has ended",
                 )
+            remove_leftovers(self.path)
             yield
 
     @contextlib.contextmanager

@@ -19,13 +19,11 @@ from relayrun.errors import InputError, RelayrunError
 from relayrun.files import fsync_directory, write_atomic
 from relayrun.tokenization.dumps.metadata import MetadataFolder, replace_link
 from relayrun.tokenization.readers import stores
+from relayrun.tokenization.readers.formats import SUFFIXES, is_data_file
 from relayrun.tokenization.readers.inputs import paths_file_bytes, read_paths_file
 from relayrun.tokenization.readers.stores import printable
 
 log = logging.getLogger(__name__)
-
-SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst")
-"""The endings of the files that are read, in any case of letters."""
 
 BYTES_PER_DUMP = 150_000_000_000
 """Without a number of dumps: about an hour of a large node."""
@@ -66,7 +64,7 @@ def find_files(
 
     def is_wanted(path: str) -> bool:
         return (
-            path.lower().endswith(SUFFIXES)
+            is_data_file(path)
             and (not filter_in or any(text in path for text in filter_in))
             and not any(text in path for text in filter_out)
         )

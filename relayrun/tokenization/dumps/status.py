@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from relayrun.files import read_json
 from relayrun.tokenization import progress
 from relayrun.tokenization.dumps.metadata import MetadataFolder
 from relayrun.tokenization.progress import STALE_SECONDS, Running
+from relayrun.tokenization.readers.faults import MOST_EXAMPLES, by_reason
 from relayrun.tokenization.record import NAME
 
 ERROR_FILE = "error.txt"
@@ -53,6 +55,10 @@ class DumpStatus:
     """What was wrong with files that were left out."""
     error: str | None
     """Why it failed."""
+    bad_lines: Mapping[str, int] = field(default_factory=dict)
+    """Lines that were left out, by reason."""
+    bad_line_examples: tuple[str, ...] = ()
+    """The first of them."""
 
     @property
     def tokens(self) -> int:
@@ -127,7 +133,7 @@ def table(dumps: Sequence[DumpStatus]) -> str:
                 _rate(d.core_rate),
                 _duration(left),
                 d.nodes or "-",
-                f"{len(d.skipped)} files",
+                _left_out([d]),
             )
         )
     now = sum(dump.node_rate for dump in dumps if dump.running)
@@ -143,7 +149,7 @@ def table(dumps: Sequence[DumpStatus]) -> str:
             _rate(tokens / seconds if seconds > 0 else 0.0),
             _duration(seconds_left(dumps, tokens_per_byte=density, rate=now)),
             f"{len({task.node for d in dumps for task in d.running})} nodes",
-            f"{sum(len(d.skipped) for d in dumps)} files",
+            _left_out(dumps),
         )
     )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -199,6 +205,18 @@ def _failures(dumps: Iterable[DumpStatus]) -> Iterable[str]:
         for error in dump.skipped:
             yield f"dump {dump.index} left out: {error}"
 
+        if dump.bad_lines:
+            examples = "; ".join(dump.bad_line_examples)
+            yield f"dump {dump.index} left out: {by_reason(dump.bad_lines)}, for example {examples}"
+
+
+def _left_out(dumps: Iterable[DumpStatus]) -> str:
+    files, lines = (
+        sum(len(dump.skipped) for dump in dumps),
+        sum(sum(dump.bad_lines.values()) for dump in dumps),
+    )
+    return f"{files} files" + (f", {lines:,} lines" if lines else "")
+
 
 def _rate(tokens_per_second: float) -> str:
     return f"{tokens_per_second / 1e6:.2f}" if tokens_per_second else "-"
@@ -243,6 +261,10 @@ def _dump(metadata: MetadataFolder, index: int, now: float, *, done: bool, size:
         silent=silent,
         skipped=tuple(file["error"] for task in shards.values() for file in task["skipped"]),
         error=error,
+        bad_lines=sum((Counter(task.get("bad_lines", {})) for task in shards.values()), Counter()),
+        bad_line_examples=tuple(e for task in shards.values() for e in task.get("bad_line_examples", []))[
+            :MOST_EXAMPLES
+        ],
     )
 
 

@@ -20,13 +20,13 @@ import psutil
 
 from relayrun import ROOT
 from relayrun.errors import InputError, RelayrunError
-from relayrun.files import read_json
+from relayrun.files import read_json, remove_leftovers, temporary_prefix
 from relayrun.tokenization import progress
 from relayrun.tokenization.dumps.metadata import MetadataFolder
-from relayrun.tokenization.dumps.split import SUFFIXES
 from relayrun.tokenization.flags import to_flags
 from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.readers import stores
+from relayrun.tokenization.readers.formats import SUFFIXES
 from relayrun.tokenization.readers.inputs import paths_file_bytes, read_paths_file
 from relayrun.tokenization.record import NAME
 
@@ -84,12 +84,13 @@ def tune(
         raise InputError("there are no dumps here", where=metadata.path, hint="prepare_dumps.py makes them")
     dataset = metadata.dataset()
     names = read_paths_file(paths_files[0])
+    remove_leftovers(temp_dir or tempfile.gettempdir(), shared=True)
     trials = []
     for count in workers:
         for size in batch_bytes:
             tried = options.model_copy(update={"tasks": count, "workers": count, "batch_bytes": size})
             with tempfile.TemporaryDirectory(
-                dir=temp_dir, prefix="relayrun-tune-", ignore_cleanup_errors=True
+                dir=temp_dir, prefix=f"{temporary_prefix()}tune-", ignore_cleanup_errors=True
             ) as place:
                 trials.append(_trial(Path(place), dataset, names, tried, seconds))
             report(trials[-1])
@@ -188,7 +189,7 @@ def _link(files: Sequence[str], folder: Path, *, least: int, most_bytes: float) 
     while len(names) < least or (total < most_bytes and len(names) < _LINKS):
         file = files[len(names) % len(files)]
         total += os.stat(file).st_size
-        suffix = next(suffix for suffix in SUFFIXES if file.lower().endswith(suffix))
+        suffix = max((each for each in SUFFIXES if file.lower().endswith(each)), key=len)
         names.append(f"{len(names):06d}{suffix}")
         os.symlink(file, folder / names[-1])
     return names

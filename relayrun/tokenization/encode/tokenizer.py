@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 
 from relayrun.errors import InputError
 from relayrun.shards.indexed import token_dtype
+from relayrun.tokenization.encode.convert import check_convertible, check_is_no_source
 from relayrun.tokenization.encode.framing import Framing
 from relayrun.tokenization.options import AppendEod, TokenizeOptions
 
@@ -65,6 +66,8 @@ class DocumentTokenizer:
 def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
     """Load a tokenizer.json file, a folder that holds one, or a name on the Hugging Face hub, as `options` say.
 
+    What a folder holds in place of a tokenizer.json is converted, where that is exact (see `convert`).
+
     The EOS is `eos_token`, or what the configuration beside the tokenizer names, or the one usual name
     among its special tokens; without any, `append_eod` "yes" is an error and "auto" a warning. The BOS is
     what the configuration names. Files of the hub are downloaded once per node; the hub's token comes from the
@@ -77,6 +80,10 @@ def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
     if file.is_file():
         tokenizer = _from_file(file)
         configured = _Configured(eos=_configured(file.parent, "eos_token"), bos=_configured(file.parent, "bos_token"))
+    elif path.is_dir():
+        check_convertible(path)
+        tokenizer, size, configured = _from_transformers(os.path.abspath(path), options.cache_dir)
+        log.warning("%s: there is no tokenizer.json; transformers converted the tokenizer", path)
     elif path.is_absolute() or name_or_path.startswith(".") or path.suffix == ".json":
         raise InputError("there is no such tokenizer file", where=file)
     else:
@@ -140,6 +147,7 @@ def _from_file(file: Path) -> Tokenizer:
     try:
         return Tokenizer.from_buffer(file.read_bytes())
     except Exception as error:  # the library raises Exception itself
+        check_is_no_source(file)
         raise InputError(f"not a tokenizer.json of the tokenizers library: {error}", where=file) from None
 
 
@@ -147,7 +155,8 @@ def _from_transformers(name: str, cache_dir: str | None) -> tuple[Tokenizer, int
     from transformers import AutoTokenizer  # seconds to import, and needed for hub names alone
 
     try:
-        loaded: Any = AutoTokenizer.from_pretrained(name, cache_dir=cache_dir)
+        # code that comes with a tokenizer is neither run nor asked about
+        loaded: Any = AutoTokenizer.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, ImportError, ... by what is missing
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(

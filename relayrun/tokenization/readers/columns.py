@@ -9,32 +9,46 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from relayrun.errors import InputError
-from relayrun.tokenization.readers.jsonlines import MOST_ROWS, no_column, read_jsonl
-from relayrun.tokenization.readers.stores import open_input, printable
+from relayrun.tokenization.readers.csvrows import read_csv
+from relayrun.tokenization.readers.faults import LineFaults
+from relayrun.tokenization.readers.formats import compression_of, kind_of
+from relayrun.tokenization.readers.jsonlines import MOST_ROWS, read_jsonl
+from relayrun.tokenization.readers.rowtext import find_field, row_name, text_of, valid
+from relayrun.tokenization.readers.stores import MissingInput, open_input, printable
 
 _MOST_REPEATED_ROWS = 128
 """Rows of an array where the file may hold a text once for many rows, so that its size says little of theirs."""
 
 _READ_AHEAD = 1 << 20
 
+_ARROW_FILE = b"ARROW1"
+"""An IPC file begins so, an IPC stream does not."""
 
-def read_column(path: str, column: str, *, batch_bytes: int, scratch: str | None = None) -> Iterator[pa.Array]:
+
+def read_column(
+    path: str, column: str, *, batch_bytes: int, scratch: str | None = None, faults: LineFaults | None = None
+) -> Iterator[pa.Array]:
     """String or large_string arrays of all rows of a file, in order, nulls kept, of about `batch_bytes` each.
 
     The kind of file is known by its suffix. `column` is a name, or names with dots for a nested field; a name
     that holds the dots itself comes first. `scratch`: a folder for texts of jsonl files that are too long for memory.
-    Raises InputError naming the file, and the line of a jsonl file.
+    All texts are UTF-8. Raises InputError naming the file and the line, or the row group and the row, of what is not,
+    unless `faults` leaves such lines out; and InputError naming a file that cannot be read at all.
     """
-    name = path.lower()
+    faults = faults or LineFaults()
+    kind = kind_of(path)
     try:
         with open_input(path) as raw:
-            if name.endswith(".parquet"):
-                yield from _read_parquet(raw, path, column, batch_bytes)
+            if kind == "parquet":
+                yield from _read_parquet(raw, path, column, batch_bytes, faults)
+            elif kind == "arrow":
+                yield from _read_arrow(raw, path, column, faults)
+            elif kind == "csv":
+                yield from read_csv(raw, path, column, compression_of(path), batch_bytes, faults)
             else:
-                compression = "gzip" if name.endswith(".gz") else "zstd" if name.endswith(".zst") else None
-                yield from read_jsonl(raw, path, column, compression, batch_bytes, scratch)
+                yield from read_jsonl(raw, path, column, compression_of(path), batch_bytes, scratch, faults)
     except FileNotFoundError:
-        raise InputError(
+        raise MissingInput(
             "this file of the dump is missing",
             where=printable(path),
             hint="run prepare_dumps.py again if the dataset has changed",
@@ -49,7 +63,7 @@ def unreadable(path: str, error: Exception, *, hint: str | None = None) -> Input
     return InputError(f"cannot be read, it may be torn: {lines[0]}", where=printable(path), hint=hint)
 
 
-def _read_parquet(raw: BinaryIO, path: str, column: str, batch_bytes: int) -> Iterator[pa.Array]:
+def _read_parquet(raw: BinaryIO, path: str, column: str, batch_bytes: int, faults: LineFaults) -> Iterator[pa.Array]:
     # pages come through a buffer: without it the column of a whole row group is read at once
     with pq.ParquetFile(raw, buffer_size=_READ_AHEAD, pre_buffer=False) as file:
         fields = find_field(file.schema_arrow, path, column)
@@ -60,44 +74,34 @@ def _read_parquet(raw: BinaryIO, path: str, column: str, batch_bytes: int) -> It
             average = chunk.total_uncompressed_size / max(chunk.num_values, 1)
             most = _MOST_REPEATED_ROWS if chunk.has_dictionary_page else MOST_ROWS
             most = int(max(1, min(most, batch_bytes / max(average, 1))))
+            first = 0
             # one thread: the workers share the cores already
             for batch in file.iter_batches(most, [group], [".".join(fields)], use_threads=False):
-                array = batch.column(fields[0])
-                for field in fields[1:]:
-                    array = pa.compute.struct_field(array, field)
-                if pa.types.is_dictionary(array.type):
-                    array = array.dictionary_decode()
-                array = array if _is_text(array.type) else array.cast(pa.large_string())
+                rows = len(batch)
+                array = text_of(batch, fields)
                 del batch
+                array = valid(array, faults, row_name(path, group, first))
                 yield array
                 del array  # a long document is not kept while the next one is read
+                first += rows
 
 
-def find_field(schema: pa.Schema, path: str, column: str) -> list[str]:
-    """The names that lead to the column of the text. Raises InputError naming `path`."""
-    names = [column] if column in schema.names else column.split(".")
-    if names[0] not in schema.names:
-        raise no_column(path, column, schema.names)
-    kind = schema.field(names[0]).type
-    for name in names[1:]:
-        if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
-            raise no_column(path, column, _leaves(schema))
-        kind = kind.field(name).type
-    inner = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not (_is_text(inner) or pa.types.is_string_view(inner) or pa.types.is_null(inner)):
-        raise InputError(f"column {column!r} holds {inner}, not text", where=printable(path))
-    return names
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-def _leaves(schema: pa.Schema) -> list[str]:
-    names = []
-    for field in schema:
-        inner = (
-            [field.type.field(i).name for i in range(field.type.num_fields)] if pa.types.is_struct(field.type) else []
-        )
-        names += [f"{field.name}.{name}" for name in inner] or [field.name]
-    return names
+def _read_arrow(raw: BinaryIO, path: str, column: str, faults: LineFaults) -> Iterator[pa.Array]:
+    """The texts of an IPC file, or of an IPC stream, a record batch at a time: so the format keeps them."""
+    is_file = raw.read(len(_ARROW_FILE)) == _ARROW_FILE
+    raw.seek(0)
+    # two readers: the schema says which column is read, and no other one is brought into memory
+    with pa.ipc.open_file(raw) if is_file else pa.ipc.open_stream(raw) as reader:
+        schema = reader.schema
+    fields = find_field(schema, path, column)
+    raw.seek(0)
+    options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(fields[0])])
+    reader = pa.ipc.open_file(raw, options=options) if is_file else pa.ipc.open_stream(raw, options=options)
+    batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else iter(reader)
+    for number, batch in enumerate(batches):
+        batch.validate()  # before its texts are looked at: offsets come from the file as they are
+        array = text_of(batch, fields)
+        del batch
+        array = valid(array, faults, row_name(path, number, 0, what="record batch"))
+        yield array
+        del array

@@ -12,10 +12,13 @@ from pathlib import Path
 
 from relayrun.errors import InputError
 from relayrun.tokenization.readers import stores
-from relayrun.tokenization.readers.stores import printable
+from relayrun.tokenization.readers.stores import MissingInput, printable
 
 InputFile = tuple[str, int, int]
 """Path below the dataset folder, bytes, time of change in ns."""
+
+MISSING = (0, -1)
+"""Bytes and time of change of a file that is not there."""
 
 
 def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
@@ -43,27 +46,37 @@ def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
     return list(names)
 
 
-def stat_inputs(dataset: str | os.PathLike[str], names: list[str]) -> list[InputFile]:
-    """Size and time of change of `names` below `dataset`. Raises InputError naming what is missing.
+def stat_inputs(dataset: str | os.PathLike[str], names: list[str], *, missing_ok: bool = False) -> list[InputFile]:
+    """Size and time of change of `names` below `dataset`.
 
-    `dataset` may be a URL, see `stores.stat`.
+    `dataset` may be a URL, see `stores.stat`. Raises InputError naming a file that is missing, unless `missing_ok`:
+    then it has the size and time `MISSING`.
     """
-    if stores.is_url(dataset):
-        return [(name, *stores.stat(stores.join(os.fspath(dataset), name))) for name in names]
-    if not os.path.isdir(dataset):
+    if not stores.is_url(dataset) and not os.path.isdir(dataset):
         raise InputError("there is no such dataset folder", where=dataset)
     inputs: list[InputFile] = []
     for name in names:
         try:
-            status = os.stat(os.path.join(dataset, name))
-        except (FileNotFoundError, NotADirectoryError):
-            raise InputError(
-                "this file of the paths file is missing",
-                where=printable(os.path.join(dataset, name)),
-                hint="run prepare_dumps.py again if the dataset has changed",
-            ) from None
-        inputs.append((name, status.st_size, status.st_mtime_ns))
+            inputs.append((name, *_stat(os.fspath(dataset), name)))
+        except MissingInput:
+            if not missing_ok:
+                raise
+            inputs.append((name, *MISSING))
     return inputs
+
+
+def _stat(dataset: str, name: str) -> tuple[int, int]:
+    if stores.is_url(dataset):
+        return stores.stat(stores.join(dataset, name))
+    try:
+        status = os.stat(os.path.join(dataset, name))
+    except (FileNotFoundError, NotADirectoryError):
+        raise MissingInput(
+            "this file of the paths file is missing",
+            where=printable(os.path.join(dataset, name)),
+            hint="run prepare_dumps.py again if the dataset has changed",
+        ) from None
+    return status.st_size, status.st_mtime_ns
 
 
 def paths_file_bytes(names: Iterable[str]) -> bytes:

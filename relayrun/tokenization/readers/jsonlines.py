@@ -4,20 +4,26 @@ orjson reads the lines. A Python string takes up to four bytes per character, so
 are taken out first, and decoded block by block into UTF-8, the longest into files. What is left of the line is short,
 and orjson decides about it, with a name in the place of each of those strings: duplicates, types and faults are as in
 any other line.
+
+A fault outside the text costs no document: a line that orjson refuses is read again by Python's own json, which takes
+NaN, lone surrogates and, here, bytes that are not UTF-8; only a text that holds one of the last two is refused.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import re
 import uuid
-from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Iterator
+from typing import Any, BinaryIO, cast
 
 import orjson
 import pyarrow as pa
 
 from relayrun.errors import InputError
+from relayrun.tokenization.readers.faults import BadLine, LineFaults
+from relayrun.tokenization.readers.rowtext import no_column
 from relayrun.tokenization.readers.spill import Spill
 from relayrun.tokenization.readers.stores import printable
 
@@ -37,102 +43,192 @@ _CUT = re.compile(
 """Where the inside of a JSON string may be cut into two."""
 
 
+_BOM = b"\xef\xbb\xbf"
+
+
 def read_jsonl(
-    raw: BinaryIO, path: str, column: str, compression: str | None, batch_bytes: int, scratch: str | None = None
+    raw: BinaryIO,
+    path: str,
+    column: str,
+    compression: str | None,
+    batch_bytes: int,
+    scratch: str | None = None,
+    faults: LineFaults | None = None,
 ) -> Iterator[pa.Array]:
-    """As `columns.read_column`. Raises InputError naming the line."""
+    """As `columns.read_column`. Raises InputError naming the line, or the file where it holds no lines of JSON."""
+    with plain_lines(raw, compression) as lines:
+        yield from _texts(lines, printable(path), column, batch_bytes, scratch, faults or LineFaults())
+
+
+def plain_lines(raw: BinaryIO, compression: str | None) -> io.BufferedReader:
+    """A buffered file of the bytes of `raw`, decompressed."""
     stream: Any = raw
     if compression is not None:  # Arrow notices a truncated stream, the zstandard package does not
         stream = pa.CompressedInputStream(raw, compression)
     own = isinstance(stream, (io.BufferedReader, io.BytesIO))
-    with stream if own else io.BufferedReader(stream, _LONG) as lines:
-        yield from _texts(lines, printable(path), column, batch_bytes, scratch)
+    return cast(io.BufferedReader, stream if own else io.BufferedReader(stream, _LONG))
 
 
-def _texts(lines: BinaryIO, file: str, column: str, batch_bytes: int, scratch: str | None) -> Iterator[pa.Array]:
+def _texts(
+    lines: Any, file: str, column: str, batch_bytes: int, scratch: str | None, faults: LineFaults
+) -> Iterator[pa.Array]:
     most, readline = _LONG, lines.readline
     texts: list[str | None] = []
-    taken: dict[str, Spill] = {}
+    taken: dict[str, Spill | None] = {}
     size = number = 0
+    begun = False
     while line := readline(most):
         number += 1
+        if not begun:
+            line = line.removeprefix(_BOM) if number == 1 else line
+            if begun := bool(line) and not line.isspace():
+                _refuse_other_kinds(line, file)
+        if len(line) >= most - len(_BOM) and not line.endswith(b"\n"):
+            line, taken = _without_long_strings(line, lines, scratch)
+        if not line or line.isspace():
+            continue
+        spilled: Spill | None = None
         try:
-            if len(line) == most and not line.endswith(b"\n"):
-                line, taken = _without_long_strings(line, lines, scratch)
-            if line.isspace():
-                continue
-            text = _value(orjson.loads(line), column, file, number)
-        except orjson.JSONDecodeError as error:
-            raise InputError(f"this line is not JSON: {error}", where=f"{file}:{number}") from None
+            text = _text(line, column)
+            if text is not None and text in taken and (spilled := taken[text]) is None:
+                raise BadLine("not UTF-8", f"{column!r} holds what cannot be written as UTF-8")
+        except BadLine as bad:
+            faults.add(bad, f"{file}:{number}")
+            continue
+        finally:
+            taken = {}
         length = len(line)
-        if texts and (size + length > batch_bytes or len(texts) == MOST_ROWS or text in taken):
+        if texts and (size + length > batch_bytes or len(texts) == MOST_ROWS or spilled is not None):
             yield pa.array(texts, pa.large_string())
             texts, size = [], 0
-        if text in taken:
-            array, taken = taken[text].text(), {}
+        if spilled is not None:
+            array = spilled.text()
+            del spilled
             yield array
             del array  # it is not kept while the next one is read
             continue
-        taken = {}
         texts.append(text)
         size += length
     if texts:
         yield pa.array(texts, pa.large_string())
 
 
-def _value(row: Any, column: str, file: str, number: int) -> str | None:
+def _refuse_other_kinds(first: bytes, file: str) -> None:
+    """Raise InputError where the first line tells that this is one array, one object over many lines, or UTF-16."""
+    begin = first.strip()
+    if first.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise InputError(
+            "this file is UTF-16, not UTF-8", where=file, hint="convert it with `iconv -f UTF-16 -t UTF-8`"
+        )
+    of_json = file.lower().removesuffix(".gz").removesuffix(".zst").endswith(".json")
+    if begin == b"[" or (begin.startswith(b"[") and (of_json or begin.endswith(b","))):
+        raise InputError(
+            "this file is one JSON array; it must hold a JSON object on every line",
+            where=file,
+            hint="convert it with `jq -c '.[]'`",
+        )
+    if begin == b"{":
+        raise InputError(
+            "this file holds JSON over several lines; it must hold a JSON object on every line",
+            where=file,
+            hint="convert it with `jq -c .`",
+        )
+
+
+def _text(line: bytes, column: str) -> str | None:
+    """The text of a line. Raises BadLine."""
+    exact = True
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        exact = False
+        try:
+            row = _leniently(line.removeprefix(_BOM))
+        except (ValueError, RecursionError):
+            raise BadLine("not JSON", f"this line is not JSON: {error}") from None
+    text = _value(row, column)
+    if not exact and text is not None:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            if _is_utf8(line):
+                found = f"\\u{ord(text[error.start]):04x}"
+                raise BadLine("lone surrogate", f"{column!r} holds a lone surrogate ({found})") from None
+            raise BadLine("not UTF-8", f"{column!r} holds a byte that is not UTF-8") from None
+    return text
+
+
+def _leniently(line: bytes) -> Any:
+    """JSON with NaN, integers of any length, lone surrogates, and bytes that are not UTF-8 as lone surrogates."""
+    return json.loads(line.decode("utf-8", "surrogateescape"), parse_int=float)
+
+
+def _is_utf8(line: bytes) -> bool:
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _value(row: Any, column: str) -> str | None:
     if not isinstance(row, dict):
-        raise InputError("this line is no JSON object", where=f"{file}:{number}")
+        raise BadLine("no object", "this line is no JSON object")
     value: Any = row
     for name in (column,) if column in row else column.split("."):
         if not isinstance(value, dict) or name not in value:
-            raise no_column(f"{file}:{number}", column, list(row))
+            error = no_column("", column, list(row))
+            raise BadLine("no column", error.message, hint=error.hint)
         value = value[name]
     if value is not None and not isinstance(value, str):
-        raise InputError(f"{column!r} holds {type(value).__name__}, not text", where=f"{file}:{number}")
+        raise BadLine("not text", f"{column!r} holds {type(value).__name__}, not text")
     return value
 
 
-def no_column(where: str, column: str, columns: Sequence[str]) -> InputError:
-    """The error of a file without the column."""
-    return InputError(
-        f"no column {column!r}; there are: {', '.join(columns)}",
-        where=printable(where),
-        hint="name the column of the text with --column",
-    )
-
-
-def _without_long_strings(begin: bytes, lines: BinaryIO, scratch: str | None) -> tuple[bytes, dict[str, Spill]]:
+def _without_long_strings(begin: bytes, lines: Any, scratch: str | None) -> tuple[bytes, dict[str, Spill | None]]:
     """A line that begins with `begin`, with names for its long strings; and these strings by name, in UTF-8.
 
-    Raises orjson.JSONDecodeError for what is no string of JSON.
+    None stands for one that cannot be written as UTF-8. A line that holds what is no string of JSON is read to its end,
+    and what is returned of it is no JSON.
     """
-    short, taken = bytearray(), dict[str, Spill]()
+    short, taken = bytearray(), dict[str, Spill | None]()
     left = bytearray(begin)
     text: Spill | None = None  # of the string that `left` is inside of
-    long = ended = False
+    long = ended = broken = encodable = False
     while True:
-        if text is None:
+        if broken:
+            left.clear()
+        elif text is None:
             quote = left.find(b'"')
             short += left[:quote] if quote >= 0 else left
             del left[: quote + 1 if quote >= 0 else len(left)]
             if quote >= 0:
-                text, long = Spill(scratch), False
+                text, long, encodable = Spill(scratch), False, True
                 continue
-        elif (quote := _closing(left)) >= 0:
-            string = left[:quote]
-            del left[: quote + 1]
-            if long:
-                text.add(_decoded(string))
-                string = bytearray(f"{_NAME} {len(taken)}".encode())
-                taken[string.decode()] = text
-            short += b'"' + string + b'"'
-            text = None
-            continue
-        elif len(left) > _LONG and (cut := _CUT.search(left, len(left) - 4096)):
-            text.add(_decoded(left[: cut.start()]))
-            long = True
-            del left[: cut.start()]
+        else:
+            quote = _closing(left)
+            cut = None if quote >= 0 or len(left) <= _LONG else _CUT.search(left, len(left) - 4096)
+            end = quote if quote >= 0 else cut.start() if cut is not None else -1
+            if end >= 0:
+                string = left[:end]
+                del left[: end + (quote >= 0)]
+                long = long or cut is not None
+                if long:
+                    try:
+                        piece = _decoded(string)
+                    except ValueError:
+                        broken = True
+                        continue
+                    encodable = encodable and piece is not None
+                    if encodable and piece is not None:
+                        text.add(piece)
+                    string = bytearray(f"{_NAME} {len(taken)}".encode())
+                if quote >= 0:
+                    if long:
+                        taken[string.decode()] = text if encodable else None
+                    short += b'"' + string + b'"'
+                    text = None
+                    continue
         if ended:
             return bytes(short if text is None else short + b'"'), taken  # an open string is an error
         block = lines.readline(_LONG)
@@ -153,6 +249,11 @@ def _closing(inside: bytearray) -> int:
     return -1
 
 
-def _decoded(inside: bytearray) -> bytes:
-    string: str = orjson.loads(b'"' + inside + b'"')
-    return string.encode()
+def _decoded(inside: bytearray) -> bytes | None:
+    """The inside of a string in UTF-8; None where it cannot be written so. Raises ValueError for what is no string."""
+    string = b'"' + inside + b'"'
+    try:
+        return bytes(orjson.loads(string).encode())
+    except orjson.JSONDecodeError:
+        _leniently(string)
+        return None

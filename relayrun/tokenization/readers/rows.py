@@ -18,7 +18,10 @@ import pyarrow.parquet as pq
 
 from relayrun.errors import InputError
 from relayrun.tokenization.readers import stores
-from relayrun.tokenization.readers.columns import find_field, read_column, unreadable
+from relayrun.tokenization.readers.columns import read_column, unreadable
+from relayrun.tokenization.readers.faults import LineFaults
+from relayrun.tokenization.readers.formats import compression_of, kind_of
+from relayrun.tokenization.readers.rowtext import find_field, row_name, with_valid_text
 from relayrun.tokenization.readers.stores import printable
 
 _READ_AHEAD = 1 << 18
@@ -71,9 +74,8 @@ def look_at(files: Sequence[tuple[str, int]], column: str) -> list[RowFile]:
 
 
 def _look_at(path: str, size: int, column: str) -> RowFile:
-    name = path.lower()
-    if not name.endswith(".parquet"):
-        size *= 1 if name.endswith(".jsonl") else _COMPRESSED
+    if kind_of(path) != "parquet":
+        size *= 1 if compression_of(path) is None else _COMPRESSED
         return RowFile(path=path, size=size, rows=None, page=0, schema=pa.schema([(column, pa.string())]))
     with _opened(path) as file:
         find_field(file.schema_arrow, path, column)
@@ -91,23 +93,30 @@ def _look_at(path: str, size: int, column: str) -> RowFile:
         )
 
 
-def read_rows(file: RowFile, column: str) -> Iterator[pa.Table]:
-    """All rows of a file in order, some megabytes at a time, in the types of `wide`. Raises InputError naming it."""
-    schema = wide(file.schema)
+def read_rows(file: RowFile, column: str, faults: LineFaults | None = None) -> Iterator[pa.Table]:
+    """All rows of a file in order, some megabytes at a time, in the types of `wide`; their texts are UTF-8.
+
+    Raises InputError as `read_column`.
+    """
+    schema, faults = wide(file.schema), faults or LineFaults()
     if file.rows is None:
-        for array in read_column(file.path, column, batch_bytes=_BATCH_BYTES):
+        for array in read_column(file.path, column, batch_bytes=_BATCH_BYTES, faults=faults):
             yield pa.table([array.cast(pa.large_string())], schema)
         return
     with _opened(file.path) as source:
+        fields = find_field(source.schema_arrow, file.path, column)
         measured = 0.0
         for group in range(source.num_row_groups):
             part = source.metadata.row_group(group)
             average = max(part.total_byte_size / max(part.num_rows, 1), measured, 1)
             most = int(max(1, min(_MOST_ROWS if measured else _FIRST_ROWS, _BATCH_BYTES / average)))
-            size = 0
+            size = first = 0
             # one thread: the callers share the cores already
             for batch in source.iter_batches(most, [group], use_threads=False):
+                rows = len(batch)
                 size += batch.nbytes
+                batch = with_valid_text(batch, fields, faults, row_name(file.path, group, first))
+                first += rows
                 yield pa.Table.from_batches([batch]).replace_schema_metadata().cast(schema)
             measured = max(measured, size / max(part.num_rows, 1))
 

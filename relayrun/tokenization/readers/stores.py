@@ -7,13 +7,20 @@ fsspec, which gives `::` and undecodable bytes a meaning of their own, is used f
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
+from email.utils import parsedate_to_datetime
 from typing import Any, BinaryIO, cast
 
 from relayrun.errors import InputError, RelayrunError
+from relayrun.tokenization.readers.remote import RemoteFile, again
+
+
+class MissingInput(InputError):
+    """A file of a dataset is not there."""
 
 
 def is_url(place: str | os.PathLike[str]) -> bool:
@@ -46,12 +53,8 @@ def join(folder: str, name: str) -> str:
 
 
 def open_input(path: str) -> BinaryIO:
-    """Open a file to read its bytes. Raises OSError, or whatever else the package of a scheme does."""
-    if is_url(path):
-        import fsspec
-
-        return cast(BinaryIO, fsspec.open(path, "rb").open())
-    return open(path, "rb")
+    """Open a file to read its bytes; below a URL, reads that fail are tried again. Raises OSError and ImportError."""
+    return cast(BinaryIO, RemoteFile(path)) if is_url(path) else open(path, "rb")
 
 
 def find(url: str) -> list[tuple[str, int]]:
@@ -71,16 +74,31 @@ def find(url: str) -> list[tuple[str, int]]:
 
 
 def stat(url: str) -> tuple[int, int]:
-    """Bytes of the file at a URL, and its time of change in ns: what its store tells, or 0. Raises InputError."""
+    """Bytes of the file at a URL, and its time of change as `time_of` tells it. Raises InputError."""
     with _clear_errors(url, missing="this file of the paths file is missing"):
         import fsspec
 
         store, path = fsspec.core.url_to_fs(url)
-        info = store.info(path)
-        changed = next((info[key] for key in ("mtime", "LastModified", "updated", "created") if key in info), 0)
+        info = again(lambda: store.info(path), url)
+        return _size(store, info), time_of(info)
+
+
+def time_of(info: Mapping[str, Any]) -> int:
+    """When a file of a store changed, in ns, from what its store tells; 0 where it tells nothing.
+
+    A server of web pages that tells no time, but a tag of the version, has a number made of that tag in its place.
+    """
+    for key in ("mtime", "LastModified", "updated", "created", "Last-Modified"):
+        changed = info.get(key)
+        for read in (datetime.fromisoformat, parsedate_to_datetime):
+            with contextlib.suppress(ValueError):
+                changed = read(changed) if isinstance(changed, str) else changed
         if isinstance(changed, datetime):
             changed = changed.timestamp()
-        return _size(store, info), round(float(changed) * 1e9) if isinstance(changed, (int, float)) else 0
+        if isinstance(changed, (int, float)):
+            return round(float(changed) * 1e9)
+    tag = info.get("ETag")
+    return int.from_bytes(hashlib.sha256(str(tag).encode()).digest()[:7]) if tag else 0
 
 
 def _files(store: Any, root: str) -> Iterator[dict[str, Any]]:
@@ -117,7 +135,7 @@ def _clear_errors(url: str, *, missing: str) -> Iterator[None]:
     except RelayrunError:
         raise
     except FileNotFoundError:
-        raise InputError(missing, where=url) from None
+        raise MissingInput(missing, where=url) from None
     except Exception as error:  # an unknown scheme, a package that is missing, no access: each package has its own
         lines = str(error).splitlines() or [type(error).__name__]
         raise InputError(

@@ -1,0 +1,177 @@
+"""Files below URLs through failures that pass: what fails is tried again after a pause, from where it stood.
+
+A store that answers slowly, closes a connection, or says 500 or 429, costs a pause and no shard of hours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from relayrun.errors import InputError, RelayrunError
+
+log = logging.getLogger(__name__)
+
+PAUSES: tuple[float, ...] = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60)
+"""Seconds between the tries of one read: about five minutes. A read that works begins the count anew."""
+
+_PIECE = 8 << 20
+"""Bytes of a read, where all that is left is asked for."""
+
+_FOR_EVER = (FileNotFoundError, PermissionError, IsADirectoryError, ImportError, ValueError, NotImplementedError)
+"""Errors that come again: no such file, no access, no package for the scheme, a wrong URL."""
+
+_BUSY = (408, 425, 429)
+"""Of the 4xx of a server, those that pass."""
+
+T = TypeVar("T")
+
+
+def again(call: Callable[[], T], url: str) -> T:
+    """Return what `call` returns; where it fails in a way that may pass, call it again after each of `PAUSES`.
+
+    Raises what comes again as it came, and OSError where the last try fails, too.
+    """
+    for number, pause in enumerate((*PAUSES, None), start=1):
+        try:
+            return call()
+        except Exception as error:
+            reason = _passing(error)
+            if reason is None:
+                raise
+            text = (str(reason).splitlines() or [""])[0] or type(reason).__name__
+            if pause is None:
+                raise OSError(f"{text} (tried {number} times)") from None
+            log.warning("%s: %s; tried again in %g s (%d of %d)", url, text, pause, number, len(PAUSES))
+        time.sleep(pause)
+    raise AssertionError("the last pause is None")
+
+
+def _passing(error: Exception) -> Exception | None:
+    """The error that may pass, or None.
+
+    fsspec says of a web page that cannot be looked at, for whatever reason, that it is not found: the cause tells.
+    """
+    cause = error.__cause__
+    if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and _is_of_a_connection(cause):
+        return cause
+    if isinstance(error, (RelayrunError, *_FOR_EVER)) or (400 <= _status(error) < 500 and _status(error) not in _BUSY):
+        return None
+    return error
+
+
+def _is_of_a_connection(cause: Exception) -> bool:
+    if isinstance(cause, _FOR_EVER):
+        return False
+    if status := _status(cause):
+        return status >= 500 or status in _BUSY
+    return isinstance(cause, OSError) or type(cause).__module__.split(".")[0] == "aiohttp"
+
+
+def _status(error: BaseException) -> int:
+    """The status of HTTP that an error of aiohttp, botocore or azure carries, or 0."""
+    response: Any = getattr(error, "response", None)
+    found = getattr(error, "status", None) or getattr(error, "status_code", None)
+    if found is None and isinstance(response, dict):
+        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return found if isinstance(found, int) else 0
+
+
+class RemoteFile(io.RawIOBase):
+    """A file below a URL, to read. A read that fails is tried again on a file that is opened anew at the same place."""
+
+    def __init__(self, url: str) -> None:
+        """Open it. Raises as `again` does."""
+        self._url = url
+        self._at = 0
+        self._streams = False
+        self._file: Any = None
+        self._file = again(self._open, url)
+        self._size: int | None = getattr(self._file, "size", None)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._size is not None
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Read on from another place, which need not be fetched for that."""
+        if whence == io.SEEK_END and self._size is None:
+            raise io.UnsupportedOperation("the server does not tell the size of this file")
+        self._at = offset + (0, self._at, self._size or 0)[whence]
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Read `size` bytes, fewer only at the end of the file; None or -1: all that is left."""
+        pieces: list[bytes] = []
+        left = float("inf") if size is None or size < 0 else size
+        while left > 0:
+            try_it = functools.partial(self._read, int(min(left, _PIECE)))
+            if not (piece := again(try_it, self._url)):
+                break
+            self._at += len(piece)
+            left -= len(piece)
+            pieces.append(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        data = self.read(len(view))
+        view[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._drop()
+        super().close()
+
+    def _read(self, size: int) -> bytes:
+        try:
+            if self._file is None:
+                self._file = self._open()
+            if self._file.tell() != self._at:
+                self._go_to(self._at)
+            data = bytes(self._file.read(size))
+            if not data and self._size is not None and self._at < self._size:
+                raise OSError(f"the connection ended at {self._at:,} of {self._size:,} bytes")
+            return data
+        except ValueError as error:
+            self._drop()
+            if self._streams:
+                raise OSError(str(error)) from None
+            self._streams = True  # a server of web pages without ranges: from the begin, as one stream
+            return self._read(size)
+        except Exception:
+            self._drop()
+            raise
+
+    def _open(self) -> Any:
+        import fsspec
+
+        file = fsspec.open(self._url, "rb", **({"block_size": 0} if self._streams else {})).open()
+        if self._at and getattr(file, "size", None) not in (None, self._size):
+            raise InputError("this file was changed while it was read", where=self._url, hint="run again")
+        return file
+
+    def _go_to(self, place: int) -> None:
+        try:
+            self._file.seek(place)
+        except ValueError:  # of a stream: what is read already comes once more
+            if self._file.tell() > place:
+                self._file = self._open()
+            while (left := place - self._file.tell()) > 0 and self._file.read(min(left, _PIECE)):
+                pass
+
+    def _drop(self) -> None:
+        with contextlib.suppress(Exception):  # it may be the connection that has failed
+            if self._file is not None:
+                self._file.close()
+        self._file = None
