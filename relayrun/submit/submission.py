@@ -111,7 +111,7 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool, take_over: bool)
         owner.refuse_another(run, take_over=take_over, now=time.time())
         _refuse_after_end(run, resume)
         check.check_time_limit(config, make_plan(config, run, ROOT, revision=0), run)
-        config = _freeze_data(run, config, manifest, accept=accept)
+        config = _freeze_data(run, _with_loss_mean(run, config), manifest, accept=accept)
         base = initial_checkpoint.find_initial_checkpoint(config, run)
         root = code_snapshot.snapshot(run, ROOT) if config.debug.backup_codebase else ROOT
         plan = make_plan(config, run, root, revision=_add_revision(run, config), base=base)
@@ -347,6 +347,18 @@ def _freeze_data(run: Run, config: RunConfig, found: Manifest, *, accept: bool) 
         consumed = line(run)[-1].consumed_samples
         log.info("the mixture changes: its phase begins where the next attempt resumes, now sample %s", consumed)
     return evolved.config
+
+
+def _with_loss_mean(run: Run, config: RunConfig) -> RunConfig:
+    """The config with a mean of the loss: a run that goes on keeps its own, unless the config names another."""
+    training, revisions = config.training, run.revisions()
+    mean = training.resolved_loss_mean
+    if revisions:
+        before = compose.read_resolved(run.config_revision(revisions[-1])).training.resolved_loss_mean
+        mean = training.loss_mean or before
+        if mean != before and config.data.eod_mask_loss:
+            log.warning("training.loss_mean was %s and is %s from the next attempt on", before, mean)
+    return config.model_copy(update={"training": training.model_copy(update={"loss_mean": mean})})
 
 
 def _add_revision(run: Run, config: RunConfig) -> int:

@@ -208,8 +208,7 @@ class Training:
         self.optimizer.zero_grad()
         batches = [MicroBatch(tokens=tokens) for tokens in next(self.reader)]
         read = time.perf_counter()
-        losses = self.model.run(batches, train=True)
-        loss = self.ranks.sum_over_samples([sum(losses)])[0] / size
+        loss = self.ranks.mean_loss(self.model.run(batches, train=True))
         computed = time.perf_counter()
         grad_norm = self.optimizer.prepare()
         gradients = Gradients(

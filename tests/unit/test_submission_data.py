@@ -129,3 +129,35 @@ def test_a_group_that_cannot_reach_its_triggers_is_a_warning(
     assert "cannot reach the triggers: " in capsys.readouterr().err
     submission.submit(compose.load(workspace.config("alone")))
     assert "warning" not in capsys.readouterr().err
+
+
+def test_a_run_keeps_the_mean_of_its_loss_unless_a_submit_names_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that began before the setting was there has revisions without it, and the mean over samples."""
+    workspace = Workspace.make(tmp_path)
+    run, weights = workspace.run("run"), {"web": 1.0}
+
+    def mean(revision: int) -> str | None:
+        return compose.read_resolved(run.config_revision(revision)).training.loss_mean
+
+    submit(workspace, weights)
+    assert mean(1) == "micro_batch"
+    path = run.config_revision(1)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if "loss_mean" not in line))
+    assert mean(1) == "sample"
+    submit(workspace, weights)
+    assert run.revisions() == [1]
+    data = {"datasets": [], "mixture": {"web": {"path": f"{tmp_path}/data/shard[01]", "weight": 1.0}}}
+    data |= {"tokenizer": f"{tmp_path}/tokenizer.json", "eod_mask_loss": True}
+    for number, named in enumerate((None, "token", None), start=2):
+        workspace.config("run", data=data, training={} if named is None else {"loss_mean": named})
+        capsys.readouterr()
+        submission.submit(compose.load(tmp_path / "run.yaml"))
+        for job in (tmp_path / "run").glob("local*"):
+            shutil.rmtree(job)
+        said = "training.loss_mean was sample and is token from the next attempt on" in capsys.readouterr().err
+        assert said == (named is not None)
+        assert mean(min(number, 3)) == ("sample" if number == 2 else "token")
+    assert run.revisions() == [1, 2, 3]
