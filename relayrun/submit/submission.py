@@ -42,6 +42,7 @@ from relayrun.shards.prefixes import expand, find_prefixes
 from relayrun.slurmtime import format_time, parse_time
 from relayrun.submit import check, code_snapshot, initial_checkpoint, owner
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
+from relayrun.tokenization.identity import ids_fingerprint
 from relayrun.tokenization.options import TokenizeOptions
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool, take_over: bool)
     check.check(config)
     run = Run(Path(config.run_dir or ""))
     manifest = build_manifest(config)
-    check.check_data(config, manifest)
+    check.check_data(config, manifest, begun=run.manifest.exists())
     check.check_log_folder(log_folder())
     owner.refuse_unwritable(run)
     with _locked(run) as made, _undone_on_error(run, made):
@@ -290,6 +291,7 @@ def build_manifest(config: RunConfig) -> Manifest:
         eod=tokenizer.eos_id,
         tokenizer=config.data.tokenizer,
         tokenizer_fingerprint=tokenizer.fingerprint,
+        tokenizer_ids=ids_fingerprint(tokenizer.definition),
     )
 
 

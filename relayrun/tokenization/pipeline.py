@@ -17,6 +17,7 @@ from relayrun.tokenization import progress
 from relayrun.tokenization.encode.engines import select
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
 from relayrun.tokenization.fused import Job, Part, engine_of_this_process, sample, tokenize_part
+from relayrun.tokenization.identity import ids_fingerprint
 from relayrun.tokenization.locks import locked
 from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.pool import one_thread, run_tasks
@@ -102,6 +103,7 @@ def tokenize(
                 "tasks": options.tasks,
             },
             names,
+            tokenizer={"ids": ids_fingerprint(tokenizer.definition), "size": tokenizer.size},
         )
         parts = [Part(name=name, inputs=tuple(inputs[file] for file in files)) for name, files in folder.parts.items()]
         todo = [part for part in parts if not folder.is_done(part.name, part.inputs, source)]

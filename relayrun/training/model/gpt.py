@@ -212,7 +212,7 @@ class Model:
 
 def _eod(data: Data, eod: int | None) -> int:
     """The end of a document; -1, which no token is, where nothing asks for it."""
-    if eod is None and (data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss):
+    if eod is None and data.depends_on_ends:
         raise ConfigError(
             "reset_position_ids, reset_attention_mask and eod_mask_loss need an end-of-document token, "
             "and this tokenizer has none",
