@@ -25,8 +25,8 @@ class DataSource(Section):
     """One data set of a mixture."""
 
     path: str | list[str] | None = None
-    """Folders of .bin/.idx shards, shards (without suffix), or patterns of either; only a user's own order may
-    do without."""
+    """Folders of .bin/.idx shards, shards (without suffix), or patterns of either, read in the order of the list;
+    only a user's own order may do without."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     """Share of the samples, in any unit: the weights of a mixture are divided by their sum."""
     order: str | None = None

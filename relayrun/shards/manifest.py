@@ -141,6 +141,8 @@ class Manifest:
     """Fingerprint of the whole tokenizer; empty if it is not known."""
     tokenizer_ids: str = ""
     """Fingerprint of what decides its ids (`tokenization.identity`); empty if it is not known."""
+    listed_order: bool = False
+    """Whether a list of shards or folders stands here in the order given; earlier versions sorted it."""
 
     @classmethod
     def build(
@@ -174,6 +176,7 @@ class Manifest:
             tokenizer=tokenizer,
             tokenizer_fingerprint=tokenizer_fingerprint,
             tokenizer_ids=tokenizer_ids,
+            listed_order=True,
         )
         manifest.check_apart(list(datasets))
         return manifest
@@ -221,6 +224,7 @@ class Manifest:
                 tokenizer=value["tokenizer"],
                 tokenizer_fingerprint=value["tokenizer_fingerprint"],
                 tokenizer_ids=value.get("tokenizer_ids", ""),  # runs of earlier versions have none
+                listed_order=value.get("listed_order", False),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = "it is no JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else repr(error)
@@ -239,6 +243,7 @@ class Manifest:
                 "tokenizer": self.tokenizer,
                 "tokenizer_fingerprint": self.tokenizer_fingerprint,
                 "tokenizer_ids": self.tokenizer_ids,
+                "listed_order": self.listed_order,
                 "vocabulary_size": self.vocabulary_size,
                 "eod": self.eod,
                 "datasets": {name: _json(dataset) for name, dataset in self.datasets.items()},

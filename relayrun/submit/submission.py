@@ -38,12 +38,9 @@ from relayrun.scheduler.base import PATIENCE, Scheduler
 from relayrun.scheduler.choose import for_plan
 from relayrun.scheduler.slurm import Slurm
 from relayrun.shards.manifest import Manifest
-from relayrun.shards.prefixes import expand, find_prefixes
 from relayrun.slurmtime import format_time, parse_time
 from relayrun.submit import check, code_snapshot, initial_checkpoint, owner
-from relayrun.tokenization.encode.tokenizer import load_tokenizer
-from relayrun.tokenization.identity import ids_fingerprint
-from relayrun.tokenization.options import TokenizeOptions
+from relayrun.submit.find_data import build_manifest
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +100,7 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool, take_over: bool)
     """The run directory made or brought up to date, and locked. After an error it is as before, STOP too."""
     check.check(config)
     run = Run(Path(config.run_dir or ""))
-    manifest = build_manifest(config)
+    manifest = build_manifest(config, run)
     check.check_data(config, manifest, begun=run.manifest.exists())
     check.check_log_folder(log_folder())
     owner.refuse_unwritable(run)
@@ -276,23 +273,6 @@ def dry_run(config: RunConfig) -> str:
     run = Run(Path(config.run_dir or ""))
     root = run.code / "0001" if config.debug.backup_codebase else ROOT
     return render.job_script(make_plan(config, run, root, revision=max(run.revisions(), default=0) + 1), run)
-
-
-def build_manifest(config: RunConfig) -> Manifest:
-    """Find the shards that a config names; data sets are named as there, without editions. Raises InputError."""
-    if config.data.mock_data:
-        size = config.data.mock_vocabulary_size
-        return Manifest.build(dict.fromkeys(config.data.sources), {}, vocabulary_size=size, eod=None, tokenizer="mock")
-    tokenizer = load_tokenizer(TokenizeOptions(tokenizer=config.data.tokenizer))
-    return Manifest.build(
-        {name: expand(source.paths) if source.paths else None for name, source in config.data.sources.items()},
-        {name: find_prefixes([Path(folder) for folder in folders]) for name, folders in config.data.validation.items()},
-        vocabulary_size=tokenizer.size,
-        eod=tokenizer.eos_id,
-        tokenizer=config.data.tokenizer,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        tokenizer_ids=ids_fingerprint(tokenizer.definition),
-    )
 
 
 def _scheduler(plan: Plan, run: Run) -> Scheduler:

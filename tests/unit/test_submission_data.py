@@ -12,6 +12,7 @@ import pytest
 from relayrun.cli import main
 from relayrun.config import compose
 from relayrun.errors import InputError
+from relayrun.files import read_json, write_json
 from relayrun.rundir.records import AttemptStart, Commit
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
@@ -161,3 +162,39 @@ def test_a_run_keeps_the_mean_of_its_loss_unless_a_submit_names_another(
         assert said == (named is not None)
         assert mean(min(number, 3)) == ("sample" if number == 2 else "token")
     assert run.revisions() == [1, 2, 3]
+
+
+def test_a_list_of_shards_keeps_its_order_and_a_run_that_began_with_a_sorted_one_keeps_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace = Workspace.make(tmp_path)
+    manifest = workspace.run("run").manifest
+
+    def submit_list(*numbers: int) -> list[int]:
+        """Submit the list, which has one more data set beside it; return the order in which it is read."""
+        paths = [f"{tmp_path}/data/shard{number}" for number in numbers]
+        data = {
+            "tokenizer": f"{tmp_path}/tokenizer.json",
+            "datasets": [],
+            "mixture": {"d": {"path": paths, "weight": 1.0}},
+        }
+        capsys.readouterr()
+        submission.submit(compose.load(workspace.config("run", data=data)))
+        for job in (tmp_path / "run").glob("local*"):
+            shutil.rmtree(job)
+        return [int(shard.prefix[-1]) for shard in Manifest.read(manifest).datasets["d"].shards]
+
+    assert submit_list(0, 2, 1) == [0, 2, 1]
+    with pytest.raises(InputError, match="its shards stand in another order"):
+        submit_list(0, 1, 2)
+    assert submit_list(0, 2, 1) == [0, 2, 1]
+    assert "sorted" not in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "run")
+    assert submit_list(0, 1, 2) == [0, 1, 2]
+    value = read_json(manifest)
+    del value["listed_order"]  # as an earlier version wrote it for 0, 2, 1, too
+    write_json(manifest, value)
+    assert submit_list(0, 2, 1) == [0, 1, 2]
+    assert "'d': its shards stay in sorted order, with which this run began" in capsys.readouterr().err
+    assert submit_list(0, 1, 2) == [0, 1, 2]
+    assert "sorted" not in capsys.readouterr().err
