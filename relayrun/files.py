@@ -35,6 +35,21 @@ def fsync_directory(path: str | os.PathLike[str]) -> None:
         os.close(fd)
 
 
+class RealPath:
+    """`os.path.realpath` that resolves each folder once: many files stand in few folders."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, str] = {}
+
+    def __call__(self, path: str) -> str:
+        folder, name = os.path.split(path)
+        if os.path.islink(path):
+            return os.path.realpath(path)
+        if folder not in self._folders:
+            self._folders[folder] = os.path.realpath(folder)
+        return os.path.join(self._folders[folder], name)
+
+
 def umask() -> int:
     """The umask of this process: asking for it by setting it would change it for other threads."""
     with open("/proc/self/status", "rb") as status:

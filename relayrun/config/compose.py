@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from relayrun import ROOT
 from relayrun.config import mixture, yamlfile
 from relayrun.config.schema import DataSource, RunConfig
+from relayrun.config.training import LOSS_MEAN_BEFORE
 from relayrun.config.yamlfile import LocatedSettings, Location
 from relayrun.errors import ConfigError
 
@@ -80,8 +81,11 @@ def dump(config: RunConfig) -> str:
 
 
 def read_resolved(path: Path) -> RunConfig:
-    """Read a config revision that `dump` wrote."""
-    return validate(yamlfile.read(path))
+    """Read a config revision that `dump` wrote; what an earlier version did not name is what it did then."""
+    settings = yamlfile.read(path)
+    if isinstance(training := settings.values.get("training"), dict):
+        training.setdefault("loss_mean", LOSS_MEAN_BEFORE)
+    return validate(settings)
 
 
 def _absolute(path: str) -> str:

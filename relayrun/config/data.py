@@ -25,8 +25,8 @@ class DataSource(Section):
     """One data set of a mixture."""
 
     path: str | list[str] | None = None
-    """Folders of .bin/.idx shards, shards (without suffix), or patterns of either; only a user's own order may
-    do without."""
+    """Folders of .bin/.idx shards, shards (without suffix), or patterns of either, read in the order of the list;
+    only a user's own order may do without."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     """Share of the samples, in any unit: the weights of a mixture are divided by their sum."""
     order: str | None = None
@@ -55,6 +55,8 @@ class Data(Section):
 
     tokenizer: str
     """Folder or file of the tokenizer the shards were made with (for its size and its end of document)."""
+    allow_other_tokenizer: bool = False
+    """Take shards that another tokenizer than `tokenizer` made; ids beyond its vocabulary still end the run."""
     datasets: list[str] = []
     """Folders of .bin/.idx shards; links are followed. Short for a mixture of one data set, `train`."""
     mixture: dict[Annotated[str, Field(pattern=NAME)], DataSource] = {}
@@ -91,6 +93,11 @@ class Data(Section):
         source = {"weight": 1.0, "order": MOCK_ORDER, "options": {"vocabulary_size": size}}
         rest = {name: value for name, value in values.items() if name not in ("datasets", "validation", "split")}
         return rest | {"mixture": {"mock": source}}
+
+    @property
+    def depends_on_ends(self) -> bool:
+        """Whether something depends on which token ends a document."""
+        return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
 
     @property
     def sources(self) -> dict[str, DataSource]:

@@ -10,6 +10,11 @@ from relayrun.config.rampup import BatchSizes
 from relayrun.config.section import Fraction, NonNegative, Positive, Section
 from relayrun.errors import ConfigError
 
+LossMean = Literal["micro_batch", "sample", "token"]
+
+LOSS_MEAN_BEFORE: LossMean = "sample"
+"""The mean of runs that began before `training.loss_mean` was there: their revisions do not name one."""
+
 
 class Model(Section):
     """A Llama: RMSNorm, SwiGLU, rotary positions, grouped-query attention (arXiv 2407.21783)."""
@@ -127,6 +132,11 @@ class Training(Section):
     """Updates left out in a row, after which one more stops the chain."""
     max_rewinds: NonNegative = 3
     """Rewinds of the whole run, after which one more stops the chain."""
+    loss_mean: LossMean | None = None
+    """What a masked loss (data.eod_mask_loss) is the mean over. micro_batch: the tokens that count in a micro-batch,
+    then the micro-batches, as in Megatron. sample: the tokens that count in a sample, then the samples. token: the
+    tokens that count in the global batch, whatever the layout; Megatron's calculate_per_token_loss. Without a mask they
+    are one. None: micro_batch in a run that begins, what it was in one that goes on."""
     hooks: list[HookEntry] = []
     """Hooks of your own in the order of their calls, each `module:Class` or `{hook: module:Class, options: {...}}`."""
 
@@ -138,6 +148,11 @@ class Training(Section):
     def resolved_precision(self) -> Literal["fp32", "bf16"]:
         """What `precision` comes to; whoever computes or reports with it reads this."""
         return self.precision or "fp32"
+
+    @property
+    def resolved_loss_mean(self) -> LossMean:
+        """What `loss_mean` comes to in a run that begins."""
+        return self.loss_mean or "micro_batch"
 
     def require_precision(self) -> None:
         """Raise ConfigError if a run on GPUs leaves out its precision."""

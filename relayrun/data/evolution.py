@@ -74,7 +74,13 @@ def evolve(
     if changes and not trained:
         return Evolved(config=config, manifest=found, notes=changes)
     _refuse_leak(frozen, sources, found, config.data.split)
-    manifest = replace(frozen, datasets=datasets, validation=found.validation, tokenizer=found.tokenizer)
+    manifest = replace(
+        frozen,
+        datasets=datasets,
+        validation=found.validation,
+        tokenizer=found.tokenizer,
+        tokenizer_ids=found.tokenizer_ids or frozen.tokenizer_ids,
+    )
     manifest.check_apart(source.identity(name) for name, source in sources.items())
     if any(source.edition > 1 for source in sources.values()):
         data = config.data.model_copy(update={"datasets": [], "mixture": sources})

@@ -8,11 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import relayrun
+from relayrun.config.training import LossMean
 from relayrun.data import audit
 from relayrun.errors import InputError
 from relayrun.export.checkpoint_source import CheckpointSource
 from relayrun.rundir import evaluations, lineage, views
 from relayrun.training.model.size import parameters
+
+MEANS: dict[LossMean, str] = {
+    "micro_batch": "trained on the mean of micro-batches, reported as the mean over tokens",
+    "sample": "the mean over samples",
+    "token": "the mean over tokens",
+}
+"""What a masked loss is the mean over, in words."""
 
 PACKAGES = ("torch", "megatron-core", "transformers", "safetensors")
 
@@ -123,6 +131,8 @@ def _training(source: CheckpointSource) -> list[str]:
         ),
         ("attempts", f"{len(source.run.attempt_numbers())}"),
     ]
+    if config.data.eod_mask_loss:
+        rows.append(("loss", f"without what follows an end of document; {MEANS[config.training.resolved_loss_mean]}"))
     if losses:
         rows.append(
             ("training loss", f"{losses[-1]['loss']:.4f} nats per token at iteration {losses[-1]['iteration']:,}")

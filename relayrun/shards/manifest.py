@@ -138,7 +138,11 @@ class Manifest:
     tokenizer: str
     """The tokenizer's name as given in the config; a label, never opened from here."""
     tokenizer_fingerprint: str = ""
-    """Fingerprint of the tokenizer: equal for equal ids; empty if it is not known."""
+    """Fingerprint of the whole tokenizer; empty if it is not known."""
+    tokenizer_ids: str = ""
+    """Fingerprint of what decides its ids (`tokenization.identity`); empty if it is not known."""
+    listed_order: bool = False
+    """Whether a list of shards or folders stands here in the order given; earlier versions sorted it."""
 
     @classmethod
     def build(
@@ -150,6 +154,7 @@ class Manifest:
         eod: int | None,
         tokenizer: str,
         tokenizer_fingerprint: str = "",
+        tokenizer_ids: str = "",
     ) -> Manifest:
         """Freeze the shards of each data set and of each validation set, by name; None: it has no shards by design.
 
@@ -170,6 +175,8 @@ class Manifest:
             eod=eod,
             tokenizer=tokenizer,
             tokenizer_fingerprint=tokenizer_fingerprint,
+            tokenizer_ids=tokenizer_ids,
+            listed_order=True,
         )
         manifest.check_apart(list(datasets))
         return manifest
@@ -216,6 +223,8 @@ class Manifest:
                 eod=value["eod"],
                 tokenizer=value["tokenizer"],
                 tokenizer_fingerprint=value["tokenizer_fingerprint"],
+                tokenizer_ids=value.get("tokenizer_ids", ""),  # runs of earlier versions have none
+                listed_order=value.get("listed_order", False),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = "it is no JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else repr(error)
@@ -233,6 +242,8 @@ class Manifest:
                 "version": VERSION,
                 "tokenizer": self.tokenizer,
                 "tokenizer_fingerprint": self.tokenizer_fingerprint,
+                "tokenizer_ids": self.tokenizer_ids,
+                "listed_order": self.listed_order,
                 "vocabulary_size": self.vocabulary_size,
                 "eod": self.eod,
                 "datasets": {name: _json(dataset) for name, dataset in self.datasets.items()},

@@ -16,6 +16,7 @@ import numpy as np
 from relayrun.errors import InputError
 from relayrun.files import fsync_directory
 from relayrun.shards.indexed import Shard, index_bytes
+from relayrun.shards.made_by import Records
 
 _PIECE = 1 << 26
 
@@ -24,7 +25,7 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike[str]) -> Shard:
     """Write the shards `prefixes`, in this order, as the shard `output`; return it.
 
     Nothing stands under the final names before the shard is whole. Raises InputError for a torn shard, for
-    token types that differ, or if `output` exists or is one of the inputs.
+    token types or tokenizers (by their records) that differ, or if `output` exists or is one of the inputs.
     """
     target = os.path.abspath(output)
     shards = [Shard.open(prefix) for prefix in prefixes]
@@ -38,6 +39,14 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike[str]) -> Shard:
         raise InputError(
             f"token types differ: {other.dtype} here, {dtype} in {shards[0].prefix}",
             where=other.prefix,
+            hint="merge shards of one tokenizer alone",
+        )
+    records = Records()
+    known = [(prefix, made) for prefix in prefixes if (made := records.of(prefix)) is not None]
+    if odd := next((prefix for prefix, made in known if not made.same(known[0][1])), None):
+        raise InputError(
+            f"another tokenizer made this shard than {known[0][0]}",
+            where=odd,
             hint="merge shards of one tokenizer alone",
         )
     Path(target).parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """Which shards lie below some folders. Standard library only, so that launchers may ask at no cost.
 
 A prefix is the path of a shard without `.bin` or `.idx`. Prefixes are absolute (jobs start in other
-directories), links in them are kept as they are, and they come sorted: the order of a directory
-listing differs between machines and from day to day, and the order of the data must not.
+directories), links in them are kept as they are, and what no list puts in an order comes sorted: the
+order of a directory listing differs between machines and from day to day, and the order of the data must not.
 """
 
 from __future__ import annotations
@@ -30,47 +30,62 @@ def find_prefixes(paths: Sequence[Path]) -> list[str]:
     seen: set[tuple[int, int]] = set()
     prefixes: set[str] = set()
     for root in sorted(Path(path).absolute() for path in paths):
-        if not root.is_dir():
-            what = "not a folder" if root.exists() else "no such folder"
-            raise InputError(what, where=root, hint="give folders that hold .bin and .idx files")
-        found = set(_walk(os.fspath(root), seen))
-        if not found and not any(_walk(os.fspath(root), set())):  # not even when read without the others
-            raise InputError(
-                "no .bin and .idx files below this folder", where=root, hint="tokenize into it first, or leave it out"
-            )
-        prefixes |= found
+        prefixes |= _below(root, seen)
     return sorted(prefixes)
 
 
-def expand(paths: Sequence[str]) -> list[str]:
-    """Return every prefix that folders, prefixes, or patterns (`*`, `?`, `[..]`) of either lead to, sorted, each once.
+def expand(paths: Sequence[str], *, listed: bool = True) -> list[str]:
+    """Return every prefix that folders, prefixes, or patterns (`*`, `?`, `[..]`) of either lead to, each once.
 
+    They come in the order of `paths`, sorted where one path leads to several; without `listed`, sorted all together.
     Raises InputError as `find_prefixes`, and for a path that leads to nothing.
     """
-    folders: list[Path] = []
-    prefixes: set[str] = set()
-    for path in paths:
-        if os.path.isdir(path):
-            folders.append(Path(path))
-            continue
-        files = set(glob.glob(path)) | {match for suffix in SUFFIXES for match in glob.glob(path + suffix)}
-        below = [Path(match) for match in files if os.path.isdir(match)]
-        shards = {os.path.abspath(match[:-4]) for match in files if match.endswith(SUFFIXES) and os.path.isfile(match)}
-        if not below and not shards:
-            raise InputError(
-                "leads to no folder and to no shard",
-                where=path,
-                hint="give a folder, a shard without its suffix, or a pattern of either",
-            )
-        folders += below
-        prefixes |= shards
-    for prefix in prefixes:
-        for suffix in SUFFIXES:
-            if not os.path.isfile(prefix + suffix):
-                raise InputError(
-                    "a shard needs both its .bin and its .idx file; this one is missing", where=prefix + suffix
-                )
-    return sorted(prefixes | set(find_prefixes(folders)))
+    found = [_matches(path) for path in paths]
+    for _, prefixes in found:
+        for prefix in prefixes:
+            for suffix in SUFFIXES:
+                if not os.path.isfile(prefix + suffix):
+                    raise InputError(
+                        "a shard needs both its .bin and its .idx file; this one is missing", where=prefix + suffix
+                    )
+    if not listed:
+        folders = [folder for below, _ in found for folder in below]
+        return sorted(set(find_prefixes(folders)).union(*(prefixes for _, prefixes in found)))
+    seen: set[tuple[int, int]] = set()
+    ordered: dict[str, None] = {}
+    for below, prefixes in found:
+        every = prefixes.union(*(_below(folder, seen) for folder in sorted(below)))
+        ordered |= dict.fromkeys(sorted(every))
+    return list(ordered)
+
+
+def _matches(path: str) -> tuple[list[Path], set[str]]:
+    """The folders and the prefixes that one path of `expand` leads to. Raises InputError if there is none."""
+    if os.path.isdir(path):
+        return [Path(path).absolute()], set()
+    files = set(glob.glob(path)) | {match for suffix in SUFFIXES for match in glob.glob(path + suffix)}
+    below = [Path(match).absolute() for match in files if os.path.isdir(match)]
+    shards = {os.path.abspath(match[:-4]) for match in files if match.endswith(SUFFIXES) and os.path.isfile(match)}
+    if not below and not shards:
+        raise InputError(
+            "leads to no folder and to no shard",
+            where=path,
+            hint="give a folder, a shard without its suffix, or a pattern of either",
+        )
+    return below, shards
+
+
+def _below(root: Path, seen: set[tuple[int, int]]) -> set[str]:
+    """The prefixes below one folder, without those of the folders in `seen`. Raises InputError as `find_prefixes`."""
+    if not root.is_dir():
+        what = "not a folder" if root.exists() else "no such folder"
+        raise InputError(what, where=root, hint="give folders that hold .bin and .idx files")
+    found = set(_walk(os.fspath(root), seen))
+    if not found and not any(_walk(os.fspath(root), set())):  # not even when read without the others
+        raise InputError(
+            "no .bin and .idx files below this folder", where=root, hint="tokenize into it first, or leave it out"
+        )
+    return found
 
 
 def one_line(prefixes: Sequence[str]) -> str:

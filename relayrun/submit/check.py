@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 import os
 import tempfile
@@ -17,8 +18,11 @@ from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.rundir.start_time import start_seconds
+from relayrun.shards.made_by import check_tokenizer
 from relayrun.shards.manifest import Manifest
 from relayrun.slurmtime import format_time
+
+log = logging.getLogger(__name__)
 
 OWN_ORDERS = ("window", "megatron")
 """Those that cut a stream of tokens into windows; what a user's own makes of few tokens only it knows."""
@@ -48,14 +52,22 @@ def check(config: RunConfig) -> None:
     _check_evaluation(config)
 
 
-def check_data(config: RunConfig, manifest: Manifest) -> None:
-    """Raise a ConfigError for a data set that does not hold one sample. `manifest`: without editions."""
+def check_data(config: RunConfig, manifest: Manifest, *, begun: bool) -> None:
+    """Raise a RelayrunError for a data set without one whole sample, or made with another tokenizer than the run's.
+
+    `manifest`: without editions. `begun`: the run exists, and was told of shards without a record.
+    """
     training, data = config.training, config.data
     for name, source in data.sources.items():
         if (source.order or data.order) in OWN_ORDERS and not data.mock_data:
             SampleOrder(manifest.datasets[name], seq_length=training.seq_length, seed=0, name=name, split=data.split)
     for name, shards in manifest.validation.items():
         SampleOrder(shards, seq_length=training.seq_length, seed=0, name=name)
+    if data.mock_data:
+        return
+    allow, ends_matter = data.allow_other_tokenizer, data.depends_on_ends
+    if (without := check_tokenizer(manifest, allow=allow, ends_matter=ends_matter, look=True)) and not begun:
+        log.info("%d shards do not say which tokenizer made them; ids are checked again as they are read", without)
 
 
 def check_time_limit(config: RunConfig, plan: Plan, run: Run) -> None:

@@ -38,11 +38,9 @@ from relayrun.scheduler.base import PATIENCE, Scheduler
 from relayrun.scheduler.choose import for_plan
 from relayrun.scheduler.slurm import Slurm
 from relayrun.shards.manifest import Manifest
-from relayrun.shards.prefixes import expand, find_prefixes
 from relayrun.slurmtime import format_time, parse_time
 from relayrun.submit import check, code_snapshot, initial_checkpoint, owner
-from relayrun.tokenization.encode.tokenizer import load_tokenizer
-from relayrun.tokenization.options import TokenizeOptions
+from relayrun.submit.find_data import build_manifest
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +100,8 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool, take_over: bool)
     """The run directory made or brought up to date, and locked. After an error it is as before, STOP too."""
     check.check(config)
     run = Run(Path(config.run_dir or ""))
-    manifest = build_manifest(config)
-    check.check_data(config, manifest)
+    manifest = build_manifest(config, run)
+    check.check_data(config, manifest, begun=run.manifest.exists())
     check.check_log_folder(log_folder())
     owner.refuse_unwritable(run)
     with _locked(run) as made, _undone_on_error(run, made):
@@ -111,7 +109,7 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool, take_over: bool)
         owner.refuse_another(run, take_over=take_over, now=time.time())
         _refuse_after_end(run, resume)
         check.check_time_limit(config, make_plan(config, run, ROOT, revision=0), run)
-        config = _freeze_data(run, config, manifest, accept=accept)
+        config = _freeze_data(run, _with_loss_mean(run, config), manifest, accept=accept)
         base = initial_checkpoint.find_initial_checkpoint(config, run)
         root = code_snapshot.snapshot(run, ROOT) if config.debug.backup_codebase else ROOT
         plan = make_plan(config, run, root, revision=_add_revision(run, config), base=base)
@@ -277,22 +275,6 @@ def dry_run(config: RunConfig) -> str:
     return render.job_script(make_plan(config, run, root, revision=max(run.revisions(), default=0) + 1), run)
 
 
-def build_manifest(config: RunConfig) -> Manifest:
-    """Find the shards that a config names; data sets are named as there, without editions. Raises InputError."""
-    if config.data.mock_data:
-        size = config.data.mock_vocabulary_size
-        return Manifest.build(dict.fromkeys(config.data.sources), {}, vocabulary_size=size, eod=None, tokenizer="mock")
-    tokenizer = load_tokenizer(TokenizeOptions(tokenizer=config.data.tokenizer))
-    return Manifest.build(
-        {name: expand(source.paths) if source.paths else None for name, source in config.data.sources.items()},
-        {name: find_prefixes([Path(folder) for folder in folders]) for name, folders in config.data.validation.items()},
-        vocabulary_size=tokenizer.size,
-        eod=tokenizer.eos_id,
-        tokenizer=config.data.tokenizer,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-    )
-
-
 def _scheduler(plan: Plan, run: Run) -> Scheduler:
     """The plan's scheduler, asked for long only inside a job: elsewhere a person waits for the answer."""
     return for_plan(plan, run, patience=PATIENCE if "SLURM_JOB_ID" in os.environ else SECONDS_OF_A_PERSON)
@@ -347,6 +329,18 @@ def _freeze_data(run: Run, config: RunConfig, found: Manifest, *, accept: bool) 
         consumed = line(run)[-1].consumed_samples
         log.info("the mixture changes: its phase begins where the next attempt resumes, now sample %s", consumed)
     return evolved.config
+
+
+def _with_loss_mean(run: Run, config: RunConfig) -> RunConfig:
+    """The config with a mean of the loss: a run that goes on keeps its own, unless the config names another."""
+    training, revisions = config.training, run.revisions()
+    mean = training.resolved_loss_mean
+    if revisions:
+        before = compose.read_resolved(run.config_revision(revisions[-1])).training.resolved_loss_mean
+        mean = training.loss_mean or before
+        if mean != before and config.data.eod_mask_loss:
+            log.warning("training.loss_mean was %s and is %s from the next attempt on", before, mean)
+    return config.model_copy(update={"training": training.model_copy(update={"loss_mean": mean})})
 
 
 def _add_revision(run: Run, config: RunConfig) -> int:

@@ -19,6 +19,7 @@ from relayrun.tokenization import progress
 from relayrun.tokenization.encode.engines import select
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
 from relayrun.tokenization.fused import Job, Part, engine_of_this_process, sample, tokenize_part
+from relayrun.tokenization.identity import ids_fingerprint
 from relayrun.tokenization.locks import locked
 from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.pool import one_thread, run_tasks
@@ -110,6 +111,7 @@ def tokenize(
                 "tasks": options.tasks,
             },
             names,
+            tokenizer={"ids": ids_fingerprint(tokenizer.definition), "size": tokenizer.size},
         )
         parts = [Part(name=name, inputs=tuple(inputs[file] for file in files)) for name, files in folder.parts.items()]
         workers = min(len(parts) if options.workers == -1 else options.workers, len(parts))

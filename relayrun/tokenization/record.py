@@ -2,6 +2,7 @@
 
     settings   what the shards were made with; a folder holds shards of one choice alone
     parts      by shard: the files that it is to hold; files that join the dump later get shards of their own
+    tokenizer  what a run compares with its own: fingerprint of what decides ids, size of the vocabulary
     shards     by shard that is done: a TaskRecord
 
 A task counts as done if its inputs are unchanged and its shard has the checksums noted here. So a run that was cut
@@ -122,13 +123,21 @@ def is_same(path: str, now: InputFile, then: InputFile, known: str) -> bool:
 class ShardFolder:
     """A folder of shards and its record. One process writes it."""
 
-    def __init__(self, path: str | os.PathLike[str], settings: dict[str, Any], files: Sequence[str]) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        settings: dict[str, Any],
+        files: Sequence[str],
+        *,
+        tokenizer: dict[str, Any] | None = None,
+    ) -> None:
         """Open or begin the record. Raises InputError if the folder holds shards made in another way.
 
-        `settings["tasks"]` is the most shards that new files are dealt onto.
+        `settings["tasks"]` is the most shards that new files are dealt onto. `tokenizer`: what a run compares.
         """
         self.path = Path(path)
         self.settings = settings
+        self.tokenizer = tokenizer or {}
         self._file = self.path / NAME
         self.parts: dict[str, list[str]] = {}
         self.tasks: dict[str, TaskRecord] = {}
@@ -218,6 +227,7 @@ class ShardFolder:
         record = {
             "format": FORMAT,
             "settings": self.settings,
+            "tokenizer": self.tokenizer,
             "parts": self.parts,
             "shards": {name: asdict(self.tasks[name]) for name in sorted(self.tasks)},
         }

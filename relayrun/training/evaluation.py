@@ -10,6 +10,7 @@ import torch
 from relayrun.config.schema import Training
 from relayrun.data.batches import checked_ids
 from relayrun.data.order.samples import SampleOrder
+from relayrun.training.loss import LossSum
 from relayrun.training.model.gpt import MicroBatch, Model
 from relayrun.training.parallel import Ranks
 
@@ -29,7 +30,10 @@ class Evaluation:
         return sum(self._samples(order) for order in self.orders.values())
 
     def run(self, model: Model) -> dict[str, float]:
-        """Mean loss in nats per token, by name of the set. Called by all ranks together."""
+        """Mean loss in nats per token, by name of the set. Called by all ranks together.
+
+        It is a mean of samples' means with `training.loss_mean: sample`, else the mean over all tokens that count.
+        """
         model.train_mode(False)
         try:
             with torch.no_grad():
@@ -47,9 +51,7 @@ class Evaluation:
         ]
         while len(batches) % model.batches_multiple:
             batches.append(MicroBatch(tokens=batches[-1].tokens, weights=np.zeros_like(batches[-1].weights)))
-        losses = model.run(batches, train=False) if batches else []
-        total, count = self.ranks.sum_over_samples([sum(losses), float(len(own))])
-        return total / count
+        return self.ranks.mean_loss(model.run(batches, train=False) if batches else LossSum(total=0.0, count=0.0))
 
     def _samples(self, order: SampleOrder) -> int:
         return min(self.training.eval_steps * self.training.global_batch_size, order.windows_per_epoch)

@@ -28,6 +28,7 @@ from relayrun.training import determinism, parallel
 from relayrun.training.anomaly import LossGuard
 from relayrun.training.checkpoint.state import Checkpointer
 from relayrun.training.control import Control
+from relayrun.training.data_check import check_data
 from relayrun.training.evaluation import Evaluation
 from relayrun.training.hooks import Action, Evaluated, Gradients, Step, StepStart, Verdict
 from relayrun.training.model import device_shim
@@ -71,7 +72,7 @@ class Training:
         self.timings = timings
         self.pulse = pulse
         manifest = Manifest.read(run.manifest)
-        ranks.on_first_rank(partial(check_data, manifest, mixture_of(config)), InputError)
+        ranks.on_first_rank(partial(check_data, manifest, mixture_of(config), config.data), InputError)
         settings = config.training
         self.run_dir, self.attempt = run, run.attempt(begin.attempt)
         self.order = training_order(config, manifest)
@@ -208,8 +209,7 @@ class Training:
         self.optimizer.zero_grad()
         batches = [MicroBatch(tokens=tokens) for tokens in next(self.reader)]
         read = time.perf_counter()
-        losses = self.model.run(batches, train=True)
-        loss = self.ranks.sum_over_samples([sum(losses)])[0] / size
+        loss = self.ranks.mean_loss(self.model.run(batches, train=True))
         computed = time.perf_counter()
         grad_norm = self.optimizer.prepare()
         gradients = Gradients(
@@ -374,16 +374,3 @@ def record_start(attempt: Attempt, started: Started) -> None:
         started.write(attempt.started)
     except OSError as error:
         log.warning("%s not written: %s", attempt.started.name, error)
-
-
-def check_data(manifest: Manifest, mixture: list[str]) -> None:
-    """Raises FatalTrainingError if a shard is not what it was, InputError if files are only missing.
-
-    A missing file may be a file system that is away for a while: the next attempt may find it again.
-    """
-    try:
-        manifest.verify(mixture)
-    except InputError as error:
-        if all(line.endswith(": missing") for line in manifest.differences(mixture)):
-            raise
-        raise FatalTrainingError(error.message, hint=error.hint) from None

@@ -17,6 +17,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from relayrun.config.schema import RunConfig
 from relayrun.errors import FatalTrainingError, RelayrunError
+from relayrun.training.loss import LossSum
 
 T = TypeVar("T")
 
@@ -97,17 +98,22 @@ class Ranks:
         """Sum what the data-parallel replicas measured (float64), in rank order; the same on every rank.
 
         Only values of the last pipeline stage count. The order is fixed, so a sum does not depend on how
-        the backend reduces.
+        the backend reduces, nor on what else is summed with it: torch adds several columns in another order.
         """
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
         parts = [torch.empty_like(own) for _ in range(self.data_parallel_size)]
         dist.all_gather(parts, own, group=parallel_state.get_data_parallel_group())
-        total = torch.stack(parts).sum(dim=0)
+        total = torch.cat([torch.stack([part[i : i + 1] for part in parts]).sum(dim=0) for i in range(len(values))])
         if self.pipeline_size > 1:
             last = parallel_state.get_pipeline_model_parallel_last_rank()
             dist.broadcast(total, src=last, group=parallel_state.get_pipeline_model_parallel_group())
         result: list[float] = total.tolist()
         return result
+
+    def mean_loss(self, own: LossSum) -> float:
+        """The mean loss over all replicas, the same on every rank; `own`: what this one has measured."""
+        total, count = self.sum_over_samples([own.total, own.count])
+        return total / max(count, 1.0)
 
 
 def stop() -> None:

@@ -160,3 +160,71 @@ def test_masks_and_positions_are_those_of_megatron(share: float) -> None:
             assert documents.loss_mask(inputs, 5)[row].tolist() == loss_mask.tolist()
             own = (at >= starts[row][:, None]) & (at <= at[:, None])
             assert own.tolist() == (~visible[0]).tolist()  # Megatron's is true where a token is hidden
+
+
+MASK = [[1] * 8, [1, 0, 0, 0, 0, 0, 0, 0], [0, 1, 1, 0, 1, 0, 1, 1]]
+LOSS_FUNC = {  # by `--calculate-per-token-loss`: what is differentiated, tokens that count, gradient of the first one
+    False: ("0x1.81b0d40000000p-1", 14, "0x1.24924a0000000p-6"),
+    True: ("0x1.517aba0000000p+5", 14, "0x1.0000000000000p+0"),
+}
+"""What `loss_func` of pretrain_gpt.py gives for these losses, at Megatron-LM core_r0.16.0 (commit 7d2aeda8) and at
+swiss-ai's fork (commit 81d44dbe), as the first of 4 micro-batches; both print 42.1849 / 14."""
+
+
+@pytest.mark.filterwarnings("ignore:Apex is not installed", "ignore:The given NumPy array")
+@pytest.mark.parametrize("per_token", LOSS_FUNC)
+def test_a_masked_loss_is_divided_as_by_megatrons_loss_func(per_token: bool) -> None:
+    import torch
+    from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
+
+    from relayrun.training.loss import loss_function
+
+    losses = (torch.arange(1, 25).reshape(3, 8).double() ** 0.5).float().requires_grad_()
+    function = loss_function(
+        "token" if per_token else "micro_batch", mask=torch.tensor(MASK, dtype=torch.float32), weights=None
+    )
+    settings = SimpleNamespace(
+        calculate_per_token_loss=per_token, timers=None, num_moe_experts=None, mtp_num_layers=None
+    )
+    reports: list[torch.Tensor] = []
+    loss, tokens = forward_step_calc_loss(
+        SimpleNamespace(), losses * 1, function, settings, None, False, 4, reports, 1, True
+    )
+    loss.backward()
+    assert (loss.item().hex(), int(tokens), losses.grad[0, 0].item().hex()) == LOSS_FUNC[per_token]
+    assert losses.grad[1, 1] == 0
+    assert reports[0].tolist() == pytest.approx([42.1849, 14], rel=1e-6)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_mean_of_samples_is_that_of_before_to_the_last_bit(masked: bool) -> None:
+    import torch
+
+    from relayrun.training.loss import loss_function
+
+    generator = torch.Generator().manual_seed(3)
+    losses = torch.rand((5, 33), generator=generator) * 12
+    mask = (torch.rand((5, 33), generator=generator) < 0.4).float() if masked else None
+    if mask is not None:
+        mask[2] = 0
+        samples = (losses * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+    else:
+        samples = losses.mean(dim=1)
+    for mean in ("sample",) if masked else ("sample", "micro_batch", "token"):
+        loss, report = loss_function(mean, mask=mask, weights=None)(losses)
+        assert loss.item().hex() == samples.mean().item().hex()
+        assert report.tolist() == [samples.sum().double().item(), 5.0]
+        weights = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0])
+        report = loss_function(mean, mask=mask, weights=weights)(losses)[-1]
+        assert report.tolist() == [(samples * weights).sum().double().item(), 3.0]
+
+
+def test_in_an_evaluation_the_tokens_of_samples_that_fill_up_a_batch_do_not_count() -> None:
+    import torch
+
+    from relayrun.training.loss import loss_function
+
+    losses = torch.arange(1.0, 25.0).reshape(3, 8)
+    mask, weights = torch.tensor(MASK, dtype=torch.float32), torch.tensor([1.0, 1.0, 0.0])
+    report = loss_function("micro_batch", mask=mask, weights=weights)(losses)[-1]
+    assert report.tolist() == [sum(range(1, 10)), 9]

@@ -34,7 +34,8 @@ ranks = parallel.start(config(4))
 def loss(tokens, **data):
     model = Model(config(len(tokens) - 1, **data), ranks, 64, eod=0)
     model.train_mode(False)
-    return model.run([MicroBatch(tokens=np.array([tokens]))], train=False)[0]
+    sums = model.run([MicroBatch(tokens=np.array([tokens]))], train=False)
+    return sums.total / sums.count
 
 reset = {"reset_attention_mask": True, "reset_position_ids": True}
 first, second = [7, 3, 9, 0], [11, 12, 13, 14, 0]

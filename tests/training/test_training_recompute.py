@@ -35,7 +35,7 @@ def test_every_way_to_recompute_gives_the_same_bits_and_keeps_less(found: dict[s
     for setting, ways in passes.items():
         right = ways["none"]
         for name, way in ways.items():
-            assert (way["losses"], way["gradients"]) == (right["losses"], right["gradients"]), (setting, name)
+            assert (way["loss"], way["gradients"]) == (right["loss"], right["gradients"]), (setting, name)
         kept = {name: way["kept"] for name, way in ways.items()}
         assert kept["full"] < kept["first layer"] < kept["none"], setting
         assert kept["mlp"] < kept["none"], setting
@@ -43,7 +43,7 @@ def test_every_way_to_recompute_gives_the_same_bits_and_keeps_less(found: dict[s
         # with dropout torch has no flash kernel on a CPU, and keeps the matrix of scores
         assert (kept["core_attn"] < 0.9 * kept["none"]) == setting.endswith("dropout"), (setting, kept)
         assert kept["both"] <= kept["mlp"], setting
-    assert passes["fp32, none"]["none"]["losses"] != passes["fp32, dropout"]["none"]["losses"]
+    assert passes["fp32, none"]["none"]["loss"] != passes["fp32, dropout"]["none"]["loss"]
 
 
 def test_attention_within_the_fork_of_sequence_parallel_drops_out_the_same_again(found: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from relayrun.rundir import run as rundir
 from relayrun.rundir.records import AttemptStart, Commit
 from relayrun.shards.indexed import Shard
 from relayrun.shards.manifest import Manifest
-from relayrun.submit.submission import build_manifest
+from relayrun.submit.find_data import build_manifest
 from tests.workspace import Workspace
 
 

@@ -16,7 +16,7 @@ from relayrun.data.evolution import Evolved, evolve
 from relayrun.errors import InputError
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
-from relayrun.submit.submission import build_manifest
+from relayrun.submit.find_data import build_manifest
 from tests.workspace import Workspace
 
 

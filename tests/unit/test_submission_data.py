@@ -12,6 +12,7 @@ import pytest
 from relayrun.cli import main
 from relayrun.config import compose
 from relayrun.errors import InputError
+from relayrun.files import read_json, write_json
 from relayrun.rundir.records import AttemptStart, Commit
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
@@ -129,3 +130,71 @@ def test_a_group_that_cannot_reach_its_triggers_is_a_warning(
     assert "cannot reach the triggers: " in capsys.readouterr().err
     submission.submit(compose.load(workspace.config("alone")))
     assert "warning" not in capsys.readouterr().err
+
+
+def test_a_run_keeps_the_mean_of_its_loss_unless_a_submit_names_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that began before the setting was there has revisions without it, and the mean over samples."""
+    workspace = Workspace.make(tmp_path)
+    run, weights = workspace.run("run"), {"web": 1.0}
+
+    def mean(revision: int) -> str | None:
+        return compose.read_resolved(run.config_revision(revision)).training.loss_mean
+
+    submit(workspace, weights)
+    assert mean(1) == "micro_batch"
+    path = run.config_revision(1)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if "loss_mean" not in line))
+    assert mean(1) == "sample"
+    submit(workspace, weights)
+    assert run.revisions() == [1]
+    data = {"datasets": [], "mixture": {"web": {"path": f"{tmp_path}/data/shard[01]", "weight": 1.0}}}
+    data |= {"tokenizer": f"{tmp_path}/tokenizer.json", "eod_mask_loss": True}
+    for number, named in enumerate((None, "token", None), start=2):
+        workspace.config("run", data=data, training={} if named is None else {"loss_mean": named})
+        capsys.readouterr()
+        submission.submit(compose.load(tmp_path / "run.yaml"))
+        for job in (tmp_path / "run").glob("local*"):
+            shutil.rmtree(job)
+        said = "training.loss_mean was sample and is token from the next attempt on" in capsys.readouterr().err
+        assert said == (named is not None)
+        assert mean(min(number, 3)) == ("sample" if number == 2 else "token")
+    assert run.revisions() == [1, 2, 3]
+
+
+def test_a_list_of_shards_keeps_its_order_and_a_run_that_began_with_a_sorted_one_keeps_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workspace = Workspace.make(tmp_path)
+    manifest = workspace.run("run").manifest
+
+    def submit_list(*numbers: int) -> list[int]:
+        """Submit the list, which has one more data set beside it; return the order in which it is read."""
+        paths = [f"{tmp_path}/data/shard{number}" for number in numbers]
+        data = {
+            "tokenizer": f"{tmp_path}/tokenizer.json",
+            "datasets": [],
+            "mixture": {"d": {"path": paths, "weight": 1.0}},
+        }
+        capsys.readouterr()
+        submission.submit(compose.load(workspace.config("run", data=data)))
+        for job in (tmp_path / "run").glob("local*"):
+            shutil.rmtree(job)
+        return [int(shard.prefix[-1]) for shard in Manifest.read(manifest).datasets["d"].shards]
+
+    assert submit_list(0, 2, 1) == [0, 2, 1]
+    with pytest.raises(InputError, match="its shards stand in another order"):
+        submit_list(0, 1, 2)
+    assert submit_list(0, 2, 1) == [0, 2, 1]
+    assert "sorted" not in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "run")
+    assert submit_list(0, 1, 2) == [0, 1, 2]
+    value = read_json(manifest)
+    del value["listed_order"]  # as an earlier version wrote it for 0, 2, 1, too
+    write_json(manifest, value)
+    assert submit_list(0, 2, 1) == [0, 1, 2]
+    assert "'d': its shards stay in sorted order, with which this run began" in capsys.readouterr().err
+    assert submit_list(0, 1, 2) == [0, 1, 2]
+    assert "sorted" not in capsys.readouterr().err

@@ -26,7 +26,7 @@ import numpy as np
 from relayrun.data.mixture import select
 from relayrun.data.mixture.summary import CutShard, Dataset, as_json, pass_folder, summarise
 from relayrun.errors import ConfigError, InputError
-from relayrun.files import fsync_directory, replaced_folder, write_atomic
+from relayrun.files import RealPath, fsync_directory, replaced_folder, write_atomic
 from relayrun.shards.indexed import Shard
 from relayrun.shards.mixture_folder import SUMMARY_JSON, SUMMARY_TEXT, files_of
 from relayrun.shards.prefixes import find_prefixes
@@ -158,7 +158,7 @@ def _read_datasets(
     bases = [os.path.basename(os.path.normpath(root)) or "dataset" for root in roots]
     names = distinct(bases, [f"{base}-{i + 1}" for i, base in enumerate(bases)], reserved=(SUMMARY_TEXT, SUMMARY_JSON))
     owners: dict[str, str] = {}
-    real_path = _RealPath()
+    real_path = RealPath()
     datasets = []
     for i, (root, name) in enumerate(zip(roots, names, strict=True)):
         prefixes = find_prefixes([root])
@@ -235,7 +235,7 @@ def _cut(shard: Shard, tokens: int) -> CutShard:
 
 def _link(dataset: Dataset, folder: Path) -> None:
     """Make the folder of one dataset's links."""
-    real_path = _RealPath()
+    real_path = RealPath()
     used = None if dataset.passes else dataset.taken + 1
     indices = [real_path(shard.prefix + ".idx") for shard in dataset.shards[:used]]
     for number, count in enumerate(dataset.counts):
@@ -254,18 +254,3 @@ def _link(dataset: Dataset, folder: Path) -> None:
             os.symlink(dataset.reals[count], start + dataset.links[count] + ".bin")
             write_atomic(start + dataset.links[count] + ".idx", dataset.cut.index())
         fsync_directory(place)
-
-
-class _RealPath:
-    """`os.path.realpath` that resolves each folder once: shards stand in few folders."""
-
-    def __init__(self) -> None:
-        self._folders: dict[str, str] = {}
-
-    def __call__(self, path: str) -> str:
-        folder, name = os.path.split(path)
-        if os.path.islink(path):
-            return os.path.realpath(path)
-        if folder not in self._folders:
-            self._folders[folder] = os.path.realpath(folder)
-        return os.path.join(self._folders[folder], name)

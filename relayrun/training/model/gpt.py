@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from relayrun.config.schema import Data, RunConfig
 from relayrun.data import documents
 from relayrun.errors import ConfigError
 from relayrun.training import parallel
+from relayrun.training.loss import LossSum, Result, loss_function
 from relayrun.training.model import layers
 from relayrun.training.model.size import flops_per_token, padded
 from relayrun.training.parallel import Ranks
@@ -40,7 +40,7 @@ class MicroBatch:
     tokens: npt.NDArray[np.int64]
     """Token ids of shape [micro_batch_size, seq_length + 1]: inputs, and targets one place further."""
     weights: npt.NDArray[np.float32] | None = None
-    """Weights of the samples' losses, of shape [micro_batch_size]; None: each counts once."""
+    """Weights of the samples in the reported loss, of shape [micro_batch_size]; None: each counts once."""
 
 
 class Model:
@@ -65,6 +65,7 @@ class Model:
         self._ranks = ranks
         self._config = config.model
         self._data = config.data
+        self._loss_mean = config.training.resolved_loss_mean
         self._eod = _eod(config.data, eod)
         self._progress = progress
         self.dtype = torch.bfloat16 if config.training.resolved_precision == "bf16" else torch.float32
@@ -153,12 +154,11 @@ class Model:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
 
-    def run(self, batches: Sequence[MicroBatch], *, train: bool) -> list[float]:
-        """Run the micro-batches; return their losses (sum over samples of weight x mean over tokens).
+    def run(self, batches: Sequence[MicroBatch], *, train: bool) -> LossSum:
+        """Run the micro-batches; return the sum of their losses, 0 of 0 except on the last pipeline stage.
 
-        With `train`, gradients of the mean loss over the global batch are accumulated, reduced over the
-        data-parallel ranks, and left in the gradient buffers. The list is empty except on the last
-        pipeline stage.
+        With `train`, gradients of the loss over the global batch (its mean: `training.loss_mean`) are accumulated,
+        reduced over the data-parallel ranks, and left in the gradient buffers.
         """
         iterators = [iter(batches) for _ in self.chunks]
         losses: list[torch.Tensor] = get_forward_backward_func()(
@@ -170,11 +170,12 @@ class Model:
             micro_batch_size=len(batches[0].tokens),
             forward_only=not train,
         )
-        return torch.stack(losses).tolist() if losses else []
+        reports: list[tuple[float, float]] = torch.stack(losses).tolist() if losses else []
+        return LossSum(total=sum(total for total, _ in reports), count=sum(count for _, count in reports))
 
     def _forward(
         self, batches: Iterator[MicroBatch], ddp: torch.nn.Module
-    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]:
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Result]]:
         self._progress()
         batch = next(batches)
         device = self._ranks.device
@@ -192,7 +193,8 @@ class Model:
         mask = None
         if self._data.eod_mask_loss:
             mask = torch.from_numpy(documents.loss_mask(batch.tokens[:, :-1], self._eod)).to(device)
-        return loss, partial(_loss, weights=weights, mask=mask, context_size=self._ranks.context_size)
+        context = self._ranks.context_size
+        return loss, loss_function(self._loss_mean, mask=mask, weights=weights, context_size=context)
 
     def _position_ids(self, inputs: npt.NDArray[np.int64]) -> torch.Tensor:
         if not self._data.reset_position_ids:
@@ -208,28 +210,9 @@ class Model:
         return ((at >= starts[:, :, None]) & (at <= at[:, None])).unsqueeze(1)
 
 
-def _loss(
-    loss: torch.Tensor, *, weights: torch.Tensor | None, mask: torch.Tensor | None, context_size: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-token losses [batch, sequence] → (mean for the gradient, sum over samples for the report).
-
-    With a mask a sample's loss is the mean over its own tokens that count, so that it does not depend on
-    which samples share its micro-batch.
-    """
-    if mask is None:
-        samples = loss.float().mean(dim=1)
-    else:
-        samples = (loss.float() * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-    total = (samples.sum() if weights is None else (samples * weights).sum()).detach().double()
-    if context_size > 1:  # this rank has as many tokens of each sample as every other one
-        torch.distributed.all_reduce(total, group=parallel_state.get_context_parallel_group())
-        total /= context_size
-    return samples.mean() / context_size, total  # megatron-core multiplies by the size again, and takes the mean
-
-
 def _eod(data: Data, eod: int | None) -> int:
     """The end of a document; -1, which no token is, where nothing asks for it."""
-    if eod is None and (data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss):
+    if eod is None and data.depends_on_ends:
         raise ConfigError(
             "reset_position_ids, reset_attention_mask and eod_mask_loss need an end-of-document token, "
             "and this tokenizer has none",
@@ -276,6 +259,8 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=on_gpu,
         finalize_model_grads_func=finalize_model_grads,
+        # sums of gradients, divided once, by the tokens that count in the global batch
+        calculate_per_token_loss=config.data.eod_mask_loss and config.training.resolved_loss_mean == "token",
         deterministic_mode=config.training.deterministic,
         # a stage forgets what it has sent, of which only the place in the graph is needed; with virtual stages
         # megatron-core would let go of it before the send is waited for, and what is sent then is anything

@@ -1,0 +1,67 @@
+"""Which shards a config names, in which order, and the manifest of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+from relayrun.config.schema import DataSource, RunConfig
+from relayrun.rundir.run import Run
+from relayrun.shards.manifest import DatasetManifest, Manifest
+from relayrun.shards.prefixes import expand, find_prefixes
+from relayrun.tokenization.encode.tokenizer import load_tokenizer
+from relayrun.tokenization.identity import ids_fingerprint
+from relayrun.tokenization.options import TokenizeOptions
+
+log = logging.getLogger(__name__)
+
+
+def build_manifest(config: RunConfig, run: Run | None = None) -> Manifest:
+    """Find the shards that a config names; data sets are named as there, without editions. Raises InputError.
+
+    `run`: whose data they are to be, if it has begun.
+    """
+    if config.data.mock_data:
+        size = config.data.mock_vocabulary_size
+        return Manifest.build(dict.fromkeys(config.data.sources), {}, vocabulary_size=size, eod=None, tokenizer="mock")
+    tokenizer = load_tokenizer(TokenizeOptions(tokenizer=config.data.tokenizer))
+    frozen = Manifest.read(run.manifest) if run is not None and run.manifest.exists() and run.revisions() else None
+    return Manifest.build(
+        {name: _prefixes(name, source, frozen) for name, source in config.data.sources.items()},
+        {name: find_prefixes([Path(folder) for folder in folders]) for name, folders in config.data.validation.items()},
+        vocabulary_size=tokenizer.size,
+        eod=tokenizer.eos_id,
+        tokenizer=config.data.tokenizer,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        tokenizer_ids=ids_fingerprint(tokenizer.definition),
+    )
+
+
+def _prefixes(name: str, source: DataSource, frozen: Manifest | None) -> list[str] | None:
+    """The shards of a data set; None where it has none by design.
+
+    A list keeps its order. A run of an earlier version, which sorted every list, goes on with the order that it has.
+    """
+    if not source.paths:
+        return None
+    prefixes = expand(source.paths)
+    if frozen is None or frozen.listed_order or len(source.paths) == 1:
+        return prefixes
+    before = expand(source.paths, listed=False)
+    if before == prefixes:
+        return prefixes
+    known = {dataset.fingerprint for dataset in _editions(name, source, frozen)}
+    if DatasetManifest.build(prefixes).fingerprint in known or DatasetManifest.build(before).fingerprint not in known:
+        return prefixes
+    log.warning("data set %r: its shards stay in sorted order, with which this run began; the list has another", name)
+    return before
+
+
+def _editions(name: str, source: DataSource, frozen: Manifest) -> Iterator[DatasetManifest]:
+    for edition in count(1):
+        identity = source.model_copy(update={"edition": edition}).identity(name)
+        if identity not in frozen.datasets:
+            return
+        yield frozen.datasets[identity]

@@ -1,0 +1,31 @@
+"""Whether two tokenizers give the same ids the same meaning: a hash of what decides it.
+
+The model (vocabulary, merges or scores), the normalizer, the pre-tokenizer and the added tokens of a tokenizer.json
+decide it. Truncation, padding, templates and the decoder do not, nor whether an added token is special: a dump that was
+made with `--special-text` has the same vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+
+def ids_fingerprint(definition: str) -> str:
+    """Return the SHA-256, hexadecimal, of what decides ids in a serialized tokenizer (`Tokenizer.to_str()`)."""
+    tokenizer = json.loads(definition)
+    parts = {name: tokenizer.get(name) for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
+    for token in parts["added_tokens"] or ():
+        token.pop("special", None)
+    merges = (parts["model"] or {}).get("merges")
+    if merges:  # text in files of older versions of the library, pairs in newer ones
+        parts["model"]["merges"] = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in merges]
+    return hashlib.sha256(json.dumps(_said(parts), sort_keys=True).encode()).hexdigest()
+
+
+def _said(value: Any) -> Any:
+    """Without what is null or false: newer versions of the library write more of it."""
+    if isinstance(value, dict):
+        return {name: _said(part) for name, part in value.items() if part is not None and part is not False}
+    return [_said(part) for part in value] if isinstance(value, list) else value

@@ -1,0 +1,111 @@
+"""`training.loss_mean`: what a masked loss is a mean over, in the real model, over several layouts."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from tests import warm
+
+Found = dict[str, np.ndarray]
+SETTINGS: dict[str, tuple[int, dict[str, int], tuple[int, ...]]] = {
+    "DP1": (1, {}, (1, 2, 4)),
+    "DP2": (2, {}, (1, 4)),
+    "PP2": (2, {"pipeline_model_parallel_size": 2}, (2,)),
+}
+"""Ranks, the section `parallel`, and micro-batch sizes, by name of the layout."""
+
+
+def run(folder: Path, ranks: int, parallel: dict[str, int], sizes: tuple[int, ...]) -> list[Found]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        with (folder / f"{rank}.log").open("wb") as log:
+            arguments = [str(folder / f"{rank}.npz"), str(rank), str(ranks), str(port), json.dumps([parallel, sizes])]
+            command = [sys.executable, "-m", "tests.training.loss_mean", *arguments]
+            processes.append(warm.start(command, stdout=log.fileno(), stderr=log.fileno()))
+    assert [process.wait(600) for process in processes] == [0] * ranks, (folder / "0.log").read_text()
+    return [dict(np.load(folder / f"{rank}.npz")) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Found]]:
+    return {name: run(tmp_path_factory.mktemp(name), *layout) for name, layout in SETTINGS.items()}
+
+
+def gradients(found: Found, mean: str, size: int) -> Found:
+    start = f"{mean}/{size}/gradient/"
+    return {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
+
+
+def distance(one: Found, other: Found) -> float:
+    """The distance of two sets of gradients over the norm of the second, which may hold those of one stage alone."""
+    assert len(other) > 5
+    square = sum(float(((one[name] - value) ** 2).sum()) for name, value in other.items())
+    return float(np.sqrt(square / sum(float((value**2).sum()) for value in other.values())))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", SETTINGS)
+@pytest.mark.parametrize("mean", ["token", "sample", "None"])
+def test_these_means_do_not_depend_on_the_layout(layouts: dict[str, list[Found]], mean: str, layout: str) -> None:
+    first = layouts["DP1"][0]
+    for size in SETTINGS[layout][2]:
+        for found in layouts[layout]:
+            assert distance(gradients(first, mean, 1), gradients(found, mean, size)) < 2e-6
+            for what in ("loss", "evaluation"):
+                assert found[f"{mean}/{size}/{what}"] == pytest.approx(first[f"{mean}/1/{what}"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_of_micro_batches_the_gradient_does_and_the_reported_loss_does_not(layouts: dict[str, list[Found]]) -> None:
+    found = layouts["DP1"][0]
+    assert distance(gradients(found, "micro_batch", 1), gradients(found, "sample", 1)) < 2e-6  # of one sample each
+    for size in SETTINGS["DP1"][2]:
+        assert distance(gradients(found, "micro_batch", size), gradients(found, "token", 1)) > 1e-2
+        for what in ("loss", "evaluation"):
+            assert found[f"micro_batch/{size}/{what}"] == pytest.approx(float(found[f"token/1/{what}"]), rel=1e-6)
+    assert distance(gradients(found, "micro_batch", 1), gradients(found, "micro_batch", 4)) > 1e-2
+    assert abs(found["sample/1/loss"] - found["token/1/loss"]) > 1e-3
+    two = layouts["DP2"][0]  # one micro-batch on each rank: the two of a single one
+    assert distance(gradients(two, "micro_batch", 4), gradients(found, "micro_batch", 4)) < 2e-6
+
+
+@pytest.mark.slow
+def test_a_run_begun_before_the_setting_goes_on_with_the_mean_of_samples(harness: Callable[..., Any]) -> None:
+    """Its revision does not name the setting."""
+    settings = {
+        "data": {"tokenizer": "none", "datasets": ["none"], "eod_mask_loss": True},
+        "training": {"steps": 2, "eval_steps": 1},
+        "optimizer": {"lr_warmup_steps": 0},
+    }
+
+    class Before(type(harness())):  # type: ignore[misc]
+        def write_config(self, inject: str = "") -> None:
+            super().write_config(inject)
+            path = self.run.config_revision(self.revision)
+            values = yaml.safe_load(path.read_text())
+            del values["training"]["loss_mean"]
+            path.write_text(yaml.safe_dump(values))
+
+    named = {mean: harness(**settings) for mean in ("sample", "micro_batch")}
+    for mean, made in named.items():
+        made.config["training"]["loss_mean"] = mean
+    made = harness(**settings)
+    before = Before(made.run, made.config)
+    losses = {}
+    for name, run_ in (named | {"before": before}).items():
+        attempt = run_.train()
+        losses[name] = str([[step[n].hex() for n in ("loss", "grad_norm")] for step in attempt.steps().values()])
+        losses[name] += str(attempt.evaluations())
+    assert losses["before"] == losses["sample"] != losses["micro_batch"]

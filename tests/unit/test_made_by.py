@@ -1,0 +1,224 @@
+"""A run's tokenizer is the one that made its shards, or the submit says which shard is of another one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from relayrun.config import compose
+from relayrun.config.schema import Data
+from relayrun.data.mixture.folder import create_mixture
+from relayrun.errors import FatalTrainingError, InputError
+from relayrun.files import read_json, write_json
+from relayrun.shards.indexed import ShardWriter
+from relayrun.shards.made_by import RECORD, check_tokenizer
+from relayrun.shards.manifest import Manifest
+from relayrun.shards.merge import merge
+from relayrun.submit import submission
+from relayrun.tokenization.encode.tokenizer import load_tokenizer
+from relayrun.tokenization.identity import ids_fingerprint
+from relayrun.tokenization.options import TokenizeOptions
+from relayrun.tokenization.pipeline import tokenize
+from relayrun.training.data_check import check_data
+from tests.workspace import Workspace
+
+from .tokenization_corpus import TEXTS, train_tokenizer, write_parquet
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `tokenizer.json` (400 entries) and `dump`, two shards that it made."""
+    folder = tmp_path_factory.mktemp("dump")
+    train_tokenizer(folder / "tokenizer.json")
+    for number in range(2):
+        write_parquet(folder / f"{number}.parquet", TEXTS * 20)
+    (folder / "paths").write_text("0.parquet\n1.parquet\n")
+    options = TokenizeOptions(tokenizer=str(folder / "tokenizer.json"), workers=1)
+    tokenize(options, output_folder=folder / "dump", dataset=folder, paths_file=folder / "paths")
+    return folder
+
+
+@pytest.fixture
+def workspace(dump: Path, tmp_path: Path) -> Workspace:
+    """A copy of the dump in `dump`, with tokenizers beside it."""
+    shutil.copytree(dump, tmp_path, dirs_exist_ok=True)
+    return Workspace(tmp_path)
+
+
+def changed(workspace: Workspace, name: str, change: Any) -> Path:
+    value = json.loads((workspace.folder / "tokenizer.json").read_text())
+    change(value)
+    path = workspace.folder / f"{name}.json"
+    path.write_text(json.dumps(value))
+    Tokenizer.from_file(str(path))
+    return path
+
+
+def swapped(value: dict[str, Any]) -> None:
+    vocabulary = value["model"]["vocab"]
+    one, other = list(vocabulary)[300:302]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+
+
+def submit(workspace: Workspace, tokenizer: str | Path, folder: str = "dump", **data: Any) -> None:
+    data = {"tokenizer": str(workspace.folder / tokenizer), "datasets": [str(workspace.folder / folder)]} | data
+    submission.submit(compose.load(workspace.config("run", data=data)))
+
+
+def test_the_right_tokenizer_is_taken_without_a_word(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    submit(workspace, "tokenizer.json")
+    assert capsys.readouterr().err == ""
+    assert Manifest.read(workspace.run("run").manifest).tokenizer_ids == read_ids(workspace)["ids"]
+
+
+def read_ids(workspace: Workspace) -> dict[str, Any]:
+    found: dict[str, Any] = read_json(workspace.folder / "dump" / RECORD)["tokenizer"]
+    assert found["size"] == 400
+    return found
+
+
+def test_a_vocabulary_that_is_too_small_is_refused_before_anything_is_queued(workspace: Workspace) -> None:
+    train_tokenizer(workspace.folder / "small.json", vocabulary=278)
+    with pytest.raises(InputError, match=r"has 400 entries, the run's 278, and ids beyond it end the run") as caught:
+        submit(workspace, "small.json")
+    assert str(caught.value).startswith(f"{workspace.folder}/dump/00000_tokens: data set 'train': 2 of 2 shards")
+    assert "set data.tokenizer to the one that made them" in str(caught.value)
+    assert not (workspace.folder / "run").exists()
+
+
+@pytest.mark.parametrize("order", ["window", "megatron"])
+def test_two_swapped_ids_are_found_through_the_links_of_a_mixture(workspace: Workspace, order: str) -> None:
+    create_mixture([workspace.folder / "dump"], [1.0], workspace.folder / "mixture")
+    other = changed(workspace, "swapped", swapped)
+    with pytest.raises(InputError, match="both have 400 entries, and ids mean other text"):
+        submit(workspace, other, "mixture", order=order)
+    with pytest.raises(InputError, match=r"mixture/dump/0000._tokens: validation set 'books': 2 of 2"):
+        submit(workspace, other, order=order, allow_other_tokenizer=False, **held_out(workspace))
+
+
+def held_out(workspace: Workspace) -> dict[str, Any]:
+    """Shards of another program to train on, the mixture for validation."""
+    writer = ShardWriter(workspace.folder / "foreign" / "shard", np.uint16)
+    writer.add(np.arange(2000) % 400, [2000])
+    writer.finish()
+    foreign = str(workspace.folder / "foreign")
+    return {"datasets": [foreign], "validation": {"books": [str(workspace.folder / "mixture")]}}
+
+
+def test_another_tokenizer_is_taken_where_somebody_says_so(
+    workspace: Workspace, caplog: pytest.LogCaptureFixture
+) -> None:
+    submit(workspace, changed(workspace, "swapped", swapped), allow_other_tokenizer=True)
+    assert "taken, as data.allow_other_tokenizer says" in caplog.text
+    assert workspace.run("run").plan.exists()
+
+
+def test_what_does_not_decide_ids_makes_no_other_tokenizer(workspace: Workspace) -> None:
+    path = workspace.folder / "tokenizer.json"
+    usual = load_tokenizer(TokenizeOptions(tokenizer=str(path)))
+    as_text = load_tokenizer(TokenizeOptions(tokenizer=str(path), special_text=True))
+    assert as_text.fingerprint != usual.fingerprint
+    fingerprint = ids_fingerprint(usual.definition)
+    assert ids_fingerprint(as_text.definition) == fingerprint
+
+    def older(value: dict[str, Any]) -> None:
+        value |= {"decoder": None, "post_processor": None, "truncation": None}
+        value["model"]["merges"] = [" ".join(pair) for pair in value["model"]["merges"]]
+        value["model"].pop("ignore_merges", None)
+
+    text = changed(workspace, "older", older).read_text()
+    assert ids_fingerprint(text) == fingerprint
+
+    def merges(value: dict[str, Any]) -> None:
+        value["model"]["merges"].reverse()
+
+    def added(value: dict[str, Any]) -> None:
+        value["added_tokens"][0]["lstrip"] = True
+
+    def normalizer(value: dict[str, Any]) -> None:
+        value["normalizer"] = {"type": "NFC"}
+
+    for number, change in enumerate((swapped, merges, added, normalizer)):
+        assert ids_fingerprint(changed(workspace, f"other{number}", change).read_text()) != fingerprint
+
+
+def test_a_record_of_before_is_compared_by_the_whole_file(workspace: Workspace) -> None:
+    record = workspace.folder / "dump" / RECORD
+    value = read_json(record)
+    del value["tokenizer"]
+    write_json(record, value)
+    with pytest.raises(InputError, match="the fingerprints of the two tokenizers differ"):
+        submit(workspace, changed(workspace, "swapped", swapped))
+    submit(workspace, "tokenizer.json")
+
+
+def test_ends_of_documents_that_the_run_takes_for_something_else_are_refused_where_they_matter(
+    workspace: Workspace,
+) -> None:
+    (workspace.folder / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
+    with pytest.raises(InputError, match="the token 0 ends documents there, and the run takes 1 for their end"):
+        submit(workspace, "tokenizer.json", eod_mask_loss=True)
+    submit(workspace, "tokenizer.json")
+
+
+def test_shards_of_other_programs_are_looked_at_and_spoken_of_once(
+    workspace: Workspace, caplog: pytest.LogCaptureFixture
+) -> None:
+    create_mixture([workspace.folder / "dump"], [1.0], workspace.folder / "mixture")
+    data = {"tokenizer": str(workspace.folder / "tokenizer.json")} | held_out(workspace)
+    caplog.set_level("INFO", logger="relayrun")
+    for _ in range(2):
+        submission.submit(compose.load(workspace.config("run", data=data)))
+        for job in (workspace.folder / "run").glob("local*"):
+            shutil.rmtree(job)
+    said = [message for message in caplog.messages if "do not say which tokenizer" in message]
+    assert said == ["1 shards do not say which tokenizer made them; ids are checked again as they are read"]
+    train_tokenizer(workspace.folder / "small.json", vocabulary=278)
+    with pytest.raises(
+        InputError, match=r"foreign/shard: data set 'train': this shard holds the id 278, which is beyond"
+    ):
+        submit(workspace, "small.json", "foreign")
+
+
+def test_shards_of_two_tokenizers_are_not_merged(workspace: Workspace) -> None:
+    """The merged shard has no record, by which a run could see it."""
+    shutil.copytree(workspace.folder / "dump", workspace.folder / "other")
+    prefixes = [str(workspace.folder / folder / "00000_tokens") for folder in ("dump", "other")]
+    merge(prefixes, workspace.folder / "merged")
+    record = workspace.folder / "other" / RECORD
+    value = read_json(record)
+    value["tokenizer"]["ids"] = "0" * 64
+    write_json(record, value)
+    with pytest.raises(
+        InputError, match=r"other/00000_tokens: another tokenizer made this shard than .*dump/00000_tokens"
+    ):
+        merge(prefixes, workspace.folder / "twice")
+
+
+def test_a_job_refuses_shards_that_were_made_anew_with_another_tokenizer(
+    workspace: Workspace, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The index is the same, and so are all sizes. A run that began before this was looked at goes on."""
+    submit(workspace, "tokenizer.json")
+    path = workspace.run("run").manifest
+    data = Data(tokenizer="t", datasets=["d"])
+    check_data(Manifest.read(path), ["train"], data)
+    record = workspace.folder / "dump" / RECORD
+    value = read_json(record)
+    value["tokenizer"]["ids"] = "0" * 64
+    value["settings"]["tokenizer"] = "0" * 64
+    write_json(record, value)
+    with pytest.raises(FatalTrainingError, match="ids mean other text"):
+        check_data(Manifest.read(path), ["train"], data)
+    before = read_json(path)
+    del before["tokenizer_ids"]
+    write_json(path, before)
+    check_data(Manifest.read(path), ["train"], data)
+    assert "differ" in caplog.text or "ids mean other text" in caplog.text
+    assert check_tokenizer(Manifest.read(path), [], allow=True) == 0
