@@ -256,7 +256,7 @@ def _taken_over(plan: Plan, job_id: str) -> bool:
 
 def _settle(scheduler: Scheduler, job: Job, *, followed: bool) -> None:
     try:
-        scheduler.settle(job, followed=followed)
+        scheduler.settle(job, followed=followed, log=evidence.own_log())
     except SchedulerError as error:  # at worst the job comes back beside its successor, and one of them is cancelled
         log(f"job {job.id} stays as it is: {error.message}")
 

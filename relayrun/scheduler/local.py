@@ -109,7 +109,7 @@ class LocalScheduler:
         with self._queue.locked():
             self._queue.write_job(replace(self._queue.read_job(job_id), eligible_time=time.time() + delay))
 
-    def settle(self, job: Job, *, followed: bool) -> None:
+    def settle(self, job: Job, *, followed: bool, log: str | None) -> None:
         with self._queue.locked():
             self._queue.write_job(replace(self._queue.read_job(job.id), failed_begins=0))
 

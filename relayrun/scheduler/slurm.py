@@ -135,12 +135,13 @@ class Slurm:
     def postpone(self, job_id: str, *, delay: int) -> None:
         self.order(["scontrol", "update", f"JobId={job_id}", f"StartTime=now+{delay}"])
 
-    def settle(self, job: Job, *, followed: bool) -> None:
+    def settle(self, job: Job, *, followed: bool, log: str | None) -> None:
         changes = ["Requeue=0"] if followed else []
-        if job.begin_failed:  # a job that comes back must know which nodes it left out for that
-            changes.append("Comment=" if followed else f"Comment={BEGIN_FAILED}0@{job.begin_failed_on}")
-        if changes:
-            self.order(["scontrol", "update", f"JobId={job.id}", *changes])
+        if job.begin_failed and not followed:  # a job that comes back must know which nodes it left out for that
+            changes.append(f"Comment={BEGIN_FAILED}0@{job.begin_failed_on}")
+        else:  # its StdOut says nothing: the script opened its log itself
+            changes.append(f"Comment={COMMENT}log={log}" if log else "Comment=")
+        self.order(["scontrol", "update", f"JobId={job.id}", *changes])
 
     def requeue(self, job_id: str, *, delay: int = 0) -> None:
         with contextlib.suppress(SchedulerError):  # refused while the job ends; it is allowed by then
