@@ -152,7 +152,7 @@ def test_a_begin_that_hangs_until_the_job_is_about_to_end_is_tried_again(
 
     scheduler.run_queue(events.append, signal_once)
     assert [event for event in events if "queued again" in event] == ["job 1 ended: FAILED and is queued again"]
-    assert "begin, which hung until SIGUSR2, failed in job 1" in logs(tmp_path)
+    assert "begin, which was not done at SIGUSR2, failed in job 1" in logs(tmp_path)
     assert (stop_reason(run) or "").startswith("the last iteration, 3, is durable")
 
 
