@@ -89,6 +89,29 @@ def test_a_node_where_the_supervisor_cannot_start_does_not_end_the_chain(
     assert known["Requeue"] == "0"  # its successor waited behind it
 
 
+@pytest.mark.long
+def test_a_job_that_queues_itself_again_may_have_a_node_again_where_its_begin_failed(
+    cluster: TestCluster,
+    make_run: MakeRun,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    once = tmp_path / "once"
+    python = host_python(tmp_path, f'[[ -e "{once}" ]] || {{ echo "${{SLURMD_NODENAME}}" >"{once}"; exit 1; }}')
+    run, plan = make_run("--steps=60", total_steps=60, mode="requeue", host_python=python, **ONE_NODE)
+    quick(run)
+    job = start(cluster, run, "--exclude=n3")
+    wait_for_iteration(cluster, run)
+    cluster.wait_until(lambda: cluster.job(job)["Comment"].startswith("relayrun:begin-failed=0@"), what="the comment")
+    assert cluster.job(job)["ExcNodeList"] == f"n3,{once.read_text().strip()}"
+    cluster.run(["scancel", "--signal=USR2", "--batch", job])
+    cluster.wait_until(lambda: stop_reason(run), what="STOP")
+    wait_for_end(cluster, run, plan)
+    assert [end.cause for end in ends(run)] == ["saved", "done"], logs(run)
+    assert cluster.job(job)["Restarts"] == "2"
+    assert cluster.job(job)["ExcNodeList"] == "n3"
+    assert begin_of(run, 2).options["exclude"] == "n3"
+
+
 def test_a_supervisor_that_never_starts_ends_the_chain_with_a_reason(
     cluster: TestCluster,
     make_run: MakeRun,  # noqa: F811
