@@ -5,16 +5,31 @@
 #
 # Needs RELAYRUN_RUN_DIR, RELAYRUN_JOB_NAME, RELAYRUN_AUTO_REQUEUE, RELAYRUN_MAX_FAILED_BEGINS, RELAYRUN_BEGIN_BACKOFF.
 
+# Run what touches a file, and print what it prints; 124 where it has not ended by then. A file system that hangs must
+# not hold this script, and not even SIGKILL ends what waits for one.
+within() { # seconds, command
+  local said="" code="" from
+  exec {from}< <("${@:2}" && printf '\0%s\0' 0 || printf '\0%s\0' "$?")
+  ! IFS= read -r -d '' -t "$1" said <&"${from}" || read -r -d '' -t 1 code <&"${from}" || true
+  exec {from}<&-
+  printf '%s' "${said}"
+  return "${code:-124}"
+}
+
+# Whole or not at all.
+write_stop() { # reason
+  local -r temporary="${RELAYRUN_RUN_DIR}/.STOP-${SLURM_JOB_ID:-local}"
+  [[ ! -e "${RELAYRUN_RUN_DIR}/STOP" ]] || return 0
+  printf '%s\n\nThe chain has ended. To go on all the same: submit with --resume.\n' "$1" >"${temporary}" &&
+    mv -n "${temporary}" "${RELAYRUN_RUN_DIR}/STOP"
+  rm -f "${temporary}"
+}
+
 # The reason, where people look: the job's log and comment, and STOP if the run directory takes it.
 give_up() { # reason, comment
-  local -r temporary="${RELAYRUN_RUN_DIR}/.STOP-${SLURM_JOB_ID:-local}"
   echo "[relayrun $(date +%FT%T)] the chain ends: $1" >&2
   [[ -z "${SLURM_JOB_ID:-}" ]] || timeout 120 scontrol update "JobId=${SLURM_JOB_ID}" "Comment=$2"
-  if [[ ! -e "${RELAYRUN_RUN_DIR}/STOP" ]]; then # whole or not at all
-    printf '%s\n\nThe chain has ended. To go on all the same: submit with --resume.\n' "$1" >"${temporary}" &&
-      mv -n "${temporary}" "${RELAYRUN_RUN_DIR}/STOP"
-    rm -f "${temporary}"
-  fi
+  within 60 write_stop "$1"
   exit 1
 }
 
@@ -46,11 +61,11 @@ again() { # what failed, exit code
   local -r job="${SLURM_JOB_ID:-${RELAYRUN_LOCAL_JOB_ID:-}}" node="${SLURMD_NODENAME:-$(uname -n)}"
   local -r marker="relayrun:begin-failed=" what="$1 failed in job ${job} on ${node} (exit code $2)"
   echo "[relayrun $(date +%FT%T)] ${what}" >&2
-  [[ ! -e "${RELAYRUN_RUN_DIR}/STOP" ]] || exit 1
+  ! within 30 test -e "${RELAYRUN_RUN_DIR}/STOP" || exit 1
   [[ "${RELAYRUN_AUTO_REQUEUE}" == true ]] || give_up "${what}" "${marker}1@${node}"
   [[ -n "${SLURM_JOB_ID:-}" ]] || exit 75 # whoever runs the local queue does what follows
 
-  local comment failed=0 nodes="" others given exclude delay successor
+  local comment failed=0 nodes="" others given exclude delay successor state
   comment="$(asked_of_slurm squeue --noheader --jobs="${job}" --format=%k)"
   if [[ "${comment}" =~ ^"${marker}"([0-9]+)@(.*)$ ]]; then
     failed="${BASH_REMATCH[1]}" nodes="${BASH_REMATCH[2]},"
@@ -71,16 +86,17 @@ again() { # what failed, exit code
       echo "[relayrun $(date +%FT%T)] job ${others%%$'\n'*} goes on" >&2
       exit 1
     fi
-    successor="$(cancelled_successor)"
+    successor="$(within 150 cancelled_successor)"
     [[ -z "${successor}" ]] || give_up "the successor, job ${successor}, was cancelled" "${comment}"
-    # Slurm would also bring back a job that it ends now, because somebody cancelled it or it is at its limit
-    [[ "$(asked_of_slurm squeue --noheader --jobs="${job}" --format=%T)" == RUNNING ]] ||
-      give_up "${what}, while Slurm ended the job" "${comment}"
+    # Slurm would also bring back a job that it ends now because somebody cancelled it: that one has time left (%L)
+    state="$(asked_of_slurm squeue --noheader --jobs="${job}" --format="%T %L")"
+    [[ "${state}" =~ ^RUNNING|\ (0:00|INVALID)$ ]] || give_up "${what}, while Slurm ended the job" "${comment}"
     ((failed < RELAYRUN_MAX_FAILED_BEGINS)) || give_up "${what}, ${failed} times in a row" "${comment}"
     echo "[relayrun $(date +%FT%T)] job ${job} queues itself again, not before ${delay} s from now" >&2
-    # one process: with the second order Slurm ends this script
+    # one process: with the second order Slurm ends this script; at its time limit a job takes no first one
     printf '%s\n' "update JobId=${job} Requeue=1 Comment=${comment}" "requeue ${job}" \
-      "update JobId=${job} StartTime=now+${delay}${exclude:+ ExcNodeList=${exclude}}" | timeout 120 scontrol
+      "update JobId=${job} StartTime=now+${delay} Comment=${comment}${exclude:+ ExcNodeList=${exclude}}" |
+      timeout 120 scontrol
     sleep 30
   done
 }

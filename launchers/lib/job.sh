@@ -10,10 +10,12 @@ export RELAYRUN_USER_PYTHONPATH="${PYTHONPATH:-}" # as submitted: for the ranks,
 readonly CHAIN_ENDS=10 # `begin`: the ranks must not start
 readonly FAILED=12     # `end`: the attempt failed, and the chain has been seen to
 
-if ! declare -F again >/dev/null; then # the job script is an earlier version's
+if ! declare -F within >/dev/null; then # the job script is an earlier version's
   : "${RELAYRUN_JOB_NAME:=${SLURM_JOB_NAME:-}}" "${RELAYRUN_MAX_FAILED_BEGINS:=6}" "${RELAYRUN_BEGIN_BACKOFF:=30}"
-  RELAYRUN_AUTO_REQUEUE=false
-  ! grep -qs '"auto_requeue": true' "${RELAYRUN_RUN_DIR}/plan.json" || RELAYRUN_AUTO_REQUEUE=true
+  if [[ -z "${RELAYRUN_AUTO_REQUEUE:-}" ]]; then
+    RELAYRUN_AUTO_REQUEUE=false
+    ! grep -qs '"auto_requeue": true' "${RELAYRUN_RUN_DIR}/plan.json" || RELAYRUN_AUTO_REQUEUE=true
+  fi
   # shellcheck source=launchers/lib/again.sh
   source "${RELAYRUN_ROOT}/launchers/lib/again.sh"
 fi
@@ -62,6 +64,32 @@ keep_watching() {
     wait $! || true
     pause=$((pause < 60 ? 2 * pause : pause))
   done
+}
+
+# Run `begin` and set attempt_dir; return its exit code. It runs in the background, so that a signal is heard though it
+# waits for a file system: when Slurm is about to end the job, the next try is queued without it.
+begin() {
+  local pipe begun code pause
+  exec {pipe}<> <(:)
+  supervisor begin >&"${pipe}" &
+  begun=$!
+  while :; do
+    interrupted=""
+    code=0
+    wait "${begun}" || code=$?
+    [[ -n "${interrupted}" ]] || break
+    pause=0.5
+    [[ "${asked}" != SIGTERM ]] || pause=0.1 # then Slurm leaves only KillWait
+    for _ in {1..10}; do                     # it may be about to end by itself
+      kill -0 "${begun}" 2>/dev/null || continue 2
+      sleep "${pause}"
+    done
+    kill -KILL "${begun}" 2>/dev/null || continue
+    again "begin, which was not done at ${asked}," 137
+  done
+  ((code)) || read -r -t 10 attempt_dir <&"${pipe}"
+  exec {pipe}<&-
+  return "${code}"
 }
 
 # Ask the ranks to save and leave: a file, which a Python that still imports will see, and a signal.
@@ -116,7 +144,7 @@ trap 'ask_to_leave "SIGUSR2"' USR2
 trap 'ask_to_leave "SIGTERM"' TERM
 
 code=0
-attempt_dir="$(supervisor begin)" || code=$?
+begin || code=$?
 case "${code}" in
   0) ;;
   "${CHAIN_ENDS}") leave 0 ;;

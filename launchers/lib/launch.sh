@@ -31,6 +31,8 @@ if ! { mkdir -p "${logs}" && : >>"${log}.out" && : >>"${log}.err"; }; then
 fi
 echo "logs: ${log}.out and .err"
 exec >>"${log}.out" 2>>"${log}.err"
+# shellcheck disable=SC2034  # the job script reads it
+relayrun_log_is_open=1
 
 asked="" # a signal during the preparation, for job.sh
 trap 'asked="SIGUSR2"' USR2

@@ -26,9 +26,8 @@ def job_script(plan: Plan, run: Run) -> str:
         "ntasks-per-node": str(plan.ntasks_per_node),
         "cpus-per-task": str(plan.cpus_per_task),
         **plan.sbatch_options,
-        "output": f"{literal(plan.log_folder)}/%x-%j.out",
-        "error": f"{literal(plan.log_folder)}/%x-%j.err",
-        "open-mode": "append",
+        # the script opens its log itself: Slurm would not start it where it cannot, and say nothing
+        "output": "/dev/null",
         # a second line of defence: rank 0 leaves by its own clock first. To the batch script alone (B:),
         # which asks the ranks to save; Slurm may send it up to 60 s early.
         "signal": f"B:USR2@{plan.signal_lead}",
@@ -47,16 +46,22 @@ def job_script(plan: Plan, run: Run) -> str:
                 "RELAYRUN_AUTO_REQUEUE": "true" if plan.auto_requeue else "false",
                 "RELAYRUN_MAX_FAILED_BEGINS": str(MAX_FAILED_BEGINS),
                 "RELAYRUN_BEGIN_BACKOFF": str(BEGIN_BACKOFF),
+                "RELAYRUN_LOG_FOLDER": plan.log_folder,
             }
         ),
         "",
         # here, and not sourced: the package may be what is away
-        (ROOT / "launchers/lib/again.sh").read_text(encoding="utf-8").partition("\n")[2].rstrip(),
-        "",
+        *(_embedded(name) for name in ("again.sh", "log.sh")),
+        'within 600 grep -q . "${RELAYRUN_ROOT}/launchers/lib/job.sh" || again "reading launchers/lib/job.sh" "$?"',
         "# shellcheck source=/dev/null",
         'source "${RELAYRUN_ROOT}/launchers/lib/job.sh"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def _embedded(name: str) -> str:
+    """The text of one of launchers/lib without its first line."""
+    return (ROOT / "launchers/lib" / name).read_text(encoding="utf-8").partition("\n")[2]
 
 
 def program_script(

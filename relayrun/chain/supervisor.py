@@ -35,6 +35,9 @@ CHAIN_ENDS = 10
 FAILED = 12
 """Exit code of `end` when the attempt failed and all is done that follows from it."""
 
+TAKE_OVER_SECONDS = 10.0
+"""How long a submit that takes the run over has to find this attempt, and to put the plan back."""
+
 
 def begin(run: Run) -> int:
     """Open an attempt, or end the chain. Prints the attempt's directory, for job.sh.
@@ -95,7 +98,7 @@ def _begin(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
         return CHAIN_ENDS
     options = successor.own_options(job, scheduler)
     attempt = _open_attempt(run, plan, scheduler, job, line, base, options=options, rewound=chosen is not None)
-    if _taken_over(Plan.load(run), job_id):  # while this job began: its attempt owns nothing without begin.json
+    if _taken_over_meanwhile(run, job_id):  # its attempt owns nothing without begin.json
         attempt.begin.unlink()
         return CHAIN_ENDS
     chained = plan.auto_requeue and plan.mode == "singleton"
@@ -254,9 +257,20 @@ def _taken_over(plan: Plan, job_id: str) -> bool:
     return True
 
 
+def _taken_over_meanwhile(run: Run, job_id: str) -> bool:
+    """Whether another user has taken the run over while this job began, and stays its owner.
+
+    Their submit looks for this attempt when it has written the plan, and puts the plan back where it finds it.
+    """
+    deadline = time.monotonic() + TAKE_OVER_SECONDS
+    while signs.is_anothers(plan := Plan.load(run)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return _taken_over(plan, job_id)
+
+
 def _settle(scheduler: Scheduler, job: Job, *, followed: bool) -> None:
     try:
-        scheduler.settle(job, followed=followed)
+        scheduler.settle(job, followed=followed, log=evidence.own_log())
     except SchedulerError as error:  # at worst the job comes back beside its successor, and one of them is cancelled
         log(f"job {job.id} stays as it is: {error.message}")
 

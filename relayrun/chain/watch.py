@@ -232,7 +232,7 @@ class Watch:
         self._pause = RETRY_SECONDS
         job = self.scheduler.query(own)
         if job is not None:
-            self.scheduler.settle(job, followed=True)
+            self.scheduler.settle(job, followed=True, log=evidence.own_log())
 
 
 def read_heartbeats(attempt: Attempt) -> list[Heartbeat]:

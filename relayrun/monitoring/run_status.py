@@ -262,7 +262,7 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
         stop=stop,
         pending={job.id: queue.reasons[job.id] for job in queue.jobs if job.id in queue.reasons},
         last_job=queue.last_job,
-        broken=_why_broken(plan, queue, begin, last_end) if state == "broken" else None,
+        broken=_why_broken(run, plan, queue, begin, last_end) if state == "broken" else None,
         go_on=shlex.join(["relayrun", "resume", str(run.path)]) if state == "broken" else None,
         attempt=number,
         job_id=begin.job_id if begin else None,
@@ -336,7 +336,7 @@ def _submit_under_way(run: Run) -> bool:
     return False
 
 
-def _why_broken(plan: Plan, queue: Queue, begin: AttemptStart | None, last_end: End | None) -> str:
+def _why_broken(run: Run, plan: Plan, queue: Queue, begin: AttemptStart | None, last_end: End | None) -> str:
     """Which job died, how and where. `begin` and `last_end` are the newest attempt's."""
     job = queue.last_job
     if queue.abandoned:
@@ -345,8 +345,9 @@ def _why_broken(plan: Plan, queue: Queue, begin: AttemptStart | None, last_end: 
     if newest is None or (job is not None and job.id != newest.job_id and not _older(job, newest)):
         if job is None:
             return "nothing is queued, and no job has begun since the last submit; the scheduler remembers none"
-        log = Path(plan.log_folder) / f"{plan.job_name}-{job.id}.err"
-        where = f"its log: {log}" if log.is_file() else f"it left no log in {log.parent}"
+        logs = [folder / f"{plan.job_name}-{job.id}.err" for folder in (Path(plan.log_folder), run.path)]
+        log = next((path for path in logs if path.is_file()), None)
+        where = f"its log: {log}" if log is not None else f"it left no log in {plan.log_folder}"
         return f"job {job.id} ({job_words(job)}) died before it began; nothing is queued behind it; {where}"
     how = ", ".join(
         filter(

@@ -39,6 +39,8 @@ class Auxiliary:
             waiting = [job for job in self._queue.every_job() if job.auxiliary and job.state == "PENDING"]
             if waiting:
                 self._running = self._queue.start_job(waiting[0])
+                with contextlib.suppress(OSError), self._queue.locked():  # whoever looks on sees it waiting
+                    self._queue.write_job(self._running[0])
                 self._on_event(f"job {waiting[0].id} started ({waiting[0].name})")
             return
         job, process = self._running

@@ -127,10 +127,11 @@ class Scheduler(Protocol):
     def postpone(self, job_id: str, *, delay: int) -> None:
         """Do not start a queued job before `delay` seconds from now."""
 
-    def settle(self, job: Job, *, followed: bool) -> None:
+    def settle(self, job: Job, *, followed: bool, log: str | None) -> None:
         """Tell the scheduler that the running job has begun: failed tries of it count no more.
 
-        `followed`: its successor is queued, so that it need not come back after the loss of a node.
+        `followed`: its successor is queued, so that it need not come back after the loss of a node. `log`: the file of
+        its standard error, for people who ask the scheduler.
         """
 
     def requeue(self, job_id: str, *, delay: int = 0) -> None:

@@ -19,11 +19,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from relayrun.errors import SchedulerError
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
-from relayrun.rundir.stop import write_stop
+from relayrun.rundir.stop import stop_reason, write_stop
 from relayrun.scheduler.auxiliary import Auxiliary
 from relayrun.scheduler.base import BEGIN_BACKOFF, LIVE_STATES, MAX_FAILED_BEGINS, Job, RankLaunch
 from relayrun.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, LocalQueue, signal_group
@@ -33,6 +34,11 @@ KILL_WAIT = 30.0
 
 AGAIN = 75
 """Exit code of a job whose supervisor failed; see `launchers/lib/again.sh`."""
+
+DISK_PATIENCE = 3600.0
+"""Seconds for which who runs the queue tries again what a full or silent disk refuses."""
+
+T = TypeVar("T")
 
 
 class LocalScheduler:
@@ -109,7 +115,7 @@ class LocalScheduler:
         with self._queue.locked():
             self._queue.write_job(replace(self._queue.read_job(job_id), eligible_time=time.time() + delay))
 
-    def settle(self, job: Job, *, followed: bool) -> None:
+    def settle(self, job: Job, *, followed: bool, log: str | None) -> None:
         with self._queue.locked():
             self._queue.write_job(replace(self._queue.read_job(job.id), failed_begins=0))
 
@@ -173,16 +179,20 @@ class LocalScheduler:
                 raise SchedulerError(
                     "this run's jobs are being run by another terminal", where=self._queue.folder
                 ) from None
-            self._bury_orphans()
+            self._patiently("ended jobs are not recorded", self._bury_orphans, on_event)
             auxiliary = Auxiliary(self._queue, on_event)
 
             def look() -> None:
-                poll()
-                auxiliary.poll()
+                for duty in (poll, auxiliary.poll):
+                    with contextlib.suppress(OSError):  # neither a full disk nor a closed terminal ends the chain's job
+                        duty()
+
+            def waiting() -> list[LocalJob]:
+                return [job for job in self._queue.every_job() if job.state == "PENDING"]
 
             try:
-                while (waiting := [job for job in self._queue.every_job() if job.state == "PENDING"]) or auxiliary.busy:
-                    job = next((job for job in waiting if not job.auxiliary), None)
+                while (jobs := self._patiently("the queue is not read", waiting, on_event)) or auxiliary.busy:
+                    job = next((job for job in jobs if not job.auxiliary), None)
                     if job is None or time.time() < job.eligible_time:
                         look()
                         time.sleep(0.1)
@@ -195,8 +205,32 @@ class LocalScheduler:
             finally:
                 auxiliary.end()
 
+    def _patiently(self, failure: str, work: Callable[[], T], on_event: Callable[[str], None]) -> T:
+        """Do what reads or writes the queue, again and again while the disk refuses it.
+
+        Raises SchedulerError after DISK_PATIENCE, with the reason in STOP if that can be written.
+        """
+        deadline, pause, said = time.monotonic() + DISK_PATIENCE, 0.1, False
+        while True:
+            try:
+                return work()
+            except OSError as error:
+                if time.monotonic() + pause > deadline:
+                    with contextlib.suppress(OSError):
+                        write_stop(self._run, f"{failure}: {error}")
+                    raise SchedulerError(
+                        f"{failure}: {error}; the chain ends",
+                        where=self._queue.folder,
+                        hint="mend the file system, and submit again with --resume",
+                    ) from error
+                if not said:
+                    on_event(f"{failure}: {error}; it is tried again for {DISK_PATIENCE:.0f} s")
+                    said = True
+            time.sleep(pause)
+            pause = min(2 * pause, 30.0)
+
     def _run_job(self, job: LocalJob, on_event: Callable[[str], None], poll: Callable[[], None]) -> None:
-        job, process = self._queue.start_job(job)
+        job, process = self._patiently(f"job {job.id} does not start", lambda: self._queue.start_job(job), on_event)
         started = job.start_time or 0.0
         on_event(f"job {job.id} started")
         state = "COMPLETED"
@@ -214,16 +248,38 @@ class LocalScheduler:
             code = process.wait()
             if state == "COMPLETED" and code:
                 state = "FAILED"
-            with self._queue.locked():
-                job = replace(self._queue.read_job(job.id), state=state, exit_code=code, end_time=time.time())
-                killed = job.guarded and code < 0
-                if code == AGAIN and state != "CANCELLED":
-                    job = self._again(job)
-                elif (killed or job.requeue_delay is not None) and state != "CANCELLED":
-                    eligible = time.time() + (job.requeue_delay or 0)
-                    job = replace(job, state="PENDING", requeue_delay=None, guarded=False, eligible_time=eligible)
-                self._queue.write_job(job)
+            job = self._patiently(
+                f"the end of job {job.id} is not recorded", lambda: self._close(job, state, code), on_event
+            )
             on_event(f"job {job.id} ended: {state}" + (" and is queued again" if job.state == "PENDING" else ""))
+
+    def _recorded(self, job: LocalJob) -> bool:
+        """Record that a job runs; return whether the disk took it."""
+        try:
+            with self._queue.locked():
+                self._queue.write_job(_started(self._queue.read_job(job.id), job))
+        except OSError:
+            return False
+        return True
+
+    def _close(self, started: LocalJob, state: str, code: int) -> LocalJob:
+        """Record how a job ended, or queue it again; return it as it stands then."""
+        with self._queue.locked():
+            job = _started(self._queue.read_job(started.id), started)
+            job = replace(job, state=state, exit_code=code, end_time=time.time())
+            if state != "CANCELLED" and code == AGAIN:
+                job = self._again(job)
+            elif state != "CANCELLED" and (job.requeue_delay is not None or (job.guarded and code < 0)):
+                eligible = time.time() + (job.requeue_delay or 0)
+                job = replace(job, state="PENDING", requeue_delay=None, guarded=False, eligible_time=eligible)
+            elif state != "CANCELLED" and code < 0 and self._goes_on():
+                job = self._again(job)
+            self._queue.write_job(job)
+        return job
+
+    def _goes_on(self) -> bool:
+        """Whether a job whose batch script was killed, which can do nothing more, shall be followed by another."""
+        return self._run.plan.exists() and Plan.load(self._run).auto_requeue and stop_reason(self._run) is None
 
     def _again(self, job: LocalJob) -> LocalJob:
         """Queue a job whose supervisor failed once more, later each time, unless another waits behind it.
@@ -254,13 +310,15 @@ class LocalScheduler:
         term_at: float | None = started + job.time_limit
         kill_at: float | None = None
         state = "COMPLETED"
+        recorded = False
         while process.poll() is None:
+            recorded = recorded or self._recorded(job)
             now = time.time()
             if signal_at is not None and now >= signal_at:
                 on_event(f"job {job.id}: SIGUSR2, {job.signal_lead} s before the time limit")
                 process.send_signal(signal.SIGUSR2)
                 signal_at = None
-            if term_at is not None and (now >= term_at or self._queue.read_job(job.id).cancel_requested):
+            if term_at is not None and (now >= term_at or self._cancel_requested(job.id)):
                 state = "TIMEOUT" if now >= term_at else "CANCELLED"
                 on_event(f"job {job.id}: SIGTERM ({state.lower()})")
                 signal_group(process, signal.SIGTERM)
@@ -271,6 +329,12 @@ class LocalScheduler:
             poll()
             time.sleep(0.1)
         return state
+
+    def _cancel_requested(self, job_id: str) -> bool:
+        try:
+            return self._queue.read_job(job_id).cancel_requested
+        except OSError:  # it is read again soon
+            return False
 
     def _bury_orphans(self) -> None:
         """A job that still counts as running when a new runner starts has lost its own."""
@@ -283,6 +347,12 @@ class LocalScheduler:
                     self._queue.write_job(replace(job, state="NODE_FAIL", end_time=time.time()))
 
 
+def _started(record: LocalJob, job: LocalJob) -> LocalJob:
+    """The record of a job with what only who started it knows."""
+    return replace(record, state="RUNNING", pid=job.pid, start_time=job.start_time, end_time=job.end_time)
+
+
 def print_event(text: str) -> None:
     """An event of the queue, for a person."""
-    print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the terminal may have gone, or be a file on a full disk
+        print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from relayrun.errors import SchedulerError
 from relayrun.files import write_json
@@ -78,9 +78,7 @@ class LocalQueue:
         return job.id
 
     def start_job(self, job: LocalJob) -> tuple[LocalJob, subprocess.Popen[bytes]]:
-        """Start a job's script in a session of its own; it dies with this process."""
-        Path(job.log_folder).mkdir(parents=True, exist_ok=True)
-        base = Path(job.log_folder) / f"{job.name}-{job.id}"
+        """Start a job's script in a session of its own; it dies with this process. Who calls writes the job down."""
 
         def prepare() -> None:
             # as Slurm starts a job: whoever submitted may block or ignore signals, and that is handed down
@@ -91,7 +89,7 @@ class LocalQueue:
             if job.auxiliary:
                 os.nice(19)
 
-        with open(f"{base}.out", "ab") as out, open(f"{base}.err", "ab") as err:
+        with _log(job, "out") as out, _log(job, "err") as err:
             started = time.time()
             process = subprocess.Popen(
                 ["bash", job.script, *job.arguments],
@@ -102,10 +100,8 @@ class LocalQueue:
                 start_new_session=True,
                 preexec_fn=prepare,
             )
-        with self.locked():
-            job = replace(job, state="RUNNING", pid=process.pid, start_time=started, end_time=started + job.time_limit)
-            self.write_job(job)
-        return job, process
+        end_time = started + job.time_limit
+        return replace(job, state="RUNNING", pid=process.pid, start_time=started, end_time=end_time), process
 
     def is_being_run(self) -> bool:
         """Whether somebody runs the queue now."""
@@ -142,6 +138,15 @@ class LocalQueue:
         with open(self.folder / "queue.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+
+def _log(job: LocalJob, suffix: str) -> BinaryIO:
+    """A job's log, to append to. Where it cannot be opened, none: a job of a chain opens its own somewhere else."""
+    try:
+        Path(job.log_folder).mkdir(parents=True, exist_ok=True)
+        return open(Path(job.log_folder) / f"{job.name}-{job.id}.{suffix}", "ab")
+    except OSError:
+        return open(os.devnull, "ab")
 
 
 def signal_group(process: subprocess.Popen[bytes], number: int) -> None:

@@ -133,25 +133,42 @@ class Slurm:
     def postpone(self, job_id: str, *, delay: int) -> None:
         self.order(["scontrol", "update", f"JobId={job_id}", f"StartTime=now+{delay}"])
 
-    def settle(self, job: Job, *, followed: bool) -> None:
+    def settle(self, job: Job, *, followed: bool, log: str | None) -> None:
         changes = ["Requeue=0"] if followed else []
-        if job.begin_failed:  # a job that comes back must know which nodes it left out for that
-            changes.append("Comment=" if followed else f"Comment={BEGIN_FAILED}0@{job.begin_failed_on}")
-        if changes:
-            self.order(["scontrol", "update", f"JobId={job.id}", *changes])
+        if job.begin_failed and not followed:  # a job that comes back must know which nodes it left out for that
+            changes.append(f"Comment={BEGIN_FAILED}0@{job.begin_failed_on}")
+        else:  # its StdOut says nothing: the script opened its log itself
+            changes.append(f"Comment={COMMENT}log={log}" if log else "Comment=")
+        self.order(["scontrol", "update", f"JobId={job.id}", *changes])
 
     def requeue(self, job_id: str, *, delay: int = 0) -> None:
         with contextlib.suppress(SchedulerError):  # refused while the job ends; it is allowed by then
             self.order(["scontrol", "update", f"JobId={job_id}", "Requeue=1"])
+        later = ([f"StartTime=now+{delay}"] if delay else []) + self._nodes_come_back(job_id)
         try:
-            if delay:  # one process gives both orders: with the first one Slurm ends the job that this may run in
-                later = f"update JobId={job_id} StartTime=now+{delay}"
-                self.order(["scontrol"], [f"requeue {job_id}", later])
+            if later:  # one process gives both orders: with the first one Slurm ends the job that this may run in
+                self.order(["scontrol"], [f"requeue {job_id}", " ".join([f"update JobId={job_id}", *later])])
             else:
                 self.order(["scontrol", "requeue", job_id])
         except SchedulerError as error:  # by the guard, or by the batch script before it
             if "pending execution" not in error.message:
                 raise
+
+    def _nodes_come_back(self, job_id: str) -> list[str]:
+        """Changes by which a job whose `begin` worked may have the nodes again where it had failed before.
+
+        Slurm is asked once: that the job is queued again is what counts, and there may be seconds for it.
+        """
+        try:
+            job = parse_job(self._once(["scontrol", "show", "job", "--oneliner", job_id]))
+            if not job.begin_failed_on:
+                return []
+            tried = set(job.begin_failed_on.split(","))
+            shown = job.options.get("exclude")
+            given = self._once(["scontrol", "show", "hostnames", shown]).split() if shown else []
+        except (SchedulerError, KeyError):
+            return []
+        return [f"ExcNodeList={','.join(node for node in given if node not in tried)}", "Comment="]
 
     def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
         step = [

@@ -33,10 +33,31 @@ def refuse_another(run: Run, *, take_over: bool, now: float) -> None:
             where=run.path,
             hint=f"let {name} submit, or take it over with --take-over when {name}'s jobs have ended",
         )
+    _refuse_living(run, plan, now=now)
+
+
+def claim(run: Run, plan: Plan, *, take_over: bool, now: float) -> None:
+    """Write the plan, which makes its owner the run's. Raises RunDirError as `refuse_another`.
+
+    A job of the former owner may begin at the same time. It writes begin.json first and then reads the plan, this
+    writes the plan first and then looks for begin.json: at least one of both sees the other. Who sees an attempt here
+    raises, and whoever undoes the submit puts the plan back; the attempt waits for that before it gives way.
+    """
+    refuse_another(run, take_over=take_over, now=now)
+    former = Plan.load(run) if run.plan.exists() else None
+    record(run, plan, now=now)
+    plan.write(run.plan)
+    if former is not None and former.owner not in (None, plan.owner):
+        _refuse_living(run, former, now=now)
+
+
+def _refuse_living(run: Run, plan: Plan, *, now: float) -> None:
+    """Raise RunDirError where an attempt of the plan's owner may live."""
     sign = signs.of_life(run, plan, now=now)
     if sign is not None:
+        name = user_name(plan.owner) if plan.owner is not None else "an unknown user"
         raise RunDirError(
-            f"attempt {sign.attempt}, in a job of {name}, gave a sign of life {sign.age:.0f} s ago",
+            f"attempt {sign.attempt}, in a job of {name}, gave a sign of life {max(sign.age, 0.0):.0f} s ago",
             where=run.path,
             hint=f"end it after a checkpoint with `relayrun stop {run.path}`; without a sign for {sign.patience:.0f} s "
             "it counts as gone",

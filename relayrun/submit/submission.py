@@ -122,9 +122,7 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool, take_over: bool)
                 barrier,
             )
         _acknowledge_stale(run)
-        owner.refuse_another(run, take_over=take_over, now=time.time())  # a queued job may have begun meanwhile
-        owner.record(run, plan, now=time.time())
-        plan.write(run.plan)
+        owner.claim(run, plan, take_over=take_over, now=time.time())  # a queued job may have begun meanwhile
         write_atomic(run.job_script, render.job_script(plan, run), mode=0o777)
         _prepare_evaluations(config, plan, run)
         run.stop.unlink(missing_ok=True)

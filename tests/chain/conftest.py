@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,8 @@ from relayrun.chain import render
 from relayrun.rundir import triggers
 from relayrun.rundir.plan import Plan, job_name
 from relayrun.rundir.run import Run
+from relayrun.scheduler.local_queue import JOB_ID_VARIABLE
+from tests.history import make_history, queue_is_run
 
 PROGRAM = Path(__file__).with_name("relay_program.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,3 +65,26 @@ def make_run(tmp_path: Path) -> MakeRun:
         return run, plan
 
     return make
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """Three attempts of a hundred iterations, and a job that has just begun: this process."""
+    made = make_history(tmp_path / "run", lines=300, attempts=3)
+    monkeypatch.setenv(JOB_ID_VARIABLE, "1")
+    with queue_is_run(made):
+        yield made
+
+
+def fast_package(folder: Path) -> Path:
+    """The package, with a batch script that waits less between two tries."""
+    root = folder / "root"
+    root.mkdir()
+    (root / "relayrun").symlink_to(ROOT / "relayrun")
+    (root / "launchers/lib").mkdir(parents=True)
+    for script in (ROOT / "launchers/lib").iterdir():
+        text = (
+            script.read_text().replace("for pause in 2 10 30 0", "for pause in 0 0").replace("sleep 5 &", "sleep 0.2 &")
+        )
+        (root / "launchers/lib" / script.name).write_text(text)
+    return root

@@ -18,9 +18,8 @@ from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason
 from relayrun.scheduler.local import LocalScheduler
 
-from .conftest import MakeRun
+from .conftest import MakeRun, fast_package
 from .test_exhaustion import TENTH
-from .test_law import fast
 
 CASES = 200
 STEPS = 4
@@ -75,7 +74,7 @@ def test_a_chain_whose_first_job_meets_a_failing_call_ends_with_a_word(
     numbers: range, make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("relayrun.scheduler.local.BEGIN_BACKOFF", 0.1)
-    root = fast(tmp_path)
+    root = fast_package(tmp_path)
     wrong = []
     for number in numbers:
         complaint = below_strace(number, make_run, root)

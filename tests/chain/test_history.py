@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +28,10 @@ from relayrun.rundir.views import Views, lines_that_count
 from relayrun.scheduler.local import LocalScheduler
 from relayrun.scheduler.local_queue import JOB_ID_VARIABLE, LocalQueue
 from relayrun.submit import submission
-from tests.history import ROOT, began, cost, make_history, queue_is_run, trained
+from tests.history import ROOT, began, cost, make_history, trained
 from tests.workspace import Workspace
 
 HANDFUL = 5
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """Three attempts of a hundred iterations, and a job that has just begun: this process."""
-    made = make_history(tmp_path / "run", lines=300, attempts=3)
-    monkeypatch.setenv(JOB_ID_VARIABLE, "1")
-    with queue_is_run(made):
-        yield made
 
 
 def assert_views_hold_what_counts(run: Run) -> None:

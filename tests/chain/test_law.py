@@ -9,9 +9,7 @@ import errno
 import json
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,21 +23,9 @@ from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import End, Hang, Heartbeat, Outcome, Successor
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason
-from relayrun.scheduler import base
 from relayrun.scheduler.local import LocalScheduler
 from relayrun.scheduler.local_queue import JOB_ID_VARIABLE, LocalQueue
-from tests.history import began, make_history, queue_is_run, trained
-
-from .conftest import MakeRun
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """Three attempts of a hundred iterations, and a job that has just begun: this process."""
-    made = make_history(tmp_path / "run", lines=300, attempts=3)
-    monkeypatch.setenv(JOB_ID_VARIABLE, "1")
-    with queue_is_run(made):
-        yield made
+from tests.history import began, trained
 
 
 def pending(run: Run) -> list[str]:
@@ -272,137 +258,6 @@ def test_stop_stands_before_an_exit_is_acknowledged(run: Run, monkeypatch: pytes
     assert not (run.triggers / "exit.done").exists()
 
 
-def chain(run: Run, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Run it to its end, with short delays between tries."""
-    monkeypatch.setattr("relayrun.scheduler.local.BEGIN_BACKOFF", 0.2)
-    events: list[str] = []
-    scheduler = LocalScheduler(run)
-    scheduler.submit(plan, run.job_script, options={})
-    scheduler.run_queue(events.append)
-    return events
-
-
-def refusing_python(folder: Path, verb: str, *, times: int) -> str:
-    """A host Python that cannot start the supervisor's `verb` the first `times` times."""
-    python, count = folder / "python", folder / "count"
-    python.write_text(
-        f"#!/bin/bash\nset -e\n"
-        f'if [[ " $* " == *" relayrun.chain {verb} "* ]]; then\n'
-        f'  echo x >>"{count}"\n'
-        f'  [[ "$(wc -l <"{count}")" -gt {times} ]] || {{ echo "No module named relayrun" >&2; exit 1; }}\n'
-        f'fi\nexec "{os.sys.executable}" "$@"\n'  # type: ignore[attr-defined]
-    )
-    python.chmod(0o755)
-    return str(python)
-
-
-@pytest.mark.slow
-def test_a_begin_that_cannot_start_is_tried_again_later_each_time(
-    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, plan = make_run("--steps=5", total_steps=5, host_python=refusing_python(tmp_path, "begin", times=2))
-    events = chain(run, plan, monkeypatch)
-    assert [event for event in events if "queued again" in event] == ["job 1 ended: FAILED and is queued again"] * 2
-    assert (stop_reason(run) or "").startswith("the last iteration, 5, is durable")
-    assert LocalQueue(run.path / "local").read_job("1").failed_begins == 0  # forgotten once it has begun
-
-
-@pytest.mark.slow
-def test_a_begin_that_never_starts_ends_the_chain_with_a_reason(
-    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, plan = make_run(host_python=refusing_python(tmp_path, "begin", times=99))
-    events = chain(run, plan, monkeypatch)
-    assert len([event for event in events if "queued again" in event]) == base.MAX_FAILED_BEGINS - 1
-    assert (stop_reason(run) or "").startswith(f"the supervisor failed in job 1, {base.MAX_FAILED_BEGINS} times")
-
-
-@pytest.mark.slow
-def test_without_auto_requeue_a_begin_that_cannot_start_is_not_tried_again(
-    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, plan = make_run(auto_requeue=False, host_python=refusing_python(tmp_path, "begin", times=99))
-    events = chain(run, plan, monkeypatch)
-    assert not [event for event in events if "queued again" in event]
-    assert (stop_reason(run) or "").startswith("begin failed in job 1 on ")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("times", [1, 99])
-def test_an_end_that_fails_is_called_again(
-    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
-) -> None:
-    run, plan = make_run(
-        "--steps=5",
-        total_steps=5,
-        host_python=refusing_python(tmp_path, "end", times=times),
-        package_root=str(fast(tmp_path)),
-    )
-    chain(run, plan, monkeypatch)
-    assert (stop_reason(run) or "").startswith("the last iteration, 5, is durable")
-    assert [record.cause for number in run.attempt_numbers() if (record := run.attempt(number).read_end())] == ["done"]
-
-
-@pytest.mark.slow
-def test_a_watch_that_is_killed_starts_again(
-    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, plan = make_run(
-        "--stop-rank=1",
-        "--stop-at=2",
-        max_failed_attempts=1,
-        hang_timeout=4.0,
-        host_python=refusing_python(tmp_path, "watch", times=1),
-        package_root=str(fast(tmp_path)),
-    )
-    chain(run, plan, monkeypatch)
-    assert [record.cause for number in run.attempt_numbers() if (record := run.attempt(number).read_end())] == ["hang"]
-
-
-def fast(folder: Path) -> Path:
-    """The package, with a batch script that waits less between two tries."""
-    root = folder / "root"
-    root.mkdir()
-    here = Path(__file__).resolve().parents[2]
-    (root / "relayrun").symlink_to(here / "relayrun")
-    (root / "launchers/lib").mkdir(parents=True)
-    for script in (here / "launchers/lib").iterdir():
-        text = (
-            script.read_text().replace("for pause in 2 10 30 0", "for pause in 0 0").replace("sleep 5 &", "sleep 0.2 &")
-        )
-        (root / "launchers/lib" / script.name).write_text(text)
-    return root
-
-
-@pytest.mark.slow
-def test_a_batch_script_that_cannot_read_its_package_is_tried_again(
-    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, plan = make_run("--steps=3", total_steps=3, package_root=str(tmp_path / "root"))
-
-    scheduler = LocalScheduler(run)
-    scheduler.submit(plan, run.job_script, options={})
-    monkeypatch.setattr("relayrun.scheduler.local.BEGIN_BACKOFF", 0.2)
-    events: list[str] = []
-
-    def listen(event: str) -> None:
-        events.append(event)
-        if "queued again" in event and not (tmp_path / "root").exists():
-            fast(tmp_path)
-
-    scheduler.run_queue(listen)
-    assert [event for event in events if "queued again" in event] == ["job 1 ended: FAILED and is queued again"]
-    assert (stop_reason(run) or "").startswith("the last iteration, 3, is durable")
-
-
-def test_the_job_script_has_what_it_needs_when_the_package_is_away(make_run: MakeRun) -> None:
-    run, _plan = make_run()
-    here = Path(__file__).resolve().parents[2]
-    text = (here / "launchers/lib/again.sh").read_text().partition("\n")[2].strip()
-    assert text in run.job_script.read_text()
-    subprocess.run(["bash", "-n", run.job_script], check=True)
-
-
 def test_ranks_that_say_how_they_leave_and_do_not_go_are_ended(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert supervisor.begin(run) == 0
     Outcome(outcome="exit", reason="words", iteration=300, time=0.0).write(run.attempt(4).outcome)
@@ -464,64 +319,3 @@ def test_a_cancelled_successor_ends_the_chain_though_no_end_could_say_so(run: Ru
     trained(run, 4, 300, 400)
     assert supervisor.begin(Run(run.path)) == supervisor.CHAIN_ENDS
     assert stop_reason(run) == f"the successor, job {successor}, was cancelled"
-
-
-SLURM_COMMANDS = """#!/bin/bash
-folder="{folder}"
-echo "${{0##*/}} $*" >>"$folder/asked"
-case "${{0##*/}} $*" in
-  squeue*%k*) cat "$folder/comment" 2>/dev/null ;;
-  squeue*PENDING*)
-    [[ -e "$folder/answers" ]] || exit 1
-    cat "$folder/pending" 2>/dev/null ;;
-  squeue*%T*) cat "$folder/state" ;;
-  sbatch*) exit 1 ;;
-  "scontrol show"*) cat "$folder/successor" 2>/dev/null ;;
-  scontrol*) cat >>"$folder/orders" ;;
-esac
-exit 0
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["alone", "successor", "cancelled", "cancelled-successor", "silent"])
-def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: str) -> None:
-    """Slurm may be silent for a while, a person may act meanwhile, and Slurm brings back what it is told to."""
-    run, _plan = make_run()
-    folder = tmp_path / "slurm"
-    folder.mkdir()
-    for name in ("squeue", "scontrol", "sbatch", "sleep"):
-        text = SLURM_COMMANDS.format(folder=folder)
-        if name == "sleep":  # the second question is answered; and nothing comes after an order but the end
-            text = f'#!/bin/bash\ntouch "{folder}/answers"\n[[ ! -e "{folder}/orders" ]] || kill -KILL $PPID\n'
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    (folder / "state").write_text("COMPLETING" if what == "cancelled" else "RUNNING")
-    if what != "silent":
-        (folder / "answers").touch()
-    attempt = tmp_path / "attempt"
-    attempt.mkdir()
-    if what == "successor":
-        (folder / "pending").write_text("8\n")
-    if what == "cancelled-successor":
-        (attempt / "successor.json").write_text('{\n  "job_id": "8",\n  "cancelled": false\n}\n')
-        (folder / "successor").write_text("JobId=8 JobState=CANCELLED Reason=None")
-    script = run.job_script.read_text()
-    script = script[: script.index("# shellcheck source=/dev/null")] + f'attempt_dir="{attempt}"\nexit 9\n'
-    (tmp_path / "script").write_text(script)
-    done = subprocess.run(
-        ["bash", tmp_path / "script"],
-        env={"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n0"},
-        capture_output=True,
-        text=True,
-    )
-    orders = (folder / "orders").read_text() if (folder / "orders").exists() else ""
-    if what in ("alone", "silent"):
-        assert "requeue 7" in orders, done.stderr
-        assert "begin-failed=1@n0" in orders
-        assert "StartTime=now+30" in orders
-    else:
-        assert "requeue" not in orders
-    reasons = {"cancelled": "while Slurm ended the job", "cancelled-successor": "the successor, job 8, was cancelled"}
-    assert reasons.get(what, "") in (stop_reason(run) or "")
-    assert (stop_reason(run) is not None) == (what in reasons)

@@ -85,8 +85,31 @@ def test_a_node_where_the_supervisor_cannot_start_does_not_end_the_chain(
     assert (known["Restarts"], known["ExcNodeList"]) == ("1", "n3,n0"), known
     assert begin_of(run, 1).job_id == job
     assert begin_of(run, 1).options["exclude"] == "n3"  # the next jobs need not leave n0 out
-    assert known.get("Comment", "") in ("", "(null)")
+    assert known["Comment"] == f"relayrun:log={begin_of(run, 1).log}"
     assert known["Requeue"] == "0"  # its successor waited behind it
+
+
+@pytest.mark.long
+def test_a_job_that_queues_itself_again_may_have_a_node_again_where_its_begin_failed(
+    cluster: TestCluster,
+    make_run: MakeRun,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    once = tmp_path / "once"
+    python = host_python(tmp_path, f'[[ -e "{once}" ]] || {{ echo "${{SLURMD_NODENAME}}" >"{once}"; exit 1; }}')
+    run, plan = make_run("--steps=60", total_steps=60, mode="requeue", host_python=python, **ONE_NODE)
+    quick(run)
+    job = start(cluster, run, "--exclude=n3")
+    wait_for_iteration(cluster, run)
+    cluster.wait_until(lambda: cluster.job(job)["Comment"].startswith("relayrun:begin-failed=0@"), what="the comment")
+    assert cluster.job(job)["ExcNodeList"] == f"n3,{once.read_text().strip()}"
+    cluster.run(["scancel", "--signal=USR2", "--batch", job])
+    cluster.wait_until(lambda: stop_reason(run), what="STOP")
+    wait_for_end(cluster, run, plan)
+    assert [end.cause for end in ends(run)] == ["saved", "done"], logs(run)
+    assert cluster.job(job)["Restarts"] == "2"
+    assert cluster.job(job)["ExcNodeList"] == "n3"
+    assert begin_of(run, 2).options["exclude"] == "n3"
 
 
 def test_a_supervisor_that_never_starts_ends_the_chain_with_a_reason(
@@ -146,6 +169,75 @@ def test_a_run_directory_that_is_read_only_at_a_job_boundary_does_not_end_the_ch
     cluster.wait_until(lambda: stop_reason(run), what="STOP")
     wait_for_end(cluster, run, plan)
     assert [end.cause for end in ends(run)] == ["done"]
+
+
+@pytest.fixture
+def disk_that_hangs(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, at `disk`, which `fsfreeze` makes hang: not even SIGKILL ends who writes to it."""
+    image, folder = tmp_path / "image", tmp_path / "disk"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(40 * 2**20)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    subprocess.run(["mount", "-o", "loop", str(image), str(folder)], check=True)
+    yield folder
+    subprocess.run(["fsfreeze", "-u", str(folder)], check=False, capture_output=True)
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("heard", ["USR2", "TERM"])
+def test_a_run_directory_that_hangs_until_the_time_limit_does_not_end_the_chain(
+    make_cluster: MakeCluster,
+    make_run: MakeRun,  # noqa: F811
+    disk_that_hangs: Path,
+    heard: str,
+) -> None:
+    """The signal before the limit is heard, or where it is lost the one at the limit."""
+    cluster = make_cluster(kill_wait=30)
+    lead = {"signal_lead": 20} if heard == "USR2" else {}
+    run, plan = make_run("--steps=10", folder="disk/run", total_steps=10, **ONE_NODE | {"time_limit": 60} | lead)
+    quick(run)
+    text = run.job_script.read_text()
+    if heard == "TERM":
+        text = text.replace("#SBATCH --signal=", "# without ")
+    run.job_script.write_text(text)
+    (run.path.parent.parent / "logs").mkdir()
+    subprocess.run(["fsfreeze", "-f", str(disk_that_hangs)], check=True)
+    job = cluster.sbatch(["--time=1", run.job_script])
+    cluster.wait_until(
+        lambda: cluster.job(job).get("Comment", "").startswith("relayrun:begin-failed=1"), timeout=200, what="a try"
+    )
+    subprocess.run(["fsfreeze", "-u", str(disk_that_hangs)], check=True)
+    cluster.run(["scontrol", "update", f"JobId={job}", "TimeLimit=10"])
+    cluster.wait_until(lambda: stop_reason(run), what="STOP")
+    wait_for_end(cluster, run, plan)
+    said = "".join(path.read_text() for path in (run.path.parent.parent / "logs").glob("*.err"))
+    assert f"begin, which was not done at SIG{heard}, failed in job {job} on n" in said
+    assert [end.cause for end in ends(run)] == ["done"], said
+    assert cluster.job(job)["Restarts"] == "1"
+
+
+def test_a_log_folder_that_is_away_does_not_end_the_chain(
+    cluster: TestCluster,
+    make_run: MakeRun,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Slurm would not even start a job whose output file it cannot open, and nobody would say so."""
+    run, plan = make_run("--steps=60", total_steps=60, log_folder=str(tmp_path / "file/logs"), **ONE_NODE)
+    (tmp_path / "file").write_text("no folder")
+    job = start(cluster, run)
+    wait_for_iteration(cluster, run)
+    log = run.path / f"{plan.job_name}-{job}.err"
+    cluster.wait_until(lambda: cluster.job(job).get("Comment") == f"relayrun:log={log}", what="the comment")
+    assert begin_of(run, 1).log == str(log)
+    assert f"this log is in {run.path} of n" in log.read_text()
+    (tmp_path / "file").unlink()
+    cluster.run(["scancel", "--signal=USR2", "--batch", job])
+    wait_for_end(cluster, run, plan)
+    assert [end.cause for end in ends(run)] == ["saved", "done"], log.read_text()
+    second = tmp_path / "file/logs" / f"{plan.job_name}-{begin_of(run, 2).job_id}.err"  # there again, with its folder
+    assert begin_of(run, 2).log == str(second)
 
 
 def test_a_job_that_stays_completing_is_no_successor(

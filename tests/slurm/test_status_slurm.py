@@ -57,9 +57,9 @@ def test_a_python_that_is_on_no_node_stops_the_chain_at_once(cluster: TestCluste
 
 
 def test_a_first_job_that_dies_in_a_second_is_broken_and_not_idle(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
-    """Its log folder is none, so that Slurm cannot even start it."""
-    run, _plan = make_run(log_folder="/proc/nowhere", **SLURM)
-    job = cluster.sbatch([run.job_script])
+    """Slurm cannot open its output, so that it does not even start."""
+    run, _plan = make_run(**SLURM)
+    job = cluster.sbatch(["--output=/proc/nowhere/log", run.job_script])
     cluster.wait_job(job)
     cluster.wait_until(lambda: not cluster.queue())
     found = status(cluster, run)

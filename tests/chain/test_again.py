@@ -1,0 +1,288 @@
+"""What the batch script does itself, in Bash: its log, `begin` beside it, and `again` where the supervisor fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
+from relayrun.rundir.stop import stop_reason
+from relayrun.scheduler import base
+from relayrun.scheduler.local import LocalScheduler
+from relayrun.scheduler.local_queue import LocalQueue
+
+from .conftest import ROOT, MakeRun, fast_package
+
+
+def chain(run: Run, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run it to its end, with short delays between tries."""
+    monkeypatch.setattr("relayrun.scheduler.local.BEGIN_BACKOFF", 0.2)
+    events: list[str] = []
+    scheduler = LocalScheduler(run)
+    scheduler.submit(plan, run.job_script, options={})
+    scheduler.run_queue(events.append)
+    return events
+
+
+def refusing_python(folder: Path, verb: str, *, times: int) -> str:
+    """A host Python that cannot start the supervisor's `verb` the first `times` times."""
+    python, count = folder / "python", folder / "count"
+    python.write_text(
+        f"#!/bin/bash\nset -e\n"
+        f'if [[ " $* " == *" relayrun.chain {verb} "* ]]; then\n'
+        f'  echo x >>"{count}"\n'
+        f'  [[ "$(wc -l <"{count}")" -gt {times} ]] || {{ echo "No module named relayrun" >&2; exit 1; }}\n'
+        f'fi\nexec "{sys.executable}" "$@"\n'
+    )
+    python.chmod(0o755)
+    return str(python)
+
+
+@pytest.mark.slow
+def test_a_begin_that_cannot_start_is_tried_again_later_each_time(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, plan = make_run("--steps=5", total_steps=5, host_python=refusing_python(tmp_path, "begin", times=2))
+    events = chain(run, plan, monkeypatch)
+    assert [event for event in events if "queued again" in event] == ["job 1 ended: FAILED and is queued again"] * 2
+    assert (stop_reason(run) or "").startswith("the last iteration, 5, is durable")
+    assert LocalQueue(run.path / "local").read_job("1").failed_begins == 0  # forgotten once it has begun
+
+
+@pytest.mark.slow
+def test_a_begin_that_never_starts_ends_the_chain_with_a_reason(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, plan = make_run(host_python=refusing_python(tmp_path, "begin", times=99))
+    events = chain(run, plan, monkeypatch)
+    assert len([event for event in events if "queued again" in event]) == base.MAX_FAILED_BEGINS - 1
+    assert (stop_reason(run) or "").startswith(f"the supervisor failed in job 1, {base.MAX_FAILED_BEGINS} times")
+
+
+@pytest.mark.slow
+def test_without_auto_requeue_a_begin_that_cannot_start_is_not_tried_again(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, plan = make_run(auto_requeue=False, host_python=refusing_python(tmp_path, "begin", times=99))
+    events = chain(run, plan, monkeypatch)
+    assert not [event for event in events if "queued again" in event]
+    assert (stop_reason(run) or "").startswith("begin failed in job 1 on ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 99])
+def test_an_end_that_fails_is_called_again(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    run, plan = make_run(
+        "--steps=5",
+        total_steps=5,
+        host_python=refusing_python(tmp_path, "end", times=times),
+        package_root=str(fast_package(tmp_path)),
+    )
+    chain(run, plan, monkeypatch)
+    assert (stop_reason(run) or "").startswith("the last iteration, 5, is durable")
+    assert [record.cause for number in run.attempt_numbers() if (record := run.attempt(number).read_end())] == ["done"]
+
+
+@pytest.mark.slow
+def test_a_watch_that_is_killed_starts_again(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, plan = make_run(
+        "--stop-rank=1",
+        "--stop-at=2",
+        max_failed_attempts=1,
+        hang_timeout=4.0,
+        host_python=refusing_python(tmp_path, "watch", times=1),
+        package_root=str(fast_package(tmp_path)),
+    )
+    chain(run, plan, monkeypatch)
+    assert [record.cause for number in run.attempt_numbers() if (record := run.attempt(number).read_end())] == ["hang"]
+
+
+@pytest.mark.slow
+def test_a_batch_script_that_cannot_read_its_package_is_tried_again(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, plan = make_run("--steps=3", total_steps=3, package_root=str(tmp_path / "root"))
+
+    scheduler = LocalScheduler(run)
+    scheduler.submit(plan, run.job_script, options={})
+    monkeypatch.setattr("relayrun.scheduler.local.BEGIN_BACKOFF", 0.2)
+    events: list[str] = []
+
+    def listen(event: str) -> None:
+        events.append(event)
+        if "queued again" in event and not (tmp_path / "root").exists():
+            fast_package(tmp_path)
+
+    scheduler.run_queue(listen)
+    assert [event for event in events if "queued again" in event] == ["job 1 ended: FAILED and is queued again"]
+    assert (stop_reason(run) or "").startswith("the last iteration, 3, is durable")
+
+
+@pytest.mark.slow
+def test_a_begin_that_hangs_until_the_job_is_about_to_end_is_tried_again(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that does not answer: the signal before the time limit must be heard all the same."""
+    here, python = tmp_path / "here", tmp_path / "python"
+    hang = f'[[ " $* " != *" begin "* || -e "{here}" ]] || {{ touch "{here}"; sleep 1000; }}'
+    python.write_text(f'#!/bin/bash\n{hang}\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    run, plan = make_run("--steps=3", total_steps=3, time_limit=600, host_python=str(python))
+    monkeypatch.setattr("relayrun.scheduler.local.BEGIN_BACKOFF", 0.2)
+    scheduler, signalled = LocalScheduler(run), tmp_path / "signalled"
+    scheduler.submit(plan, run.job_script, options={})
+    events: list[str] = []
+
+    def signal_once() -> None:
+        if here.exists() and not signalled.exists():
+            pid = LocalQueue(run.path / "local").read_job("1").pid
+            assert pid is not None
+            os.kill(pid, signal.SIGUSR2)
+            signalled.touch()
+
+    scheduler.run_queue(events.append, signal_once)
+    assert [event for event in events if "queued again" in event] == ["job 1 ended: FAILED and is queued again"]
+    assert "begin, which was not done at SIGUSR2, failed in job 1" in logs(tmp_path)
+    assert (stop_reason(run) or "").startswith("the last iteration, 3, is durable")
+
+
+def logs(folder: Path) -> str:
+    return "".join(path.read_text() for path in sorted((folder / "logs").glob("*.err")))
+
+
+@pytest.mark.parametrize("text", ["again.sh", "log.sh"])
+def test_the_job_script_has_what_it_needs_when_the_package_is_away(make_run: MakeRun, text: str) -> None:
+    run, _plan = make_run()
+    assert (ROOT / "launchers/lib" / text).read_text().partition("\n")[2] in run.job_script.read_text()
+    subprocess.run(["bash", "-n", run.job_script], check=True)
+
+
+def test_the_defaults_for_jobs_of_earlier_versions_are_the_schedulers() -> None:
+    text = (ROOT / "launchers/lib/job.sh").read_text()
+    assert f"RELAYRUN_MAX_FAILED_BEGINS:={base.MAX_FAILED_BEGINS}}}" in text
+    assert f"RELAYRUN_BEGIN_BACKOFF:={base.BEGIN_BACKOFF}}}" in text
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [("printf 'a  b\\n'", 0, "a  b\n"), ("bash -c 'echo no; exit 7'", 7, "no\n"), ("sleep 100", 124, "")],
+)
+def test_what_touches_a_file_may_hang_and_does_not_hold_the_script(command: str, code: int, said: str) -> None:
+    again = ROOT / "launchers/lib/again.sh"
+    program = f'set -euo pipefail; source "{again}"; trap - EXIT; said="$(within 1 {command}; echo "$?.")" || true'
+    done = subprocess.run(
+        ["bash", "-c", program + '; printf %s "${said}"'], stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert done.stdout == f"{said}{code}."
+
+
+@pytest.mark.parametrize(
+    "away",
+    ["nothing", "the folder", "the run directory too", pytest.param("the folder, for ever", marks=pytest.mark.slow)],
+)
+def test_a_job_has_a_log_though_its_log_folder_is_away(make_run: MakeRun, tmp_path: Path, away: str) -> None:
+    """Slurm would not start a script whose output file it cannot open."""
+    run, plan = make_run()
+    logs, node = Path(plan.log_folder), tmp_path / "node"
+    name = f"{plan.job_name}-7"
+    node.mkdir()
+    head = (text := run.job_script.read_text())[: text.index("within 600")].replace(
+        "within 60 appendable", "within 5 appendable"
+    )
+    if away == "the folder, for ever":
+        logs.mkdir()
+        os.mkfifo(logs / f"{name}.out")  # whoever opens it waits for a reader
+    elif away != "nothing":
+        logs.write_text("no folder")
+    if away == "the run directory too":
+        head = head.replace(f"RUN_DIR={run.path}", f"RUN_DIR={logs}/run")
+    script = tmp_path / "script"
+    script.write_text(head + "echo out\necho err >&2\ntrap - EXIT\n")
+    environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n3", "TMPDIR": str(node)}
+    with (tmp_path / "said").open("wb") as said_before:
+        for _ in range(2):  # a requeued job goes on with its log
+            subprocess.run(["bash", script], env=environment, stdout=said_before, stderr=said_before, check=True)
+    assert (tmp_path / "said").read_bytes() == b""
+    if away == "the folder, for ever":
+        os.close(os.open(logs / f"{name}.out", os.O_RDONLY | os.O_NONBLOCK))  # who waits for it may go
+    folder = {"nothing": logs, "the run directory too": node}.get(away, run.path)
+    assert (folder / f"{name}.out").read_text() == "out\nout\n"
+    said = (folder / f"{name}.err").read_text()
+    assert said.count("err\n") == 2
+    assert (f"this log is in {folder} of n3" in said) == (away != "nothing")
+    if away == "the folder, for ever":
+        assert f"{logs}: no answer within 60 s" in said
+    elif away != "nothing":
+        assert "Not a directory" in said or "File exists" in said
+
+
+SLURM_COMMANDS = """#!/bin/bash
+folder="{folder}"
+echo "${{0##*/}} $*" >>"$folder/asked"
+case "${{0##*/}} $*" in
+  squeue*%k*) cat "$folder/comment" 2>/dev/null ;;
+  squeue*PENDING*)
+    [[ -e "$folder/answers" ]] || exit 1
+    cat "$folder/pending" 2>/dev/null ;;
+  squeue*%T*) cat "$folder/state" ;;
+  sbatch*) exit 1 ;;
+  "scontrol show"*) cat "$folder/successor" 2>/dev/null ;;
+  scontrol*) cat >>"$folder/orders" ;;
+esac
+exit 0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["alone", "successor", "cancelled", "cancelled-successor", "silent", "limit"])
+def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: str) -> None:
+    """Slurm may be silent for a while, a person may act meanwhile, and Slurm brings back what it is told to."""
+    run, _plan = make_run()
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    for name in ("squeue", "scontrol", "sbatch", "sleep"):
+        text = SLURM_COMMANDS.format(folder=folder)
+        if name == "sleep":  # the second question is answered; and nothing comes after an order but the end
+            text = f'#!/bin/bash\ntouch "{folder}/answers"\n[[ ! -e "{folder}/orders" ]] || kill -KILL $PPID\n'
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    states = {"cancelled": "COMPLETING 9:57", "limit": "COMPLETING INVALID"}  # as Slurm 22.05 says it
+    (folder / "state").write_text(states.get(what, "RUNNING 0:57"))
+    if what != "silent":
+        (folder / "answers").touch()
+    attempt = tmp_path / "attempt"
+    attempt.mkdir()
+    if what == "successor":
+        (folder / "pending").write_text("8\n")
+    if what == "cancelled-successor":
+        (attempt / "successor.json").write_text('{\n  "job_id": "8",\n  "cancelled": false\n}\n')
+        (folder / "successor").write_text("JobId=8 JobState=CANCELLED Reason=None")
+    script = run.job_script.read_text()
+    script = script[: script.index('[[ -n "${relayrun_log_is_open')] + f'attempt_dir="{attempt}"\nexit 9\n'
+    (tmp_path / "script").write_text(script)
+    done = subprocess.run(
+        ["bash", tmp_path / "script"],
+        env={"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n0"},
+        capture_output=True,
+        text=True,
+    )
+    orders = (folder / "orders").read_text() if (folder / "orders").exists() else ""
+    if what in ("alone", "silent", "limit"):
+        assert "requeue 7" in orders, done.stderr
+        assert "begin-failed=1@n0" in orders
+        assert "StartTime=now+30" in orders
+    else:
+        assert "requeue" not in orders
+    reasons = {"cancelled": "while Slurm ended the job", "cancelled-successor": "the successor, job 8, was cancelled"}
+    assert reasons.get(what, "") in (stop_reason(run) or "")
+    assert (stop_reason(run) is not None) == (what in reasons)
