@@ -169,9 +169,10 @@ def _one_line(text: str) -> str:
     return text if len(text) <= WORDS else text[: WORDS - 3] + "..."
 
 
-def failures(attempt: Attempt) -> list[Failure]:
-    """What ranks said of their own end."""
-    found = [Failure.read(path) for path in attempt.failures.glob("rank-*.json")]
+def failures(attempt: Attempt, rank: int | None = None) -> list[Failure]:
+    """What ranks, or one of them, said of their own end."""
+    name = "rank-*.json" if rank is None else f"rank-{rank:04}.json"
+    found = [Failure.read(path) for path in attempt.failures.glob(name)]
     return sorted((failure for failure in found if failure), key=lambda failure: failure.time)
 
 

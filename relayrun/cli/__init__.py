@@ -23,6 +23,7 @@ COMMANDS = {
     "import": ("import_checkpoint", "a checkpoint, to start a run from, of another program's model"),
     "gpu-check": ("gpu_check", "what this machine's GPUs do with relayrun, in eight minutes"),
     "status": ("status", "where a run stands; without RUN: all runs"),
+    "logs": ("logs", "what the jobs of a run wrote; with -f also what they add"),
     "save": ("control", "write a checkpoint and go on"),
     "stop": ("control", "write a checkpoint and end the chain"),
     "cancel": ("control", "end the chain at once; what was not saved is lost"),

@@ -1,0 +1,132 @@
+"""`relayrun logs`: what the jobs of a chain wrote, and what they add."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from relayrun.cli import main
+from relayrun.monitoring import logs
+from relayrun.rundir.records import Failure
+from relayrun.rundir.run import Run
+from relayrun.rundir.stop import write_stop
+from tests.history import began
+
+from .conftest import MakeRun
+from .test_local_chain import run_chain
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write_log(run: Run, attempt: int, *, out: str = "", err: str = "") -> Path:
+    """The two log files of an attempt that has begun; returns that of the standard error."""
+    began(run, attempt, base=0)
+    path = run.path.parent / f"job-{attempt}.err"
+    record = run.attempt(attempt).begin
+    record.write_text(record.read_text().replace('"log": null', f'"log": "{path}"'))
+    path.write_text(err)
+    path.with_suffix(".out").write_text(out)
+    return path
+
+
+def test_the_jobs_of_a_chain_can_be_read_one_by_one(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    run, plan = make_run("--fatal-at=3")
+    run_chain(run, plan)
+    run.stop.unlink()
+    replace(plan, submitted_after_attempt=1).write(run.plan)  # as a submit does
+    run_chain(run, plan)
+    assert len(run.attempt_numbers()) > 1
+    for number in (1, run.attempt_numbers()[-1]):
+        capsys.readouterr()
+        assert main(["logs", str(run.path), "--attempt", str(number)]) == 0
+        begin = run.attempt(number).read_begin()
+        assert begin is not None
+        assert begin.log is not None
+        shown = capsys.readouterr().out
+        assert Path(begin.log).read_text() in shown
+        assert f"==> {begin.log} <==" in shown
+        assert f"==> {begin.log.removesuffix('.err')}.out <==" in shown
+    assert main(["logs", str(run.path)]) == 0
+    assert capsys.readouterr().out == shown
+    assert main(["logs", str(run.path), "--attempt", "99"]) == 1
+    assert "this run has no attempt 99; there are: 1 to" in capsys.readouterr().err
+
+
+def test_a_job_that_died_before_it_began_has_a_log_too(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    run, plan = make_run()
+    assert main(["logs", str(run.path)]) == 1
+    assert "no job of this run has written a log" in capsys.readouterr().err
+    folder = Path(plan.log_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{plan.job_name}-41.err").write_text("python3: not found\n")
+    (folder / f"{plan.job_name}-evaluation-42.err").write_text("another job's\n")
+    assert main(["logs", str(run.path)]) == 0
+    shown = capsys.readouterr().out
+    assert "python3: not found" in shown
+    assert "another job's" not in shown
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 1000])
+def test_the_last_lines_are_those_of_the_end(tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "BLOCK", 7)
+    lines = [f"line {number} {'x' * (number % 23)}\n" for number in range(40)]
+    (tmp_path / "log").write_text("".join(lines) + "torn")
+    text, size = logs.last_lines(tmp_path / "log", count)
+    assert text.decode() == "".join([*lines, "torn"][-count:] if count else [])
+    assert size == (tmp_path / "log").stat().st_size
+
+
+def test_following_goes_on_from_job_to_job_and_misses_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    first = write_log(run, 1, out="a", err="b")
+    following = logs.Following(run)
+    assert following.poll() == [(first.with_suffix(".out"), b"a"), (first, b"b")]
+    assert following.poll() == []
+    with open(first, "a") as file:
+        file.write("the last words\n")
+    second = write_log(run, 2, out="c")
+    assert following.poll() == [(first, b"the last words\n"), (second.with_suffix(".out"), b"c")]
+    second.with_suffix(".out").write_text("")  # cut off
+    assert following.poll() == []
+    second.with_suffix(".out").write_text("d")
+    assert following.poll() == [(second.with_suffix(".out"), b"d")]
+
+
+def test_following_ends_with_the_chain(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    log = write_log(run, 1, err="first\n")
+    run.manifest.write_text("{}")
+    run.plan.write_text('{"format": 2}')
+    command = [sys.executable, "-m", "relayrun", "logs", "-f", str(run.path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with open(log, "a") as file:
+            time.sleep(0.1)
+            file.write("second\n")
+        write_stop(run, "all 20 iterations are done")
+        out, err = process.communicate(timeout=300)
+    assert process.returncode == 0
+    assert out.splitlines()[-2:] == ["first", "second"]
+    assert err == "the chain has ended: all 20 iterations are done\n"
+
+
+def test_one_ranks_last_words_and_stacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(tmp_path / "run")
+    write_log(run, 3)
+    run.attempt(3).failures.mkdir()
+    run.manifest.write_text("{}")
+    Failure(rank=12, node="n3", error="ValueError: no such token", time=1.0).write(
+        run.attempt(3).failures / "rank-0012.json"
+    )
+    run.stacks(3).mkdir(parents=True)
+    (run.stacks(3) / "rank-0012.txt").write_text("Thread 0x7f\n")
+    assert main(["logs", str(run.path), "--rank", "12"]) == 0
+    shown = capsys.readouterr().out
+    assert "n3: ValueError: no such token" in shown
+    assert "Thread 0x7f" in shown
+    assert main(["logs", str(run.path), "--rank", "11"]) == 1
+    assert "rank 11 of attempt 3 left no words" in capsys.readouterr().err
