@@ -14,7 +14,7 @@ from pathlib import Path
 
 from relayrun.errors import InputError, run_main
 from relayrun.shards.prefixes import find_prefixes
-from relayrun.shards.verify import Verified, verify
+from relayrun.shards.verify import RECORD, Verified, verify
 
 
 def main() -> None:
@@ -52,7 +52,8 @@ def main() -> None:
     )
     wrong = {each.prefix for each in checked if each.faults}
     print(f"{len(checked):,} shards, {sum(each.tokens for each in checked):,} tokens: {len(wrong):,} with faults")
-    if not options.no_source:
+    records = {Path(os.path.realpath(each.prefix + ".bin")).with_name(RECORD) for each in checked}
+    if not options.no_source and any(record.is_file() for record in records):
         from relayrun.tokenization.pool import one_thread
 
         one_thread()
