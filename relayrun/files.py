@@ -9,7 +9,6 @@ The standard library and `errors` only: this module also runs on a bare host Pyt
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import json
 import os
@@ -95,14 +94,22 @@ def _replacing(path: Path, *, mode: int, durable: bool) -> Iterator[tuple[int, P
             os.unlink(temporary)
 
 
+ASIDE = ".relayrun-aside-"
+"""Names of folders begin so that are to replace others, or were replaced."""
+
+
 def temporary_prefix() -> str:
     """What the name of a temporary file or folder begins with: it tells which process owns it, and on which machine."""
-    return f".tmp-{_machine()}-{os.getpid()}-{_state_and_start(os.getpid())[1]}-"
+    return f".tmp-{_owner()}-"
 
 
-_OWNED = re.compile(r"\.tmp-([0-9a-f]{8}-[0-9]+)-([0-9]+)-([0-9]+)-.+")
-_FORMER = re.compile(r"\.tmp-[a-z0-9_]{8}")
-"""A name of earlier versions, which tells no owner."""
+def _owner() -> str:
+    return f"{_machine()}-{os.getpid()}-{_state_and_start(os.getpid())[1]}"
+
+
+_OWNED = re.compile(rf"(?:\.tmp-|{re.escape(ASIDE)})([0-9a-f]{{8}}-[0-9]+)-([0-9]+)-([0-9]+)-.+")
+_FORMER, _FORMER_ASIDE = re.compile(r"\.tmp-[a-z0-9_]{8}"), re.compile(rf"{re.escape(ASIDE)}[0-9a-f]{{16}}")
+"""Names of earlier versions, which tell no owner."""
 
 LEFT_BEHIND_SECONDS = 86_400.0
 """After so long without a change a temporary file belongs to nobody, where its owner cannot be looked at."""
@@ -114,7 +121,7 @@ def remove_leftovers(folder: str | os.PathLike[str], *, shared: bool = False) ->
     The owner is looked at where it ran on this machine (since its last boot, in this namespace of processes).
     Elsewhere, perhaps on another node that shares the file system, a file is left alone until it has not changed for a
     day; so is one of an earlier version, which names no owner. `shared`: in a folder such as /tmp, which other programs
-    and other people write into, only files of this user that name their owner are looked at.
+    and other people write into, only what is of this user, and certainly of relayrun, is looked at.
     """
     removed = []
     try:
@@ -123,7 +130,8 @@ def remove_leftovers(folder: str | os.PathLike[str], *, shared: bool = False) ->
         return []
     for entry in entries:
         owner = _OWNED.fullmatch(entry.name)
-        if owner is None and (shared or not _FORMER.fullmatch(entry.name)):
+        former = _FORMER_ASIDE.fullmatch(entry.name) or (not shared and _FORMER.fullmatch(entry.name))
+        if owner is None and not former:
             continue
         with contextlib.suppress(OSError):  # gone, or not ours to remove
             if shared and entry.stat(follow_symlinks=False).st_uid != os.geteuid():
@@ -281,9 +289,6 @@ def free_name(folder: Path, name: str) -> Path:
     return next(path for path in candidates if not os.path.lexists(path))
 
 
-ASIDE = ".relayrun-aside-"
-
-
 @contextlib.contextmanager
 def replaced_folder(final: Path) -> Iterator[Path]:
     """Yield an empty folder to fill; on leaving without an error it replaces `final`.
@@ -295,27 +300,21 @@ def replaced_folder(final: Path) -> Iterator[Path]:
     """
     final = Path(os.path.realpath(final))
     final.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(final.parent)
-    building = final.parent / f"{ASIDE}{secrets.token_hex(8)}"
+    remove_leftovers(final.parent, shared=True)
+    building = final.parent / f"{ASIDE}{_owner()}-{secrets.token_hex(8)}"
     building.mkdir()
-    lock = os.open(building, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks: leftovers stay until removed by hand
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield building
-            fsync_directory(building)
-            _swap(building, final)
-        except BaseException:
-            shutil.rmtree(building, ignore_errors=True)
-            raise
-    finally:
-        os.close(lock)
+        yield building
+        fsync_directory(building)
+        _swap(building, final)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
 
 
 def _swap(building: Path, final: Path) -> None:
     """Rename `building` to `final`, then delete what stood there."""
-    old = final.parent / f"{ASIDE}{secrets.token_hex(8)}"
+    old = final.parent / f"{ASIDE}{_owner()}-{secrets.token_hex(8)}"
     with contextlib.suppress(FileNotFoundError):
         os.rename(final, old)
     try:
@@ -326,17 +325,3 @@ def _swap(building: Path, final: Path) -> None:
         raise
     fsync_directory(final.parent)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _remove_leftovers(parent: Path) -> None:
-    """Delete folders of killed runs: those that nobody holds a lock on."""
-    for entry in list(os.scandir(parent)):
-        if not entry.name.startswith(ASIDE) or not entry.is_dir(follow_symlinks=False):
-            continue
-        with contextlib.suppress(OSError):
-            lock = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(entry.path)
-            finally:
-                os.close(lock)

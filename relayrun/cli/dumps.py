@@ -1,12 +1,14 @@
-"""`relayrun dumps`: where the dumps of a tokenization stand, and which settings suit this node."""
+"""`relayrun dumps`: where the dumps of a tokenization stand, what is wrong with them, which settings suit a node."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import typing
 
 from relayrun.tokenization.dumps import status, tune
 from relayrun.tokenization.options import EngineName, TokenizeOptions
+from relayrun.tokenization.pool import one_thread
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +16,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="dumps_command", required=True)
     status_command = commands.add_parser("status", help="done, tokens, speed, what is left, failures")
     tune_command = commands.add_parser("tune", help="try workers and batches on the dataset's own files, on this node")
-    for each in (status_command, tune_command):
+    verify_command = commands.add_parser(
+        "verify", help="check finished dumps against their checksums and files; open those with faults again"
+    )
+    for each in (status_command, tune_command, verify_command):
         each.add_argument("folder", metavar="METADATA_FOLDER", help="as written by prepare_dumps.py")
     status_command.add_argument(
         "--watch",
@@ -58,16 +63,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tune_command.add_argument(
         "--temp-dir", metavar="DIR", help="on the file system that the dumps go to (default: TMPDIR)"
     )
+    verify_command.add_argument(
+        "--full", action="store_true", help="tokenize all documents again, slowly (default: a sample of each shard)"
+    )
+    verify_command.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="shards at a time (default: %(default)s)"
+    )
+    verify_command.add_argument("--temp-dir", metavar="DIR", help="for --full: gets shards (default: TMPDIR)")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print where the dumps of a metadata folder stand, or which settings suit this node."""
+    """Print where the dumps of a metadata folder stand, what is wrong with them, or which settings suit this node."""
     if options.dumps_command == "status":
         if options.watch is not None:
             return 0 if status.watch(options.folder, max(options.watch, 0.1)) else 1
         print(status.table(status.read_status(options.folder)))
         return 0
+    if options.dumps_command == "verify":
+        return _verify(options)
 
     print(tune.row(None), flush=True)
     trials = tune.tune(
@@ -83,3 +97,20 @@ def run(options: argparse.Namespace) -> int:
     )
     print(tune.advice(tune.recommended(trials)))
     return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    one_thread()
+    from relayrun.tokenization.dumps.verify import VerifiedDump, verify_dumps  # numpy, which may start threads
+
+    def report(verified: VerifiedDump) -> None:
+        print(verified.summary(), flush=True)
+
+    verified = verify_dumps(
+        options.folder,
+        full=options.full,
+        workers=options.workers,
+        temp_dir=options.temp_dir,
+        report=report,
+    )
+    return 1 if any(each.faults for each in verified) else 0

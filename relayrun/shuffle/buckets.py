@@ -28,6 +28,7 @@ import pyarrow as pa
 from relayrun.errors import RelayrunError
 from relayrun.files import whole_file
 from relayrun.shuffle.lengths import Lengths
+from relayrun.tokenization.readers.faults import LineFaults
 from relayrun.tokenization.readers.rows import RowFile, read_rows, texts, wide
 
 _KEY = pa.field("__relayrun_key", pa.uint64(), nullable=False)
@@ -51,11 +52,16 @@ def keyed_schema(schema: pa.Schema) -> pa.Schema:
     return wide(schema).append(_KEY)
 
 
-def keyed(files: Iterable[tuple[int, RowFile]], column: str, seed: int, lengths: Lengths) -> Iterator[pa.Table]:
-    """The rows of these files and their numbers, in pieces, with their keys; notes the lengths of the texts."""
+def keyed(
+    files: Iterable[tuple[int, RowFile]], column: str, seed: int, lengths: Lengths, faults: LineFaults
+) -> Iterator[pa.Table]:
+    """The rows of these files and their numbers, in pieces, with their keys; notes the lengths of the texts.
+
+    Rows that `faults` leaves out have no number.
+    """
     for number, file in files:
         row = 0
-        for table in read_rows(file, column):
+        for table in read_rows(file, column, faults):
             lengths.add(texts(table, column))
             rows = np.arange(row, row + len(table), dtype=np.uint64)
             row += len(table)

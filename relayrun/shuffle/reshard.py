@@ -10,6 +10,7 @@ files. Cost: every row is read twice and written twice; memory of a few buckets.
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import threading
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +32,11 @@ from relayrun.shuffle.output import FileForm, Shuffled
 from relayrun.tokenization.dumps.split import find_files
 from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.readers import stores
+from relayrun.tokenization.readers.faults import LineFaults, by_reason
 from relayrun.tokenization.readers.formats import SUFFIXES
 from relayrun.tokenization.readers.rows import RowFile, look_at
+
+log = logging.getLogger(__name__)
 
 PICTURE = "lengths.png"
 _BASE = 200_000_000
@@ -66,6 +71,7 @@ class ReshardOptions:
 
     Parquet files keep all their columns, which must be the same in all; of jsonl files only `column` is kept.
     `file_size`: of an output file, at least; looked at after every row group of the first one.
+    `on_error`: what becomes of a line or row without a text in UTF-8; a warning counts those that are left out.
     `memory_limit`: of a process; up to `threads` work at a time, as many as find room.
     """
 
@@ -79,6 +85,7 @@ class ReshardOptions:
     memory_limit: int = 4_000_000_000
     temp_dir: Path | None = None
     threads: int = 1
+    on_error: Literal["fail", "skip-line"] = "fail"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +206,10 @@ def _parts(files: Sequence[RowFile], count: int) -> tuple[tuple[int, int], ...]:
 def _keyed(plan: Plan, part: int, lengths: Lengths) -> Iterator[pa.Table]:
     first, last = plan.parts[part]
     files = ((number, plan.files[number]) for number in range(first, last))
-    return keyed(files, plan.options.column, plan.options.seed, lengths)
+    faults = LineFaults(skip=plan.options.on_error == "skip-line")
+    yield from keyed(files, plan.options.column, plan.options.seed, lengths, faults)
+    if faults.counts:
+        log.warning("left out: %s, the first is %s", by_reason(faults.counts), faults.examples[0])
 
 
 class _TooLarge(Exception):

@@ -51,7 +51,7 @@ from relayrun.shuffle.reshard import (
 from relayrun.tokenization.readers import stores
 from relayrun.tokenization.readers.rows import RowFile
 
-_OF_THE_BYTES = ("dataset_folder", "column", "seed", "file_size", "row_group_size", "compression")
+_OF_THE_BYTES = ("dataset_folder", "column", "seed", "file_size", "row_group_size", "compression", "on_error")
 
 
 class ReshardTask:

@@ -66,7 +66,11 @@ def tokenize_part(job: Job, part: Part) -> TaskRecord:
     engine = engine_of_this_process(job.definition, job.fingerprint, job.selection)
     routed = engine.routed
     record = TaskRecord(
-        inputs=list(part.inputs), started=started, engine=job.selection.engine, engine_version=job.selection.version
+        inputs=list(part.inputs),
+        started=started,
+        engine=job.selection.engine,
+        engine_version=job.selection.version,
+        on_error=job.options.on_error,
     )
     shard = ShardWriter(os.path.join(job.output, part.name), np.dtype(job.framing.dtype).type)
     progress = Progress(job.output, part.name)
@@ -86,6 +90,7 @@ def tokenize_part(job: Job, part: Part) -> TaskRecord:
                 record.skipped.append(Skipped(file=file[0], error=str(error), reason=reason))
                 known = ""
             record.fingerprints.append(known)
+            record.file_documents.append(record.documents - before[0])
         shard.finish()
     except BaseException:
         shard.abort()

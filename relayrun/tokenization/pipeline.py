@@ -25,7 +25,7 @@ from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.pool import one_thread, run_tasks
 from relayrun.tokenization.readers.faults import by_reason
 from relayrun.tokenization.readers.inputs import InputFile, read_paths_file, stat_inputs
-from relayrun.tokenization.readers.stores import join
+from relayrun.tokenization.readers.stores import absolute, join
 from relayrun.tokenization.record import ShardFolder, TaskRecord
 
 log = logging.getLogger(__name__)
@@ -112,6 +112,7 @@ def tokenize(
             },
             names,
             tokenizer={"ids": ids_fingerprint(tokenizer.definition), "size": tokenizer.size},
+            source={"dataset": absolute(source), "tokenizer": str(logs / "tokenizer.json")},
         )
         parts = [Part(name=name, inputs=tuple(inputs[file] for file in files)) for name, files in folder.parts.items()]
         workers = min(len(parts) if options.workers == -1 else options.workers, len(parts))

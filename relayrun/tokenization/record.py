@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -25,9 +26,12 @@ from relayrun.errors import InputError
 from relayrun.files import read_json, write_atomic
 from relayrun.shards.checksum import checksum_of
 from relayrun.shards.indexed import Shard
+from relayrun.tokenization.locks import locked
 from relayrun.tokenization.readers.faults import MOST_EXAMPLES, LineFaults
 from relayrun.tokenization.readers.inputs import InputFile
 from relayrun.tokenization.readers.stores import is_url, join, open_input, printable
+
+log = logging.getLogger(__name__)
 
 NAME = "tokenization.json"
 FORMAT = "relayrun tokenization, version 3"
@@ -53,6 +57,8 @@ class TaskRecord:
     fingerprints: list[str] = field(default_factory=list)
     """The fingerprint of each input, see `fingerprint`; empty for one that was left out."""
     documents: int = 0
+    file_documents: list[int] = field(default_factory=list)
+    """Documents of each input."""
     tokens: int = 0
     empty_documents: int = 0
     null_documents: int = 0
@@ -62,6 +68,8 @@ class TaskRecord:
     engine_version: str = ""
     xxh3_128: dict[str, str] = field(default_factory=dict)
     """Checksums of the .bin and the .idx."""
+    on_error: str = ""
+    """What became of what cannot be read; empty in records of earlier versions."""
     skipped: list[Skipped] = field(default_factory=list)
     bad_lines: dict[str, int] = field(default_factory=dict)
     """Lines and rows that were left out, with `--on-error skip-line`, by reason."""
@@ -130,11 +138,14 @@ class ShardFolder:
         files: Sequence[str],
         *,
         tokenizer: dict[str, Any] | None = None,
+        source: dict[str, str] | None = None,
     ) -> None:
         """Open or begin the record. Raises InputError if the folder holds shards made in another way.
 
         `settings["tasks"]` is the most shards that new files are dealt onto. `tokenizer`: what a run compares.
+        `source`: where the dataset and a copy of the tokenizer lie, for who checks the shards later; they may move.
         """
+        self._source = source
         self.path = Path(path)
         self.settings = settings
         self.tokenizer = tokenizer or {}
@@ -228,11 +239,53 @@ class ShardFolder:
             "format": FORMAT,
             "settings": self.settings,
             "tokenizer": self.tokenizer,
+            "source": self._source,
             "parts": self.parts,
             "shards": {name: asdict(self.tasks[name]) for name in sorted(self.tasks)},
         }
         # ASCII: names that are not UTF-8 come back from JSON as they were
         write_atomic(self._file, json.dumps(record, indent=1) + "\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordOfFolder:
+    """The record of a folder of shards, for who looks at it."""
+
+    settings: dict[str, Any]
+    tasks: dict[str, TaskRecord]
+    dataset: str | None
+    """Where the paths of the inputs start; None in records of earlier versions."""
+    tokenizer: str | None
+    """Where a copy of the serialized tokenizer was put."""
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> RecordOfFolder:
+        """Raises FileNotFoundError where there is none, InputError for a file that is no record."""
+        file = Path(folder, NAME)
+        try:
+            record = read_json(file)
+            source = record.get("source") or {}
+            return cls(
+                settings=record["settings"],
+                tasks={name: _task(task) for name, task in record["shards"].items()},
+                dataset=source.get("dataset"),
+                tokenizer=source.get("tokenizer"),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise InputError("not a record of tokenization", where=file) from None
+
+
+def strike(folder: str | os.PathLike[str], name: str) -> None:
+    """Take shard `name` out of the record of a folder, so that the next run makes it again. Warns if it cannot."""
+    try:
+        with locked(Path(folder, ".lock"), wait=False) as held:
+            if not held:
+                raise OSError("another process writes shards here")
+            record = read_json(Path(folder, NAME))
+            del record["shards"][name]
+            write_atomic(Path(folder, NAME), json.dumps(record, indent=1) + "\n")
+    except (OSError, ValueError, KeyError) as error:
+        log.warning("%s: %s cannot be struck from the record: %s", folder, name, error)
 
 
 def shard_name(rank: int) -> str:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Shuffle a dataset globally: jsonl or parquet files to parquet files of even size, data_0.parquet and on.
+"""Shuffle a dataset globally: parquet, JSON lines, csv or arrow files to parquet files of even size (data_0.parquet, ...).
 
     reshard.py --dataset-folder raw/web --output-folder shuffled/web --seed 1
 The same files and seed give the same bytes, whatever the memory and the threads. The input stays as it is.
@@ -44,6 +44,12 @@ def main() -> None:
     parser.add_argument(
         "--threads", type=int, default=1, metavar="N", help="at most, as memory allows (default: %(default)s)"
     )
+    parser.add_argument(
+        "--on-error",
+        choices=("fail", "skip-line"),
+        default="fail",
+        help="skip-line: leave out lines and rows without a text in UTF-8, and count them (default: %(default)s)",
+    )
     parser.add_argument("--stage", choices=STAGES, help="one of several tasks of Slurm: see submit_reshard.sh")
     given = parser.parse_args()
 
@@ -66,6 +72,7 @@ def main() -> None:
         memory_limit=int(given.memory_limit * 1e9),
         temp_dir=given.temp_dir,
         threads=given.threads,
+        on_error=given.on_error,
     )
     rows: int | None
     if given.stage:

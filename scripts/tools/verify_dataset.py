@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Check token shards: header, sizes, lengths, ids below the vocabulary, EOD at ends, checksums. Names every fault.
+"""Check token shards: header, sizes, lengths, ids below the vocabulary, EOD at ends, checksums, and ids of a sample of
+documents against the files that they were made from. Names every fault.
 
 verify_dataset.py tokens/web --tokenizer tokenizer/
 """
@@ -7,12 +8,13 @@ verify_dataset.py tokens/web --tokenizer tokenizer/
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 from relayrun.errors import InputError, run_main
 from relayrun.shards.prefixes import find_prefixes
-from relayrun.shards.verify import Verified, verify
+from relayrun.shards.verify import RECORD, Verified, verify
 
 
 def main() -> None:
@@ -23,6 +25,10 @@ def main() -> None:
     parser.add_argument("--eod", type=int, metavar="ID", help="every document must end with it")
     parser.add_argument("--no-checksums", action="store_true", help="do not compare with the records of tokenization")
     parser.add_argument("--threads", type=int, metavar="N", help="shards at a time (default: one a core)")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--full", action="store_true", help="tokenize all documents again from their files, slowly")
+    source.add_argument("--no-source", action="store_true", help="tokenize none again")
+    parser.add_argument("--temp-dir", metavar="T", help="for --full: gets a shard at a time (default: TMPDIR)")
     options = parser.parse_args()
     size, eod = options.vocabulary_size, options.eod
     if options.tokenizer is not None:
@@ -44,10 +50,32 @@ def main() -> None:
         threads=options.threads,
         report=report,
     )
-    wrong = sum(bool(each.faults) for each in checked)
-    print(f"{len(checked):,} shards, {sum(each.tokens for each in checked):,} tokens: {wrong:,} with faults")
+    wrong = {each.prefix for each in checked if each.faults}
+    print(f"{len(checked):,} shards, {sum(each.tokens for each in checked):,} tokens: {len(wrong):,} with faults")
+    records = {Path(os.path.realpath(each.prefix + ".bin")).with_name(RECORD) for each in checked}
+    if not options.no_source and any(record.is_file() for record in records):
+        from relayrun.tokenization.pool import one_thread
+
+        one_thread()
+        from relayrun.tokenization.retokenize import compare_with_source, printed
+
+        compared = compare_with_source(
+            [each.prefix for each in checked if not each.faults],
+            full=options.full,
+            tokenizer=options.tokenizer,
+            workers=options.threads or os.cpu_count() or 1,
+            temp_dir=options.temp_dir,
+            report=printed,
+        )
+        documents = sum(each.documents for each in compared)
+        wrong |= {each.prefix for each in compared if each.fault is not None}
+        print(f"{documents:,} documents tokenized again from their files")
     if wrong:
-        raise InputError(f"{wrong:,} of {len(checked):,} shards have faults", hint="tokenize their dumps again")
+        raise InputError(
+            f"{len(wrong):,} of {len(checked):,} shards have faults",
+            hint="tokenize their dumps again, which makes these shards anew; `relayrun dumps verify METADATA_FOLDER` "
+            "opens finished dumps for that",
+        )
 
 
 if __name__ == "__main__":

@@ -309,6 +309,24 @@ def test_a_shuffle_names_the_row(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("memory_limit", [4_000_000_000, 300_000_000])
+def test_a_shuffle_leaves_bad_lines_out_if_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, memory_limit: int
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(lines(GOOD) + b'{"text": "ha')
+    (folder / "b.jsonl").write_bytes(b"what?\n" + lines(["end"]))
+    options = ReshardOptions(
+        dataset_folder=str(folder), output=tmp_path / "out", on_error="skip-line", memory_limit=memory_limit
+    )
+    assert reshard(options) == len(GOOD) + 1
+    assert sorted(pq.read_table(tmp_path / "out" / "data_0.parquet")["text"].to_pylist()) == sorted([*GOOD, "end"])
+    said = " ".join(caplog.messages)
+    assert "left out: 2 lines (2 not JSON), the first is " in said
+    assert "a.jsonl:21: this line is not JSON" in said
+
+
 def test_a_shuffle_reads_all_kinds_of_lines(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -150,11 +151,30 @@ def test_a_replaced_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_run_left_aside_is_removed_but_not_what_a_live_one_builds(tmp_path: Path) -> None:
-    (tmp_path / f"{ASIDE}dead" / "sub").mkdir(parents=True)
+    program = f"""
+import os, signal
+from pathlib import Path
+from relayrun.files import replaced_folder
+with replaced_folder(Path({str(tmp_path)!r}, "killed")) as building:
+    (building / "sub").mkdir()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
+    (dead,) = os.listdir(tmp_path)
+    assert dead.startswith(ASIDE)
+    far = tmp_path / f"{ASIDE}01234567-1-2-3-of-another-node"  # whose locks this node may not see
+    former = tmp_path / f"{ASIDE}0123456789abcdef"
+    for folder in (far, former):
+        folder.mkdir()
     with replaced_folder(tmp_path / "live") as building:
         with replaced_folder(tmp_path / "other"):
             pass
         assert building.exists()
+    assert sorted(os.listdir(tmp_path)) == sorted([far.name, former.name, "live", "other"])
+    for folder in (far, former):
+        os.utime(folder, (1, 1))
+    with replaced_folder(tmp_path / "other"):
+        pass
     assert sorted(os.listdir(tmp_path)) == ["live", "other"]
 
 

@@ -89,6 +89,13 @@ class MetadataFolder:
         fsync_directory(self.completed)
         fsync_directory(self.dumps)
 
+    def reopen(self, index: int) -> None:
+        """Move the paths file of finished dump `index` back: the next submit tokenizes it again, as far as needed."""
+        self.dumps.mkdir(exist_ok=True)
+        os.replace(self.completed / f"paths_file_{index}.txt", self.paths_file(index))
+        fsync_directory(self.dumps)
+        fsync_directory(self.completed)
+
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
         """Keep everybody else from preparing or submitting dumps of this folder. Raises RelayrunError if taken."""

@@ -27,7 +27,7 @@ _FOR_EVER = (FileNotFoundError, PermissionError, IsADirectoryError, ImportError,
 """Errors that come again: no such file, no access, no package for the scheme, a wrong URL."""
 
 _BUSY = (408, 425, 429)
-"""Of the 4xx of a server, those that pass."""
+"""What passes among the 4xx of a server."""
 
 T = TypeVar("T")
 
@@ -124,12 +124,14 @@ class RemoteFile(io.RawIOBase):
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def readinto(self, buffer: Any) -> int:
+        """Fill `buffer`, or less of it at the end of the file; return how many bytes that are."""
         view = memoryview(buffer).cast("B")
         data = self.read(len(view))
         view[: len(data)] = data
         return len(data)
 
     def close(self) -> None:
+        """Let go of the connection."""
         self._drop()
         super().close()
 
