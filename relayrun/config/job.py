@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from relayrun.config.section import NAME, NonNegative, Positive, Section, SlurmTime
+from relayrun.config.section import NAME, Line, NonNegative, Positive, Section, SlurmTime
 
 
 class Chain(Section):
@@ -70,12 +70,12 @@ class Debug(Section):
 class Place(Section):
     """Where a job may run; names are Slurm's."""
 
-    account: str | None = None
-    partition: str | None = None
-    qos: str | None = None
-    reservation: str | None = None
-    constraint: str | None = None
-    exclude: str | None = None
+    account: Line | None = None
+    partition: Line | None = None
+    qos: Line | None = None
+    reservation: Line | None = None
+    constraint: Line | None = None
+    exclude: Line | None = None
     mem: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
 
     @property
@@ -132,19 +132,19 @@ class Cluster(Section):
     scheduler: Literal["slurm", "local"]
     job: dict[str, Any] = {}
     """Defaults of the `job` section at this site (account, partition, ...)."""
-    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = {}
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], Line] = {}
     """Variables of every rank. They override relayrun's own defaults. Never put secrets here."""
-    modules: list[str] = []
+    modules: list[Line] = []
     """`module load` names, loaded in the batch script."""
-    srun_options: list[str] = []
+    srun_options: list[Line] = []
     """Options of srun alone: container image, mounts (`--environment=...`, `--container-image=...`)."""
-    command_prefix: list[str] = []
+    command_prefix: list[Line] = []
     """Put before the program of every rank, for example `numactl --membind=0-3`."""
-    python: str | None = None
+    python: Line | None = None
     """Python of the ranks; default: the one that submits."""
     transformer_engine: bool = False
     """TransformerEngine is installed where the ranks run (in the container)."""
-    host_python: str = "python3"
+    host_python: Line = "python3"
     """Python of the batch script, 3.11 or newer; needs the standard library alone."""
     read_only_paths: list[str] = []
     """Nothing may be written below these."""

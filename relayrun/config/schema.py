@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from relayrun.config.data import MOCK_ORDER, Data, DataSource
 from relayrun.config.job import Chain, Cluster, Debug, Evaluation, EvaluationJob, Job, Tracking
-from relayrun.config.section import NAME, Section
+from relayrun.config.section import NAME, Line, Section
 from relayrun.config.training import Checkpoint, Model, Optimizer, Parallel, Training
 
 __all__ = [
@@ -44,7 +44,7 @@ class RunConfig(Section):
 
     project: Annotated[str, Field(pattern=NAME)]
     name: Annotated[str, Field(pattern=NAME)]
-    run_dir: str | None = None
+    run_dir: Line | None = None
     """Directory of the run; default: logs/runs/<project>/<name>."""
     model: Model
     data: Data
