@@ -48,7 +48,7 @@ cancelled_successor() {
   successor="$(sed -n 's/.*"job_id": "\([0-9]*\)".*/\1/p' "${attempt_dir:-/nowhere}/successor.json" 2>/dev/null)"
   [[ -n "${successor}" ]] || return
   if grep -q '"cancelled": true' "${attempt_dir}/successor.json" ||
-    timeout 120 scontrol show job --oneliner "${successor}" 2>/dev/null | grep -q 'JobState=CANCELLED'; then
+    [[ "$(timeout 120 squeue --noheader --states=all --jobs="${successor}" --format=%T 2>/dev/null)" == CANCELLED ]]; then
     printf '%s' "${successor}"
   fi
 }

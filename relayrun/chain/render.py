@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from relayrun import ROOT
+from relayrun.errors import ConfigError
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.scheduler.base import BEGIN_BACKOFF, MAX_FAILED_BEGINS
@@ -148,7 +149,12 @@ def task_command(plan: Plan, starter: Sequence[str], attempt: int) -> list[str]:
 
 
 def _quote(value: str) -> str:
-    """Quote for an #SBATCH line: Slurm knows "..." with backslash escapes; plain text stays plain."""
+    """Quote for an #SBATCH line: Slurm knows "..." with backslash escapes; plain text stays plain.
+
+    Raises ConfigError for a control character, which could end the line.
+    """
+    if any(ord(char) < 32 or ord(char) == 127 for char in value):
+        raise ConfigError("a control character cannot stand in a line of a job script", where=repr(value))
     if value and all(char.isalnum() or char in "-_./:,@%+=[]" for char in value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from relayrun.config.section import NAME, NonNegative, Positive, Section, SlurmTime
+from relayrun.config.section import NAME, Line, NonNegative, Positive, Section, SlurmTime
 
 
 class Chain(Section):
@@ -71,17 +71,17 @@ class Debug(Section):
 class Place(Section):
     """Where a job may run; names are Slurm's."""
 
-    account: str | None = None
+    account: Line | None = None
     """Account that the job is charged to."""
-    partition: str | None = None
+    partition: Line | None = None
     """Partition in which the job waits and runs."""
-    qos: str | None = None
+    qos: Line | None = None
     """Quality of service, a name of the site."""
-    reservation: str | None = None
+    reservation: Line | None = None
     """Reservation in which the job runs."""
-    constraint: str | None = None
+    constraint: Line | None = None
     """Features that its nodes must have."""
-    exclude: str | None = None
+    exclude: Line | None = None
     """Nodes that are left out, as in n[1-3],n7. Bad nodes are left out besides."""
     mem: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
     """Memory of each node, as in 64G."""
@@ -151,19 +151,19 @@ class Cluster(Section):
     """`slurm`, or `local` for jobs one after the other on this machine."""
     job: dict[str, Any] = {}
     """Defaults of the `job` section at this site (account, partition, ...)."""
-    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = {}
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], Line] = {}
     """Variables of every rank. They override relayrun's own defaults. Never put secrets here."""
-    modules: list[str] = []
+    modules: list[Line] = []
     """`module load` names, loaded in the batch script."""
-    srun_options: list[str] = []
+    srun_options: list[Line] = []
     """Options of srun alone: container image, mounts (`--environment=...`, `--container-image=...`)."""
-    command_prefix: list[str] = []
+    command_prefix: list[Line] = []
     """Put before the program of every rank, for example `numactl --membind=0-3`."""
-    python: str | None = None
+    python: Line | None = None
     """Python of the ranks; default: the one that submits."""
     transformer_engine: bool = False
     """TransformerEngine is installed where the ranks run (in the container)."""
-    host_python: str = "python3"
+    host_python: Line = "python3"
     """Python of the batch script, 3.11 or newer; needs the standard library alone."""
     read_only_paths: list[str] = []
     """Nothing may be written below these."""

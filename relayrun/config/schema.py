@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from relayrun.config.data import MOCK_ORDER, Data, DataSource
 from relayrun.config.job import Chain, Cluster, Debug, Evaluation, EvaluationJob, Job, Tracking
-from relayrun.config.section import NAME, Section
+from relayrun.config.section import NAME, Line, Section
 from relayrun.config.training import Checkpoint, Model, Optimizer, Parallel, Training
 
 __all__ = [
@@ -46,7 +46,7 @@ class RunConfig(Section):
     """Name of the project: the first part of the run's name, the W&B project, and a folder below logs/runs."""
     name: Annotated[str, Field(pattern=NAME)]
     """Name of the run within its project."""
-    run_dir: str | None = None
+    run_dir: Line | None = None
     """Directory of the run; default: logs/runs/<project>/<name>."""
     model: Model
     data: Data

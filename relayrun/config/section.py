@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import unicodedata
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from relayrun.slurmtime import parse_time
 
@@ -19,6 +20,17 @@ def _time_text(value: Any) -> str:
     return str(value).strip()
 
 
+def _one_line(value: str) -> str:
+    if not value.isprintable() and (control := next((c for c in value if unicodedata.category(c) in _BREAKS), None)):
+        raise ValueError(f"holds the control character {control!r}; it would end a line of a job script")
+    return value
+
+
+_BREAKS = ("Cc", "Zl", "Zp")
+"""Unicode's categories of control characters and of separators of lines."""
+
+Line = Annotated[str, AfterValidator(_one_line)]
+"""Text without control characters: it becomes part of a job script, a command line or a file of variables."""
 SlurmTime = Annotated[str, BeforeValidator(_time_text)]
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]

@@ -7,6 +7,7 @@ A name given twice is an error.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,9 @@ from typing import Any
 import yaml
 
 from relayrun.errors import ConfigError
+
+MOST_VALUES = 100_000
+"""Values of one file, those that aliases repeat included: a few lines of aliases of aliases can mean billions."""
 
 Location = tuple[str, ...]
 """The way to a setting from the top, for example ("training", "steps")."""
@@ -72,7 +76,10 @@ def read(path: Path) -> LocatedSettings:
 
 def parse(text: str, *, source: str) -> LocatedSettings:
     """Parse YAML text whose top is a mapping."""
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.YAMLError as error:  # a character that YAML does not know
+        raise ConfigError(f"not valid YAML: {getattr(error, 'reason', error)}", where=source) from None
     try:
         node = loader.get_single_node()
         settings = LocatedSettings()
@@ -80,8 +87,10 @@ def parse(text: str, *, source: str) -> LocatedSettings:
             return settings
         if not isinstance(node, yaml.MappingNode):
             raise ConfigError("a config file is a mapping of names to values", where=f"{source}:1")
-        settings.values = _mapping(loader, node, (), source, settings.places)
+        settings.values = _Reading(loader, source, settings.places).mapping(node, ())
         return settings
+    except RecursionError:
+        raise ConfigError("values are nested too deeply", where=source) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = source if mark is None else f"{source}:{mark.line + 1}"
@@ -92,7 +101,10 @@ def parse(text: str, *, source: str) -> LocatedSettings:
 
 def parse_value(text: str) -> Any:
     """One value as it would be read after a colon. Raises ConfigError."""
-    return parse(f"value: {text}", source="--set").values["value"]
+    values = parse(f"value: {text}", source="--set").values
+    if values.keys() != {"value"}:
+        raise ConfigError("one value stands behind an =, on one line", where=f"--set {text!r}")
+    return values["value"]
 
 
 def dump(values: dict[str, Any]) -> str:
@@ -109,28 +121,71 @@ def in_line(value: Any) -> str:
     )
 
 
-def _mapping(
-    loader: _Loader, node: yaml.MappingNode, at: Location, source: str, places: dict[Location, str]
-) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        place = f"{source}:{key_node.start_mark.line + 1}"
-        if not isinstance(key_node, yaml.ScalarNode):
-            raise ConfigError("a name must be plain text", where=place)
-        name = str(key_node.value)
-        if name in result:
-            raise ConfigError(f"{'.'.join((*at, name))} is given twice", where=place)
-        places[(*at, name)] = place
-        result[name] = _value(loader, value_node, (*at, name), source, places)
-    return result
+class _Reading:
+    """From YAML nodes to plain values, with the place of every setting."""
+
+    def __init__(self, loader: _Loader, source: str, places: dict[Location, str]) -> None:
+        self._loader = loader
+        self._source = source
+        self._places = places
+        self._around: set[int] = set()
+        """The nodes that the current one lies in, by identity: an alias may lead back to one of them."""
+        self._values = 0
+
+    def _place(self, node: yaml.Node) -> str:
+        return f"{self._source}:{node.start_mark.line + 1}"
+
+    def mapping(self, node: yaml.MappingNode, at: Location) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            place = self._place(key_node)
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError("a name must be plain text", where=place)
+            name = str(key_node.value)
+            if name in result:
+                raise ConfigError(f"{'.'.join((*at, name))} is given twice", where=place)
+            self._places[(*at, name)] = place
+            result[name] = self._value(value_node, (*at, name))
+        return result
+
+    def _value(self, node: yaml.Node, at: Location) -> Any:
+        self._values += 1
+        if self._values > MOST_VALUES:
+            raise ConfigError(f"more than {MOST_VALUES:,} values, with those that aliases repeat", where=self._source)
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, at)
+        if id(node) in self._around:
+            raise ConfigError(f"{'.'.join(at)}: this alias names what it lies in", where=self._place_of(at))
+        self._around.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            result: Any = self.mapping(node, at)
+        else:
+            result = [self._value(item, (*at, str(index))) for index, item in enumerate(node.value)]
+        self._around.remove(id(node))
+        return result
+
+    def _place_of(self, at: Location) -> str:
+        """The line of the nearest name: a node that an alias stands for has its line elsewhere."""
+        return LocatedSettings(places=self._places).place(at) or self._source
+
+    def _scalar(self, node: yaml.ScalarNode, at: Location) -> Any:
+        kind = node.tag.rpartition(":")[2]
+        try:
+            value = self._loader.construct_object(node)
+        except (ValueError, TypeError, OverflowError, KeyError, IndexError, AttributeError):
+            # Python refuses to read integers of more than 4,300 digits
+            what = "has more than 64 bits" if node.value.strip("+-_").isdecimal() else f"is no {kind}"
+            raise ConfigError(f"{'.'.join(at)}: {_short(node)} {what}", where=self._place(node)) from None
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ConfigError(f"{'.'.join(at)}: {_short(node)} has more than 64 bits", where=self._place(node))
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{'.'.join(at)}: {_short(node)} is no finite number", where=self._place(node))
+        return value
 
 
-def _value(loader: _Loader, node: yaml.Node, at: Location, source: str, places: dict[Location, str]) -> Any:
-    if isinstance(node, yaml.MappingNode):
-        return _mapping(loader, node, at, source, places)
-    if isinstance(node, yaml.SequenceNode):
-        return [_value(loader, item, (*at, str(index)), source, places) for index, item in enumerate(node.value)]
-    return loader.construct_object(node)
+def _short(node: yaml.ScalarNode) -> str:
+    text = str(node.value)
+    return repr(text if len(text) <= 40 else f"{text[:20]}…{text[-10:]}")
 
 
 def _merge(into: dict[str, Any], other: dict[str, Any]) -> None:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from relayrun.errors import SchedulerError
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
-from relayrun.scheduler import slurm_command
+from relayrun.scheduler import job_text, slurm_command
 from relayrun.scheduler.base import LIVE_STATES
+from relayrun.scheduler.job_text import timestamp
 from relayrun.scheduler.local_queue import LocalQueue
 
 SECONDS = 10.0
@@ -105,13 +106,13 @@ def _accounted(plan: Plan, since: float) -> JobEnd | None:
     ended = [row for row in rows if row[1] not in LIVE_STATES]
     if not ended:
         return None
-    row = _newest([row for row in ended if _time(row[4]) is not None] or ended)
+    row = _newest([row for row in ended if timestamp(row[4]) is not None] or ended)
     return JobEnd(
         id=row[0],
         state=row[1],
         exit_code=_exit_code(row[2]),
         nodes=_known(row[3]),
-        end_time=_time(row[5]),
+        end_time=timestamp(row[5]),
         source="sacct",
     )
 
@@ -124,14 +125,14 @@ def _remembered(plan: Plan) -> JobEnd | None:
         return None
     row = _newest([row for row in ended if row[2]] or ended)
     shown = _ask(["scontrol", "show", "job", "--oneliner", row[0]]) or ""
-    fields = dict(re.findall(r"(?:^|\s)([A-Za-z]+)=(\S*)", shown))
+    fields = job_text.fields(shown, name=plan.job_name)
     return JobEnd(
         id=row[0],
         state=row[1],
         exit_code=_exit_code(fields.get("ExitCode", "")),
         nodes=row[2],
         reason=_known(fields.get("Reason", "")),
-        end_time=_time(fields.get("EndTime", "")),
+        end_time=timestamp(fields.get("EndTime", "")),
         source="scontrol",
     )
 
@@ -150,13 +151,6 @@ def _exit_code(text: str) -> str:
 
 def _known(text: str) -> str:
     return "" if text in ("None", "None assigned", "(null)") else text
-
-
-def _time(text: str) -> float | None:
-    try:
-        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:
-        return None
 
 
 def _ask(command: Sequence[str]) -> str | None:

@@ -17,21 +17,15 @@ from relayrun.errors import ConfigError, SchedulerError
 from relayrun.rundir.plan import Plan
 from relayrun.scheduler import slurm_command
 from relayrun.scheduler.base import PATIENCE, Job, NodeControl, RankLaunch, clean_environment
+from relayrun.scheduler.job_text import BEGIN_FAILED, COMMENT, is_ambiguous, parse_job
 from relayrun.scheduler.slurm_command import NoAnswerError, NotInstalledError
-from relayrun.slurmtime import format_time, parse_time
+from relayrun.slurmtime import format_time
 
 COMPLETING_SECONDS = 30.0
 """How long a job may take to end before nobody waits for its final state any more."""
 
 COMMAND_SECONDS = 120.0
 """How long one of Slurm's commands may take. One that hangs would hold the nodes to the end of the job."""
-
-
-COMMENT = "relayrun:"
-"""Begins the comment of every job that is submitted here; a word of the job's own follows."""
-
-BEGIN_FAILED = f"{COMMENT}begin-failed="
-"""Begins the comment of a job whose `begin` failed; `launchers/lib/again.sh` writes `COUNT@NODES` behind it."""
 
 
 class Slurm:
@@ -219,7 +213,11 @@ class Slurm:
             if "Invalid job id" in error.message:
                 return None
             raise
-        return parse_job(text)
+        name = None
+        if is_ambiguous(text):  # some text of a person's looks like the fields around it; the name alone stands first
+            command = ["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%j"]
+            name = self.ask(command, answer="Invalid job id").removesuffix("\n")
+        return parse_job(text, name=name)
 
     def cancelled(self, job_id: str, *, nodes: str) -> bool:
         job = self.query(job_id)
@@ -334,58 +332,8 @@ class SlurmNodes:
         self._slurm.order(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"])
 
 
-def parse_job(text: str) -> Job:
-    """Parse one line of `scontrol show job --oneliner`."""
-    fields = dict(re.findall(r"(?:^|\s)([A-Za-z][A-Za-z0-9/:_]*)=(\S*)", text))
-    known = {name: value for name, value in fields.items() if value not in ("", "(null)")}
-    options = {option: known[name] for name, option in _KEPT.items() if name in known}
-    if "MinMemoryCPU" in known:
-        options["mem-per-cpu"] = known["MinMemoryCPU"]
-    elif known.get("MinMemoryNode", "0") != "0":
-        options["mem"] = known["MinMemoryNode"]
-    if gpus := re.search(r"(?:gres[:/])?gpu[:=](\S+)", known.get("TresPerNode", "")):
-        options["gpus-per-node"] = gpus[1]
-    start, end = _timestamp(known.get("StartTime", "")), _timestamp(known.get("EndTime", ""))
-    limit = None if known.get("TimeLimit", "UNLIMITED") == "UNLIMITED" else parse_time(known["TimeLimit"])
-    return Job(
-        id=fields["JobId"],
-        name=known.get("JobName", ""),
-        state=known.get("JobState", "UNKNOWN"),
-        nodes=known.get("NodeList", ""),
-        num_nodes=int(known.get("NumNodes", "1").partition("-")[0]),
-        end_time=end if limit is not None else None,
-        options=options,
-        at_limit=start is not None and end is not None and limit is not None and end - start >= limit,
-        preempted=known.get("PreemptTime", "None") != "None",
-        requeue=known.get("Requeue") == "1",
-        begin_failed=known.get("Comment", "").startswith(BEGIN_FAILED),
-        begin_failed_on=known.get("Comment", "").partition("@")[2] if BEGIN_FAILED in known.get("Comment", "") else "",
-    )
-
-
-_KEPT = {
-    "NumNodes": "nodes",
-    "TimeLimit": "time",
-    "Partition": "partition",
-    "Account": "account",
-    "QOS": "qos",
-    "Reservation": "reservation",
-    "Features": "constraint",
-    "ExcNodeList": "exclude",
-    "CPUs/Task": "cpus-per-task",
-}
-"""Fields of scontrol whose values hold for successors, with the option that sets them. Memory and GPUs too."""
-
-
 def literal(path: str) -> str:
     """A path inside a Slurm file name pattern, where `%` begins a field."""
     if "\n" in path:
         raise ConfigError("a path with a line break cannot stand in a job script", where=repr(path))
     return path.replace("%", "%%")
-
-
-def _timestamp(text: str) -> float | None:
-    try:
-        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:
-        return None

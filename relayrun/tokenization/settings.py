@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError
 
 from relayrun import ROOT
 from relayrun.config import yamlfile
-from relayrun.config.section import Positive, Section, SlurmTime
+from relayrun.config.section import Line, Positive, Section, SlurmTime
 from relayrun.errors import ConfigError
 from relayrun.tokenization.options import TokenizeOptions
 
@@ -76,18 +76,18 @@ class SlurmOptions(Section):
     """Options of the jobs. Every dump gets one node."""
 
     time: SlurmTime = "12:00:00"
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    exclude: str | None = None
+    partition: Line | None = None
+    account: Line | None = None
+    qos: Line | None = None
+    constraint: Line | None = None
+    exclude: Line | None = None
     cpus_per_task: Positive | None = None
-    mem: str | None = None
+    mem: Line | None = None
     exclusive: bool = True
     """The whole node for one dump."""
     setup: list[str] = Field(default_factory=list)
     """Shell lines of the job before Python starts, for example `module load ...`."""
-    additional_parameters: dict[str, str] = Field(default_factory=dict)
+    additional_parameters: dict[Line, Line] = Field(default_factory=dict)
     """Any other sbatch options by name, for example `reservation` or a container's `environment`."""
 
 

@@ -234,9 +234,9 @@ case "${{0##*/}} $*" in
   squeue*PENDING*)
     [[ -e "$folder/answers" ]] || exit 1
     cat "$folder/pending" 2>/dev/null ;;
+  squeue*--jobs=8*) cat "$folder/successor" 2>/dev/null ;;
   squeue*%T*) cat "$folder/state" ;;
   sbatch*) exit 1 ;;
-  "scontrol show"*) cat "$folder/successor" 2>/dev/null ;;
   scontrol*) cat >>"$folder/orders" ;;
 esac
 exit 0
@@ -266,7 +266,7 @@ def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: st
         (folder / "pending").write_text("8\n")
     if what == "cancelled-successor":
         (attempt / "successor.json").write_text('{\n  "job_id": "8",\n  "cancelled": false\n}\n')
-        (folder / "successor").write_text("JobId=8 JobState=CANCELLED Reason=None")
+        (folder / "successor").write_text("CANCELLED")
     script = run.job_script.read_text()
     script = script[: script.index('[[ -n "${relayrun_log_is_open')] + f'attempt_dir="{attempt}"\nexit 9\n'
     (tmp_path / "script").write_text(script)

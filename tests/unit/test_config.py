@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 import yaml
 
+from relayrun.chain import render
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import Data
 from relayrun.errors import ConfigError
@@ -189,6 +191,74 @@ def test_a_name_given_twice_and_broken_yaml_name_their_line(run_yaml: Path) -> N
     run_yaml.write_text("project: [a\n")
     assert f"{run_yaml}:2: not valid YAML" in error_of(run_yaml)
     assert "there is no such config file" in error_of(run_yaml.with_name("none.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("job: &a {time: *a}", ":2: job.time: this alias names what it lies in"),
+        ("x: &a [1, &b [*a, *b]]", ":2: x.1.0: this alias names what it lies in"),
+        ("x: [1,\n  !!int abc]", ":3: x.1: 'abc' is no int"),
+        ("x: !!float abc", ":2: x: 'abc' is no float"),
+        ("x: !!bool abc", ":2: x: 'abc' is no bool"),
+        ("x: !!timestamp abc", ":2: x: 'abc' is no timestamp"),
+        (f"x: {'9' * 5000}", f":2: x: '{'9' * 20}…{'9' * 10}' has more than 64 bits"),
+        ("x: 9_223_372_036_854_775_808", ":2: x: '9_223_372_036_854_775_808' has more than 64 bits"),
+        ("x: 1e999", ":2: x: '1e999' is no finite number"),
+        ("x: !!float .nan", ":2: x: '.nan' is no finite number"),
+        (f"x: {'[' * 2000}{']' * 2000}", ": values are nested too deeply"),
+        ("x: a\x00b", ": not valid YAML: special characters are not allowed"),
+        (
+            "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
+            + "".join(f"{b}: &{b} [{', '.join(9 * ['*' + a])}]\n" for a, b in itertools.pairwise("abcdefghi")),
+            ": more than 100,000 values, with those that aliases repeat",
+        ),
+    ],
+)
+def test_yaml_that_means_no_value_is_one_error_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(f"first: 1\n{text}\n")
+    with pytest.raises(ConfigError) as caught:
+        yamlfile.read(path)
+    assert str(caught.value).startswith(f"{path}{message}")
+
+
+def test_an_alias_that_stands_twice_is_no_loop() -> None:
+    assert yamlfile.parse("a: &a {b: [1]}\nc: [*a, *a]", source="x").values["c"] == [{"b": [1]}, {"b": [1]}]
+
+
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        ('job.account="a\\n#SBATCH --wrap=x"', "job.account"),
+        ('job.partition="a\\rb"', "job.partition"),
+        ('job.exclude="n1\\x7f"', "job.exclude"),
+        ('evaluation={interval: 1000, job: {qos: "a\\eb"}}', "evaluation.job.qos"),
+        ('cluster.environment={A: "1\\n2"}', "cluster.environment.A"),
+        ('cluster.modules=["gcc\\n"]', "cluster.modules.0"),
+        ('cluster.srun_options=["--a\\tb"]', "cluster.srun_options.0"),
+        ('cluster.command_prefix=["a\\Lb"]', "cluster.command_prefix.0"),
+        ('cluster.python="/usr/bin/python3\\n"', "cluster.python"),
+        ('cluster.host_python="python3\\0"', "cluster.host_python"),
+        ('run_dir="/a\\nb"', "run_dir"),
+        ('name="a\\n"', "name"),
+    ],
+)
+def test_a_control_character_in_what_reaches_a_job_is_refused_by_the_settings_name(
+    run_yaml: Path, override: str, name: str
+) -> None:
+    error = error_of(run_yaml, override)
+    assert f"{name}: " in error
+    assert "control character" in error or "should match pattern" in error
+
+
+def test_an_override_is_one_line(run_yaml: Path) -> None:
+    assert "one value stands behind an =, on one line" in error_of(run_yaml, "name=a\njob: b")
+
+
+def test_no_line_of_a_job_script_takes_a_line_break() -> None:
+    with pytest.raises(ConfigError, match="control character cannot stand in a line of a job script"):
+        render._quote("a\n#SBATCH --wrap=x")
 
 
 @pytest.mark.parametrize(

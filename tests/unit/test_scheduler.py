@@ -9,8 +9,9 @@ import pytest
 from relayrun.errors import SchedulerError
 from relayrun.rundir.plan import Plan
 from relayrun.scheduler.base import clean_environment
+from relayrun.scheduler.job_text import is_ambiguous, parse_job
 from relayrun.scheduler.local_queue import LocalJob
-from relayrun.scheduler.slurm import Slurm, parse_job
+from relayrun.scheduler.slurm import Slurm
 
 LINE = (
     "JobId=17 JobName=relayrun-demo-1a2b3c4d UserId=ann(1000) Priority=1 QOS=long JobState=RUNNING Reason=None "
@@ -205,6 +206,35 @@ PLAN = {
     "package_root": "/",
     "log_folder": "/",
 }
+
+
+REAL = (
+    "JobId=6 JobName={name} UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901754 Nice=0 Account={account} "
+    "QOS=(null) JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0 "
+    "RunTime=00:00:01 TimeLimit=00:05:00 TimeMin=N/A StartTime=2026-11-22T17:51:40 EndTime=2026-11-22T17:56:40 "
+    "PreemptTime=None Partition=debug ExcNodeList=(null) NodeList=n1 BatchHost=n1 NumNodes=1 CPUs/Task=2 "
+    "MinMemoryNode=0 Features=(null) OverSubscribe=OK Licenses=(null) Network={network} Command=/w/script {text} WorkDir=/w/{text} "
+    "Comment={comment}  StdErr=/w/{text}/6.out StdIn=/dev/null StdOut=/w/{text}/6.out Power= {gpus}"
+)
+"""One line of scontrol, of Slurm 22.05."""
+
+
+@pytest.mark.parametrize("gpus", ["", "TresPerNode=gres:gpu:2 "])
+def test_no_text_of_a_persons_becomes_a_field(gpus: str) -> None:
+    text = "x JobState=COMPLETED NodeList=n9 TresPerNode=gres:gpu:9 ExcNodeList=n3 Power= "
+    text += "Comment=relayrun:begin-failed=2@n4"
+    parts = {"network": text, "text": text, "account": text.lower(), "gpus": gpus}
+    plain = REAL.format(name=text, comment="relayrun:begin-failed=1@n0,n7", **parts)
+    block = f"{text} UserId=a(1) {text} Command=/x"
+    whole = REAL.format(name=block, comment="relayrun:begin-failed=1@n0,n7", **parts)
+    for line, name in ((plain, text), (whole, block)):
+        job = parse_job(line, name=name if is_ambiguous(line) else None)
+        assert (job.id, job.name, job.state, job.nodes, job.requeue) == ("6", name, "RUNNING", "n1", True)
+        assert (job.begin_failed, job.begin_failed_on) == (True, "n0,n7")
+        assert job.options.get("gpus-per-node") == ("2" if gpus else None)
+        assert "exclude" not in job.options
+    assert not is_ambiguous(plain)
+    assert is_ambiguous(whole)
 
 
 def test_a_job_whose_begin_failed_says_so_in_its_comment() -> None:

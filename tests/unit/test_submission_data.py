@@ -171,7 +171,7 @@ def test_a_list_of_shards_keeps_its_order_and_a_run_that_began_with_a_sorted_one
     manifest = workspace.run("run").manifest
 
     def submit_list(*numbers: int) -> list[int]:
-        """Submit the list, which has one more data set beside it; return the order in which it is read."""
+        """Submit the list; return the order in which it is read."""
         paths = [f"{tmp_path}/data/shard{number}" for number in numbers]
         data = {
             "tokenizer": f"{tmp_path}/tokenizer.json",
