@@ -36,7 +36,7 @@ from relayrun.training.checkpoint.writer import ThreadedWriter
 from relayrun.training.model.size import padded
 
 EXTRA_STATE = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
-"""Modules for which megatron-core keeps an object per layer, empty without fp8."""
+"""Modules for which megatron-core keeps an object per layer, empty without fp8; and one for the norm behind them."""
 EMBEDDINGS = "model.embed_tokens.weight"
 
 
@@ -117,6 +117,7 @@ def import_hf(folder: Path, output: Path, *, dtype: str = "auto", divisible_by: 
         for layer in range(model.num_layers):
             for module in EXTRA_STATE:
                 planner.add_empty_object(f"decoder.layers.{module}._extra_state/shard_{layer}_{model.num_layers}")
+        planner.add_empty_object("decoder.final_layernorm._extra_state/shard_0_1")
         with warnings.catch_warnings():  # that this is one process, as it shall be
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             writer = ThreadedWriter(made, 1)

@@ -14,8 +14,13 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedStateDict
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+)
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
@@ -116,8 +121,19 @@ class _Common(TorchCommonLoadStrategy):  # type: ignore[misc]
 def load(wanted: ShardedStateDict, reader: CheckedReader, group: ProcessGroup | None = None) -> dict[str, Any]:
     """Return the state that `wanted` describes, with the common part of the checkpoint; all ranks together.
 
+    The extra state of a module (`_extra_state`, which TransformerEngine keeps for fp8) is None where the checkpoint has
+    none: local layers and imports write it for fewer modules.
+
     Raises Damaged, within torch's CheckpointException where a rank met it while all were reading.
     """
+    there = reader.metadata.state_dict_metadata
+
+    def without_missing(value: Any) -> Any:
+        if isinstance(value, ShardedObject) and value.key.endswith("_extra_state") and value.unique_key not in there:
+            return LocalNonpersistentObject(None)
+        return value
+
+    dict_list_map_inplace(without_missing, wanted)
     state: dict[str, Any] = dist_checkpointing.load(
         wanted, str(reader.folder), sharded_strategy=_Sharded(reader, group), common_strategy=_Common(reader)
     )
