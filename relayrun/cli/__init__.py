@@ -21,6 +21,7 @@ COMMANDS = {
     "dumps": ("dumps", "tokenization: where the dumps stand, and what suits this node"),
     "export": ("export", "a checkpoint in the form that other programs read"),
     "import": ("import_checkpoint", "a checkpoint, to start a run from, of another program's model"),
+    "checkpoint": ("checkpoint", "whether a checkpoint still holds the bytes that were saved"),
     "gpu-check": ("gpu_check", "what this machine's GPUs do with relayrun, in eight minutes"),
     "status": ("status", "where a run stands; without RUN: all runs"),
     "logs": ("logs", "what the jobs of a run wrote; with -f also what they add"),

@@ -28,6 +28,12 @@ class CheckpointSource:
     manifest: Manifest
 
     @cached_property
+    def checksum(self) -> str | None:
+        """The checksum that its commit gives; None for a checkpoint of an earlier version."""
+        commit = lineage.commit_of(self.folder)
+        return None if commit is None else commit.checksum
+
+    @cached_property
     def tokenizer(self) -> DocumentTokenizer:
         """The run's tokenizer. Raises InputError if it is not the one that the run's tokens were made with."""
         found = load_tokenizer(TokenizeOptions(tokenizer=self.config.data.tokenizer, append_eod="auto"))

@@ -68,7 +68,7 @@ def write(source: CheckpointSource, folder: Path, *, dtype: str, max_shard_size:
     Raises InputError if the checkpoint or the tokenizer is not the run's, and what `save_file` raises.
     """
     model, vocabulary = source.config.model, source.manifest.vocabulary_size
-    reader = CheckpointReader(source.folder)
+    reader = CheckpointReader(source.folder, source.checksum)
     llama.check(reader.shapes, model, padded(vocabulary, model.make_vocab_size_divisible_by), source.folder)
     of = reader.dtype if dtype == "auto" else DTYPES[dtype]
     name = next(name for name, value in DTYPES.items() if value is of)

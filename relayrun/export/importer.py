@@ -18,7 +18,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
@@ -32,10 +31,12 @@ from relayrun.export.llama import Piece
 from relayrun.files import read_json, write_json
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
 from relayrun.tokenization.options import TokenizeOptions
+from relayrun.training.checkpoint import checksums
+from relayrun.training.checkpoint.writer import ThreadedWriter
 from relayrun.training.model.size import padded
 
 EXTRA_STATE = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
-"""Modules for which megatron-core keeps an object per layer, empty without fp8."""
+"""Modules for which megatron-core keeps an object per layer, empty without fp8; and one for the norm behind them."""
 EMBEDDINGS = "model.embed_tokens.weight"
 
 
@@ -116,9 +117,11 @@ def import_hf(folder: Path, output: Path, *, dtype: str = "auto", divisible_by: 
         for layer in range(model.num_layers):
             for module in EXTRA_STATE:
                 planner.add_empty_object(f"decoder.layers.{module}._extra_state/shard_{layer}_{model.num_layers}")
+        planner.add_empty_object("decoder.final_layernorm._extra_state/shard_0_1")
         with warnings.catch_warnings():  # that this is one process, as it shall be
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            state_dict_saver.save({}, storage_writer=FileSystemWriter(made), planner=planner, no_dist=True)
+            writer = ThreadedWriter(made, 1)
+            state_dict_saver.save({}, storage_writer=writer, planner=planner, no_dist=True)
         torch.save({"iteration": 0}, made / "common.pt")
         backends = {
             "sharded_backend": "torch_dist",
@@ -130,6 +133,9 @@ def import_hf(folder: Path, output: Path, *, dtype: str = "auto", divisible_by: 
         (made / "model.yaml").write_text(
             f"# the model of {folder.absolute()}\n" + yamlfile.dump({"model": model.model_dump(mode="json")})
         )
+        written = writer.written
+        files = checksums.write_blocks(made, 0, 0, written.blocks, written.sizes) | written.files
+        checksums.write_index(made, 0, files)
     return Imported(model=model, vocabulary=rows, padded_vocabulary=size)
 
 

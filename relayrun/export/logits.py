@@ -76,9 +76,9 @@ def _transformers(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _megatron(source: CheckpointSource, tokens: torch.Tensor) -> torch.Tensor:
-    from megatron.core import dist_checkpointing
-
     from relayrun.training import parallel
+    from relayrun.training.checkpoint import strategy
+    from relayrun.training.checkpoint.reader import CheckedReader
     from relayrun.training.model import device_shim
     from relayrun.training.model.gpt import Model
 
@@ -94,7 +94,7 @@ def _megatron(source: CheckpointSource, tokens: torch.Tensor) -> torch.Tensor:
     ranks = parallel.start(config)
     model = Model(config, ranks, source.manifest.vocabulary_size, eod=source.manifest.eod)
     wanted = {"model": model.sharded_state_dict({})}
-    model.load(dist_checkpointing.load(wanted, str(source.folder))["model"])
+    model.load(strategy.load(wanted, CheckedReader(source.folder, source.checksum))["model"])
     model.train_mode(False)
     positions = torch.arange(tokens.shape[1], device=ranks.device).expand(len(tokens), -1)
     with torch.no_grad():

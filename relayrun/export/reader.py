@@ -2,23 +2,25 @@
 
 megatron-core saves what the layers have in common as one tensor with the layers as its first dimension, split
 over files as the ranks were. `torch.distributed.checkpoint` finds and reads the pieces that a wanted part
-overlaps, one at a time, so that memory holds the part and one piece.
+overlaps, one at a time, so that memory holds the part and one piece. What is read is compared with its hashes, and
+nothing of it is run.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from relayrun.errors import InputError
+from relayrun.training.checkpoint.checksums import INDEX, Damaged
+from relayrun.training.checkpoint.metadata import METADATA
+from relayrun.training.checkpoint.reader import CheckedReader
 
 WEIGHTS = ("embedding.", "decoder.", "output_layer.")
 """How the keys of a language model's weights begin; the rest is the optimizer's and the run's."""
@@ -27,25 +29,27 @@ WEIGHTS = ("embedding.", "decoder.", "output_layer.")
 class CheckpointReader:
     """The weights of the checkpoint in `folder`."""
 
-    def __init__(self, folder: Path) -> None:
-        """Open a checkpoint.
+    def __init__(self, folder: Path, checksum: str | None = None) -> None:
+        """Open a checkpoint. `checksum`: that of its commit, None where no run knows it.
 
-        Raises InputError if this is no torch_dist checkpoint, or a file of it is missing or torn.
+        Raises InputError if this is no torch_dist checkpoint, a file of it is missing, torn or not the one that was
+        saved, or it holds more than values.
         """
         self.folder = folder
-        reader = FileSystemReader(folder)
-        try:
-            metadata: Metadata = reader.read_metadata()
-        except (FileNotFoundError, NotADirectoryError):
+        if not (folder / METADATA).exists() and not (folder / INDEX).exists():
             raise InputError(
                 "this is no torch_dist checkpoint: it has no .metadata",
                 where=folder,
                 hint="give a run directory, or one of the folders iter_* in its checkpoints/",
+            )
+        try:
+            reader = CheckedReader(folder, checksum)
+        except Damaged as error:
+            raise InputError(
+                f"this checkpoint is damaged: {error.message}", where=folder, hint="export another iteration"
             ) from None
-        except (pickle.UnpicklingError, EOFError, ValueError, AttributeError, ImportError) as error:
-            raise InputError(f"its .metadata cannot be read: {error}", where=folder) from None
+        metadata = reader.metadata
         reader.set_up_storage_reader(metadata, is_coordinator=True)
-        check_sizes(folder, metadata)
         self._reader = reader
         self._tensors = {
             key: value
@@ -76,7 +80,11 @@ class CheckpointReader:
             raise InputError(f"its pieces of {key} don't make up the whole", where=self.folder)
         try:
             self._reader.read_data(LoadPlan(items), _Into(part)).wait()
-        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        except Damaged as error:
+            raise InputError(
+                f"this checkpoint is damaged: {error.message}", where=self.folder, hint="export another iteration"
+            ) from None
+        except (OSError, RuntimeError, EOFError, ValueError) as error:
             raise InputError(f"{key} cannot be read: {str(error).partition(chr(10))[0]}", where=self.folder) from None
         return part
 
@@ -96,23 +104,3 @@ class _Into(DefaultLoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         pass
-
-
-def check_sizes(folder: Path, metadata: Metadata) -> None:
-    """Raise InputError unless every byte range that the metadata names is on disk."""
-    ends: dict[str, int] = {}
-    for item in metadata.storage_data.values():
-        ends[item.relative_path] = max(ends.get(item.relative_path, 0), item.offset + item.length)
-    for name, end in sorted(ends.items()):
-        try:
-            size = (folder / name).stat().st_size
-        except FileNotFoundError:
-            raise InputError(
-                f"this checkpoint is torn: {name} is missing", where=folder, hint="export another iteration"
-            ) from None
-        if size < end:
-            raise InputError(
-                f"this checkpoint is torn: {name} has {size} bytes, its metadata names {end}",
-                where=folder,
-                hint="export another iteration",
-            )

@@ -31,7 +31,7 @@ _LOCAL = {
 def write(source: CheckpointSource, folder: Path, *, dtype: str, transformer_impl: str) -> int:
     """Write into `folder`; return the number of parameters, padding included. Raises as `huggingface.write`."""
     model = source.config.model
-    reader = CheckpointReader(source.folder)
+    reader = CheckpointReader(source.folder, source.checksum)
     vocabulary = padded(source.manifest.vocabulary_size, model.make_vocab_size_divisible_by)
     llama.check(reader.shapes, model, vocabulary, source.folder)
     of = reader.dtype if dtype == "auto" else DTYPES[dtype]

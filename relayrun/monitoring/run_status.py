@@ -117,6 +117,8 @@ class RunStatus:
     durable_age: float | None
     durable_fault: str | None
     left_behind: list[LeftBehind]
+    in_quarantine: list[LeftBehind]
+    """Every checkpoint in quarantine, also those whose iterations have been computed again."""
     """Checkpoints of later iterations that are not whole, the newest first."""
 
     last_end: str | None
@@ -281,6 +283,7 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
         durable_age=now - saved.time if saved else None,
         durable_fault=fault,
         left_behind=quarantine.left_behind(run, line, durable) if durable else [],
+        in_quarantine=quarantine.in_quarantine(run),
         last_end=f"{ended[-1][1].cause}: {ended[-1][1].reason}" if ended else None,
         last_end_attempt=ended[-1][0] if ended else None,
         evaluations=evaluations.results(run),

@@ -114,6 +114,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("tokens/s", _speed(status.tokens_per_second)),
         ("durable", _durable(status)),
         ("left behind", _left_behind(status)),
+        ("quarantine", _quarantine(status)),
         ("last end", f"attempt {status.last_end_attempt}: {status.last_end}" if status.last_end else ""),
         ("evaluations", _evaluations(status)),
         ("failed saves", f"{status.failed_saves}; the last: {status.last_failed_save}" if status.failed_saves else ""),
@@ -140,6 +141,13 @@ def _last_job(status: RunStatus, now: float) -> str:
         return ""
     ago = f", {duration(now - job.end_time)} ago" if job.end_time is not None else ""
     return f"{job.id}: {job_words(job)}{ago} ({job.source})"
+
+
+def _quarantine(status: RunStatus) -> str:
+    """What lies in quarantine besides what is left behind, and why."""
+    told = {entry.path for entry in status.left_behind}
+    rest = [entry for entry in status.in_quarantine if entry.path not in told]
+    return "; ".join(f"{entry.iteration}, computed again since: {entry.why} ({entry.path})" for entry in rest)
 
 
 def _left_behind(status: RunStatus) -> str:

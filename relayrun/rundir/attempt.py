@@ -18,12 +18,15 @@ R = TypeVar("R", bound=Record)
 class Attempt:
     """One start of the run inside one Slurm job: the names of its files, and its records.
 
-    begin.json and end.json are written once and never changed, so this object keeps them as soon as they are there.
-    Everything else may change while the attempt lives and is read anew whenever it is asked for.
+    This object keeps begin.json and end.json as long as they are the same files: end.json is written once, begin.json
+    once more if the checkpoint that it names turns out to be damaged. Everything else may change while the attempt
+    lives and is read anew whenever it is asked for.
     """
 
     path: Path
-    _kept: dict[Path, Record] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _kept: dict[Path, tuple[tuple[int, int], Record]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def number(self) -> int:
@@ -31,7 +34,7 @@ class Attempt:
 
     @property
     def begin(self) -> Path:
-        """Written once by the supervisor before the ranks start; see `read_begin`."""
+        """Written by the supervisor before the ranks start; see `read_begin` and `fall_back`."""
         return self.path / "begin.json"
 
     @property
@@ -118,6 +121,14 @@ class Attempt:
         """What the attempt started from; None while it has not begun. Raises RunDirError if the record is damaged."""
         return self._once(AttemptStart, self.begin)
 
+    def fall_back(self, iteration: int, path: str | None) -> AttemptStart:
+        """Record that the attempt starts from another checkpoint than begin.json says; return the new record."""
+        begin = self.read_begin()
+        assert begin is not None
+        changed = replace(begin, base_iteration=iteration, base_path=path)
+        changed.write(self.begin)
+        return changed
+
     def read_end(self) -> End | None:
         """How the attempt ended; None while nobody has seen its end. Raises RunDirError if the record is damaged."""
         return self._once(End, self.end)
@@ -142,9 +153,15 @@ class Attempt:
         append_line(self.commits, asdict(commit))
 
     def _once(self, kind: type[R], path: Path) -> R | None:
+        try:
+            found = os.stat(path)
+        except FileNotFoundError:
+            return None
+        identity = (found.st_ino, found.st_mtime_ns)
         kept = self._kept.get(path)
-        if kept is None:
-            kept = kind.read(path)
-            if kept is not None:  # one that is not there yet may come
-                self._kept[path] = kept
-        return cast("R | None", kept)
+        if kept is None or kept[0] != identity:
+            record = kind.read(path)
+            if record is None:  # gone since
+                return None
+            self._kept[path] = kept = (identity, record)
+        return cast("R", kept[1])

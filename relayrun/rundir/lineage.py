@@ -199,6 +199,24 @@ def is_own(run: Run, base: Durable) -> bool:
     return base.path is not None and Path(os.path.realpath(base.path)).parent == Path(os.path.realpath(run.checkpoints))
 
 
+def commit_of(path: str | os.PathLike[str]) -> Commit | None:
+    """The newest commit of the checkpoint that lies in this folder of whatever run; None where no run knows it.
+
+    Raises RunDirError if a record is damaged.
+    """
+    folder = Path(os.path.realpath(path))
+    if folder.parent.name != "checkpoints":
+        return None
+    run = Run(folder.parent.parent)
+    for number in reversed(run.attempt_numbers()):
+        attempt = run.attempt(number)
+        for _, entry in read_lines_backwards(attempt.commits):
+            commit = attempt.commit_of(entry)
+            if os.path.realpath(commit.path) == str(folder):
+                return commit
+    return None
+
+
 def fault(commit: Commit) -> str | None:
     """What is wrong with a checkpoint on disk, as far as names and sizes tell; None if it is whole."""
     if not Path(commit.path).is_dir():

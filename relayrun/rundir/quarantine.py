@@ -1,18 +1,38 @@
-"""Checkpoints that were left behind because they are not whole, and what is wrong with them. Standard library only."""
+"""Checkpoints that were left behind because they are not whole, and what is wrong with them. Standard library only.
+
+A torn one is found by its sizes before an attempt begins (`Lineage.quarantine`), one with other bytes by the ranks that
+load it. Both are moved, never deleted; why, stands beside the second kind, since sizes do not tell it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from relayrun.errors import RunDirError
+from relayrun.files import free_name, fsync_directory
 from relayrun.rundir.lineage import Durable, Lineage, fault
-from relayrun.rundir.records import Commit
+from relayrun.rundir.records import Commit, Record
 from relayrun.rundir.run import Run
 
-_NAME = re.compile(r"iter_(\d+)-(\d+)")
+_NAME = re.compile(r"iter_(\d+)-(\d+)(?:-\d+)?")
 """The name of a folder in quarantine: its iteration, and the attempt that put it there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reason(Record):
+    """`.quarantine/iter_0000100-0007.json`: why a checkpoint lies in the folder beside it."""
+
+    iteration: int
+    attempt: int
+    """Which put it there."""
+    why: str
+    time: float
+    """Seconds since 1970."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +55,41 @@ def left_behind(run: Run, line: Lineage, durable: Durable) -> list[LeftBehind]:
     }
     for iteration, attempt, folder in _quarantined(run):
         if iteration > durable.iteration:
-            commit = _commit(run, iteration, before=attempt)
-            why = None if commit is None else fault(replace(commit, path=str(folder)))
-            found[iteration] = LeftBehind(
-                iteration=iteration, path=str(folder), why=why or "it was not whole", quarantined=True
-            )
+            found[iteration] = _left_behind(run, iteration, attempt, folder)
     return [found[iteration] for iteration in sorted(found, reverse=True)]
+
+
+def put_in_quarantine(run: Run, base: Durable, *, attempt: int, why: str) -> Path:
+    """Move a checkpoint of this run out of the way, with the reason beside it; return where it lies now.
+
+    A folder that is away already (another program moved it) is none to move: then the reason alone is written.
+    """
+    assert base.path is not None
+    folder = run.checkpoints / ".quarantine"
+    folder.mkdir(exist_ok=True)
+    target = free_name(folder, f"{Path(base.path).name}-{attempt:04}")
+    reason = Reason(iteration=base.iteration, attempt=attempt, why=why, time=time.time())
+    reason.write(target.with_name(f"{target.name}.json"))  # first: no kill leaves a folder there that nobody explains
+    if Path(base.path).is_dir():
+        os.rename(base.path, target)
+        fsync_directory(folder)
+        fsync_directory(run.checkpoints)
+    return target
+
+
+def in_quarantine(run: Run) -> list[LeftBehind]:
+    """Every checkpoint in quarantine with its reason, the newest first."""
+    return [_left_behind(run, *entry) for entry in reversed(_quarantined(run))]
+
+
+def _left_behind(run: Run, iteration: int, attempt: int, folder: Path) -> LeftBehind:
+    why = None
+    with contextlib.suppress(RunDirError):  # a damaged reason hides no checkpoint
+        reason = Reason.read(folder.with_name(f"{folder.name}.json"))
+        why = None if reason is None else reason.why
+    if why is None and (commit := _commit(run, iteration, before=attempt)) is not None:
+        why = fault(replace(commit, path=str(folder)))
+    return LeftBehind(iteration=iteration, path=str(folder), why=why or "it was not whole", quarantined=True)
 
 
 def _beyond(line: Lineage, durable: Durable) -> list[Commit]:
@@ -59,7 +108,7 @@ def _quarantined(run: Run) -> list[tuple[int, int, Path]]:
         names = os.listdir(folder)
     except OSError:
         return []
-    matches = [(match, folder / name) for name in names if (match := _NAME.match(name))]
+    matches = [(match, folder / name) for name in names if (match := _NAME.fullmatch(name))]
     return sorted((int(match[1]), int(match[2]), path) for match, path in matches)
 
 

@@ -116,6 +116,8 @@ class Commit(Record):
     """From the start of the save to the rename."""
     files: dict[str, int] = field(default_factory=dict)
     """Bytes of every file below `path`, by relative name: a torn checkpoint can be told without torch."""
+    checksum: str | None = None
+    """XXH3-128 of its checksums.json, which has those of all its other files; None before there were any."""
 
 
 @dataclass(frozen=True, kw_only=True)

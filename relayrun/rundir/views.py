@@ -131,6 +131,8 @@ class Views:
             if number > self._reached.attempt:
                 self._cut(begin.base_iteration)
                 self._reached = replace(self._reached, attempt=number, start_time=begin.start_time, offset=0, rewinds=0)
+            elif not self._reached.offset:  # before its first line it may have fallen back further
+                self._cut(begin.base_iteration)
             if not self._take(attempt, begin, deadline):
                 return False
             if number != numbers[-1] or not (goes_on or attempt.read_end() is None):

@@ -14,18 +14,20 @@ from relayrun.config.schema import RunConfig
 from relayrun.data.batches import BatchReader
 from relayrun.data.order.build import mixture_of, training_order, validation_orders
 from relayrun.data.progress import Progress
-from relayrun.errors import FatalTrainingError, InputError, RelayrunError
+from relayrun.errors import FatalTrainingError, InputError, RelayrunError, RunDirError
 from relayrun.files import write_json
 from relayrun.rundir import rewinds
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lead import SAVES
-from relayrun.rundir.lineage import Durable, Lineage, durable, is_own
+from relayrun.rundir.lineage import Durable, Lineage, commit_of, durable, is_own
+from relayrun.rundir.quarantine import put_in_quarantine
 from relayrun.rundir.records import AttemptStart, Outcome, OutcomeName, Started
 from relayrun.rundir.rewinds import Rewind
 from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
 from relayrun.training import determinism, parallel
 from relayrun.training.anomaly import LossGuard
+from relayrun.training.checkpoint.checksums import Damaged
 from relayrun.training.checkpoint.state import Checkpointer
 from relayrun.training.control import Control
 from relayrun.training.data_check import check_data
@@ -46,12 +48,24 @@ from relayrun.training.signals import SignalFlag
 log = logging.getLogger(__name__)
 
 
+FALL_BACKS = 2
+"""How many damaged checkpoints an attempt leaves behind: where one after the other is damaged, it may be the node."""
+
+
 class LeaveFailed(RelayrunError):
     """The state could not be saved when leaving; the attempt has failed."""
 
 
 class RewindFailed(RelayrunError):
     """The newest checkpoint cannot be taken up; the attempt has failed."""
+
+
+class FallBackFailed(RelayrunError):
+    """A damaged checkpoint could not be put into quarantine; the attempt has failed."""
+
+
+class TooManyDamaged(RelayrunError):
+    """One checkpoint after the other was read as damaged; the attempt has failed, and another node may read better."""
 
 
 class Training:
@@ -116,8 +130,7 @@ class Training:
         )
         self.position = Progress(settings.batch_sizes)
         self.initialised = time.time()
-        if begin.base_path is not None:
-            self._take_up(begin.base_iteration, begin.base_path)
+        begin = self._take_up_base(begin)
         self.saver = Saver(
             self.checkpointer,
             control=self.control,
@@ -137,10 +150,34 @@ class Training:
         )
         self.reader = self._set_out()
 
+    def _take_up_base(self, begin: AttemptStart) -> AttemptStart:
+        """Put the checkpoint of begin.json in place, or the one before it where its bytes are not those of the save.
+
+        Returns begin.json as it is then.
+        """
+        for left in reversed(range(FALL_BACKS + 1)):
+            if begin.base_path is None:
+                break
+            try:
+                self._take_up(begin.base_iteration, begin.base_path)
+                break
+            except Damaged as error:
+                if not left:
+                    raise TooManyDamaged(
+                        f"{FALL_BACKS + 1} checkpoints in a row were read as damaged; the last, {error}",
+                        hint="more likely it is this node's memory, network or file system",
+                    ) from None
+                self.metrics.say(f"iteration {begin.base_iteration} is left behind: {error.message}")
+                begin = self.ranks.on_first_rank(
+                    partial(fall_back, self.run_dir, self.attempt, begin, error), FallBackFailed
+                )
+        return begin
+
     def _take_up(self, iteration: int, path: str) -> None:
-        """Put a checkpoint in place, and pass over what led to trouble after it before."""
+        """Put a checkpoint in place, and pass over what led to trouble after it before. Raises Damaged on all ranks."""
         own = is_own(self.run_dir, Durable(iteration=iteration, path=path))
-        self.position = self.checkpointer.load(Path(path), self.config.training.batch_sizes, foreign=not own)
+        root = self.ranks.on_first_rank(partial(checksum_of, path), InputError)
+        self.position = self.checkpointer.load(Path(path), self.config.training.batch_sizes, root=root, foreign=not own)
         if self.position.iteration != iteration:
             raise FatalTrainingError(
                 f"holds iteration {self.position.iteration}, but this attempt begins at {iteration}", where=path
@@ -292,7 +329,14 @@ class Training:
         )
         path = self.ranks.on_first_rank(partial(record_rewind, self.run_dir, self.attempt, rewind), RewindFailed)
         self.reader.close()
-        self._take_up(base, path)
+        try:
+            self._take_up(base, path)
+        except Damaged as error:  # the next attempt begins with the one before
+            self.ranks.on_first_rank(
+                partial(leave_behind, self.run_dir, self.attempt, Durable(iteration=base, path=path), error),
+                RewindFailed,
+            )
+            raise RewindFailed(f"iteration {at}: {reason}; {error}") from None
         self.hooks.at_rewind(rewind)
         self.reader = self._set_out()
 
@@ -366,6 +410,36 @@ def record_rewind(run: Run, attempt: Attempt, rewind: Rewind) -> str:
         )
     rewinds.append(attempt, rewind)
     return newest.path
+
+
+def checksum_of(path: str) -> str | None:
+    """The checksum that the commit of a checkpoint gives; None where there is none. Raises RunDirError."""
+    commit = commit_of(path)
+    return None if commit is None else commit.checksum
+
+
+def leave_behind(run: Run, attempt: Attempt, base: Durable, error: Damaged) -> str:
+    """Put a damaged checkpoint into quarantine; return where it is. One of another run stays: FatalTrainingError."""
+    if not is_own(run, base):
+        raise FatalTrainingError(
+            error.message, where=error.where, hint="take another checkpoint to begin with, or a whole copy of this one"
+        )
+    target = put_in_quarantine(run, base, attempt=attempt.number, why=error.message)
+    log.warning("%s: %s; moved to %s", base.path, error.message, target)
+    return str(target)
+
+
+def fall_back(run: Run, attempt: Attempt, begin: AttemptStart, error: Damaged) -> AttemptStart:
+    """Leave the base of an attempt behind and begin with the newest whole checkpoint before it.
+
+    Returns begin.json as it is then. Raises FatalTrainingError where no checkpoint is left.
+    """
+    leave_behind(run, attempt, Durable(iteration=begin.base_iteration, path=begin.base_path), error)
+    try:
+        base = durable(run)
+    except RunDirError as none:
+        raise FatalTrainingError(none.message, where=none.where, hint=none.hint) from None
+    return attempt.fall_back(base.iteration, base.path)
 
 
 def record_start(attempt: Attempt, started: Started) -> None:

@@ -190,17 +190,24 @@ def test_each_wrong_input_is_one_clear_error(
     commits = own.run.attempt(1).commits
     recorded = commits.read_text()
     commits.write_text(re.sub(r'"files": {.*?}', '"files": {}', recorded))  # the records know of no sizes
-    assert f"torn: {shard.name} has {len(whole) - 1} bytes" in refused(capsys, *export)
-    shard.unlink()
-    assert f"torn: {shard.name} is missing" in refused(capsys, *export)
-    shard.write_bytes(bytes(len(whole)))
-    assert "cannot be read" in refused(capsys, *export)
-    shard.write_bytes(whole)
-    (own.checkpoint / ".metadata").rename(tmp_path / "metadata")
-    assert "no torch_dist checkpoint" in refused(capsys, *export)
-    (own.checkpoint / ".metadata").write_bytes((tmp_path / "metadata").read_bytes()[:100])
-    assert "its .metadata cannot be read" in refused(capsys, *export)
-    shutil.copy(tmp_path / "metadata", own.checkpoint / ".metadata")
+    for hashes in (True, False):  # those of an earlier version have none
+        for path in [] if hashes else own.checkpoint.glob("*checksums.json*"):
+            path.unlink()
+        shard.write_bytes(whole[:-1])
+        assert f"damaged: {shard.name} has {len(whole) - 1} bytes" in refused(capsys, *export)
+        shard.unlink()
+        assert f"damaged: {shard.name} is missing" in refused(capsys, *export)
+        shard.write_bytes(bytes(len(whole)))
+        words = "are not those that were saved" if hashes else f"damaged: {shard.name} holds zeros at byte"
+        assert words in refused(capsys, *export)
+        shard.write_bytes(whole)
+        (own.checkpoint / ".metadata").rename(tmp_path / "metadata")
+        words = "damaged: .metadata is missing" if hashes else "no torch_dist checkpoint"
+        assert words in refused(capsys, *export)
+        (own.checkpoint / ".metadata").write_bytes((tmp_path / "metadata").read_bytes()[:100])
+        words = "damaged: .metadata has 100 bytes" if hashes else "its .metadata cannot be read"
+        assert words in refused(capsys, *export)
+        shutil.copy(tmp_path / "metadata", own.checkpoint / ".metadata")
 
     revision = own.run.config_revision(1)
     config = revision.read_text()

@@ -285,3 +285,15 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Harness]:
         return made
 
     return make
+
+
+@pytest.fixture(scope="session")
+def trained(harness: Callable[..., Harness]) -> Harness:
+    """Twelve iterations, saved at 4, 8 and 12; the generators draw for dropout. For tests that copy the directory."""
+    made = harness(
+        training={"steps": 12},
+        checkpoint={"interval": 4, "keep_last": 10},
+        parallel={"use_distributed_optimizer": True},
+    )
+    made.train()
+    return made

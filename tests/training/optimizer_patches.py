@@ -25,7 +25,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # no
 from relayrun.config.schema import RunConfig  # noqa: E402
 from relayrun.data.progress import Progress  # noqa: E402
 from relayrun.training import parallel  # noqa: E402
-from relayrun.training.checkpoint.state import InProcessStrategy  # noqa: E402
+from relayrun.training.checkpoint.strategy import InProcessStrategy  # noqa: E402
 from relayrun.training.model import device_shim  # noqa: E402
 from relayrun.training.model.gpt import MicroBatch, Model  # noqa: E402
 from relayrun.training.optimizer import Optimizer, ShardedDistributedOptimizer, TorchDistributedOptimizer  # noqa: E402

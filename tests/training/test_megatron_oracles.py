@@ -116,6 +116,62 @@ def test_the_cache_holds_what_would_be_built_and_serves_the_next_opening(tmp_pat
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").glob("*.npy")} == files
 
 
+def test_a_damaged_cache_is_built_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A bit anywhere in it, a torn or a missing file, and a record that does not fit."""
+    prefix = write(tmp_path / "d", [50] * 40, seed=1)
+    plain = ours([prefix], 16, 3)
+    right = [plain.read(0, i).tolist() for i in range(len(plain))]
+    cache = tmp_path / "cache"
+    ours([prefix], 16, 3, cache).read(0, 0)
+    files = sorted(path for path in cache.iterdir() if path.suffix != ".lock")
+    assert sorted(path.suffix for path in files) == [".json", ".npy", ".npy", ".npy"]
+    whole = {path: path.read_bytes() for path in files}
+    generator = np.random.default_rng(2)
+
+    def flipped(path: Path) -> None:
+        data = bytearray(whole[path])
+        data[generator.integers(len(data))] ^= 1 << generator.integers(8)
+        path.write_bytes(data)
+
+    harms = [*[(path, flipped) for path in files for _ in range(5)]]
+    harms += [(path, lambda path: path.write_bytes(whole[path][:-7])) for path in files]
+    harms += [(path, Path.unlink) for path in files]
+    for path, harm in harms:
+        harm(path)
+        caplog.clear()
+        order = ours([prefix], 16, 3, cache)
+        assert [order.read(0, i).tolist() for i in range(len(order))] == right, (path, harm)
+        assert {path: path.read_bytes() for path in files} == whole, "mended for the next"
+        assert "the index cache" in caplog.text or path.suffix == ".json"
+
+
+def test_what_a_cache_holds_is_on_the_disk_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each index is synced before its rename, and the record that vouches for them comes last."""
+    import os
+
+    prefix = write(tmp_path / "d", [50] * 40, seed=1)
+    seen: list[str] = []
+    sync, rename = os.fsync, os.replace
+
+    def synced(fd: int) -> None:
+        seen.append("sync " + Path(os.readlink(f"/proc/self/fd/{fd}")).name.partition("-")[0])
+        sync(fd)
+
+    def renamed(one: str, other: str) -> None:
+        seen.append("rename " + Path(other).name.rpartition("-")[2])
+        rename(one, other)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    ours([prefix], 16, 3, tmp_path / "cache").read(0, 0)
+    assert seen == [
+        step
+        for name in ("document.npy", "sample.npy", "shuffle.npy", "checksums.json")
+        for step in ("sync .tmp", f"rename {name}", "sync cache")
+        if name == "checksums.json" or step != "sync cache"
+    ]
+
+
 def test_documents_of_the_held_out_windows_are_not_trained_on(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path / "d", np.uint16)
     writer.add(np.arange(2001), [20] * 100 + [1])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from relayrun.rundir.run import Run
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
 
@@ -69,11 +71,23 @@ def test_ids_beyond_the_vocabulary_in_a_validation_set(harness: MakeHarness, tmp
     assert_fatal(made.start(), f"token id {VOCABULARY}", "held-out")
 
 
+def without_checksums(run: Run, folder: Path) -> None:
+    """As an earlier version saved it."""
+    for path in folder.glob("*checksums.json*"):
+        path.unlink()
+    commits = run.attempt(1).read_commits()
+    run.attempt(1).commits.unlink()
+    for commit in commits:
+        run.attempt(1).append_commit(replace(commit, checksum=None, files={}))
+
+
 @pytest.mark.parametrize("key", ["layout", "progress", "a tensor"])
 def test_a_checkpoint_with_a_missing_key(harness: MakeHarness, key: str) -> None:
+    """One that was saved so, by an earlier version: where hashes tell otherwise it is damage."""
     made = harness(training={"steps": 4}, checkpoint={"interval": 2})
     made.train()
     folder = made.run.checkpoint(4)
+    without_checksums(made.run, folder)
     if key == "a tensor":
         metadata = pickle.loads((folder / ".metadata").read_bytes())
         victim = next(name for name in metadata.state_dict_metadata if "exp_avg" in name)

@@ -6,14 +6,12 @@ with `num_samples=None`: epoch 0 has the run's seed, so it is the order of a Meg
 later epochs have seeds derived from (seed, data set, epoch). All shards of the data set are one, as if merged.
 
 Its three indices (document, sample, shuffle: about 4 bytes per document and 20 per window) are built in
-memory, or kept in `data.data_cache_dir`, where the first rank to come builds them and the others wait for its
-lock. Windows that `data.split` holds out (the end of the shards in their own order) lie in the last
-documents; these documents are left out.
+memory, or kept in `data.data_cache_dir`; see `relayrun.data.order.index_cache`. Windows that `data.split`
+holds out (the end of the shards in their own order) lie in the last documents; these documents are left out.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 from collections.abc import Callable
@@ -28,6 +26,7 @@ import numpy.typing as npt
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split
 
+from relayrun.data.order.index_cache import IndexCache
 from relayrun.data.order.samples import held_out_windows
 from relayrun.data.order.spec import DatasetSpec
 from relayrun.data.order.windows import Origin, WindowDataset
@@ -122,18 +121,8 @@ class Epoch(GPTDataset):  # type: ignore[misc]  # megatron-core has no types
         if self.config.relayrun_cache is None:
             document, sample, shuffle = build()
             return document, sample, shuffle
-        folder = Path(self.config.relayrun_cache)
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = [folder / f"{self.unique_description_hash}-{name}.npy" for name in ("document", "sample", "shuffle")]
-        with open(folder / f"{self.unique_description_hash}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not all(path.exists() for path in paths):
-                for path, index in zip(paths, build(), strict=True):
-                    temporary = path.with_suffix(".tmp")
-                    with temporary.open("wb") as file:
-                        np.save(file, index, allow_pickle=False)
-                    temporary.replace(path)
-        document, sample, shuffle = (np.load(path, mmap_mode="r", allow_pickle=False) for path in paths)
+        cache = IndexCache(Path(self.config.relayrun_cache), self.unique_description_hash)
+        document, sample, shuffle = cache.read_or_build(build)
         return document, sample, shuffle
 
 

@@ -14,7 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import xxhash
 
 if TYPE_CHECKING:  # it takes seconds to import
     from megatron.core.dist_checkpointing import ShardedTensor
@@ -23,6 +26,8 @@ Key = tuple[str, tuple[int, ...]]
 
 PIECE = 1 << 30
 """Bytes of a piece; a power of two. One that holds a larger buffer is larger."""
+AT_ONCE = 1 << 20
+"""Bytes that are copied, then hashed while the processor's cache still has them: half of what memory would cost."""
 ALIGNMENT = 512
 """Every buffer begins at a multiple of this many bytes of its piece; of the size of every type, too."""
 
@@ -43,6 +48,8 @@ class HostCopy:
         self._device = device
         self._piece = piece
         self._buffers: dict[Key, torch.Tensor] = {}
+        self._digests: dict[int, str] = {}
+        self._not_hashed: list[torch.Tensor] = []
 
     def follow(self) -> torch.cuda.Stream | None:
         """Called by the thread that computes: a stream for `fill` that starts behind what is queued now."""
@@ -77,18 +84,55 @@ class HostCopy:
         """
         shards = list(shards)
         late = self.reserve(shards)
+        self._digests, self._not_hashed = {}, []
         with torch.cuda.stream(stream):  # does nothing with None
             for shard in shards:
                 buffer = self._buffers[_key(shard)]
-                shard.data = buffer.copy_(shard.data.detach(), non_blocking=stream is not None)
+                source, shard.data = shard.data.detach(), buffer
+                if source.device.type == "cpu" and source.is_contiguous():
+                    self._digests[buffer.data_ptr()] = _copy_and_digest(source, buffer)
+                else:
+                    buffer.copy_(source, non_blocking=stream is not None)
+                    self._not_hashed.append(buffer)
         if stream is not None:
             stream.synchronize()
         return late
+
+    def digests(self) -> dict[int, str]:
+        """XXH3-128 of what `fill` copied, by the address of each copy.
+
+        Called before the copies are written. From a GPU they are hashed here: the originals may change meanwhile.
+        """
+        for buffer in self._not_hashed:
+            self._digests[buffer.data_ptr()] = digest(buffer)
+        self._not_hashed = []
+        return self._digests
 
     def _has(self, shard: ShardedTensor) -> bool:
         """Whether there is a buffer of this shard's shape and type."""
         buffer = self._buffers.get(_key(shard))
         return buffer is not None and buffer.shape == shard.data.shape and buffer.dtype == shard.data.dtype
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """XXH3-128 of the values of a contiguous tensor in host memory, in hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(_bytes(tensor).data)
+
+
+def _copy_and_digest(source: torch.Tensor, target: torch.Tensor) -> str:
+    """Copy a tensor in host memory and return its digest."""
+    found = xxhash.xxh3_128()
+    ours, theirs = _bytes(target), _bytes(source)
+    for start in range(0, len(ours), AT_ONCE):
+        piece = ours[start : start + AT_ONCE]
+        np.copyto(piece, theirs[start : start + AT_ONCE])  # as torch's copy, and as the hash, it lets other threads run
+        found.update(piece.data)
+    return found.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """The memory of a contiguous tensor."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def layout(sizes: Sequence[int], piece: int) -> tuple[list[tuple[int, int]], list[int]]:

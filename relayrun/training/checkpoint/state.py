@@ -18,37 +18,28 @@ signal to the whole job kills, and a failure on one rank alone leaves the others
 from __future__ import annotations
 
 import io
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
-    ShardedBase,
     ShardedObject,
     ShardedStateDict,
     ShardedTensorFactory,
 )
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
-from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from relayrun.config.rampup import BatchSizes, Leg
 from relayrun.config.schema import Checkpoint
@@ -58,11 +49,14 @@ from relayrun.errors import FatalTrainingError
 from relayrun.files import write_atomic
 from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
-from relayrun.training.checkpoint import publish, random_state
+from relayrun.training.checkpoint import checksums, publish, random_state, strategy
 from relayrun.training.checkpoint.background import BackgroundSave
+from relayrun.training.checkpoint.checksums import FileSum
 from relayrun.training.checkpoint.host_copy import HostCopy, Reserved
 from relayrun.training.checkpoint.load_errors import why_not_loadable
-from relayrun.training.checkpoint.writer import ThreadedWriter, check_complete, sizes
+from relayrun.training.checkpoint.reader import COMMON, CheckedReader, damage, refusal
+from relayrun.training.checkpoint.strategy import InProcessStrategy, Shards
+from relayrun.training.checkpoint.writer import Written, check_complete, sizes
 from relayrun.training.hook_list import Hooks
 from relayrun.training.model.gpt import Model
 from relayrun.training.optimizer import Optimizer
@@ -71,8 +65,6 @@ from relayrun.training.parallel import Ranks
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Shards = dict[str, list[ShardedBase]]
-"""By their key in the checkpoint; a key has several where a rank holds several parts of one tensor."""
 
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
@@ -157,14 +149,18 @@ class Checkpointer:
             if copy:
                 self._agree(lambda: self._copy(shards, stream, iteration))
             copied()
+            digests = self._host.digests() if copy else {}
             folder = Path(self._on_first_rank(lambda: str(publish.prepare(self._run, self._attempt, iteration))))
-            self._on_first_rank(lambda: write_atomic(folder / COMMON_STATE_FNAME, plain))
+            self._on_first_rank(lambda: write_atomic(folder / COMMON, plain))
             try:
-                self._strategy.write(shards, folder)
+                written = self._strategy.write(shards, folder, digests)
             except CheckpointException as error:
                 rank, (cause, _) = next(iter(error.failures.items()))
                 raise SaveFailed(f"rank {rank}: {type(cause).__name__}: {cause}") from None
-            return self._on_first_rank(partial(self._publish, folder, iteration, consumed_samples, started))
+            files = {COMMON: checksums.of_bytes(plain)}
+            for part in self._agree(lambda: self._record(folder, iteration, written)):
+                files |= part
+            return self._on_first_rank(partial(self._publish, folder, iteration, consumed_samples, started, files))
 
         return BackgroundSave(iteration, write, beside=beside)
 
@@ -174,10 +170,19 @@ class Checkpointer:
             rank, size = self._ranks.rank, late.size / (1 << 30)
             log.info("rank %s: the save of iteration %s allocated %.1f GiB of host memory", rank, iteration, size)
 
-    def _publish(self, folder: Path, iteration: int, consumed_samples: int, started: float) -> Commit:
-        save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+    def _record(self, folder: Path, iteration: int, written: Written) -> dict[str, FileSum]:
+        """Write down the hashes of what this rank wrote; return its files."""
+        rank = self._ranks.rank
+        return checksums.write_blocks(folder, rank, iteration, written.blocks, written.sizes) | written.files
+
+    def _publish(
+        self, folder: Path, iteration: int, consumed_samples: int, started: float, files: dict[str, FileSum]
+    ) -> Commit:
+        backends = json.dumps(asdict(CheckpointingConfig("torch_dist", 1))).encode()
+        write_atomic(folder / CONFIG_FNAME, backends)
         check_complete(folder)
         self._hooks.before_publish(iteration, folder)
+        root = checksums.write_index(folder, iteration, files | {CONFIG_FNAME: checksums.of_bytes(backends)})
         commit = Commit(
             iteration=iteration,
             path=str(self._run.checkpoint(iteration)),
@@ -185,21 +190,29 @@ class Checkpointer:
             time=time.time(),
             seconds=time.monotonic() - started,
             files=sizes(folder),
+            checksum=root,
         )
         publish.publish(self._run, self._attempt, commit, folder)
         publish.prune(self._run, self._attempt, self._settings.keep_last, self._settings.keep_every)
         return commit
 
-    def load(self, path: Path, sizes: BatchSizes, *, foreign: bool = False) -> Progress:
+    def load(self, path: Path, sizes: BatchSizes, *, root: str | None, foreign: bool = False) -> Progress:
         """Put the state at `path` in place; return where it stands, to go on with these batch sizes.
 
-        `foreign`: it is not of this run; what settings leave out of it begins anew. Generators are left as they
-        are seeded if the layout of the ranks has changed. Raises FatalTrainingError if the model, the data or
+        `root`: the checksum of its commit, None where there is none. `foreign`: it is not of this run; what settings
+        leave out of it begins anew. Generators are left as they are seeded if the layout of the ranks has changed.
+
+        Raises Damaged, on every rank, if a rank read other bytes than were saved; the state is then neither the old
+        one nor that of the checkpoint, until another load works. Raises FatalTrainingError if the model, the data or
         the kind of optimizer are not those of the checkpoint, or if what it should hold is not in it.
         """
         try:
-            return self._load(path, sizes, foreign=foreign)
+            return self._load(path, sizes, root=root, foreign=foreign)
         except BaseException as error:  # torch's own is no Exception
+            if (damaged := damage(error)) is not None:
+                raise damaged from None
+            if (refused := refusal(error)) is not None:
+                raise FatalTrainingError(refused.message, where=refused.where, hint=refused.hint) from error
             if (words := why_not_loadable(error)) is None:
                 raise
             raise FatalTrainingError(
@@ -208,8 +221,25 @@ class Checkpointer:
                 hint="write the iteration of an older one into latest_checkpointed_iteration.txt, submit with --resume",
             ) from error
 
-    def _load(self, path: Path, sizes: BatchSizes, *, foreign: bool) -> Progress:
-        common = dist_checkpointing.load_common_state_dict(str(path))
+    def _open(self, path: Path, root: str | None) -> CheckedReader:
+        """Open a checkpoint on every rank, or raise on all what the first of them met that could not."""
+        reader, met = None, None
+        try:
+            reader = CheckedReader(path, root)
+            reader.common()
+        except Exception as error:
+            met = error
+        first = next((error for error in self._ranks.gather(met) if error is not None), None)
+        if first is not None:
+            raise first
+        assert reader is not None
+        if not reader.checked and self._ranks.rank == 0:
+            log.warning("%s was saved without checksums: its bytes are taken as they are", path)
+        return reader
+
+    def _load(self, path: Path, sizes: BatchSizes, *, root: str | None, foreign: bool) -> Progress:
+        reader = self._open(path, root)
+        common = reader.common()
         anew = foreign and self._settings.finetune
         with_optimizer = not (anew or (foreign and self._settings.no_load_optim))
         position = Progress(sizes) if anew else self._position(common, sizes, foreign=foreign)
@@ -223,8 +253,8 @@ class Checkpointer:
                 print(
                     f"ranks are now {self._ranks.layout}, were {common['layout']}: dropout masks start anew", flush=True
                 )
-        self._check_shapes(wanted, path)
-        state = dist_checkpointing.load(wanted, str(path))
+        self._check_shapes(wanted, reader)
+        state = strategy.load(wanted, reader, self._ranks.cpu_group)
         self._model.load(state["model"])
         if with_optimizer:
             self._optimizer.load(state["optimizer"], position)
@@ -260,8 +290,8 @@ class Checkpointer:
                     hint=f"set {name} back, or start a new run with --load and checkpoint.no_load_optim=true",
                 )
 
-    def _check_shapes(self, wanted: ShardedStateDict, path: Path) -> None:
-        found = FileSystemReader(path).read_metadata().state_dict_metadata
+    def _check_shapes(self, wanted: ShardedStateDict, reader: CheckedReader) -> None:
+        found = reader.metadata.state_dict_metadata
         differences = [
             f"{shard.key} is {list(size) if size else 'not'} there and {list(shard.global_shape)} here"
             for whole in nested_values(wanted["model"])
@@ -273,7 +303,7 @@ class Checkpointer:
             if texts:
                 raise FatalTrainingError(
                     f"this checkpoint is of another model (rank {rank}): {'; '.join(texts)}",
-                    where=path,
+                    where=reader.folder,
                     hint="take the model section of the run that made it",
                 )
 
@@ -299,43 +329,21 @@ class Checkpointer:
         """In the thread of a save: do it on rank 0; return its result, or raise what it met, on every rank."""
         return self._writers.on_first_rank(action, SaveFailed)
 
-    def _agree(self, action: Callable[[], None]) -> None:
-        """In the thread of a save: do it on every rank; raise SaveFailed on all if one could not."""
-        failure = None
+    def _agree(self, action: Callable[[], T]) -> list[T]:
+        """In the thread of a save: do it on every rank, return what each one made; SaveFailed on all if one could not.
+
+        For rare use: it pickles.
+        """
+        made, failure = None, None
         try:
-            action()
+            made = action()
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
-        for rank, text in enumerate(self._writers.gather(failure)):
+        answers = self._writers.gather((failure, made))
+        for rank, (text, _) in enumerate(answers):
             if text is not None:
                 raise SaveFailed(f"rank {rank}: {text}")
-
-
-class InProcessStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatron-core has no types
-    """Writes the sharded part with torch's writer; `group` carries the plans and the news of failures."""
-
-    def __init__(self, group: ProcessGroup, threads: int = 1) -> None:
-        """`threads`: of this rank, each of which writes a file of its own."""
-        super().__init__("torch_dist", 1)
-        self._group = group
-        self._threads = threads
-
-    def by_key(self, sharded_state_dict: ShardedStateDict) -> Shards:
-        """What this rank writes."""
-        shards: Shards = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)[0]
-        return shards
-
-    def write(self, shards: Shards, folder: str | Path) -> None:
-        """Raises CheckpointException on every rank if one of them failed."""
-        state_dict_saver.save(
-            mcore_to_pyt_state_dict(shards, False),
-            storage_writer=ThreadedWriter(folder, self._threads),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            process_group=self._group,
-        )
-
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        self.write(self.by_key(sharded_state_dict), checkpoint_dir)
+        return [value for _, value in answers]
 
 
 def _tensors(shards: Shards) -> Iterator[ShardedTensor]:

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from relayrun.config.schema import RunConfig
 from relayrun.errors import FatalTrainingError
 from relayrun.training.model.attention import CausalAttention
-from relayrun.training.model.norm import RMSNorm
+from relayrun.training.model.norm import FinalNorm, RMSNorm
 
 Implementation = Literal["local", "transformer_engine"]
 
@@ -49,7 +49,7 @@ def block_spec(chosen: Implementation, transformer: TransformerConfig, stage: in
 
         layer, norm = get_gpt_layer_with_transformer_engine_spec(), TENorm
     else:
-        layer, norm = get_gpt_layer_local_spec(normalization="RMSNorm"), RMSNorm
+        layer, norm = get_gpt_layer_local_spec(normalization="RMSNorm"), FinalNorm
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
         parts.self_attention.submodules.core_attention = CausalAttention

@@ -22,3 +22,16 @@ class RMSNorm(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., hidden_size] → the same shape."""
         return functional.rms_norm(hidden, self.weight.shape, self.weight, self._eps)
+
+
+class FinalNorm(RMSNorm):
+    """The norm behind the last layer, with the empty extra state that TransformerEngine's norm has there.
+
+    So a checkpoint of local layers has every key that a program with TransformerEngine asks for.
+    """
+
+    def get_extra_state(self) -> None:
+        return None
+
+    def set_extra_state(self, state: object) -> None:
+        """Take no notice: it is TransformerEngine's, for fp8."""

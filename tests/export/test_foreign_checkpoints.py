@@ -1,0 +1,114 @@
+"""A checkpoint of another origin runs nothing: not where it is exported, nor where a run begins with it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from relayrun.cli import main
+from relayrun.errors import RelayrunError
+from relayrun.files import append_line
+from relayrun.rundir.run import Run
+from relayrun.training.checkpoint import checksums
+from relayrun.training.checkpoint.metadata import Refused, parse_metadata, read_metadata
+from relayrun.training.checkpoint.reader import CheckedReader
+from tests.crafted import PLACES, in_common, in_metadata
+
+from .models import Imported, make_hf, make_run
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Imported:
+    folder = tmp_path_factory.mktemp("imported")
+    return make_run(folder / "run", make_hf(folder / "hf"))
+
+
+def crafted(imported: Imported, folder: Path, put: Callable[[Path, Path], None], *, with_hashes: bool) -> Path:
+    """A copy of the run whose checkpoint runs a command, without hashes, or with hashes that fit."""
+    shutil.copytree(imported.run.path, folder)
+    run = Run(folder)
+    checkpoint = run.checkpoint(7)
+    put(checkpoint, folder / "was-run")
+    for path in checkpoint.glob("*checksums.json*"):
+        path.unlink()
+    root = checksums.write_index(checkpoint, 7, {}) if with_hashes else None
+    (commit,) = run.attempt(1).read_commits()
+    run.attempt(1).commits.unlink()
+    append_line(run.attempt(1).commits, asdict(commit) | {"checksum": root, "files": {}})
+    return folder
+
+
+@pytest.mark.parametrize("with_hashes", [False, True])
+@pytest.mark.parametrize("put", PLACES)
+def test_a_crafted_checkpoint_runs_nothing_where_it_is_exported(
+    imported: Imported,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    put: Callable[[Path, Path], None],
+    with_hashes: bool,
+) -> None:
+    folder = crafted(imported, tmp_path / "run", put, with_hashes=with_hashes)
+    code = main(["export", "hf", str(folder), "--output", str(tmp_path / "hf")])
+    said = capsys.readouterr().err
+    assert not (folder / "was-run").exists()
+    assert (tmp_path / "hf").exists() == (code == 0)
+    if put is in_metadata:  # an export looks at no other
+        assert code == 1
+        assert said.startswith("error: ")
+        assert "this checkpoint is not loaded: .metadata: it names posix.mkdir, which is no part of a check" in said
+        assert "safetensors" in said
+
+
+def test_the_crafted_ones_do_run_it_where_nobody_looks(imported: Imported, tmp_path: Path) -> None:
+    """Or the tests above would find nothing."""
+    for number, put in enumerate(PLACES):
+        folder = crafted(imported, tmp_path / str(number), put, with_hashes=False) / "checkpoints" / "iter_0000007"
+        target = tmp_path / str(number) / "was-run"
+        if put is in_metadata:
+            pickle.loads((folder / ".metadata").read_bytes())
+        elif put is in_common:
+            torch.load(folder / "common.pt", weights_only=False)
+        else:
+            item = next(v for k, v in read_metadata(folder).storage_data.items() if "_extra_state" in k.fqn)
+            data = (folder / item.relative_path).read_bytes()[item.offset : item.offset + item.length]
+            torch.load(io.BytesIO(data), weights_only=False)
+        assert target.is_dir()
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        "os.system",
+        "builtins.eval",
+        "torch.load",
+        "torch.serialization.load",
+        "subprocess.run",
+        "pathlib.Path.write_text",
+    ],
+)
+def test_only_records_can_be_named(tmp_path: Path, named: str) -> None:
+    module, _, name = named.rpartition(".")
+    data = b"c" + module.encode() + b"\n" + name.encode() + b"\n."
+    with pytest.raises(Refused, match=f"it names {named}, which is no part of a checkpoint"):
+        parse_metadata(data, tmp_path)
+
+
+def test_a_name_that_hides_behind_an_allowed_one_is_not_found(tmp_path: Path) -> None:
+    """Protocol 4 takes dotted names: `StorageMeta.__init__.__globals__` would be a way out."""
+    module, name = b"torch.distributed.checkpoint.metadata", b"StorageMeta.__init__"
+    text = b"".join(b"\x8c" + bytes([len(part)]) + part for part in (module, name))
+    data = b"\x80\x04" + text + b"\x93."
+    with pytest.raises(RelayrunError, match="which is no part of a checkpoint"):
+        parse_metadata(data, tmp_path)
+
+
+def test_what_relayrun_imports_has_hashes(imported: Imported) -> None:
+    assert CheckedReader(imported.checkpoint, None).checked
+    assert checksums.verify(imported.checkpoint, None)[1] == []

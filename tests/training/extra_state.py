@@ -1,0 +1,127 @@
+"""Run by test_training_extra_state.py in a process of its own, since the device shim changes torch.
+
+TransformerEngine needs a GPU. What its modules add to a checkpoint is one object each, `_extra_state`; a norm that has
+it, and wants it, stands in for them. Prints what happened as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+warnings.simplefilter("ignore")
+
+import torch  # noqa: E402
+from megatron.core import dist_checkpointing  # noqa: E402
+
+from relayrun.config import yamlfile  # noqa: E402
+from relayrun.config.schema import RunConfig  # noqa: E402
+from relayrun.training import parallel  # noqa: E402
+from relayrun.training.checkpoint import strategy  # noqa: E402
+from relayrun.training.checkpoint.reader import CheckedReader  # noqa: E402
+from relayrun.training.checkpoint.strategy import InProcessStrategy  # noqa: E402
+from relayrun.training.model import device_shim, layers  # noqa: E402
+from relayrun.training.model.gpt import Model  # noqa: E402
+from relayrun.training.model.norm import FinalNorm, RMSNorm  # noqa: E402
+
+VOCABULARY = 300
+
+
+class EngineNorm(RMSNorm):
+    """A norm with TransformerEngine's state: bytes, or None before fp8 was used; torch asks for it in a strict load."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.given: list[object] = []
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: object) -> None:
+        assert state is None or (isinstance(state, torch.Tensor) and state.dtype == torch.uint8)
+        self.given.append(state)
+
+
+def model(final: type[RMSNorm], inner: type[RMSNorm] = RMSNorm) -> Model:
+    """A model with these norms, its weights drawn anew."""
+    layers.FinalNorm, layers.RMSNorm = final, inner  # type: ignore[attr-defined,misc,assignment]
+    return Model(config, ranks, VOCABULARY)
+
+
+def save(made: Model, name: str) -> Path:
+    folder = target / name
+    folder.mkdir()
+    wanted = {"model": made.sharded_state_dict({})}
+    dist_checkpointing.save(wanted, str(folder), InProcessStrategy(ranks.cpu_group))
+    return folder
+
+
+def ours(made: Model, folder: Path) -> None:
+    made.load(strategy.load({"model": made.sharded_state_dict({})}, CheckedReader(folder, None))["model"])
+
+
+def megatrons(made: Model, folder: Path) -> None:
+    """As a program does it that knows nothing of relayrun: strictly."""
+    made.load(dist_checkpointing.load({"model": made.sharded_state_dict({})}, str(folder))["model"])
+
+
+def weights(made: Model) -> list[str]:
+    return [parameter.detach().numpy().tobytes().hex() for _, parameter in sorted(made.chunks[0].named_parameters())]
+
+
+def loaded(load: Callable[[Model, Path], None], into: Model, folder: Path, wanted: list[str] | None) -> str:
+    try:
+        load(into, folder)
+    except BaseException as error:  # torch's own is no Exception
+        return f"{type(error).__name__}"
+    return "same" if wanted is None or weights(into) == wanted else "other"
+
+
+device_shim.install()
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+target, imported = Path(sys.argv[1]), Path(sys.argv[2])
+config = RunConfig.model_validate(
+    {
+        "project": "tests",
+        "name": "state",
+        "model": yamlfile.read(imported / "model.yaml").values["model"],
+        "data": {"tokenizer": "none", "datasets": ["none"]},
+        "training": {"steps": 10, "micro_batch_size": 1, "global_batch_size": 1, "seq_length": 16, "threads": 1},
+        "optimizer": {"lr": 1e-2},
+        "checkpoint": {"interval": 10},
+        "job": {"time": "10"},
+        "cluster": {"name": "test", "scheduler": "local"},
+    }
+)
+ranks = parallel.start(config)
+
+local = model(FinalNorm)
+now = save(local, "now")
+old = model(RMSNorm)  # before this version the norm had no state
+earlier = save(old, "earlier")
+engine = model(EngineNorm)
+engines = save(engine, "engines")
+more = model(EngineNorm, EngineNorm)  # as with a norm of queries and keys: state that no local module writes
+result: dict[str, Any] = {
+    "earlier, as before": loaded(megatrons, model(EngineNorm), earlier, weights(old)),
+    "earlier": loaded(ours, model(EngineNorm), earlier, weights(old)),
+    "earlier, local": loaded(ours, model(FinalNorm), earlier, weights(old)),
+    "now": loaded(ours, model(EngineNorm), now, weights(local)),
+    "now, by another program": loaded(megatrons, model(EngineNorm), now, weights(local)),
+    "now, more state": loaded(ours, model(EngineNorm, EngineNorm), now, weights(local)),
+    "imported": loaded(ours, model(EngineNorm), imported, None),
+    "imported, by another program": loaded(megatrons, model(EngineNorm), imported, None),
+    "engine's, local": loaded(ours, model(FinalNorm), engines, weights(engine)),
+}
+asked = model(EngineNorm)
+ours(asked, now)
+norm = asked.chunks[0].module.decoder.final_layernorm
+result["given"] = [None if state is None else list(state.shape) for state in norm.given]
+print(json.dumps(result))
+sys.stdout.flush()
+os._exit(0)

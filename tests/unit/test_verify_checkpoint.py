@@ -1,0 +1,137 @@
+"""`relayrun checkpoint verify`, and what `relayrun status` says of quarantine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from relayrun.cli import main
+from relayrun.rundir.lineage import Durable, Lineage, commit_of, durable
+from relayrun.rundir.quarantine import in_quarantine, left_behind, put_in_quarantine
+from relayrun.rundir.records import AttemptStart, Commit
+from relayrun.rundir.run import Run
+from relayrun.training.checkpoint import checksums
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Checkpoints of iterations 10 and 20, without blocks: a hash for each file."""
+    run = Run(tmp_path / "run")
+    (run.path / "attempts" / "0001").mkdir(parents=True)
+    AttemptStart(
+        attempt=1,
+        job_id="1",
+        job_name="x",
+        nodes="n",
+        config_revision=1,
+        base_iteration=0,
+        base_path=None,
+        start_time=0.0,
+        job_end_time=None,
+        lead=0.0,
+    ).write(run.attempt(1).begin)
+    run.plan.write_text("{}")
+    for iteration in (10, 20):
+        folder = run.checkpoint(iteration)
+        folder.mkdir(parents=True)
+        (folder / "common.pt").write_bytes(b"common" * iteration)
+        root = checksums.write_index(folder, iteration, {})
+        files = {path.name: path.stat().st_size for path in folder.iterdir()}
+        commit = Commit(
+            iteration=iteration, path=str(folder), consumed_samples=0, time=1.0, seconds=1.0, files=files, checksum=root
+        )
+        run.attempt(1).append_commit(commit)
+    return run
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[3] ^= 4
+    path.write_bytes(data)
+
+
+def test_a_clean_checkpoint(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "verify", str(run.path)]) == 0
+    assert capsys.readouterr().out.startswith(f"clean: {run.checkpoint(20)}: 120 bytes in ")
+    assert main(["checkpoint", "verify", f"{run.path}:10"]) == 0
+    assert capsys.readouterr().out.startswith(f"clean: {run.checkpoint(10)}: 60 bytes in ")
+
+
+def test_a_damaged_checkpoint(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(run.checkpoint(20) / "common.pt")
+    assert main(["checkpoint", "verify", f"{run.path}:20"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        f"damaged: {run.checkpoint(20)}",
+        "  common.pt is not the one that was saved",
+    ]
+
+
+def test_hashes_that_fit_a_changed_file_do_not_fit_the_commit(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run.checkpoint(20)
+    flip(folder / "common.pt")
+    (folder / checksums.INDEX).unlink()
+    checksums.write_index(folder, 20, {})
+    assert main(["checkpoint", "verify", str(folder)]) == 1
+    assert "checksums.json is not the one that was saved" in capsys.readouterr().out
+
+
+def test_a_copy_that_no_run_vouches_for_is_compared_with_its_own_hashes(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = run.checkpoint(20).rename(tmp_path / "copy")
+    assert main(["checkpoint", "verify", str(copy)]) == 0
+    assert "; no run vouches for its checksums.json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (":15", "no checkpoint of iteration 15"),
+        (":10", "was saved without checksums"),
+    ],
+)
+def test_what_cannot_be_verified_is_one_error(
+    run: Run, capsys: pytest.CaptureFixture[str], name: str, words: str
+) -> None:
+    (run.checkpoint(10) / checksums.INDEX).unlink()
+    run.attempt(1).commits.write_text(run.attempt(1).commits.read_text().replace('"checksum"', '"earlier"'))
+    assert main(["checkpoint", "verify", f"{run.path}{name}"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert words in said
+
+
+def test_the_commit_of_a_folder(run: Run, tmp_path: Path) -> None:
+    found = commit_of(run.checkpoint(10))
+    assert found is not None
+    assert (found.iteration, found.checksum is None) == (10, False)
+    assert commit_of(run.checkpoint(15)) is None
+    assert commit_of(tmp_path / "anywhere") is None
+
+
+def test_what_was_put_into_quarantine_says_why_as_long_as_it_lies_there(run: Run) -> None:
+    base = Durable(iteration=20, path=str(run.checkpoint(20)))
+    target = put_in_quarantine(run, base, attempt=2, why="the values of w are not those that were saved")
+    assert (target / "common.pt").exists()
+    assert durable(run).iteration == 10
+    for found in (in_quarantine(run), left_behind(run, Lineage(run), durable(run))):
+        assert [(entry.iteration, entry.path) for entry in found] == [(20, str(target))]
+        assert found[0].why == "the values of w are not those that were saved"
+    run.checkpoint(20).mkdir()
+    second = put_in_quarantine(run, base, attempt=2, why="again")
+    assert second.name == "iter_0000020-0002-2"
+    assert {entry.why for entry in in_quarantine(run)} == {"the values of w are not those that were saved", "again"}
+
+
+def test_an_attempt_that_fell_back_begins_where_it_says_now(run: Run) -> None:
+    """Whoever holds the record since before reads it anew: the supervisor beside the ranks."""
+    attempt = run.attempt(1)
+    before = attempt.read_begin()
+    other = Run(run.path).attempt(1)
+    assert other.fall_back(10, str(run.checkpoint(10))).base_iteration == 10
+    after = attempt.read_begin()
+    assert before is not None
+    assert after is not None
+    assert (before.base_iteration, after.base_iteration) == (0, 10)
+    assert attempt.read_begin() is after
