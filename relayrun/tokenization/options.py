@@ -15,7 +15,7 @@ from relayrun.config.section import Positive, Section
 from relayrun.errors import InputError
 
 AppendEod = Literal["yes", "no", "auto"]
-EngineName = Literal["auto", "huggingface", "fastokens", "gigatoken"]
+EngineName = Literal["auto", "huggingface", "gigatoken", "nanotoken", "splintr"]
 OnError = Literal["stop", "skip"]
 
 
