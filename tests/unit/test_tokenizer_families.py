@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from relayrun.tokenization.encode import engines, families
 from relayrun.tokenization.encode.digits import DigitsApart
@@ -18,7 +20,6 @@ from relayrun.tokenization.readers.texts import Texts
 from tests import published
 from tests.published import (
     DEEPSEEK,
-    FORMS,
     GPT2,
     KIMI,
     LLAMA3,
@@ -53,9 +54,13 @@ TROUBLE = [
 
 
 def with_patterns(*patterns: str) -> Tokenizer:
-    made = Tokenizer.from_str(FORMS["Kimi-like"](published.small_model("Kimi-like")))
-    definition = json.loads(made.to_str()) | {"pre_tokenizer": by_patterns(*patterns)}
-    made = Tokenizer.from_str(json.dumps(definition))
+    """One whose tokens are what the patterns make of those texts, so that a proof by other texts finds nothing."""
+    made = Tokenizer(models.BPE())
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    made.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=3000, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(TROUBLE * 3, trainer)
     made.encode_special_tokens = True
     return made
 
@@ -167,3 +172,17 @@ def test_normalized_text_that_holds_an_added_token_goes_elsewhere() -> None:
     before = engine.routed
     assert engine.encode(texts)[0].tolist() == HuggingFace(tokenizer).encode(texts)[0].tolist()
     assert engine.routed - before == 4
+
+
+def test_the_page_lists_the_families_of_the_code() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/tokenization.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| (\w+) \| ([^|]+) \|$", page.partition("| form, as")[2], re.M)
+    found = {name: (engine, frozenset(re.findall(r"U\+(\w{4})", doubtful))) for name, engine, doubtful in rows}
+    nmt = families._NMT
+    assert found == {
+        family.name: (
+            family.engine,
+            frozenset(f"{ord(point):04X}" for point in family.doubtful + (nmt if family is families.UNIGRAM else "")),
+        )
+        for family in families.FAMILIES
+    }
