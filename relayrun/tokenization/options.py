@@ -19,7 +19,7 @@ from relayrun.errors import InputError
 log = logging.getLogger(__name__)
 
 AppendEod = Literal["yes", "no", "auto"]
-EngineName = Literal["auto", "huggingface", "fastokens", "gigatoken"]
+EngineName = Literal["auto", "huggingface", "gigatoken", "nanotoken", "splintr"]
 OnError = Literal["fail", "skip-file", "skip-line"]
 
 FORMER_ON_ERROR = {"stop": "fail", "skip": "skip-file"}

@@ -7,7 +7,7 @@ import functools
 import numpy as np
 from tokenizers import Tokenizer
 
-from relayrun.tokenization.readers.texts import categories
+from relayrun.tokenization.encode.characters import categories
 
 _SPACES = " \t\n\r\v\f\x1c\x85\u00a0\u1680\u2000\u2003\u2028\u2029\u202f\u205f\u3000\u200b\ufeff"
 _JOINERS = "\u200d\u0301\u0327\u20dd\ufe0f\u093f\u0e33\u1160\U000e0061\U0001f3fd"
@@ -25,7 +25,7 @@ _WORDS = (
 
 
 def edge_cases(tokenizer: Tokenizer) -> list[str]:
-    """White space in every order, marks, digits, long runs, text of special tokens, and most assigned characters."""
+    """White space in every order, marks, digits, long runs, text of special tokens, and many characters."""
     texts = ["", *_WORDS]
     texts += [f"{first}{second}a{second}{first}\n{first}." for first in _SPACES for second in _SPACES]
     texts += [f"a{mark} {mark}b{mark}{mark}1{mark}\n{mark}'s" for mark in _JOINERS]
@@ -42,8 +42,10 @@ def edge_cases(tokenizer: Tokenizer) -> list[str]:
 
 @functools.cache
 def _characters() -> list[str]:
-    """Every assigned character in a few contexts, and one in 64 of the large blocks; 32 of them a text."""
+    """Every assigned character but letters in a few contexts, and some of the letters; 32 of them a text."""
     category, point = categories(0, 0x34000), np.arange(0x34000)
-    wanted = ~np.isin(category, (b"Cs", b"Co", b"Cn")) & ((category != b"Lo") | (point < 0x3000) | (point % 64 == 0))
+    letters = np.isin(category, (b"Lo", b"Ll", b"Lu"))
+    every = np.select([point < 0x530, point < 0x3000], [1, 4], 64)
+    wanted = ~np.isin(category, (b"Cs", b"Co", b"Cn")) & (~letters | (point % every == 0))
     kept = [*map(chr, np.flatnonzero(wanted).tolist())]
     return ["".join(f"{mark}a{mark} {mark}1" for mark in kept[start : start + 32]) for start in range(0, len(kept), 32)]

@@ -18,19 +18,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from relayrun.tokenization.encode.engines import ODD
+from relayrun.tokenization.encode.families import CL100K, O200K, PLAIN_BPE, QWEN2
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_CL100K = _CONTRACTIONS + (r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-_WORD = r"[^\r\n\p{L}\p{N}]?"
-_O200K = "|".join(
-    (
-        _WORD + r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+" + _CONTRACTIONS + "?",
-        _WORD + r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*" + _CONTRACTIONS + "?",
-        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    )
-)
-PATTERNS = frozenset({_CL100K, _CL100K.replace("{1,3}", ""), _O200K})
+PATTERNS = frozenset({CL100K, QWEN2, O200K})
 """The patterns of Llama 3 and cl100k, Qwen 2, o200k; GPT-2's is known as ByteLevel with `use_regex`."""
 
 _LETTERS = (
@@ -59,7 +49,7 @@ def places(known: dict[str, Any], *, merges: bool) -> Places | None:
         or any(token["lstrip"] or token["rstrip"] or "\n" in token["content"] for token in added)
     ):
         return None
-    odd = any(model.get(name) for name in (*ODD, "ignore_merges"))
+    odd = any(model.get(name) for name in (*PLAIN_BPE, "ignore_merges"))
     if not (merges or odd or splits or normalizer or added):
         return "characters"
     if normalizer and normalizer.get("type") not in ("NFC", "NFD", "NFKC", "NFKD"):

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-
-_FIRST_UNSURE = 0xCD
-"""Lead byte of U+0340: every code point below U+0378 is assigned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,50 +88,3 @@ class Texts:
         """Which texts hold one of the positions `marked` (ascending, in `data`), shape [texts]."""
         found = np.searchsorted(marked, self.offsets)
         return np.asarray(found[1:] > found[:-1])
-
-
-def not_ascii(texts: Texts) -> npt.NDArray[np.bool_]:
-    """Which texts hold anything but ASCII, shape [texts]."""
-    return texts.highest() >= 0x80
-
-
-def unassigned(texts: Texts) -> npt.NDArray[np.bool_]:
-    """Which texts hold a code point that this Python's Unicode tables do not know, shape [texts].
-
-    Only bytes from 0xCD are looked at, which are leads of code points from U+0340: English costs next to nothing.
-    """
-    suspect = texts.highest() >= _FIRST_UNSURE
-    if not suspect.all():  # most of an English corpus; this pass costs a tenth of the next one
-        if suspect.any():
-            suspect[suspect] = unassigned(texts.take(suspect))
-        return suspect
-    used = texts.used
-    leads = np.flatnonzero(used >= _FIRST_UNSURE)
-    first = used[leads].astype(np.uint32)
-    last = used.size - 1
-
-    def following(step: int) -> npt.NDArray[np.uint32]:
-        return np.asarray(used[np.minimum(leads + step, last)].astype(np.uint32) & np.uint32(0x3F), np.uint32)
-
-    second, third = following(1), following(2)
-    points = np.where(first < 0xE0, (first & 0x1F) << 6 | second, (first & 0x0F) << 12 | second << 6 | third)
-    long = first >= 0xF0
-    if long.any():
-        points[long] = ((first & 7) << 18 | second << 12 | third << 6 | following(3))[long]
-    return texts.any_in(leads[_unassigned_table()[points]] + texts.offsets[0])
-
-
-@functools.cache
-def _unassigned_table() -> npt.NDArray[np.bool_]:
-    """By code point; padded to what four bytes can hold."""
-    table = np.ones(1 << 21, np.bool_)
-    for begin, end in ((0, 0x34000), (0xE0000, 0xE0200)):  # the planes between hold nothing yet
-        table[begin:end] = categories(begin, end) == b"Cn"
-    table[0xF0000:0x110000] = False  # private use
-    return table
-
-
-@functools.cache
-def categories(begin: int, end: int) -> npt.NDArray[np.bytes_]:
-    """The two letters of the Unicode category of these code points, by this Python's tables."""
-    return np.frombuffer("".join(map(unicodedata.category, map(chr, range(begin, end)))).encode(), "S2")

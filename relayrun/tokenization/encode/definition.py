@@ -1,0 +1,42 @@
+"""Serialized tokenizers, as `Tokenizer.to_str` writes them: what stands beside the vocabulary, read and changed.
+
+The vocabulary and the merges are most of a definition, and stand at its end: they are passed over, not parsed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+_VOCABULARY = '"vocab":{'
+
+
+def without_vocabulary(definition: str) -> dict[str, Any]:
+    """A serialized tokenizer; without vocabulary and merges where they can be left out."""
+    return _parsed(definition)[0]
+
+
+def changed(definition: str, changes: tuple[tuple[str, str], ...]) -> str:
+    """The same tokenizer with other parts: `changes` are names of parts and their JSON."""
+    known, rest = _parsed(definition)
+    known |= {name: json.loads(value) for name, value in changes}
+    known["model"] = known.pop("model")  # at its end
+    head = json.dumps(known, ensure_ascii=False, separators=(",", ":"))
+    return head if rest is None else head.removesuffix("}}}") + rest
+
+
+def _parsed(definition: str) -> tuple[dict[str, Any], str | None]:
+    """Without the vocabulary, and then the text from its first entry; or the whole of it, and None.
+
+    In a string of JSON the quotes of the name would be escaped.
+    """
+    head, found, rest = definition.partition(_VOCABULARY)
+    if found:
+        with contextlib.suppress(ValueError, KeyError):
+            known: dict[str, Any] = json.loads(head + _VOCABULARY + "}}}")
+            model = known["model"]
+            if "pre_tokenizer" in known and model["type"] in ("BPE", "WordPiece") and "unk_token" in model:
+                return known, rest
+    whole: dict[str, Any] = json.loads(definition)
+    return whole, None

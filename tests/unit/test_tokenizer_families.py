@@ -1,0 +1,188 @@
+"""Tokenizers that a fast engine may not have, texts that it may not have, and machines without one."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+from relayrun.tokenization.encode import engines, families
+from relayrun.tokenization.encode.digits import DigitsApart
+from relayrun.tokenization.encode.engines import HuggingFace, select
+from relayrun.tokenization.encode.families import plan_of, spelled
+from relayrun.tokenization.readers.texts import Texts
+from tests import published
+from tests.published import (
+    DEEPSEEK,
+    GPT2,
+    KIMI,
+    LLAMA3,
+    RIGHT_TO_LEFT,
+    SUPERBPE,
+    by_patterns,
+    small,
+    split,
+    steps,
+)
+
+ESCAPED = (
+    DEEPSEEK[0],
+    r"[\x{4e00}-\x{9fa5}\u3040-\u309f\x{30a0}-\x{30ff}]+",
+    DEEPSEEK[2].replace("\r", r"\r").replace("\n", r"\n"),
+)
+PATTERNS = {
+    "DeepSeek in escapes": ESCAPED,
+    "right-to-left digits": (RIGHT_TO_LEFT, LLAMA3),
+    "GPT-2 as Split": (GPT2,),
+    "words": (r"\w+|[^\w\s]+|\s+",),
+    "SuperBPE-like": (SUPERBPE,),
+    "Kimi-like": (KIMI,),
+}
+KNOWN = {"DeepSeek in escapes": "DeepSeek", "GPT-2 as Split": "GPT-2"}
+TROUBLE = [
+    f"{before}{point}{behind} it{point}'s a{point}\n'{point}s don'{point}\u202f1{point}"
+    for point in ("\u180e", "\u017f", "\u212a", "\u202f", "\u00ad", "\ufeff", "\u200b", "\u2028")
+    for before in (" ", "'", "a", "x '", "\u202f", "1")
+    for behind in (" ", "'", "s", "\n", "\u180e")
+]
+
+
+def with_patterns(*patterns: str) -> Tokenizer:
+    """One whose tokens are what the patterns make of those texts, so that a proof by other texts finds nothing."""
+    made = Tokenizer(models.BPE())
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    made.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=3000, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(TROUBLE * 3, trainer)
+    made.encode_special_tokens = True
+    return made
+
+
+@pytest.mark.parametrize("kind", PATTERNS)
+def test_texts_that_engines_disagree_about_get_the_ids_of_hugging_face(kind: str) -> None:
+    tokenizer = with_patterns(*PATTERNS[kind])
+    selection = select("auto", tokenizer, Texts.of(["a text"]), lambda line: None)
+    texts = Texts.of(TROUBLE)
+    ids, lengths = selection.build(tokenizer.to_str()).encode(texts)
+    right, right_lengths = HuggingFace(tokenizer).encode(texts)
+    assert (ids.tolist(), lengths.tolist()) == (right.tolist(), right_lengths.tolist())
+    assert (selection.plan.family if selection.plan else None) == KNOWN.get(kind)
+
+
+def test_a_form_that_is_a_little_different_is_not_known() -> None:
+    def of(name: str, **parts: object) -> families.Plan | None:
+        known = json.loads(small(name))
+        model = parts.pop("model", {})
+        assert isinstance(model, dict)
+        known |= parts
+        known["model"] = {"type": known["model"]["type"]} | known["model"] | model
+        return plan_of(Tokenizer.from_str(json.dumps(known)).to_str())
+
+    assert of("Llama 3") is not None
+    assert of("Llama 3", pre_tokenizer=by_patterns(LLAMA3.replace("{1,3}", "{1,2}"))) is None
+    assert of("Llama 3", pre_tokenizer=steps(split(LLAMA3, "Removed"), published.byte_level(False))) is None
+    assert of("Llama 3", pre_tokenizer=steps(split(LLAMA3), published.byte_level(True))) is None
+    assert (
+        of("Llama 3", pre_tokenizer=steps(split(LLAMA3), published.byte_level(False) | {"add_prefix_space": True}))
+        is None
+    )
+    assert of("Llama 3", pre_tokenizer=None) is None
+    assert of("Llama 3", normalizer={"type": "Lowercase"}) is None
+    assert of("Llama 3", model={"dropout": 0.1}) is None
+    assert of("GPT-2", pre_tokenizer=steps(split(GPT2), split(GPT2), published.byte_level(False))) is None
+    assert of("Llama 2", model={"fuse_unk": False}) is None
+    assert of("Llama 2", normalizer=None) is None
+    assert of("Mistral", pre_tokenizer=published.metaspace("never", splits=False)) is None
+    assert of("BERT", normalizer={"type": "Lowercase"}) is None
+    without = json.loads(small("GPT-2"))
+    letter = published.byte_letters()[0x0A]
+    without["model"]["merges"] = []
+    without["model"]["vocab"] = {token: id_ for token, id_ in without["model"]["vocab"].items() if token != letter}
+    assert plan_of(Tokenizer.from_str(json.dumps(without)).to_str()) is None
+
+
+def test_patterns_are_known_in_every_spelling() -> None:
+    assert tuple(map(spelled, ESCAPED)) == tuple(map(spelled, DEEPSEEK)) == families.DEEPSEEK
+    assert spelled(LLAMA3.replace(r"\r\n", "\r\n")) == spelled(LLAMA3) == families.CL100K
+    assert spelled(r"a\\x41\x41\x5d\u00e9") == r"a\\x41A\x5dé"
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "BERT", "T5"])
+def test_without_its_engine_everything_works_and_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.from_str(small(name))
+    tokenizer.encode_special_tokens = True
+    plan = plan_of(tokenizer.to_str())
+    assert plan is not None
+    monkeypatch.setitem(sys.modules, plan.engine, None)
+    engines._built.cache_clear()
+    told: list[str] = []
+    selection = select("auto", tokenizer, Texts.of(["a text"]), told.append)
+    assert selection.engine == "huggingface"
+    assert told == [
+        f"{plan.engine} is not installed: huggingface encodes, which is slower; "
+        f"pip install {engines.PACKAGES[plan.engine]}"
+    ]
+    texts = Texts.of(TROUBLE)
+    right = HuggingFace(tokenizer).encode(texts)[0]
+    assert selection.build(tokenizer.to_str()).encode(texts)[0].tolist() == right.tolist()
+
+
+class Bytes:
+    """Every byte has an id of its own."""
+
+    routed = 0
+
+    def encode(self, texts: Texts) -> engines.Encoded:
+        return HuggingFace(_one_a_byte()).encode(texts)
+
+
+def _one_a_byte() -> Tokenizer:
+    return Tokenizer.from_str(small("one token a byte"))
+
+
+@pytest.mark.parametrize("each", [True, False])
+@given(texts=st.lists(st.text(st.sampled_from("ab 019²½٣Ⅷ漢é"), max_size=12), max_size=5))
+def test_digits_that_are_apart_come_back_in_their_place(each: bool, texts: list[str]) -> None:
+    made = Texts.of(["before", *texts])
+    made = Texts(data=made.data, offsets=made.offsets[1:])  # that begins inside its data
+    right = Bytes().encode(made)
+    ids, lengths = DigitsApart(Bytes(), each=each).encode(made)
+    assert (ids.tolist(), lengths.tolist()) == (right[0].tolist(), right[1].tolist())
+
+
+def test_normalized_text_that_holds_an_added_token_goes_elsewhere() -> None:
+    known = json.loads(small("Qwen"))
+    known["added_tokens"] += [
+        published.added("é!", 901, special=False, normalized=True),
+        published.added("e\u0301?", 902, special=False, normalized=False),
+    ]
+    tokenizer = Tokenizer.from_str(json.dumps(known))
+    tokenizer.encode_special_tokens = True
+    selection = select("auto", tokenizer, Texts.of(["a text"]), lambda line: None)
+    assert selection.engine == "gigatoken"
+    texts = Texts.of(["e\u0301!", "é!", "e\u0301?", "é?", "e\u0301", "plain", "e\u0301 \u1100\u1161\u11a8"])
+    engine = selection.build(tokenizer.to_str())
+    before = engine.routed
+    assert engine.encode(texts)[0].tolist() == HuggingFace(tokenizer).encode(texts)[0].tolist()
+    assert engine.routed - before == 4
+
+
+def test_the_page_lists_the_families_of_the_code() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/tokenization.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| (\w+) \| ([^|]+) \|$", page.partition("| form, as")[2], re.M)
+    found = {name: (engine, frozenset(re.findall(r"U\+(\w{4})", doubtful))) for name, engine, doubtful in rows}
+    nmt = families._NMT
+    assert found == {
+        family.name: (
+            family.engine,
+            frozenset(f"{ord(point):04X}" for point in family.doubtful + (nmt if family is families.UNIGRAM else "")),
+        )
+        for family in families.FAMILIES
+    }
