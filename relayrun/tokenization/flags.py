@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import typing
 
-from relayrun.tokenization.options import FORMER_ON_ERROR, AppendEod, EngineName, OnError, TokenizeOptions, checked
+from relayrun.tokenization.options import FORMER, AppendEod, EngineName, OnError, TokenizeOptions, checked
 
 FLAGS = {name: f"--{name.replace('_', '-')}" for name in TokenizeOptions.model_fields} | {
     "tokenizer": "--tokenizer-name-or-path",
@@ -57,7 +57,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         FLAGS["engine"],
-        choices=typing.get_args(EngineName),
+        choices=(*typing.get_args(EngineName), *FORMER["engine"]),
+        metavar=f"{{{','.join(typing.get_args(EngineName))}}}",
         help="auto: the fastest that gives Hugging Face's ids (default: %(default)s)",
     )
     parser.add_argument(
@@ -75,7 +76,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         FLAGS["on_error"],
-        choices=(*typing.get_args(OnError), *FORMER_ON_ERROR),
+        choices=(*typing.get_args(OnError), *FORMER["on_error"]),
         metavar=f"{{{','.join(typing.get_args(OnError))}}}",
         help="leave out files that cannot be read, or lines without a text in UTF-8 (default: %(default)s)",
     )

@@ -22,8 +22,8 @@ AppendEod = Literal["yes", "no", "auto"]
 EngineName = Literal["auto", "huggingface", "gigatoken", "nanotoken", "splintr"]
 OnError = Literal["fail", "skip-file", "skip-line"]
 
-FORMER_ON_ERROR = {"stop": "fail", "skip": "skip-file"}
-"""Values of `on_error` of earlier versions, and what they are now."""
+FORMER = {"on_error": {"stop": "fail", "skip": "skip-file"}, "engine": {"fastokens": "auto"}}
+"""Values of earlier versions by setting, and what they are now."""
 
 
 def _yes_or_no(value: object) -> object:
@@ -31,14 +31,18 @@ def _yes_or_no(value: object) -> object:
 
 
 @functools.cache
-def _renamed(former: str) -> str:
-    """What a former value of `on_error` is called now, with a warning."""
-    log.warning("on_error: %r is called %r now", former, FORMER_ON_ERROR[former])
-    return FORMER_ON_ERROR[former]
+def _renamed(setting: str, former: str) -> str:
+    """What a former value of a setting is now, with a warning."""
+    log.warning("%s: %r is %r now", setting, former, FORMER[setting][former])
+    return FORMER[setting][former]
 
 
-def _of_now(value: object) -> object:
-    return _renamed(value) if isinstance(value, str) and value in FORMER_ON_ERROR else value
+def _on_error_of_now(value: object) -> object:
+    return _renamed("on_error", value) if isinstance(value, str) and value in FORMER["on_error"] else value
+
+
+def _engine_of_now(value: object) -> object:
+    return _renamed("engine", value) if isinstance(value, str) and value in FORMER["engine"] else value
 
 
 def _some(workers: int) -> int:
@@ -72,14 +76,14 @@ class TokenizeOptions(Section):
     """Documents without text are kept, as documents without tokens; else they are dropped and counted."""
     workers: Annotated[int, Field(ge=-1), AfterValidator(_some)] = -1
     """Shards that are made at a time on a node; -1: as many as tasks."""
-    engine: EngineName = "auto"
+    engine: Annotated[EngineName, BeforeValidator(_engine_of_now)] = "auto"
     """The library that encodes; auto: the fastest that gives Hugging Face's ids."""
     batch_documents: Positive = 10_000
     """Documents that a worker tokenizes at a time, at most. A batch costs 0.15 ms: as much as 20 kB of text."""
     batch_bytes: Positive = 4_000_000
     """Bytes of UTF-8 that a worker tokenizes at a time, at most; a longer document is alone, in pieces. See `relayrun
     dumps tune`."""
-    on_error: Annotated[OnError, BeforeValidator(_of_now)] = "fail"
+    on_error: Annotated[OnError, BeforeValidator(_on_error_of_now)] = "fail"
     """What becomes of what cannot be read. fail: an error, once the other shards are done. skip-file: the whole file is
     left out and noted. skip-line: a line or row without a text in UTF-8 is left out and counted, and a file that cannot
     be read at all is left out."""

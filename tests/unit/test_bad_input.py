@@ -268,13 +268,18 @@ def test_a_file_that_is_left_out_takes_its_bad_lines_with_it(run: Run, data: Pat
     assert (result.documents, result.skipped_files, result.bad_lines) == (1, 1, {})
 
 
-@pytest.mark.parametrize(("former", "now"), [("stop", "fail"), ("skip", "skip-file")])
-def test_former_words_work_with_one_warning(caplog: pytest.LogCaptureFixture, former: Any, now: str) -> None:
+@pytest.mark.parametrize(
+    ("setting", "former", "now"),
+    [("on_error", "stop", "fail"), ("on_error", "skip", "skip-file"), ("engine", "fastokens", "auto")],
+)
+def test_former_words_work_with_one_warning(
+    caplog: pytest.LogCaptureFixture, setting: str, former: Any, now: str
+) -> None:
     _renamed.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert TokenizeOptions(tokenizer="t", on_error=former).on_error == now
-    assert [record.getMessage() for record in caplog.records] == [f"on_error: {former!r} is called {now!r} now"]
+            assert getattr(TokenizeOptions(tokenizer="t", **{setting: former}), setting) == now
+    assert [record.getMessage() for record in caplog.records] == [f"{setting}: {former!r} is {now!r} now"]
 
 
 def test_status_counts_lines_by_reason(settings: Any) -> None:

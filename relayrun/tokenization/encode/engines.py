@@ -11,7 +11,7 @@ import functools
 import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -22,7 +22,7 @@ from relayrun.tokenization.encode.edge_cases import edge_cases
 from relayrun.tokenization.encode.families import Plan, plan_of
 from relayrun.tokenization.encode.libraries import LIBRARIES, PACKAGES, Encoded, Engine, HuggingFace
 from relayrun.tokenization.encode.routes import Routed
-from relayrun.tokenization.options import EngineName
+from relayrun.tokenization.options import FORMER, EngineName
 from relayrun.tokenization.readers.texts import Texts
 
 __all__ = ["ENGINES", "Encoded", "Engine", "HuggingFace", "Routed", "Selection", "select", "without_vocabulary"]
@@ -71,6 +71,7 @@ def select(
     `tokenizer` has `encode_special_tokens` on, truncation and padding off; `definition` is its `to_str()`, where
     the caller has it already. Raises InputError for a wrong name.
     """
+    wanted = cast(EngineName, FORMER["engine"].get(wanted, wanted))  # a job of an earlier version has it in a pickle
     if wanted not in ENGINES:
         raise InputError(f"unknown engine {wanted!r}; there are: {', '.join(ENGINES)}")
     reference = Selection(engine="huggingface", version=_version("huggingface"))
