@@ -110,7 +110,7 @@ def tokenize(
                 "tasks": options.tasks,
             },
             names,
-            {"dataset": absolute(source), "tokenizer": str(logs / "tokenizer.json")},
+            source={"dataset": absolute(source), "tokenizer": str(logs / "tokenizer.json")},
         )
         parts = [Part(name=name, inputs=tuple(inputs[file] for file in files)) for name, files in folder.parts.items()]
         workers = min(len(parts) if options.workers == -1 else options.workers, len(parts))

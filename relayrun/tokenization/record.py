@@ -1,6 +1,7 @@
 """What is already tokenized: `tokenization.json` in a folder of shards, its manifest.
 
     settings   what the shards were made with; a folder holds shards of one choice alone
+    source     where the dataset and a copy of the tokenizer lie
     parts      by shard: the files that it is to hold; files that join the dump later get shards of their own
     shards     by shard that is done: a TaskRecord
 
@@ -135,6 +136,7 @@ class ShardFolder:
         path: str | os.PathLike[str],
         settings: dict[str, Any],
         files: Sequence[str],
+        *,
         source: dict[str, str] | None = None,
     ) -> None:
         """Open or begin the record. Raises InputError if the folder holds shards made in another way.
