@@ -85,7 +85,7 @@ class ReshardOptions:
     memory_limit: int = 4_000_000_000
     temp_dir: Path | None = None
     threads: int = 1
-    on_error: Literal["fail", "skip-line"] = "fail"
+    on_error: Literal["fail", "skip-line"] = TokenizeOptions.default("on_error")
 
 
 @dataclass(frozen=True, kw_only=True)

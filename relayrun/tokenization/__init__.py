@@ -3,6 +3,7 @@
     dumps/       a dataset in dumps of about equal size: their folder, their jobs, where they stand, which settings suit
     datatrove/   the same as datatrove's steps, for pipelines of your own
     pipeline     one paths file to one folder of shards, task by task (fused, pool), and what is done (record, progress)
+    retokenize   shards against the files that they were made from
     encode/      the tokenizer, the libraries that encode, and the proof that they agree
     readers/     files in a folder or a store to texts and rows of a bounded size
     options      how documents are tokenized, with every default; flags and settings: the same on a command line, in a

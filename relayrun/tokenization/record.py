@@ -1,6 +1,7 @@
 """What is already tokenized: `tokenization.json` in a folder of shards, its manifest.
 
     settings   what the shards were made with; a folder holds shards of one choice alone
+    source     where the dataset and a copy of the tokenizer lie
     parts      by shard: the files that it is to hold; files that join the dump later get shards of their own
     tokenizer  what a run compares with its own: fingerprint of what decides ids, size of the vocabulary
     shards     by shard that is done: a TaskRecord

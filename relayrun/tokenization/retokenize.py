@@ -63,9 +63,9 @@ class Compared:
 def compare_with_source(
     prefixes: Sequence[str],
     *,
+    workers: int,
     full: bool = False,
     tokenizer: str | None = None,
-    workers: int = 1,
     temp_dir: str | None = None,
     report: Callable[[Compared], None] = lambda compared: None,
 ) -> list[Compared]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Shuffle a dataset globally: parquet, JSON lines, csv or arrow files to parquet files of even size (data_0.parquet, ...).
+"""Shuffle a dataset globally: parquet, JSON lines, csv or arrow files to parquet files of even size, data_0 and on.
 
     reshard.py --dataset-folder raw/web --output-folder shuffled/web --seed 1
 The same files and seed give the same bytes, whatever the memory and the threads. The input stays as it is.
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument(
         "--on-error",
         choices=("fail", "skip-line"),
-        default="fail",
+        default=TokenizeOptions.default("on_error"),
         help="skip-line: leave out lines and rows without a text in UTF-8, and count them (default: %(default)s)",
     )
     parser.add_argument("--stage", choices=STAGES, help="one of several tasks of Slurm: see submit_reshard.sh")

@@ -108,6 +108,7 @@ BAD_LINES = {
     "byte": (b'{"text": "caf\xe9"}\n', "not UTF-8", "'text' holds a byte that is not UTF-8"),
     "array": (b"[1]\n", "no object", "this line is no JSON object"),
     "column": (b'{"txt": 1}\n', "no column", "no column 'text'; there are: txt"),
+    "name of a column": (b'{"caf\xe9": NaN}\n', "no column", r"no column 'text'; there are: caf\\udce9"),
     "number": (b'{"text": 7}\n', "not text", "'text' holds int, not text"),
     "control": (b'{"text": "a\tb"}\n', "not JSON", "this line is not JSON"),
     "nested": (b'{"text": "a", "x": ' + b"[" * 90_000 + b"]" * 90_000 + b"}\n", "not JSON", "this line is not JSON"),

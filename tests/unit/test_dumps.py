@@ -43,11 +43,13 @@ def metadata(tmp_path: Path) -> Path:
 
 
 def test_all_kinds_of_files_are_found_in_any_case_and_nothing_else(tmp_path: Path) -> None:
-    for name in ("A.PARQUET", "b/c.Jsonl", "b/d.jsonl.GZ", "e.jsonl.zst", "f.json", "g.parquet.tmp", "h.gz", "parquet"):
+    found = ["A.PARQUET", "a.CSV", "b/c.Jsonl", "b/d.jsonl.GZ", "b/x.csv.gz", "e.jsonl.zst", "f.json", "g.JSON.gz"]
+    found += ["h.json.zst", "i.Arrow", "my_state.json"]
+    for name in (*found, "g.parquet.tmp", "h.gz", "parquet", "b/dataset_info.json", "STATE.json"):
         write(tmp_path / name)
     (tmp_path / "folder.parquet").mkdir()
     os.mkfifo(tmp_path / "pipe.parquet")
-    assert paths(tmp_path) == ["A.PARQUET", "b/c.Jsonl", "b/d.jsonl.GZ", "e.jsonl.zst"]
+    assert paths(tmp_path) == found
 
 
 def test_links_are_followed_and_loops_are_not(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def wrong_id(out: Path, name: str, place: int) -> None:
 
 
 def one(prefix: Path, **options: object) -> Compared:
-    (found,) = compare_with_source([str(prefix)], **options)  # type: ignore[arg-type]
+    (found,) = compare_with_source([str(prefix)], workers=1, **options)  # type: ignore[arg-type]
     return found
 
 
@@ -99,7 +99,7 @@ def test_why_a_shard_is_not_compared(run: Run, data: Path, out: Path, tokenizer:
     (out / "tokenization.json").write_text(json.dumps(record))
     assert "of an earlier version" in str(one(shard).note)
     (out / "tokenization.json").unlink()
-    assert compare_with_source([str(shard)]) == []
+    assert compare_with_source([str(shard)], workers=1) == []
 
 
 def test_what_was_left_out_is_left_out_again(run: Run, data: Path, out: Path) -> None:
@@ -118,7 +118,7 @@ def test_verify_opens_a_finished_dump_again_and_a_submit_mends_it(settings: Toke
     metadata = MetadataFolder(settings.metadata_folder)
     for index in begin(settings):
         tokenize_dump(settings, index)
-    assert [each.faults for each in verify_dumps(metadata.path, full=True)] == [(), ()]
+    assert [each.faults for each in verify_dumps(metadata.path, workers=1, full=True)] == [(), ()]
     first = settings.dump_output(0)
     good = {file.name: file.read_bytes() for file in first.glob("*_tokens.*")}
     wrong_id(first, "00000_tokens", 0)
@@ -138,17 +138,17 @@ def test_verify_opens_a_finished_dump_again_and_a_submit_mends_it(settings: Toke
     assert {file.name: file.read_bytes() for file in first.glob("*_tokens.*")} == good
     (first / "00000_tokens.idx").unlink()
     with metadata.in_use():  # a dump is being tokenized
-        torn, _ = verify_dumps(metadata.path)
+        torn, _ = verify_dumps(metadata.path, workers=1)
     assert "this one is missing" in torn.faults[0]
     assert "stays finished (the dumps of this folder are being" in torn.summary()
     assert metadata.pending() == []
-    verify_dumps(metadata.path)
+    verify_dumps(metadata.path, workers=1)
     assert metadata.pending() == [0]
 
 
 def test_dumps_that_are_not_finished_are_not_verified(settings: TokenizationSettings) -> None:
     with pytest.raises(InputError, match="no dump is finished here"):
-        verify_dumps(settings.metadata_folder)
+        verify_dumps(settings.metadata_folder, workers=1)
 
 
 @pytest.mark.slow

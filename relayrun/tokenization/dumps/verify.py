@@ -40,8 +40,8 @@ class VerifiedDump:
 def verify_dumps(
     metadata_folder: str | os.PathLike[str],
     *,
+    workers: int,
     full: bool = False,
-    workers: int = 1,
     temp_dir: str | None = None,
     report: Callable[[VerifiedDump], None] = lambda verified: None,
 ) -> list[VerifiedDump]:

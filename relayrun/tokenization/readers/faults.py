@@ -39,7 +39,7 @@ class LineFaults:
 
     def add(self, bad: BadLine, where: str) -> None:
         """Count the line at `where` as left out. Raises InputError naming it where none may be left out."""
-        error = InputError(bad.message, where=printable(where), hint=bad.hint)
+        error = InputError(printable(bad.message), where=printable(where), hint=bad.hint)
         if not self._skip:
             raise error from None
         self.counts[bad.reason] = self.counts.get(bad.reason, 0) + 1

@@ -32,10 +32,14 @@ _BUSY = (408, 425, 429)
 T = TypeVar("T")
 
 
+class StoreError(RelayrunError):
+    """A store did not answer for as long as it was asked. No fault of a file: no choice leaves the file out for it."""
+
+
 def again(call: Callable[[], T], url: str) -> T:
     """Return what `call` returns; where it fails in a way that may pass, call it again after each of `PAUSES`.
 
-    Raises what comes again as it came, and OSError where the last try fails, too.
+    Raises what comes again as it came, and StoreError where the last try fails, too.
     """
     for number, pause in enumerate((*PAUSES, None), start=1):
         try:
@@ -46,7 +50,11 @@ def again(call: Callable[[], T], url: str) -> T:
                 raise
             text = (str(reason).splitlines() or [""])[0] or type(reason).__name__
             if pause is None:
-                raise OSError(f"{text} (tried {number} times)") from None
+                raise StoreError(
+                    f"the store does not answer: {text} (tried {number} times)",
+                    where=url,
+                    hint="run again: what is done is kept",
+                ) from None
             log.warning("%s: %s; tried again in %g s (%d of %d)", url, text, pause, number, len(PAUSES))
         time.sleep(pause)
     raise AssertionError("the last pause is None")
