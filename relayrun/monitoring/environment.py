@@ -1,7 +1,7 @@
 """What compute_environment.txt says: in what an attempt ran, for the person who asks months later.
 
 The environment is shown by an allowlist. Should a secret of the environment stand elsewhere (a command line, a
-difference of the code), it is blotted out there.
+difference of the code), it is blotted out there, and so is what has the form of a token.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from relayrun.config.schema import RunConfig
+from relayrun.monitoring.secrets import masked
 from relayrun.rundir.records import AttemptStart
 
 SHOWN = re.compile(
@@ -65,11 +66,11 @@ def shown(environment: Mapping[str, str]) -> list[str]:
 
 
 def without_secrets(text: str, environment: Mapping[str, str]) -> str:
-    """`text` with the values of variables that sound secret replaced by their names."""
+    """`text` with the values of variables that sound secret replaced by their names, and tokens by what they are."""
     for name, value in environment.items():
         if SECRET.search(name) and len(value) >= SHORTEST_SECRET:
             text = text.replace(value, f"<{name}>")
-    return text
+    return masked(text)[0]
 
 
 def code(root: Path) -> tuple[str, str]:

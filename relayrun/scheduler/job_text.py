@@ -3,9 +3,9 @@
     JobId=1 JobName=TEXT UserId=... Account=... JobState=... NodeList=... Network=TEXT Command=TEXT
     WorkDir=TEXT Comment=TEXT StdErr=TEXT StdIn=TEXT StdOut=TEXT Power=... TresPerNode=...
 
-A name, comment, argument or path may hold ` JobState=COMPLETED`. So fields are read between the name and the network (or
-the command) alone, where Slurm puts accounts into small letters. What follows all texts is read from the end. Where the
-name may hold the fields as well, the caller asks Slurm for the name: then there is a second ` UserId=`.
+A name, comment, argument or path may hold ` JobState=COMPLETED`. So fields are read between the name and the network
+(or the command) alone, where Slurm puts accounts into small letters. What follows all texts is read from the end. Where
+the name may hold the fields as well, the caller asks Slurm for the name: then there is a second ` UserId=`.
 """
 
 from __future__ import annotations

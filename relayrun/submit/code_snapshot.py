@@ -3,7 +3,10 @@
 code/0001/          the files, below the same names
 code/0001.sha256    of all of them: a later submit of the same code takes the same snapshot
 code/0001.commit    the commit of the checkout
-code/0001.diff      what was changed since
+code/0001.diff      what was changed since, for its owner alone
+
+Files that look like secrets by their name are left out, unless git knows them; files that hold a token are for their
+owner alone; tokens in the difference are masked. Each is said. Nothing becomes wider than the umask.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relayrun.files import umask, write_atomic
+from relayrun.monitoring.secrets import is_secret_name, masked
 from relayrun.rundir.run import Run
 
 log = logging.getLogger(__name__)
@@ -43,11 +47,14 @@ def snapshot(run: Run, root: Path) -> Path:
     try:
         for name in names:
             (copied / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(root / name, copied / name, follow_symlinks=False)
+            _copy(root / name, copied / name)
         copied.chmod(copied.stat().st_mode & stat.S_ISGID | 0o777 & ~umask())  # a private one cannot be shared
         write_atomic(target.with_suffix(".commit"), _git(root, "rev-parse", "HEAD") or "unknown: no git checkout\n")
-        difference = (_git(root, "diff", "HEAD") or "").encode(errors="surrogateescape")
-        write_atomic(target.with_suffix(".diff"), difference)
+        text, tokens = masked(_git(root, "diff", "HEAD") or "")
+        if tokens:
+            log.warning("masked in the difference to the commit: %s", ", ".join(sorted(set(tokens))))
+        difference = text.encode(errors="surrogateescape")
+        write_atomic(target.with_suffix(".diff"), difference, mode=0o600)
         write_atomic(target.with_suffix(".sha256"), digest)
         os.rename(copied, target)
     except BaseException:
@@ -56,14 +63,27 @@ def snapshot(run: Run, root: Path) -> Path:
     return target
 
 
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file or a link; its mode is the source's less the umask, and 0o700 of that if it holds a token."""
+    shutil.copy2(source, target, follow_symlinks=False)
+    if target.is_symlink():
+        return
+    mode = stat.S_IMODE(target.stat().st_mode) & 0o777 & ~umask()
+    if target.stat().st_size <= LARGEST and (tokens := masked(target.read_text(encoding="latin-1"))[1]):
+        log.warning("in the snapshot, readable by you alone: %s holds what looks like a %s", source, tokens[0])
+        mode &= 0o700
+    target.chmod(mode)
+
+
 def _names(root: Path, without: Path) -> Iterator[str]:
-    """Files of the code, relative to `root`; nothing below the folder `without`."""
+    """Files of the code, relative to `root`; nothing below the folder `without`, and no secrets."""
     tracked = _git(root, "ls-files", "-z")
     if tracked is None:
         for part in PARTS:
             for path in (root / part).rglob("*"):
-                if path.is_file() and "__pycache__" not in path.parts:
-                    yield str(path.relative_to(root))
+                name = str(path.relative_to(root))
+                if path.is_file() and "__pycache__" not in path.parts and not _is_secret(root, name):
+                    yield name
         return
     others = _git(root, "ls-files", "-z", "--others", "--exclude-standard") or ""
     for name in filter(None, tracked.split("\0")):
@@ -73,10 +93,18 @@ def _names(root: Path, without: Path) -> Iterator[str]:
         path = root / name
         if not path.is_file() or path.is_relative_to(without):
             continue
+        if _is_secret(root, name):
+            continue
         if path.stat().st_size > LARGEST:
             log.warning("not in the snapshot, too large for code: %s", path)
         else:
             yield name
+
+
+def _is_secret(root: Path, name: str) -> bool:
+    if found := is_secret_name(name):
+        log.warning("not in the snapshot, its name is that of a secret: %s", root / name)
+    return found
 
 
 def _digest(root: Path, names: list[str]) -> str:

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from relayrun.data.mixture.folder import create_mixture
+from relayrun.data.mixture.refusals import MOST_REPEATS
 from relayrun.data.mixture.select import parse_tokens
 from relayrun.errors import run_main
 
@@ -57,6 +58,13 @@ def main() -> None:
         help="end where the last dataset is used up, not the first: others are repeated",
     )
     parser.add_argument(
+        "--most-repeats",
+        type=int,
+        default=MOST_REPEATS,
+        metavar="N",
+        help=f"how often a dataset may be read before the mixture is refused (default: {MOST_REPEATS})",
+    )
+    parser.add_argument(
         "--whole-shards",
         action="store_true",
         help="cut none: weights hold to one shard (for readers that take all of a .bin)",
@@ -70,6 +78,7 @@ def main() -> None:
         seed=arguments.seed,
         tokens=parse_tokens(arguments.tokens) if arguments.tokens is not None else None,
         allow_repeats=arguments.allow_repeats,
+        most_repeats=arguments.most_repeats,
         whole_shards=arguments.whole_shards,
         dry_run=arguments.dry_run,
         report=lambda line: print(line, file=sys.stderr),

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.files import read_json
-from relayrun.monitoring.environment import code
+from relayrun.files import read_json, umask
+from relayrun.monitoring.environment import code, without_secrets
+from relayrun.monitoring.secrets import masked
 from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
 from relayrun.submit.code_snapshot import LARGEST, snapshot
@@ -81,6 +82,88 @@ def test_a_folder_without_git_gives_its_code(tmp_path: Path) -> None:
         (root / name).write_text("x")
     taken = snapshot(run_dir(tmp_path / "run"), root)
     assert {str(path.relative_to(taken)) for path in taken.rglob("*.*")} == {"relayrun/cli.py", "launchers/lib/job.sh"}
+
+
+SECRETS = (".env", ".env.local", ".netrc", "conf/prod.env", "id_ed25519", "tls/server.key", "ca.pem", ".aws/config")
+SECRETS += ("credentials.json", "hf_token", "my-secrets.yaml", ".huggingface/token", "service_account_1.json")
+NONE = (".env.example", "secrets.py", "tokens.md", "tokenizer.json", "token_bucket.py", "key.py", "tokens/a.txt")
+GITHUB, HUB, AWS, WANDB = "ghp_" + "a1B2" * 9, "hf_" + "Ab" * 17, "AKIA" + "Q7" * 8, "0a1b" * 10
+"""Built here: nothing in this file has the form of a token."""
+
+
+def test_what_looks_like_a_secret_is_left_out_and_named(
+    checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (*SECRETS, *NONE, "ignored/.env"):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).write_text("x\n")
+    taken = snapshot(run_dir(tmp_path / "run"), checkout)
+    said = capsys.readouterr().err
+    for name in SECRETS:
+        assert not (taken / name).exists(), name
+        assert f"its name is that of a secret: {checkout / name}\n" in said
+    assert all((taken / name).exists() for name in NONE)
+    assert "ignored" not in said
+    assert not (taken / "ignored").exists()
+
+
+def test_without_git_too(tmp_path: Path) -> None:
+    for name in ("relayrun/cli.py", "configs/.env", "scripts/id_rsa"):
+        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / name).write_text("x")
+    taken = snapshot(run_dir(tmp_path / "run"), tmp_path / "root")
+    assert [str(path.relative_to(taken)) for path in taken.rglob("*") if path.is_file()] == ["relayrun/cli.py"]
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        (f"TOKEN = '{GITHUB}'", "GitHub token"),
+        (f"login({HUB!r})", "Hugging Face token"),
+        (f"export AWS_ACCESS_KEY_ID={AWS}", "AWS key"),
+        (f"aws_secret_access_key = {'aB/+' * 10}", "AWS key"),
+        (f"WANDB_API_KEY={WANDB}", "W&B key"),
+        (f"wandb.login(key='{WANDB}')", "W&B key"),
+        (f"machine w login user password {WANDB}", "W&B key"),
+        ("-----BEGIN OPENSSH " + "PRIVATE KEY-----\nabc", "private key"),
+    ],
+)
+def test_a_token_in_the_code_is_masked_in_the_difference_and_kept_from_others(
+    checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, kind: str
+) -> None:
+    (checkout / "package/changed.py").write_text(f"new\n{line}\n")
+    (checkout / "new.py").write_text(f"{line}\n")
+    taken = snapshot(run_dir(tmp_path / "run"), checkout)
+    difference = taken.with_suffix(".diff")
+    assert f"<{kind}>" in difference.read_text()
+    assert difference.stat().st_mode & 0o777 == 0o600
+    said = capsys.readouterr().err
+    assert f"masked in the difference to the commit: {kind}" in said
+    for name in ("package/changed.py", "new.py"):
+        assert (taken / name).stat().st_mode & 0o777 == 0o600
+        assert f"readable by you alone: {checkout / name} holds what looks like a {kind}" in said
+    assert (taken / "package/kept.py").stat().st_mode & 0o777 == 0o644 & ~umask()
+    assert masked(difference.read_text()) == (difference.read_text(), [])
+    assert kind in without_secrets(line, {})
+
+
+def test_names_of_commits_are_no_keys() -> None:
+    text = f"commit {WANDB}\nindex 0a1b0a1b..1\n - uses: thing@{WANDB}\n sha256: {'0a1b' * 16}\n"
+    assert masked(text) == (text, [])
+
+
+@pytest.mark.parametrize("mask", [0o077, 0o027])
+def test_nothing_is_wider_than_the_umask(checkout: Path, tmp_path: Path, mask: int) -> None:
+    (checkout / "run.sh").chmod(0o777)
+    before = os.umask(mask)
+    try:
+        run = run_dir(tmp_path / "run")
+        snapshot(run, checkout)
+    finally:
+        os.umask(before)
+    wide = [path for path in run.code.rglob("*") if not path.is_symlink() and path.stat().st_mode & 0o777 & mask]
+    assert not wide
+    assert os.access(run.code / "0001/run.sh", os.X_OK)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -165,12 +166,14 @@ def test_a_document_that_is_too_long_is_named(tmp_path: Path) -> None:
 
 def test_what_cannot_be_asked_for_is_one_error(tmp_path: Path) -> None:
     a = dataset(tmp_path / "a", shards=1)
-    with pytest.raises(ConfigError, match="less than half of the first document"):
+    with pytest.raises(ConfigError, match="less than half of its first document"):
         create_mixture([a], [1], tmp_path / "m", tokens=1)
     with pytest.raises(ConfigError, match="may be cut"):
         create_mixture([a], [1], tmp_path / "m", whole_shards=True, tokens=1000)
-    with pytest.raises(ConfigError, match="repeated often"):
+    with pytest.raises(ConfigError, match=r"would be all of them [\d,]+ times; 100 is the most"):
         create_mixture([a], [1], tmp_path / "m", tokens=10**14)
+    with pytest.raises(ConfigError, match="shards would be linked, because a small dataset is repeated often"):
+        create_mixture([a], [1], tmp_path / "m", tokens=10**14, most_repeats=10**15)
     for text in ("0", "-5", "10X", "", "1e9"):
         with pytest.raises(ConfigError, match="no number of tokens"):
             select.parse_tokens(text)
@@ -183,6 +186,69 @@ def test_what_cannot_be_asked_for_is_one_error(tmp_path: Path) -> None:
         1_500_000_000_000,
     ]
     assert not (tmp_path / "m").exists()
+
+
+def tiny(folder: Path, *lengths: int) -> Path:
+    writer = ShardWriter(folder / "s", np.uint16)
+    writer.add(np.ones(sum(lengths), np.uint16), list(lengths))
+    assert writer.finish()
+    return folder
+
+
+def refusal(*arguments: Any, **options: Any) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        create_mixture(*arguments, dry_run=True, **options)
+    return caught.value
+
+
+def test_a_tiny_dataset_that_ends_a_mixture_is_named_and_each_advice_helps(tmp_path: Path) -> None:
+    big, small = tiny(tmp_path / "big", *[1000] * 200), tiny(tmp_path / "small", 20)
+    error = refusal([big, small], [0.5, 0.5], tmp_path / "m")
+    assert error.message == (
+        "20 tokens, its share (50 % of 40 tokens), are less than half of its first document, which has 1,000; "
+        "the mixture ends there, where small with 20 tokens is used up"
+    )
+    assert error.where == str(big)
+    assert error.hint == (
+        "give small about 3.8 % of the weights or less, or leave it out; "
+        "or ask for --tokens 1002 or more, which read small 25.1 times"
+    )
+    create_mixture([big, small], [0.962, 0.038], tmp_path / "m", dry_run=True)
+    create_mixture([big], [1], tmp_path / "m", dry_run=True)
+    assert "small is repeated: 25.00 times" in create_mixture([big, small], [1, 1], tmp_path / "m", tokens=1002)
+    assert "tokens" not in (refusal([big, small], [0.5, 0.5], tmp_path / "n", most_repeats=20).hint or "")
+
+
+def test_a_weight_that_is_too_small_is_named_and_each_advice_helps(tmp_path: Path) -> None:
+    big, small = tiny(tmp_path / "big", *[1000] * 200), tiny(tmp_path / "small", *[50] * 100)
+    error = refusal([big, small], [1, 1e-6], tmp_path / "m")
+    assert error.message == (
+        "0 tokens, its share (0.0001 % of 200,000 tokens), are less than half of its first document, which has 50"
+    )
+    assert error.hint == "give it about 0.013 % of the weights or more, or leave it out"
+    create_mixture([big, small], [1, 0.00014], tmp_path / "m", dry_run=True)
+    error = refusal([big, small], [0.99, 0.01], tmp_path / "m", tokens=2000)
+    assert error.hint == "give it about 1.3 % of the weights or more, or leave it out; or ask for --tokens 2600 or more"
+    create_mixture([big, small], [0.987, 0.013], tmp_path / "m", tokens=2000, dry_run=True)
+    create_mixture([big, small], [0.99, 0.01], tmp_path / "m", tokens=2600, dry_run=True)
+    error = refusal([big, small], [0.9, 0.1], tmp_path / "m", tokens=200)
+    assert error.hint == "leave it out; or ask for --tokens 557 or more"
+    create_mixture([big, small], [0.9, 0.1], tmp_path / "m", tokens=557, dry_run=True)
+
+
+def test_a_dataset_is_not_repeated_thousands_of_times_by_mistake(tmp_path: Path) -> None:
+    big, small = tiny(tmp_path / "big", *[1000] * 200), tiny(tmp_path / "small", 20)
+    error = refusal([big, small], [0.5, 0.5], tmp_path / "m", allow_repeats=True)
+    assert error.message == (
+        "this dataset has 20 tokens, and 200,000, its share, would be all of them 10,000 times; 100 is the most"
+    )
+    assert error.where == str(small)
+    assert error.hint is not None
+    assert error.hint.startswith("give it about 0.50 % of the weights or less, leave it out")
+    assert error.hint.endswith("--most-repeats 10000")
+    create_mixture([big, small], [0.995, 0.005], tmp_path / "m", allow_repeats=True, dry_run=True)
+    create_mixture([big, small], [1, 1], tmp_path / "m", allow_repeats=True, most_repeats=10_000, dry_run=True)
+    refusal([big, small], [0.5, 0.5], tmp_path / "m", tokens=10_000)
 
 
 def test_the_door_forecasts_without_writing(tmp_path: Path) -> None:

@@ -213,8 +213,8 @@ REAL = (
     "QOS=(null) JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0 "
     "RunTime=00:00:01 TimeLimit=00:05:00 TimeMin=N/A StartTime=2026-11-22T17:51:40 EndTime=2026-11-22T17:56:40 "
     "PreemptTime=None Partition=debug ExcNodeList=(null) NodeList=n1 BatchHost=n1 NumNodes=1 CPUs/Task=2 "
-    "MinMemoryNode=0 Features=(null) OverSubscribe=OK Licenses=(null) Network={network} Command=/w/script {text} WorkDir=/w/{text} "
-    "Comment={comment}  StdErr=/w/{text}/6.out StdIn=/dev/null StdOut=/w/{text}/6.out Power= {gpus}"
+    "MinMemoryNode=0 Features=(null) OverSubscribe=OK Licenses=(null) Network={network} Command=/w/script {text} "
+    "WorkDir=/w/{text} Comment={comment}  StdErr=/w/{text}/6.out StdIn=/dev/null StdOut=/w/{text}/6.out Power= {gpus}"
 )
 """One line of scontrol, of Slurm 22.05."""
 

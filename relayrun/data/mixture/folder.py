@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from relayrun.data.mixture import select
+from relayrun.data.mixture.refusals import MOST_REPEATS, refuse_nothing, refuse_repeats
 from relayrun.data.mixture.summary import CutShard, Dataset, as_json, pass_folder, summarise
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import RealPath, fsync_directory, replaced_folder, write_atomic
@@ -43,15 +44,17 @@ def create_mixture(
     seed: int = 0,
     tokens: int | None = None,
     allow_repeats: bool = False,
+    most_repeats: int = MOST_REPEATS,
     whole_shards: bool = False,
     dry_run: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> str:
     """Write the mixture of `folders` into the folder `output` and return its summary, a table and a forecast.
 
-    The folder appears at once and replaces a former mixture; anything else that stands there is
-    refused. `tokens`: how many in all, by default until a dataset is used up, or, with `allow_repeats`, until
-    all are. `whole_shards`: cut none. `dry_run`: write nothing. `report` gets a line of progress now and then.
+    The folder appears at once and replaces a former mixture; anything else that stands there is refused. `tokens`: how
+    many in all, by default until a dataset is used up, or, with `allow_repeats`, until all are. `most_repeats`: how
+    often a dataset may be read. `whole_shards`: cut none. `dry_run`: write nothing. `report` gets a line of progress
+    now and then.
     Raises ConfigError for wrong weights or options, InputError for wrong folders or torn shards.
     """
     if len(folders) != len(weights):
@@ -74,7 +77,9 @@ def create_mixture(
         datasets = [replace(dataset, taken=count) for dataset, count in zip(datasets, taken, strict=True)]
     else:
         targets = select.wanted([d.available for d in datasets], shares, tokens=tokens, repeat=allow_repeats)
+        refuse_repeats(datasets, targets, most=most_repeats)
         datasets = [_taking(dataset, target) for dataset, target in zip(datasets, targets, strict=True)]
+        refuse_nothing(datasets, targets, tokens=tokens, repeat=allow_repeats, most=most_repeats)
     links = sum(dataset.prefixes for dataset in datasets)
     if links > MOST_LINKS:
         raise ConfigError(
@@ -207,14 +212,7 @@ def _taking(dataset: Dataset, target: int) -> Dataset:
     passes = take.passes
     if taken == len(dataset.shards):
         passes, taken = passes + 1, 0
-    found = replace(dataset, passes=passes, taken=taken, cut=cut)
-    if not found.tokens:
-        raise ConfigError(
-            f"{target:,} tokens are less than half of the first document",
-            where=dataset.folder,
-            hint="ask for more --tokens, or give this dataset more weight",
-        )
-    return found
+    return replace(dataset, passes=passes, taken=taken, cut=cut)
 
 
 def _cut(shard: Shard, tokens: int) -> CutShard:
