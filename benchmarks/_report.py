@@ -110,6 +110,7 @@ SECTIONS: dict[str, list[Row]] = {
         Row("seconds lost beside training", "lost_seconds_async", ".2f"),
         Row("seconds lost standing still", "lost_seconds_sync", ".2f"),
         Row("seconds of a copy in memory of as many bytes", "memcpy_seconds", ".2f"),
+        Row("CPU time that checksums add to that of a save", "hashing_over_save_cpu", ".3f", most=0.05),
     ],
     "training": [
         Row("CPU time of our loop over that of the same model stepped bare", "cpu.ratio", ".3f", most=1.02),

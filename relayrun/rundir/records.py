@@ -2,7 +2,7 @@
 
 | file | writer | read by |
 |---|---|---|
-| begin.json | supervisor, before the ranks start | ranks, later attempts |
+| begin.json | supervisor, before the ranks start; rank 0 if its base is damaged | ranks, later attempts |
 | started.json | rank 0, before its first step | people, benchmarks |
 | commits.jsonl | rank 0, after a checkpoint is published | supervisor, later attempts |
 | outcome.json | rank 0, when it leaves on purpose | supervisor |

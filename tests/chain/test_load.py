@@ -129,3 +129,28 @@ def test_what_cannot_be_loaded_is_refused_before_submission(
     assert says in refused.stderr
     assert refused.stderr.count("error: ") == 1
     assert not workspace.run("no").plan.exists()
+
+
+@pytest.mark.long
+def test_a_job_that_meets_a_damaged_checkpoint_goes_on_from_the_one_before(workspace: Workspace) -> None:
+    """The supervisor beside it has read begin.json before; its views have no gap, and status tells the reason."""
+    run = workspace.run("flipped")
+    assert submit(workspace.config("flipped", **SETTINGS)).returncode == 0
+    piece = max(run.checkpoint(8).glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data = bytearray(piece.read_bytes())
+    data[len(data) // 2] ^= 16
+    piece.write_bytes(data)
+    done = submit(workspace.config("flipped", **(SETTINGS | {"training": {"steps": 12}})), "--resume")
+    assert done.returncode == 0, done.stderr
+    assert [attempt.number for attempt in map(run.attempt, run.attempt_numbers())] == [1, 2]
+    begin, end = run.attempt(2).read_begin(), run.attempt(2).read_end()
+    assert begin is not None
+    assert end is not None
+    assert (begin.base_iteration, end.cause, end.progress) == (4, "done", True)
+    lines = [line["iteration"] for line in read_lines(run.metrics_view) if "loss" in line]
+    assert lines == list(range(1, 13))
+    status = [sys.executable, "-m", "relayrun.cli", "status", str(run.path)]
+    said = subprocess.run(status, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "8, computed again since: " in said
+    words = " ".join(said.split())
+    assert "are not those that were saved" in words or "is not what was saved" in words

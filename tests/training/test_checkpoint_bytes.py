@@ -1,4 +1,4 @@
-"""What docs/checkpoints.md says of flipped bytes."""
+"""Why checkpoints have hashes of their own: torch writes checksums, and never compares them."""
 
 from __future__ import annotations
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 
+from relayrun.training.checkpoint import host_copy
 from relayrun.training.checkpoint.host_copy import ALIGNMENT, HostCopy, Reserved, layout
 
 CPU = torch.device("cpu")
@@ -136,3 +138,19 @@ def test_on_a_gpu_the_buffers_are_pinned() -> None:
     host.fill(there, host.follow())
     assert all(one.data.is_pinned() for one in there)
     assert there[0].data.tolist() == list(range(1000))
+
+
+@pytest.mark.parametrize("piece", [64, 1 << 12, 1 << 22])
+def test_every_copy_has_the_digest_of_its_values(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of what is copied in several parts, of what is not contiguous, and beside what has no elements."""
+    monkeypatch.setattr(host_copy, "AT_ONCE", 1000)
+    copy = HostCopy(CPU, piece=piece)
+    for _ in range(2):  # buffers are used again
+        every = shards()
+        copy.fill(every, None)
+        digests = copy.digests()
+        assert len(digests) == len([one for one in every if one.data.nbytes])
+        for one in every:
+            if one.data.nbytes:
+                raw = one.data.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+                assert digests[one.data.data_ptr()] == xxhash.xxh3_128_hexdigest(raw), one.key

@@ -70,7 +70,7 @@ class IndexCache:
         for path, index in zip(self._paths, build(), strict=True):
             with whole_file(path) as temporary, temporary.open("wb") as file:
                 hashed = _Hashed(file)
-                np.save(hashed, index, allow_pickle=False)  # type: ignore[call-overload]  # it needs no more of a file
+                np.save(hashed, index, allow_pickle=False)
             record[path.name] = {"bytes": hashed.bytes, "xxh3_128": hashed.digest.hexdigest()}
         write_json(self._record, record)
 

@@ -89,6 +89,8 @@ class HostCopy:
             for shard in shards:
                 buffer = self._buffers[_key(shard)]
                 source, shard.data = shard.data.detach(), buffer
+                if not buffer.nbytes:  # it may have the address of another one
+                    continue
                 if source.device.type == "cpu" and source.is_contiguous():
                     self._digests[buffer.data_ptr()] = _copy_and_digest(source, buffer)
                 else:

@@ -77,7 +77,7 @@ class InProcessStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # 
 
 
 class _PlainObjects(MCoreLoadPlanner):  # type: ignore[misc]
-    """megatron-core's planner; but objects are values and tensors, never code."""
+    """The planner of megatron-core; but objects are values and tensors, never code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         found = torch.load(value, map_location="cpu", weights_only=True)
