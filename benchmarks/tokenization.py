@@ -108,12 +108,10 @@ def main() -> None:
             "datatrove": run(BASELINE, data, tokenizer, EOS, CACHE / "theirs", TASKS, options.workers),
             "bare loop": run(BARE, data, tokenizer, options.workers, ""),
             "relayrun": ours(data, tokenizer, CACHE / "ours", options.workers),
-            "relayrun fastokens": ours(data, tokenizer, CACHE / "fast", options.workers, "--engine", "fastokens"),
         }
         theirs = digests(CACHE / "theirs")
         assert len(theirs) == 2 * TASKS
-        for folder in ("ours", "fast"):
-            assert digests(CACHE / folder) == theirs, f"{folder} differs from datatrove's bytes"
+        assert digests(CACHE / "ours") == theirs, "ours differs from datatrove's bytes"
         figures |= {
             "bare loop long": run(BARE, long, tokenizer, options.workers, ""),
             "bare loop long that writes": run(BARE, long, tokenizer, options.workers, CACHE / "bare"),
@@ -157,7 +155,6 @@ def report(rounds: Rounds, largest: dict[str, float], data: Path, tokenizer: Pat
         "same_bytes_as_datatrove": True,
         "load_average": os.getloadavg()[0],
         "cpu_speed_up_over_datatrove": ratio("datatrove", "relayrun"),
-        "cpu_speed_up_over_datatrove_fastokens": ratio("datatrove", "relayrun fastokens"),
         "share_of_the_bare_loop": ratio("bare loop", "relayrun"),
         "share_of_the_bare_loop_long": ratio("bare loop long", "relayrun long"),
         "share_of_the_bare_loop_long_that_writes": ratio("bare loop long that writes", "relayrun long"),
@@ -227,7 +224,9 @@ def many_times(data: Path) -> Path:
     return folder
 
 
-def ours(data: Path, tokenizer: Path, out: Path, workers: int, *flags: str, tasks: int = TASKS) -> dict[str, float]:
+def ours(
+    data: Path, tokenizer: Path, out: Path, workers: int, *flags: str, tasks: int = TASKS, eos: str = EOS
+) -> dict[str, float]:
     shutil.rmtree(out, ignore_errors=True)
     paths = CACHE / "paths.txt"
     paths.write_text("".join(f"{file.name}\n" for file in sorted(data.iterdir())))
@@ -244,7 +243,7 @@ def ours(data: Path, tokenizer: Path, out: Path, workers: int, *flags: str, task
             "--output-folder",
             str(out),
             "--eos-token",
-            EOS,
+            eos,
             "--n-tasks",
             str(tasks),
             "--n-workers",

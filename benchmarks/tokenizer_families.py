@@ -1,0 +1,160 @@
+#!/usr/bin/env python3
+"""Tokenization against datatrove's own writer for each kind of tokenizer: CPU time from parquet to shards, same bytes.
+
+    python benchmarks/tokenizer_families.py                          all of it: hours
+    python benchmarks/tokenizer_families.py --megabytes 2 --rounds 1 "Llama 3" BERT
+
+150 MB of text in many languages and of code, two workers on each side, default flags: a program's start, the proof and
+the routing are part of what is measured. The tokenizers are those of `tests/published.py`. Each one's row is kept when
+it is done, so a run that was ended goes on behind it (`--again` begins anew); the result is written when all are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gettext
+import json
+import random
+import shutil
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from _report import FAMILIES as WANTED
+from _results import spread, write
+from tokenization import _SET_CHILD_SUBREAPER, BASELINE, CACHE, FILES, TASKS, digests, measured, ours, run
+
+from relayrun.demo.corpus import build_corpus
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.published import FORMS, published
+
+NO_TEXT = ("<|", "</s>", "<s>", "<unk>", "<pad>", "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+"""Text of special tokens, which becomes these tokens in datatrove alone."""
+
+START = """
+import sys
+from relayrun.tokenization.encode.engines import select
+from relayrun.tokenization.encode.tokenizer import load_tokenizer
+from relayrun.tokenization.options import TokenizeOptions
+from relayrun.tokenization.readers.texts import Texts
+loaded = load_tokenizer(TokenizeOptions(tokenizer=sys.argv[1], eos_token=sys.argv[2]))
+sample = Texts.of([open(sys.argv[3]).read()[:60_000]])
+selection = select("auto", loaded.tokenizer, sample, print, definition=loaded.definition)
+selection.build(loaded.definition)
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=list(WANTED), help=f"of: {', '.join(FORMS)}")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--megabytes", type=float, default=150)
+    parser.add_argument("--again", action="store_true", help="rows that are kept are measured again")
+    options = parser.parse_args()
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    data = multilingual(options.megabytes)
+    rows = CACHE / f"families-{options.megabytes:g}MB-{options.rounds}"
+    rows.mkdir(exist_ok=True)
+    for name in options.names:
+        row = rows / f"{name}.json"
+        if options.again or not row.exists():
+            row.write_text(json.dumps(measure(name, data, options.workers, options.rounds)))
+        figures = json.loads(row.read_text())
+        print(
+            f"{name:24} {figures['engine']:12} {figures['cpu_speed_up']['median']:6.1f} times, "
+            f"wanted {WANTED.get(name, 1)}; start {figures['start_cpu_s']['median']:.2f} s, "
+            f"{figures['routed_documents']:,} of {figures['documents']:,} documents routed",
+            flush=True,
+        )
+    kept = {name: rows / f"{name}.json" for name in WANTED}
+    if all(file.exists() for file in kept.values()) and options.megabytes >= 150:
+        write("tokenizer_families", {name: json.loads(file.read_text()) for name, file in kept.items()})
+
+
+def measure(name: str, data: Path, workers: int, rounds: int) -> dict[str, Any]:
+    """The row of a tokenizer. Raises SystemExit where the bytes differ."""
+    tokenizer = published(name)
+    tokens = json.loads(tokenizer.read_text())["added_tokens"]
+    special = {token["content"] for token in tokens if token["special"]}
+    eos = next(each for each in ("<|endoftext|>", "</s>", "<eos>", "[SEP]") if each in special)
+    program = CACHE / "start.py"
+    program.write_text(START)
+    some = CACHE / "some-text.txt"
+    some.write_text("\n".join(pq.read_table(next(data.glob("*.parquet")))["text"].to_pylist())[:100_000])
+    found: list[dict[str, float]] = []
+    for _ in range(rounds):
+        theirs = run(BASELINE, data, tokenizer, eos, CACHE / "theirs", TASKS, workers)
+        mine = ours(data, tokenizer, CACHE / "ours", workers, eos=eos)
+        if digests(CACHE / "ours") != digests(CACHE / "theirs"):
+            raise SystemExit(f"{name}: other bytes than datatrove's")
+        start = measured([sys.executable, str(program), str(tokenizer), eos, str(some)])
+        found.append({"theirs": theirs["cpu_s"], "ours": mine["cpu_s"], "start": start["cpu_s"]})
+    shards = json.loads((CACHE / "ours" / "tokenization.json").read_text())["shards"].values()
+    return {
+        "engine": "+".join(sorted({task["engine"] for task in shards})),
+        "cpu_speed_up": spread([each["theirs"] / each["ours"] for each in found]),
+        "start_cpu_s": spread([each["start"] for each in found]),
+        "cpu_s": statistics.median(each["ours"] for each in found),
+        "cpu_s_of_datatrove": statistics.median(each["theirs"] for each in found),
+        "documents": sum(task["documents"] for task in shards),
+        "routed_documents": sum(task["routed_documents"] for task in shards),
+        "same_bytes_as_datatrove": True,
+    }
+
+
+def multilingual(megabytes: float) -> Path:
+    """Parquet files of translations (three fifths) and of code, each document again with its lines mixed if too few."""
+    folder = CACHE / f"multilingual-{megabytes:g}"
+    if folder.is_dir():
+        return folder
+    source = CACHE / f"source-{megabytes:g}"
+    if not source.is_dir():
+        build_corpus(source, megabytes=max(10, int(megabytes)))
+    files = sorted(source.rglob("*.parquet"))
+    code = [text for file in files for text in pq.read_table(file, columns=["text"])["text"].to_pylist()]
+    generator = random.Random(0)
+    texts: list[str] = []
+    for kind, share in ((translations(), 0.6), (code, 0.4)):
+        kind = [text for text in kind if not any(mark in text for mark in NO_TEXT) and text.strip()]
+        left = megabytes * 1e6 * (share if kind else 0)
+        while left > 0:
+            generator.shuffle(kind)
+            for text in kind:
+                texts.append(text)
+                left -= len(text.encode())
+                if left < 0:
+                    break
+            kind = ["\n".join(generator.sample(lines, len(lines))) for lines in (text.split("\n") for text in kind)]
+    generator.shuffle(texts)
+    building = CACHE / "building-multilingual"
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir()
+    for number in range(FILES):
+        table = pa.table({"text": texts[number::FILES]})
+        pq.write_table(table, building / f"{number:02d}.parquet", row_group_size=1 << 20, compression="snappy")
+    building.rename(folder)
+    return folder
+
+
+def translations() -> list[str]:
+    """The messages of this machine's catalogues, 20 a document."""
+    documents: list[str] = []
+    for path in sorted(Path("/usr/share/locale").glob("*/LC_MESSAGES/*.mo")):
+        try:
+            with path.open("rb") as file:
+                messages = [*gettext.GNUTranslations(file)._catalog.values()]  # type: ignore[attr-defined]
+        except (UnicodeError, ValueError, OSError, TypeError, IndexError):
+            continue
+        documents += ["\n".join(messages[begin : begin + 20]) for begin in range(0, len(messages), 20)]
+    return documents
+
+
+if __name__ == "__main__":
+    main()
