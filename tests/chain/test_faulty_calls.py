@@ -19,7 +19,7 @@ from relayrun.rundir.stop import stop_reason
 from relayrun.scheduler.local import LocalScheduler
 
 from .conftest import MakeRun, fast_package
-from .test_exhaustion import TENTH
+from .test_exhaustion import EVERYTHING, tenth
 
 CASES = 200
 STEPS = 4
@@ -58,26 +58,18 @@ def case(number: int) -> str:
     return f"inject={calls}:{what}:when={at}"
 
 
-def blocks() -> list[object]:
-    size = CASES // 10
-    return [
-        pytest.param(
-            range(block * size, (block + 1) * size), id=f"block{block}", marks=[pytest.mark.long] * (block != TENTH)
-        )
-        for block in range(10)
-    ]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("numbers", blocks())
+@EVERYTHING
 def test_a_chain_whose_first_job_meets_a_failing_call_ends_with_a_word(
-    numbers: range, make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    everything: bool, make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("relayrun.scheduler.local.BEGIN_BACKOFF", 0.1)
     root = fast_package(tmp_path)
+    numbers = range(CASES) if everything else range(tenth(), CASES, 10)
     wrong = []
     for number in numbers:
         complaint = below_strace(number, make_run, root)
+        print(number, case(number), complaint or "well", flush=True)
         if complaint:
             wrong.append(f"{number} {case(number)}: {complaint}")
     assert not wrong, "\n".join([f"{len(wrong)} of {len(numbers)}", *wrong])
