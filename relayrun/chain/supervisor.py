@@ -14,7 +14,7 @@ import os
 import time
 from itertools import islice
 
-from relayrun.chain import decide, evaluations, evidence, nodes, render, signs, successor
+from relayrun.chain import decide, evaluations, evidence, nodes, render, successor, take_over
 from relayrun.chain.log import log
 from relayrun.chain.watch import Watch
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
@@ -35,9 +35,6 @@ CHAIN_ENDS = 10
 FAILED = 12
 """Exit code of `end` when the attempt failed and all is done that follows from it."""
 
-TAKE_OVER_SECONDS = 10.0
-"""How long a submit that takes the run over has to find this attempt, and to put the plan back."""
-
 
 def begin(run: Run) -> int:
     """Open an attempt, or end the chain. Prints the attempt's directory, for job.sh.
@@ -52,7 +49,7 @@ def begin(run: Run) -> int:
         raise
     scheduler = for_plan(plan, run)
     job_id = scheduler.current_job_id()
-    if _taken_over(plan, job_id):
+    if take_over.happened(plan, job_id):
         return CHAIN_ENDS
     try:
         return _begin(run, plan, scheduler, job_id)
@@ -98,7 +95,7 @@ def _begin(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
         return CHAIN_ENDS
     options = successor.own_options(job, scheduler)
     attempt = _open_attempt(run, plan, scheduler, job, line, base, options=options, rewound=chosen is not None)
-    if _taken_over_meanwhile(run, job_id):  # its attempt owns nothing without begin.json
+    if take_over.happened_meanwhile(run, job_id):  # its attempt owns nothing without begin.json
         attempt.begin.unlink()
         return CHAIN_ENDS
     chained = plan.auto_requeue and plan.mode == "singleton"
@@ -248,24 +245,6 @@ def _queue_successor(
         log(f"no successor yet: {error.message}")
         return False
     return True
-
-
-def _taken_over(plan: Plan, job_id: str) -> bool:
-    if plan.owner is None or not signs.is_anothers(plan):
-        return False
-    log(f"this run has been taken over by {triggers.user_name(plan.owner)}; job {job_id} leaves it alone")
-    return True
-
-
-def _taken_over_meanwhile(run: Run, job_id: str) -> bool:
-    """Whether another user has taken the run over while this job began, and stays its owner.
-
-    Their submit looks for this attempt when it has written the plan, and puts the plan back where it finds it.
-    """
-    deadline = time.monotonic() + TAKE_OVER_SECONDS
-    while signs.is_anothers(plan := Plan.load(run)) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    return _taken_over(plan, job_id)
 
 
 def _settle(scheduler: Scheduler, job: Job, *, followed: bool) -> None:

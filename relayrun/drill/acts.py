@@ -218,3 +218,15 @@ def hold_successor(stage: Stage) -> None:
     assert "Reason=JobHeld" in stage.command("scontrol", "show", "job", waiting)
     stage.command("scontrol", "release", waiting)
     stage.hurry()
+
+
+def leave_behind_an_unreadable_view(stage: Stage) -> None:
+    """Put a directory where the merged metrics are, let the attempt leave, and take it away in the next one."""
+    stage.wait_iteration(15)
+    view = stage.run.metrics_view
+    aside = view.rename(view.with_name("metrics.aside"))
+    view.mkdir()
+    leave(stage)
+    stage.wait_iteration(20, attempt=2)
+    view.rmdir()
+    aside.rename(view)

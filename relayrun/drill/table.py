@@ -393,5 +393,30 @@ fi"""
         act=acts.hold_successor,
         long=True,
     ),
+    Fault(
+        name="view-unreadable",
+        what="the merged metrics cannot be read when a job begins",
+        expect="resumed",
+        causes=("saved", "done"),
+        act=acts.leave_behind_an_unreadable_view,
+        logged="the merged views: left for later",
+        long=True,
+    ),
+    Fault(
+        name="take-over-refused",
+        what="another user's take-over writes the plan while a job begins, finds its attempt, and puts the plan back",
+        expect="resumed",
+        causes=("saved", "done"),
+        act=acts.leave,
+        commands={
+            "python3": """
+if [[ " $* " == *" relayrun.chain begin "* && -e "${RELAYRUN_RUN_DIR}/attempts/0001" && ! -e "${provoked}" ]]; then
+  touch "${provoked}"
+  exec "${real}" -m relayrun.drill.taken_over "$@"
+fi"""
+        },
+        logged="another user is about to take this run over",
+        long=True,
+    ),
 )
 """Long rows wait for Slurm's own clocks."""

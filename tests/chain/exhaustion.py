@@ -27,7 +27,10 @@ DESCRIPTORS = ("fsync", "write", "pread", "pwrite", "ftruncate", "fchmod", "fsta
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens at the call: SIGKILL, or an error, which may last from there on."""
+    """What happens at the call: SIGKILL, or an error, which may last from there on.
+
+    One of a file lasts for what writes, one of a command of Slurm for all of them.
+    """
 
     name: str
     lasting: bool = False
@@ -37,6 +40,8 @@ class Fault:
 
 
 KILL = Fault("SIGKILL")
+PAUSE = Fault("a pause")
+"""The program stands still before the call until it is told to go on: `Child.go_on`."""
 FAULTS = (
     KILL,
     Fault("ENOSPC"),
@@ -45,6 +50,7 @@ FAULTS = (
     Fault("EACCES"),
     Fault("ENOSPC", lasting=True),
     Fault("EACCES", lasting=True),
+    Fault("EIO", lasting=True),
 )
 WRITING = {"mkdir", "rename", "replace", "unlink", "rmdir", "utime", "fsync", "write", "pwrite", "ftruncate", "fchmod"}
 
@@ -57,20 +63,25 @@ class Reached:
     """Its exit code; 128 + signal where it was killed; 1 with a traceback in `output` where it raised."""
     calls: list[str]
     output: str
+    lasting: bool = False
+    """The fault lasted to its end."""
 
 
 class Harness:
     """Counts calls in this process, which is a child, and lets one fail."""
 
-    def __init__(self, folder: Path, slurm: FakeSlurm, log: Path, at: int, fault: Fault | None) -> None:
+    def __init__(self, folder: Path, slurm: FakeSlurm, log: Path, at: int, fault: Fault | None, also: int) -> None:
         self._folder = os.fspath(folder)
         self._slurm = slurm
         self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        self._at, self._fault = at, fault
+        self._at, self._fault, self._also = at, fault, also
         self._count = 0
+        self._lasts_for_commands = False
         self._inside = False
         self._original = {name: getattr(os, name) for name in (*PATHS, *DESCRIPTORS)}
         self._run = subprocess.run
+        self._sleep = time.sleep
+        self._pause = log.with_suffix(".paused")
 
     def install(self) -> None:
         for name in PATHS:
@@ -88,7 +99,9 @@ class Harness:
         builtins.open = opened  # type: ignore[assignment]
         io.open = opened  # type: ignore[assignment]
         subprocess.run = self._command  # type: ignore[assignment]
-        time.sleep = lambda _seconds: None
+        slept, now = [0.0], time.monotonic
+        time.sleep = lambda seconds: slept.__setitem__(0, slept[0] + seconds)
+        time.monotonic = lambda: now() + slept[0]
 
     def _quietly(self, call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
         before, self._inside = self._inside, True
@@ -122,17 +135,23 @@ class Harness:
         except OSError:
             return None
 
-    def _failing(self, call: str, *, writes: bool) -> str | None:
+    def _failing(self, call: str, *, writes: bool, command: bool = False) -> str | None:
         """The name of the error with which this call fails."""
         self._original["write"](self._log, (call + "\n").encode())
         number, self._count = self._count, self._count + 1
         fault = self._fault
-        if fault is None or number < self._at or (number > self._at and not fault.lasting):
+        if fault == PAUSE and number in (self._at, self._also):
+            self._quietly(self._pause.touch)
+            while self._quietly(self._pause.exists):
+                self._sleep(0.002)
+        if fault in (None, PAUSE) or number < self._at or (number > self._at and not fault.lasting):
             return None
         if fault == KILL:
             os.kill(os.getpid(), signal.SIGKILL)
-        if number > self._at and not writes:  # a full or read-only file system can still be read
-            return None
+        if number == self._at:
+            self._lasts_for_commands = command
+        elif command != self._lasts_for_commands or not (writes or command):
+            return None  # a full or read-only file system can still be read
         return fault.name
 
     def _reach(self, call: str, *, writes: bool) -> None:
@@ -143,7 +162,7 @@ class Harness:
     def _command(self, command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
         """Slurm answers; or does what it is told and says that it failed; or hangs; or does not hear."""
         call = f"run {' '.join(command[:2])}"
-        name = self._failing(call, writes=False)
+        name = self._failing(call, writes=False, command=True)
         if name in (None, "EIO", "ESTALE"):
             done = self._quietly(self._slurm.run, command, more.get("input") or "")
             if name == "EIO":
@@ -155,7 +174,40 @@ class Harness:
         return subprocess.CompletedProcess(command, 1, "", words)
 
 
-def run_child(
+@dataclass(frozen=True)
+class Child:
+    """A program in a fork."""
+
+    pid: int
+    log: Path
+    output: Path
+
+    @property
+    def paused(self) -> bool:
+        return self.log.with_suffix(".paused").exists()
+
+    @property
+    def ended(self) -> bool:
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def go_on(self) -> None:
+        self.log.with_suffix(".paused").unlink(missing_ok=True)
+
+    def wait(self) -> Reached:
+        """Wait for its end, where it need not stand still any more."""
+        while not self.ended:
+            self.go_on()
+            time.sleep(0.002)
+        _, status = os.waitpid(self.pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        return Reached(
+            code=128 - code if code < 0 else code,
+            calls=self.log.read_text().splitlines(),
+            output=self.output.read_text(errors="replace"),
+        )
+
+
+def start_child(
     program: Callable[[], int],
     folder: Path,
     slurm: FakeSlurm,
@@ -163,10 +215,17 @@ def run_child(
     at: int = -1,
     fault: Fault | None = None,
     job: str = "1",
-) -> Reached:
-    """Run `program` in a fork, as job `job`; call number `at` fails. Without a fault the calls are only listed."""
+    name: str = "child",
+    also: int = -1,
+) -> Child:
+    """Start `program` in a fork, as job `job`; call number `at` fails. Without a fault the calls are only listed.
+
+    `also`: a second call at which it pauses.
+    `name`: of two that run at once each needs its own.
+    """
     scratch = slurm.file.parent
-    log, output = scratch / "calls", scratch / "output"
+    log, output = scratch / f"{name}.calls", scratch / f"{name}.output"
+    log.with_suffix(".paused").unlink(missing_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -179,7 +238,7 @@ def run_child(
             sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - the child's
             sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
             os.environ["SLURM_JOB_ID"] = job
-            Harness(folder, slurm, log, at, fault).install()
+            Harness(folder, slurm, log, at, fault, also).install()
             code = program()
         except BaseException:
             traceback.print_exc()
@@ -187,10 +246,17 @@ def run_child(
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
-    _, status = os.waitpid(pid, 0)
-    code = os.waitstatus_to_exitcode(status)
-    return Reached(
-        code=128 - code if code < 0 else code,
-        calls=log.read_text().splitlines(),
-        output=output.read_text(errors="replace"),
-    )
+    return Child(pid, log, output)
+
+
+def run_child(
+    program: Callable[[], int],
+    folder: Path,
+    slurm: FakeSlurm,
+    *,
+    at: int = -1,
+    fault: Fault | None = None,
+    job: str = "1",
+) -> Reached:
+    """Run `program` as `start_child` does, to its end."""
+    return start_child(program, folder, slurm, at=at, fault=fault, job=job).wait()

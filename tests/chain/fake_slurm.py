@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 Jobs = dict[str, dict[str, Any]]
+
+NODES = {"n0", "n1", "n2", "n3"}
+LIVE = ("PENDING", "RUNNING", "COMPLETING")
+
+
+class RefusedError(Exception):
+    """What Slurm refuses, in the words of Slurm 22.05, where each was seen."""
 
 
 class FakeSlurm:
@@ -48,12 +56,19 @@ class FakeSlurm:
 
     def run(self, command: list[str], lines: str = "") -> subprocess.CompletedProcess[str]:
         """Execute a command; an unknown one is an error of the test."""
-        try:
-            return subprocess.CompletedProcess(command, 0, self._answer(command, lines), "")
-        except KeyError as error:
-            return subprocess.CompletedProcess(command, 1, "", f"{command[0]}: error: Invalid job id specified {error}")
+        orders = [[command[0], *line.split()] for line in lines.splitlines()] or [command]
+        code, said, errors = 0, "", ""
+        for order in orders:  # of several it says of the last alone how it went
+            code = 0
+            try:
+                said += self._answer(order)
+            except KeyError:
+                code, errors = 1, errors + "slurm_load_jobs error: Invalid job id specified\n"
+            except RefusedError as error:
+                code, errors = 1, errors + f"{error}\n"
+        return subprocess.CompletedProcess(command, code, said, errors)
 
-    def _answer(self, command: list[str], lines: str) -> str:
+    def _answer(self, command: list[str]) -> str:
         program, *words = command
         options = dict(word[2:].partition("=")[::2] for word in words if word.startswith("--"))
         rest = [word for word in words if not word.startswith("--")]
@@ -61,12 +76,13 @@ class FakeSlurm:
         if program == "sbatch":
             delay = int(options.get("begin", "now+0").removeprefix("now+"))
             name = options.get("job-name", self.name)
-            comment, exclude = options.get("comment", ""), options.get("exclude", "")
+            comment, exclude = options.get("comment", ""), options.get("exclude", self._header(rest[0], "exclude"))
+            self._known(exclude, "sbatch: error: Batch job submission failed: Invalid node name specified")
             return self.add(name, comment=comment, delay=delay, exclude=exclude) + "\n"
         if program == "squeue":
             if "steps" in options:
                 return f"{options['jobs']}.0\n"
-            live = {key: job for key, job in jobs.items() if job["state"] in ("PENDING", "RUNNING", "COMPLETING")}
+            live = {key: job for key, job in jobs.items() if job["state"] in LIVE}
             rows = [(key, job) for key, job in live.items() if options.get("name", job["name"]) == job["name"]]
             form = options["format"]
             values = [{"%i": key, "%j": job["name"], "%T": job["state"], "%k": job["comment"]} for key, job in rows]
@@ -74,35 +90,53 @@ class FakeSlurm:
         if program == "sacct":  # a cluster without accounting
             return ""
         if program == "sinfo":
-            return "n0\nn1\n" if "Node" in options else "idle\n"
+            return "\n".join(sorted(NODES)) + "\n" if "Node" in options else "idle\n"
         if program == "scancel":
             if "signal" not in options:
-                self.set(rest[0], state="CANCELLED")
+                if jobs[rest[0]]["state"] in LIVE:
+                    self.set(rest[0], state="CANCELLED")
             elif options["signal"] == "KILL":
                 self.set(rest[0].partition(".")[0], killed=True)
             return ""
         assert program == "scontrol", command
-        if not rest:
-            for line in lines.splitlines():
-                self._answer(["scontrol", *line.split()], "")
-            return ""
         if rest[:2] == ["show", "hostnames"]:
             return rest[2].replace(",", "\n") + "\n"
         if rest[:2] == ["show", "job"]:
             return self._shown(rest[2], jobs[rest[2]])
         if rest[0] == "requeue":
+            if jobs[rest[1]]["state"] == "PENDING":
+                raise RefusedError(f"Job is pending execution for job {rest[1]}")
+            if not jobs[rest[1]]["requeue"]:
+                raise RefusedError(f"Requested operation is presently disabled for job {rest[1]}")
             self.set(rest[1], state="PENDING")
             return ""
         assert rest[0] == "update", command
         fields = dict(word.partition("=")[::2] for word in rest[1:])
+        job_id = fields["JobId"]
+        if jobs[job_id]["state"] not in ("PENDING", "RUNNING"):
+            raise RefusedError(f"Job has already finished for job {job_id}")
+        if jobs[job_id]["state"] != "PENDING" and {"StartTime", "ExcNodeList"} & set(fields):
+            raise RefusedError(f"Job is no longer pending execution for job {job_id}")
+        self._known(fields.get("ExcNodeList", ""), f"Invalid node name specified for job {job_id}")
         known = {"Comment": "comment", "JobName": "name", "ExcNodeList": "exclude"}
         changes: dict[str, Any] = {known[key]: value for key, value in fields.items() if key in known}
         if "Requeue" in fields:
             changes["requeue"] = int(fields["Requeue"])
         if "StartTime" in fields:
             changes["delay"] = int(fields["StartTime"].removeprefix("now+"))
-        self.set(fields["JobId"], **changes)
+        self.set(job_id, **changes)
         return ""
+
+    @staticmethod
+    def _known(nodes: str, refusal: str) -> None:
+        if not set(filter(None, nodes.split(","))) <= NODES:
+            raise RefusedError(refusal)
+
+    @staticmethod
+    def _header(script: str, option: str) -> str:
+        """An option of the script's own; one of the command line stands before it."""
+        found = re.search(rf"^#SBATCH --{option}=(.*)$", Path(script).read_text(), re.M)
+        return found[1] if found else ""
 
     @staticmethod
     def _shown(job_id: str, job: dict[str, Any]) -> str:

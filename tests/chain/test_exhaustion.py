@@ -33,7 +33,10 @@ from tests.history import make_history, trained
 from .exhaustion import FAULTS, KILL, Fault, Reached, run_child
 from .fake_slurm import FakeSlurm
 
-TENTH = int(time.time() // 86_400) % 10
+
+def tenth() -> int:
+    """Which tenth of the cases is tried today."""
+    return int(time.time() // 86_400) % 10
 
 
 @dataclass(frozen=True)
@@ -106,9 +109,10 @@ def stage(tmp_path: Path) -> Stage:
 
 
 def cases(calls: list[str], everything: bool) -> Iterator[tuple[int, Fault]]:
+    today = tenth()
     for number in range(len(calls)):
         for index, fault in enumerate(FAULTS):
-            if everything or (number * len(FAULTS) + index) % 10 == TENTH:
+            if everything or (number * len(FAULTS) + index) % 10 == today:
                 yield number, fault
 
 
@@ -131,6 +135,7 @@ def exhaust(
         stage.reset()
         count += 1
         reached = run_child(program, stage.run_path, stage.slurm, at=number, fault=fault)
+        reached = replace(reached, lasting=fault.lasting)
         try:
             complaint = check(reached)
         except Exception as error:
@@ -295,6 +300,15 @@ def successor_takes_over(stage: Stage, wanted: State) -> str:
     return complaint
 
 
+def three_looks(stage: Stage) -> int:
+    """What the watch does in three of its rounds."""
+    beside = Watch(stage.run, 4)
+    for _ in range(3):
+        beside._next_try = 0.0
+        beside.look(os.getpid())
+    return 0
+
+
 @pytest.mark.slow
 @EVERYTHING
 def test_watch_ends_ranks_that_hang(stage: Stage, everything: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,23 +316,16 @@ def test_watch_ends_ranks_that_hang(stage: Stage, everything: bool, monkeypatch:
     (stage.run.attempt(4).heartbeats / "n0.json").write_text("{}")
     monkeypatch.setattr("relayrun.chain.watch.stall_limit", lambda *_a, **_k: -1.0)
 
-    def look() -> int:
-        beside = Watch(stage.run, 4)
-        for _ in range(3):
-            beside._next_try = 0.0
-            beside.look(os.getpid())
-        return 0
-
     def check(reached: Reached) -> str:
-        if reached.code:  # killed, or not even able to read the plan: the batch script starts it again
-            again = run_child(look, stage.run_path, stage.slurm)
+        if reached.code or reached.lasting:  # it goes on, or the batch script starts it again
+            again = run_child(lambda: three_looks(stage), stage.run_path, stage.slurm)
             if again.code:
                 return f"nor does it start again: {again.output[-500:]}"
         if not stage.slurm.jobs()["1"].get("killed"):
             return f"the ranks live: {reached.output[-500:]}"
         return "" if len(stage.slurm.pending()) == 1 else f"{len(stage.slurm.pending())} successors"
 
-    exhaust(stage, look, check, everything=everything)
+    exhaust(stage, lambda: three_looks(stage), check, everything=everything)
 
 
 @pytest.mark.slow
@@ -328,22 +335,15 @@ def test_watch_queues_the_successor_that_is_owed(stage: Stage, everything: bool)
     no_successor(stage)
     stage.run.attempt(4).retry_successor.touch()
 
-    def look() -> int:
-        beside = Watch(stage.run, 4)
-        for _ in range(3):
-            beside._next_try = 0.0
-            beside.look(os.getpid())
-        return 0
-
     def check(reached: Reached) -> str:
-        if reached.code:
-            again = run_child(look, stage.run_path, stage.slurm)
+        if reached.code or reached.lasting:
+            again = run_child(lambda: three_looks(stage), stage.run_path, stage.slurm)
             if again.code:
                 return f"nor does it start again: {again.output[-500:]}"
         waiting = stage.slurm.pending()
         return "" if len(waiting) == 1 else f"{len(waiting)} successors: {reached.output[-500:]}"
 
-    exhaust(stage, look, check, everything=everything)
+    exhaust(stage, lambda: three_looks(stage), check, everything=everything)
 
 
 def test_a_successor_that_is_queued_late_leaves_out_the_bad_nodes_too(stage: Stage) -> None:

@@ -1,0 +1,37 @@
+"""Whether another user has taken a run over from the one whose job begins.
+
+A singleton holds among the jobs of one user, so a job of the former owner may begin while the new one submits. The job
+writes begin.json and then reads the plan; `relayrun.submit.owner.claim` writes the plan and then looks for begin.json.
+At least one of both sees the other. Then the attempt goes on: the submit puts the plan back, and the job waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+
+from relayrun.chain import signs
+from relayrun.chain.log import log
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
+from relayrun.rundir.triggers import user_name
+
+SECONDS = 10.0
+"""How long the submit has to put the plan back."""
+
+
+def happened(plan: Plan, job_id: str) -> bool:
+    """Whether the plan is another user's; then the log of the job says whose."""
+    if plan.owner is None or not signs.is_anothers(plan):
+        return False
+    log(f"this run has been taken over by {user_name(plan.owner)}; job {job_id} leaves it alone")
+    return True
+
+
+def happened_meanwhile(run: Run, job_id: str) -> bool:
+    """Whether another user has taken the run over while this job began, and stays its owner."""
+    deadline = time.monotonic() + SECONDS
+    if signs.is_anothers(Plan.load(run)):
+        log("another user is about to take this run over; a submit that finds this attempt puts the plan back")
+    while signs.is_anothers(plan := Plan.load(run)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return happened(plan, job_id)
