@@ -53,6 +53,12 @@ cancelled_successor() {
   fi
 }
 
+# Whether Slurm has taken the order to queue this job again; until its processes are gone it is COMPLETING.
+requeued() { # job
+  [[ "$(asked_of_slurm scontrol show job --oneliner "$1")" =~ \ Restarts=([0-9]+) ]] &&
+    ((BASH_REMATCH[1] > ${SLURM_RESTART_COUNT:-0}))
+}
+
 # Queue this job again, later each time, unless another waits behind it, or a person has ended the chain.
 again() { # what failed, exit code
   trap - EXIT
@@ -97,6 +103,7 @@ again() { # what failed, exit code
     printf '%s\n' "update JobId=${job} Requeue=1 Comment=${comment}" "requeue ${job}" \
       "update JobId=${job} StartTime=now+${delay} Comment=${comment}${exclude:+ ExcNodeList=${exclude}}" |
       timeout 120 scontrol
+    ! requeued "${job}" || exit 1
     sleep 30
   done
 }

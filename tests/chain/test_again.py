@@ -237,6 +237,8 @@ case "${{0##*/}} $*" in
   squeue*--jobs=8*) cat "$folder/successor" 2>/dev/null ;;
   squeue*%T*) cat "$folder/state" ;;
   sbatch*) exit 1 ;;
+  "scontrol show job --oneliner 7") [[ ! -e "$folder/requeued" ]] || echo "JobId=7 Requeue=1 Restarts=1 BatchFlag=1" ;;
+  "scontrol show"*) ;;
   scontrol*) cat >>"$folder/orders" ;;
 esac
 exit 0
@@ -244,7 +246,9 @@ exit 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["alone", "successor", "cancelled", "cancelled-successor", "silent", "limit"])
+@pytest.mark.parametrize(
+    "what", ["alone", "successor", "cancelled", "cancelled-successor", "silent", "limit", "slow-kill"]
+)
 def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: str) -> None:
     """Slurm may be silent for a while, a person may act meanwhile, and Slurm brings back what it is told to."""
     run, _plan = make_run()
@@ -252,7 +256,9 @@ def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: st
     folder.mkdir()
     for name in ("squeue", "scontrol", "sbatch", "sleep"):
         text = SLURM_COMMANDS.format(folder=folder)
-        if name == "sleep":  # the second question is answered; and nothing comes after an order but the end
+        if what == "slow-kill" and name == "sleep":
+            text = "#!/bin/bash\n"  # Slurm leaves the script for longer than it sleeps
+        elif name == "sleep":  # the second question is answered; and nothing comes after an order but the end
             text = f'#!/bin/bash\ntouch "{folder}/answers"\n[[ ! -e "{folder}/orders" ]] || kill -KILL $PPID\n'
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
@@ -260,6 +266,8 @@ def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: st
     (folder / "state").write_text(states.get(what, "RUNNING 0:57"))
     if what != "silent":
         (folder / "answers").touch()
+    if what == "slow-kill":
+        (folder / "requeued").touch()
     attempt = tmp_path / "attempt"
     attempt.mkdir()
     if what == "successor":
@@ -277,7 +285,8 @@ def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: st
         text=True,
     )
     orders = (folder / "orders").read_text() if (folder / "orders").exists() else ""
-    if what in ("alone", "silent", "limit"):
+    if what in ("alone", "silent", "limit", "slow-kill"):
+        assert orders.count("requeue 7") == 1
         assert "requeue 7" in orders, done.stderr
         assert "begin-failed=1@n0" in orders
         assert "StartTime=now+30" in orders
