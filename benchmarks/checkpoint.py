@@ -8,10 +8,7 @@ and standing still, after one of each for warming up. The time lost to a save is
 its begin to its commit of (iteration - median iteration), by the wall clock; the median is that of all iterations
 without a save. Beside it: a copy of as many bytes in memory, what the disk takes (two files, synced), and the CPU
 time that the main thread spends on a save beside training, which other programs on the machine do not change.
-
-Then what checksums cost: saves of a copy while training stands still, by turns as they are and without any hash (the
-copy in one piece, as before there were hashes), and the CPU time of the whole process for each pair.
-About four minutes on two idle cores: the second core does the writing.
+About three minutes on two idle cores: the second core does the writing.
 """
 
 from __future__ import annotations
@@ -56,10 +53,9 @@ def main() -> int:
     parser.add_argument("--saves", type=int, default=10, help="of each kind")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; default: the temporary folder")
     parser.add_argument("--program", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--hashing", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.program is not None:
-        return program(Run(options.program), alternate_hashing if options.hashing else alternate_saves)
+        return program(Run(options.program))
     folder = Path(tempfile.mkdtemp(prefix="relayrun-checkpoint-", dir=options.folder))
     try:
         figures = measure(folder, options.saves)
@@ -71,31 +67,14 @@ def main() -> int:
     return 0
 
 
-def train(run: Run, *options: str) -> None:
-    command = [sys.executable, __file__, "--program", str(run.path), *options]
+def measure(folder: Path, saves: int) -> dict[str, Any]:
+    run = make_run(folder, steps=INTERVAL * (2 * saves + 2) + INTERVAL - 1)
+    command = [sys.executable, __file__, "--program", str(run.path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    attempt = run.attempt(1)
     if done.returncode:
         raise RelayrunError(f"the training program failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-
-
-def measure_hashing(folder: Path, saves: int) -> dict[str, Any]:
-    run = make_run(folder, steps=2 * saves + 3, interval=1)
-    train(run, "--hashing")
-    spent = read_json(run.path / HELD)
-    pairs = [(spent[str(number)], spent[str(number + 1)]) for number in range(3, 2 * saves + 2, 2)]
-    return {
-        "save_cpu_seconds": _results.spread([hashed for hashed, _ in pairs]),
-        "save_cpu_seconds_without_hashes": _results.spread([plain for _, plain in pairs]),
-        "hashing_over_save_cpu": _results.spread([hashed / plain - 1 for hashed, plain in pairs]),
-    }
-
-
-def measure(folder: Path, saves: int) -> dict[str, Any]:
-    hashing = measure_hashing(folder / "hashing", saves)
-    run = make_run(folder, steps=INTERVAL * (2 * saves + 2) + INTERVAL - 1)
-    train(run)
-    attempt = run.attempt(1)
     committed = {commit.iteration: commit for commit in attempt.read_commits()}
     bytes_ = sum(committed[INTERVAL].files.values())
     lost, usual = losses(
@@ -118,7 +97,6 @@ def measure(folder: Path, saves: int) -> dict[str, Any]:
         "main_thread_cpu_seconds_of_a_save_async": _results.spread([held[str(iteration)] for iteration in beside]),
         "save_to_commit_seconds_async": _results.spread([committed[iteration].seconds for iteration in beside]),
         "save_to_commit_seconds_sync": _results.spread([committed[iteration].seconds for iteration in still]),
-        **hashing,
         "memcpy_seconds": _results.spread(repeated(copier(bytes_), 10)),
         "disk_bytes_per_second": bytes_ / statistics.median(repeated(lambda: write_raw(folder, bytes_), 3)),
         "load_average": os.getloadavg()[0],
@@ -182,7 +160,6 @@ def write_raw(folder: Path, size: int) -> None:
 
 def make_run(folder: Path, *, steps: int, interval: int = INTERVAL) -> Run:
     """A run directory with random tokens and a begun attempt."""
-    folder.mkdir(exist_ok=True)
     run = Run(folder / "run")
     for path in (run.config, run.checkpoints, run.attempt(1).path):
         path.mkdir(parents=True)
@@ -236,8 +213,8 @@ def make_run(folder: Path, *, steps: int, interval: int = INTERVAL) -> Run:
     return run
 
 
-def program(run: Run, alternate: Callable[[], dict[int, float]]) -> int:
-    """The training program as every rank runs it; only that `alternate` has changed every other save."""
+def program(run: Run) -> int:
+    """The training program as every rank runs it; only that every other save stands still."""
     os.environ |= {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -247,21 +224,11 @@ def program(run: Run, alternate: Callable[[], dict[int, float]]) -> int:
         "WANDB_MODE": "disabled",
     }
     from relayrun.training import __main__ as training
+    from relayrun.training import saver
     from relayrun.training.signals import SignalFlag
 
-    held = alternate()
-    sys.argv = ["relayrun.training", f"--run-dir={run.path}", "--attempt=1"]
-    code = training.main(SignalFlag())
-    write_json(run.path / HELD, held)
-    sys.stdout.flush()
-    os._exit(code)
-
-
-def alternate_saves() -> dict[int, float]:
-    """Beside training, and standing still; what the main thread spends on each is noted."""
-    from relayrun.training import saver
-
-    due, held = saver.Saver.due, {}
+    due = saver.Saver.due
+    held = {}
 
     def alternating(self: saver.Saver, position: Any) -> None:
         self._asynchronous = is_beside(position.iteration)
@@ -270,42 +237,11 @@ def alternate_saves() -> dict[int, float]:
         held[position.iteration] = time.thread_time() - started
 
     saver.Saver.due = alternating  # type: ignore[method-assign]
-    return held
-
-
-def alternate_hashing() -> dict[int, float]:
-    """With hashes, and without; what the process spends on each is noted. Each is copied first, and training waits."""
-    import xxhash
-
-    from relayrun.training import saver
-    from relayrun.training.checkpoint import host_copy
-
-    class Nothing:
-        def __init__(self, _data: object = b"") -> None: ...
-        def update(self, _data: object) -> None: ...
-        def reset(self) -> None: ...
-        def hexdigest(self) -> str:
-            return "0" * 32
-
-    def copied(source: Any, target: Any) -> str:
-        target.copy_(source)
-        return "0" * 32
-
-    with_hashes = (xxhash.xxh3_128, xxhash.xxh3_128_hexdigest, host_copy._copy_and_digest)
-    without = (Nothing, lambda _data: "0" * 32, copied)
-    held = {}
-
-    def alternating(self: saver.Saver, position: Any) -> None:
-        if position.iteration == self.saved_iteration:
-            return
-        kind = with_hashes if position.iteration % 2 else without
-        xxhash.xxh3_128, xxhash.xxh3_128_hexdigest, host_copy._copy_and_digest = kind  # type: ignore[misc,assignment]
-        started = time.process_time()
-        self._begin(position, (), leaving=True)
-        held[position.iteration] = time.process_time() - started
-
-    saver.Saver.due = alternating  # type: ignore[method-assign]
-    return held
+    sys.argv = ["relayrun.training", f"--run-dir={run.path}", "--attempt=1"]
+    code = training.main(SignalFlag())
+    write_json(run.path / HELD, held)
+    sys.stdout.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ def save_and_publish(run: Run, iteration: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # that a program with threads forks
-@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stride", [23, pytest.param(1, marks=pytest.mark.long)])
 def test_a_kill_between_any_two_writes_of_a_save_leaves_a_clean_checkpoint(tmp_path: Path, stride: int) -> None:
     def fresh(name: str) -> Run:
         run = Run(tmp_path / name)

@@ -1,0 +1,126 @@
+"""What the checksums of a checkpoint cost: CPU time of saves with them, over that of saves without.
+
+    python benchmarks/checksums.py [--pairs 10] [--folder DIR]
+
+The program, model and state of `benchmarks/checkpoint.py`, more than 1 GB. Every iteration is saved: copied in host
+memory, then written while training waits, by turns as it is and without any hash (the copy in one piece, as it was
+before there were hashes). The CPU time is that of the whole process. On a busy machine hashes look dearer than they
+are: other programs share the caches and the processors. About a minute on two idle cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import _results
+from checkpoint import HELD, make_run
+
+from relayrun.errors import RelayrunError, run_main
+from relayrun.files import read_json, write_json
+from relayrun.rundir.run import Run
+
+WARM_UP = 2
+"""Iterations whose saves do not count: the first allocates memory."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--folder", type=Path, help="on the disk to be measured; default: the temporary folder")
+    parser.add_argument("--program", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.program is not None:
+        program(Run(options.program))
+    folder = Path(tempfile.mkdtemp(prefix="relayrun-checksums-", dir=options.folder))
+    try:
+        figures = measure(folder, options.pairs)
+    finally:
+        shutil.rmtree(folder)
+    path = _results.write("checksums", figures)
+    print(json.dumps(figures, indent=2))
+    print(f"written to {path}")
+    return 0
+
+
+def measure(folder: Path, pairs: int) -> dict[str, Any]:
+    run = make_run(folder, steps=WARM_UP + 2 * pairs + 1, interval=1)  # the last one is saved when leaving
+    command = [sys.executable, __file__, "--program", str(run.path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RelayrunError(f"the training program failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    spent = read_json(run.path / HELD)
+    with_hashes = [spent[str(WARM_UP + 2 * pair + 1)] for pair in range(pairs)]
+    without = [spent[str(WARM_UP + 2 * pair + 2)] for pair in range(pairs)]
+    (newest,) = run.checkpoints.glob("iter_*")
+    added = [one / other - 1 for one, other in zip(with_hashes, without, strict=True)]
+    return {
+        "checkpoint_bytes": sum(path.stat().st_size for path in newest.iterdir()),
+        "pairs": pairs,
+        "save_cpu_seconds": _results.spread(with_hashes),
+        "save_cpu_seconds_without_hashes": _results.spread(without),
+        "hashing_over_save": _results.spread(added),
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def program(run: Run) -> None:
+    """The training program as every rank runs it; only that every other save has no hashes."""
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "WANDB_MODE": "disabled",
+    }
+    import xxhash
+
+    from relayrun.training import __main__ as training
+    from relayrun.training import saver
+    from relayrun.training.checkpoint import host_copy
+    from relayrun.training.signals import SignalFlag
+
+    class Nothing:
+        def __init__(self, _data: object = b"") -> None: ...
+        def update(self, _data: object) -> None: ...
+        def reset(self) -> None: ...
+        def hexdigest(self) -> str:
+            return "0" * 32
+
+    def copied(source: Any, target: Any) -> str:
+        target.copy_(source)
+        return "0" * 32
+
+    with_hashes = (xxhash.xxh3_128, xxhash.xxh3_128_hexdigest, host_copy._copy_and_digest)
+    without = (Nothing, lambda _data: "0" * 32, copied)
+    spent: dict[int, float] = {}
+
+    def alternating(self: saver.Saver, position: Any) -> None:
+        if position.iteration == self.saved_iteration:
+            return
+        kind = with_hashes if position.iteration % 2 else without
+        xxhash.xxh3_128, xxhash.xxh3_128_hexdigest, host_copy._copy_and_digest = kind  # type: ignore[misc,assignment]
+        started = time.process_time()
+        self._begin(position, (), leaving=True)
+        spent[position.iteration] = time.process_time() - started
+
+    saver.Saver.due = alternating  # type: ignore[method-assign]
+    sys.argv = ["relayrun.training", f"--run-dir={run.path}", "--attempt=1"]
+    code = training.main(SignalFlag())
+    write_json(run.path / HELD, spent)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))
