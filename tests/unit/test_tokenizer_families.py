@@ -18,6 +18,7 @@ from relayrun.tokenization.encode.engines import HuggingFace, select
 from relayrun.tokenization.encode.families import plan_of, spelled
 from relayrun.tokenization.readers.texts import Texts
 from tests import published
+from tests.fuzz_tokenizers import compare, random_texts
 from tests.published import (
     DEEPSEEK,
     GPT2,
@@ -101,6 +102,8 @@ def test_a_form_that_is_a_little_different_is_not_known() -> None:
     assert of("Llama 2", normalizer=None) is None
     assert of("Mistral", pre_tokenizer=published.metaspace("never", splits=False)) is None
     assert of("BERT", normalizer={"type": "Lowercase"}) is None
+    nmt = [{"type": "Nmt"}, {"type": "NFKC"}]  # of which splintr gives other ids
+    assert of("XLM-R", normalizer={"type": "Sequence", "normalizers": nmt}) is None
     without = json.loads(small("GPT-2"))
     letter = published.byte_letters()[0x0A]
     without["model"]["merges"] = []
@@ -157,6 +160,16 @@ def test_digits_that_are_apart_come_back_in_their_place(each: bool, texts: list[
     assert (ids.tolist(), lengths.tolist()) == (right[0].tolist(), right[1].tolist())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["NFC", "NFD", "NFKC", "NFKD"])
+def test_text_of_every_normal_form_gets_the_ids_of_hugging_face(form: str) -> None:
+    known = json.loads(small("Qwen")) | {"normalizer": {"type": form}}
+    found = compare(form, Tokenizer.from_str(json.dumps(known)), random_texts(2000, 3))
+    assert found.engine == "gigatoken"
+    assert not found.differing, found
+    assert found.routed < found.texts / 3
+
+
 def test_normalized_text_that_holds_an_added_token_goes_elsewhere() -> None:
     known = json.loads(small("Qwen"))
     known["added_tokens"] += [
@@ -178,11 +191,7 @@ def test_the_page_lists_the_families_of_the_code() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/tokenization.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([^|]+) \| (\w+) \| ([^|]+) \|$", page.partition("| form, as")[2], re.M)
     found = {name: (engine, frozenset(re.findall(r"U\+(\w{4})", doubtful))) for name, engine, doubtful in rows}
-    nmt = families._NMT
     assert found == {
-        family.name: (
-            family.engine,
-            frozenset(f"{ord(point):04X}" for point in family.doubtful + (nmt if family is families.UNIGRAM else "")),
-        )
+        family.name: (family.engine, frozenset(f"{ord(point):04X}" for point in family.doubtful))
         for family in families.FAMILIES
     }

@@ -61,8 +61,6 @@ _FOLDED = "\u017f\u212a"
 """What folds to an ASCII letter: `(?i:'s)` matches an apostrophe and a long s."""
 _SPACE_ONCE = "\u180e"
 """White space in some versions of Unicode, and not in others."""
-_NMT = "\ufeff\ufffd"
-"""What the normalizer Nmt makes a space of, or leaves, by version."""
 
 BYTE_LEVEL: dict[tuple[str, ...], Family] = {
     (GPT2,): Family(name="GPT-2", engine="gigatoken", doubtful=_SPACE_ONCE),
@@ -184,6 +182,7 @@ def _wordpiece(known: Json) -> Plan | None:
         {name: value for name, value in normalizer.items() if name != "lowercase"} != wanted
         or known.get("pre_tokenizer") != {"type": "BertPreTokenizer"}
         or model.get("continuing_subword_prefix") != "##"
+        or model.get("max_input_chars_per_word") != 100
     ):
         return None
     return _plan(known, WORDPIECE)
@@ -196,23 +195,20 @@ _MANY_SPACES = {"Regex": " {2,}"}
 
 def _unigram(known: Json) -> Plan | None:
     """What SentencePiece's models become: a precompiled map of characters, and words behind their spaces."""
-    steps = _flat(known.get("normalizer"), "normalizers")
-    kinds = [step.get("type") for step in steps]
-    others = [step for step in steps if step.get("type") not in ("Precompiled", "Nmt", "NFKC")]
+    first, *others = _flat(known.get("normalizer"), "normalizers") or [{}]
     allowed = (
         *({"type": "Replace", "pattern": _MANY_SPACES, "content": content} for content in (" ", "▁")),
         {"type": "Strip", "strip_left": False, "strip_right": True},
     )
-    begins = kinds[: len(kinds) - len(others)]
     if (
-        begins not in (["Precompiled"], ["Nmt", "NFKC"])
+        first.get("type") != "Precompiled"
         or not all(step in allowed for step in others)
-        or steps[len(begins) :] != others
         or known.get("pre_tokenizer") not in _UNIGRAM_CUTS
         or known["model"].get("byte_fallback")
+        or known["model"].get("unk_id") is None
     ):
         return None
-    return _plan(known, UNIGRAM, special_too=True, doubtful=_NMT if "Nmt" in kinds else "")
+    return _plan(known, UNIGRAM, special_too=True)
 
 
 def _plan(
@@ -222,7 +218,6 @@ def _plan(
     normalize: UnicodeForm | None = None,
     digits: Literal["each", "runs"] | None = None,
     special_too: bool = False,
-    doubtful: str = "",
     **changes: Json | None,
 ) -> Plan:
     """The engine gets no added tokens: special ones are text, and texts with others go elsewhere."""
@@ -234,7 +229,7 @@ def _plan(
         changes=tuple((name, json.dumps(value)) for name, value in parts.items()),
         normalize=normalize,
         digits=digits,
-        doubtful=family.doubtful + doubtful,
+        doubtful=family.doubtful,
         plain=tuple(token["content"] for token in tokens if special_too or not token["special"]),
     )
 

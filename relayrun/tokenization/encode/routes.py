@@ -37,10 +37,6 @@ class Route:
         routed = holding(texts, self._table, _FIRST_UNSURE_LEAD)
         return routed | holding_bytes(texts, (*self._early, *self._plain))
 
-    def plain(self, texts: Texts) -> npt.NDArray[np.bool_]:
-        """Which texts hold the text of an added token, shape [texts]."""
-        return holding_bytes(texts, self._plain)
-
 
 class Routed:
     """A fast engine for most texts, and the reference for those that it is not trusted with."""
@@ -60,8 +56,8 @@ class Routed:
         elsewhere = self._route.elsewhere(texts)
         kept = texts.take(~elsewhere) if elsewhere.any() else texts
         if self._plan.normalize is not None:
-            kept, changed = self._normalized(kept, self._plan.normalize)
-            if changed and (unsure := self._route.plain(kept)).any():
+            kept, unsure = self._normalized(kept, self._plan.normalize)
+            if unsure.any():
                 elsewhere[np.flatnonzero(~elsewhere)[unsure]] = True
                 kept = kept.take(~unsure)
         if not elsewhere.any():
@@ -77,8 +73,8 @@ class Routed:
         ids[~from_other], ids[from_other] = fast_ids, other_ids
         return ids, lengths
 
-    def _normalized(self, texts: Texts, form: UnicodeForm) -> tuple[Texts, bool]:
-        """The texts as the tokenizer's own normalizer makes them, and whether one of them is another text then.
+    def _normalized(self, texts: Texts, form: UnicodeForm) -> tuple[Texts, npt.NDArray[np.bool_]]:
+        """The texts as the tokenizer's own normalizer makes them, and which of them the engine may not have then.
 
         Where Python says that a text is in the form, the normalizer leaves it: both know all its characters, and
         what Unicode says of an assigned character's normal form never changes.
@@ -91,9 +87,13 @@ class Routed:
             if not unicodedata.is_normalized(form, text):
                 self._tokenizer = self._tokenizer or self._make_tokenizer()
                 new[index] = self._tokenizer.normalizer.normalize_str(text).encode()
+        unsure = np.zeros(len(texts), np.bool_)
         if not new:
-            return texts, False
+            return texts, unsure
         pieces = [new.get(index, view) for index, view in enumerate(texts.views())]
         offsets = np.zeros(len(pieces) + 1, np.int64)
         np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
-        return Texts(data=np.frombuffer(b"".join(pieces), np.uint8), offsets=offsets), True
+        made = Texts(data=np.frombuffer(b"".join(pieces), np.uint8), offsets=offsets)
+        unsure[[*new]] = True
+        unsure[unsure] = self._route.elsewhere(made.take(unsure))
+        return made, unsure
