@@ -318,10 +318,13 @@ _SPECIAL_PIECES = [added(content, id_) for id_, content in enumerate(("<unk>", "
 def _gemma(model: Json) -> str:
     """Lines, runs of spaces, tags and what is unused are tokens that are not special."""
     cut = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
-    tokens = _SPECIAL_PIECES
+    first = max(model["vocab"].values()) + 1
+    runs = [letter * length for letter in "\n▁" for length in range(2 - (letter == "\n"), 6)]
+    names = enumerate([*runs, "<b>", "</b>", "<"], first)
+    tokens = [*_SPECIAL_PIECES, *(added(content, id_, special=False) for id_, content in names)]
     if len(model["vocab"]) > 200_000:
         tokens = [added(content, id_) for id_, content in enumerate(("<pad>", "<eos>", "<bos>", "<unk>"))]
-        names = sorted((id_, content) for content, id_ in model["vocab"].items() if 4 <= id_ < 217)
+        names = enumerate(sorted(model["vocab"], key=model["vocab"].__getitem__)[4:217], 4)
         tokens += [added(content, id_, special=False) for id_, content in names]
     return _with(model, cut, replace({"String": " "}, "▁"), tokens)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from relayrun.tokenization.encode import engines, families
+from relayrun.tokenization.encode.added import longest_of
 from relayrun.tokenization.encode.digits import DigitsApart
 from relayrun.tokenization.encode.engines import HuggingFace, select
 from relayrun.tokenization.encode.families import plan_of, spelled
@@ -185,6 +186,31 @@ def test_normalized_text_that_holds_an_added_token_goes_elsewhere() -> None:
     before = engine.routed
     assert engine.encode(texts)[0].tolist() == HuggingFace(tokenizer).encode(texts)[0].tolist()
     assert engine.routed - before == 4
+
+
+words = st.text(st.sampled_from("ab"), min_size=1, max_size=4)
+
+
+@given(words=st.sets(words, min_size=1), text=st.text(st.sampled_from("abc"), max_size=20))
+def test_the_longest_of_many_words_is_found(words: set[str], text: str) -> None:
+    found = re.compile(longest_of(word.encode() for word in words)).match(text.encode())
+    right = max((word for word in words if text.startswith(word)), key=len, default=None)
+    assert (found[0].decode() if found else None) == right
+
+
+def test_added_tokens_are_cut_out_where_nothing_around_them_belongs_to_them() -> None:
+    def of(name: str, **rules: bool) -> families.Plan:
+        known = json.loads(small(name))
+        known["added_tokens"] = [*published._SPECIAL_PIECES, published.added("\n\n", 900, special=False, **rules)]
+        plan = plan_of(Tokenizer.from_str(json.dumps(known)).to_str())
+        assert plan is not None
+        return plan
+
+    for plan in (of("Gemma"), of("Llama 2")):
+        assert ([content for content, _ in plan.cut], plan.plain) == (["\n\n"], ())
+        assert plan.special == ("<unk>", "<s>", "</s>")
+    for plan in (of("Gemma", lstrip=True), of("Gemma", normalized=True), of("Mistral"), of("GPT-2")):
+        assert (plan.cut, plan.plain) == ((), ("\n\n",))
 
 
 def test_the_page_lists_the_families_of_the_code() -> None:

@@ -94,6 +94,10 @@ class Plan:
     """Characters that send a text elsewhere, besides those that are not assigned."""
     plain: tuple[str, ...] = ()
     """Text that sends a text elsewhere: of added tokens."""
+    cut: tuple[tuple[str, int], ...] = ()
+    """Text and id of added tokens that are cut out of a text first."""
+    special: tuple[str, ...] = ()
+    """Text of special tokens, which is not cut but covers what would be."""
 
 
 def plan_of(definition: str) -> Plan | None:
@@ -223,6 +227,11 @@ def _plan(
     """The engine gets no added tokens: special ones are text, and texts with others go elsewhere."""
     tokens = known.get("added_tokens") or []
     parts: Json = {"added_tokens": [], **changes}
+    # what stands behind a cut must be encoded as at the beginning of a text
+    cuts_allowed = family is PIECES and (known.get("pre_tokenizer") or {}).get("prepend_scheme") is None
+    cut = tuple((token["content"], token["id"]) for token in tokens if cuts_allowed and _is_plain(token))
+    gone = {content for content, _ in cut}
+    plain = [token["content"] for token in tokens if special_too or not token["special"]]
     return Plan(
         family=family.name,
         engine=family.engine,
@@ -230,8 +239,16 @@ def _plan(
         normalize=normalize,
         digits=digits,
         doubtful=family.doubtful,
-        plain=tuple(token["content"] for token in tokens if special_too or not token["special"]),
+        plain=tuple(each for each in plain if each not in gone),
+        cut=cut,
+        special=tuple(token["content"] for token in tokens if token["special"]) if cut else (),
     )
+
+
+def _is_plain(token: Json) -> bool:
+    """Whether its text is a token wherever it stands, and nothing around it belongs to it."""
+    rules = ("special", "normalized", "single_word", "lstrip", "rstrip")
+    return bool(token["content"]) and not any(token[rule] for rule in rules)
 
 
 def _alone(step: Json | None, name: str) -> Json | None:

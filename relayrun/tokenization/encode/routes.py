@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from relayrun.tokenization.encode.added import AddedApart
 from relayrun.tokenization.encode.characters import holding, holding_bytes, unassigned_table
 from relayrun.tokenization.encode.digits import DigitsApart
 from relayrun.tokenization.encode.families import Plan, UnicodeForm
@@ -46,7 +47,11 @@ class Routed:
     ) -> None:
         """`tokenizer` and `other` are called when the first text needs them."""
         self.routed = 0
-        self._fast = DigitsApart(fast, each=plan.digits == "each") if plan.digits else fast
+        self._fast = fast
+        if plan.digits:
+            self._fast = DigitsApart(fast, each=plan.digits == "each")
+        elif plan.cut:
+            self._fast = AddedApart(fast, plan.cut, plan.special)
         self._plan, self._route = plan, Route(plan)
         self._make_tokenizer, self._make_other = tokenizer, other
         self._tokenizer: Tokenizer | None = None
