@@ -94,6 +94,7 @@ again() { # what failed, exit code
     fi
     successor="$(within 150 cancelled_successor)"
     [[ -z "${successor}" ]] || give_up "the successor, job ${successor}, was cancelled" "${comment}"
+    ! requeued "${job}" || exit 1 # by somebody with more rights to its nodes, say
     # Slurm would also bring back a job that it ends now because somebody cancelled it: that one has time left (%L)
     state="$(asked_of_slurm squeue --noheader --jobs="${job}" --format="%T %L")"
     [[ "${state}" =~ ^RUNNING|\ (0:00|INVALID)$ ]] || give_up "${what}, while Slurm ended the job" "${comment}"

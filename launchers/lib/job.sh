@@ -69,7 +69,7 @@ keep_watching() {
 # Run `begin` and set attempt_dir; return its exit code. It runs in the background, so that a signal is heard though it
 # waits for a file system: when Slurm is about to end the job, the next try is queued without it.
 begin() {
-  local pipe begun code pause
+  local pipe begun code
   exec {pipe}<> <(:)
   supervisor begin >&"${pipe}" &
   begun=$!
@@ -78,11 +78,9 @@ begin() {
     code=0
     wait "${begun}" || code=$?
     [[ -n "${interrupted}" ]] || break
-    pause=0.5
-    [[ "${asked}" != SIGTERM ]] || pause=0.1 # then Slurm leaves only KillWait
-    for _ in {1..10}; do                     # it may be about to end by itself
+    for _ in {1..10}; do # it may be about to end by itself
       kill -0 "${begun}" 2>/dev/null || continue 2
-      sleep "${pause}"
+      sleep 0.5
     done
     kill -KILL "${begun}" 2>/dev/null || continue
     again "begin, which was not done at ${asked}," 137

@@ -237,7 +237,9 @@ case "${{0##*/}} $*" in
   squeue*--jobs=8*) cat "$folder/successor" 2>/dev/null ;;
   squeue*%T*) cat "$folder/state" ;;
   sbatch*) exit 1 ;;
-  "scontrol show job --oneliner 7") [[ ! -e "$folder/requeued" ]] || echo "JobId=7 Requeue=1 Restarts=1 BatchFlag=1" ;;
+  "scontrol show job --oneliner 7")
+    [[ ! -e "$folder/preempted.case" && ! (-e "$folder/slow-kill.case" && -e "$folder/orders") ]] ||
+      echo "JobId=7 Requeue=1 Restarts=1 BatchFlag=1" ;;
   "scontrol show"*) ;;
   scontrol*) cat >>"$folder/orders" ;;
 esac
@@ -247,7 +249,7 @@ exit 0
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "what", ["alone", "successor", "cancelled", "cancelled-successor", "silent", "limit", "slow-kill"]
+    "what", ["alone", "successor", "cancelled", "cancelled-successor", "silent", "limit", "slow-kill", "preempted"]
 )
 def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: str) -> None:
     """Slurm may be silent for a while, a person may act meanwhile, and Slurm brings back what it is told to."""
@@ -262,12 +264,12 @@ def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: st
             text = f'#!/bin/bash\ntouch "{folder}/answers"\n[[ ! -e "{folder}/orders" ]] || kill -KILL $PPID\n'
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    states = {"cancelled": "COMPLETING 9:57", "limit": "COMPLETING INVALID"}  # as Slurm 22.05 says it
+    # as Slurm 22.05 says it
+    states = {"cancelled": "COMPLETING 9:57", "preempted": "COMPLETING 9:57", "limit": "COMPLETING INVALID"}
     (folder / "state").write_text(states.get(what, "RUNNING 0:57"))
     if what != "silent":
         (folder / "answers").touch()
-    if what == "slow-kill":
-        (folder / "requeued").touch()
+    (folder / f"{what}.case").touch()
     attempt = tmp_path / "attempt"
     attempt.mkdir()
     if what == "successor":
