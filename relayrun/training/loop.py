@@ -14,13 +14,12 @@ from relayrun.config.schema import RunConfig
 from relayrun.data.batches import BatchReader
 from relayrun.data.order.build import mixture_of, training_order, validation_orders
 from relayrun.data.progress import Progress
-from relayrun.errors import FatalTrainingError, InputError, RelayrunError, RunDirError
+from relayrun.errors import FatalTrainingError, InputError, RelayrunError
 from relayrun.files import write_json
 from relayrun.rundir import rewinds
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lead import SAVES
-from relayrun.rundir.lineage import Durable, Lineage, commit_of, durable, is_own
-from relayrun.rundir.quarantine import put_in_quarantine
+from relayrun.rundir.lineage import Durable, Lineage, durable, is_own
 from relayrun.rundir.records import AttemptStart, Outcome, OutcomeName, Started
 from relayrun.rundir.rewinds import Rewind
 from relayrun.rundir.run import Run
@@ -28,6 +27,7 @@ from relayrun.shards.manifest import Manifest
 from relayrun.training import determinism, parallel
 from relayrun.training.anomaly import LossGuard
 from relayrun.training.checkpoint.checksums import Damaged
+from relayrun.training.checkpoint.damaged import checksum_of, fall_back, leave_behind
 from relayrun.training.checkpoint.state import Checkpointer
 from relayrun.training.control import Control
 from relayrun.training.data_check import check_data
@@ -410,36 +410,6 @@ def record_rewind(run: Run, attempt: Attempt, rewind: Rewind) -> str:
         )
     rewinds.append(attempt, rewind)
     return newest.path
-
-
-def checksum_of(path: str) -> str | None:
-    """The checksum that the commit of a checkpoint gives; None where there is none. Raises RunDirError."""
-    commit = commit_of(path)
-    return None if commit is None else commit.checksum
-
-
-def leave_behind(run: Run, attempt: Attempt, base: Durable, error: Damaged) -> str:
-    """Put a damaged checkpoint into quarantine; return where it is. One of another run stays: FatalTrainingError."""
-    if not is_own(run, base):
-        raise FatalTrainingError(
-            error.message, where=error.where, hint="take another checkpoint to begin with, or a whole copy of this one"
-        )
-    target = put_in_quarantine(run, base, attempt=attempt.number, why=error.message)
-    log.warning("%s: %s; moved to %s", base.path, error.message, target)
-    return str(target)
-
-
-def fall_back(run: Run, attempt: Attempt, begin: AttemptStart, error: Damaged) -> AttemptStart:
-    """Leave the base of an attempt behind and begin with the newest whole checkpoint before it.
-
-    Returns begin.json as it is then. Raises FatalTrainingError where no checkpoint is left.
-    """
-    leave_behind(run, attempt, Durable(iteration=begin.base_iteration, path=begin.base_path), error)
-    try:
-        base = durable(run)
-    except RunDirError as none:
-        raise FatalTrainingError(none.message, where=none.where, hint=none.hint) from None
-    return attempt.fall_back(base.iteration, base.path)
 
 
 def record_start(attempt: Attempt, started: Started) -> None:

@@ -138,6 +138,7 @@ def test_a_file_that_is_no_piece_harms_nothing(trained: Harness, tmp_path: Path)
     commit = trained.attempts[0].commits[0]
     folder = Path(shutil.copytree(commit.path, tmp_path / "copy"))
     (folder / "why-we-keep-this.txt").write_text("a person's note")
+    (folder / "evaluated.json").write_text("{}")
     assert verify(folder, commit.checksum)[1] == []
     read_all(folder, commit.checksum)
 

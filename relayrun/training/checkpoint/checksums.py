@@ -26,7 +26,7 @@ from relayrun.files import write_atomic
 
 INDEX = "checksums.json"
 FORMAT = 1
-PIECES = (".distcp", ".pt", ".metadata", ".json", ".jsonl")
+PIECES = (".distcp", ".metadata", ".checksums.jsonl")
 """How the names of a checkpoint's own files end. Another file beside them (a note, what an editor or NFS left) changes
 nothing of what is loaded."""
 
