@@ -10,14 +10,12 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from relayrun.tokenization.encode.added import AddedApart
-from relayrun.tokenization.encode.characters import holding, holding_bytes, unassigned_table
+from relayrun.tokenization.encode.characters import FIRST_UNASSIGNED_LEAD, holding, holding_bytes, unassigned_table
 from relayrun.tokenization.encode.digits import DigitsApart
 from relayrun.tokenization.encode.families import Plan, UnicodeForm
 from relayrun.tokenization.encode.libraries import Encoded, Engine
 from relayrun.tokenization.readers.texts import Texts
 
-_FIRST_UNSURE_LEAD = 0xCD
-"""Lead byte of U+0340: every code point below U+0378 is assigned."""
 _FIRST_CHANGED_LEAD: dict[UnicodeForm, int] = {"NFC": 0xCC, "NFD": 0xC3, "NFKC": 0xC2, "NFKD": 0xC2}
 """Lead byte of the first character that the form changes, alone or behind another."""
 
@@ -26,7 +24,7 @@ class Route:
     """Which texts an engine may not have."""
 
     def __init__(self, plan: Plan) -> None:
-        late = "".join(point for point in plan.doubtful if point.encode()[0] >= _FIRST_UNSURE_LEAD)
+        late = "".join(point for point in plan.doubtful if point.encode()[0] >= FIRST_UNASSIGNED_LEAD)
         self._table = unassigned_table(late)
         self._early = tuple(point.encode() for point in plan.doubtful if point not in late)
         forms = {form for form in (plan.normalize,) if form}
@@ -35,7 +33,7 @@ class Route:
 
     def elsewhere(self, texts: Texts) -> npt.NDArray[np.bool_]:
         """Which texts the engine may not have, shape [texts]."""
-        routed = holding(texts, self._table, _FIRST_UNSURE_LEAD)
+        routed = holding(texts, self._table, FIRST_UNASSIGNED_LEAD)
         return routed | holding_bytes(texts, (*self._early, *self._plain))
 
 
