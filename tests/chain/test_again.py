@@ -188,7 +188,7 @@ def test_what_touches_a_file_may_hang_and_does_not_hold_the_script(command: str,
 
 @pytest.mark.parametrize(
     "away",
-    ["nothing", "the folder", "the run directory too", pytest.param("the folder, for ever", marks=pytest.mark.slow)],
+    ["nothing", "the folder", "the run directory too", pytest.param("the folder, for ever", marks=pytest.mark.long)],
 )
 def test_a_job_has_a_log_though_its_log_folder_is_away(make_run: MakeRun, tmp_path: Path, away: str) -> None:
     """Slurm would not start a script whose output file it cannot open."""

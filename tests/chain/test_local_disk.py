@@ -44,7 +44,7 @@ def run_chain(run: Run, scheduler: LocalScheduler, poll: Callable[[], None] = la
     return events
 
 
-@pytest.mark.parametrize("state", ["RUNNING", "COMPLETED"])
+@pytest.mark.parametrize("state", [pytest.param("RUNNING", marks=pytest.mark.long), "COMPLETED"])
 def test_a_disk_that_is_full_for_a_while_does_not_end_the_chain(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
@@ -72,6 +72,7 @@ def test_a_disk_that_stays_full_ends_the_chain_with_a_word(make_run: MakeRun, mo
     assert "the end of job 1 is not recorded" in (stop_reason(run) or "")
 
 
+@pytest.mark.long
 def test_a_terminal_that_has_gone_does_not_end_the_chain(make_run: MakeRun) -> None:
     run, plan = make_run("--steps=3", total_steps=3)
     scheduler = LocalScheduler(run)
@@ -84,7 +85,7 @@ def test_a_terminal_that_has_gone_does_not_end_the_chain(make_run: MakeRun) -> N
     assert (stop_reason(run) or "").startswith("the last iteration, 3, is durable")
 
 
-@pytest.mark.parametrize("auto_requeue", [True, False])
+@pytest.mark.parametrize("auto_requeue", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_batch_script_that_is_killed_inside_begin_is_followed(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, auto_requeue: bool
 ) -> None:

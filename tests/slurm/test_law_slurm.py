@@ -218,6 +218,26 @@ def test_a_run_directory_that_hangs_until_the_time_limit_does_not_end_the_chain(
     assert cluster.job(job)["Restarts"] == "1"
 
 
+@pytest.mark.long
+def test_a_job_that_is_preempted_inside_begin_goes_on(
+    cluster: TestCluster,
+    make_run: MakeRun,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    here = tmp_path / "here"
+    python = host_python(tmp_path, f'[[ -e "{here}" ]] || {{ touch "{here}"; sleep 1000; }}')
+    run, plan = make_run("--steps=10", total_steps=10, host_python=python, **ONE_NODE)
+    quick(run)
+    job = start(cluster, run, "--partition=low")
+    cluster.wait_until(here.exists, what="begin")
+    other = cluster.sbatch(["--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 5"])
+    cluster.wait_job(other)
+    cluster.wait_until(lambda: stop_reason(run), what="STOP")
+    wait_for_end(cluster, run, plan)
+    assert [end.cause for end in ends(run)] == ["done"], logs(run)
+    assert begin_of(run, 1).job_id == job
+
+
 def test_a_log_folder_that_is_away_does_not_end_the_chain(
     cluster: TestCluster,
     make_run: MakeRun,  # noqa: F811
