@@ -79,6 +79,7 @@ FAULTS: tuple[Fault, ...] = (
         expect="resumed",
         causes=("failed", "done"),
         inject="crash-at=15",
+        long=True,
     ),
     Fault(
         name="loss-nan",
@@ -105,6 +106,7 @@ FAULTS: tuple[Fault, ...] = (
         inject="sleep-at=15:1",
         config={"chain": {"hang_timeout": 5}},
         says="all ranks answered",
+        long=True,
     ),
     Fault(
         name="killed-while-staging",
@@ -113,6 +115,7 @@ FAULTS: tuple[Fault, ...] = (
         causes=("failed", "done"),
         inject="publish-delay=2",
         act=acts.kill_while_staging,
+        long=True,
     ),
     Fault(
         name="latest-torn",
@@ -127,6 +130,7 @@ FAULTS: tuple[Fault, ...] = (
         expect="resumed",
         causes=("failed", "done"),
         act=acts.lose_tracker,
+        long=True,
     ),
     Fault(
         name="module-missing",
@@ -375,6 +379,7 @@ fi"""
         act=acts.leave,
         config={"checkpoint": {"interval": 1000}},
         logged="SAVE FAILED at iteration",
+        long=True,
     ),
     Fault(
         name="successor-cancelled",

@@ -219,6 +219,7 @@ def test_an_attempt_that_stands_still_is_ended_after_its_ranks_were_asked_for_th
     assert run.stop.read_text().startswith("1 attempt in a row without a new durable iteration")
 
 
+@pytest.mark.long
 def test_the_lead_is_measured_by_what_the_attempts_before_took(make_run: MakeRun) -> None:
     run, plan = make_run(
         "--steps=40", "--step-seconds=0.35", "--save-seconds=2", total_steps=40, time_limit=120, lead=108.0

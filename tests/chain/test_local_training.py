@@ -30,6 +30,7 @@ def submit(config: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_a_run_cut_by_sigusr2_at_its_limit_equals_the_uninterrupted_run(tmp_path: Path) -> None:
     workspace = Workspace.make(tmp_path)
     training = {"steps": STEPS}
@@ -63,6 +64,7 @@ def test_a_run_cut_by_sigusr2_at_its_limit_equals_the_uninterrupted_run(tmp_path
     assert f"the chain of this run has ended: the last iteration, {STEPS}, is durable" in again.stderr
 
 
+@pytest.mark.long
 def test_a_slow_save_moves_the_deadline_of_its_own_attempt(tmp_path: Path) -> None:
     workspace = Workspace.make(tmp_path)
     slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "slow-save=20:20"}}

@@ -32,6 +32,7 @@ def program(*command: str | Path) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_every_token_of_the_demo_corpus_and_every_awkward_name_goes_through(tmp_path: Path) -> None:
     home = tmp_path / '-it\'s a "home" $HOME `id` ünï'
     home.mkdir()

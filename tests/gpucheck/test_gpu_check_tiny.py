@@ -107,6 +107,7 @@ def test_a_wrong_setting_is_refused_before_anything_runs(tmp_path: Path) -> None
     assert not (tmp_path / "check" / "parts").exists()
 
 
+@pytest.mark.long
 def test_the_attention_of_documents_is_asked_for_as_each_version_of_torch_wants_it() -> None:
     """In a process of its own: the program imports megatron-core."""
     code = """if True:

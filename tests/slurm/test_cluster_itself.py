@@ -73,6 +73,7 @@ def test_singleton_successor_starts_within_seconds(cluster: TestCluster) -> None
     assert cluster.wait_job(second) == "COMPLETED"
 
 
+@pytest.mark.long
 def test_killed_node_goes_down_with_its_job_and_comes_back(make_cluster: MakeCluster) -> None:
     cluster = make_cluster(node_timeout=10)
     job_id = cluster.sbatch(["--no-requeue", "--nodelist=n3", "--wrap=sleep 300"])

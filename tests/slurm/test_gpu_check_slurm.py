@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 LOGS = ROOT / "logs" / "slurm" / "training"
 
 
+@pytest.mark.long
 def test_all_nodes_measure_the_bandwidth_and_the_first_one_the_rest(cluster: TestCluster, tmp_path: Path) -> None:
     site = tmp_path / "it's a site.yaml"
     site.write_text(yamlfile.dump(SLURM | {"job": {"partition": "debug"}, "python": warm.python()}))

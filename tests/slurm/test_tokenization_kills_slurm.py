@@ -182,6 +182,7 @@ def test_a_job_leaves_before_its_time_limit_and_goes_on(
     work.assert_whole()
 
 
+@pytest.mark.long
 def test_a_job_that_is_killed_whole_leaves_no_process_and_submitting_again_completes_it(
     cluster: TestCluster, dataset: Dataset
 ) -> None:

@@ -110,6 +110,7 @@ def test_what_slurm_refuses_is_one_message(cluster: TestCluster, dataset: Datase
     assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.long
 def test_more_dumps_than_an_array_takes(cluster: TestCluster, dataset: Dataset) -> None:
     by_bash, by_python = dataset.settings("many-by-bash"), dataset.settings("many-by-python")
     cluster.stop_ctld()

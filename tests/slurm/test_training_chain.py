@@ -100,6 +100,7 @@ def test_jobs_cut_by_their_time_limit_equal_the_uninterrupted_run(cluster: TestC
     assert "the chain of this run has ended" in submit(cluster, workspace.folder / "pieces.yaml", check=False)
 
 
+@pytest.mark.long
 def test_two_runs_share_a_node_and_a_signal_during_the_imports_harms_neither(
     cluster: TestCluster, workspace: Workspace
 ) -> None:

@@ -24,6 +24,7 @@ if "RANK" in os.environ:
 """
 
 
+@pytest.mark.long
 def test_rank_0_alone_reads_the_line_and_tells_the_others(
     harness: Callable[..., Harness], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

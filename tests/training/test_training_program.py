@@ -74,7 +74,8 @@ def test_triggers_save_and_exit_are_obeyed_and_answered(harness: Make) -> None:
         assert step["mfu"] is None
         assert step["memory_bytes"] > 1e7
         assert (step["save_seconds"] > 0) == (step["iteration"] == 2), "after the save at iteration 1"
-    assert {"common.pt", "metadata.json", ".metadata", *files} == set(attempt.commits[-1].files)
+    hashes = {"checksums.json", "__0.checksums.jsonl", "__1.checksums.jsonl"}
+    assert {"common.pt", "metadata.json", ".metadata", *files, *hashes} == set(attempt.commits[-1].files)
     started = Started.read(attempt.directory.started)
     assert started is not None
     times = list(vars(started).values())

@@ -167,6 +167,7 @@ def test_nothing_is_wider_than_the_umask(checkout: Path, tmp_path: Path, mask: i
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_checkout_that_breaks_under_a_running_chain_does_not_break_its_next_job(tmp_path: Path) -> None:
     root = tmp_path / "checkout"
     copy_tracked(root)
