@@ -57,7 +57,7 @@ SHORT = ("values",)
 
 def copied(made: Harness, folder: Path) -> Harness:
     shutil.copytree(made.run.path, folder)
-    return Harness(Run(folder), made.config)
+    return Harness(Run(folder), dict(made.config))  # a test may change its own
 
 
 @pytest.mark.parametrize(
