@@ -29,9 +29,11 @@ def happened(plan: Plan, job_id: str) -> bool:
 
 def happened_meanwhile(run: Run, job_id: str) -> bool:
     """Whether another user has taken the run over while this job began, and stays its owner."""
-    deadline = time.monotonic() + SECONDS
-    if signs.is_anothers(Plan.load(run)):
+    plan = Plan.load(run)
+    if signs.is_anothers(plan):
         log("another user is about to take this run over; a submit that finds this attempt puts the plan back")
-    while signs.is_anothers(plan := Plan.load(run)) and time.monotonic() < deadline:
+    deadline = time.monotonic() + SECONDS
+    while signs.is_anothers(plan) and time.monotonic() < deadline:
         time.sleep(0.5)
+        plan = Plan.load(run)
     return happened(plan, job_id)

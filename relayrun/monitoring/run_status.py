@@ -117,9 +117,9 @@ class RunStatus:
     durable_age: float | None
     durable_fault: str | None
     left_behind: list[LeftBehind]
+    """Checkpoints of later iterations that are not whole, the newest first."""
     in_quarantine: list[LeftBehind]
     """Every checkpoint in quarantine, also those whose iterations have been computed again."""
-    """Checkpoints of later iterations that are not whole, the newest first."""
 
     last_end: str | None
     """Cause and reason of the newest attempt that has ended."""

@@ -45,10 +45,13 @@ class Job:
     at_limit: bool = False
     """It has run as long as its time limit allows."""
     preempted: bool = False
-    begin_failed: bool = False
-    """It has been queued again because its `begin` failed."""
     begin_failed_on: str = ""
-    """The nodes, separated by commas, that it leaves out for that; the next jobs need not."""
+    """The nodes, separated by commas, that it leaves out because its `begin` failed there; the next jobs need not."""
+
+    @property
+    def begin_failed(self) -> bool:
+        """It has been queued again because its `begin` failed."""
+        return bool(self.begin_failed_on)
 
     @property
     def live(self) -> bool:

@@ -103,7 +103,6 @@ def parse_job(text: str, *, name: str | None = None) -> Job:
         at_limit=start is not None and end is not None and limit is not None and end - start >= limit,
         preempted=known.get("PreemptTime", "None") != "None",
         requeue=known.get("Requeue") == "1",
-        begin_failed=comment.startswith(BEGIN_FAILED),
         begin_failed_on=comment.partition("@")[2] if comment.startswith(BEGIN_FAILED) else "",
     )
 
