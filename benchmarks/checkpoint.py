@@ -67,14 +67,19 @@ def main() -> int:
     return 0
 
 
-def measure(folder: Path, saves: int) -> dict[str, Any]:
-    run = make_run(folder, steps=INTERVAL * (2 * saves + 2) + INTERVAL - 1)
-    command = [sys.executable, __file__, "--program", str(run.path)]
+def train(run: Run, script: str) -> None:
+    """Run the training program of a benchmark's script to its end."""
+    command = [sys.executable, script, "--program", str(run.path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    attempt = run.attempt(1)
     if done.returncode:
         raise RelayrunError(f"the training program failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def measure(folder: Path, saves: int) -> dict[str, Any]:
+    run = make_run(folder, steps=INTERVAL * (2 * saves + 2) + INTERVAL - 1)
+    train(run, __file__)
+    attempt = run.attempt(1)
     committed = {commit.iteration: commit for commit in attempt.read_commits()}
     bytes_ = sum(committed[INTERVAL].files.values())
     lost, usual = losses(

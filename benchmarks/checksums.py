@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import _results
-from checkpoint import HELD, make_run
+from checkpoint import HELD, make_run, train
 
-from relayrun.errors import RelayrunError, run_main
+from relayrun.errors import run_main
 from relayrun.files import read_json, write_json
 from relayrun.rundir.run import Run
 
@@ -53,11 +52,7 @@ def main() -> int:
 
 def measure(folder: Path, pairs: int) -> dict[str, Any]:
     run = make_run(folder, steps=WARM_UP + 2 * pairs + 1, interval=1)  # the last one is saved when leaving
-    command = [sys.executable, __file__, "--program", str(run.path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RelayrunError(f"the training program failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    train(run, __file__)
     spent = read_json(run.path / HELD)
     with_hashes = [spent[str(WARM_UP + 2 * pair + 1)] for pair in range(pairs)]
     without = [spent[str(WARM_UP + 2 * pair + 2)] for pair in range(pairs)]

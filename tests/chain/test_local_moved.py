@@ -19,6 +19,7 @@ from relayrun.rundir.run import Run
 from relayrun.scheduler import history
 from relayrun.scheduler.local import LocalScheduler
 from relayrun.submit import submission
+from tests.history import began
 from tests.workspace import Workspace
 
 from .conftest import MakeRun
@@ -53,20 +54,8 @@ def trained(workspace: Workspace, folder: str) -> Run:
     """A run that was submitted and saved iteration 5, and has no job any more."""
     submission.submit(compose.load(workspace.config(folder)))
     run = workspace.run(folder)
+    began(run, 1, base=0)
     attempt = run.attempt(1)
-    attempt.path.mkdir(parents=True)
-    AttemptStart(
-        attempt=1,
-        job_id="1",
-        job_name="x",
-        nodes="n",
-        config_revision=1,
-        base_iteration=0,
-        base_path=None,
-        start_time=0.0,
-        job_end_time=None,
-        lead=0.0,
-    ).write(attempt.begin)
     run.checkpoint(5).mkdir(parents=True)
     (run.checkpoint(5) / "data").write_bytes(b"12345")
     path = str(run.checkpoint(5))

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 
 from relayrun.files import write_atomic
 from relayrun.rundir.lineage import durable
-from relayrun.rundir.records import AttemptStart, Commit
+from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
 from relayrun.training.checkpoint import checksums, publish
 from relayrun.training.checkpoint.checksums import Damaged, verify
@@ -26,6 +26,7 @@ from relayrun.training.checkpoint.reader import CheckedReader, damage
 from relayrun.training.checkpoint.writer import ThreadedWriter, check_complete, sizes
 from tests.chain.exhaustion import KILL, run_child
 from tests.chain.fake_slurm import FakeSlurm
+from tests.history import began
 
 from .conftest import Harness
 
@@ -193,19 +194,7 @@ def test_a_kill_between_any_two_writes_of_a_save_leaves_a_clean_checkpoint(tmp_p
     def fresh(name: str) -> Run:
         run = Run(tmp_path / name)
         run.checkpoints.mkdir(parents=True)
-        run.attempt(1).path.mkdir(parents=True)
-        AttemptStart(
-            attempt=1,
-            job_id="1",
-            job_name="x",
-            nodes="n",
-            config_revision=1,
-            base_iteration=0,
-            base_path=None,
-            start_time=0.0,
-            job_end_time=None,
-            lead=0.0,
-        ).write(run.attempt(1).begin)
+        began(run, 1, base=0)
         save_and_publish(run, 10)
         return run
 

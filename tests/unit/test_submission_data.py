@@ -13,10 +13,11 @@ from relayrun.cli import main
 from relayrun.config import compose
 from relayrun.errors import InputError
 from relayrun.files import read_json, write_json
-from relayrun.rundir.records import AttemptStart, Commit
+from relayrun.rundir.records import Commit
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
 from relayrun.submit import submission
+from tests.history import began
 from tests.workspace import Workspace
 
 
@@ -26,20 +27,8 @@ def trained(tmp_path: Path) -> Workspace:
     workspace = Workspace.make(tmp_path)
     submit(workspace, {"web": 1.0, "code": 1.0})
     run = workspace.run("run")
+    began(run, 1, base=0)
     attempt = run.attempt(1)
-    attempt.path.mkdir(parents=True)
-    AttemptStart(
-        attempt=1,
-        job_id="1",
-        job_name="x",
-        nodes="n",
-        config_revision=1,
-        base_iteration=0,
-        base_path=None,
-        start_time=0.0,
-        job_end_time=None,
-        lead=0.0,
-    ).write(attempt.begin)
     run.checkpoint(10).mkdir(parents=True)
     attempt.append_commit(
         Commit(iteration=10, path=str(run.checkpoint(10)), consumed_samples=100, time=0.0, seconds=0.0)

@@ -9,28 +9,17 @@ import pytest
 from relayrun.cli import main
 from relayrun.rundir.lineage import Durable, Lineage, commit_of, durable
 from relayrun.rundir.quarantine import in_quarantine, left_behind, put_in_quarantine
-from relayrun.rundir.records import AttemptStart, Commit
+from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
 from relayrun.training.checkpoint import checksums
+from tests.history import began
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     """Checkpoints of iterations 10 and 20, without blocks: a hash for each file."""
     run = Run(tmp_path / "run")
-    (run.path / "attempts" / "0001").mkdir(parents=True)
-    AttemptStart(
-        attempt=1,
-        job_id="1",
-        job_name="x",
-        nodes="n",
-        config_revision=1,
-        base_iteration=0,
-        base_path=None,
-        start_time=0.0,
-        job_end_time=None,
-        lead=0.0,
-    ).write(run.attempt(1).begin)
+    began(run, 1, base=0)
     run.plan.write_text("{}")
     for iteration in (10, 20):
         folder = run.checkpoint(iteration)
