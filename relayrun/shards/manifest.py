@@ -143,6 +143,8 @@ class Manifest:
     """Fingerprint of what decides its ids (`tokenization.identity`); empty if it is not known."""
     listed_order: bool = False
     """Whether a list of shards or folders stands here in the order given; earlier versions sorted it."""
+    listed_validation: bool = False
+    """The same for the folders of validation sets, which were sorted for longer."""
 
     @classmethod
     def build(
@@ -177,6 +179,7 @@ class Manifest:
             tokenizer_fingerprint=tokenizer_fingerprint,
             tokenizer_ids=tokenizer_ids,
             listed_order=True,
+            listed_validation=True,
         )
         manifest.check_apart(list(datasets))
         return manifest
@@ -225,6 +228,7 @@ class Manifest:
                 tokenizer_fingerprint=value["tokenizer_fingerprint"],
                 tokenizer_ids=value.get("tokenizer_ids", ""),  # runs of earlier versions have none
                 listed_order=value.get("listed_order", False),
+                listed_validation=value.get("listed_validation", False),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = "it is no JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else repr(error)
@@ -244,6 +248,7 @@ class Manifest:
                 "tokenizer_fingerprint": self.tokenizer_fingerprint,
                 "tokenizer_ids": self.tokenizer_ids,
                 "listed_order": self.listed_order,
+                "listed_validation": self.listed_validation,
                 "vocabulary_size": self.vocabulary_size,
                 "eod": self.eod,
                 "datasets": {name: _json(dataset) for name, dataset in self.datasets.items()},

@@ -18,8 +18,8 @@ from relayrun.files import ASIDE
 SUFFIXES = (".bin", ".idx")
 
 
-def find_prefixes(paths: Sequence[Path]) -> list[str]:
-    """Return every prefix below the folders `paths`, sorted, each once.
+def find_prefixes(paths: Sequence[Path], *, listed: bool = False) -> list[str]:
+    """Return every prefix below the folders `paths`, sorted, each once; `listed`: in the order of `paths`.
 
     Links are followed. A real folder is read once, under the first name that leads to it: a loop of
     links ends, and two links to one folder do not put its shards into the data twice. Links to
@@ -28,10 +28,11 @@ def find_prefixes(paths: Sequence[Path]) -> list[str]:
     the other way round).
     """
     seen: set[tuple[int, int]] = set()
-    prefixes: set[str] = set()
-    for root in sorted(Path(path).absolute() for path in paths):
-        prefixes |= _below(root, seen)
-    return sorted(prefixes)
+    prefixes: dict[str, None] = {}
+    roots = [Path(path).absolute() for path in paths]
+    for root in roots if listed else sorted(roots):
+        prefixes |= dict.fromkeys(sorted(_below(root, seen)))
+    return list(prefixes) if listed else sorted(prefixes)
 
 
 def expand(paths: Sequence[str], *, listed: bool = True) -> list[str]:

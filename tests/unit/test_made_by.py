@@ -225,6 +225,18 @@ def test_shards_of_two_tokenizers_are_not_merged(workspace: Workspace) -> None:
         merge(prefixes, workspace.folder / "twice")
 
 
+def test_a_mixture_of_two_tokenizers_is_refused(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:
+    prefixes_of(workspace)
+    folders = [workspace.folder / "dump", workspace.folder / "other"]
+    create_mixture(folders, [1.0, 1.0], workspace.folder / "mixture")
+    change_record(workspace, lambda value: value["tokenizer"].update(ids="0" * 64))
+    with pytest.raises(InputError, match=r"other/0000._tokens: another tokenizer made this shard than .*dump/0000._to"):
+        create_mixture(folders, [1.0, 1.0], workspace.folder / "mixture")
+    assert caplog.text == ""
+    create_mixture(folders, [1.0, 1.0], workspace.folder / "mixture", allow_other_tokenizer=True)
+    assert "taken, as --allow-other-tokenizer says" in caplog.text
+
+
 def test_a_merge_says_where_a_tokenizer_is_not_known(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:
     prefixes = prefixes_of(workspace)
     (workspace.folder / "other" / RECORD).unlink()

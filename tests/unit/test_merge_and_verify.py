@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import struct
 import subprocess
 import sys
@@ -72,6 +73,15 @@ def test_shards_that_do_not_fit_together_are_refused_and_leave_nothing(shards: l
     with pytest.raises(InputError, match="torn"):
         merge(shards, tmp_path / "to" / "merged")
     assert not (tmp_path / "to").exists()
+
+
+def test_the_script_merges_folders_in_the_order_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [tmp_path / name for name in ("b", "c", "a")]
+    for number, folder in enumerate(folders):
+        write_shard(folder / "s", [[number, EOD]])
+    monkeypatch.setattr("sys.argv", ["x", "--input", *map(str, folders), "--output-prefix", str(tmp_path / "merged")])
+    runpy.run_path(str(ROOT / "scripts/tools/merge_datasets.py"))["main"]()
+    assert np.asarray(Shard.open(tmp_path / "merged").ids()).tolist() == [0, EOD, 1, EOD, 2, EOD]
 
 
 def test_a_flipped_bit_in_a_merged_shard_is_found(shards: list[str], tmp_path: Path) -> None:
