@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from relayrun.errors import ConfigError
+from relayrun.errors import ConfigError, nearest_path
 
 MOST_VALUES = 100_000
 """Values of one file, those that aliases repeat included: a few lines of aliases of aliases can mean billions."""
@@ -68,9 +68,11 @@ def read(path: Path) -> LocatedSettings:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError("there is no such config file", where=path) from None
+        raise ConfigError("there is no such config file", where=path, hint=nearest_path(path) or None) from None
+    except IsADirectoryError:
+        raise ConfigError("this is a folder, not a config file", where=path, hint="name a file in it") from None
     except UnicodeDecodeError:
-        raise ConfigError("not UTF-8 text", where=path) from None
+        raise ConfigError("not UTF-8 text", where=path, hint="save it as UTF-8") from None
     return parse(text, source=str(path))
 
 

@@ -25,7 +25,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from relayrun.errors import InputError
+from relayrun.errors import InputError, RelayrunError, together
 from relayrun.files import read_json, write_json
 from relayrun.shards.indexed import Shard
 from relayrun.shards.mixture_folder import repeated_on_purpose
@@ -120,8 +120,17 @@ class DatasetManifest:
 
     @classmethod
     def build(cls, prefixes: Sequence[str | os.PathLike[str]]) -> DatasetManifest:
-        """Read the indices of `prefixes`; their order is kept. Errors as in `ShardEntry.build`."""
-        return cls(shards=tuple(ShardEntry.build(prefix) for prefix in prefixes))
+        """Read the indices of `prefixes`; their order is kept. Errors as in `ShardEntry.build`, for all of them."""
+        shards: list[ShardEntry] = []
+        bad: list[RelayrunError] = []
+        for prefix in prefixes:
+            try:
+                shards.append(ShardEntry.build(prefix))
+            except InputError as error:
+                bad.append(error)
+        if bad:
+            raise together(bad, f"of {len(prefixes):,} shards cannot be used")
+        return cls(shards=tuple(shards))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from relayrun.errors import InputError
+from relayrun.errors import InputError, refuse_unwritable
 from relayrun.files import RealPath, fsync_directory
 from relayrun.shards.direct_io import DirectFile
 from relayrun.shards.indexed import Shard, index_bytes
@@ -43,6 +43,7 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike[str]) -> Shard:
     for suffix in (".bin", ".idx"):
         if os.path.exists(target + suffix):
             raise InputError("this exists already", where=target + suffix, hint="move it away, or choose another name")
+    refuse_unwritable(Path(target).parent)
     dtype = shards[0].dtype
     if other := next((shard for shard in shards if shard.dtype != dtype), None):
         raise InputError(

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relayrun.chain import signs
-from relayrun.errors import RunDirError
+from relayrun.errors import RunDirError, group_name, user_name, whose
 from relayrun.files import append_line
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
-from relayrun.rundir.triggers import group_name, user_name
 
 
 def refuse_another(run: Run, *, take_over: bool, now: float) -> None:
@@ -76,7 +75,7 @@ def refuse_unwritable(run: Run) -> None:
     else:
         who = f"the user {name} may"
         hint = f"to share the run with a group, let {name} run `chmod -R g+w {run.path}`, and submit under umask 002"
-    raise RunDirError(f"you may not write here: only {who}", where=closed, hint=hint)
+    raise RunDirError(f"you may not write here: only {who}; {whose(closed)}", where=closed, hint=hint)
 
 
 def _closed(run: Run) -> Iterator[Path]:
