@@ -62,9 +62,14 @@ def read(name: str, overrides: list[str]) -> tuple[RunConfig, LocatedSettings | 
     wanted = int(number) if colon and number.isdecimal() else max(revisions, default=0)
     if wanted not in revisions:
         known = ", ".join(map(str, sorted(revisions))) or "none"
-        raise ConfigError(f"this run has no revision {wanted} of its config; there are: {known}", where=run.config)
+        raise ConfigError(
+            f"this run has no revision {wanted} of its config; there are: {known}",
+            where=run.config,
+            hint="without a number it is the newest one",
+        )
     if overrides:
-        raise ConfigError("--set belongs to a config file, not to a run", where=name)
+        hint = "`relayrun resume RUN --set ... --dry-run` shows what it would become"
+        raise ConfigError("--set belongs to a config file, not to a run", where=name, hint=hint)
     return compose.read_resolved(run.config_revision(wanted)), None
 
 

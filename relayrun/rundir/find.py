@@ -38,16 +38,13 @@ def find_run(name: str) -> Run:
 
 def _around(path: Path) -> Path | None:
     """The run in whose directory a path lies."""
-    for folder in path.parents:
-        if read_format(Run(folder)) is not None:
-            return folder
-    return None
+    return next((folder for folder in path.parents if (folder / "plan.json").is_file()), None)
 
 
 def _nearest_run(name: str, path: Path) -> str:
     """Which run could be meant: one beside `path`, or one below RUNS, by its whole name or the last part of it."""
     try:
-        beside = [str(each) for each in path.parent.iterdir() if read_format(Run(each)) is not None]
+        beside = [str(each) for each in path.parent.iterdir() if (each / "plan.json").is_file()]
     except OSError:
         beside = []
     if found := nearest(str(path), beside):

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from relayrun.errors import InputError
+from relayrun.errors import InputError, nearest_path
 from relayrun.files import ASIDE
 
 SUFFIXES = (".bin", ".idx")
@@ -68,19 +68,18 @@ def _matches(path: str) -> tuple[list[Path], set[str]]:
     below = [Path(match).absolute() for match in files if os.path.isdir(match)]
     shards = {os.path.abspath(match[:-4]) for match in files if match.endswith(SUFFIXES) and os.path.isfile(match)}
     if not below and not shards:
-        raise InputError(
-            "leads to no folder and to no shard",
-            where=path,
-            hint="give a folder, a shard without its suffix, or a pattern of either",
-        )
+        usual = "give a folder, a shard without its suffix, or a pattern of either"
+        hint = "; ".join(filter(None, [nearest_path(path), usual]))
+        raise InputError("leads to no folder and to no shard", where=path, hint=hint)
     return below, shards
 
 
 def _below(root: Path, seen: set[tuple[int, int]]) -> set[str]:
     """The prefixes below one folder, without those of the folders in `seen`. Raises InputError as `find_prefixes`."""
     if not root.is_dir():
-        what = "not a folder" if root.exists() else "no such folder"
-        raise InputError(what, where=root, hint="give folders that hold .bin and .idx files")
+        what, near = ("not a folder", "") if root.exists() else ("no such folder", nearest_path(root))
+        hint = "; ".join(filter(None, [near, "give folders that hold .bin and .idx files"]))
+        raise InputError(what, where=root, hint=hint)
     found = set(_walk(os.fspath(root), seen))
     if not found and not any(_walk(os.fspath(root), set())):  # not even when read without the others
         raise InputError(

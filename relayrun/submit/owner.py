@@ -13,6 +13,7 @@ from pathlib import Path
 
 from relayrun.chain import signs
 from relayrun.errors import RunDirError, group_name, user_name, whose
+from relayrun.errors import refuse_unwritable as refuse_unwritable_place
 from relayrun.files import append_line
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
@@ -65,6 +66,8 @@ def _refuse_living(run: Run, plan: Plan, *, now: float) -> None:
 
 def refuse_unwritable(run: Run) -> None:
     """Raise RunDirError where this user may not write what a chain writes: its jobs would die of it one by one."""
+    if not run.path.exists():
+        refuse_unwritable_place(run.path)
     closed = next(_closed(run), None)
     if closed is None:
         return

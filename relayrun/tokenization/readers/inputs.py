@@ -37,12 +37,15 @@ def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
         name = os.fsdecode(line)
         where = f"{path}:{number}"
         if b"\0" in line or os.path.isabs(name):
-            raise InputError("a paths file holds paths below the dataset folder, one a line", where=where)
+            hint = "write it from the dataset folder on"
+            raise InputError("a paths file holds paths below the dataset folder, one a line", where=where, hint=hint)
         if name in names:
-            raise InputError(f"this path is listed twice: {printable(name)}", where=where)
+            raise InputError(
+                f"this path is listed twice: {printable(name)}", where=where, hint="remove one of the lines"
+            )
         names[name] = None
     if not names:
-        raise InputError("the paths file lists no file", where=path)
+        raise InputError("the paths file lists no file", where=path, hint="prepare_dumps.py writes them")
     return list(names)
 
 
