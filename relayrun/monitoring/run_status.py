@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from relayrun.chain import nodes, signs, supervisor
 from relayrun.chain.watch import read_heartbeats
-from relayrun.errors import RunDirError, SchedulerError
+from relayrun.errors import RunDirError, SchedulerError, user_name
 from relayrun.files import read_lines
 from relayrun.rundir import evaluations, quarantine, triggers
 from relayrun.rundir.attempt import Attempt
@@ -172,7 +172,7 @@ def ask(run: Run) -> Queue:
         waiting_jobs = [job for job in jobs if job.state == "PENDING"]
         hidden = not jobs and plan.owner is not None and signs.is_anothers(plan) and plan.scheduler == "slurm"
         if hidden and history.others_are_hidden():
-            name = triggers.user_name(plan.owner or 0)
+            name = user_name(plan.owner or 0)
             return Queue(hidden=f"Slurm shows the jobs of {name}, who owns this run, to nobody else")
         nothing_runs = all(job.state in ("PENDING", "COMPLETING") for job in jobs)
         return Queue(

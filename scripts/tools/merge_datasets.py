@@ -2,6 +2,9 @@
 """Merge the token shards of a folder into one shard, byte by byte, without reading a token.
 
 merge_datasets.py --input tokens/web/dump-0 --output-prefix tokens/web-merge/dump-0-merged
+
+Folders come in the order given, the shards of each sorted. The result's record (P.record.json) names the tokenizer of
+its inputs and the checksums of its files.
 """
 
 from __future__ import annotations
@@ -17,10 +20,17 @@ from relayrun.shards.prefixes import find_prefixes
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", required=True, nargs="+", type=Path, metavar="DIR", help="folders of shards")
-    parser.add_argument("--output-prefix", required=True, metavar="P", help="gets P.bin and P.idx")
+    parser.add_argument(
+        "--input",
+        required=True,
+        nargs="+",
+        type=Path,
+        metavar="DIR",
+        help="folders of shards, in the order in which they are to follow",
+    )
+    parser.add_argument("--output-prefix", required=True, metavar="P", help="gets P.bin, P.idx and P.record.json")
     options = parser.parse_args()
-    prefixes = find_prefixes(options.input)
+    prefixes = find_prefixes(options.input, listed=True)
     shard = merge(prefixes, options.output_prefix)
     print(f"{len(prefixes):,} shards, {shard.documents:,} documents, {shard.tokens:,} tokens: {shard.prefix}")
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from relayrun.errors import InputError, run_main
 from relayrun.shards.prefixes import find_prefixes
-from relayrun.shards.verify import RECORD, Verified, verify
+from relayrun.shards.record import RECORD
+from relayrun.shards.verify import Verified, verify
 
 
 def main() -> None:
@@ -74,7 +75,7 @@ def main() -> None:
         raise InputError(
             f"{len(wrong):,} of {len(checked):,} shards have faults",
             hint="tokenize their dumps again, which makes these shards anew; `relayrun dumps verify METADATA_FOLDER` "
-            "opens finished dumps for that",
+            "opens finished dumps for that; merge again what was merged",
         )
 
 
