@@ -11,6 +11,7 @@ import relayrun
 from relayrun.errors import run_main
 
 COMMANDS = {
+    "init": ("init", "a new project: launchers, configs and a site file in a folder of its own"),
     "submit": ("submit", "submit a training run"),
     "resume": ("resume", "submit a run again as it was submitted last"),
     "launch": ("launch", "what the sbatch scripts of launchers/ call"),
@@ -35,6 +36,10 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `relayrun` command. Only the module of the command that is asked for is imported."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return run_main(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="relayrun", description="Language-model pretraining as a relay of Slurm jobs")
     parser.add_argument("--version", action="version", version=f"relayrun {relayrun.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -44,4 +49,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == asked:
             importlib.import_module(f"relayrun.cli.{module}").add_arguments(command)
     options = parser.parse_args(arguments)
-    return run_main(lambda: int(options.run(options)))
+    return int(options.run(options))

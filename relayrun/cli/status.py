@@ -34,5 +34,5 @@ def run(options: argparse.Namespace) -> int:
     elif found:
         run_status_view.show(run_status_view.many(found))
     else:
-        print(f"no runs below {find.RUNS}")
+        print(f"no runs below {find.runs()}")
     return 0
