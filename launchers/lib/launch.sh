@@ -23,12 +23,12 @@ python_of_project() {
 }
 
 prepare() { # arguments of `relayrun launch`
-  local python config="${CONFIG}"
+  local python file="${CONFIG}"
   python="$(python_of_project)" || return
-  [[ "${config}" == /* ]] || config="${RELAYRUN_ROOT}/${config}"
+  [[ "${file}" == /* ]] || file="${RELAYRUN_ROOT}/${file}"
   local -a path=() # a checkout's own package; a project has none, and the installed one is taken
   [[ ! -d "${RELAYRUN_ROOT}/relayrun" ]] || path=(PYTHONPATH="${RELAYRUN_ROOT}")
-  env PYTHONSAFEPATH=1 "${path[@]}" "${python}" -m relayrun.cli launch "${config}" "$@"
+  env PYTHONSAFEPATH=1 "${path[@]}" "${python}" -m relayrun.cli launch "${file}" "$@"
 }
 
 if [[ -z "${SLURM_JOB_ID:-}" ]]; then

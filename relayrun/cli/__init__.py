@@ -6,6 +6,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 import relayrun
 from relayrun.errors import run_main
@@ -19,7 +20,8 @@ COMMANDS = {
     "explain": ("explain", "what a setting means; without NAME: all settings"),
     "diff": ("diff", "what differs in the settings of two run configs or runs"),
     "data": ("data", "what a run reads: show samples, the ledger, the difference of two runs"),
-    "dumps": ("dumps", "tokenization: where the dumps stand, and what suits this node"),
+    "dumps": ("dumps", "tokenization: a dataset as dumps, their jobs, where they stand, what suits this node"),
+    "mixture": ("mixture", "token shards as data sets of a run: mixed by weight, listed, checked"),
     "export": ("export", "a checkpoint in the form that other programs read"),
     "import": ("import_checkpoint", "a checkpoint, to start a run from, of another program's model"),
     "checkpoint": ("checkpoint", "whether a checkpoint still holds the bytes that were saved"),
@@ -37,6 +39,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `relayrun` command. Only the module of the command that is asked for is imported."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     return run_main(lambda: _run(arguments))
+
+
+def as_program(command: ModuleType, description: str | None) -> int:
+    """Run the module of a subcommand as a program of its own, with the same flags: what the scripts do."""
+
+    def run() -> int:
+        form = argparse.RawDescriptionHelpFormatter
+        parser = argparse.ArgumentParser(description=description, formatter_class=form)
+        command.add_arguments(parser)
+        options = parser.parse_args()
+        return int(options.run(options))
+
+    return run_main(run)
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -15,7 +15,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from relayrun import __version__
 from relayrun.errors import EXTRAS
+from relayrun.rundir.run import Run
+from relayrun.submit import code_snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {"megatron-core": "megatron", "lm_eval": "lm_eval", "splintr-rs": "splintr", "nvidia-ml-py": "pynvml"}
@@ -130,6 +133,18 @@ def test_the_base_alone_submits_looks_and_makes_a_project_from_an_empty_folder(b
     assert list(base.home.iterdir()) == []
 
 
+def test_jobs_run_a_copy_that_an_upgrade_does_not_touch(base: Installed, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    taken = code_snapshot.snapshot(run, base.packages)
+    assert taken == code_snapshot.snapshot(run, base.packages)
+    assert (taken / "launchers/lib/job.sh").read_bytes() == (ROOT / "launchers/lib/job.sh").read_bytes()
+    assert sorted(path.name for path in taken.iterdir()) == ["configs", "launchers", "relayrun", "scripts"]
+    assert taken.with_suffix(".commit").read_text() == f"relayrun {__version__}, an installed package\n"
+    alone = base.run("env", f"PYTHONPATH={taken}", sys.executable, "-S", "-m", "relayrun.chain", "--help", cwd=tmp_path)
+    assert "begin" in alone.stdout
+
+
 def test_the_wheel_has_the_files_that_jobs_need_and_types(base: Installed) -> None:
     package = base.packages / "relayrun"
     assert (package / "py.typed").is_file()
@@ -150,3 +165,18 @@ def test_every_extra_that_an_error_names_brings_what_is_missing(base: Installed)
             if (requirement := Requirement(text)).marker is not None and requirement.marker.evaluate({"extra": extra})
         }
         assert module in parts, (module, extra)
+
+
+@pytest.mark.long
+def test_a_chain_of_an_installed_package_trains_to_its_end(wheel: Path, tmp_path: Path) -> None:
+    train = install(wheel, tmp_path, "train")
+    relayrun = train.folder / "bin/relayrun"
+    train.run(relayrun, "init", "p", "--cluster", "local", cwd=tmp_path)
+    config = ["configs/runs/my-run.yaml", "--set", "data.mock_data=true", "--set", "training.steps=6"]
+    config += ["--set", "checkpoint.interval=3", "--set", "tracking.tensorboard=false"]
+    train.run(relayrun, "submit", *config, cwd=tmp_path / "p")
+    run = Run(tmp_path / "p/logs/runs/p/my-run")
+    assert "iteration 6, is durable" in run.stop.read_text()
+    assert (run.code / "0001/launchers/lib/job.sh").is_file()
+    status = train.run(relayrun, "status", "p/my-run", cwd=tmp_path / "p/configs").stdout
+    assert "6 of 6" in status
