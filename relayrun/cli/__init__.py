@@ -26,6 +26,7 @@ COMMANDS = {
     "import": ("import_checkpoint", "a checkpoint, to start a run from, of another program's model"),
     "checkpoint": ("checkpoint", "whether a checkpoint still holds the bytes that were saved"),
     "gpu-check": ("gpu_check", "what this machine's GPUs do with relayrun, in eight minutes"),
+    "completion": ("completion", "a script that completes commands, options, runs and settings in a shell"),
     "status": ("status", "where a run stands; without RUN: all runs"),
     "logs": ("logs", "what the jobs of a run wrote; with -f also what they add"),
     "save": ("control", "write a checkpoint and go on"),

@@ -35,7 +35,7 @@ class Remaining:
 
     iterations: int
     seconds: float
-    """Of jobs that run; without the queue."""
+    """Seconds of jobs that run; time in the queue is not in it."""
     node_hours: float
     earliest_end: float | None
     """When the last iteration is durable if no job waits, in seconds since 1970; None while no job runs."""
