@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Candidates for the last of its arguments, one a line; nothing where it is a file of any kind. Plain Bash: no Python
 # starts while somebody types. The lists above are relayrun's commands, as they were when this was written.
 
