@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.errors import ConfigError
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
@@ -62,7 +62,7 @@ def job_script(plan: Plan, run: Run) -> str:
 
 def _embedded(name: str) -> str:
     """The text of one of launchers/lib without its first line."""
-    return (ROOT / "launchers/lib" / name).read_text(encoding="utf-8").partition("\n")[2]
+    return (places.shared("launchers/lib") / name).read_text(encoding="utf-8").partition("\n")[2]
 
 
 def program_script(

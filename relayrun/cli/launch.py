@@ -7,7 +7,7 @@ import logging
 import os
 from pathlib import Path
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.config import compose
 from relayrun.submit import launcher_environment, submission
 
@@ -25,11 +25,11 @@ def run(options: argparse.Namespace) -> int:
     """Make this job the first of a chain, with the settings of the environment; print the run directory."""
     settings = launcher_environment.overrides(os.environ)
     if options.dry_run:
-        print(submission.dry_run(compose.load(ROOT / options.config, settings)), end="")
+        print(submission.dry_run(compose.load(places.project() / options.config, settings)), end="")
         return 0
     job = launcher_environment.job_overrides(os.environ)
     log.info("as this job was submitted, whatever the config says: %s", ", ".join(job))
-    config = compose.load(ROOT / options.config, [*settings, *job])
+    config = compose.load(places.project() / options.config, [*settings, *job])
     print(
         submission.adopt_job(
             config,

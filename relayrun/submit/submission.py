@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.chain import decide, render
 from relayrun.config import compose, determinism
 from relayrun.config.schema import RunConfig
@@ -102,16 +102,16 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool, take_over: bool)
     run = Run(Path(config.run_dir or ""))
     manifest = build_manifest(config, run)
     check.check_data(config, manifest, begun=run.manifest.exists())
-    check.check_log_folder(log_folder())
+    check.check_log_folder(log_folder(run))
     owner.refuse_unwritable(run)
     with _locked(run) as made, _undone_on_error(run, made):
         _refuse_while_live(run)
         owner.refuse_another(run, take_over=take_over, now=time.time())
         _refuse_after_end(run, resume)
-        check.check_time_limit(config, make_plan(config, run, ROOT, revision=0), run)
+        check.check_time_limit(config, make_plan(config, run, places.CODE, revision=0), run)
         config = _freeze_data(run, _with_loss_mean(run, config), manifest, accept=accept)
         base = initial_checkpoint.find_initial_checkpoint(config, run)
-        root = code_snapshot.snapshot(run, ROOT) if config.debug.backup_codebase else ROOT
+        root = code_snapshot.snapshot(run, places.CODE) if _takes_snapshot(config) else places.CODE
         plan = make_plan(config, run, root, revision=_add_revision(run, config), base=base)
         triggers.create_folder(run, config.chain.triggers_group)
         if config.chain.triggers_group is not None and (barrier := triggers.barrier(run)) is not None:
@@ -216,15 +216,22 @@ def make_plan(config: RunConfig, run: Run, root: Path, *, revision: int, base: D
         modules=cluster.modules,
         host_python=sys.executable if cluster.scheduler == "local" else cluster.host_python,
         package_root=str(root),
-        log_folder=str(log_folder()),
+        log_folder=str(log_folder(run)),
         load_path=base.path,
         load_iteration=base.iteration,
     )
 
 
-def log_folder() -> Path:
-    """Where the jobs of every run of this checkout write their logs."""
-    return ROOT / "logs" / "slurm" / "training"
+def log_folder(run: Run | None = None) -> Path:
+    """Where the jobs of every run of a project write their logs: of the project that the run directory lies in, or
+    else of the working directory's."""
+    return places.project(run.path if run is not None else None) / "logs" / "slurm" / "training"
+
+
+def _takes_snapshot(config: RunConfig) -> bool:
+    """Whether the jobs run a copy of the code: if they are to, and wherever the code is an installed package, which an
+    upgrade would change under queued jobs."""
+    return config.debug.backup_codebase or not places.is_checkout()
 
 
 def _prepare_evaluations(config: RunConfig, plan: Plan, run: Run) -> None:
@@ -269,7 +276,7 @@ def evaluation_script(config: RunConfig, plan: Plan, run: Run) -> str:
 def dry_run(config: RunConfig) -> str:
     """Return the job script that a submit would write; nothing is written or queued. Raises RelayrunError."""
     run = Run(Path(config.run_dir or ""))
-    root = run.code / "0001" if config.debug.backup_codebase else ROOT
+    root = run.code / "0001" if _takes_snapshot(config) else places.CODE
     return render.job_script(make_plan(config, run, root, revision=max(run.revisions(), default=0) + 1), run)
 
 
