@@ -5,7 +5,8 @@
     ├── InputError           a file or folder that was given is missing, torn or of the wrong kind
     ├── RunDirError          the run directory is damaged, or refuses what was asked of it
     ├── SchedulerError       Slurm (or the local scheduler) refused or could not be reached
-    └── FatalTrainingError   training cannot go on, and another attempt would fail in the same way
+    ├── FatalTrainingError   training cannot go on, and another attempt would fail in the same way
+    └── SeveralErrors        all that one look found, each an error of its own
 
 An error says what is wrong, where, and what to do. What goes wrong without ending the program is a warning: modules
 give it to `logging.getLogger(__name__)`, and every program calls `log_to_stderr` once.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 class RelayrunError(Exception):
@@ -51,6 +52,14 @@ class SchedulerError(RelayrunError):
 
 class FatalTrainingError(RelayrunError):
     """Training cannot go on, and another attempt would fail in the same way."""
+
+
+class SeveralErrors(RelayrunError):
+    """All that one look found, each an error of its own."""
+
+    def __init__(self, errors: Sequence[RelayrunError]) -> None:
+        self.errors = tuple(errors)
+        super().__init__("\nerror: ".join(map(str, errors)))
 
 
 class _StderrLines(logging.Handler):

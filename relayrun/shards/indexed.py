@@ -152,6 +152,8 @@ class ShardWriter:
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype)
         self.tokens = 0
+        self.largest_id = -1
+        """The largest id so far; -1 where there is none."""
         self.xxh3_128: dict[str, str] = {}
         """Checksums, 32 hexadecimal digits, of the .bin and the .idx, after `finish`."""
         self._lengths: list[npt.NDArray[np.int32]] = []
@@ -204,15 +206,17 @@ class ShardWriter:
         self._reserved = None
         self._hash.update(array.data)
         self.tokens += array.size
+        if array.size:
+            self.largest_id = max(self.largest_id, int(array.max()))
 
     def mark(self) -> object:
         """Return a place that `rollback` can return to."""
-        return self.tokens, len(self._lengths), self._hash.copy()
+        return self.tokens, len(self._lengths), self._hash.copy(), self.largest_id
 
     def rollback(self, mark: object) -> None:
         """Drop what was added since `mark`."""
         assert isinstance(mark, tuple)
-        self.tokens, count, digest = mark
+        self.tokens, count, digest, self.largest_id = mark
         self._hash, self._reserved, self._open = digest.copy(), None, 0
         del self._lengths[count:]
         self._bin.truncate(self.tokens * self.dtype.itemsize)

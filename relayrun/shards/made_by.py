@@ -64,75 +64,91 @@ class MadeBy:
 
 
 def check_tokenizer(
-    manifest: Manifest,
-    mixture: Iterable[str] | None = None,
-    *,
-    ends_matter: bool = False,
-    allow: bool = False,
-    look: bool = False,
+    manifest: Manifest, mixture: Iterable[str] | None = None, *, ends_matter: bool = False, allow: bool = False
 ) -> int:
     """Raise InputError if a shard was made with another tokenizer than the run's; with `allow`, warn.
 
+    Parameters as `other_tokenizers`. Returns how many shards have no record.
+    """
+    errors, without = other_tokenizers(manifest, mixture, ends_matter=ends_matter)
+    for error in errors:
+        if not allow:
+            raise error
+        log.warning("taken, as %s says: %s: %s", SETTING, error.where, error.message)
+    return sum(map(len, without.values()))
+
+
+def other_tokenizers(
+    manifest: Manifest, mixture: Iterable[str] | None = None, *, ends_matter: bool = False
+) -> tuple[list[InputError], dict[str, list[str]]]:
+    """Return an error for every set and way in which shards differ from the run's tokenizer.
+
     `mixture`: names of the data sets to look at, beside all validation sets; None: all. `ends_matter`: something in
-    the run depends on which id ends a document. `look`: of shards without a record, look at some ids; raise InputError
-    if one is beyond the vocabulary. Returns how many shards have no record.
+    the run depends on which id ends a document. Also returned: by set, the prefixes of shards that have no record.
     """
     records = Records()
-    without = 0
-    for what, dataset in _sets(manifest, mixture):
+    errors: list[InputError] = []
+    without: dict[str, list[str]] = {}
+    for what, dataset in sets_of(manifest, mixture):
         wrong: dict[str, list[str]] = {}
-        unknown = []
         for shard in dataset.shards:
             made = records.of(shard.prefix)
             if made is None:
-                unknown.append(shard.prefix)
+                without.setdefault(what, []).append(shard.prefix)
             elif (words := _difference(made, manifest, ends_matter)) is not None:
                 wrong.setdefault(words, []).append(shard.prefix)
-        for words, prefixes in wrong.items():
-            error = InputError(
+        errors += [
+            InputError(
                 f"{what}: {len(prefixes):,} of {len(dataset.shards):,} shards, of which this is the first, were not "
                 f"made with the tokenizer {manifest.tokenizer}: {words}",
                 where=prefixes[0],
                 hint=f"set data.tokenizer to the one that made them, or tokenize again; if it is meant, {SETTING}=true",
             )
-            if not allow:
-                raise error
-            log.warning("taken, as %s says: %s: %s", SETTING, prefixes[0], error.message)
-        without += len(unknown)
-        if look:
-            _look_at(unknown, what, manifest.vocabulary_size)
-    return without
+            for words, prefixes in wrong.items()
+        ]
+    return errors, without
 
 
 class Records:
     """The records of tokenization beside shards, each read once."""
 
     def __init__(self) -> None:
-        self._read: dict[str, dict[str, MadeBy]] = {}
+        self._read: dict[str, tuple[MadeBy, dict[str, int | None]] | None] = {}
         self._real_path = RealPath()
 
     def of(self, prefix: str) -> MadeBy | None:
         """What is on record of the tokenizer of this shard, links followed; None where nothing is."""
+        found = self._find(prefix)
+        return None if found is None else found[0]
+
+    def largest_id(self, prefix: str) -> int | None:
+        """The largest id in this shard's .bin, as its writer has noted it; None where it has not."""
+        found = self._find(prefix)
+        return None if found is None else found[1]
+
+    def _find(self, prefix: str) -> tuple[MadeBy, int | None] | None:
         folder, name = os.path.split(self._real_path(prefix + ".bin"))
         if folder not in self._read:
             self._read[folder] = _read(folder)
-        return self._read[folder].get(name.removesuffix(".bin"))
+        record, shard = self._read[folder], name.removesuffix(".bin")
+        return None if record is None or shard not in record[1] else (record[0], record[1][shard])
 
 
-def _read(folder: str) -> dict[str, MadeBy]:
-    """What the record of a folder says, by name of the shard; nothing where there is none, or one that is no such."""
+def _read(folder: str) -> tuple[MadeBy, dict[str, int | None]] | None:
+    """What the record of a folder says, and the largest id of each of its shards; None where there is no record."""
     try:
         record: Any = read_json(os.path.join(folder, RECORD))
         settings, known = record["settings"], record.get("tokenizer", {})
         made = MadeBy(
             fingerprint=settings["tokenizer"], eos=settings["eos"], ids=known.get("ids", ""), size=known.get("size")
         )
-        return dict.fromkeys(record["shards"], made)
+        return made, {name: shard.get("largest_id") for name, shard in record["shards"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
+        return None
 
 
-def _sets(manifest: Manifest, mixture: Iterable[str] | None) -> Iterator[tuple[str, DatasetManifest]]:
+def sets_of(manifest: Manifest, mixture: Iterable[str] | None) -> Iterator[tuple[str, DatasetManifest]]:
+    """Yield each data set of `mixture` (None: all) and each validation set, with the words that name it."""
     for name in manifest.datasets if mixture is None else mixture:
         yield f"data set {name!r}", manifest.datasets[name]
     for name, dataset in manifest.validation.items():
@@ -148,7 +164,7 @@ def _difference(made: MadeBy, manifest: Manifest, ends_matter: bool) -> str | No
     return None
 
 
-def _look_at(prefixes: Sequence[str], what: str, vocabulary_size: int) -> None:
+def look_at(prefixes: Sequence[str], what: str, vocabulary_size: int) -> None:
     """Raise InputError if one of the first ids of some of these shards, evenly chosen, is beyond the vocabulary."""
     step = max(1, -(-len(prefixes) // LOOKED_AT))
     for prefix in prefixes[::step]:
