@@ -26,7 +26,7 @@ class Forecast:
     """Exact, with the padded vocabulary."""
     vocabulary_size: int
     memory: Memory
-    """Of the fullest GPU, by formula; of a CPU rank where there are no GPUs."""
+    """What the fullest GPU needs, by formula; a rank where there are no GPUs."""
     gpu_memory: float | None
     """Bytes of a GPU, as the cluster's file says."""
     steps: int
@@ -60,6 +60,7 @@ class Forecast:
 
     @property
     def cost(self) -> float | None:
+        """What the node hours that are left cost, in `currency`."""
         if self.node_hours is None or self.cost_per_node_hour is None:
             return None
         return self.node_hours * self.cost_per_node_hour
