@@ -5,7 +5,8 @@
     ├── InputError           a file or folder that was given is missing, torn or of the wrong kind
     ├── RunDirError          the run directory is damaged, or refuses what was asked of it
     ├── SchedulerError       Slurm (or the local scheduler) refused or could not be reached
-    └── FatalTrainingError   training cannot go on, and another attempt would fail in the same way
+    ├── FatalTrainingError   training cannot go on, and another attempt would fail in the same way
+    └── SeveralErrors        all that one look found, each an error of its own
 
 An error says what is wrong, where, and what to do: all of what is wrong in the same way (`together`), the nearest name
 where one is unknown (`nearest`), and whose a place is that is closed (`whose`). What goes wrong without ending the
@@ -199,6 +200,14 @@ def missing_extra(error: ModuleNotFoundError) -> RelayrunError | None:
     return RelayrunError(
         f"this needs {name}, which is not installed in {sys.prefix}", hint=f"pip install 'relayrun[{EXTRAS[name]}]'"
     )
+
+
+class SeveralErrors(RelayrunError):
+    """All that one look found, each an error of its own."""
+
+    def __init__(self, errors: Sequence[RelayrunError]) -> None:
+        self.errors = tuple(errors)
+        super().__init__("\nerror: ".join(map(str, errors)))
 
 
 class _StderrLines(logging.Handler):

@@ -33,7 +33,7 @@ from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import write_stop
 from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.record import MadeBy, write_own_record
+from relayrun.shards.record import MadeBy, ShardRecord, write_own_record
 from relayrun.submit import submission
 from relayrun.tokenization.dumps.split import prepare
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
@@ -387,7 +387,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A workspace whose shards say which tokenizer made them."""
     made = Place(Workspace.make(tmp_path_factory.mktemp("prepared")).folder)
     for prefix in (made.folder / "data").glob("*.bin"):
-        write_own_record(str(prefix.with_suffix("")), made.made(), {})
+        write_own_record(str(prefix.with_suffix("")), ShardRecord(made=made.made(), xxh3_128={}))
     return made.folder
 
 
