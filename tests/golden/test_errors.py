@@ -26,7 +26,6 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.config import compose, yamlfile
-from relayrun.errors import run_main
 from relayrun.files import read_json, write_json
 from relayrun.rundir import find
 from relayrun.rundir.records import Commit
@@ -67,10 +66,12 @@ class Place(Workspace):
 
     def script(self, name: str, *arguments: object) -> int:
         """Run a script of scripts/ or launchers/ as a program of its own would."""
-        called = runpy.run_path(str(ROOT / name))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", [name, *map(str, arguments)])
-            return run_main(called["main"])
+            with pytest.raises(SystemExit) as left:
+                runpy.run_path(str(ROOT / name), run_name="__main__")
+        assert isinstance(left.value.code, int)
+        return left.value.code
 
     def made(self) -> MadeBy:
         """What the workspace's own tokenizer leaves on record."""
@@ -167,7 +168,7 @@ def closed(place: Place, name: str) -> Path:
 
 def closed_run(place: Place) -> int:
     target = closed(place, "theirs") / "run"
-    path = place.config("run", run_dir=str(target))
+    path = place.config("run", run_dir=str(target), cluster={"python": None})
     (place.folder / "root").mkdir(mode=0o777)
     (place.folder / "root").chmod(0o777)
     with ordinary_user():
@@ -395,8 +396,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def place(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     made = Place(tmp_path)
-    monkeypatch.setattr(submission, "ROOT", tmp_path / "root")
-    monkeypatch.setattr(find, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(submission, "log_folder", lambda _: tmp_path / "root/logs/slurm/training")
+    monkeypatch.setattr(find, "runs", lambda: tmp_path / "runs")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", "/the/cache")
     monkeypatch.setenv("PATH", "/nowhere")

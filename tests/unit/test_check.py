@@ -33,7 +33,7 @@ from tests.workspace import VOCABULARY, Workspace
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
     """Jobs log below `root` here, and W&B's variables are not there."""
-    monkeypatch.setattr(submission, "log_folder", lambda _: tmp_path / "root/logs")
+    monkeypatch.setattr(submission, "log_folder", lambda _: tmp_path / "root/logs/slurm/training")
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     return Workspace.make(tmp_path)
@@ -239,9 +239,9 @@ def test_writers_record_the_largest_id(tmp_path: Path) -> None:
 def test_a_merged_shard_has_the_largest_id_of_its_inputs(tmp_path: Path) -> None:
     made = MadeBy(fingerprint="f" * 64, ids="", size=None, eos=None)
     prefixes = [str(tmp_path / name) for name in "abc"]
-    for prefix, ids in zip(prefixes, ([3, 9], [], [7]), strict=True):
+    for prefix, ids in zip(prefixes, ([3, 9], [1], [7]), strict=True):
         writer = ShardWriter(prefix, np.uint16, own_record=made)
-        writer.add(ids, [len(ids)] if ids else [])
+        writer.add(ids, [len(ids)])
         writer.finish()
     merged = merge(prefixes, str(tmp_path / "all"))
     record = Records().of(merged.prefix)
@@ -367,7 +367,7 @@ def test_speed_is_that_of_a_run_of_the_same_shape_or_of_a_setting(
     def forecast(*overrides: str) -> Any:
         return submission.report_on(compose.load(workspace.config("run"), overrides), intent=Intent()).forecast
 
-    monkeypatch.setattr(find, "RUNS", workspace.folder / "runs")
+    monkeypatch.setattr(find, "runs", lambda: workspace.folder / "runs")
     assert forecast().hours is None
     other = Run(workspace.folder / "runs" / "tests" / "other")
     other.config.mkdir(parents=True)
