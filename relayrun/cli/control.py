@@ -10,7 +10,7 @@ import argparse
 import os
 import time
 
-from relayrun.chain import signs, supervisor
+from relayrun.chain import fallback, signs, supervisor
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.monitoring import run_status
 from relayrun.rundir import find, triggers
@@ -106,10 +106,12 @@ def cancel(run: Run, scheduler: Scheduler, *, user: str) -> str:
         except PermissionError:
             hint = "`relayrun stop` asks the job that runs to save and leave"
             raise RunDirError("you may not write here", where=run.stop, hint=hint) from None
+    withdrawn = fallback.withdraw(plan, scheduler, anyone=True)
     jobs = scheduler.jobs(plan, anyone=True)
     for job in sorted(jobs, key=lambda job: job.state != "PENDING"):  # or one that waits would start
         scheduler.cancel(job.id)
     said = f"cancelled {', '.join(f'{job.id} ({job.state.lower()})' for job in jobs)}" if jobs else "no job was there"
+    said += f", and the fallback job {', '.join(withdrawn)}" if withdrawn else ""
     newest = next(Lineage(run).backwards(), None)
     saved = f"the newest checkpoint is that of iteration {newest.commit.iteration}" if newest else "no checkpoint"
     return f"the chain has ended: {stop_reason(run)}; {said}; {saved}"
