@@ -98,6 +98,5 @@ def _tried_nodes(scheduler: Scheduler, failed: Job | None) -> str:
     """The nodes where the batch scripts of this and the tries before it ran, separated by commas."""
     if failed is None or scheduler.nodes is None:
         return ""
-    tried = failed.begin_failed_on.split(",") if failed.begin_failed_on else []
     own = scheduler.nodes.expand(failed.nodes)[:1] if failed.nodes else []
-    return ",".join(dict.fromkeys([*tried, *own]))
+    return ",".join(dict.fromkeys(filter(None, [*failed.begin_failed_on.split(","), *own])))

@@ -67,7 +67,7 @@ def fallback_script(plan: Plan, run: Run) -> str:
     """The sbatch script of a run's fallback job; where it may run is on the command line."""
     options: dict[str, str | None] = {
         "job-name": plan.fallback_job_name,
-        "time": format_time(FALLBACK_SECONDS),
+        "time": format_time(min(FALLBACK_SECONDS, plan.time_limit)),
         "nodes": "1",
         "ntasks": "1",
         "cpus-per-task": "1",

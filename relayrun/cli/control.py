@@ -7,6 +7,7 @@ or starts while we look, obeys it; only where no job is there to do so is the ch
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import time
 
@@ -106,7 +107,9 @@ def cancel(run: Run, scheduler: Scheduler, *, user: str) -> str:
         except PermissionError:
             hint = "`relayrun stop` asks the job that runs to save and leave"
             raise RunDirError("you may not write here", where=run.stop, hint=hint) from None
-    withdrawn = fallback.withdraw(plan, scheduler, anyone=True)
+    withdrawn: list[str] = []
+    with contextlib.suppress(SchedulerError):  # it finds STOP; it may be a former owner's
+        withdrawn = fallback.withdraw(plan, scheduler, anyone=True)
     jobs = scheduler.jobs(plan, anyone=True)
     for job in sorted(jobs, key=lambda job: job.state != "PENDING"):  # or one that waits would start
         scheduler.cancel(job.id)

@@ -178,12 +178,13 @@ def ask(run: Run) -> Queue:
         if hidden and history.others_are_hidden():
             name = triggers.user_name(plan.owner or 0)
             return Queue(hidden=f"Slurm shows the jobs of {name}, who owns this run, to nobody else")
+        fallback_jobs = fallback.live(plan, asked, anyone=True)
         nothing_runs = all(job.state in ("PENDING", "COMPLETING") for job in jobs)
         return Queue(
             jobs=jobs,
-            fallback_jobs=fallback.live(plan, asked, anyone=True),
+            fallback_jobs=fallback_jobs,
             evaluations=states,
-            reasons=history.pending_reasons(plan) if waiting_jobs else {},
+            reasons=history.pending_reasons(plan) if waiting_jobs or fallback_jobs else {},
             last_job=history.last_job(plan, run, since=_asked_since(run)) if nothing_runs else None,
             abandoned=history.abandoned(plan, run) if waiting_jobs else [],
         )
@@ -268,7 +269,7 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
         fallback_jobs=queue.fallback_jobs,
         scheduler_error=f"the scheduler did not answer: {queue.error}" if queue.error else queue.hidden,
         stop=stop,
-        pending={job.id: queue.reasons[job.id] for job in queue.jobs if job.id in queue.reasons},
+        pending={job.id: queue.reasons[job.id] for job in queue.jobs + queue.fallback_jobs if job.id in queue.reasons},
         last_job=queue.last_job,
         broken=_why_broken(run, plan, queue, begin, last_end) if state == "broken" else None,
         go_on=shlex.join(["relayrun", "resume", str(run.path)]) if state == "broken" else None,

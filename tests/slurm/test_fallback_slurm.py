@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.monitoring import run_status
 from relayrun.rundir import triggers
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.plan import Plan
@@ -101,6 +102,9 @@ def test_a_waiting_job_that_is_cancelled_while_nothing_runs_ends_the_chain(
     other = cluster.sbatch(["--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 100"])
     job = start(cluster, run, plan, monkeypatch)
     (waiting,) = fallback_jobs(cluster, plan)
+    found = run_status.ask(run)
+    assert [job.id for job in found.jobs] == [job]
+    assert [job.id for job in found.fallback_jobs] == [waiting.id]
     known = cluster.job(waiting.id)
     assert (known["Comment"], known["NumCPUs"]) == (f"relayrun:starts-only-if-job={job}-fails,failed-begins=0", "1")
     cluster.run(["scancel", job])
