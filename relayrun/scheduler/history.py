@@ -54,7 +54,7 @@ def last_job(plan: Plan, run: Run, *, since: float) -> JobEnd | None:
 
 
 def pending_reasons(plan: Plan) -> dict[str, str]:
-    """Why each queued job of the chain waits, its fallback job too, by job id, in Slurm's words; empty where unknown."""
+    """Why each queued job of the chain waits, its fallback job too, by job id, in Slurm's words; else empty."""
     if plan.scheduler == "local":
         return {}
     names = ",".join([plan.job_name, plan.fallback_job_name])
