@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -113,6 +114,38 @@ def test_a_waiting_job_that_is_cancelled_while_nothing_runs_ends_the_chain(
     assert (stop_reason(run) or "").startswith(f"job {job}, which was to go on, was cancelled")
     no_fallback_job(cluster, plan)
     assert not pending(cluster, plan)
+
+
+@pytest.mark.long
+def test_a_batch_script_that_is_killed_before_the_fallback_job_is_moved(
+    cluster: TestCluster,
+    make_run: MakeRun,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The successor is queued. The fallback job finds it, and another one stands behind it then."""
+    scontrol, once = shutil.which("scontrol", path=cluster.env["PATH"]), tmp_path / "once"
+    kill = f'touch "{once}"; kill -KILL "$(ps -o ppid= -p "${{PPID}}" | tr -d " ")" "${{PPID}}"; sleep 1000'
+    text = f'if [[ "$*" == *Dependency=afternotok* && ! -e "{once}" ]]; then {kill}; fi\nexec "{scontrol}" "$@"'
+    program(tmp_path, "scontrol", text)
+    run, plan = make_run("--steps=400", total_steps=400, **WITH_FALLBACK)
+    monkeypatch.setitem(cluster.env, "PATH", f"{tmp_path / 'bin'}:{cluster.env['PATH']}")
+    start(cluster, run, plan, monkeypatch)
+    (first,) = fallback_jobs(cluster, plan)
+    wait_for_iteration(cluster, run, attempt=2)
+    cluster.wait_until(lambda: cluster.job(first.id)["JobState"] == "COMPLETED", what="the end of the fallback job")
+    (waiting,) = pending(cluster, plan)
+    cluster.wait_until(
+        lambda: (
+            [cluster.job(job.id)["Dependency"] for job in fallback_jobs(cluster, plan)]
+            == [f"afternotok:{waiting}(unfulfilled)"]
+        ),
+        what="one fallback job behind the newest job",
+    )
+    triggers.touch(run, "exit")
+    wait_for_end(cluster, run, plan)
+    assert [end.cause for end in ends(run)] == ["unknown", "exit"], logs(run)
+    no_fallback_job(cluster, plan)
 
 
 @pytest.mark.long
