@@ -17,6 +17,9 @@ from relayrun.scheduler.base import BEGIN_BACKOFF, MAX_FAILED_BEGINS
 from relayrun.scheduler.slurm import literal
 from relayrun.slurmtime import format_time
 
+FALLBACK_SECONDS = 600
+"""The time limit of the fallback job: for a controller or a file system that is away for some minutes."""
+
 
 def job_script(plan: Plan, run: Run) -> str:
     """The sbatch script of a run."""
@@ -58,6 +61,38 @@ def job_script(plan: Plan, run: Run) -> str:
         'source "${RELAYRUN_ROOT}/launchers/lib/job.sh"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def fallback_script(plan: Plan, run: Run) -> str:
+    """The sbatch script of a run's fallback job; where it may run is on the command line."""
+    options: dict[str, str | None] = {
+        "job-name": plan.fallback_job_name,
+        "time": format_time(min(FALLBACK_SECONDS, plan.time_limit)),
+        "nodes": "1",
+        "ntasks": "1",
+        "cpus-per-task": "1",
+        "output": "/dev/null",  # as in the chain's jobs
+        "requeue": None,
+    }
+    lines = [
+        *_header(plan, options),
+        "set -euo pipefail",
+        *exports(
+            {
+                "RELAYRUN_RUN_DIR": str(run.path),
+                "RELAYRUN_ROOT": plan.package_root,
+                "RELAYRUN_HOST_PYTHON": plan.host_python,
+                "RELAYRUN_JOB_NAME": plan.fallback_job_name,
+                "RELAYRUN_LOG_FOLDER": plan.log_folder,
+            }
+        ),
+        "",
+        _embedded("again.sh"),
+        "trap - EXIT  # this job is none of the chain's: it does not queue itself again",
+        "set +e",
+        *(_embedded(name) for name in ("log.sh", "fallback.sh")),
+    ]
+    return "\n".join(lines)
 
 
 def _embedded(name: str) -> str:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relayrun import places
-from relayrun.chain import decide, render
+from relayrun.chain import decide, fallback, render
 from relayrun.config import compose, determinism
 from relayrun.config.schema import RunConfig
 from relayrun.config.yamlfile import LocatedSettings
@@ -74,7 +74,14 @@ def submit(
     """
     intent = Intent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
     with _prepared(config, intent, given) as (run, plan):
-        return Submitted(run=run, plan=plan, job_id=_scheduler(plan, run).submit_first(plan, run.job_script))
+        return Submitted(run=run, plan=plan, job_id=queue_first(run, plan))
+
+
+def queue_first(run: Run, plan: Plan) -> str:
+    """Queue the first job of a prepared run, and a fallback job behind it; return its id. Raises SchedulerError."""
+    job_id = _scheduler(plan, run).submit_first(plan, run.job_script)
+    fallback.put_behind(run, plan, job_id, options=plan.sbatch_options)
+    return job_id
 
 
 def adopt_job(
@@ -102,6 +109,7 @@ def adopt_job(
     intent = Intent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
     with _prepared(config, intent) as (run, plan):
         scheduler.adopt(job, plan)  # under the lock: a second first job sees this one
+        fallback.put_behind(run, plan, job.id, options=job.options)
         return run
 
 
@@ -151,6 +159,8 @@ def _prepared(config: RunConfig, intent: Intent, given: LocatedSettings | None =
         _acknowledge_stale(run)
         owner.claim(run, plan, take_over=intent.take_over, now=time.time())  # a queued job may have begun meanwhile
         write_atomic(run.job_script, render.job_script(plan, run), mode=0o777)
+        if plan.fallback_job:
+            write_atomic(run.fallback_script, render.fallback_script(plan, run), mode=0o777)
         _prepare_evaluations(config, plan, run)
         run.stop.unlink(missing_ok=True)
         yield run, plan
@@ -163,7 +173,8 @@ def _undone_on_error(run: Run, made: Sequence[Path]) -> Iterator[None]:
     What a directory held that was there before stays, STOP too; one that this submit made is removed. `made`: the
     run directory and its parents, as far as this submit made them. Called under the lock.
     """
-    paths = (run.plan, run.job_script, run.manifest, run.evaluation_policy, run.evaluation_script, run.stop, run.owners)
+    scripts = (run.job_script, run.fallback_script, run.evaluation_script)
+    paths = (run.plan, *scripts, run.manifest, run.evaluation_policy, run.stop, run.owners)
     before = {path: path.read_bytes() if path.exists() else None for path in paths}
     revisions = set(run.revisions())
     folders = [run.config, run.code, run.evaluations, run.triggers]
@@ -224,6 +235,7 @@ def make_plan(config: RunConfig, run: Run, root: Path, *, revision: int, base: D
         owner=os.geteuid(),
         auto_requeue=config.chain.auto_requeue,
         mode=config.chain.mode,
+        fallback_job=config.chain.fallback_job and config.chain.auto_requeue and cluster.scheduler == "slurm",
         max_failed_attempts=config.chain.max_failed_attempts,
         time_limit=time_limit,
         lead=lead,
