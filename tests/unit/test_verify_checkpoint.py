@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from relayrun.cli import main
+from relayrun.errors import FatalTrainingError
 from relayrun.rundir.lineage import Durable, Lineage, commit_of, durable
 from relayrun.rundir.quarantine import in_quarantine, left_behind, put_in_quarantine
 from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
 from relayrun.training.checkpoint import checksums
+from relayrun.training.checkpoint.damaged import fall_back
 from tests.history import began
 
 
@@ -111,6 +113,25 @@ def test_what_was_put_into_quarantine_says_why_as_long_as_it_lies_there(run: Run
     second = put_in_quarantine(run, base, attempt=2, why="again")
     assert second.name == "iter_0000020-0002-2"
     assert {entry.why for entry in in_quarantine(run)} == {"the values of w are not those that were saved", "again"}
+
+
+@pytest.mark.parametrize(("begins_with", "then"), [(20, 10), (0, 0)])
+def test_begin_follows_where_its_own_base_is_damaged_and_stays_where_a_later_one_is(
+    run: Run, begins_with: int, then: int
+) -> None:
+    """At a resume, also from an iteration that a person chose, and at a rewind."""
+    if begins_with:
+        began(run, 2, base=begins_with)
+    attempt = run.attempt(run.attempt_numbers()[-1])
+    base = Durable(iteration=20, path=str(run.checkpoint(20)))
+    assert fall_back(run, attempt, base, checksums.Damaged("it holds something else")).iteration == 10
+    begin = attempt.read_begin()
+    assert begin is not None
+    assert begin.base_iteration == then
+    assert [left.why for left in in_quarantine(run)] == ["it holds something else"]
+    with pytest.raises(FatalTrainingError, match="no checkpoint of this run is whole"):
+        fall_back(run, attempt, durable(run), checksums.Damaged("and so does this one"))
+    assert [left.iteration for left in in_quarantine(run)] == [20, 10]
 
 
 def test_an_attempt_that_fell_back_begins_where_it_says_now(run: Run) -> None:
