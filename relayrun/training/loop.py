@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import secrets
 import time
 from dataclasses import replace
 from functools import partial
@@ -90,7 +91,8 @@ class Training:
         ranks.on_first_rank(partial(check_data, manifest, mixture_of(config), config.data), InputError)
         settings = config.training
         self.run_dir, self.attempt = run, run.attempt(begin.attempt)
-        self.order = training_order(config, manifest)
+        opening = ranks.on_first_rank(lambda: secrets.token_hex(8), InputError)
+        self.order = training_order(config, manifest, opening=opening)
         self.vocabulary_size = manifest.vocabulary_size
         self.evaluation = Evaluation(
             orders=validation_orders(config, manifest),

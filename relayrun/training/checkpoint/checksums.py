@@ -23,6 +23,7 @@ import xxhash
 
 from relayrun.errors import InputError
 from relayrun.files import write_atomic
+from relayrun.shards.checksum import checksum_of
 
 INDEX = "checksums.json"
 FORMAT = 1
@@ -86,13 +87,8 @@ def of_bytes(data: bytes) -> FileSum:
 
 
 def of_file(path: Path) -> FileSum:
-    """Read a file, in pieces, for its size and its hash."""
-    found, size = xxhash.xxh3_128(), 0
-    with path.open("rb") as file:
-        while data := file.read(1 << 22):
-            found.update(data)
-            size += len(data)
-    return FileSum(bytes=size, xxh3_128=found.hexdigest())
+    """Read a file, in pieces, for its hash. Raises OSError."""
+    return FileSum(bytes=path.stat().st_size, xxh3_128=checksum_of(path))
 
 
 def write_blocks(
