@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,79 @@ def test_what_cannot_be_verified_is_one_error(
     said = capsys.readouterr().err
     assert said.startswith("error: ")
     assert words in said
+
+
+def test_a_checkpoint_that_was_removed_to_make_room_is_not_called_damaged(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(run.checkpoint(10))
+    assert main(["checkpoint", "verify", f"{run.path}:10"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert "the checkpoint of iteration 10 is not there any more" in said.err
+    assert "it has: 20" in said.err
+
+
+def test_a_checkpoint_that_goes_away_while_it_is_read_is_not_called_damaged(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run trains on, and removes its oldest ones."""
+    read = checksums.of_file
+
+    def removed(path: Path) -> checksums.FileSum:
+        path.parent.rename(run.path / "removing")
+        return read(path)
+
+    monkeypatch.setattr(checksums, "of_file", removed)
+    assert main(["checkpoint", "verify", f"{run.path}:10"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "was removed or moved while it was read" in said.err
+
+
+def test_a_newer_one_that_is_torn_is_said(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    (run.checkpoint(20) / "common.pt").write_bytes(b"short")
+    assert main(["checkpoint", "verify", str(run.path)]) == 1
+    assert capsys.readouterr().out.splitlines()[0] == (f"damaged: {run.checkpoint(20)}: common.pt has 5 bytes, not 120")
+    put_in_quarantine(run, Durable(iteration=20, path=str(run.checkpoint(20))), attempt=2, why="torn")
+    assert main(["checkpoint", "verify", str(run.path)]) == 0, "`relayrun status` tells of it"
+
+
+def test_a_file_that_the_disk_does_not_give_is_a_fault(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(_path: Path) -> checksums.FileSum:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checksums, "of_file", unreadable)
+    assert main(["checkpoint", "verify", str(run.path)]) == 1
+    assert "  common.pt cannot be read: Input/output error" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["common.pt", "checksums.json"])
+def test_what_lies_in_the_place_of_a_file(run: Run, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """A link to the same bytes is as good; one into nowhere, in a circle or to a folder is no file."""
+    path = run.checkpoint(20) / name
+    elsewhere = path.rename(run.path / "elsewhere")
+    path.symlink_to(elsewhere)
+    assert main(["checkpoint", "verify", f"{run.path}:20"]) == 0
+    for target in ("nowhere", name, "."):
+        path.unlink()
+        path.symlink_to(target)
+        assert main(["checkpoint", "verify", f"{run.path}:20"]) == 1, target
+        said = capsys.readouterr()
+        assert name in said.out, target
+        assert said.err == "", target
+
+
+def test_two_checkpoints_of_a_run_that_changed_places(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run.checkpoint(10).rename(run.path / "aside")
+    run.checkpoint(20).rename(run.checkpoint(10))
+    (run.path / "aside").rename(run.checkpoint(20))
+    for iteration in (10, 20):
+        assert main(["checkpoint", "verify", f"{run.path}:{iteration}"]) == 1
+        assert "checksums.json is not the one that was saved" in capsys.readouterr().out
 
 
 def test_the_commit_of_a_folder(run: Run, tmp_path: Path) -> None:
