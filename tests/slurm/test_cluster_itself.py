@@ -103,8 +103,8 @@ def test_queue_and_running_job_survive_the_controller(cluster: TestCluster) -> N
 def test_what_a_user_writes_forges_no_field() -> None:
     line = (
         "JobId=7 JobName=a JobState=FAILED UserId=u(1) GroupId=g(1) MCS_label=N/A JobState=RUNNING "
-        "Reason=None NodeList=n0 Command=/w/x JobState=COMPLETED y WorkDir=/w NodeList=n9 Comment=it is JobState=CANCELLED "
-        " StdErr=/w/7.err StdIn=/dev/null StdOut=/w/7.out Power="
+        "Reason=None NodeList=n0 Command=/w/x JobState=COMPLETED y WorkDir=/w NodeList=n9 "
+        "Comment=it is JobState=CANCELLED  StdErr=/w/7.err StdIn=/dev/null StdOut=/w/7.out Power="
     )
     found = job_fields(line)
     assert (found["JobState"], found["NodeList"], found["StdOut"]) == ("RUNNING", "n0", "/w/7.out")
