@@ -292,8 +292,10 @@ class Slurm:
             *plan.srun_options,
         ]
 
-    def single_task_command(self, plan: Plan) -> list[str]:
-        return ["srun", "--export=ALL", "--nodes=1", "--ntasks=1", *plan.srun_options]
+    def single_task_command(self, plan: Plan, *, cpus_per_task: str) -> list[str]:
+        # srun does not inherit --cpus-per-task from sbatch
+        one = ["--nodes=1", "--ntasks=1", f"--cpus-per-task={cpus_per_task}"]
+        return ["srun", "--export=ALL", *one, *plan.srun_options]
 
     def ask(self, command: Sequence[str], *, answer: str = "") -> str:
         """Run a command that changes nothing and return what it printed.

@@ -305,11 +305,13 @@ def evaluation_script(config: RunConfig, plan: Plan, run: Run) -> str:
     if gpus:
         options["gpus-per-node"] = str(gpus)
     program = [config.cluster.python or sys.executable, "-m", "relayrun.export.evaluate", f"--run-dir={run.path}"]
-    starter = for_plan(plan, run).single_task_command(plan)
+    starter = for_plan(plan, run).single_task_command(plan, cpus_per_task=cpus)
     environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": cpus, **plan.environment}
     environment.pop("PYTHONPATH", None)  # joined with the package's by `render`
     command = [*starter, *plan.command_prefix, *program]
-    return render.program_script(plan, "evaluation", options, environment=environment, command=command)
+    return render.program_script(
+        plan, "evaluation", options, environment=environment, command=command, fallback=run.path
+    )
 
 
 def dry_run(config: RunConfig) -> str:
