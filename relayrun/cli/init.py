@@ -32,6 +32,6 @@ def run(options: argparse.Namespace) -> int:
         f"{options.folder}: {sum(made.values())} files written, for cluster {cluster!r}; next:\n"
         f"  cd {options.folder}\n"
         f"  relayrun submit {project.RUN} --set data.mock_data=true --dry-run\n"
-        f"  relayrun submit {project.RUN} --set data.mock_data=true --set training.steps=20"
+        f"  relayrun submit {project.RUN} --set data.mock_data=true --set training.steps=40"
     )
     return 0

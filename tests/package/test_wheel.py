@@ -111,7 +111,10 @@ def base(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
 def test_the_base_alone_submits_looks_and_makes_a_project_from_an_empty_folder(base: Installed, tmp_path: Path) -> None:
     relayrun = base.folder / "bin/relayrun"
     said = base.run(relayrun, "init", "my-project", "--cluster", "generic", cwd=tmp_path).stdout
-    assert "cd my-project" in said
+    next_three = [line.split() for line in said.splitlines() if line.startswith("  ")]
+    assert next_three[0] == ["cd", "my-project"]
+    for command in next_three[1:]:
+        base.run(*command, *({"--dry-run"} - set(command)), cwd=tmp_path / "my-project")
     project = tmp_path / "my-project"
     inside = project / "configs"
     config = "runs/my-run.yaml"
@@ -173,10 +176,17 @@ def test_a_chain_of_an_installed_package_trains_to_its_end(wheel: Path, tmp_path
     relayrun = train.folder / "bin/relayrun"
     train.run(relayrun, "init", "p", "--cluster", "local", cwd=tmp_path)
     config = ["configs/runs/my-run.yaml", "--set", "data.mock_data=true", "--set", "training.steps=6"]
-    config += ["--set", "checkpoint.interval=3", "--set", "tracking.tensorboard=false"]
+    config += [
+        "--set",
+        "optimizer.lr_warmup_steps=0",
+        "--set",
+        "checkpoint.interval=3",
+        "--set",
+        "tracking.tensorboard=false",
+    ]
     train.run(relayrun, "submit", *config, cwd=tmp_path / "p")
     run = Run(tmp_path / "p/logs/runs/p/my-run")
-    assert "iteration 6, is durable" in run.stop.read_text()
+    assert "the last iteration, 6, is durable" in run.stop.read_text()
     assert (run.code / "0001/launchers/lib/job.sh").is_file()
     status = train.run(relayrun, "status", "p/my-run", cwd=tmp_path / "p/configs").stdout
     assert "6 of 6" in status

@@ -133,7 +133,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     of_config(named).raise_errors()
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find(name))
-    with pytest.raises(ConfigError, match=r"pip install 'relayrun\[evaluation\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'relayrun\[evaluate\]'"):
         of_config(named).raise_errors()
     data = {"tokenizer": str(tmp_path / "tokenizer.json"), "datasets": [str(tmp_path / "data")], "split": 0.1}
     of_config(config(tmp_path, {"interval": 20}, data=data)).raise_errors()
