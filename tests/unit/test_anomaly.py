@@ -118,16 +118,18 @@ def test_a_rewind_counts_until_its_checkpoint_is_not_the_newest_and_is_not_writt
     commit(run, 1, 10, 100.0)
     rewind(run, 1, 17, 10, 170, 110.0)
     rewind(run, 1, 15, 10, 220, 120.0)
-    assert [found.next_sample for found in pending(run, 10)] == [170, 220]
-    assert pending(run, 20) == []
+    assert [found.next_sample for found in pending(run, 10, 100)] == [170, 220]
+    assert pending(run, 20, 200) == []
     begin(run, 2, 10)  # killed; the next one starts from there too
     begin(run, 3, 10)
-    assert len(pending(run, 10)) == 2
+    assert len(pending(run, 10, 100)) == 2
+    rewind(run, 3, 15, 10, 100, 125.0)  # to a checkpoint behind a damaged one: it passes over nothing
+    assert len(pending(run, 10, 100)) == 2
     commit(run, 3, 20, 130.0)
-    assert pending(run, 20) == []
+    assert pending(run, 20, 200) == []
     begin(run, 4, 0)  # a person went back to the beginning: another 10 is written, which knows nothing of it
     commit(run, 4, 10, 200.0)
-    assert pending(run, 10) == []
+    assert pending(run, 10, 100) == []
 
 
 def test_the_merged_view_holds_what_counts_after_rewinds(tmp_path: Any) -> None:
