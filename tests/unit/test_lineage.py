@@ -7,8 +7,9 @@ import pytest
 
 from relayrun.errors import RunDirError
 from relayrun.rundir.lineage import BEGINNING, Durable, Lineage, durable, line
-from relayrun.rundir.records import AttemptStart, Commit
+from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
+from tests.history import began
 
 
 @pytest.fixture
@@ -19,20 +20,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def begin(run: Run, number: int, base: int = 0) -> None:
-    attempt = run.attempt(number)
-    attempt.path.mkdir(parents=True)
-    AttemptStart(
-        attempt=number,
-        job_id=str(number),
-        job_name="j",
-        nodes="n",
-        config_revision=1,
-        base_iteration=base,
-        base_path=str(run.checkpoint(base)) if base else None,
-        start_time=0.0,
-        job_end_time=None,
-        lead=1.0,
-    ).write(attempt.begin)
+    began(run, number, base=base, job_id=str(number), start_time=0.0)
 
 
 def commit(run: Run, number: int, iteration: int, time: float = 100.0) -> None:
