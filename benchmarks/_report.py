@@ -134,7 +134,13 @@ SECTIONS: dict[str, list[Row]] = {
     ],
     "checksums": [
         Row("CPU time that checksums add to that of a save", "hashing_over_save", ".3f", most=0.05),
+        Row("of it, in the copy, where the values are hashed", "hashing_in_the_copy_over_save", ".3f"),
         Row("CPU seconds of a save of 1.1 GB, with them", "save_cpu_seconds", ".2f"),
+        Row("the same without", "save_cpu_seconds_without_hashes", ".2f"),
+        Row("CPU seconds of the copy, with them", "copy_cpu_seconds", ".2f"),
+        Row("the same without, in one piece", "copy_cpu_seconds_without_hashes", ".2f"),
+        Row("CPU seconds to hash as many bytes in the cache: no place is cheaper", "hash_in_cache_cpu_seconds", ".3f"),
+        Row("the same from memory", "hash_from_memory_cpu_seconds", ".3f"),
         Row("load of the machine meanwhile; on a busy one hashes cost more", "load_average", ".1f"),
     ],
     "training": [

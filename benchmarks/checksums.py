@@ -4,14 +4,17 @@
 
 The program, model and state of `benchmarks/checkpoint.py`, more than 1 GB. Every iteration is saved: copied in host
 memory, then written while training waits, by turns as it is and without any hash (the copy in one piece, as it was
-before there were hashes). The CPU time is that of the whole process. On a busy machine hashes look dearer than they
-are: other programs share the caches and the processors. About a minute on two idle cores.
+before there were hashes). The CPU time is that of the whole process, and that of the copy alone, in which the values
+are hashed. Beside it, the least that hashing as many bytes costs: of memory that the processor has in its own cache,
+and of memory that it has to fetch. On a busy machine hashes look dearer than they are: other programs share the caches
+and the processors. About a minute on two idle cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import sys
@@ -21,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import _results
+import numpy as np
+import xxhash
 from checkpoint import HELD, make_run, train
 
 from relayrun.errors import run_main
@@ -29,6 +34,8 @@ from relayrun.rundir.run import Run
 
 WARM_UP = 2
 """Iterations whose saves do not count: the first allocates memory."""
+IN_CACHE = 3 << 16
+IN_MEMORY = 256 << 20
 
 
 def main() -> int:
@@ -59,16 +66,32 @@ def measure(folder: Path, pairs: int) -> dict[str, Any]:
     with_hashes, without = ([save["save"] for save in saves] for saves in (hashed, bare))
     (newest,) = run.checkpoints.glob("iter_*")
     added = [one / other - 1 for one, other in zip(with_hashes, without, strict=True)]
+    size = sum(path.stat().st_size for path in newest.iterdir())
     return {
-        "checkpoint_bytes": sum(path.stat().st_size for path in newest.iterdir()),
+        "checkpoint_bytes": size,
         "pairs": pairs,
         "save_cpu_seconds": _results.spread(with_hashes),
         "save_cpu_seconds_without_hashes": _results.spread(without),
         "hashing_over_save": _results.spread(added),
+        "hashing_in_the_copy_over_save": _results.spread(
+            [(one["copy"] - other["copy"]) / other["save"] for one, other in zip(hashed, bare, strict=True)]
+        ),
         "copy_cpu_seconds": _results.spread([save["copy"] for save in hashed]),
         "copy_cpu_seconds_without_hashes": _results.spread([save["copy"] for save in bare]),
+        "hash_in_cache_cpu_seconds": _results.spread([hashing(size, IN_CACHE) for _ in range(pairs)]),
+        "hash_from_memory_cpu_seconds": _results.spread([hashing(size, IN_MEMORY) for _ in range(pairs)]),
         "load_average": os.getloadavg()[0],
     }
+
+
+def hashing(size: int, buffer: int) -> float:
+    """CPU seconds that it takes to hash `size` bytes, those of a buffer again and again."""
+    data = np.ones(buffer, np.uint8)
+    found = xxhash.xxh3_128(data.data)
+    started = time.thread_time()
+    for _ in range(0, size, buffer):
+        found.update(data.data)
+    return (time.thread_time() - started) * size / (math.ceil(size / buffer) * buffer)
 
 
 def program(run: Run) -> None:
@@ -81,8 +104,6 @@ def program(run: Run) -> None:
         "MASTER_PORT": "0",
         "WANDB_MODE": "disabled",
     }
-    import xxhash
-
     from relayrun.training import __main__ as training
     from relayrun.training import saver
     from relayrun.training.checkpoint import host_copy
