@@ -8,7 +8,7 @@ import os
 from functools import partial
 from pathlib import Path
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.cli import check
 from relayrun.config import compose
 from relayrun.submit import launcher_environment, submission
@@ -33,14 +33,14 @@ def run(options: argparse.Namespace) -> int:
     flag = partial(launcher_environment.flag, os.environ)
     resume, accept, take_over = flag("RESUME"), flag("ACCEPT_DATA_CHANGE"), flag("TAKE_OVER")
     if options.dry_run or options.check is not None:
-        given = compose.read_settings(ROOT / options.config, settings)
+        given = compose.read_settings(places.project() / options.config, settings)
         intent = Intent(resume=resume, accept_data_change=accept, take_over=take_over)
         if options.dry_run:
             return check.dry_run(given, intent)
         return check.check(given, intent, launcher=options.check.absolute())
     job = launcher_environment.job_overrides(os.environ)
     log.info("as this job was submitted, whatever the config says: %s", ", ".join(job))
-    config = compose.load(ROOT / options.config, [*settings, *job])
+    config = compose.load(places.project() / options.config, [*settings, *job])
     print(
         submission.adopt_job(
             config,

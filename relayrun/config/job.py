@@ -16,6 +16,9 @@ class Chain(Section):
     """Queue a successor behind every job until the run is done. Costs node hours unattended: off by default."""
     mode: Literal["singleton", "requeue"] = "singleton"
     """`singleton`: a successor is queued behind every job. `requeue`: a job queues itself again, under the same id."""
+    fallback_job: bool = True
+    """On Slurm, with auto_requeue: keep one small job queued (`...-fallback` in squeue), which starts only where a job
+    of the chain fails, and then queues the next one or says why not. It needs one CPU for seconds."""
     max_failed_attempts: Positive = 3
     """Attempts in a row without a new durable iteration, after which the chain stops."""
     lead: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"

@@ -16,9 +16,10 @@ from pathlib import Path
 from relayrun.errors import ConfigError, SchedulerError
 from relayrun.rundir.plan import Plan
 from relayrun.scheduler import slurm_command
-from relayrun.scheduler.base import PATIENCE, Job, NodeControl, RankLaunch, clean_environment
+from relayrun.scheduler.base import PATIENCE, FallbackJobs, Job, NodeControl, RankLaunch, clean_environment
 from relayrun.scheduler.job_text import BEGIN_FAILED, COMMENT, is_ambiguous, parse_job
 from relayrun.scheduler.slurm_command import NoAnswerError, NotInstalledError
+from relayrun.scheduler.slurm_fallback import SlurmFallbackJobs
 from relayrun.slurmtime import format_time
 
 COMPLETING_SECONDS = 30.0
@@ -47,6 +48,10 @@ class Slurm:
     @property
     def nodes(self) -> NodeControl:
         return SlurmNodes(self)
+
+    @property
+    def fallback_jobs(self) -> FallbackJobs:
+        return SlurmFallbackJobs(self)
 
     def submit_first(self, plan: Plan, script: Path) -> str:
         Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # a job without it dies without a log
@@ -83,17 +88,20 @@ class Slurm:
             command.append(f"--begin=now+{delay}")
         command += [f"--{name}={value}" for name, value in options.items()]
         # not `--`: sbatch takes the rest as the script and its arguments anyway
-        return self._submit([*command, str(script)], name=plan.job_name)
+        return self.submit_once([*command, str(script)], name=plan.job_name)
 
     def submit_auxiliary(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], limit: int) -> str:
-        return self._submit([f"--job-name={name}", f"--time={format_time(limit)}", str(script), *arguments], name=name)
+        return self.submit_once(
+            [f"--job-name={name}", f"--time={format_time(limit)}", str(script), *arguments], name=name
+        )
 
-    def _submit(self, arguments: Sequence[str], *, name: str) -> str:
+    def submit_once(self, arguments: Sequence[str], *, name: str, comment: str | None = None) -> str:
         """Queue one job, whatever sbatch says: it can queue a job and report an error all the same.
 
         So each job carries a word of its own in its comment, and is looked for by it before the next try.
+        `name` is the job's, `comment` one that is its own already. Returns its id; raises SchedulerError.
         """
-        comment = f"{COMMENT}{secrets.token_hex(6)}"
+        comment = comment or f"{COMMENT}{secrets.token_hex(6)}"
         command = ["sbatch", "--parsable", f"--comment={comment}", *arguments]
         deadline, pause = time.monotonic() + self._patience, self._pause
         while True:
@@ -288,8 +296,10 @@ class Slurm:
             *plan.srun_options,
         ]
 
-    def single_task_command(self, plan: Plan) -> list[str]:
-        return ["srun", "--export=ALL", "--nodes=1", "--ntasks=1", *plan.srun_options]
+    def single_task_command(self, plan: Plan, *, cpus_per_task: str) -> list[str]:
+        # srun does not inherit --cpus-per-task from sbatch
+        one = ["--nodes=1", "--ntasks=1", f"--cpus-per-task={cpus_per_task}"]
+        return ["srun", "--export=ALL", *one, *plan.srun_options]
 
     def ask(self, command: Sequence[str], *, answer: str = "") -> str:
         """Run a command that changes nothing and return what it printed.

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from relayrun import ROOT
-from relayrun.chain import decide, render
+from relayrun import places
+from relayrun.chain import decide, fallback, render
 from relayrun.config import compose, determinism
 from relayrun.config.schema import RunConfig
 from relayrun.config.yamlfile import LocatedSettings
@@ -74,7 +74,14 @@ def submit(
     """
     intent = Intent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
     with _prepared(config, intent, given) as (run, plan):
-        return Submitted(run=run, plan=plan, job_id=_scheduler(plan, run).submit_first(plan, run.job_script))
+        return Submitted(run=run, plan=plan, job_id=queue_first(run, plan))
+
+
+def queue_first(run: Run, plan: Plan) -> str:
+    """Queue the first job of a prepared run, and a fallback job behind it; return its id. Raises SchedulerError."""
+    job_id = _scheduler(plan, run).submit_first(plan, run.job_script)
+    fallback.put_behind(run, plan, job_id, options=plan.sbatch_options)
+    return job_id
 
 
 def adopt_job(
@@ -102,6 +109,7 @@ def adopt_job(
     intent = Intent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
     with _prepared(config, intent) as (run, plan):
         scheduler.adopt(job, plan)  # under the lock: a second first job sees this one
+        fallback.put_behind(run, plan, job.id, options=job.options)
         return run
 
 
@@ -113,9 +121,9 @@ def report_on(
     `launcher`: the Bash script that is to be given to sbatch, instead of a job of relayrun's own.
     """
     run = Run(Path(config.run_dir or ""))
-    plan = make_plan(config, run, ROOT, revision=max(run.revisions(), default=0) + 1)
+    plan = make_plan(config, run, places.CODE, revision=max(run.revisions(), default=0) + 1)
     script = launcher or render.job_script(plan, run)
-    return report(config, plan, run, log_folder=log_folder(), given=given, intent=intent, script=script)
+    return report(config, plan, run, log_folder=log_folder(run), given=given, intent=intent, script=script)
 
 
 @contextmanager
@@ -123,21 +131,22 @@ def _prepared(config: RunConfig, intent: Intent, given: LocatedSettings | None =
     """The run directory made or brought up to date, and locked. After an error it is as before, STOP too."""
     run = Run(Path(config.run_dir or ""))
     # the run's state is looked at under the lock, and Slurm by the scheduler
-    found = report(config, make_plan(config, run, ROOT, revision=0), run, log_folder=log_folder(), given=given)
+    plan = make_plan(config, run, places.CODE, revision=0)
+    found = report(config, plan, run, log_folder=log_folder(run), given=given)
     found.findings.raise_errors()
     for finding in found.findings.warnings:
         log.warning("%s", finding.line)
     manifest = found.manifest
     assert manifest is not None  # without data there is an error
-    log_folder().mkdir(parents=True, exist_ok=True)
+    log_folder(run).mkdir(parents=True, exist_ok=True)
     with _locked(run) as made, _undone_on_error(run, made):
         _refuse_while_live(run)
         owner.refuse_another(run, take_over=intent.take_over, now=time.time())
         state.refuse_after_end(run, resume=intent.resume)
-        state.check_time_limit(config, make_plan(config, run, ROOT, revision=0), run)
+        state.check_time_limit(config, make_plan(config, run, places.CODE, revision=0), run)
         config = _freeze_data(run, _with_loss_mean(run, config), manifest, accept=intent.accept_data_change)
         base = initial_checkpoint.find_initial_checkpoint(config, run)
-        root = code_snapshot.snapshot(run, ROOT) if config.debug.backup_codebase else ROOT
+        root = code_snapshot.snapshot(run, places.CODE) if _takes_snapshot(config) else places.CODE
         plan = make_plan(config, run, root, revision=_add_revision(run, config), base=base)
         triggers.create_folder(run, config.chain.triggers_group)
         if config.chain.triggers_group is not None and (barrier := triggers.barrier(run)) is not None:
@@ -150,6 +159,8 @@ def _prepared(config: RunConfig, intent: Intent, given: LocatedSettings | None =
         _acknowledge_stale(run)
         owner.claim(run, plan, take_over=intent.take_over, now=time.time())  # a queued job may have begun meanwhile
         write_atomic(run.job_script, render.job_script(plan, run), mode=0o777)
+        if plan.fallback_job:
+            write_atomic(run.fallback_script, render.fallback_script(plan, run), mode=0o777)
         _prepare_evaluations(config, plan, run)
         run.stop.unlink(missing_ok=True)
         yield run, plan
@@ -162,7 +173,8 @@ def _undone_on_error(run: Run, made: Sequence[Path]) -> Iterator[None]:
     What a directory held that was there before stays, STOP too; one that this submit made is removed. `made`: the
     run directory and its parents, as far as this submit made them. Called under the lock.
     """
-    paths = (run.plan, run.job_script, run.manifest, run.evaluation_policy, run.evaluation_script, run.stop, run.owners)
+    scripts = (run.job_script, run.fallback_script, run.evaluation_script)
+    paths = (run.plan, *scripts, run.manifest, run.evaluation_policy, run.stop, run.owners)
     before = {path: path.read_bytes() if path.exists() else None for path in paths}
     revisions = set(run.revisions())
     folders = [run.config, run.code, run.evaluations, run.triggers]
@@ -223,6 +235,7 @@ def make_plan(config: RunConfig, run: Run, root: Path, *, revision: int, base: D
         owner=os.geteuid(),
         auto_requeue=config.chain.auto_requeue,
         mode=config.chain.mode,
+        fallback_job=config.chain.fallback_job and config.chain.auto_requeue and cluster.scheduler == "slurm",
         max_failed_attempts=config.chain.max_failed_attempts,
         time_limit=time_limit,
         lead=lead,
@@ -242,15 +255,22 @@ def make_plan(config: RunConfig, run: Run, root: Path, *, revision: int, base: D
         modules=cluster.modules,
         host_python=sys.executable if cluster.scheduler == "local" else cluster.host_python,
         package_root=str(root),
-        log_folder=str(log_folder()),
+        log_folder=str(log_folder(run)),
         load_path=base.path,
         load_iteration=base.iteration,
     )
 
 
-def log_folder() -> Path:
-    """Where the jobs of every run of this checkout write their logs."""
-    return ROOT / "logs" / "slurm" / "training"
+def log_folder(run: Run | None = None) -> Path:
+    """Where the jobs of every run of a project write their logs: of the project that the run directory lies in, or
+    else of the working directory's."""
+    return places.project(run.path if run is not None else None) / "logs" / "slurm" / "training"
+
+
+def _takes_snapshot(config: RunConfig) -> bool:
+    """Whether the jobs run a copy of the code: if they are to, and wherever the code is an installed package, which an
+    upgrade would change under queued jobs."""
+    return config.debug.backup_codebase or not places.is_checkout()
 
 
 def _prepare_evaluations(config: RunConfig, plan: Plan, run: Run) -> None:
@@ -285,17 +305,19 @@ def evaluation_script(config: RunConfig, plan: Plan, run: Run) -> str:
     if gpus:
         options["gpus-per-node"] = str(gpus)
     program = [config.cluster.python or sys.executable, "-m", "relayrun.export.evaluate", f"--run-dir={run.path}"]
-    starter = for_plan(plan, run).single_task_command(plan)
+    starter = for_plan(plan, run).single_task_command(plan, cpus_per_task=cpus)
     environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": cpus, **plan.environment}
     environment.pop("PYTHONPATH", None)  # joined with the package's by `render`
     command = [*starter, *plan.command_prefix, *program]
-    return render.program_script(plan, "evaluation", options, environment=environment, command=command)
+    return render.program_script(
+        plan, "evaluation", options, environment=environment, command=command, fallback=run.path
+    )
 
 
 def dry_run(config: RunConfig) -> str:
     """Return the job script that a submit would write; nothing is written or queued. Raises RelayrunError."""
     run = Run(Path(config.run_dir or ""))
-    root = run.code / "0001" if config.debug.backup_codebase else ROOT
+    root = run.code / "0001" if _takes_snapshot(config) else places.CODE
     return render.job_script(make_plan(config, run, root, revision=max(run.revisions(), default=0) + 1), run)
 
 

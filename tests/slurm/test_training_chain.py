@@ -153,6 +153,8 @@ def test_a_bash_launcher_from_anywhere_with_its_options_triggers_and_resume(
     wait_for_iteration(cluster, run, 1)
     assert job_of(run, 1) == first
     assert sorted(chain_jobs(cluster, run)) == ["PENDING", "RUNNING"]
+    name = Plan.load(run).fallback_job_name
+    assert [job.state for job in cluster.queue() if job.name == name] == ["PENDING"]
 
     triggers.touch(run, "save")
     cluster.wait_until((run.triggers / "save.done").exists, timeout=240)

@@ -15,10 +15,11 @@ import pytest
 from relayrun.cli import main
 from relayrun.config import compose
 from relayrun.errors import RelayrunError, SeveralErrors
-from relayrun.files import append_line, read_json, write_json
+from relayrun.files import append_line, write_json
 from relayrun.rundir.run import Run
 from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.made_by import RECORD, Records
+from relayrun.shards.merge import merge
+from relayrun.shards.record import RECORD, MadeBy, Records
 from relayrun.submit import submission
 from relayrun.submit.check import node, slurm, storage, tracking
 from relayrun.submit.check.finding import Finding, Findings
@@ -32,7 +33,7 @@ from tests.workspace import VOCABULARY, Workspace
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
     """Jobs log below `root` here, and W&B's variables are not there."""
-    monkeypatch.setattr(submission, "ROOT", tmp_path / "root")
+    monkeypatch.setattr(submission, "log_folder", lambda _: tmp_path / "root/logs/slurm/training")
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     return Workspace.make(tmp_path)
@@ -230,8 +231,22 @@ def test_writers_record_the_largest_id(tmp_path: Path) -> None:
     writer.finish()
     assert writer.largest_id == 80_000
     write_json(tmp_path / RECORD, {"settings": {"tokenizer": "", "eos": 0}, "shards": {"shard": {"largest_id": 7}}})
-    assert Records().largest_id(str(tmp_path / "shard")) == 7
-    assert read_json(tmp_path / RECORD)["shards"]["shard"] == {"largest_id": 7}
+    record = Records().of(str(tmp_path / "shard"))
+    assert record is not None
+    assert record.largest_id == 7
+
+
+def test_a_merged_shard_has_the_largest_id_of_its_inputs(tmp_path: Path) -> None:
+    made = MadeBy(fingerprint="f" * 64, ids="", size=None, eos=None)
+    prefixes = [str(tmp_path / name) for name in "abc"]
+    for prefix, ids in zip(prefixes, ([3, 9], [1], [7]), strict=True):
+        writer = ShardWriter(prefix, np.uint16, own_record=made)
+        writer.add(ids, [len(ids)])
+        writer.finish()
+    merged = merge(prefixes, str(tmp_path / "all"))
+    record = Records().of(merged.prefix)
+    assert record is not None
+    assert record.largest_id == 9
 
 
 @pytest.mark.parametrize(
@@ -367,7 +382,7 @@ def test_speed_is_that_of_a_run_of_the_same_shape_or_of_a_setting(
     def forecast(*overrides: str) -> Any:
         return submission.report_on(compose.load(workspace.config("run"), overrides), intent=Intent()).forecast
 
-    monkeypatch.setattr(find, "RUNS", workspace.folder / "runs")
+    monkeypatch.setattr(find, "runs", lambda: workspace.folder / "runs")
     assert forecast().hours is None
     other = Run(workspace.folder / "runs" / "tests" / "other")
     other.config.mkdir(parents=True)

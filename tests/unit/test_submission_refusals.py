@@ -23,7 +23,7 @@ NOBODY = 65_534
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
     """Jobs log below `root` here."""
-    monkeypatch.setattr(submission, "ROOT", tmp_path / "root")
+    monkeypatch.setattr(submission, "log_folder", lambda _: tmp_path / "root/logs")
     return Workspace.make(tmp_path)
 
 

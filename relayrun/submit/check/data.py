@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from relayrun.config.schema import RunConfig
 from relayrun.data.order.samples import SampleOrder
+from relayrun.files import RealPath
 from relayrun.rundir.run import Run
-from relayrun.shards.made_by import LOOKED_AT, SETTING, Records, look_at, other_tokenizers, sets_of
+from relayrun.shards.made_by import LOOKED_AT, SETTING, look_at, other_tokenizers, sets_of
 from relayrun.shards.manifest import Manifest
+from relayrun.shards.record import Records
 from relayrun.submit.check.finding import Findings, counted
 from relayrun.submit.check.settings import placeholders
 from relayrun.submit.check.usage import OWN_ORDERS, Usage, usage
@@ -121,12 +123,13 @@ def _tokenizer(config: RunConfig, manifest: Manifest, findings: Findings, *, beg
 
 def _ids(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
     """Compare the largest id on record with the vocabulary; ids of the other shards are not read here."""
-    records, size = Records(), manifest.vocabulary_size
+    records, real_path, size = Records(), RealPath(), manifest.vocabulary_size
     known = 0
     unknown: list[str] = []
     for what, shards in sets_of(manifest, None):
         for shard in shards.shards:
-            largest = records.largest_id(shard.prefix)
+            record = records.of(real_path(shard.prefix + ".bin").removesuffix(".bin"))
+            largest = None if record is None else record.largest_id
             if largest is None:
                 unknown.append(shard.prefix)
                 continue

@@ -206,7 +206,7 @@ def _check_evaluation(config: RunConfig) -> None:
         raise ConfigError(
             "lm-evaluation-harness is not installed",
             where="evaluation.tasks",
-            hint="pip install 'relayrun[evaluation]', or name no tasks",
+            hint="pip install 'relayrun[evaluate]', or name no tasks",
         )
     if settings.include_path is not None and not Path(settings.include_path).is_dir():
         raise ConfigError("there is no such folder", where=f"evaluation.include_path: {settings.include_path}")
