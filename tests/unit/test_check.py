@@ -213,7 +213,7 @@ def test_the_largest_id_on_record_is_compared_with_the_vocabulary(workspace: Wor
     write_record(workspace.folder / "data", None)
     (ids,) = [finding for finding in looked(path) if finding.name == "data.ids"]
     assert "the ids of 3 of 3 shards were not compared" in ids.words
-    assert "scripts/tools/verify_dataset.py FOLDER --tokenizer" in ids.words
+    assert "relayrun mixture verify FOLDER --tokenizer" in ids.words
 
 
 def test_writers_record_the_largest_id(tmp_path: Path) -> None:
