@@ -150,6 +150,11 @@ SECTIONS: dict[str, list[Row]] = {
         Row("seconds from the signal to the first new step of the next job", "total", ".1f"),
         Row("the launcher's own part of it", "own_share", ".3f", most=0.1),
     ],
+    "check": [
+        Row("CPU seconds of `relayrun check` of a run with 4 shards", "demo.cpu", ".2f", most=1),
+        Row("the same of 1,000 shards", "large.cpu", ".2f"),
+        Row("seconds of `relayrun check` of a run with 1,000 shards", "large.wall", ".1f", most=5),
+    ],
     "history": [
         Row(
             "CPU seconds of `begin` after 10⁶ metrics lines and 200 attempts",

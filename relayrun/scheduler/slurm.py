@@ -58,9 +58,13 @@ class Slurm:
         self.test(script)
         return self.submit(plan, script, options={})
 
-    def test(self, script: Path) -> str:
-        """Ask Slurm whether it would accept the script; queues nothing. Returns its words. Raises SchedulerError."""
-        return self.order(["sbatch", "--test-only", str(script)], words=True)
+    def test(self, script: Path, options: Mapping[str, str] | None = None) -> str:
+        """Ask Slurm whether it would accept the script, with these options of sbatch; queues nothing.
+
+        Returns its words. Raises SchedulerError.
+        """
+        further = [f"--{name}={value}" for name, value in (options or {}).items()]
+        return self.order(["sbatch", "--test-only", *further, str(script)], words=True)
 
     def partitions(self) -> list[dict[str, str]]:
         """Every partition as `scontrol show partition` has it, by the names of its fields. Raises SchedulerError."""

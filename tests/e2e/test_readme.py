@@ -40,5 +40,6 @@ def test_the_way_from_parquet_to_a_run(tmp_path: Path) -> None:
         ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1000
     )
     assert done.returncode == 0, done.stderr
-    assert "#SBATCH --job-name=my-project-my-run-" in done.stdout
+    assert "plan of my-project/my-run" in done.stdout
+    assert "submit would take this" in done.stdout
     assert (tmp_path / "logs/runs/my-project/my-run/checkpoints/iter_0000040").is_dir()

@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
+from relayrun.config.schema import RunConfig
+from relayrun.rundir.run import Run
+from relayrun.submit.forecast.saves import checkpoint_size
+from relayrun.training.model.size import padded, parameters
 from tests.checkpoints import assert_same_bytes
+from tests.workspace import VOCABULARY
 
 Make = Callable[..., Any]
 
@@ -48,6 +53,16 @@ def settings(ranks: int, parallel: dict[str, Any], training: dict[str, Any]) -> 
     }
 
 
+def assert_as_forecast(whole: Any, trained: Any) -> None:
+    """The model that was built has the parameters that `relayrun check` counts, and its checkpoint their bytes."""
+    config = RunConfig.model_validate(whole.config)
+    count = parameters(config.model, padded(VOCABULARY, config.model.make_vocab_size_divisible_by))
+    assert f": {count:,} parameters on " in trained.output()
+    tensors = sum(path.stat().st_size for path in whole.run.checkpoint(STEPS).glob("*.distcp"))
+    forecast = checkpoint_size(config, count, Run(whole.run.path / "none")).bytes
+    assert forecast <= tensors < forecast + 2_000_000  # names and types of the tensors come on top
+
+
 def resumed_from(whole: Any, made: Any) -> Any:
     """Another run, from the first one's checkpoint in the middle."""
     return made.train(base_iteration=CUT, base_path=str(whole.run.checkpoint(CUT)))
@@ -57,6 +72,7 @@ def resumed_from(whole: Any, made: Any) -> Any:
 def test_a_resume_is_exact(harness: Make, ranks: int, parallel: dict[str, Any], training: dict[str, Any]) -> None:
     whole, rest = (harness(**settings(ranks, parallel, training)) for _ in range(2))
     reference = whole.train()
+    assert_as_forecast(whole, reference)
     resumed = resumed_from(whole, rest)
     assert sorted(resumed.steps()) == list(range(CUT + 1, STEPS + 1))
     for iteration, step in resumed.steps().items():

@@ -21,7 +21,7 @@ from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.merge import merge
 from relayrun.shards.record import RECORD, MadeBy, Records
 from relayrun.submit import submission
-from relayrun.submit.check import storage, tracking
+from relayrun.submit.check import node, slurm, storage, tracking
 from relayrun.submit.check.finding import Finding, Findings
 from relayrun.submit.check.report import of_config
 from relayrun.submit.check.state import Intent
@@ -213,7 +213,7 @@ def test_the_largest_id_on_record_is_compared_with_the_vocabulary(workspace: Wor
     write_record(workspace.folder / "data", None)
     (ids,) = [finding for finding in looked(path) if finding.name == "data.ids"]
     assert "the ids of 3 of 3 shards were not compared" in ids.words
-    assert "scripts/tools/verify_dataset.py FOLDER --tokenizer" in ids.words
+    assert "relayrun mixture verify FOLDER --tokenizer" in ids.words
 
 
 def test_writers_record_the_largest_id(tmp_path: Path) -> None:
@@ -309,6 +309,21 @@ def test_quotas_are_asked_where_there_are_any(tmp_path: Path, monkeypatch: pytes
     assert len(storage.quotas(tmp_path)) == 1
 
 
+def test_options_of_the_environment_are_those_that_sbatch_takes_with_a_launcher() -> None:
+    given = {"SBATCH_ACCOUNT": "a1", "SBATCH_PARTITION": "", "SLURM_JOB_ID": "1", "SBATCH_QOS": "high"}
+    assert slurm.of_environment(given) == {"account": "a1", "qos": "high"}
+
+
+def test_a_python_that_takes_too_long_is_a_warning(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = workspace.folder / "python"
+    python.write_text("#!/bin/sh\nexec sleep 600\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(node, "SECONDS", 0.1)
+    findings = of_config(compose.load(workspace.config("run", cluster={"python": str(python)})))
+    assert findings.errors == []
+    assert ["gave no answer within" in warning.words for warning in findings.warnings] == [True]
+
+
 def program(path: Path, answer: str) -> str:
     path.write_text(f"#!/bin/sh\necho '{answer}'\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -379,6 +394,9 @@ def test_speed_is_that_of_a_run_of_the_same_shape_or_of_a_setting(
     assert found.speed.tokens_per_second == 105.5
     assert found.hours == pytest.approx(20 * 8 * 64 / 105.5 / 3600)
     assert forecast("training.micro_batch_size=1").speed is None
+    (workspace.folder / "runs/tests/loop").symlink_to("loop")  # what nobody can look into is passed over
+    (workspace.folder / "runs/tests/torn/metrics.jsonl").mkdir(parents=True)
+    assert forecast().speed.source == "median of tests/other"
     gpus = ["job.gpus_per_node=2", "training.precision=bf16", "cluster.tflops_per_gpu=100.0"]
     assumed = forecast(*gpus, "cluster.cost_per_node_hour=3.0", "cluster.currency=CHF")
     assert assumed.speed.source == "cluster.tflops_per_gpu 100"

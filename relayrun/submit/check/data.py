@@ -17,7 +17,7 @@ from relayrun.submit.find_data import build_manifest
 FEW_EPOCHS = 4.0
 """How often tokens may be read before it is a warning: up to here they are worth nearly what new ones are
 (arXiv 2305.16264)."""
-VERIFY = "scripts/tools/verify_dataset.py"
+VERIFY = "relayrun mixture verify"
 
 
 def look(config: RunConfig, run: Run, findings: Findings) -> Manifest | None:

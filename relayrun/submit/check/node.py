@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.config.schema import RunConfig
 from relayrun.errors import ConfigError
 from relayrun.submit.check.finding import Findings
@@ -76,6 +76,9 @@ def _ranks(config: RunConfig, findings: Findings) -> None:
             how("node.python", f"{python}: {words}", setting=setting, remedy="give the Python of the ranks")
             return
         answer = _ask(found, tuple(_names(config)), _search_path(config))
+        if answer is None:
+            findings.warn("node.python", f"{python} gave no answer within {SECONDS:.0f} s", setting=setting)
+            return
         if isinstance(answer, str):
             findings.refuse("node.python", f"{python} does not start: {answer}", setting=setting)
             return
@@ -109,7 +112,7 @@ def _names(config: RunConfig) -> list[str]:
 
 def _search_path(config: RunConfig) -> str:
     given = config.cluster.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    return os.pathsep.join([str(ROOT), *filter(None, given.split(os.pathsep))])
+    return os.pathsep.join([str(places.CODE), *filter(None, given.split(os.pathsep))])
 
 
 def _is_here(name: str) -> bool:
@@ -120,10 +123,10 @@ def _is_here(name: str) -> bool:
 
 
 @functools.lru_cache(maxsize=16)
-def _ask(python: str, names: tuple[str, ...], search_path: str) -> dict[str, Any] | str:
-    """The version of a Python and what it lacks; in words why it does not say."""
+def _ask(python: str, names: tuple[str, ...], search_path: str) -> dict[str, Any] | str | None:
+    """The version of a Python and what it lacks; in words why it does not say; None where it takes too long."""
     done = _run([python, "-c", _ASK, *names], {"PYTHONPATH": search_path})
-    if isinstance(done, str):
+    if done is None or isinstance(done, str):
         return done
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
@@ -132,8 +135,8 @@ def _ask(python: str, names: tuple[str, ...], search_path: str) -> dict[str, Any
     return answer
 
 
-def _run(command: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str] | str:
-    """Run a program that answers at once; in words why it does not."""
+def _run(command: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str] | str | None:
+    """Run a program that answers at once; in words why it does not start; None where it takes too long."""
     try:
         return subprocess.run(
             command,
@@ -146,7 +149,7 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> subprocess.Comp
             env=os.environ | environment,
         )
     except subprocess.TimeoutExpired:
-        return f"no answer within {SECONDS:.0f} s"
+        return None
     except OSError as error:
         return error.strerror or str(error)
 
@@ -159,8 +162,9 @@ def _host(config: RunConfig, findings: Findings) -> None:
         findings.warn("node.host_python", f"{python} is not on this machine; the nodes must have it", setting=setting)
         return
     answer = _ask(found, (), "")
-    if isinstance(answer, str):
-        findings.warn("node.host_python", f"{python} does not start here: {answer}", setting=setting)
+    if answer is None or isinstance(answer, str):
+        why = answer or f"no answer within {SECONDS:.0f} s"
+        findings.warn("node.host_python", f"{python} does not start here: {why}", setting=setting)
     elif tuple(answer["version"]) < OLDEST:
         version = ".".join(map(str, answer["version"]))
         findings.refuse(
@@ -177,7 +181,7 @@ def _modules(config: RunConfig, findings: Findings) -> None:
     names, setting = config.cluster.modules, "cluster.modules"
     script = 'type module >/dev/null 2>&1 || exit 99; for name in "$@"; do module is-avail "${name}" || exit 1; done'
     done = _run(["bash", "-lc", script, "bash", *names], {})
-    if isinstance(done, str) or done.returncode == 99:
+    if done is None or isinstance(done, str) or done.returncode == 99:
         findings.warn(
             "node.modules", "there is no `module` here: whether the nodes have them is not known", setting=setting
         )

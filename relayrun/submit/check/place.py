@@ -95,4 +95,4 @@ def check_log_folder(folder: Path) -> None:
 
 def existing(path: Path) -> Path:
     """The path itself, or the nearest folder above it that is there."""
-    return next((place for place in (path, *path.parents) if place.exists()), Path("/"))
+    return next((place for place in (path, *path.parents) if os.path.exists(place)), Path("/"))

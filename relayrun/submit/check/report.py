@@ -68,7 +68,8 @@ def report(
             future = forecast(config, plan, run, manifest.vocabulary_size)
     if future is not None:
         _memory(future, findings)
-        storage.look(future, run, findings)
+        with findings.catching("storage.space"):
+            storage.look(future, run, findings)
     if plan.scheduler == "slurm" and script is not None:
         slurm.look(plan, script, findings)
     tracking.look(config, findings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from relayrun.errors import SchedulerError
@@ -12,6 +13,9 @@ from relayrun.scheduler.slurm import Slurm
 from relayrun.scheduler.slurm_command import NoAnswerError
 from relayrun.slurmtime import format_time, parse_time
 from relayrun.submit.check.finding import Findings
+
+OF_ENVIRONMENT = ("account", "partition", "qos", "reservation", "constraint")
+"""Options that sbatch takes from variables, SBATCH_ACCOUNT and so on, where a person gives it a launcher."""
 
 
 def look(plan: Plan, script: str | Path, findings: Findings) -> None:
@@ -29,18 +33,26 @@ def look(plan: Plan, script: str | Path, findings: Findings) -> None:
             remedy=error.hint,
         )
         return
-    _limits(partitions, plan, findings)
-    _test(slurm, script, findings)
+    # relayrun's own sbatch is started without them
+    options = {} if isinstance(script, str) else of_environment(os.environ)
+    _limits(partitions, plan, options.get("partition") or plan.sbatch_options.get("partition"), findings)
+    _test(slurm, script, options, findings)
 
 
-def _test(slurm: Slurm, script: str | Path, findings: Findings) -> None:
+def of_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The options of sbatch that variables give."""
+    found = {name: environment.get(f"SBATCH_{name.upper()}", "") for name in OF_ENVIRONMENT}
+    return {name: value for name, value in found.items() if value}
+
+
+def _test(slurm: Slurm, script: str | Path, options: Mapping[str, str], findings: Findings) -> None:
     with tempfile.NamedTemporaryFile("w", prefix="relayrun-check-", suffix=".sbatch", encoding="utf-8") as file:
         if isinstance(script, str):
             file.write(script)
             file.flush()
         path = Path(file.name) if isinstance(script, str) else script
         try:
-            answer = slurm.test(path)
+            answer = slurm.test(path, options)
         except NoAnswerError as error:
             findings.warn("slurm.test", f"Slurm does not answer: {error.message}", remedy="ask again later")
         except SchedulerError as error:
@@ -49,9 +61,8 @@ def _test(slurm: Slurm, script: str | Path, findings: Findings) -> None:
             findings.ok("slurm.test", " ".join(answer.split()) or "sbatch --test-only takes the job")
 
 
-def _limits(partitions: list[dict[str, str]], plan: Plan, findings: Findings) -> None:
+def _limits(partitions: list[dict[str, str]], plan: Plan, asked: str | None, findings: Findings) -> None:
     """Compare nodes and time with MaxNodes, MinNodes and MaxTime: Slurm may queue such a job, and never start it."""
-    asked = plan.sbatch_options.get("partition") or os.environ.get("SBATCH_PARTITION")
     if asked is None:
         chosen = [found for found in partitions if found.get("Default") == "YES"]
         if not chosen:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import getpass
+import contextlib
 import os
 import shutil
 import subprocess
@@ -37,7 +37,10 @@ def look(forecast: Forecast, run: Run, findings: Findings) -> None:
     place = existing(run.checkpoints)
     status = os.statvfs(place)
     free = status.f_bavail * status.f_frsize
-    already = sum(path.stat().st_size for path in run.checkpoints.glob("iter_*/*") if path.is_file())
+    already = 0
+    for path in run.checkpoints.glob("iter_*/*"):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            already += path.stat().st_size
     one, kept = forecast.checkpoint.bytes, forecast.checkpoint.most_bytes
     name = "storage.space"
     words = f"{in_bytes(free)} free below {place}; a checkpoint has {in_bytes(one)}, all that are kept {in_bytes(kept)}"
@@ -88,7 +91,7 @@ def quotas(place: Path) -> list[Quota]:
 
     Where neither is there, or answers in a form that is not known, nobody knows: that is no error.
     """
-    user = getpass.getuser()
+    user = str(os.getuid())  # it may have no name here
     commands = (
         ["lfs", "quota", "-q", "-u", user, str(place)],
         ["quota", "--no-wrap", "--raw-grace", "-f", str(place)],

@@ -37,8 +37,8 @@ def speed(config: RunConfig, run: Run, flops_per_token: float) -> Speed | None:
     own = _newest_config(run)
     if own is not None and shape(own) == shape(config) and (found := measured(run)) is not None:
         return Speed(tokens_per_second=found, source="median of this run's last steps")
-    others = [other for other in find.every_run() if other.path != run.path and other.metrics_view.exists()]
-    for other in heapq.nlargest(OTHERS, others, key=lambda each: each.metrics_view.stat().st_mtime):
+    others = {other: _trained_last(other) for other in find.every_run() if other.path != run.path}
+    for other in heapq.nlargest(OTHERS, (each for each, time in others.items() if time), key=others.__getitem__):
         theirs = _newest_config(other)
         if theirs is not None and shape(theirs) == shape(config) and (found := measured(other)) is not None:
             return Speed(tokens_per_second=found, source=f"median of {other.path.parent.name}/{other.path.name}")
@@ -84,6 +84,14 @@ def measured(run: Run) -> float | None:
     except (OSError, TypeError, ValueError):
         return None
     return median(found) if len(found) >= FEWEST else None
+
+
+def _trained_last(run: Run) -> float:
+    """When a run's metrics were written last; 0 where there are none, or others may not look."""
+    try:
+        return run.metrics_view.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _newest_config(run: Run) -> RunConfig | None:
