@@ -12,7 +12,7 @@ import time
 
 from relayrun.chain import signs, supervisor
 from relayrun.errors import RunDirError, SchedulerError
-from relayrun.monitoring import run_status
+from relayrun.monitoring import deliver, run_status
 from relayrun.rundir import find, triggers
 from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.plan import Plan
@@ -33,9 +33,10 @@ def run(options: argparse.Namespace) -> int:
     scheduler = run_status.scheduler(found)
     if options.command == "save":
         print(save(found, scheduler))
-        return 0
-    end = stop if options.command == "stop" else cancel
-    print(end(found, scheduler, user=triggers.user_name(os.geteuid())))
+    else:
+        end = stop if options.command == "stop" else cancel
+        print(end(found, scheduler, user=triggers.user_name(os.geteuid())))
+    deliver.in_background(found)
     return 0
 
 

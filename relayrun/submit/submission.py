@@ -26,7 +26,7 @@ from relayrun.config.schema import RunConfig
 from relayrun.data.evolution import evolve, weights_of
 from relayrun.errors import RunDirError
 from relayrun.files import write_atomic
-from relayrun.rundir import triggers
+from relayrun.rundir import notices, triggers
 from relayrun.rundir.evaluations import Policy
 from relayrun.rundir.lead import first_lead
 from relayrun.rundir.lineage import BEGINNING, Durable, durable, line
@@ -39,7 +39,7 @@ from relayrun.scheduler.choose import for_plan
 from relayrun.scheduler.slurm import Slurm
 from relayrun.shards.manifest import Manifest
 from relayrun.slurmtime import format_time, parse_time
-from relayrun.submit import check, code_snapshot, initial_checkpoint, owner
+from relayrun.submit import check, code_snapshot, initial_checkpoint, notice_policy, owner
 from relayrun.submit.find_data import build_manifest
 
 log = logging.getLogger(__name__)
@@ -126,6 +126,7 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool, take_over: bool)
         write_atomic(run.job_script, render.job_script(plan, run), mode=0o777)
         _prepare_evaluations(config, plan, run)
         run.stop.unlink(missing_ok=True)
+        notice_policy.prepare(config, run)  # behind STOP, which would be told once more
         yield run, plan
 
 
@@ -136,10 +137,11 @@ def _undone_on_error(run: Run, made: Sequence[Path]) -> Iterator[None]:
     What a directory held that was there before stays, STOP too; one that this submit made is removed. `made`: the
     run directory and its parents, as far as this submit made them. Called under the lock.
     """
-    paths = (run.plan, run.job_script, run.manifest, run.evaluation_policy, run.evaluation_script, run.stop, run.owners)
+    paths = [run.plan, run.job_script, run.manifest, run.evaluation_policy, run.evaluation_script, run.stop, run.owners]
+    paths.append(notices.policy_path(run))
     before = {path: path.read_bytes() if path.exists() else None for path in paths}
     revisions = set(run.revisions())
-    folders = [run.config, run.code, run.evaluations, run.triggers]
+    folders = [run.config, run.code, run.evaluations, run.triggers, notices.folder(run)]
     kept = {folder for folder in folders if folder.exists()} | set(run.code.glob("*"))
     try:
         yield
