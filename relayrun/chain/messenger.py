@@ -30,9 +30,10 @@ LOOK_SECONDS = 60.0
 class Messenger:
     """Writes the notices of a chain and has them sent. No error of it reaches its user."""
 
-    def __init__(self, run: Run, plan: Plan) -> None:
+    def __init__(self, run: Run, plan: Plan, *, at_work: bool = True) -> None:
         self._run = run
         self._plan = plan
+        self._at_work = at_work
         self._process: subprocess.Popen[bytes] | None = None
         self._next_look = 0.0
         self._complaints: list[str] = []
@@ -55,7 +56,7 @@ class Messenger:
         if policy is None:
             return
         now = time.time()
-        self._complain(note(self._run, self._plan, policy, now=now, at_work=True))
+        self._complain(note(self._run, self._plan, policy, now=now, at_work=self._at_work))
         if self._process is not None and self._process.poll() is None:
             return
         waiting = notices.pending(self._run)
@@ -97,9 +98,12 @@ class Messenger:
         self._complaints = complaints
 
 
-def tell(run: Run, plan: Plan) -> None:
-    """Write what is to be told where a job ends, and have it sent, for a few seconds. No error comes out of it."""
-    messenger = Messenger(run, plan)
+def tell(run: Run, plan: Plan, *, at_work: bool = True) -> None:
+    """Write what is to be told where a job ends, and have it sent, for a few seconds. No error comes out of it.
+
+    `at_work`: it is a job of the chain, and no evaluation beside it.
+    """
+    messenger = Messenger(run, plan, at_work=at_work)
     messenger.attend()
     messenger.finish(END_SECONDS)
 

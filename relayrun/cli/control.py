@@ -12,7 +12,7 @@ import time
 
 from relayrun.chain import signs, supervisor
 from relayrun.errors import RunDirError, SchedulerError
-from relayrun.monitoring import deliver, run_status
+from relayrun.monitoring import run_status, unsent
 from relayrun.rundir import find, triggers
 from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.plan import Plan
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         end = stop if options.command == "stop" else cancel
         print(end(found, scheduler, user=triggers.user_name(os.geteuid())))
-    deliver.in_background(found)
+    unsent.send_in_background(found)
     return 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from relayrun.config import compose
 from relayrun.errors import RunDirError
-from relayrun.monitoring import deliver
+from relayrun.monitoring import deliver, unsent
 from relayrun.rundir import notices
 from relayrun.rundir.find import find_run
 from relayrun.rundir.notices import Message, Notice, NoticePolicy
@@ -58,7 +58,7 @@ def run_send(options: argparse.Namespace) -> int:
     failed = deliver.deliver(run, job=False, environment=os.environ)
     for words in failed:
         print(f"NOT SENT: {words}")
-    late, _ = deliver.not_sent(run, now=time.time())
+    late, _ = unsent.not_sent(run, now=time.time())
     print(f"{late} notices are not sent" if late else "nothing is left to send")
     return int(bool(late))
 

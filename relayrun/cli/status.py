@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from relayrun.monitoring import deliver, run_status, run_status_view
+from relayrun.monitoring import run_status, run_status_view, unsent
 from relayrun.rundir import find
 
 
@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
             print(run_status_view.dump(run_status_view.as_json(facts)))
         else:
             run_status_view.show(run_status_view.one(facts, now=now))
-        deliver.in_background(run)
+        unsent.send_in_background(run)
         return 0
     runs = find.every_run()
     found = run_status.gather_all(runs, now=now)
@@ -38,5 +38,5 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(f"no runs below {find.RUNS}")
     for run in runs:
-        deliver.in_background(run)
+        unsent.send_in_background(run)
     return 0

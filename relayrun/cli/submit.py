@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from relayrun.config import compose
-from relayrun.monitoring import deliver
+from relayrun.monitoring import unsent
 from relayrun.monitoring.follow import Follower
 from relayrun.scheduler import local
 from relayrun.submit import launcher_environment, submission
@@ -66,7 +66,7 @@ def tell(submitted: submission.Submitted) -> None:
         f"logs {submitted.plan.log_folder}",
         flush=True,
     )
-    deliver.in_background(submitted.run)
+    unsent.send_in_background(submitted.run)
     if submitted.plan.scheduler == "local":
         follower = Follower(submitted.run, total_steps=submitted.plan.total_steps)
         local.LocalScheduler(submitted.run).run_queue(local.print_event, follower.poll)

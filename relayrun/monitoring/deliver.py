@@ -18,8 +18,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from relayrun import ROOT
-from relayrun.chain.notices import note
 from relayrun.errors import RelayrunError
 from relayrun.monitoring import channels, notification
 from relayrun.monitoring.channels import NotSent
@@ -152,55 +150,6 @@ def attempt(policy: NoticePolicy, message: Message, environment: Mapping[str, st
     except NotSent as error:
         return str(error)
     return None
-
-
-def in_background(run: Run) -> None:
-    """Have a process of its own send what is due of a run, where this user owns it. No error comes out of it."""
-    try:
-        plan, policy = Plan.load(run), notices.read_policy(run)
-        if policy is None or plan.owner not in (None, os.geteuid()):
-            return
-        note(run, plan, policy, now=time.time(), at_work=False)
-        waiting = notices.pending(run)
-        if not waiting or notices.is_being_sent(run):
-            return
-        told = notices.last_told(run, waiting, now=time.time())
-        if notices.due(policy.every_target(), waiting, told, now=time.time()):
-            _start(run)
-    except (RelayrunError, OSError, ValueError, TypeError, KeyError):
-        return  # status says what is not sent
-
-
-def _start(run: Run) -> None:
-    """Start the process that sends; it outlives this one, which does not wait for it."""
-    nowhere = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
-    os.posix_spawn(
-        sys.executable,
-        [sys.executable, "-m", "relayrun.monitoring.deliver", str(run.path)],
-        os.environ | {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"},
-        file_actions=nowhere,
-        setsid=True,
-    )
-
-
-def not_sent(run: Run, *, now: float) -> tuple[int, str]:
-    """How many notices at least one target should have been told of by now, and why it was not; in words.
-
-    Raises RelayrunError for a damaged policy.
-    """
-    policy = notices.read_policy(run)
-    if policy is None:
-        return 0, ""
-    targets, waiting = policy.every_target(), notices.pending(run)
-    messages = notices.due(targets, waiting, notices.last_told(run, waiting, now=now), now=now)
-    late = {name for message in messages for name in message.settles}
-    book = {notice.id: delivery for notice, delivery in waiting}
-    reasons = {
-        f"{message.target.name}: {reason}"
-        for message in messages
-        if (reason := book[message.notice.id].reason(message.target.name))
-    }
-    return len(late), "; ".join(sorted(reasons)) or "nothing has tried yet"
 
 
 def main() -> int:

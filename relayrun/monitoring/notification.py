@@ -11,8 +11,8 @@ from relayrun.rundir.notices import Message, NoticePolicy
 
 SUBJECT = 160
 """Characters of a subject at most."""
-BODY = 3500
-"""Characters of a body at most; the smallest receiver that would cut it is then not reached but by Discord (2000)."""
+BODY = 1800
+"""Characters of a body at most: with its subject it is below what Discord takes (2000), and all others take more."""
 TITLES = {
     "stopped": "the chain has stopped",
     "failed": "attempts fail",

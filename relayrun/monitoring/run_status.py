@@ -19,7 +19,7 @@ from relayrun.chain import nodes, signs, supervisor
 from relayrun.chain.watch import read_heartbeats
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.files import read_lines
-from relayrun.monitoring import deliver
+from relayrun.monitoring import unsent
 from relayrun.rundir import evaluations, quarantine, triggers
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.evaluations import Result, Submitted
@@ -258,7 +258,7 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
     failures = [line for number, _ in begun for line in read_lines(run.attempt(number).failed_saves)]
     beats = read_heartbeats(run.attempt(number)) if running and number is not None else []
     end_time = begin.job_end_time if begin is not None and running else None
-    unsent, why_unsent = deliver.not_sent(run, now=now)
+    late, why_late = unsent.not_sent(run, now=now)
     return RunStatus(
         run=plan.run,
         path=str(run.path),
@@ -304,8 +304,8 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
         strikes=counts,
         excluded=nodes.excluded(strikes, nodes=plan.nodes, now=now),
         triggers=_pending(run),
-        unsent_notices=unsent,
-        unsent_reason=why_unsent if unsent else "",
+        unsent_notices=late,
+        unsent_reason=why_late,
     )
 
 

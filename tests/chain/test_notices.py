@@ -23,7 +23,7 @@ from relayrun.chain.messenger import Messenger
 from relayrun.chain.notices import note
 from relayrun.cli import main
 from relayrun.files import append_line
-from relayrun.monitoring import deliver
+from relayrun.monitoring import deliver, unsent
 from relayrun.rundir import notices
 from relayrun.rundir.evaluations import Result
 from relayrun.rundir.notices import NoticePolicy, Target
@@ -264,7 +264,9 @@ def test_a_damaged_policy_ends_no_job(run: Run, damage: str, capfd: pytest.Captu
     write_stop(run, "fatal: it broke")
     assert supervisor.begin(run) == supervisor.CHAIN_ENDS
     assert "notices: left for later" in capfd.readouterr().err
-    deliver.in_background(run)
+    count, reason = unsent.not_sent(run, now=time.time())
+    assert (count, reason.startswith("unknown: ")) == (0, True)
+    unsent.send_in_background(run)
 
 
 def test_what_cannot_be_recorded_is_not_sent(run: Run, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +296,7 @@ def test_a_kill_around_the_sending_loses_nothing(run: Run, web: Web, when: str) 
     program = f"""
 import os, sys
 from pathlib import Path
-from relayrun.monitoring import deliver
+from relayrun.monitoring import deliver, unsent
 from relayrun.rundir.run import Run
 send = deliver.channels.send
 def cut(*arguments, **more):
@@ -309,13 +311,13 @@ deliver.deliver(Run(Path(sys.argv[1])), job=False, environment={{}})
     assert len(web.requests) == (when == "behind")
     assert sent(run) == []  # it may still be the other one's turn
     assert len(web.requests) == (when == "behind")
-    count, reason = deliver.not_sent(run, now=time.time())
+    count, reason = unsent.not_sent(run, now=time.time())
     assert (count, reason) == (1, "t0: it was being sent and was cut short")
     for turn in notices.folder(run).glob("sender-*"):
         turn.write_text(json.dumps({"time": time.time() - notices.TURN_SECONDS - 1}))
     assert sent(run) == []
     assert len(web.requests) == 1 + (when == "behind")
-    assert deliver.not_sent(run, now=time.time()) == (0, "nothing has tried yet")
+    assert unsent.not_sent(run, now=time.time()) == (0, "")
 
 
 def test_two_processes_do_not_send_the_same(run: Run, web: Web) -> None:
@@ -344,7 +346,7 @@ def test_a_receiver_that_is_silent_does_not_hold_the_end_of_a_job(
     wait_for(lambda: bool(web.requests) and list(states(run).values()) == [["waits", "sent"]])
     told.finish(0.1)
     assert len(mail.letters) == 1
-    assert deliver.not_sent(run, now=time.time()) == (1, "t0: no answer before the job ended")
+    assert unsent.not_sent(run, now=time.time()) == (1, "t0: no answer before the job ended")
     assert not notices.is_being_sent(run)
     web.silent.clear()
     assert sent(run) == []
@@ -385,7 +387,7 @@ def test_what_comes_in_the_quiet_hour_is_told_as_a_number(run: Run, web: Web, mo
         noted(run)
         assert sent(run) == []
     assert len(web.requests) == 1
-    assert deliver.not_sent(run, now=time.time())[0] == 0  # nobody should have been told by now
+    assert unsent.not_sent(run, now=time.time())[0] == 0  # nobody should have been told by now
     monkeypatch.setattr(notices, "QUIET_SECONDS", 0.0)
     assert sent(run) == []
     assert "7 more since" in json.loads(web.requests[1][2])["message"]
@@ -396,7 +398,7 @@ def test_another_users_run_is_left_alone(run: Run, web: Web) -> None:
     tell(run, f"http://127.0.0.1:{web.port}/")
     replace(Plan.load(run), owner=os.geteuid() + 1).write(run.plan)
     write_stop(run, "fatal: it broke")
-    deliver.in_background(run)
+    unsent.send_in_background(run)
     assert sent(run) == []
     assert noted(run) != {}  # for its owner
     assert web.requests == []

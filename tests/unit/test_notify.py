@@ -13,16 +13,19 @@ from typing import Any
 
 import pytest
 
+from relayrun.cli import main
 from relayrun.config import compose
 from relayrun.config import notify as settings
 from relayrun.config.notify import secret_in
-from relayrun.errors import ConfigError
+from relayrun.errors import ConfigError, SchedulerError
 from relayrun.monitoring import channels, notification
 from relayrun.monitoring.channels import NotSent, expand, without_secrets
 from relayrun.rundir import notices
 from relayrun.rundir.notices import Delivery, Message, Notice, NoticePolicy, Target
 from relayrun.rundir.run import Run
-from relayrun.submit import notice_policy
+from relayrun.rundir.stop import write_stop
+from relayrun.scheduler.local import LocalScheduler
+from relayrun.submit import notice_policy, submission
 from tests.receivers import Mailbox, Web, mail_server, web_server
 from tests.workspace import Workspace
 
@@ -153,6 +156,47 @@ def test_a_site_gives_defaults_and_a_run_adds_to_them(tmp_path: Path) -> None:
     targets = {target.name: target for target in notice_policy.make(config).every_target()}
     assert targets["team"].events == ["done"]
     assert targets["ops"].events == EVENTS
+
+
+def test_a_submit_says_who_is_told_and_one_that_is_refused_leaves_it_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace = Workspace.make(tmp_path)
+    run = workspace.run("run")
+
+    def submit(resume: bool = False, **sections: Any) -> None:
+        submission.submit(compose.load(workspace.config("run", **sections)), resume=resume)
+
+    monkeypatch.setattr(LocalScheduler, "submit_first", lambda *_: "1")
+    told = {"targets": {"team": {"url": "${TEAM}"}}}
+    submit(notify=told)
+    first = notices.read_policy(run)
+    assert first is not None
+    assert (first.run, first.cluster, first.every_target()[0].url) == ("tests/tiny", "local", "${TEAM}")
+    write_stop(run, "stopped by ada")
+
+    def refused(*_: object) -> str:
+        raise SchedulerError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalScheduler, "submit_first", refused)
+        with pytest.raises(SchedulerError):
+            submit(resume=True, notify={"targets": {"other": {"url": "${OTHER}"}}})
+    assert notices.read_policy(run) == first  # or the stop would be told as another one
+    submit(resume=True)
+    assert notices.read_policy(run) is None
+
+
+def test_notify_test_of_a_config(tmp_path: Path, web: Web, capsys: pytest.CaptureFixture[str]) -> None:
+    told = {"targets": {"team": {"url": f"http://127.0.0.1:{web.port}/x"}, "chat": {"url": "${NO_SUCH_VARIABLE}"}}}
+    path = Workspace(tmp_path).config("run", notify=told)
+    assert main(["notify", "test", str(path)]) == 1
+    team, chat = capsys.readouterr().out.splitlines()
+    assert team == "team  sent"
+    assert chat.startswith("chat  NOT SENT: the environment variable NO_SUCH_VARIABLE is not set on ")
+    assert len(web.requests) == 1
+    assert main(["notify", "test", str(Workspace(tmp_path).config("run"))]) == 1
+    assert "the config has no notify.targets" in capsys.readouterr().out
 
 
 # one message a cause an hour
@@ -410,57 +454,46 @@ def test_matrix(web: Web) -> None:
     assert "body" in sent[0]["body"]
 
 
+ENVIRONMENT = {
+    "A": "T1JJ3T3L2",
+    "B": "A1BRTD4JD",
+    "C": "TIiajkdnlazkcOXrIdevi7FQ",
+    "D": "417421629812345678",
+    "E": "JHMHI8qBe7bk2ZwO5U711o3dV_jsJHMHI8",
+    "SLACK": "https://hooks.slack.com/services/T1JJ3T3L2/A1BRTD4JD/TIiajkdnlazkcOXrIdevi7FQ",
+    "DISCORD": "https://discord.com/api/webhooks/417421629812345678/JHMHI8qBe7bk2ZwO5U711o3dV_jsJHMHI8",
+}
+
+
 @APPRISE
-@pytest.mark.parametrize(
-    ("url", "to", "text"),
-    [
-        (
-            "slack://${A}/${B}/${C}/#runs",
-            "https://hooks.slack.com/services/T1JJ3T3L2/A1BRTD4JD/TIiajkdnlazkcOXrIdevi7FQ",
-            "body",
-        ),
-        (
-            "https://hooks.slack.com/services/${A}/${B}/${C}",
-            "https://hooks.slack.com/services/T1JJ3T3L2/A1BRTD4JD/TIiajkdnlazkcOXrIdevi7FQ",
-            "body",
-        ),
-        (
-            "discord://${D}/${E}",
-            "https://discord.com/api/webhooks/417421629812345678/JHMHI8qBe7bk2ZwO5U711o3dV_jsJHMHI8",
-            "body",
-        ),
-    ],
-)
-def test_slack_and_discord_get_the_request_that_they_want(
-    monkeypatch: pytest.MonkeyPatch, url: str, to: str, text: str
-) -> None:
-    """With apprise's way to the network replaced: the address and the content are compared."""
+@pytest.mark.parametrize("url", ["slack://${A}/${B}/${C}/#runs", "${SLACK}", "discord://${D}/${E}", "${DISCORD}"])
+def test_slack_and_discord_get_the_request_that_they_want(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """With apprise's way to the network replaced: address and content are compared."""
     pytest.importorskip("apprise")
     import requests
 
-    asked: list[tuple[str, Any]] = []
+    asked: list[tuple[str, dict[str, Any]]] = []
 
-    def post(address: str, data: Any = None, json: Any = None, **_: Any) -> requests.Response:
-        asked.append((address, data if data is not None else json))
+    def post(address: str, data: str = "", **_: Any) -> requests.Response:
+        asked.append((address, json.loads(data)))
         answer = requests.Response()
         answer.status_code = 200
         answer._content = b"ok"
         return answer
 
     monkeypatch.setattr(requests, "post", post)
-    monkeypatch.setattr(requests, "request", lambda _method, address, **rest: post(address, **rest))
-    environment = {
-        "A": "T1JJ3T3L2",
-        "B": "A1BRTD4JD",
-        "C": "TIiajkdnlazkcOXrIdevi7FQ",
-        "D": "417421629812345678",
-        "E": "JHMHI8qBe7bk2ZwO5U711o3dV_jsJHMHI8",
-    }
-    send(url, **environment)
+    monkeypatch.setattr(requests, "request", lambda _method, address, **more: post(address, **more))
+    send(url, subject="[relayrun] p/n: it stopped", body="what:   it broke & so on\nlog:    /x/y_z.err", **ENVIRONMENT)
     ((address, content),) = asked
-    assert address.startswith(to)
-    assert text in str(content)
-    assert "subject" in str(content)
+    if "slack" in url.lower():
+        assert address == ENVIRONMENT["SLACK"]
+        (attachment,) = content["attachments"]
+        assert (content["mrkdwn"], content.get("channel")) == (False, "#runs" if "#" in url else None)
+        assert attachment["title"] == "[relayrun] p/n: it stopped"
+        assert attachment["text"] == "what:   it broke &amp; so on\nlog:    /x/y_z.err"
+    else:
+        assert address == ENVIRONMENT["DISCORD"]
+        assert content["content"] == "[relayrun] p/n: it stopped\r\nwhat:   it broke & so on\nlog:    /x/y_z.err"
 
 
 def test_without_apprise_the_reason_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
