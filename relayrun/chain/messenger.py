@@ -14,10 +14,12 @@ import time
 
 from relayrun.chain.log import log
 from relayrun.chain.notices import note
+from relayrun.chain.render import search_path
 from relayrun.rundir import notices
 from relayrun.rundir.notices import NoticePolicy
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
+from relayrun.scheduler.base import user_python_path
 
 END_SECONDS = 10.0
 """For so long at most the end of a job waits until its notices are sent; the next command sends what is left."""
@@ -68,7 +70,12 @@ class Messenger:
 
     def _start(self, policy: NoticePolicy) -> subprocess.Popen[bytes]:
         """Start the process; in a container's place the host's Python does it."""
-        environment = os.environ | {"PYTHONPATH": self._plan.package_root, "PYTHONSAFEPATH": "1"}
+        environment = {
+            **os.environ,
+            **self._plan.environment,  # a proxy, say
+            "PYTHONPATH": ":".join([*search_path(self._plan), *user_python_path(os.environ)]),
+            "PYTHONSAFEPATH": "1",
+        }
         arguments = [*policy.program[1:], str(self._run.path), "--job"]
         try:
             return _process([policy.program[0], *arguments], environment)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main
-from relayrun.config import compose
+from relayrun.config import compose, yamlfile
 from relayrun.config import notify as settings
 from relayrun.config.notify import secret_in
 from relayrun.errors import ConfigError, SchedulerError
@@ -156,6 +156,15 @@ def test_a_site_gives_defaults_and_a_run_adds_to_them(tmp_path: Path) -> None:
     targets = {target.name: target for target in notice_policy.make(config).every_target()}
     assert targets["team"].events == ["done"]
     assert targets["ops"].events == EVENTS
+
+
+def test_the_example_of_the_page_is_a_config(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/notify.md").read_text(encoding="utf-8")
+    example = yamlfile.parse(page.split("```yaml\n")[1].split("```")[0], source="docs/notify.md")
+    config = compose.load(Workspace(tmp_path).config("run", notify=example.values["notify"]))
+    assert list(config.notify.targets) == ["mail", "team", "pager"]
+    for event in settings.EVENTS:
+        assert f"| `{event}` |" in page
 
 
 def test_a_submit_says_who_is_told_and_one_that_is_refused_leaves_it_as_it_was(
