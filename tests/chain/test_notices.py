@@ -37,6 +37,7 @@ from tests.history import STEP, began
 from tests.receivers import Mailbox, Web, mail_server, web_server
 
 from .conftest import MakeRun
+from .test_again import refusing_python
 
 
 @pytest.fixture
@@ -534,6 +535,17 @@ def test_a_chain_that_stops_sends_one_mail(make_run: MakeRun, mail: Mailbox) -> 
     assert letter["Subject"].startswith("[relayrun] tests/history on local: the chain has stopped: fatal: ")
     assert mail.receivers == [["ada@example.org"]]
     assert "attempt:   1, job 1" in letter.get_content()
+
+
+@pytest.mark.slow
+def test_a_stop_of_the_batch_script_is_told_by_the_job_itself(make_run: MakeRun, mail: Mailbox, tmp_path: Path) -> None:
+    """Its supervisor does not start, so no Python has written the reason."""
+    python = refusing_python(tmp_path, "begin", times=99)
+    run, plan = make_run(host_python=python, auto_requeue=False)
+    tell(run, f"mailto://127.0.0.1:{mail.port}?to=ada@example.org", since=time.time() - 1)
+    chain(run, plan)
+    (letter,) = mail.letters
+    assert "the chain has stopped: begin failed in job 1 on " in letter["Subject"]
 
 
 @pytest.mark.slow
