@@ -7,7 +7,7 @@ import time
 import unicodedata
 
 from relayrun.monitoring.secrets import masked
-from relayrun.rundir.notices import Message, NoticePolicy
+from relayrun.rundir.notices import WORDS, Message, NoticePolicy
 
 SUBJECT = 160
 """Characters of a subject at most."""
@@ -74,7 +74,7 @@ def body(policy: NoticePolicy, message: Message) -> str:
     lines = [f"{name + ':':<11}{one_line(text, 700)}" for name, text in facts if text]
     text = "\n".join(lines)
     if notice.words:
-        text += "\n\n" + plain(notice.words)
+        text += "\n\n" + plain(notice.words[:WORDS])
     return text if len(text) <= BODY else text[: BODY - 4].rstrip() + "\n..."
 
 
