@@ -70,3 +70,4 @@ def tell(submitted: submission.Submitted) -> None:
     if submitted.plan.scheduler == "local":
         follower = Follower(submitted.run, total_steps=submitted.plan.total_steps)
         local.LocalScheduler(submitted.run).run_queue(local.print_event, follower.poll)
+        unsent.send_in_background(submitted.run)  # a STOP of the queue itself
