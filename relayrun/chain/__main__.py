@@ -1,4 +1,4 @@
-"""`python3 -m relayrun.chain begin|watch|guard|end|tell`, called by the scripts of launchers/lib and by `watch`."""
+"""`python3 -m relayrun.chain begin|watch|guard|end|fallback|tell`, called by launchers/lib and by `watch`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from relayrun.chain import guard, messenger, supervisor
+from relayrun.chain import fallback_job, guard, messenger, supervisor
 from relayrun.errors import run_main
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
@@ -20,10 +20,10 @@ def main() -> int:
     """
     parser = argparse.ArgumentParser(prog="relayrun.chain", description="The supervisor beside the ranks.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("begin", "watch", "guard", "end", "tell"):
+    for name in ("begin", "watch", "guard", "end", "fallback", "tell"):
         command = commands.add_parser(name)
         command.add_argument("--run-dir", type=Path, required=True)
-        if name not in ("begin", "tell"):
+        if name not in ("begin", "fallback", "tell"):
             command.add_argument("--attempt", type=int, required=True)
         if name in ("watch", "guard"):  # a job that an earlier version began does not say it
             command.add_argument("--batch-pid", type=int, default=os.getppid())
@@ -37,6 +37,8 @@ def main() -> int:
         return supervisor.watch(run, options.attempt, batch_pid=options.batch_pid)
     if options.command == "guard":
         return guard.guard(run, options.attempt, batch_pid=options.batch_pid)
+    if options.command == "fallback":
+        return fallback_job.look(run)
     if options.command == "tell":
         messenger.tell(run, Plan.load(run))
         return 0
