@@ -30,7 +30,14 @@ give_up() { # reason, comment
   echo "[relayrun $(date +%FT%T)] the chain ends: $1" >&2
   [[ -z "${SLURM_JOB_ID:-}" ]] || timeout 120 scontrol update "JobId=${SLURM_JOB_ID}" "Comment=$2"
   within 60 write_stop "$1"
+  within 30 tell_people
   exit 1
+}
+
+# Somebody is told of STOP, where the package and a Python are there; else the next `relayrun` command tells it.
+tell_people() {
+  PYTHONSAFEPATH=1 PYTHONPATH="${RELAYRUN_ROOT:-}" "${RELAYRUN_HOST_PYTHON:-python3}" -m relayrun.chain tell \
+    --run-dir "${RELAYRUN_RUN_DIR}" >/dev/null 2>&1
 }
 
 # What Slurm says of a question; it is asked until it answers or the job is at its limit.

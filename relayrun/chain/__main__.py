@@ -1,4 +1,4 @@
-"""`python3 -m relayrun.chain begin|watch|guard|end|fallback`, called by launchers/lib/job.sh and by `watch`."""
+"""`python3 -m relayrun.chain begin|watch|guard|end|fallback|tell`, called by launchers/lib and by `watch`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-from relayrun.chain import fallback_job, guard, supervisor
+from relayrun.chain import fallback_job, guard, messenger, supervisor
 from relayrun.errors import run_main
+from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 
 
@@ -19,10 +20,10 @@ def main() -> int:
     """
     parser = argparse.ArgumentParser(prog="relayrun.chain", description="The supervisor beside the ranks.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("begin", "watch", "guard", "end", "fallback"):
+    for name in ("begin", "watch", "guard", "end", "fallback", "tell"):
         command = commands.add_parser(name)
         command.add_argument("--run-dir", type=Path, required=True)
-        if name not in ("begin", "fallback"):
+        if name not in ("begin", "fallback", "tell"):
             command.add_argument("--attempt", type=int, required=True)
         if name in ("watch", "guard"):  # a job that an earlier version began does not say it
             command.add_argument("--batch-pid", type=int, default=os.getppid())
@@ -38,6 +39,9 @@ def main() -> int:
         return guard.guard(run, options.attempt, batch_pid=options.batch_pid)
     if options.command == "fallback":
         return fallback_job.look(run)
+    if options.command == "tell":
+        messenger.tell(run, Plan.load(run))
+        return 0
     return supervisor.end(run, options.attempt, options.exit_code)
 
 

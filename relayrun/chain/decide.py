@@ -8,6 +8,7 @@ durable count.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -85,7 +86,7 @@ def at_begin(facts: BeginFacts) -> Decision:
     if facts.stopped is not None:
         return Decision(action="stop", reason=facts.stopped)
     if facts.durable_iteration >= facts.total_steps:
-        return Decision(action="stop", reason=f"the last iteration, {facts.durable_iteration}, is durable")
+        return Decision(action="stop", reason=done_words(facts.durable_iteration))
     if facts.exit_trigger is not None:
         return Decision(action="stop", reason=f"exit trigger by {facts.exit_trigger}, before this job began")
     if facts.predecessor_cancelled:
@@ -100,7 +101,7 @@ def at_begin(facts: BeginFacts) -> Decision:
 def at_end(facts: EndFacts) -> Decision:
     """Whether the successor goes on, goes on later, or must not start."""
     if facts.outcome == "done" and facts.durable_iteration >= facts.total_steps:
-        return Decision(action="stop", reason=f"the last iteration, {facts.durable_iteration}, is durable")
+        return Decision(action="stop", reason=done_words(facts.durable_iteration))
     if facts.outcome == "exit":
         return Decision(action="stop", reason=facts.outcome_reason)
     if facts.outcome == "fatal":
@@ -137,6 +138,16 @@ def default_signal_lead(lead: float) -> int:
     Slurm may send it up to 60 s early, so it is set 60 s later than the deadline inside, where there is room.
     """
     return max(1, round(max(lead - 60, lead / 2)))
+
+
+def done_words(iteration: int) -> str:
+    """The reason of a chain that has done all it was asked for."""
+    return f"the last iteration, {iteration}, is durable"
+
+
+def is_done(reason: str) -> bool:
+    """Whether a chain that ended for this reason has done all it was asked for."""
+    return re.fullmatch(done_words(0).replace("0", r"\d+"), reason) is not None
 
 
 def _without_outcome(facts: EndFacts) -> str:

@@ -14,7 +14,7 @@ import os
 import time
 from itertools import islice
 
-from relayrun.chain import decide, evaluations, evidence, fallback, nodes, render, successor, take_over
+from relayrun.chain import decide, evaluations, evidence, fallback, messenger, nodes, render, successor, take_over
 from relayrun.chain.log import log
 from relayrun.chain.watch import Watch
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
@@ -57,6 +57,7 @@ def begin(run: Run) -> int:
         raise
     except RelayrunError as error:
         stop_chain(run, plan, scheduler, f"this job could not begin: {error.message}", own_job=job_id)
+        messenger.tell(run, plan)
         raise
 
 
@@ -92,6 +93,7 @@ def _begin(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
         if trigger is not None:  # behind STOP: what is acknowledged has come
             _acknowledge(run, trigger, base.iteration, f"the chain ends: {decision.reason}")
         _update_views(run)
+        messenger.tell(run, plan)
         return CHAIN_ENDS
     options = successor.own_options(job, scheduler)
     attempt = _open_attempt(run, plan, scheduler, job, line, base, options=options, rewound=chosen is not None)
@@ -143,6 +145,7 @@ def end(run: Run, number: int, exit_code: int) -> int:
     evaluations.attend(run, plan, for_plan(plan, run, patience=0))
     if run.attempt_numbers()[-1] == number:  # or the next one's `watch` writes them already
         _update_views(run)  # last: whatever becomes of it, the chain has been seen to
+        messenger.tell(run, plan)
     return 0 if record.cause in ("done", "saved", "exit") else FAILED
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from relayrun.chain import evaluations, evidence, successor
 from relayrun.chain.guard import alive
 from relayrun.chain.log import log
+from relayrun.chain.messenger import Messenger
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.plan import Plan
@@ -64,6 +65,7 @@ class Watch:
         self.begin = self.attempt.read_begin()
         self.scheduler: Scheduler = for_plan(self.plan, run, patience=PATIENCE)
         self._views = Views(run)
+        self._messenger = Messenger(run, self.plan)
         self._complaints: dict[str, str] = {}
         """What was last said about each duty that fails."""
         self._seen: list[Heartbeat] = []
@@ -90,6 +92,7 @@ class Watch:
             self.look(batch_pid)
             if select.select([leaving], [], [], POLL_SECONDS)[0]:
                 break
+        self._messenger.finish()
         self._try("the merged views", self._follow_to_the_end)
 
     def look(self, batch_pid: int) -> None:
@@ -99,6 +102,7 @@ class Watch:
         self._try("the guard", lambda: self._guard(batch_pid))
         self._try("the successor", self._look_after_successor)
         self._try("evaluations", self._evaluate)
+        self._messenger.look()
 
     def _try(self, what: str, duty: Callable[[], None]) -> None:
         """Do one duty; what fails is said once and tried again with the next look."""

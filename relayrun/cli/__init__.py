@@ -30,6 +30,7 @@ COMMANDS = {
     "completion": ("completion", "a script that completes commands, options, runs and settings in a shell"),
     "status": ("status", "where a run stands; without RUN: all runs"),
     "logs": ("logs", "what the jobs of a run wrote; with -f also what they add"),
+    "notify": ("notify", "test whether those who are told of a run can be reached; send what was not sent"),
     "save": ("control", "write a checkpoint and go on"),
     "stop": ("control", "write a checkpoint and end the chain"),
     "cancel": ("control", "end the chain at once; what was not saved is lost"),

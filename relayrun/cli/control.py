@@ -13,7 +13,7 @@ import time
 
 from relayrun.chain import fallback, signs, supervisor
 from relayrun.errors import RunDirError, SchedulerError, user_name, whose
-from relayrun.monitoring import run_status
+from relayrun.monitoring import run_status, unsent
 from relayrun.rundir import find, triggers
 from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.plan import Plan
@@ -34,9 +34,10 @@ def run(options: argparse.Namespace) -> int:
     scheduler = run_status.scheduler(found)
     if options.command == "save":
         print(save(found, scheduler))
-        return 0
-    end = stop if options.command == "stop" else cancel
-    print(end(found, scheduler, user=user_name(os.geteuid())))
+    else:
+        end = stop if options.command == "stop" else cancel
+        print(end(found, scheduler, user=user_name(os.geteuid())))
+    unsent.send_in_background(found)
     return 0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from relayrun.errors import RunDirError
 from relayrun.files import last_lines
-from relayrun.monitoring import logs
+from relayrun.monitoring import logs, unsent
 from relayrun.rundir.find import find_run
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the end of a job's logs and, with --follow, what the chain adds until it ends. Raises RunDirError."""
     found = find_run(options.name)
+    unsent.send_in_background(found)
     if options.rank is not None:
         newest = max(found.attempt_numbers(), default=None)
         attempt = options.attempt if options.attempt is not None else newest

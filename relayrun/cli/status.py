@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from relayrun.errors import InputError
-from relayrun.monitoring import run_status, run_status_view
+from relayrun.monitoring import run_status, run_status_view, unsent
 from relayrun.monitoring.run_status import Damaged, RunStatus
 from relayrun.monitoring.watcher import Watcher
 from relayrun.rundir import find
@@ -47,14 +47,18 @@ def run(options: argparse.Namespace) -> int:
             print(run_status_view.dump(run_status_view.as_json(facts)))
         else:
             run_status_view.show(run_status_view.one(facts, now=now))
+        unsent.send_in_background(run)
         return 0
-    found = Watcher().look(find.every_run(), now=now)
+    runs = find.every_run()
+    found = Watcher().look(runs, now=now)
     if options.json:
         print(run_status_view.dump([run_status_view.as_json(entry) for entry in found]))
     elif found:
         run_status_view.show(run_status_view.many(found))
     else:
         print(f"no runs below {find.runs()}")
+    for run in runs:
+        unsent.send_in_background(run)
     return 0
 
 

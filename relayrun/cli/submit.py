@@ -7,6 +7,7 @@ from pathlib import Path
 
 from relayrun.cli import check
 from relayrun.config import compose
+from relayrun.monitoring import unsent
 from relayrun.monitoring.follow import Follower
 from relayrun.scheduler import local
 from relayrun.submit import launcher_environment, submission
@@ -73,6 +74,8 @@ def tell(submitted: submission.Submitted) -> None:
         f"logs {submitted.plan.log_folder}",
         flush=True,
     )
+    unsent.send_in_background(submitted.run)
     if submitted.plan.scheduler == "local":
         follower = Follower(submitted.run, total_steps=submitted.plan.total_steps)
         local.LocalScheduler(submitted.run).run_queue(local.print_event, follower.poll)
+        unsent.send_in_background(submitted.run)  # a STOP of the queue itself

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from relayrun import places
 from relayrun.config import mixture, yamlfile
+from relayrun.config.notify import may_be_repeated
 from relayrun.config.schema import DataSource, RunConfig
 from relayrun.config.training import LOSS_MEAN_BEFORE
 from relayrun.config.yamlfile import LocatedSettings, Location
@@ -43,6 +44,7 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> LocatedSettings:
     _insert_cluster(settings, path)
     settings.merge(_overrides(of_cluster))  # they hold over the cluster's file, whichever is named first
     _insert_job_defaults(settings)
+    _insert_notify_defaults(settings)
     mixture.insert(settings, root)
     return settings
 
@@ -186,10 +188,31 @@ def _insert_job_defaults(settings: LocatedSettings) -> None:
                 settings.places[("job", option)] = settings.place(("cluster", "job", option)) or ""
 
 
+def _insert_notify_defaults(settings: LocatedSettings) -> None:
+    """Move the site's defaults of notices under the run's own; targets are put together by their names."""
+    cluster, own = settings.values.get("cluster"), settings.values.get("notify", {})
+    defaults = cluster.get("notify") if isinstance(cluster, dict) else None
+    if not isinstance(cluster, dict) or not isinstance(defaults, dict) or not isinstance(own, dict):
+        return
+    del cluster["notify"]
+    places = {
+        location[1:]: place for location, place in settings.places.items() if location[:2] == ("cluster", "notify")
+    }
+    merged = LocatedSettings({"notify": defaults}, places)
+    for location in places:
+        del settings.places["cluster", *location]
+    kept = {location: place for location, place in settings.places.items() if location[0] == "notify"}
+    merged.merge(LocatedSettings({"notify": own}, kept))
+    settings.values["notify"] = merged.values["notify"]
+    settings.places.update(merged.places)
+
+
 def _explain(detail: Any, settings: LocatedSettings) -> str:
     location: Location = tuple(str(part) for part in detail["loc"])
     name = ".".join(location)
     place = settings.place(location)
+    if not may_be_repeated(location) and place is not None and place.startswith("--set "):
+        place = place.partition("=")[0]
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
         names = _fields_at(location[:-1])
@@ -197,7 +220,7 @@ def _explain(detail: Any, settings: LocatedSettings) -> str:
         message = "unknown setting; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}")
     elif detail["type"] == "missing":
         message = "this setting is missing"
-    elif "input" in detail and not isinstance(detail["input"], dict):
+    elif "input" in detail and not isinstance(detail["input"], dict) and may_be_repeated(location):
         message += f", not {detail['input']!r}"
     prefix = f"{place}: " if place else ""
     return f"{prefix}{name}: {message}" if name else f"{prefix}{message}"

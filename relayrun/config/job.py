@@ -154,6 +154,8 @@ class Cluster(Section):
     """`slurm`, or `local` for jobs one after the other on this machine."""
     job: dict[str, Any] = {}
     """Defaults of the `job` section at this site (account, partition, ...)."""
+    notify: dict[str, Any] = {}
+    """Defaults of the `notify` section at this site."""
     environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], Line] = {}
     """Variables of every rank. They override relayrun's own defaults. Never put secrets here."""
     modules: list[Line] = []

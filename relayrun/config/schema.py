@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from relayrun.config.data import MOCK_ORDER, Data, DataSource
 from relayrun.config.job import Chain, Cluster, Debug, Evaluation, EvaluationJob, Job, Tracking
+from relayrun.config.notify import Notify
 from relayrun.config.section import NAME, Line, Section
 from relayrun.config.training import Checkpoint, Model, Optimizer, Parallel, Training
 
@@ -30,6 +31,7 @@ __all__ = [
     "EvaluationJob",
     "Job",
     "Model",
+    "Notify",
     "Optimizer",
     "Parallel",
     "RunConfig",
@@ -57,6 +59,7 @@ class RunConfig(Section):
     chain: Chain = Chain()
     tracking: Tracking = Tracking()
     debug: Debug = Debug()
+    notify: Notify = Notify()
     job: Job
     evaluation: Evaluation | None = None
     cluster: Cluster

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from relayrun.chain import messenger
 from relayrun.config import compose
 from relayrun.config.schema import Evaluation
 from relayrun.data.order.build import validation_orders
@@ -33,6 +34,7 @@ from relayrun.monitoring.trackers.sinks import wandb_mode
 from relayrun.monitoring.trackers.wandb_evaluations import tell
 from relayrun.rundir import evaluations
 from relayrun.rundir.evaluations import EvaluationDir, Result
+from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 
 log = logging.getLogger(__name__)
@@ -78,6 +80,8 @@ def evaluate(run: Run, iteration: int, attempt: int) -> Result | None:
     about |= {"model": str(folder.model) if keep and folder.model.exists() else None}
     result = Result(**about, time=time.time(), seconds=time.time() - started)
     evaluations.finish(run, result)
+    if run.plan.exists():
+        messenger.tell(run, Plan.load(run), at_work=False)
     tell_wandb(run)
     return result
 

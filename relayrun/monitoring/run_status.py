@@ -19,6 +19,7 @@ from relayrun.chain import fallback, nodes, signs, supervisor
 from relayrun.chain.watch import read_heartbeats
 from relayrun.errors import RunDirError, SchedulerError, user_name
 from relayrun.files import read_lines
+from relayrun.monitoring import unsent
 from relayrun.monitoring.remaining import Past, Remaining, remaining
 from relayrun.rundir import evaluations, quarantine, triggers
 from relayrun.rundir.attempt import Attempt
@@ -149,6 +150,10 @@ class RunStatus:
     """Nodes that the next job leaves out for their strikes."""
     triggers: list[Trigger]
     """Triggers that were touched and not yet obeyed."""
+    unsent_notices: int = 0
+    """Notices that somebody should have been told of by now."""
+    unsent_reason: str = ""
+    """Why they were not sent."""
 
     @property
     def updated(self) -> float:
@@ -264,6 +269,7 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
     failures = [line for number, _ in begun for line in read_lines(run.attempt(number).failed_saves)]
     beats = read_heartbeats(run.attempt(number)) if running and number is not None else []
     end_time = begin.job_end_time if begin is not None and running else None
+    late, why_late = unsent.not_sent(run, now=now)
     return RunStatus(
         run=plan.run,
         path=str(run.path),
@@ -311,6 +317,8 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
         strikes=counts,
         excluded=nodes.excluded(strikes, nodes=plan.nodes, now=now),
         triggers=_pending(run),
+        unsent_notices=late,
+        unsent_reason=why_late,
     )
 
 

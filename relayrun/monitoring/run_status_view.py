@@ -143,6 +143,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("strikes", ", ".join(f"{node} {count}" for node, count in sorted(status.strikes.items()))),
         ("excluded", ", ".join(status.excluded)),
         ("triggers", ", ".join(f"{t.name} by {t.user}, {duration(now - t.time)} ago" for t in status.triggers)),
+        ("notices", f"{status.unsent_notices} not sent: " * bool(status.unsent_notices) + status.unsent_reason),
     ]
 
 

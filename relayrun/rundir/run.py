@@ -13,6 +13,7 @@
     checkpoints/iter_0000100/    published by rename from .staging/<attempt>/
     streams.json wandb/ tensorboard/   what trackers were told, written by them and by rank 0
     evaluations/  evaluations.jsonl  evaluation.sbatch    see `rundir.evaluations`
+    notices/                     see `rundir.notices`
     triggers/  debug/<attempt>/  code/  owners.jsonl  STOP
 
 Standard library only.

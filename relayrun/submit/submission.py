@@ -27,7 +27,7 @@ from relayrun.config.yamlfile import LocatedSettings
 from relayrun.data.evolution import weights_of
 from relayrun.errors import RunDirError
 from relayrun.files import write_atomic
-from relayrun.rundir import triggers
+from relayrun.rundir import notices, triggers
 from relayrun.rundir.evaluations import Policy
 from relayrun.rundir.lead import first_lead
 from relayrun.rundir.lineage import BEGINNING, Durable, durable, line
@@ -39,7 +39,7 @@ from relayrun.scheduler.choose import for_plan
 from relayrun.scheduler.slurm import Slurm
 from relayrun.shards.manifest import Manifest
 from relayrun.slurmtime import format_time, parse_time
-from relayrun.submit import code_snapshot, initial_checkpoint, owner
+from relayrun.submit import code_snapshot, initial_checkpoint, notice_policy, owner
 from relayrun.submit.check import state
 from relayrun.submit.check.report import Report, report
 from relayrun.submit.check.state import Intent
@@ -163,6 +163,7 @@ def _prepared(config: RunConfig, intent: Intent, given: LocatedSettings | None =
             write_atomic(run.fallback_script, render.fallback_script(plan, run), mode=0o777)
         _prepare_evaluations(config, plan, run)
         run.stop.unlink(missing_ok=True)
+        notice_policy.prepare(config, run)  # behind STOP, which would be told once more
         yield run, plan
 
 
@@ -174,10 +175,10 @@ def _undone_on_error(run: Run, made: Sequence[Path]) -> Iterator[None]:
     run directory and its parents, as far as this submit made them. Called under the lock.
     """
     scripts = (run.job_script, run.fallback_script, run.evaluation_script)
-    paths = (run.plan, *scripts, run.manifest, run.evaluation_policy, run.stop, run.owners)
+    paths = (run.plan, *scripts, run.manifest, run.evaluation_policy, run.stop, run.owners, notices.policy_path(run))
     before = {path: path.read_bytes() if path.exists() else None for path in paths}
     revisions = set(run.revisions())
-    folders = [run.config, run.code, run.evaluations, run.triggers]
+    folders = [run.config, run.code, run.evaluations, run.triggers, notices.folder(run)]
     kept = {folder for folder in folders if folder.exists()} | set(run.code.glob("*"))
     try:
         yield

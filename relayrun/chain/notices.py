@@ -1,0 +1,239 @@
+"""What somebody is to be told of a chain, as it follows from the run directory's records.
+
+The records are the truth, and a notice has a name that follows from what happened. So whoever looks next, a job or a
+person's command, writes what a killed supervisor, a full disk or a batch script's STOP left out, and nothing twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Iterator
+from itertools import islice
+
+from relayrun.chain import decide
+from relayrun.errors import RelayrunError
+from relayrun.files import read_lines_backwards
+from relayrun.rundir import notices
+from relayrun.rundir.attempt import Attempt
+from relayrun.rundir.evaluations import Result
+from relayrun.rundir.lineage import Lineage
+from relayrun.rundir.notices import Notice, NoticePolicy
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
+
+LINES = 500
+"""The newest lines of metrics that are looked at, at a time."""
+EVALUATIONS = 10
+"""The newest results that are looked at."""
+NO_ROOM = ("No space left on device", "Disk quota exceeded")
+"""What a save says that met a full disk."""
+
+
+def note(run: Run, plan: Plan, policy: NoticePolicy, *, now: float, at_work: bool) -> list[str]:
+    """Write the notices that are due and not there; return what could not be looked at or written, in words.
+
+    `at_work`: a job of the chain asks, which sees how it goes; a person's command looks at what has ended alone.
+    """
+    there = notices.known(run)
+    sources = [_of_stop, _of_attempt, _of_evaluations]
+    sources += [_of_progress, _of_losses, _of_disk] if at_work else []
+    complaints = []
+    for source in sources:
+        try:
+            for notice in source(run, plan, policy, now):
+                if notice.id not in there and policy.wants(notice.event) and notices.add(run, notice, there):
+                    there[notice.id] = {"json"}
+        except (RelayrunError, OSError, ValueError, TypeError, KeyError) as error:
+            complaints.append(getattr(error, "message", None) or f"{type(error).__name__}: {error}")
+    return complaints
+
+
+def _of_stop(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
+    """The chain has ended: done, or for another reason."""
+    try:
+        reason, _, words = run.stop.read_text(encoding="utf-8", errors="replace").partition("\n")
+        seen = run.stop.stat().st_mtime
+    except FileNotFoundError:
+        return
+    except IsADirectoryError:
+        reason, words, seen = "STOP is there, as a directory", "", now
+    done = decide.is_done(reason)
+    name = hashlib.sha256(f"{policy.since} {reason}".encode()).hexdigest()[:12]
+    yield _notice(
+        run,
+        plan,
+        f"{'done' if done else 'stopped'}-{name}",
+        cause="done" if done else f"stopped-{name}",
+        time=seen,
+        reason=reason,
+        words=words.strip(),
+    )
+
+
+def _of_attempt(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
+    """The newest attempt that has ended hung, or was the last of several that failed."""
+    for number in islice(reversed(run.attempt_numbers()), 2):  # of the newest two one may run
+        record = run.attempt(number).read_end()
+        if record is None:
+            continue
+        stops = record.verdict is not None and policy.wants("stopped")  # STOP says it
+        if record.end_time < policy.since or stops:
+            return
+        words = f"attempt {number}: {record.reason}"
+        if record.cause == "hang":
+            yield _notice(run, plan, f"hang-{number:04}", time=record.end_time, reason=words, attempt=number)
+        failed = failed_in_a_row(run, plan, number)
+        if failed >= policy.failed_attempts:
+            reason = f"{failed} attempts in a row without a new durable iteration; {words}"
+            yield _notice(run, plan, f"failed-{number:04}", time=record.end_time, reason=reason, attempt=number)
+        return
+
+
+def failed_in_a_row(run: Run, plan: Plan, last: int) -> int:
+    """How many attempts up to this one, since the last explicit submit, brought no new durable iteration."""
+    failed = 0
+    for number in reversed([number for number in run.attempt_numbers() if number <= last]):
+        attempt = run.attempt(number)
+        if number <= plan.submitted_after_attempt or ((end := attempt.read_end()) is not None and end.progress):
+            break
+        failed += attempt.read_begin() is not None
+    return failed
+
+
+def _of_evaluations(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
+    """Evaluations that have finished."""
+    for _, line in islice(read_lines_backwards(run.evaluations_view), EVALUATIONS):
+        result = Result.of(line)
+        if result.time < policy.since:
+            continue
+        scores = ", ".join(
+            f"{task} {name} {value:.4g}"
+            for task, metrics in result.results.items()
+            for name, value in metrics.items()
+            if "stderr" not in name
+        )
+        what = scores if result.status == "done" else f"failed: {result.error}"
+        yield _notice(
+            run,
+            plan,
+            f"evaluation-{result.iteration:07}-{result.attempt:04}",
+            cause=f"evaluation-{result.iteration}-{result.attempt}",
+            time=result.time,
+            reason=f"evaluation of iteration {result.iteration}: {what}",
+        )
+
+
+def _of_progress(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
+    """Nothing durable came for long while jobs ran. The time in the queue before the first of them does not count."""
+    if not policy.wants("stalled") or run.stop.exists():
+        return
+    newest = next(Lineage(run).backwards(), None)
+    numbers = run.attempt_numbers()
+    first = next((number for number in numbers if newest is None or number > newest.attempt), None)
+    begin = run.attempt(first).read_begin() if first is not None else None
+    since = max(policy.since, 0.0 if newest is None else newest.commit.time, 0.0 if begin is None else begin.start_time)
+    iteration = 0 if newest is None else newest.commit.iteration
+    times = int((now - since) // policy.no_progress)
+    if times < 1:
+        return
+    reason = f"no new durable iteration for {(now - since) / 3600:.1f} h of jobs; the newest is {iteration}"
+    yield _notice(run, plan, f"stalled-{iteration:07}-{numbers[-1] if numbers else 0}-{times}", time=now, reason=reason)
+
+
+def _of_losses(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
+    """Iterations whose loss is no number, that were left out, or before which training went back."""
+    attempt = run.newest_begun()
+    if attempt is None or not policy.wants("anomaly"):
+        return
+    prefix = f"anomaly-{attempt.number:04}-"
+    names = [name.removeprefix(prefix) for name in notices.known(run) if name.startswith(prefix)]
+    noted = max((int(name) for name in names if name.isdecimal()), default=0)
+    for name, reason, count in (_skipped(attempt, noted), _rewound(attempt)):
+        if count:
+            yield _notice(run, plan, prefix + name, time=now, reason=reason, count=count)
+
+
+def _skipped(attempt: Attempt, noted: int) -> tuple[str, str, int]:
+    """The newest iteration behind `noted` that was left out or whose loss is no number, and how many there are."""
+    found = [
+        line
+        for _, line in islice(read_lines_backwards(attempt.metrics), LINES)
+        if line["iteration"] > noted and (line.get("skipped") or not math.isfinite(line.get("loss", 0.0)))
+    ]
+    if not found:
+        return "", "", 0
+    newest = found[0]
+    reason = newest.get("skipped") or f"loss {newest['loss']}"
+    return str(newest["iteration"]), f"iteration {newest['iteration']}: {reason}", len(found)
+
+
+def _rewound(attempt: Attempt) -> tuple[str, str, int]:
+    for _, line in islice(read_lines_backwards(attempt.rewinds), 1):
+        at, base = line["iteration"], line["base_iteration"]
+        reason = f"training went back to iteration {base} from iteration {at}: {line['reason']}"
+        return f"rewind-{int(line['time'])}", reason, 1
+    return "", "", 0
+
+
+def _of_disk(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
+    """The disk has room for few more checkpoints, or a save met its end."""
+    attempt = run.newest_begun()
+    if attempt is None or not policy.wants("disk"):
+        return
+    name = f"disk-{attempt.number:04}"
+    for _, line in islice(read_lines_backwards(attempt.failed_saves), 1):
+        error = str(line["error"])
+        if any(words in error for words in NO_ROOM):
+            reason = f"a save of iteration {line['iteration']} failed: {error}"
+            yield _notice(run, plan, f"{name}-{line['iteration']}", time=now, reason=reason)
+    newest = next(Lineage(run).backwards(), None)
+    size = 0 if newest is None else sum(newest.commit.files.values())
+    if size:
+        found = os.statvfs(run.checkpoints)
+        free = found.f_bavail * found.f_frsize
+        if free < policy.disk_checkpoints * size:
+            reason = (
+                f"{free / 1e9:.1f} GB are free at {run.checkpoints}: room for {free // size} more checkpoints of "
+                f"{size / 1e9:.1f} GB"
+            )
+            yield _notice(run, plan, name, time=now, reason=reason)
+
+
+def _notice(
+    run: Run,
+    plan: Plan,
+    name: str,
+    *,
+    time: float,
+    reason: str,
+    cause: str = "",
+    words: str = "",
+    attempt: int | None = None,
+    count: int = 1,
+) -> Notice:
+    """A notice with what is known of the attempt (the newest, where none is given) and of how far the run is."""
+    event = name.partition("-")[0]
+    of = run.newest_begun() if attempt is None else run.attempt(attempt)
+    begin = None if of is None else of.read_begin()
+    end = None if of is None else of.read_end()
+    newest = next(Lineage(run).backwards(), None)
+    step = None if of is None else next(read_lines_backwards(of.metrics), None)
+    return Notice(
+        id=name,
+        event=event,
+        cause=cause or event,
+        time=time,
+        reason=" ".join(reason.split()),
+        words=words,
+        attempt=None if of is None else of.number,
+        job_id=None if begin is None else begin.job_id,
+        nodes=None if begin is None else begin.nodes,
+        iteration=None if step is None else step[1].get("iteration"),
+        total_steps=plan.total_steps,
+        durable_iteration=end.durable_iteration if end else newest.commit.iteration if newest else 0,
+        log=None if begin is None else begin.log,
+        go_on=f"relayrun resume {run.path}" if event == "stopped" else None,
+        count=count,
+    )

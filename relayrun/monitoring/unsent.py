@@ -1,0 +1,66 @@
+"""Notices that a job could not send: a command of the run's owner has them sent, and status says what is left.
+
+Every command passes here, so nothing is imported that sends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from relayrun import ROOT
+from relayrun.chain.notices import note
+from relayrun.errors import RelayrunError
+from relayrun.rundir import notices
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
+
+
+def send_in_background(run: Run) -> None:
+    """Have a process of its own send what is due of a run, where this user owns it. No error comes out of it."""
+    try:
+        plan, policy = Plan.load(run), notices.read_policy(run)
+        if policy is None or plan.owner not in (None, os.geteuid()):
+            return
+        note(run, plan, policy, now=time.time(), at_work=False)
+        waiting = notices.pending(run)
+        if not waiting or notices.is_being_sent(run):
+            return
+        told = notices.last_told(run, waiting, now=time.time())
+        if notices.due(policy.every_target(), waiting, told, now=time.time()):
+            _start(run)
+    except Exception:  # whatever it is, the command was about something else, and status says what is not sent
+        return
+
+
+def _start(run: Run) -> None:
+    """Start the process that sends; it outlives this one, which does not wait for it."""
+    nowhere = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
+    os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-m", "relayrun.monitoring.deliver", str(run.path)],
+        os.environ | {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"},
+        file_actions=nowhere,
+        setsid=True,
+    )
+
+
+def not_sent(run: Run, *, now: float) -> tuple[int, str]:
+    """How many notices somebody should have been told of by now, and why that was not so, in words."""
+    try:
+        policy = notices.read_policy(run)
+        if policy is None:
+            return 0, ""
+        waiting = notices.pending(run)
+        messages = notices.due(policy.every_target(), waiting, notices.last_told(run, waiting, now=now), now=now)
+    except (RelayrunError, OSError, TypeError, ValueError) as error:  # it must not hide where the run stands
+        return 0, f"unknown: {getattr(error, 'message', error)} ({notices.policy_path(run)})"
+    late = {name for message in messages for name in message.settles}
+    book = {notice.id: delivery for notice, delivery in waiting}
+    reasons = {
+        f"{message.target.name}: {reason}"
+        for message in messages
+        if (reason := book[message.notice.id].reason(message.target.name))
+    }
+    return len(late), "; ".join(sorted(reasons)) or ("nobody has tried yet" if late else "")

@@ -1,0 +1,583 @@
+"""Somebody is told: from the records of a run to a message on loopback, and what a kill, a full disk, a silent receiver
+or another process that sends cannot lose, double or hold up."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayrun.chain import messenger, supervisor
+from relayrun.chain.messenger import Messenger
+from relayrun.chain.notices import note
+from relayrun.cli import main
+from relayrun.files import append_line
+from relayrun.monitoring import deliver, unsent
+from relayrun.rundir import notices
+from relayrun.rundir.evaluations import Result
+from relayrun.rundir.notices import NoticePolicy, Target
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.records import End, Hang
+from relayrun.rundir.rewinds import Rewind, append
+from relayrun.rundir.run import Run
+from relayrun.rundir.stop import write_stop
+from relayrun.scheduler.local import LocalScheduler
+from tests.history import STEP, began
+from tests.receivers import Mailbox, Web, mail_server, web_server
+
+from .conftest import MakeRun
+from .test_again import refusing_python
+
+
+@pytest.fixture
+def mail() -> Iterator[Mailbox]:
+    with mail_server() as box:
+        yield box
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
+    with web_server() as server:
+        yield server
+
+
+def tell(run: Run, *urls: str, events: tuple[str, ...] = notices.EVENTS, **changes: Any) -> NoticePolicy:
+    """Who is told of a run from now on."""
+    values: dict[str, Any] = {
+        "run": "tests/history",
+        "cluster": "local",
+        "since": 5.0,
+        "targets": [vars(Target(name=f"t{n}", url=url, events=list(events))) for n, url in enumerate(urls)],
+        "failed_attempts": 2,
+        "no_progress": 1e9,
+        "disk_checkpoints": 2,
+        "program": [sys.executable, "-m", "relayrun.monitoring.deliver"],
+    }
+    policy = NoticePolicy(**(values | changes))
+    notices.write_policy(run, policy)
+    return policy
+
+
+def noted(run: Run, *, now: float | None = None) -> dict[str, str]:
+    """Notices that follow from the records now: reason by id."""
+    policy = notices.read_policy(run)
+    assert policy is not None
+    assert note(run, Plan.load(run), policy, now=now or time.time(), at_work=True) == []
+    return {entry.id: entry.reason for entry, _ in notices.pending(run)}
+
+
+def end(run: Run, number: int, cause: str, *, progress: bool = False, action: str = "retry", when: float = 1e9) -> None:
+    if not run.attempt(number).begin.exists():
+        began(run, number, base=300)
+    End(
+        attempt=number,
+        cause=cause,
+        reason=f"{cause}, it says",
+        exit_code=1,
+        durable_iteration=300,
+        progress=progress,
+        end_time=when,
+        action=action,
+    ).write(run.attempt(number).end)
+
+
+def sent(run: Run, **environment: str) -> list[str]:
+    """Send what is due; what could not be sent."""
+    return deliver.deliver(run, job=False, environment=environment)
+
+
+def states(run: Run) -> dict[str, list[str]]:
+    """By notice, what became of it at each target."""
+    found = {}
+    for path in sorted([*notices.folder(run).glob("*.told"), *notices.folder(run).glob("*.tried")]):
+        targets = json.loads(path.read_text())["targets"]
+        found[path.name] = [targets[name]["state"] for name in sorted(targets)]
+    return found
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    until = time.monotonic() + 300
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.2)
+
+
+# what follows from the records
+
+
+def test_without_a_policy_nobody_looks(run: Run) -> None:
+    write_stop(run, "fatal: it broke")
+    messenger.tell(run, Plan.load(run))
+    assert not notices.folder(run).exists()
+
+
+def test_a_stop_whoever_wrote_it_is_told_once(run: Run, web: Web) -> None:
+    """The batch script writes STOP without Python; then the next who looks tells it."""
+    tell(run, f"http://127.0.0.1:{web.port}/x")
+    run.stop.write_text("begin failed in job 7 on n3 (exit code 1), 6 times in a row\n\nThe chain has ended.\n")
+    (name,) = noted(run)
+    assert sent(run) == []
+    assert noted(run) == {}
+    assert sent(run) == []
+    ((_, _, content),) = web.requests
+    message = json.loads(content)
+    assert message["event"] == "stopped"
+    assert message["title"] == (
+        "[relayrun] tests/history on local: the chain has stopped: begin failed in job 7 on n3 (exit code 1), 6 times "
+        "in a row"
+    )
+    assert f"go on:     relayrun resume {run.path}" in message["message"]
+    assert states(run) == {f"{name}.told": ["sent"]}
+
+
+def test_a_submit_begins_anew(run: Run) -> None:
+    policy = tell(run, "http://x/")
+    write_stop(run, "stopped by ada")
+    assert len(noted(run)) == 1
+    notices.write_policy(run, replace(policy, since=6.0))
+    assert len(noted(run)) == 2
+
+
+def test_done_is_another_event_than_stopped(run: Run) -> None:
+    tell(run, "http://x/", events=("done",))
+    write_stop(run, "the last iteration, 3000, is durable")
+    assert [name.partition("-")[0] for name in noted(run)] == ["done"]
+
+
+def test_a_hang_and_failures_in_a_row(run: Run) -> None:
+    tell(run, "http://x/", failed_attempts=2)
+    end(run, 4, "hang")
+    assert noted(run) == {"hang-0004": "attempt 4: hang, it says"}
+    end(run, 5, "failed")
+    began(run, 6, base=300)  # runs
+    told = noted(run)
+    assert set(told) == {"hang-0004", "failed-0005"}
+    assert told["failed-0005"].startswith("2 attempts in a row without a new durable iteration; attempt 5: failed")
+    end(run, 6, "failed", progress=True)
+    assert set(noted(run)) == set(told)
+
+
+def test_an_attempt_that_ends_the_chain_is_told_with_the_stop(run: Run) -> None:
+    tell(run, "http://x/", failed_attempts=1)
+    end(run, 4, "fatal", action="stop")
+    assert noted(run) == {}
+    tell(run, "http://x/", events=("failed",), failed_attempts=1)
+    assert set(noted(run)) == {"failed-0004"}
+
+
+def test_what_happened_before_the_submit_is_not_told(run: Run) -> None:
+    tell(run, "http://x/", since=2e9, failed_attempts=1)
+    end(run, 4, "hang", when=1.9e9)
+    append_line(run.evaluations_view, vars(Result(iteration=100, attempt=1, status="done", time=1.9e9)))
+    assert noted(run, now=2e9 + 1) == {}
+
+
+def test_no_durable_progress_counts_from_where_a_job_could_make_some(run: Run) -> None:
+    tell(run, "http://x/", no_progress=3600.0)  # the newest commit is of 1e9 + 3
+    began(run, 4, base=300)
+    assert noted(run, now=1e9 + 3600) == {}
+    run.attempt(4).begin.write_text(
+        run.attempt(4).begin.read_text().replace("1000000004.0", str(1e9 + 50_000))  # it waited in the queue
+    )
+    assert noted(run, now=1e9 + 53_000) == {}
+    assert set(noted(run, now=1e9 + 53_601)) == {"stalled-0000300-4-1"}
+    assert len(noted(run, now=1e9 + 53_700)) == 1
+    assert len(noted(run, now=1e9 + 57_201)) == 2
+
+
+def test_bad_losses_and_rewinds(run: Run) -> None:
+    tell(run, "http://x/")
+    began(run, 4, base=300)
+    attempt = run.attempt(4)
+    for iteration, change in ((301, {}), (302, {"skipped": "loss 99 is a spike"}), (303, {"loss": float("nan")})):
+        append_line(attempt.metrics, json.loads(STEP.format(iteration)) | change)
+    assert noted(run) == {"anomaly-0004-303": "iteration 303: loss nan"}
+    assert notices.pending(run)[0][0].count == 2
+    append_line(attempt.metrics, json.loads(STEP.format(304)) | {"skipped": "loss 98 is a spike"})
+    append(attempt, Rewind(iteration=305, reason="loss nan", base_iteration=300, next_sample=9, time=7e8))
+    told = noted(run)
+    assert told["anomaly-0004-304"] == "iteration 304: loss 98 is a spike"
+    assert told["anomaly-0004-rewind-700000000"] == "training went back to iteration 300 from iteration 305: loss nan"
+    assert {entry.id: entry.count for entry, _ in notices.pending(run)}["anomaly-0004-304"] == 1
+
+
+def test_a_disk_that_is_nearly_full(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell(run, "http://x/")
+    began(run, 4, base=300)
+    assert noted(run) == {}
+
+    def nearly_full(_path: object) -> os.statvfs_result:
+        return os.statvfs_result((1, 1, 100, 9, 9, 1, 1, 1, 0, 255))  # 9 bytes are free; a checkpoint has 5
+
+    monkeypatch.setattr(os, "statvfs", nearly_full)
+    assert "room for 1 more checkpoints" in noted(run)["disk-0004"]
+    append_line(run.attempt(4).failed_saves, {"iteration": 310, "error": "[Errno 28] No space left on device"})
+    assert "a save of iteration 310 failed" in noted(run)["disk-0004-310"]
+
+
+def test_an_evaluation_with_its_scores(run: Run) -> None:
+    tell(run, "http://x/")
+    done = Result(iteration=100, attempt=1, status="done", time=1e9, results={"arc": {"acc": 0.51, "acc_stderr": 0.1}})
+    append_line(run.evaluations_view, vars(done))
+    append_line(run.evaluations_view, vars(Result(iteration=200, attempt=2, status="failed", time=1e9, error="no GPU")))
+    assert noted(run) == {
+        "evaluation-0000100-0001": "evaluation of iteration 100: arc acc 0.51",
+        "evaluation-0000200-0002": "evaluation of iteration 200: failed: no GPU",
+    }
+
+
+# nothing is lost, doubled or held up
+
+
+def test_a_full_disk_stops_nothing_and_the_notice_comes_later(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tell(run, "http://x/")
+    write_stop(run, "fatal: it broke")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(notices.Notice, "write", full)
+        assert note(run, Plan.load(run), policy, now=1.0, at_work=True) == [
+            "OSError: [Errno 28] No space left on device"
+        ]
+        messenger.tell(run, Plan.load(run))
+    assert len(noted(run)) == 1
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"run": 1}', '{"targets": [7]}'])
+def test_a_damaged_policy_ends_no_job(run: Run, damage: str, capfd: pytest.CaptureFixture[str]) -> None:
+    policy = tell(run, "http://x/")
+    if damage.startswith('{"targets'):
+        damage = json.dumps(vars(policy) | json.loads(damage))
+    notices.policy_path(run).write_text(damage)
+    write_stop(run, "fatal: it broke")
+    assert supervisor.begin(run) == supervisor.CHAIN_ENDS
+    assert "notices: left for later" in capfd.readouterr().err
+    count, reason = unsent.not_sent(run, now=time.time())
+    assert (count, reason.startswith("unknown: ")) == (0, True)
+    unsent.send_in_background(run)
+
+
+def test_what_cannot_be_recorded_is_not_sent(run: Run, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a full disk would have it sent every minute."""
+    tell(run, f"http://127.0.0.1:{web.port}/")
+    write_stop(run, "fatal: it broke")
+    noted(run)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(notices.Delivery, "write", full)
+        with pytest.raises(OSError, match="No space"):
+            sent(run)
+    assert web.requests == []
+    assert sent(run) == []
+    assert len(web.requests) == 1
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_a_kill_around_the_sending_loses_nothing(run: Run, web: Web, when: str) -> None:
+    """Killed before it is sent it comes once; killed before that is recorded it comes twice."""
+    tell(run, f"http://127.0.0.1:{web.port}/")
+    write_stop(run, "fatal: it broke")
+    noted(run)
+    program = f"""
+import os, sys
+from pathlib import Path
+from relayrun.monitoring import deliver, unsent
+from relayrun.rundir.run import Run
+send = deliver.channels.send
+def cut(*arguments, **more):
+    if {when == "behind"!r}:
+        send(*arguments, **more)
+    os.kill(os.getpid(), 9)
+deliver.channels.send = cut
+deliver.deliver(Run(Path(sys.argv[1])), job=False, environment={{}})
+"""
+    killed = subprocess.run([sys.executable, "-c", program, str(run.path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(web.requests) == (when == "behind")
+    assert sent(run) == []  # it may still be the other one's turn
+    assert len(web.requests) == (when == "behind")
+    count, reason = unsent.not_sent(run, now=time.time())
+    assert (count, reason) == (1, "t0: it was being sent and was cut short")
+    for turn in notices.folder(run).glob("sender-*"):
+        turn.write_text(json.dumps({"time": time.time() - notices.TURN_SECONDS - 1}))
+    assert sent(run) == []
+    assert len(web.requests) == 1 + (when == "behind")
+    assert unsent.not_sent(run, now=time.time()) == (0, "")
+
+
+def test_two_processes_do_not_send_the_same(run: Run, web: Web) -> None:
+    tell(run, f"http://127.0.0.1:{web.port}/")
+    for number in range(4, 8):
+        end(run, number, "failed", when=time.time())
+        noted(run)
+    write_stop(run, "fatal: it broke")
+    noted(run)
+    command = [sys.executable, "-m", "relayrun.monitoring.deliver", str(run.path)]
+    for process in [subprocess.Popen(command) for _ in range(3)]:
+        process.wait()
+    assert sorted(json.loads(content)["event"] for _, _, content in web.requests) == ["failed", "stopped"]
+
+
+def test_a_receiver_that_is_silent_does_not_hold_the_end_of_a_job(
+    run: Run, web: Web, mail: Mailbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are told meanwhile; what was not sent stays for the next command, with the reason."""
+    monkeypatch.setattr(messenger, "LEAVE_SECONDS", 60.0)  # here a process may be slow for other reasons
+    tell(run, f"http://127.0.0.1:{web.port}/", f"mailto://127.0.0.1:{mail.port}?to=ada@example.org")
+    write_stop(run, "fatal: it broke")
+    web.silent.set()
+    told = Messenger(run, Plan.load(run))
+    told.attend()
+    wait_for(lambda: bool(web.requests) and list(states(run).values()) == [["waits", "sent"]])
+    told.finish(0.1)
+    assert len(mail.letters) == 1
+    assert unsent.not_sent(run, now=time.time()) == (1, "t0: no answer before the job ended")
+    assert not notices.is_being_sent(run)
+    web.silent.clear()
+    assert sent(run) == []
+    assert [json.loads(content)["event"] for _, _, content in web.requests] == ["stopped"] * 2
+    assert len(mail.letters) == 1
+
+
+def test_the_end_of_a_job_waits_for_its_seconds_and_no_longer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the process that sends does: this one takes no notice of SIGTERM."""
+    monkeypatch.setattr(messenger, "END_SECONDS", 0.5)
+    monkeypatch.setattr(messenger, "LEAVE_SECONDS", 0.1)
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    tell(run, "http://127.0.0.1:1/", program=[sys.executable, "-c", stubborn])
+    write_stop(run, "fatal: it broke")
+    began_at = time.monotonic()
+    messenger.tell(run, Plan.load(run))
+    assert 0.5 <= time.monotonic() - began_at < 300
+    assert len(notices.pending(run)) == 1
+
+
+def test_one_target_that_fails_keeps_nothing_from_another(run: Run, web: Web) -> None:
+    web.answers["/bad"] = (503, b"")
+    tell(run, f"http://127.0.0.1:{web.port}/bad", f"http://127.0.0.1:{web.port}/good", "${SLACK_WEBHOOK}")
+    write_stop(run, "fatal: it broke")
+    noted(run)
+    failed = sent(run)
+    assert sorted(failed)[0] == "t0: the webhook answered 503 Service Unavailable"
+    assert sorted(failed)[1].startswith("t2: the environment variable SLACK_WEBHOOK is not set on ")
+    web.answers.clear()
+    assert sent(run, SLACK_WEBHOOK=f"http://127.0.0.1:{web.port}/slack") == []
+    assert sorted(path for _, path, _ in web.requests) == ["/bad", "/bad", "/good", "/slack"]
+
+
+def test_what_comes_in_the_quiet_hour_is_told_as_a_number(run: Run, web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell(run, f"http://127.0.0.1:{web.port}/", events=("failed",), failed_attempts=1)
+    for number in range(4, 13):
+        end(run, number, "failed", when=time.time())
+        noted(run)
+        assert sent(run) == []
+    assert len(web.requests) == 1
+    assert unsent.not_sent(run, now=time.time())[0] == 0  # nobody should have been told by now
+    monkeypatch.setattr(notices, "QUIET_SECONDS", 0.0)
+    assert sent(run) == []
+    assert "7 more since" in json.loads(web.requests[1][2])["message"]
+    assert set(map(tuple, states(run).values())) == {("sent",), ("counted",)}
+
+
+def test_another_users_run_is_left_alone(run: Run, web: Web) -> None:
+    tell(run, f"http://127.0.0.1:{web.port}/")
+    replace(Plan.load(run), owner=os.geteuid() + 1).write(run.plan)
+    write_stop(run, "fatal: it broke")
+    unsent.send_in_background(run)
+    assert sent(run) == []
+    assert noted(run) != {}  # for its owner
+    assert web.requests == []
+
+
+def test_nothing_secret_is_in_a_file_or_in_the_arguments_of_a_process(
+    run: Run, web: Web, mail: Mailbox, tmp_path: Path
+) -> None:
+    secret = "Zx81k9Qm44tTp0aa7Rw2"
+    seen = tmp_path / "ps"
+    program = tmp_path / "tell"
+    program.write_text(f'#!/bin/bash\ncat /proc/*/cmdline 2>/dev/null | tr "\\0" " " >"{seen}"\nexit 1\n')
+    program.chmod(0o755)
+    policy = tell(run, f"http://127.0.0.1:{web.port}/${{HOOK}}", f"mailto://ada:${{HOOK}}@127.0.0.1:{mail.port}?to=a@b")
+    command = vars(Target(name="t9", command=[str(program)], events=["stopped"]))
+    notices.write_policy(run, replace(policy, targets=[*policy.targets, command]))
+    web.answers["/"] = (403, f"no {secret}".encode())
+    write_stop(run, "fatal: it broke")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOOK", secret)
+        messenger.tell(run, Plan.load(run))
+    assert web.requests[0][1] == f"/{secret}"
+    assert list(states(run).values()) == [["waits"] * 3]
+    assert "relayrun.monitoring.deliver" in seen.read_text()
+    assert secret not in seen.read_text()
+    for path in run.path.rglob("*"):
+        assert not path.is_file() or secret.encode() not in path.read_bytes(), path
+
+
+def test_a_python_that_is_not_there_is_replaced_by_the_batch_scripts(run: Run, web: Web) -> None:
+    policy = tell(
+        run, f"http://127.0.0.1:{web.port}/", program=["/no/such/python", "-m", "relayrun.monitoring.deliver"]
+    )
+    assert policy.program[0] == "/no/such/python"
+    write_stop(run, "fatal: it broke")
+    messenger.tell(run, Plan.load(run))
+    assert len(web.requests) == 1
+
+
+def test_the_sender_needs_the_standard_library_alone(run: Run, web: Web) -> None:
+    tell(run, f"http://127.0.0.1:{web.port}/", "ntfy://127.0.0.1/x")
+    write_stop(run, "fatal: it broke")
+    noted(run)
+    bare = subprocess.run(
+        [sys.executable, "-S", "-m", "relayrun.monitoring.deliver", str(run.path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+    )
+    assert (bare.returncode, len(web.requests)) == (1, 1)
+    assert "ntfy needs apprise, which this Python lacks" in bare.stderr
+
+
+def test_a_job_looks_once_a_minute(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    told = Messenger(run, Plan.load(run))
+    monkeypatch.setattr(Messenger, "attend", lambda self: looked.append(self))
+    for _ in range(3):
+        told.look()
+    assert len(looked) == 1
+
+
+# the commands
+
+
+def test_the_next_command_sends_and_status_says_what_is_not_sent(
+    run: Run, web: Web, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOOK", raising=False)
+    tell(run, "${HOOK}")
+    write_stop(run, "fatal: it broke")
+    noted(run)
+    sent(run)
+    assert main(["status", str(run.path)]) == 0
+    assert "1 not sent: t0: the environment variable HOOK is not set on " in capsys.readouterr().out
+    monkeypatch.setenv("HOOK", f"http://127.0.0.1:{web.port}/hook")
+
+    def told() -> bool:  # the process of the command before may have its turn, without the variable
+        main(["logs", str(run.path)])
+        return bool(web.requests)
+
+    wait_for(told)
+    wait_for(lambda: not notices.pending(run))
+    capsys.readouterr()
+    assert main(["status", str(run.path), "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert (status["unsent_notices"], status["unsent_reason"]) == (0, "")
+
+
+def test_notify_test_and_send(run: Run, web: Web, capsys: pytest.CaptureFixture[str]) -> None:
+    web.answers["/bad"] = (404, b"")
+    tell(run, f"http://127.0.0.1:{web.port}/good", f"http://127.0.0.1:{web.port}/bad")
+    assert main(["notify", "test", str(run.path)]) == 1
+    assert capsys.readouterr().out == "t0  sent\nt1  NOT SENT: the webhook answered 404 Not Found\n"
+    assert (
+        json.loads(web.requests[0][2])["title"]
+        == "[relayrun] tests/history on local: a test: a test: no run has changed"
+    )
+    web.answers.clear()
+    assert main(["notify", "test", str(run.path)]) == 0
+    write_stop(run, "fatal: it broke")
+    assert main(["notify", "send", str(run.path)]) == 0
+    assert "nothing is left to send" in capsys.readouterr().out
+    notices.policy_path(run).unlink()
+    assert main(["notify", "test", str(run.path)]) == 1
+    assert "nobody is told of this run" in capsys.readouterr().err
+
+
+# from end to end, with real jobs of the local scheduler
+
+
+def wait_until_told(run: Run) -> None:
+    """Nothing, where the job had the time; on a busy machine the next command sends what is left."""
+    wait_for(lambda: sent(run) == [] and notices.pending(run) == [])
+
+
+def chain(run: Run, plan: Plan) -> None:
+    scheduler = LocalScheduler(run)
+    scheduler.submit(plan, run.job_script, options={})
+
+    def skip_backoff() -> None:
+        for path in (run.path / "local").glob("job-*.json"):
+            with contextlib.suppress(ValueError):
+                job = json.loads(path.read_text())
+                if job["state"] == "PENDING" and job["eligible_time"]:
+                    path.write_text(json.dumps(job | {"eligible_time": 0}))
+
+    scheduler.run_queue(lambda _event: None, skip_backoff)
+
+
+@pytest.mark.slow
+def test_a_chain_that_stops_sends_one_mail(make_run: MakeRun, mail: Mailbox) -> None:
+    run, plan = make_run("--fatal-at=3")
+    tell(run, f"mailto://127.0.0.1:{mail.port}?to=ada@example.org", since=time.time())
+    chain(run, plan)
+    wait_until_told(run)
+    (letter,) = mail.letters
+    assert letter["Subject"].startswith("[relayrun] tests/history on local: the chain has stopped: fatal: ")
+    assert mail.receivers == [["ada@example.org"]]
+    assert "attempt:   1, job 1" in letter.get_content()
+
+
+@pytest.mark.slow
+def test_a_stop_of_the_batch_script_is_told_by_the_job_itself(make_run: MakeRun, mail: Mailbox, tmp_path: Path) -> None:
+    """Its supervisor does not start, so no Python has written the reason."""
+    python = refusing_python(tmp_path, "begin", times=99)
+    run, plan = make_run(host_python=python, auto_requeue=False)
+    tell(run, f"mailto://127.0.0.1:{mail.port}?to=ada@example.org", since=time.time() - 1)
+    chain(run, plan)
+    wait_until_told(run)
+    (letter,) = mail.letters
+    assert "the chain has stopped: begin failed in job 1 on " in letter["Subject"]
+
+
+@pytest.mark.slow
+def test_a_hang_and_a_done_run_are_told(make_run: MakeRun, mail: Mailbox) -> None:
+    run, plan = make_run("--steps=6", total_steps=6)
+    tell(run, f"mailto://127.0.0.1:{mail.port}?to=ada@example.org", since=time.time() - 1)
+    began(run, 1, base=0)
+    Hang(iteration=2, phase="step", seconds=300.0, silent=[1], time=time.time()).write(run.attempt(1).hang)
+    chain(run, plan)  # its first job closes the attempt that a kill left open
+    wait_until_told(run)
+    subjects = [str(letter["Subject"]) for letter in mail.letters]
+    assert [words in subject for words, subject in zip(("hang: no progress", "done"), subjects, strict=True)] == [
+        True
+    ] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_ranks_that_hang_are_told(make_run: MakeRun, mail: Mailbox) -> None:
+    run, plan = make_run(
+        "--stop-at=3", "--stop-rank=1", hang_timeout=3.0, start_timeout=60.0, max_failed_attempts=2, time_limit=300
+    )
+    tell(run, f"mailto://127.0.0.1:{mail.port}?to=ada@example.org", since=time.time() - 1)
+    chain(run, plan)
+    wait_until_told(run)
+    subjects = [str(letter["Subject"]) for letter in mail.letters]
+    assert [word in subject for word, subject in zip(("hung", "has stopped"), subjects, strict=True)] == [True] * 2
+    assert "ranks 1 did not answer" in mail.letters[0].get_content()
