@@ -12,7 +12,7 @@ import os
 import time
 
 from relayrun.chain import fallback, signs, supervisor
-from relayrun.errors import RunDirError, SchedulerError
+from relayrun.errors import RunDirError, SchedulerError, user_name, whose
 from relayrun.monitoring import run_status
 from relayrun.rundir import find, triggers
 from relayrun.rundir.lineage import Lineage
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
         print(save(found, scheduler))
         return 0
     end = stop if options.command == "stop" else cancel
-    print(end(found, scheduler, user=triggers.user_name(os.geteuid())))
+    print(end(found, scheduler, user=user_name(os.geteuid())))
     return 0
 
 
@@ -106,7 +106,7 @@ def cancel(run: Run, scheduler: Scheduler, *, user: str) -> str:
             write_stop(run, f"cancelled by {user}")
         except PermissionError:
             hint = "`relayrun stop` asks the job that runs to save and leave"
-            raise RunDirError("you may not write here", where=run.stop, hint=hint) from None
+            raise RunDirError(f"you may not write here: {whose(run.path)}", where=run.stop, hint=hint) from None
     withdrawn: list[str] = []
     with contextlib.suppress(SchedulerError):  # it finds STOP; it may be a former owner's
         withdrawn = fallback.withdraw(plan, scheduler, anyone=True)

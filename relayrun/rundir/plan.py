@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from relayrun import ROOT, __version__
+from relayrun import __version__, places
 from relayrun.errors import RunDirError
 from relayrun.files import read_json
 from relayrun.rundir.records import Record
@@ -138,7 +138,8 @@ def read_format(run: Run) -> tuple[dict[str, Any], int] | None:
         raise RunDirError(f"unreadable record: {error}", where=run.plan) from None
     if number > FORMAT:
         raise RunDirError(
-            f"this run directory has format {number}; relayrun {__version__} in {ROOT} knows formats up to {FORMAT}",
+            f"this run directory has format {number}; relayrun {__version__} in {places.CODE} knows formats up to "
+            f"{FORMAT}",
             where=run.plan,
             hint="update that relayrun, or use the one that submitted the run last",
         )

@@ -184,8 +184,8 @@ class Scheduler(Protocol):
     def rank_launch(self, plan: Plan, job: Job) -> RankLaunch:
         """How the ranks of this running job are started and reached."""
 
-    def single_task_command(self, plan: Plan) -> list[str]:
-        """What stands before a program that a job outside the chain starts once."""
+    def single_task_command(self, plan: Plan, *, cpus_per_task: str) -> list[str]:
+        """What stands before a program that a job outside the chain starts once, on so many processors."""
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:

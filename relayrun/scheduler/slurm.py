@@ -58,9 +58,15 @@ class Slurm:
         self.test(script)
         return self.submit(plan, script, options={})
 
-    def test(self, script: Path) -> None:
-        """Ask Slurm whether it would accept the script; queues nothing. Raises SchedulerError."""
-        self.order(["sbatch", "--test-only", str(script)])
+    def test(self, script: Path) -> str:
+        """Ask Slurm whether it would accept the script; queues nothing. Returns its words. Raises SchedulerError."""
+        return self.order(["sbatch", "--test-only", str(script)], words=True)
+
+    def partitions(self) -> list[dict[str, str]]:
+        """Every partition as `scontrol show partition` has it, by the names of its fields. Raises SchedulerError."""
+        text = self.ask(["scontrol", "show", "partition", "--oneliner"])
+        rows = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in text.splitlines()]
+        return [row for row in rows if "PartitionName" in row]
 
     def adopt(self, job: Job, plan: Plan) -> None:
         if job.name != plan.job_name:  # from here on it is a singleton of its chain
@@ -286,8 +292,10 @@ class Slurm:
             *plan.srun_options,
         ]
 
-    def single_task_command(self, plan: Plan) -> list[str]:
-        return ["srun", "--export=ALL", "--nodes=1", "--ntasks=1", *plan.srun_options]
+    def single_task_command(self, plan: Plan, *, cpus_per_task: str) -> list[str]:
+        # srun does not inherit --cpus-per-task from sbatch
+        one = ["--nodes=1", "--ntasks=1", f"--cpus-per-task={cpus_per_task}"]
+        return ["srun", "--export=ALL", *one, *plan.srun_options]
 
     def ask(self, command: Sequence[str], *, answer: str = "") -> str:
         """Run a command that changes nothing and return what it printed.
@@ -297,21 +305,26 @@ class Slurm:
         """
         return self._run(command, again=lambda error: not (answer and answer in error.message))
 
-    def order(self, command: Sequence[str], lines: Sequence[str] = ()) -> str:
+    def order(self, command: Sequence[str], lines: Sequence[str] = (), *, words: bool = False) -> str:
         """Run a command that changes something, and may do so twice; return what it printed.
 
         It is tried again where the controller did not answer. A refusal is raised as a SchedulerError.
-        `lines`: orders for its standard input.
+        `lines`: orders for its standard input. `words`: return what it said on standard error, too.
         """
-        return self._run(command, lines, again=lambda error: isinstance(error, NoAnswerError))
+        return self._run(command, lines, words=words, again=lambda error: isinstance(error, NoAnswerError))
 
     def _run(
-        self, command: Sequence[str], lines: Sequence[str] = (), *, again: Callable[[SchedulerError], bool]
+        self,
+        command: Sequence[str],
+        lines: Sequence[str] = (),
+        *,
+        again: Callable[[SchedulerError], bool],
+        words: bool = False,
     ) -> str:
         deadline, pause = time.monotonic() + self._patience, self._pause
         while True:
             try:
-                return self._once(command, lines)
+                return self._once(command, lines, words=words)
             except NotInstalledError:
                 raise
             except SchedulerError as error:
@@ -320,8 +333,9 @@ class Slurm:
             time.sleep(pause)
             pause = min(2 * pause, 30.0)
 
-    def _once(self, command: Sequence[str], lines: Sequence[str] = ()) -> str:
-        return slurm_command.run(command, lines, seconds=min(COMMAND_SECONDS, max(10.0, self._patience)))
+    def _once(self, command: Sequence[str], lines: Sequence[str] = (), *, words: bool = False) -> str:
+        seconds = min(COMMAND_SECONDS, max(10.0, self._patience))
+        return slurm_command.run(command, lines, seconds=seconds, words=words)
 
 
 class SlurmNodes:
