@@ -145,6 +145,8 @@ def go_on(run: Run, plan: Plan, scheduler: Scheduler, attempt: Attempt, *, own: 
     try:
         ensure(run, plan, scheduler, attempt, own=own, options=started.options if started else {}, delay=delay)
     except SchedulerError as error:  # a limit of submitted jobs, say: this one does not need a second one
+        if waiting(plan, scheduler, own=own):  # it was queued all the same
+            return None
         log(f"no job could be queued behind this one: {error.message}; this one is queued again")
         scheduler.requeue(own, delay=delay)
     return None

@@ -52,7 +52,7 @@ def fields(text: str, *, name: str | None = None) -> dict[str, str]:
     for field, value in _PAIR.findall(core):
         known.setdefault(field, value)
     if comment := re.search(r" Comment=(\S*) +StdErr=|.* Comment=(\S*)\s*$", rest):
-        known["Comment"] = comment[1] or comment[2]
+        known["Comment"] = comment[1] or comment[2] or ""  # one that was emptied is shown as such
     tail = rest[max(rest.rfind(" Power="), rest.rfind(" StdOut="), 0) :]
     for field, value in _PAIR.findall(tail):
         if field.startswith("TresPer"):

@@ -15,6 +15,7 @@ from relayrun.chain import fallback_job, render, supervisor
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.stop import stop_reason
 from relayrun.scheduler.base import MAX_FAILED_BEGINS
+from relayrun.scheduler.job_text import parse_job
 
 from .exhaustion import KILL, Reached, run_child
 from .test_exhaustion import EVERYTHING, Stage, exhaust, fresh_begin, stage, tenth  # noqa: F401 - a fixture
@@ -213,3 +214,11 @@ def test_its_script_ends_with_a_reason_where_nothing_works(stage: Stage, tmp_pat
         assert process.wait() == 1
     assert (stop_reason(stage.run) or "").startswith("a job of the chain failed, and the fallback job 7 could not")
     assert (tmp_path / "said").read_text() == "update JobId=7 Comment=relayrun:fallback-failed\n"
+
+
+def test_a_comment_that_was_emptied_is_none() -> None:
+    """So Slurm shows a job whose nodes came back: with `Comment=` and nothing behind it."""
+    job = parse_job(
+        "JobId=1 JobName=j UserId=a(1) JobState=RUNNING Requeue=1 Network=(null) Comment= StdErr=/e StdIn=/i"
+    )
+    assert (job.failed_begins, job.begin_failed_on) == (0, "")
