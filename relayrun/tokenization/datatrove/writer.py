@@ -182,7 +182,9 @@ class _Sample:
 def _tokenizer_of_this_process(options: TokenizeOptions, stamp: object, sample: _Sample) -> tuple[Engine, Framing]:
     """Loaded and proven once per process, however many tasks it runs; `stamp` changes when the file does."""
     loaded = load_tokenizer(options)
-    selection = select(options.engine, loaded.tokenizer, sample.texts, log.warning, definition=loaded.definition)
+    selection = select(
+        options.engine, lambda: loaded.tokenizer, sample.texts, log.warning, definition=loaded.definition
+    )
     return selection.build(loaded.definition), loaded.framing(keep_empty=options.keep_empty)
 
 
