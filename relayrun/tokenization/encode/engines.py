@@ -104,7 +104,10 @@ def select(
     wanted = cast(EngineName, FORMER["engine"].get(wanted, wanted))  # a job of an earlier version has it in a pickle
     if wanted not in ENGINES:
         raise InputError(f"unknown engine {wanted!r}; there are: {', '.join(ENGINES)}")
-    load = (lambda: tokenizer) if isinstance(tokenizer, Tokenizer) else tokenizer
+
+    def load() -> Tokenizer:
+        return tokenizer if isinstance(tokenizer, Tokenizer) else tokenizer()
+
     definition = definition or load().to_str()
     selection = None if wanted == "huggingface" else _proven(wanted, load, sample, report, definition)
     selection = selection or Selection(engine="huggingface", version=_version("huggingface"))
