@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import signal
@@ -17,6 +18,7 @@ from xdist.scheduler import LoadScopeScheduling
 from relayrun.errors import log_to_stderr
 from tests import warm
 
+os.environ["RELAYRUN_CACHE"] = ""  # no test passes for what another one has proven
 log_to_stderr()  # warnings go to standard error in tests too, as in every program
 
 # how long an example takes says how busy the machine is; what a test says of its own settings holds as before

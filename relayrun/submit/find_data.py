@@ -12,7 +12,6 @@ from relayrun.rundir.run import Run
 from relayrun.shards.manifest import DatasetManifest, Manifest
 from relayrun.shards.prefixes import expand, find_prefixes
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
-from relayrun.tokenization.identity import ids_fingerprint
 from relayrun.tokenization.options import TokenizeOptions
 
 log = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ def build_manifest(config: RunConfig, run: Run | None = None) -> Manifest:
         eod=tokenizer.eos_id,
         tokenizer=config.data.tokenizer,
         tokenizer_fingerprint=tokenizer.fingerprint,
-        tokenizer_ids=ids_fingerprint(tokenizer.definition),
+        tokenizer_ids=tokenizer.ids_fingerprint,
     )
 
 

@@ -19,7 +19,6 @@ from relayrun.tokenization import progress
 from relayrun.tokenization.encode.engines import select
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
 from relayrun.tokenization.fused import Job, Part, engine_of_this_process, sample, tokenize_part
-from relayrun.tokenization.identity import ids_fingerprint
 from relayrun.tokenization.locks import locked
 from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.pool import one_thread, run_tasks
@@ -111,7 +110,7 @@ def tokenize(
                 "tasks": options.tasks,
             },
             names,
-            tokenizer={"ids": ids_fingerprint(tokenizer.definition), "size": tokenizer.size},
+            tokenizer={"ids": tokenizer.ids_fingerprint, "size": tokenizer.size},
             source={"dataset": absolute(source), "tokenizer": str(logs / "tokenizer.json")},
         )
         parts = [Part(name=name, inputs=tuple(inputs[file] for file in files)) for name, files in folder.parts.items()]
@@ -131,7 +130,13 @@ def tokenize(
             texts = sample(
                 options.column, [join(source, file[0]) for file in files], most_bytes=size, scratch=str(output)
             )
-            selection = select(options.engine, tokenizer.tokenizer, texts, log.warning, definition=tokenizer.definition)
+            selection = select(
+                options.engine,
+                functools.partial(getattr, tokenizer, "tokenizer"),
+                texts,
+                log.warning,
+                definition=tokenizer.definition,
+            )
             print(f"engine: {selection}", flush=True)
             job = Job(
                 dataset=source,

@@ -19,7 +19,6 @@ from relayrun.shards.record import MadeBy
 from relayrun.tokenization.encode.engines import Engine, select
 from relayrun.tokenization.encode.framing import Framing
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
-from relayrun.tokenization.identity import ids_fingerprint
 from relayrun.tokenization.options import AppendEod, EngineName, OnError, TokenizeOptions, checked
 from relayrun.tokenization.readers.faults import BadLine, LineFaults
 from relayrun.tokenization.readers.texts import Texts
@@ -187,10 +186,10 @@ def _tokenizer_of_this_process(
 ) -> tuple[Engine, Framing, MadeBy]:
     """Loaded and proven once per process, however many tasks it runs; `stamp` changes when the file does."""
     loaded = load_tokenizer(options)
-    selection = select(options.engine, loaded.tokenizer, sample.texts, log.warning, definition=loaded.definition)
-    made = MadeBy(
-        fingerprint=loaded.fingerprint, ids=ids_fingerprint(loaded.definition), size=loaded.size, eos=loaded.eos_id
+    selection = select(
+        options.engine, lambda: loaded.tokenizer, sample.texts, log.warning, definition=loaded.definition
     )
+    made = MadeBy(fingerprint=loaded.fingerprint, ids=loaded.ids_fingerprint, size=loaded.size, eos=loaded.eos_id)
     return selection.build(loaded.definition), loaded.framing(keep_empty=options.keep_empty), made
 
 

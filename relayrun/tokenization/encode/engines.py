@@ -17,6 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from relayrun.errors import InputError
+from relayrun.tokenization.encode import memory
 from relayrun.tokenization.encode.definition import changed, normalizer_of, without_vocabulary
 from relayrun.tokenization.encode.edge_cases import edge_cases
 from relayrun.tokenization.encode.families import Plan, plan_of
@@ -30,6 +31,10 @@ __all__ = ["ENGINES", "Encoded", "Engine", "HuggingFace", "Routed", "Selection",
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 
 
+Loader = Callable[[], Tokenizer]
+"""Gives a loaded tokenizer, when it is needed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Selection:
     """The engine of a job, as workers build it: small enough to be sent, and written into the record."""
@@ -39,10 +44,10 @@ class Selection:
     plan: Plan | None = None
     """How it encodes; None for the reference."""
 
-    def build(self, definition: str, tokenizer: Tokenizer | None = None) -> Engine:
+    def build(self, definition: str, tokenizer: Loader | None = None) -> Engine:
         """The engine for a serialized tokenizer, with truncation and padding off. The last one built is kept.
 
-        `tokenizer` is the same one loaded, where the caller has it: else it is loaded when the first text needs it.
+        `tokenizer` gives the same one loaded, where the caller has it: it is asked when the first text needs it.
         """
         return _built(self, definition, _Loaded(tokenizer))
 
@@ -51,13 +56,16 @@ class Selection:
 
 
 class _Loaded:
-    """The reference, where it is loaded already; it does not count when arguments are compared."""
+    """The reference, loaded once; it does not count when arguments are compared."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, load: Loader | None) -> None:
+        self._load = load
+        self._tokenizer: Tokenizer | None = None
 
     def of(self, definition: str) -> Tokenizer:
-        if self._tokenizer is None:
+        if self._tokenizer is None and self._load is not None:
+            self._tokenizer = self._load()
+        elif self._tokenizer is None:
             self._tokenizer = Tokenizer.from_str(definition)
             self._tokenizer.encode_special_tokens = True
         return self._tokenizer
@@ -81,7 +89,7 @@ def _built(selection: Selection, definition: str, loaded: _Loaded) -> Engine:
 
 def select(
     wanted: EngineName,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | Loader,
     sample: Texts,
     report: Callable[[str], None],
     *,
@@ -90,20 +98,25 @@ def select(
     """The fastest engine that is known and proven to be exact, or `wanted` if it is; `report` is told of fall-backs.
 
     `tokenizer` has `encode_special_tokens` on, truncation and padding off; `definition` is its `to_str()`, where
-    the caller has it already. Raises InputError for a wrong name.
+    the caller has it already. What was proven on this machine is not proven again (see `memory`): then a tokenizer that
+    is given by what loads it is not loaded. Raises InputError for a wrong name.
     """
     wanted = cast(EngineName, FORMER["engine"].get(wanted, wanted))  # a job of an earlier version has it in a pickle
     if wanted not in ENGINES:
         raise InputError(f"unknown engine {wanted!r}; there are: {', '.join(ENGINES)}")
-    definition = definition or tokenizer.to_str()
-    selection = None if wanted == "huggingface" else _proven(wanted, tokenizer, sample, report, definition)
+
+    def load() -> Tokenizer:
+        return tokenizer if isinstance(tokenizer, Tokenizer) else tokenizer()
+
+    definition = definition or load().to_str()
+    selection = None if wanted == "huggingface" else _proven(wanted, load, sample, report, definition)
     selection = selection or Selection(engine="huggingface", version=_version("huggingface"))
-    selection.build(definition, tokenizer)  # forks of this process find it built
+    selection.build(definition, load)  # forks of this process find it built
     return selection
 
 
 def _proven(
-    wanted: EngineName, tokenizer: Tokenizer, sample: Texts, report: Callable[[str], None], definition: str
+    wanted: EngineName, load: Loader, sample: Texts, report: Callable[[str], None], definition: str
 ) -> Selection | None:
     """The fast engine, or None, where `report` is told why."""
     plan = plan_of(definition)
@@ -113,7 +126,7 @@ def _proven(
         return None
     try:
         selection = Selection(engine=plan.engine, version=_version(plan.engine), plan=plan)
-        wrong = _wrong(selection.build(definition, tokenizer), tokenizer, sample)
+        wrong = _wrong(selection, selection.build(definition, load), load, sample, definition)
     except ImportError:
         package = PACKAGES[plan.engine]
         report(f"{plan.engine} is not installed: huggingface encodes, which is slower; pip install {package}")
@@ -130,12 +143,21 @@ def _proven(
     return None
 
 
-def _wrong(engine: Engine, tokenizer: Tokenizer, sample: Texts) -> str | None:
+def _wrong(selection: Selection, engine: Engine, load: Loader, sample: Texts, definition: str) -> str | None:
     """The first text of the proof whose ids are not the reference's."""
-    reference = HuggingFace(tokenizer)
-    for texts in (Texts.of(edge_cases(tokenizer)), sample):
-        if (text := _difference(engine.encode(texts), reference.encode(texts), texts)) is not None:
-            return text
+    packages = (PACKAGES["huggingface"], PACKAGES[selection.engine])
+    both = (definition.encode(), repr(selection).encode())
+    of_sample = (sample.used.tobytes(), (sample.offsets - sample.offsets[0]).tobytes())
+    proofs: dict[str, Callable[[], Texts]] = {
+        memory.name_of("edge cases", both, packages): lambda: Texts.of(edge_cases(load())),
+        memory.name_of("sample", (*both, *of_sample), packages): lambda: sample,
+    }
+    for name, make in proofs.items():
+        if memory.recall(name) is None:
+            texts = make()
+            if (text := _difference(engine.encode(texts), HuggingFace(load()).encode(texts), texts)) is not None:
+                return text
+            memory.keep(name, b"proven")
     return None
 
 

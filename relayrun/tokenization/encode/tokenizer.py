@@ -21,9 +21,10 @@ from tokenizers import Tokenizer
 
 from relayrun.errors import InputError
 from relayrun.shards.indexed import token_dtype
-from relayrun.tokenization.encode import hub
+from relayrun.tokenization.encode import hub, memory
 from relayrun.tokenization.encode.convert import check_convertible, check_is_no_source
 from relayrun.tokenization.encode.framing import Framing
+from relayrun.tokenization.identity import ids_fingerprint
 from relayrun.tokenization.options import AppendEod, TokenizeOptions
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,12 @@ _USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[
 class DocumentTokenizer:
     """A tokenizer and what ends, and begins, a document."""
 
-    tokenizer: Tokenizer
+    definition: str
+    """The serialized tokenizer, as `tokenizers` writes it."""
+    fingerprint: str
+    """The sha256 of the definition: equal for equal ids."""
+    ids_fingerprint: str
+    """The hash of what decides ids, see `identity`."""
     eos_token: str | None
     """None if documents are not to be ended."""
     eos_id: int | None
@@ -50,14 +56,11 @@ class DocumentTokenizer:
         return token_dtype(self.size)
 
     @functools.cached_property
-    def definition(self) -> str:
-        """The serialized tokenizer."""
-        return str(self.tokenizer.to_str())
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """The sha256 of the serialized tokenizer: equal for equal ids."""
-        return hashlib.sha256(self.definition.encode()).hexdigest()
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, loaded when it is asked for first: a large one takes a second."""
+        tokenizer = Tokenizer.from_str(self.definition)
+        tokenizer.encode_special_tokens = True
+        return tokenizer
 
     def framing(self, *, keep_empty: bool) -> Framing:
         """What goes around the ids of a document."""
@@ -78,9 +81,23 @@ def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
     path = Path(name_or_path)
     file = path / "tokenizer.json" if path.is_dir() else path
     size, configured = 0, _Configured()
+    name = None
     if file.is_file():
-        tokenizer = _from_file(file)
+        data = file.read_bytes()
         configured = _Configured(eos=_configured(file.parent, "eos_token"), bos=_configured(file.parent, "bos_token"))
+        asked = (
+            options.eos_token,
+            options.append_eod,
+            options.bos,
+            options.special_text,
+            configured.eos,
+            configured.bos,
+        )
+        name = memory.name_of("tokenizer", (data, repr(asked).encode()), ("tokenizers",))
+        if (known := memory.recall(name)) is not None:
+            first, _, definition = known.decode().partition("\n")
+            return DocumentTokenizer(definition=definition, **json.loads(first))
+        tokenizer = _from_file(file, data)
     elif path.is_dir():
         check_convertible(path)
         tokenizer, size, configured = _from_transformers(os.path.abspath(path), options.cache_dir)
@@ -112,7 +129,20 @@ def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
     tokenizer.no_padding()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     size = max(size, len(vocabulary), max(vocabulary.values()) + 1)
-    return DocumentTokenizer(tokenizer=tokenizer, eos_token=eos_token, eos_id=eos_id, bos_id=bos_id, size=size)
+    definition = str(tokenizer.to_str())
+    facts: dict[str, Any] = {
+        "fingerprint": hashlib.sha256(definition.encode()).hexdigest(),
+        "ids_fingerprint": ids_fingerprint(definition),
+        "eos_token": eos_token,
+        "eos_id": eos_id,
+        "bos_id": bos_id,
+        "size": size,
+    }
+    if name is not None and (eos_token is not None or options.append_eod == "no"):  # else each start has its warning
+        memory.keep(name, f"{json.dumps(facts)}\n{definition}".encode())
+    loaded = DocumentTokenizer(definition=definition, **facts)
+    loaded.__dict__["tokenizer"] = tokenizer  # it need not be loaded again
+    return loaded
 
 
 def _all_plain(tokenizer: Tokenizer) -> Tokenizer:
@@ -145,9 +175,9 @@ def _ending(tokenizer: Tokenizer, named: str | None, append_eod: AppendEod, wher
         return None
 
 
-def _from_file(file: Path) -> Tokenizer:
+def _from_file(file: Path, data: bytes) -> Tokenizer:
     try:
-        return Tokenizer.from_buffer(file.read_bytes())
+        return Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises Exception itself
         check_is_no_source(file)
         raise InputError(
