@@ -5,7 +5,8 @@
     ├── InputError           a file or folder that was given is missing, torn or of the wrong kind
     ├── RunDirError          the run directory is damaged, or refuses what was asked of it
     ├── SchedulerError       Slurm (or the local scheduler) refused or could not be reached
-    └── FatalTrainingError   training cannot go on, and another attempt would fail in the same way
+    ├── FatalTrainingError   training cannot go on, and another attempt would fail in the same way
+    └── SeveralErrors        all that one look found, each an error of its own
 
 An error says what is wrong, where, and what to do: all of what is wrong in the same way (`together`), the nearest name
 where one is unknown (`nearest`), and whose a place is that is closed (`whose`). What goes wrong without ending the
@@ -166,6 +167,49 @@ def _how_to_write(place: Path) -> str:
     return f"choose a place of your own, or let {name} open it (chmod g+w)"
 
 
+EXTRAS = {
+    "torch": "train",
+    "megatron": "train",
+    "safetensors": "train",
+    "wandb": "train",
+    "tensorboard": "train",
+    "datatrove": "tokenize",
+    "fsspec": "tokenize",
+    "orjson": "tokenize",
+    "zstandard": "tokenize",
+    "pyarrow": "tokenize",
+    "submitit": "tokenize",
+    "transformers": "tokenize",
+    "psutil": "tokenize",
+    "matplotlib": "tokenize",
+    "lm_eval": "evaluate",
+    "gigatoken": "fast",
+    "nanotoken": "fast",
+    "splintr": "fast",
+    "awkward": "fast",
+    "duckdb": "bench",
+}
+"""Modules that the base installation lacks, and the extra of relayrun that brings each."""
+
+
+def missing_extra(error: ModuleNotFoundError) -> RelayrunError | None:
+    """Return what to say where a module of an extra is missing; None for any other module."""
+    name = (error.name or "").partition(".")[0]
+    if name not in EXTRAS:
+        return None
+    return RelayrunError(
+        f"this needs {name}, which is not installed in {sys.prefix}", hint=f"pip install 'relayrun[{EXTRAS[name]}]'"
+    )
+
+
+class SeveralErrors(RelayrunError):
+    """All that one look found, each an error of its own."""
+
+    def __init__(self, errors: Sequence[RelayrunError]) -> None:
+        self.errors = tuple(errors)
+        super().__init__("\nerror: ".join(map(str, errors)))
+
+
 class _StderrLines(logging.Handler):
     """Writes `warning: text`, for every level above INFO, and plain `text` for INFO, to standard error."""
 
@@ -192,15 +236,20 @@ def log_to_stderr() -> None:
 def run_main(main: Callable[[], int | None]) -> int:
     """Run a program's `main`; return its exit code.
 
-    Warnings go to standard error. A RelayrunError or an OSError that names a file (read-only, full disk, missing)
-    becomes one message on standard error and exit code 1. Anything else is a defect of relayrun and keeps its
-    traceback.
+    Warnings go to standard error. A RelayrunError, a missing module of an extra, or an OSError that names a file
+    (read-only, full disk, missing) becomes one message on standard error and exit code 1. Anything else is a defect of
+    relayrun and keeps its traceback.
     """
     log_to_stderr()
     try:
         return main() or 0
     except RelayrunError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if (missing := missing_extra(error)) is None:
+            raise
+        print(f"error: {missing}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # `relayrun ... | head`: the reader left, which is no error of ours
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,12 +9,15 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.errors import ConfigError
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.scheduler.base import BEGIN_BACKOFF, MAX_FAILED_BEGINS
 from relayrun.slurmtime import format_time
+
+FALLBACK_SECONDS = 600
+"""The time limit of the fallback job: for a controller or a file system that is away for some minutes."""
 
 
 def job_script(plan: Plan, run: Run) -> str:
@@ -59,9 +62,41 @@ def job_script(plan: Plan, run: Run) -> str:
     return "\n".join(lines) + "\n"
 
 
+def fallback_script(plan: Plan, run: Run) -> str:
+    """The sbatch script of a run's fallback job; where it may run is on the command line."""
+    options: dict[str, str | None] = {
+        "job-name": plan.fallback_job_name,
+        "time": format_time(min(FALLBACK_SECONDS, plan.time_limit)),
+        "nodes": "1",
+        "ntasks": "1",
+        "cpus-per-task": "1",
+        "output": "/dev/null",  # as in the chain's jobs
+        "requeue": None,
+    }
+    lines = [
+        *_header(plan, options),
+        "set -euo pipefail",
+        *exports(
+            {
+                "RELAYRUN_RUN_DIR": str(run.path),
+                "RELAYRUN_ROOT": plan.package_root,
+                "RELAYRUN_HOST_PYTHON": plan.host_python,
+                "RELAYRUN_JOB_NAME": plan.fallback_job_name,
+                "RELAYRUN_LOG_FOLDER": plan.log_folder,
+            }
+        ),
+        "",
+        _embedded("again.sh"),
+        "trap - EXIT  # this job is none of the chain's: it does not queue itself again",
+        "set +e",
+        *(_embedded(name) for name in ("log.sh", "fallback.sh")),
+    ]
+    return "\n".join(lines)
+
+
 def _embedded(name: str) -> str:
     """The text of one of launchers/lib without its first line."""
-    return (ROOT / "launchers/lib" / name).read_text(encoding="utf-8").partition("\n")[2]
+    return (places.shared("launchers/lib") / name).read_text(encoding="utf-8").partition("\n")[2]
 
 
 def _function(file: str, name: str) -> str:

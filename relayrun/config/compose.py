@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.config import mixture, yamlfile
 from relayrun.config.schema import DataSource, RunConfig
 from relayrun.config.training import LOSS_MEAN_BEFORE
@@ -30,24 +30,29 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Paths in the result are absolute. Raises ConfigError.
     """
-    return validate(read_settings(path, overrides))
+    return validate(read_settings(path, overrides), places.project(path))
 
 
 def read_settings(path: Path, overrides: Sequence[str] = ()) -> LocatedSettings:
     """Compose the run config at `path` without checking it: what was given, and where. Raises ConfigError."""
     settings = _read_with_includes(path, ())
-    mixture.insert(settings, ROOT)  # so that overrides may change a part of it
+    root = places.project(path)
+    mixture.insert(settings, root)  # so that overrides may change a part of it
     of_cluster = [text for text in overrides if text.startswith("cluster.")]
     settings.merge(_overrides([text for text in overrides if text not in of_cluster]))
     _insert_cluster(settings, path)
     settings.merge(_overrides(of_cluster))  # they hold over the cluster's file, whichever is named first
     _insert_job_defaults(settings)
-    mixture.insert(settings, ROOT)
+    mixture.insert(settings, root)
     return settings
 
 
-def validate(settings: LocatedSettings) -> RunConfig:
-    """Check composed settings against the schema and make their paths absolute."""
+def validate(settings: LocatedSettings, root: Path | None = None) -> RunConfig:
+    """Check composed settings against the schema and make their paths absolute.
+
+    Relative paths start at `root`, by default the project of the working directory. Raises ConfigError.
+    """
+    root = root or places.project()
     try:
         config = RunConfig.model_validate(settings.values)
     except ValidationError as error:
@@ -57,19 +62,20 @@ def validate(settings: LocatedSettings) -> RunConfig:
     data = config.data
     evaluation = config.evaluation
     if evaluation is not None and evaluation.include_path is not None:
-        evaluation = evaluation.model_copy(update={"include_path": _absolute(evaluation.include_path)})
+        evaluation = evaluation.model_copy(update={"include_path": _absolute(evaluation.include_path, root)})
     return config.model_copy(
         update={
             "evaluation": evaluation,
-            "run_dir": _absolute(config.run_dir or f"logs/runs/{config.project}/{config.name}"),
+            "run_dir": _absolute(config.run_dir or f"logs/runs/{config.project}/{config.name}", root),
             "data": data.model_copy(
                 update={
-                    "tokenizer": _absolute_or_name(data.tokenizer),
-                    "datasets": [_absolute(folder) for folder in data.datasets],
-                    "mixture": {name: _absolute_source(source) for name, source in data.mixture.items()},
-                    "data_cache_dir": _absolute(data.data_cache_dir) if data.data_cache_dir else None,
+                    "tokenizer": _absolute_or_name(data.tokenizer, root),
+                    "datasets": [_absolute(folder, root) for folder in data.datasets],
+                    "mixture": {name: _absolute_source(source, root) for name, source in data.mixture.items()},
+                    "data_cache_dir": _absolute(data.data_cache_dir, root) if data.data_cache_dir else None,
                     "validation": {
-                        name: [_absolute(folder) for folder in folders] for name, folders in data.validation.items()
+                        name: [_absolute(folder, root) for folder in folders]
+                        for name, folders in data.validation.items()
                     },
                 }
             ),
@@ -90,19 +96,19 @@ def read_resolved(path: Path) -> RunConfig:
     return validate(settings)
 
 
-def _absolute(path: str) -> str:
-    return str(ROOT / Path(path).expanduser())
+def _absolute(path: str, root: Path) -> str:
+    return str(root / Path(path).expanduser())
 
 
-def _absolute_source(source: DataSource) -> DataSource:
+def _absolute_source(source: DataSource, root: Path) -> DataSource:
     path = source.path
-    absolute = _absolute(path) if isinstance(path, str) else path and [_absolute(part) for part in path]
+    absolute = _absolute(path, root) if isinstance(path, str) else path and [_absolute(part, root) for part in path]
     return source.model_copy(update={"path": absolute})
 
 
-def _absolute_or_name(text: str) -> str:
+def _absolute_or_name(text: str, root: Path) -> str:
     """A path where there is one; otherwise a name of the Hugging Face hub."""
-    path = _absolute(text)
+    path = _absolute(text, root)
     return path if Path(path).exists() else text
 
 
@@ -155,10 +161,10 @@ def _insert_cluster(settings: LocatedSettings, path: Path) -> None:
     name = settings.values.get("cluster")
     if isinstance(name, str):
         folder = next((up / "clusters" for up in path.resolve().parents if (up / "clusters").is_dir()), None)
-        folder = folder or ROOT / "configs" / "clusters"
-        file = folder / f"{name}.yaml"
-        if not file.is_file():
-            known = sorted(entry.stem for entry in folder.glob("*.yaml"))
+        folders = [folder, places.shared("configs/clusters")] if folder else [places.shared("configs/clusters")]
+        file = next((path for each in folders if (path := each / f"{name}.yaml").is_file()), None)
+        if file is None:
+            known = sorted({entry.stem for each in folders for entry in each.glob("*.yaml")})
             raise ConfigError(
                 f"unknown cluster {name!r}; there are: {', '.join(known)}",
                 where=settings.place(("cluster",)),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.chain import render
 from relayrun.config.schema import RunConfig
 from relayrun.errors import ConfigError
@@ -33,7 +33,7 @@ def submit(setup: Setup, cluster: dict[str, Any], program: Sequence[str], *, tim
     path = setup.path / "job.sbatch"
     write_atomic(path, script(setup, config, program, time=time), mode=0o777)
     slurm = Slurm()
-    plan = submission.make_plan(config, Run(setup.path), ROOT, revision=1)
+    plan = submission.make_plan(config, Run(setup.path), places.CODE, revision=1)
     Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # a job without it dies without a log
     slurm.test(path)
     name = f"{plan.job_name}-check"
@@ -69,7 +69,7 @@ def gpus_of_a_node(setup: Setup, cluster: dict[str, Any]) -> int:
 
 def script(setup: Setup, config: RunConfig, program: Sequence[str], *, time: str) -> str:
     """Return the sbatch script."""
-    plan = submission.make_plan(config, Run(setup.path), ROOT, revision=1)
+    plan = submission.make_plan(config, Run(setup.path), places.CODE, revision=1)
     job, slurm = config.job, Slurm()
     options: dict[str, str | None] = {
         "time": format_time(parse_time(time)),

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from typing import Any
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.files import read_json
 from relayrun.gpucheck.logs import tail, why
 from relayrun.gpucheck.setup import CheckFailed, Figures, Setup
@@ -15,7 +15,7 @@ from relayrun.gpucheck.setup import CheckFailed, Figures, Setup
 def rank_command(setup: Setup, program: str, *arguments: str) -> list[str]:
     """Return what one rank executes; in front of it stands what starts one for every rank."""
     prefix = setup.cluster.get("command_prefix", [])
-    return ["bash", str(ROOT / "launchers" / "lib" / "rank.sh"), *prefix, setup.python, "-m", program, *arguments]
+    return ["bash", str(places.shared("launchers/lib/rank.sh")), *prefix, setup.python, "-m", program, *arguments]
 
 
 def run_program(setup: Setup, program: str, *, ranks: int = 1, **arguments: object) -> Any:
@@ -30,7 +30,13 @@ def run_program(setup: Setup, program: str, *, ranks: int = 1, **arguments: obje
     command = [*starter, *rank_command(setup, program, f"--setup={given}", f"--output={output}", *options)]
     with log.open("wb") as file:
         code = subprocess.run(
-            command, cwd=ROOT, env=setup.environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=file, check=False
+            command,
+            cwd=places.CODE,
+            env=setup.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            check=False,
         ).returncode
     found = read_json(output) if output.exists() else {}
     if code or not output.exists():

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.errors import RunDirError, nearest
 from relayrun.rundir.plan import Plan, read_format
 from relayrun.rundir.run import Run
 
-RUNS = ROOT / "logs" / "runs"
-"""Where runs lie that have no `run_dir` of their own."""
+
+def runs() -> Path:
+    """Where runs of the project lie that have no `run_dir` of their own."""
+    return places.project() / "logs" / "runs"
 
 
 def find_run(name: str) -> Run:
-    """The run in this directory, or with this `project/name` below RUNS.
+    """The run in this directory, or with this `project/name` below logs/runs of the project.
 
     Raises RunDirError where there is none, with the nearest names, and where its format is a newer one.
     """
-    candidates = [Run(Path(name).expanduser().absolute()), Run(RUNS / name)]
+    candidates = [Run(Path(name).expanduser().absolute()), Run(runs() / name)]
     for run in candidates:
         if read_format(run) is not None or run.manifest.exists():
             return run
@@ -28,7 +30,7 @@ def find_run(name: str) -> Run:
     around = _around(candidates[0].path)
     if around is not None:
         raise RunDirError("there is no such run", where=name, hint=f"this path lies in the run {around}")
-    usual = f"give a run directory, or project/name below {RUNS}; see `relayrun status`"
+    usual = f"give a run directory, or project/name below {runs()}; see `relayrun status`"
     raise RunDirError(
         "there is no such run",
         where=name,
@@ -42,7 +44,7 @@ def _around(path: Path) -> Path | None:
 
 
 def _nearest_run(name: str, path: Path) -> str:
-    """Which run could be meant: one beside `path`, or one below RUNS, by its whole name or the last part of it."""
+    """Which run could be meant: one beside `path`, or one below logs/runs, by its whole name or the last part of it."""
     try:
         beside = [str(each) for each in path.parent.iterdir() if (each / "plan.json").is_file()]
     except OSError:
@@ -59,5 +61,5 @@ def _nearest_run(name: str, path: Path) -> str:
 
 
 def every_run() -> list[Run]:
-    """All directories project/name below RUNS, whole or not."""
-    return [Run(path) for path in sorted(RUNS.glob("*/*")) if path.is_dir()]
+    """All directories project/name below logs/runs of the project, whole or not."""
+    return [Run(path) for path in sorted(runs().glob("*/*")) if path.is_dir()]

@@ -58,6 +58,10 @@ class LocalScheduler:
     def nodes(self) -> None:
         return None  # there is one, which every job has
 
+    @property
+    def fallback_jobs(self) -> None:
+        return None  # who runs the queue sees how each job ends
+
     def submit_first(self, plan: Plan, script: Path) -> str:
         return self.submit(plan, script, options={})
 

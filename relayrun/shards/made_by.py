@@ -28,47 +28,53 @@ IDS = 1 << 16
 
 
 def check_tokenizer(
-    manifest: Manifest,
-    mixture: Iterable[str] | None = None,
-    *,
-    ends_matter: bool = False,
-    allow: bool = False,
-    look: bool = False,
+    manifest: Manifest, mixture: Iterable[str] | None = None, *, ends_matter: bool = False, allow: bool = False
 ) -> int:
     """Raise InputError if a shard was made with another tokenizer than the run's; with `allow`, warn.
 
+    Parameters as `other_tokenizers`. Returns how many shards have no record.
+    """
+    errors, without = other_tokenizers(manifest, mixture, ends_matter=ends_matter)
+    for error in errors:
+        if not allow:
+            raise error
+        log.warning("taken, as %s says: %s: %s", SETTING, error.where, error.message)
+    return sum(map(len, without.values()))
+
+
+def other_tokenizers(
+    manifest: Manifest, mixture: Iterable[str] | None = None, *, ends_matter: bool = False
+) -> tuple[list[InputError], dict[str, list[str]]]:
+    """Return an error for every set and way in which shards differ from the run's tokenizer.
+
     `mixture`: names of the data sets to look at, beside all validation sets; None: all. `ends_matter`: something in
-    the run depends on which id ends a document. `look`: of shards without a record, look at some ids; raise InputError
-    if one is beyond the vocabulary. Returns how many shards have no record.
+    the run depends on which id ends a document. Also returned: by set, the prefixes of shards that have no record.
     """
     records, real_path = Records(), RealPath()
-    without = 0
-    for what, dataset in _sets(manifest, mixture):
+    errors: list[InputError] = []
+    without: dict[str, list[str]] = {}
+    for what, dataset in sets_of(manifest, mixture):
         wrong: dict[str, list[str]] = {}
-        unknown = []
         for shard in dataset.shards:
             record = records.of(real_path(shard.prefix + ".bin").removesuffix(".bin"))
             if record is None or record.made is None:
-                unknown.append(shard.prefix)
+                without.setdefault(what, []).append(shard.prefix)
             elif (words := _difference(record.made, manifest, ends_matter)) is not None:
                 wrong.setdefault(words, []).append(shard.prefix)
-        for words, prefixes in wrong.items():
-            error = InputError(
+        errors += [
+            InputError(
                 f"{what}: {len(prefixes):,} of {len(dataset.shards):,} shards, of which this is the first, were not "
                 f"made with the tokenizer {manifest.tokenizer}: {words}",
                 where=prefixes[0],
                 hint=f"set data.tokenizer to the one that made them, or tokenize again; if it is meant, {SETTING}=true",
             )
-            if not allow:
-                raise error
-            log.warning("taken, as %s says: %s: %s", SETTING, prefixes[0], error.message)
-        without += len(unknown)
-        if look:
-            _look_at(unknown, what, manifest.vocabulary_size)
-    return without
+            for words, prefixes in wrong.items()
+        ]
+    return errors, without
 
 
-def _sets(manifest: Manifest, mixture: Iterable[str] | None) -> Iterator[tuple[str, DatasetManifest]]:
+def sets_of(manifest: Manifest, mixture: Iterable[str] | None) -> Iterator[tuple[str, DatasetManifest]]:
+    """Yield each data set of `mixture` (None: all) and each validation set, with the words that name it."""
     for name in manifest.datasets if mixture is None else mixture:
         yield f"data set {name!r}", manifest.datasets[name]
     for name, dataset in manifest.validation.items():
@@ -100,7 +106,7 @@ def _other_tokenizer(made: MadeBy, manifest: Manifest) -> str | None:
     return f"that one has {size:,} entries, the run's {own:,}{small}"
 
 
-def _look_at(prefixes: Sequence[str], what: str, vocabulary_size: int) -> None:
+def look_at(prefixes: Sequence[str], what: str, vocabulary_size: int) -> None:
     """Raise InputError if one of the first ids of some of these shards, evenly chosen, is beyond the vocabulary."""
     step = max(1, -(-len(prefixes) // LOOKED_AT))
     for prefix in prefixes[::step]:

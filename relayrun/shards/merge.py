@@ -72,7 +72,8 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike[str]) -> Shard:
             file.flush()
             os.fsync(file.fileno())
         sums = {"bin": digest.hexdigest(), "idx": xxhash.xxh3_128_hexdigest(index)}
-        write_own_record(target, made, sums, merged=[os.path.abspath(prefix) for prefix in prefixes])
+        own = ShardRecord(made=made, xxh3_128=sums, largest_id=_largest_id(shards, known))
+        write_own_record(target, own, merged=[os.path.abspath(prefix) for prefix in prefixes])
     except BaseException:
         for suffix in (".bin.tmp", ".idx.tmp", OWN_RECORD):
             with contextlib.suppress(FileNotFoundError):
@@ -109,6 +110,17 @@ def _one_tokenizer(prefixes: Sequence[str], records: Sequence[ShardRecord | None
         )
         return None
     return max((made for _, made in known), key=lambda made: bool(made.ids))  # records of earlier versions say less
+
+
+def _largest_id(shards: Sequence[Shard], records: Sequence[ShardRecord | None]) -> int | None:
+    """The largest id of all inputs; None where one of them has none on record, or all are empty."""
+    noted = [
+        None if record is None else record.largest_id
+        for shard, record in zip(shards, records, strict=True)
+        if shard.tokens
+    ]
+    known = [largest for largest in noted if largest is not None]
+    return max(known) if known and len(known) == len(noted) else None
 
 
 def _token(id_: int | None) -> str:

@@ -48,14 +48,18 @@ class ShardRecord:
     """None where nobody knows."""
     xxh3_128: dict[str, str]
     """Checksums, 32 hexadecimal digits, of the .bin and the .idx; empty where nobody knows."""
+    largest_id: int | None = None
+    """The largest id in the .bin; None where it is empty, and where nobody has noted it."""
 
 
-def write_own_record(
-    prefix: str, made: MadeBy | None, xxh3_128: dict[str, str], *, merged: Sequence[str] | None = None
-) -> None:
+def write_own_record(prefix: str, shard: ShardRecord, *, merged: Sequence[str] | None = None) -> None:
     """Write the record of the shard `prefix` alone, before its files get their names. `merged`: the shards it joins."""
-    tokenizer = None if made is None else asdict(made)
-    record: dict[str, Any] = {"format": FORMAT, "tokenizer": tokenizer, "xxh3_128": xxh3_128}
+    record: dict[str, Any] = {
+        "format": FORMAT,
+        "tokenizer": None if shard.made is None else asdict(shard.made),
+        "xxh3_128": shard.xxh3_128,
+        "largest_id": shard.largest_id,
+    }
     if merged is not None:
         record["merged"] = list(merged)
     write_json(prefix + OWN_RECORD, record)
@@ -85,7 +89,7 @@ def _of_folder(folder: str) -> dict[str, ShardRecord]:
     """What the record of a folder says, by name of the shard; nothing where there is none, or one that is no such."""
     try:
         record: Any = read_json(os.path.join(folder, RECORD))
-        shards = {name: task.get("xxh3_128", {}) for name, task in record["shards"].items()}
+        shards = {name: (task.get("xxh3_128", {}), task.get("largest_id")) for name, task in record["shards"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
     try:
@@ -95,7 +99,7 @@ def _of_folder(folder: str) -> dict[str, ShardRecord]:
         )
     except (KeyError, TypeError, AttributeError):
         made = None
-    return {name: ShardRecord(made=made, xxh3_128=sums) for name, sums in shards.items()}
+    return {name: ShardRecord(made=made, xxh3_128=sums, largest_id=largest) for name, (sums, largest) in shards.items()}
 
 
 def _own_records(folder: str) -> set[str]:
@@ -109,6 +113,10 @@ def _own(real_prefix: str) -> ShardRecord | None:
     try:
         record: Any = read_json(real_prefix + OWN_RECORD)
         made = record["tokenizer"]
-        return ShardRecord(made=None if made is None else MadeBy(**made), xxh3_128=dict(record["xxh3_128"]))
+        return ShardRecord(
+            made=None if made is None else MadeBy(**made),
+            xxh3_128=dict(record["xxh3_128"]),
+            largest_id=record.get("largest_id"),
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -108,6 +108,7 @@ def tokenize_part(job: Job, part: Part) -> TaskRecord:
     finally:
         progress.end()
     record.tokens, record.xxh3_128, record.routed_documents = shard.tokens, shard.xxh3_128, engine.routed - routed
+    record.largest_id = shard.largest_id if shard.tokens else None
     record.seconds = time.time() - started
     return record
 

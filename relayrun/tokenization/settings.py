@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.config import yamlfile
 from relayrun.config.section import Line, Positive, Section, SlurmTime
 from relayrun.errors import ConfigError
@@ -132,9 +132,9 @@ _Settings = TypeVar("_Settings", bound=Section)
 
 
 def load_config(path: str | os.PathLike[str]) -> TokenizationConfig:
-    """Read a YAML config. Relative paths in it start at the folder that holds `launchers/`. Raises ConfigError."""
+    """Read a YAML config. Relative paths in it start at the project that holds the file. Raises ConfigError."""
     source = yamlfile.read(Path(path))
-    return _validate(TokenizationConfig, source).absolute(ROOT)
+    return _validate(TokenizationConfig, source).absolute(places.project(Path(path)))
 
 
 def settings_from_environment(environment: Mapping[str, str]) -> TokenizationSettings:
@@ -155,10 +155,10 @@ def settings_from_environment(environment: Mapping[str, str]) -> TokenizationSet
             raise ConfigError(f"{given[name]!r} is no number", where=name)
     values: dict[str, Any] = {ENVIRONMENT[name]: value for name, value in given.items()}
     values |= {name: int(values[name]) for name in ("tasks", "workers", "batch_bytes") if name in values}
-    places: dict[yamlfile.Location, str] = {(setting,): name for name, setting in ENVIRONMENT.items()}
-    settings = _validate(TokenizationSettings, yamlfile.LocatedSettings(values, places))
+    given_by: dict[yamlfile.Location, str] = {(setting,): name for name, setting in ENVIRONMENT.items()}
+    settings = _validate(TokenizationSettings, yamlfile.LocatedSettings(values, given_by))
     if "logs" not in values:
-        settings = settings.model_copy(update={"logs": str(ROOT / "logs")})
+        settings = settings.model_copy(update={"logs": str(places.project() / "logs")})
     return settings.absolute(os.getcwd())
 
 

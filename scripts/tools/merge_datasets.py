@@ -7,33 +7,9 @@ Folders come in the order given, the shards of each sorted. The result's record 
 its inputs and the checksums of its files.
 """
 
-from __future__ import annotations
-
-import argparse
 import sys
-from pathlib import Path
 
-from relayrun.errors import run_main
-from relayrun.shards.merge import merge
-from relayrun.shards.prefixes import find_prefixes
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--input",
-        required=True,
-        nargs="+",
-        type=Path,
-        metavar="DIR",
-        help="folders of shards, in the order in which they are to follow",
-    )
-    parser.add_argument("--output-prefix", required=True, metavar="P", help="gets P.bin, P.idx and P.record.json")
-    options = parser.parse_args()
-    prefixes = find_prefixes(options.input, listed=True)
-    shard = merge(prefixes, options.output_prefix)
-    print(f"{len(prefixes):,} shards, {shard.documents:,} documents, {shard.tokens:,} tokens: {shard.prefix}")
-
+from relayrun.cli import as_program, merge_shards
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    sys.exit(as_program(merge_shards, __doc__))

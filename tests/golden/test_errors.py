@@ -26,14 +26,13 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.config import compose, yamlfile
-from relayrun.errors import run_main
 from relayrun.files import read_json, write_json
 from relayrun.rundir import find
 from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import write_stop
 from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.record import MadeBy, write_own_record
+from relayrun.shards.record import MadeBy, ShardRecord, write_own_record
 from relayrun.submit import submission
 from relayrun.tokenization.dumps.split import prepare
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
@@ -67,10 +66,12 @@ class Place(Workspace):
 
     def script(self, name: str, *arguments: object) -> int:
         """Run a script of scripts/ or launchers/ as a program of its own would."""
-        called = runpy.run_path(str(ROOT / name))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", [name, *map(str, arguments)])
-            return run_main(called["main"])
+            with pytest.raises(SystemExit) as left:
+                runpy.run_path(str(ROOT / name), run_name="__main__")
+        assert isinstance(left.value.code, int)
+        return left.value.code
 
     def made(self) -> MadeBy:
         """What the workspace's own tokenizer leaves on record."""
@@ -167,7 +168,7 @@ def closed(place: Place, name: str) -> Path:
 
 def closed_run(place: Place) -> int:
     target = closed(place, "theirs") / "run"
-    path = place.config("run", run_dir=str(target))
+    path = place.config("run", run_dir=str(target), cluster={"python": None})
     (place.folder / "root").mkdir(mode=0o777)
     (place.folder / "root").chmod(0o777)
     with ordinary_user():
@@ -387,7 +388,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A workspace whose shards say which tokenizer made them."""
     made = Place(Workspace.make(tmp_path_factory.mktemp("prepared")).folder)
     for prefix in (made.folder / "data").glob("*.bin"):
-        write_own_record(str(prefix.with_suffix("")), made.made(), {})
+        write_own_record(str(prefix.with_suffix("")), ShardRecord(made=made.made(), xxh3_128={}))
     return made.folder
 
 
@@ -395,8 +396,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def place(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     made = Place(tmp_path)
-    monkeypatch.setattr(submission, "ROOT", tmp_path / "root")
-    monkeypatch.setattr(find, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(submission, "log_folder", lambda _: tmp_path / "root/logs/slurm/training")
+    monkeypatch.setattr(find, "runs", lambda: tmp_path / "runs")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", "/the/cache")
     monkeypatch.setenv("PATH", "/nowhere")

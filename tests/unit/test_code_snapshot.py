@@ -194,6 +194,7 @@ def test_a_checkout_that_breaks_under_a_running_chain_does_not_break_its_next_jo
     config = workspace.config(
         "run",
         training={"steps": 40_000},
+        data={"max_epochs": 1e6},
         checkpoint={"interval": 40_000},
         job={"ntasks_per_node": 1},
         debug={"backup_codebase": True},

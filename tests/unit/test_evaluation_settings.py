@@ -16,7 +16,8 @@ from relayrun.config import compose
 from relayrun.config.schema import RunConfig
 from relayrun.errors import ConfigError
 from relayrun.rundir.run import Run
-from relayrun.submit import check, submission
+from relayrun.submit import submission
+from relayrun.submit.check.report import of_config
 from tests.workspace import Workspace
 
 
@@ -123,14 +124,16 @@ def test_what_cannot_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match=r"evaluation.interval 15 is no multiple of checkpoint.interval 10"):
         config(tmp_path, {"interval": 15})
     with pytest.raises(ConfigError, match="nothing to evaluate on"):
-        check.check(config(tmp_path, {"interval": 20}))
+        of_config(config(tmp_path, {"interval": 20})).raise_errors()
     with pytest.raises(ConfigError, match="no such folder"):
-        check.check(config(tmp_path, {"interval": 20, "tasks": ["x"], "include_path": str(tmp_path / "none")}))
+        of_config(
+            config(tmp_path, {"interval": 20, "tasks": ["x"], "include_path": str(tmp_path / "none")})
+        ).raise_errors()
     named = config(tmp_path, {"interval": 20, "tasks": ["x"], "include_path": str(tmp_path)})
-    check.check(named)
+    of_config(named).raise_errors()
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find(name))
-    with pytest.raises(ConfigError, match=r"pip install 'relayrun\[evaluation\]'"):
-        check.check(named)
+    with pytest.raises(ConfigError, match=r"pip install 'relayrun\[evaluate\]'"):
+        of_config(named).raise_errors()
     data = {"tokenizer": str(tmp_path / "tokenizer.json"), "datasets": [str(tmp_path / "data")], "split": 0.1}
-    check.check(config(tmp_path, {"interval": 20}, data=data))
+    of_config(config(tmp_path, {"interval": 20}, data=data)).raise_errors()

@@ -64,6 +64,20 @@ def test_what_an_overtaken_attempt_commits_is_never_seen(run: Run) -> None:
     assert durable(run) == at(run, 20)
 
 
+def test_an_attempt_that_went_back_behind_a_damaged_checkpoint_has_a_line_that_rises(run: Run) -> None:
+    begin(run, 1)
+    for iteration in (10, 20):
+        commit(run, 1, iteration)
+    run.checkpoint(20).rename(run.path / "quarantine")
+    assert [entry.iteration for entry in line(run)] == [10, 20], "as long as nothing newer is saved"
+    commit(run, 1, 15, time=200.0)
+    assert [(entry.iteration, entry.time) for entry in line(run)] == [(10, 100.0), (15, 200.0)]
+    commit(run, 1, 20, time=300.0)
+    assert [(entry.iteration, entry.time) for entry in line(run)] == [(10, 100.0), (15, 200.0), (20, 300.0)]
+    begin(run, 2, base=20)
+    assert [entry.iteration for entry in line(run)] == [10, 15, 20]
+
+
 def test_a_torn_checkpoint_is_quarantined_and_the_one_before_counts(run: Run) -> None:
     begin(run, 1)
     commit(run, 1, 10)

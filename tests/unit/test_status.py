@@ -228,7 +228,7 @@ def test_all_runs_are_a_line_each_the_newest_first(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "tests").mkdir()
-    monkeypatch.setattr(find, "RUNS", tmp_path)
+    monkeypatch.setattr(find, "runs", lambda: tmp_path)
     for name, start in (("older", NOW - 500), ("newer", NOW - 5)):
         made, plan = make_run(folder=f"tests/{name}")
         Plan.of(vars(plan) | {"run": f"tests/{name}"}).write(made.plan)
@@ -285,7 +285,7 @@ def test_find_prefers_what_is_a_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made, _plan = make_run(folder="run")
-    monkeypatch.setattr(find, "RUNS", tmp_path)
+    monkeypatch.setattr(find, "runs", lambda: tmp_path)
     assert find.find_run(str(made.path)) == made
     assert find.find_run("run").path == made.path
     with pytest.raises(RunDirError, match="this is no run directory"):

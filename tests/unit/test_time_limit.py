@@ -56,7 +56,7 @@ def test_a_limit_that_is_over_before_the_start_is_told(tmp_path: Path) -> None:
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
-    monkeypatch.setattr(submission, "ROOT", tmp_path / "root")
+    monkeypatch.setattr(submission, "log_folder", lambda _: tmp_path / "root/logs")
     return Workspace.make(tmp_path)
 
 
