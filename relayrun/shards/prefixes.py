@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from relayrun.errors import InputError, nearest_path
+from relayrun.errors import InputError, RelayrunError, nearest_path, together
 from relayrun.files import ASIDE
 
 SUFFIXES = (".bin", ".idx")
@@ -39,16 +39,20 @@ def expand(paths: Sequence[str], *, listed: bool = True) -> list[str]:
     """Return every prefix that folders, prefixes, or patterns (`*`, `?`, `[..]`) of either lead to, each once.
 
     They come in the order of `paths`, sorted where one path leads to several; without `listed`, sorted all together.
-    Raises InputError as `find_prefixes`, and for a path that leads to nothing.
+    Raises InputError as `find_prefixes`, and for paths that lead to nothing.
     """
-    found = [_matches(path) for path in paths]
-    for _, prefixes in found:
-        for prefix in prefixes:
-            for suffix in SUFFIXES:
-                if not os.path.isfile(prefix + suffix):
-                    raise InputError(
-                        "a shard needs both its .bin and its .idx file; this one is missing", where=prefix + suffix
-                    )
+    found: list[tuple[list[Path], set[str]]] = []
+    bad: list[RelayrunError] = []
+    for path in paths:
+        try:
+            found.append(_matches(path))
+        except InputError as error:
+            bad.append(error)
+    if bad:
+        raise together(bad, "paths lead to nothing")
+    files = (prefix + suffix for _, prefixes in found for prefix in sorted(prefixes) for suffix in SUFFIXES)
+    if half := [_half(file) for file in files if not os.path.isfile(file)]:
+        raise together(half, "shards are not whole")
     if not listed:
         folders = [folder for below, _ in found for folder in below]
         return sorted(set(find_prefixes(folders)).union(*(prefixes for _, prefixes in found)))
@@ -86,6 +90,14 @@ def _below(root: Path, seen: set[tuple[int, int]]) -> set[str]:
             "no .bin and .idx files below this folder", where=root, hint="tokenize into it first, or leave it out"
         )
     return found
+
+
+def _half(missing: str) -> InputError:
+    return InputError(
+        "a shard needs both its .bin and its .idx file; this one is missing",
+        where=missing,
+        hint="wait until it is written, tokenize it again, or remove its other half",
+    )
 
 
 def one_line(prefixes: Sequence[str]) -> str:
@@ -128,12 +140,7 @@ def _walk(root: str, seen: set[tuple[int, int]]) -> Iterator[str]:
                     stems[suffix].add(stem)
         bins, indices = stems.values()
         if bins != indices:
-            alone = min(bins ^ indices)
-            missing = alone + (".idx" if alone in bins else ".bin")
-            raise InputError(
-                "a shard needs both its .bin and its .idx file; this one is missing",
-                where=os.path.join(folder, missing),
-                hint="wait until it is written, tokenize it again, or remove its other half",
-            )
+            missing = [os.path.join(folder, stem + (".idx" if stem in bins else ".bin")) for stem in bins ^ indices]
+            raise together([_half(path) for path in sorted(missing)], "shards are not whole")
         yield from (os.path.join(folder, stem) for stem in bins)
         waiting.extend(sorted(folders, reverse=True))

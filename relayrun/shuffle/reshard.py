@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from relayrun.errors import InputError
+from relayrun.errors import InputError, refuse_unwritable
 from relayrun.files import remove_leftovers, replaced_folder, temporary_prefix
 from relayrun.shuffle.buckets import Buckets, InMemory, OnDisk, Partition, keyed, scatter
 from relayrun.shuffle.lengths import Lengths, draw
@@ -174,6 +174,7 @@ def make_plan(options: ReshardOptions, *, tasks: int) -> Plan:
     output = os.path.realpath(options.output)
     if os.path.lexists(options.output):
         raise InputError("the output exists", where=options.output, hint="move it away, or choose another folder")
+    refuse_unwritable(options.output)
     folder = stores.absolute(options.dataset_folder)
     if not stores.is_url(folder) and Path(output).is_relative_to(os.path.realpath(folder)):
         raise InputError("the output would lie in the dataset folder, and join its files", where=options.output)

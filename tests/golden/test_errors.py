@@ -292,7 +292,9 @@ CASES = [
     ),
     Case(
         "forbidden-path",
-        lambda place: place.with_settings(cluster={"read_only_paths": [str(place.folder)]}),
+        lambda place: place.with_settings(
+            cluster={"read_only_paths": [str(place.folder / "closed")]}, run_dir=str(place.folder / "closed" / "run")
+        ),
     ),
     Case("metadata-missing", lambda place: place.tokenize(DOCUMENT, metadata_folder=str(place.folder / "metta"))),
     Case("paths-file-empty", lambda place: preprocess(place, files="")),
@@ -366,7 +368,7 @@ CASES = [
     ),
     Case("window-too-long", settings(training={"seq_length": 100_000})),
     # Slurm
-    Case("slurm-missing", settings(cluster={"scheduler": "slurm"})),
+    Case("slurm-missing", settings(cluster={"scheduler": "slurm", "host_python": sys.executable})),
     Case("account-with-a-line-break", settings(job={"account": "a\nb"}), line=True),
     Case("group-unknown", settings(chain={"triggers_group": "no-such-group"})),
     Case("lead-too-long", settings(chain={"lead": 600})),

@@ -23,12 +23,14 @@ from relayrun.rundir import find
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import DatasetManifest
 from relayrun.shards.merge import merge
+from relayrun.shards.prefixes import expand, find_prefixes
 from relayrun.tokenization.dumps.jobs import begin
 from relayrun.tokenization.dumps.split import prepare
 from relayrun.tokenization.encode import hub, tokenizer
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
 from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.pipeline import tokenize
+from relayrun.tokenization.readers.rows import look_at
 from relayrun.tokenization.settings import TokenizationSettings
 
 from .test_submission_refusals import ordinary_user
@@ -196,6 +198,22 @@ def test_all_damaged_shards_are_named(tmp_path: Path) -> None:
         os.truncate(tmp_path / f"s{number}.bin", 4)
     with pytest.raises(InputError, match=r"2 of 3 shards cannot be used:\n  \S+s0.bin: .*\n  \S+s2.bin: "):
         DatasetManifest.build(prefixes)
+
+
+def test_what_is_wrong_in_several_files_is_said_at_once(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        ShardWriter(tmp_path / "shards" / name, np.uint16).abort()
+        (tmp_path / "shards" / f"{name}.bin").write_bytes(b"")
+        (tmp_path / f"{name}.jsonl").symlink_to("/nowhere")
+        write_parquet(tmp_path / f"{name}.parquet", ["x"], column="text" if name == "b" else "contents")
+    with pytest.raises(InputError, match=r"3 shards are not whole:\n  \S+a.idx: .*\n  \S+b.idx: .*\n  \S+c.idx: "):
+        find_prefixes([tmp_path / "shards"])
+    with pytest.raises(InputError, match=r"2 paths lead to nothing:\n  \S+/x: .*\n  \S+/y: "):
+        expand([f"{tmp_path}/x", f"{tmp_path}/shards", f"{tmp_path}/y"])
+    with pytest.raises(InputError, match=r"3 links lead nowhere:\n  \S+a.jsonl: .*\n  \S+b.jsonl: .*\n  \S+c.jsonl: "):
+        prepare(tmp_path, tmp_path / "meta")
+    with pytest.raises(InputError, match=r"2 of 3 files cannot be shuffled:\n  \S+a.parquet: .*\n  \S+c.parquet: "):
+        look_at([(f"{tmp_path}/{name}.parquet", 1) for name in ("a", "b", "c")], "text")
 
 
 def test_errors_come_together_with_their_hints() -> None:

@@ -15,7 +15,7 @@ import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from relayrun.errors import InputError, RelayrunError
+from relayrun.errors import InputError, RelayrunError, nearest_path, refuse_unwritable, together
 from relayrun.files import fsync_directory, write_atomic
 from relayrun.tokenization.dumps.metadata import MetadataFolder, replace_link
 from relayrun.tokenization.readers import stores
@@ -87,7 +87,9 @@ def _find_below_url(url: str, is_wanted: Callable[[str], bool]) -> list[DataFile
 
 def _find_locally(folder: str, is_wanted: Callable[[str], bool]) -> list[DataFile]:
     if not os.path.isdir(folder):
-        raise InputError("there is no such dataset folder", where=folder)
+        hint = nearest_path(folder) or "give the folder that holds the files of text, or a URL"
+        raise InputError("there is no such dataset folder", where=folder, hint=hint)
+    dead: list[InputError] = []
     found: list[DataFile] = []
     top = os.stat(folder)
     stack = [("", frozenset({(top.st_dev, top.st_ino)}))]
@@ -103,9 +105,9 @@ def _find_locally(folder: str, is_wanted: Callable[[str], bool]) -> list[DataFil
                     if not wanted:
                         continue
                     if entry.is_symlink():
-                        raise InputError(
-                            f"this link leads nowhere ({error.strerror})", where=printable(entry.path)
-                        ) from None
+                        what, hint = f"this link leads nowhere ({error.strerror})", "mend or remove it, or --filter-out"
+                        dead.append(InputError(what, where=printable(entry.path), hint=hint))
+                        continue
                     raise
                 identity = (status.st_dev, status.st_ino)
                 if stat.S_ISDIR(status.st_mode):
@@ -113,6 +115,8 @@ def _find_locally(folder: str, is_wanted: Callable[[str], bool]) -> list[DataFil
                         stack.append((path, ancestors | {identity}))
                 elif wanted and stat.S_ISREG(status.st_mode):
                     found.append(DataFile(path=path, size=status.st_size, identity=identity))
+    if dead:
+        raise together(sorted(dead, key=str), "links lead nowhere")
     return found
 
 
@@ -148,6 +152,7 @@ def prepare(
     dataset = stores.absolute(dataset_folder)
     found = find_files(dataset, filter_in=filter_in, filter_out=filter_out)
     metadata = MetadataFolder(metadata_folder)
+    refuse_unwritable(metadata.path)
     metadata.path.mkdir(parents=True, exist_ok=True)
     with metadata.hold():
         metadata.refuse_live_jobs()

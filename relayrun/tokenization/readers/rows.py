@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from relayrun.errors import InputError
+from relayrun.errors import InputError, RelayrunError, together
 from relayrun.tokenization.readers import stores
 from relayrun.tokenization.readers.columns import read_column, unreadable
 from relayrun.tokenization.readers.faults import LineFaults
@@ -58,18 +58,33 @@ class RowFile:
 def look_at(files: Sequence[tuple[str, int]], column: str) -> list[RowFile]:
     """What these files (path, bytes on disk) are, from the footers of those that are parquet.
 
-    Raises InputError naming a file that is torn, lacks the column, or has other columns than the first one.
+    Raises InputError naming the files that are torn, lack the column, or have other columns than the first one.
     """
+    bad: list[RelayrunError] = []
+
+    def tried(file: tuple[str, int]) -> RowFile | None:
+        try:
+            return _look_at(*file, column)
+        except InputError as error:
+            bad.append(error)
+            return None
+
     with ThreadPoolExecutor(_FOOTERS_AT_A_TIME) as pool:
-        found = list(pool.map(lambda file: _look_at(file[0], file[1], column), files))
+        found = [file for file in pool.map(tried, files) if file is not None]
+    if bad:
+        raise together(sorted(bad, key=str), f"of {len(files):,} files cannot be shuffled")
     first = wide(found[0].schema)
-    for file in found[1:]:
-        if (schema := wide(file.schema)) != first:
-            raise InputError(
-                f"its columns are others than those of {printable(found[0].path)}: {_difference(schema, first)}",
-                where=printable(file.path),
-                hint="shuffle files of one kind at a time",
-            )
+    bad += [
+        InputError(
+            f"its columns are others than those of {printable(found[0].path)}: {_difference(schema, first)}",
+            where=printable(file.path),
+            hint="shuffle files of one kind at a time",
+        )
+        for file in found[1:]
+        if (schema := wide(file.schema)) != first
+    ]
+    if bad:
+        raise together(bad, f"of {len(files):,} files have other columns than the first one")
     return found
 
 
