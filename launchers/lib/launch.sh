@@ -3,7 +3,8 @@
 # the run directory from the settings; its successors are rendered jobs that need no settings.
 #
 #   sbatch launchers/submit-demo.sh             submit
-#   bash launchers/submit-demo.sh --dry-run     print the job that every attempt will be; nothing is submitted
+#   bash launchers/submit-demo.sh --check       what would be refused, and the plan of the run; nothing is submitted
+#   bash launchers/submit-demo.sh --dry-run     the same, briefly, and the job that every attempt will be
 set -euo pipefail
 
 RELAYRUN_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
@@ -36,7 +37,11 @@ if [[ -z "${SLURM_JOB_ID:-}" ]]; then
     prepare --dry-run
     exit 0
   fi
-  echo "error: not inside a Slurm job; submit with: sbatch ${0@Q} (or print the job with --dry-run)" >&2
+  if [[ "${1:-}" == --check ]]; then
+    prepare --check="${0}"
+    exit 0
+  fi
+  echo "error: not inside a Slurm job; submit with: sbatch ${0@Q} (or look at it first with --check or --dry-run)" >&2
   exit 1
 fi
 

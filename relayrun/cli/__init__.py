@@ -14,6 +14,7 @@ from relayrun.errors import run_main
 COMMANDS = {
     "init": ("init", "a new project: launchers, configs and a site file in a folder of its own"),
     "submit": ("submit", "submit a training run"),
+    "check": ("check", "what a submit would refuse or warn of, and the plan of the run"),
     "resume": ("resume", "submit a run again as it was submitted last"),
     "launch": ("launch", "what the sbatch scripts of launchers/ call"),
     "config": ("config", "the settings of a run config, or of a run, and where each value comes from"),

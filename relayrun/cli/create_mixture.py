@@ -59,6 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="cut none: weights hold to one shard (for readers that take all of a .bin)",
     )
+    parser.add_argument(
+        "--allow-other-tokenizer",
+        action="store_true",
+        help="take shards of different tokenizers, with a warning: for one to which tokens were added",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the table; write nothing")
     parser.set_defaults(run=run)
 
@@ -74,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         allow_repeats=arguments.allow_repeats,
         most_repeats=arguments.most_repeats,
         whole_shards=arguments.whole_shards,
+        allow_other_tokenizer=arguments.allow_other_tokenizer,
         dry_run=arguments.dry_run,
         report=lambda line: print(line, file=sys.stderr),
     )

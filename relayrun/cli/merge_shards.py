@@ -11,14 +11,21 @@ from relayrun.shards.prefixes import find_prefixes
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("--input", required=True, nargs="+", type=Path, metavar="DIR", help="folders of shards")
-    parser.add_argument("--output-prefix", required=True, metavar="P", help="gets P.bin and P.idx")
+    parser.add_argument(
+        "--input",
+        required=True,
+        nargs="+",
+        type=Path,
+        metavar="DIR",
+        help="folders of shards, in the order in which they are to follow",
+    )
+    parser.add_argument("--output-prefix", required=True, metavar="P", help="gets P.bin, P.idx and P.record.json")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Merge the token shards of a folder into one, byte by byte. Raises RelayrunError."""
-    prefixes = find_prefixes(options.input)
+    prefixes = find_prefixes(options.input, listed=True)
     shard = merge(prefixes, options.output_prefix)
     print(f"{len(prefixes):,} shards, {shard.documents:,} documents, {shard.tokens:,} tokens: {shard.prefix}")
     return 0

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from relayrun.errors import InputError
 from relayrun.shards.prefixes import find_prefixes
-from relayrun.shards.verify import RECORD, Verified, verify
+from relayrun.shards.record import RECORD
+from relayrun.shards.verify import Verified, verify
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +73,6 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(
             f"{len(wrong):,} of {len(checked):,} shards have faults",
             hint="tokenize their dumps again, which makes these shards anew; `relayrun dumps verify METADATA_FOLDER` "
-            "opens finished dumps for that",
+            "opens finished dumps for that; merge again what was merged",
         )
     return 0

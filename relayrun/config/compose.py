@@ -8,6 +8,7 @@ the line and, for an unknown name, the nearest one that there is.
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from relayrun.config import mixture, yamlfile
 from relayrun.config.schema import DataSource, RunConfig
 from relayrun.config.training import LOSS_MEAN_BEFORE
 from relayrun.config.yamlfile import LocatedSettings, Location
-from relayrun.errors import ConfigError
+from relayrun.errors import ConfigError, nearest, nearest_path
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -56,7 +57,8 @@ def validate(settings: LocatedSettings, root: Path | None = None) -> RunConfig:
         config = RunConfig.model_validate(settings.values)
     except ValidationError as error:
         lines = [_explain(detail, settings) for detail in error.errors()]
-        raise ConfigError("\n       ".join(lines)) from None
+        remedies = list(dict.fromkeys(_remedy(detail, settings) for detail in error.errors()))
+        raise ConfigError("\n       ".join(lines), hint="\n     ".join(remedies)) from None
     data = config.data
     evaluation = config.evaluation
     if evaluation is not None and evaluation.include_path is not None:
@@ -120,7 +122,11 @@ def _read_with_includes(path: Path, chain: tuple[Path, ...]) -> LocatedSettings:
         raise ConfigError("include is a list of file names", where=own.place(("include",)))
     result = LocatedSettings()
     for name in includes:
-        result.merge(_read_with_includes(path.parent / name, (*chain, path)))
+        included = path.parent / name
+        if not included.is_file():
+            where, hint = own.place(("include",)), nearest_path(included) or "name a file by its path from here"
+            raise ConfigError(f"there is no such file to include: {name}", where=where, hint=hint)
+        result.merge(_read_with_includes(included, (*chain, path)))
     result.merge(own)
     return result
 
@@ -131,7 +137,9 @@ def _overrides(texts: Sequence[str]) -> LocatedSettings:
         name, equals, value = text.partition("=")
         location = tuple(name.split("."))
         if not equals or not all(location):
-            raise ConfigError(f"{text!r} is no override; write NAME.NAME=VALUE", where="--set")
+            raise ConfigError(
+                f"{text!r} is no override; write NAME.NAME=VALUE", where="--set", hint="for example training.steps=50"
+            )
         nested: Any = yamlfile.parse_value(value)
         places = {(*location, *inner): f"--set {text}" for inner in _locations(nested)}
         for part in reversed(location):
@@ -158,7 +166,9 @@ def _insert_cluster(settings: LocatedSettings, path: Path) -> None:
         if file is None:
             known = sorted({entry.stem for each in folders for entry in each.glob("*.yaml")})
             raise ConfigError(
-                f"unknown cluster {name!r}; there are: {', '.join(known)}", where=settings.place(("cluster",))
+                f"unknown cluster {name!r}; there are: {', '.join(known)}",
+                where=settings.place(("cluster",)),
+                hint=nearest(name, known) or f"name one of them, or write {file}",
             )
         cluster = yamlfile.read(file)
         settings.values["cluster"] = cluster.values
@@ -191,6 +201,25 @@ def _explain(detail: Any, settings: LocatedSettings) -> str:
         message += f", not {detail['input']!r}"
     prefix = f"{place}: " if place else ""
     return f"{prefix}{name}: {message}" if name else f"{prefix}{message}"
+
+
+_SETTING = re.compile(r"\b[a-z_]+(?:\.[a-z_0-9]+)+\b")
+"""A setting's name in a message."""
+
+
+def _remedy(detail: Any, settings: LocatedSettings) -> str:
+    """What to do about an error of the schema."""
+    location: Location = tuple(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return "rename it, or leave it out; `relayrun explain` lists all settings"
+    if not location:  # several settings do not fit together
+        names = {tuple(name.split(".")) for name in _SETTING.findall(detail["msg"])}
+        known = sorted(name for name in names if name[-1] in _fields_at(name[:-1]))
+        places = [f"{'.'.join(name)} ({settings.place(name) or 'by default'})" for name in known]
+        return f"change {' or '.join(places)}" if places else "`relayrun explain` says what the settings mean"
+    while len(location) > 1 and location[-1] not in _fields_at(location[:-1]):
+        location = location[:-1]
+    return f"`relayrun explain {'.'.join(location)}` says what it takes"
 
 
 def _fields_at(location: Location) -> list[str]:

@@ -87,12 +87,13 @@ def script(setup: Setup, config: RunConfig, program: Sequence[str], *, time: str
         srun = slurm.every_task_command(plan, nodes=job.nodes, cpus_per_task=str(job.cpus_per_task))
         measured = rank_command(given, bandwidth.PROGRAM, f"--setup={setup_file}", f"--output={output}")
         before.append([*srun, f"--time={SRUN_MINUTES}", *measured])
-    single = [*slurm.single_task_command(plan), f"--cpus-per-task={job.cpus_per_task * job.ntasks_per_node}"]
+    single = slurm.single_task_command(plan, cpus_per_task=str(job.cpus_per_task * job.ntasks_per_node))
     return render.program_script(
         plan,
         "check",
         options,
         environment={"PYTHONUNBUFFERED": "1", "PYTHONPATH": given.environment()["PYTHONPATH"], **plan.environment},
         command=[*single, given.python, *program],
+        fallback=setup.path,
         before=before,
     )

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from relayrun.chain import nodes, signs, supervisor
+from relayrun.chain import fallback, nodes, signs, supervisor
 from relayrun.chain.watch import read_heartbeats
-from relayrun.errors import RunDirError, SchedulerError
+from relayrun.errors import RunDirError, SchedulerError, user_name
 from relayrun.files import read_lines
 from relayrun.monitoring.remaining import Past, Remaining, remaining
 from relayrun.rundir import evaluations, quarantine, triggers
@@ -54,6 +54,8 @@ class Queue:
     """What the scheduler answered about the jobs of a run."""
 
     jobs: list[Job] = field(default_factory=list)
+    fallback_jobs: list[Job] = field(default_factory=list)
+    """Small jobs that go on with the chain where one of `jobs` fails; see `relayrun.chain.fallback`."""
     error: str | None = None
     """Why the scheduler did not answer; None if it did."""
     hidden: str | None = None
@@ -80,6 +82,8 @@ class RunStatus:
     auto_requeue: bool
     jobs: list[Job]
     """Jobs of the chain that are queued or run."""
+    fallback_jobs: list[Job]
+    """Small jobs that go on with the chain where one of `jobs` fails."""
     scheduler_error: str | None
     stop: str | None
     """Why the chain ended; None while it has not."""
@@ -176,13 +180,15 @@ def ask(run: Run) -> Queue:
         waiting_jobs = [job for job in jobs if job.state == "PENDING"]
         hidden = not jobs and plan.owner is not None and signs.is_anothers(plan) and plan.scheduler == "slurm"
         if hidden and history.others_are_hidden():
-            name = triggers.user_name(plan.owner or 0)
+            name = user_name(plan.owner or 0)
             return Queue(hidden=f"Slurm shows the jobs of {name}, who owns this run, to nobody else")
+        fallback_jobs = fallback.live(plan, asked, anyone=True)
         nothing_runs = all(job.state in ("PENDING", "COMPLETING") for job in jobs)
         return Queue(
             jobs=jobs,
+            fallback_jobs=fallback_jobs,
             evaluations=states,
-            reasons=history.pending_reasons(plan) if waiting_jobs else {},
+            reasons=history.pending_reasons(plan) if waiting_jobs or fallback_jobs else {},
             last_job=history.last_job(plan, run, since=_asked_since(run)) if nothing_runs else None,
             abandoned=history.abandoned(plan, run) if waiting_jobs else [],
         )
@@ -265,9 +271,10 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
         mode=plan.mode,
         auto_requeue=plan.auto_requeue,
         jobs=queue.jobs,
+        fallback_jobs=queue.fallback_jobs,
         scheduler_error=f"the scheduler did not answer: {queue.error}" if queue.error else queue.hidden,
         stop=stop,
-        pending={job.id: queue.reasons[job.id] for job in queue.jobs if job.id in queue.reasons},
+        pending={job.id: queue.reasons[job.id] for job in queue.jobs + queue.fallback_jobs if job.id in queue.reasons},
         last_job=queue.last_job,
         broken=_why_broken(run, plan, queue, begin, last_end) if state == "broken" else None,
         go_on=shlex.join(["relayrun", "resume", str(run.path)]) if state == "broken" else None,
@@ -364,6 +371,8 @@ def _state(run: Run, plan: Plan, queue: Queue, stop: str | None, last_end: End |
     if queue.error is not None:
         return "unknown"
     if any(job.state == "PENDING" and job.id not in queue.abandoned for job in queue.jobs):
+        return "queued"
+    if queue.fallback_jobs:  # it is about to queue a job, or waits for room itself
         return "queued"
     planned = not plan.auto_requeue and last_end is not None and last_end.cause in PLANNED
     newest = last_end is not None and last_end.attempt > plan.submitted_after_attempt

@@ -42,6 +42,8 @@ class Plan(Record):
     auto_requeue: bool
     mode: Literal["singleton", "requeue"]
     """How one job follows the other: a successor queued behind it, or the same job queued again."""
+    fallback_job: bool = False
+    """Whether a small job waits behind the chain's newest one, in case that one fails without a word."""
     max_failed_attempts: int
     time_limit: int
     """Seconds."""
@@ -106,6 +108,11 @@ class Plan(Record):
         plan = replace(self, format=FORMAT)
         plan.write(run.plan)
         return plan
+
+    @property
+    def fallback_job_name(self) -> str:
+        """Slurm's name for the fallback job; another one than the chain's, whose singletons it must not hold up."""
+        return f"{self.job_name}-fallback"
 
     @property
     def ntasks(self) -> int:

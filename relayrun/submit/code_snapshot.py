@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from relayrun import __version__
-from relayrun.files import umask, write_atomic
+from relayrun.files import remove_leftovers, temporary_prefix, umask, write_atomic
 from relayrun.monitoring.secrets import is_secret_name, masked
 from relayrun.rundir.run import Run
 
@@ -41,13 +41,14 @@ PARTS = ("relayrun", "launchers", "scripts", "configs")
 def snapshot(run: Run, root: Path) -> Path:
     """Copy the code in `root`, uncommitted and new files included, and return the copy's folder."""
     run.code.mkdir(exist_ok=True)
+    remove_leftovers(run.code)
     files = _files(root, run.path)
     digest = _digest(files)
     known = sorted(path for path in run.code.iterdir() if path.name.isdecimal())
     if known and _read(known[-1].with_suffix(".sha256")) == digest:
         return known[-1]
     target = run.code / f"{int(known[-1].name) + 1 if known else 1:04}"
-    copied = Path(tempfile.mkdtemp(dir=run.code, prefix=".tmp-"))
+    copied = Path(tempfile.mkdtemp(dir=run.code, prefix=temporary_prefix()))
     try:
         for name, source in files.items():
             (copied / name).parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,9 @@
 """Merge the token shards of a folder into one shard, byte by byte, without reading a token.
 
 merge_datasets.py --input tokens/web/dump-0 --output-prefix tokens/web-merge/dump-0-merged
+
+Folders come in the order given, the shards of each sorted. The result's record (P.record.json) names the tokenizer of
+its inputs and the checksums of its files.
 """
 
 import sys
