@@ -35,28 +35,33 @@ def base(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
 @pytest.mark.slow
 def test_the_base_alone_submits_looks_and_makes_a_project_from_an_empty_folder(base: Installed, tmp_path: Path) -> None:
     relayrun = base.folder / "bin/relayrun"
-    said = base.run(relayrun, "init", "my-project", "--cluster", "generic", cwd=tmp_path).stdout
+    said = base.run(relayrun, "init", "my-project", "--cluster", "local", cwd=tmp_path).stdout
     next_three = [line.split() for line in said.splitlines() if line.startswith("  ")]
     assert next_three[0] == ["cd", "my-project"]
-    for command in next_three[1:]:
-        base.run(*command, *({"--dry-run"} - set(command)), cwd=tmp_path / "my-project")
     project = tmp_path / "my-project"
     inside = project / "configs"
-    config = "runs/my-run.yaml"
-    script = base.run(relayrun, "submit", config, "--set", "data.mock_data=true", "--dry-run", cwd=inside).stdout
+    # the base alone trains nothing, and says so before anything is queued; the ranks may have another Python
+    refused = base.run(*next_three[2], cwd=project, code=1).stderr
+    assert "torch" in refused
+    assert "cluster.python" in refused
+    ranks = f"cluster.python={sys.executable}"
+    base.run(*next_three[1], "--set", ranks, cwd=project)
+    mocked = ["--set", "data.mock_data=true", "--set", ranks, "--dry-run"]
+    script = base.run(relayrun, "submit", project / "configs/runs/my-run.yaml", *mocked, cwd=tmp_path).stdout
     assert f"export RELAYRUN_RUN_DIR={project}/logs/runs/my-project/my-run\n" in script
     # nothing that an upgrade of the package replaces
     assert f"export RELAYRUN_ROOT={project}/logs/runs/my-project/my-run/code/0001\n" in script
     assert str(base.packages) not in script
-    launcher = base.run("bash", project / "launchers/submit-my-run.sh", "--dry-run", cwd=tmp_path).stdout
-    assert launcher == base.run(relayrun, "submit", config, "--dry-run", cwd=inside).stdout
-    assert "no runs below " + str(project / "logs/runs") in base.run(relayrun, "status", cwd=inside).stdout
-    assert "steps: 1000" in base.run(relayrun, "config", config, cwd=inside).stdout
-    # a checkpoint cannot be exported here: what is missing has a name, and so has the way to get it
-    refused = base.run(relayrun, "export", "hf", "--help", cwd=inside, code=1).stderr
-    assert "error: this needs torch" in refused
-    assert "pip install 'relayrun[train]'" in refused
-    assert "usage: relayrun" in base.run(base.folder / "bin/python", "-m", "relayrun", "--help", cwd=tmp_path).stdout
+    launcher = base.run("bash", project / "launchers/submit-my-run.sh", "--dry-run", cwd=tmp_path, code=1).stdout
+    assert launcher == script
+    assert "steps: 1000" in base.run(relayrun, "config", "runs/my-run.yaml", cwd=inside).stdout
+    looked = base.run(base.folder / "bin/python", "-m", "relayrun", "status", cwd=inside).stdout
+    assert f"no runs below {project}/logs/runs" in looked
+    # what is missing has a name, and so has the way to get it
+    shuffle = ["dumps", "shuffle", "--dataset-folder", "data", "--output-folder", "shuffled"]
+    refused = base.run(relayrun, *shuffle, cwd=inside, code=1).stderr
+    assert "error: this needs pyarrow" in refused
+    assert "pip install 'relayrun[tokenize]'" in refused
     assert not any((project / "logs").rglob("*.yaml"))
     assert list(base.home.iterdir()) == []
 

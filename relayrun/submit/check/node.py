@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.config.schema import RunConfig
 from relayrun.errors import ConfigError
 from relayrun.submit.check.finding import Findings
@@ -109,7 +109,7 @@ def _names(config: RunConfig) -> list[str]:
 
 def _search_path(config: RunConfig) -> str:
     given = config.cluster.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    return os.pathsep.join([str(ROOT), *filter(None, given.split(os.pathsep))])
+    return os.pathsep.join([str(places.CODE), *filter(None, given.split(os.pathsep))])
 
 
 def _is_here(name: str) -> bool:
