@@ -24,9 +24,4 @@ What lies where. A package imports only packages that stand below it in this lis
     errors          every error that is raised on purpose
 """
 
-from pathlib import Path
-
 __version__ = "0.1.0"
-
-ROOT = Path(__file__).resolve().parents[1]
-"""The folder that the package is imported from; `relayrun.places` says what lies where."""

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from relayrun import places
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import RunConfig
 from relayrun.config.yamlfile import LocatedSettings, Location
@@ -54,7 +53,7 @@ def read(name: str, overrides: list[str]) -> tuple[RunConfig, LocatedSettings | 
     """The config that a file, or RUN[:REVISION], means, and of a file where its values stand. Raises RelayrunError."""
     if Path(name).is_file():
         given = compose.read_settings(Path(name), overrides)
-        return compose.validate(given, places.project(Path(name))), given
+        return compose.validate(given), given
     if Path(name).suffix in (".yaml", ".yml"):
         raise ConfigError("there is no such config file", where=name, hint=nearest_path(name) or None)
     text, colon, number = name.rpartition(":")

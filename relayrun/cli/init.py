@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     print(
         f"{options.folder}: {sum(made.values())} files written, for cluster {cluster!r}; next:\n"
         f"  cd {options.folder}\n"
-        f"  relayrun submit {project.RUN} --set data.mock_data=true --dry-run\n"
+        f"  relayrun check {project.RUN} --set data.mock_data=true\n"
         f"  relayrun submit {project.RUN} --set data.mock_data=true --set training.steps=40"
     )
     return 0

@@ -31,13 +31,13 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Paths in the result are absolute. Raises ConfigError.
     """
-    return validate(read_settings(path, overrides), places.project(path))
+    return validate(read_settings(path, overrides))
 
 
 def read_settings(path: Path, overrides: Sequence[str] = ()) -> LocatedSettings:
     """Compose the run config at `path` without checking it: what was given, and where. Raises ConfigError."""
     settings = _read_with_includes(path, ())
-    root = places.project(path)
+    settings.root = root = places.project(path)
     mixture.insert(settings, root)  # so that overrides may change a part of it
     of_cluster = [text for text in overrides if text.startswith("cluster.")]
     settings.merge(_overrides([text for text in overrides if text not in of_cluster]))
@@ -49,12 +49,12 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> LocatedSettings:
     return settings
 
 
-def validate(settings: LocatedSettings, root: Path | None = None) -> RunConfig:
-    """Check composed settings against the schema and make their paths absolute.
+def validate(settings: LocatedSettings) -> RunConfig:
+    """Check composed settings against the schema and make their paths absolute, from `settings.root`.
 
-    Relative paths start at `root`, by default the project of the working directory. Raises ConfigError.
+    Raises ConfigError.
     """
-    root = root or places.project()
+    root = settings.root or places.project()
     try:
         config = RunConfig.model_validate(settings.values)
     except ValidationError as error:

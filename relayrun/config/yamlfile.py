@@ -48,6 +48,8 @@ class LocatedSettings:
 
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[Location, str] = field(default_factory=dict)
+    root: Path | None = None
+    """Where relative paths in the values start; None: the project of the working directory."""
 
     def place(self, location: Location) -> str | None:
         """Where the setting, or the nearest one around it, was written."""

@@ -51,7 +51,8 @@ _README = """\
 A project of relayrun. Relative paths in configs start in this folder, from wherever a command is called.
 
 ```
-relayrun submit {run} --dry-run                        # print the job; nothing is submitted
+relayrun check {run} --set data.mock_data=true         # what would be refused, and the plan
+relayrun submit {run} --set data.mock_data=true --dry-run   # print the job; nothing is submitted
 relayrun submit {run} --set data.mock_data=true        # train on made-up tokens
 relayrun status                                        # all runs of this project
 ```

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,86 +15,15 @@ from relayrun import __version__
 from relayrun.errors import EXTRAS
 from relayrun.rundir.run import Run
 from relayrun.submit import code_snapshot
+from tests.wheel import ROOT, Installed, build, install
 
-ROOT = Path(__file__).resolve().parents[2]
 MODULES = {"megatron-core": "megatron", "lm_eval": "lm_eval", "splintr-rs": "splintr", "nvidia-ml-py": "pynvml"}
 """Packages whose modules have other names."""
 
 
-def closure(names: Iterable[str], extra: str = "") -> set[str]:
-    """The distributions that some requirements bring, by the environment that the tests run in."""
-    found: set[str] = set()
-    open_ = {(re.sub(r"[-_.]+", "-", name).lower(), extra) for name in names}
-    while open_:
-        name, wanted = open_.pop()
-        found.add(name)
-        for text in importlib.metadata.requires(name) or ():
-            requirement = Requirement(text)
-            if requirement.marker is None or requirement.marker.evaluate({"extra": wanted}):
-                own = re.sub(r"[-_.]+", "-", requirement.name).lower()
-                parts = {(own, each) for each in (requirement.extras or {""})}
-                open_ |= {part for part in parts if part[0] not in found}
-    return found
-
-
-@dataclass(frozen=True)
-class Installed:
-    """An environment with the wheel and what it asks for, and nothing else."""
-
-    folder: Path
-    home: Path
-
-    @property
-    def packages(self) -> Path:
-        return self.folder / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
-
-    def run(self, *command: str | Path, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-        """Run a program of the environment with nothing of the tests' own around it."""
-        given = {"PATH": f"{self.folder / 'bin'}:/usr/bin:/bin", "HOME": str(self.home), "COLUMNS": "200"}
-        done = subprocess.run(command, cwd=cwd, env=given, capture_output=True, text=True, check=False)
-        assert done.returncode == code, done.stdout + done.stderr
-        return done
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of the working tree, without a download."""
-    folder = tmp_path_factory.mktemp("wheel")
-    known = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    ).stdout.decode()
-    for name in filter(None, known.split("\0")):
-        if not name.startswith(("tests/", "docs/", "benchmarks/")) and (ROOT / name).is_file():
-            (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / "tree" / name)
-    pip(["wheel", "--no-deps", "--no-build-isolation", "--no-index", f"--wheel-dir={folder}", str(folder / "tree")])
-    return next(folder.glob("*.whl"))
-
-
-def pip(arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", *arguments]
-    subprocess.run(command, check=True, env={name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ})
-
-
-def install(wheel: Path, folder: Path, extra: str = "") -> Installed:
-    """A clean environment: the wheel, and links to the packages that its own metadata ask for."""
-    installed = Installed(folder / "env", folder / "home")
-    installed.home.mkdir(parents=True)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", installed.folder], check=True)
-    pip([f"--python={installed.folder / 'bin/python'}", "install", "--no-deps", "--no-index", str(wheel)])
-    own = importlib.metadata.Distribution.at(next(installed.packages.glob("relayrun-*.dist-info")))
-    asked = [Requirement(text) for text in own.requires or ()]
-    names = {each.name for each in asked if each.marker is None or (extra and each.marker.evaluate({"extra": extra}))}
-    for name in closure(names):
-        distribution = importlib.metadata.distribution(name)
-        for top in {Path(file).parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
-            source = Path(str(distribution.locate_file(top)))
-            if not (installed.packages / top).exists():
-                (installed.packages / top).symlink_to(source)
-    return installed
+    return build(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -110,28 +35,33 @@ def base(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
 @pytest.mark.slow
 def test_the_base_alone_submits_looks_and_makes_a_project_from_an_empty_folder(base: Installed, tmp_path: Path) -> None:
     relayrun = base.folder / "bin/relayrun"
-    said = base.run(relayrun, "init", "my-project", "--cluster", "generic", cwd=tmp_path).stdout
+    said = base.run(relayrun, "init", "my-project", "--cluster", "local", cwd=tmp_path).stdout
     next_three = [line.split() for line in said.splitlines() if line.startswith("  ")]
     assert next_three[0] == ["cd", "my-project"]
-    for command in next_three[1:]:
-        base.run(*command, *({"--dry-run"} - set(command)), cwd=tmp_path / "my-project")
     project = tmp_path / "my-project"
     inside = project / "configs"
-    config = "runs/my-run.yaml"
-    script = base.run(relayrun, "submit", config, "--set", "data.mock_data=true", "--dry-run", cwd=inside).stdout
+    # the base alone trains nothing, and says so before anything is queued; the ranks may have another Python
+    refused = base.run(*next_three[2], cwd=project, code=1).stderr
+    assert "torch" in refused
+    assert "cluster.python" in refused
+    ranks = f"cluster.python={sys.executable}"
+    base.run(*next_three[1], "--set", ranks, cwd=project)
+    mocked = ["--set", "data.mock_data=true", "--set", ranks, "--dry-run"]
+    script = base.run(relayrun, "submit", project / "configs/runs/my-run.yaml", *mocked, cwd=tmp_path).stdout
     assert f"export RELAYRUN_RUN_DIR={project}/logs/runs/my-project/my-run\n" in script
     # nothing that an upgrade of the package replaces
     assert f"export RELAYRUN_ROOT={project}/logs/runs/my-project/my-run/code/0001\n" in script
     assert str(base.packages) not in script
-    launcher = base.run("bash", project / "launchers/submit-my-run.sh", "--dry-run", cwd=tmp_path).stdout
-    assert launcher == base.run(relayrun, "submit", config, "--dry-run", cwd=inside).stdout
-    assert "no runs below " + str(project / "logs/runs") in base.run(relayrun, "status", cwd=inside).stdout
-    assert "steps: 1000" in base.run(relayrun, "config", config, cwd=inside).stdout
-    # a checkpoint cannot be exported here: what is missing has a name, and so has the way to get it
-    refused = base.run(relayrun, "export", "hf", "--help", cwd=inside, code=1).stderr
-    assert "error: this needs torch" in refused
-    assert "pip install 'relayrun[train]'" in refused
-    assert "usage: relayrun" in base.run(base.folder / "bin/python", "-m", "relayrun", "--help", cwd=tmp_path).stdout
+    launcher = base.run("bash", project / "launchers/submit-my-run.sh", "--dry-run", cwd=tmp_path, code=1).stdout
+    assert launcher == script
+    assert "steps: 1000" in base.run(relayrun, "config", "runs/my-run.yaml", cwd=inside).stdout
+    looked = base.run(base.folder / "bin/python", "-m", "relayrun", "status", cwd=inside).stdout
+    assert f"no runs below {project}/logs/runs" in looked
+    # what is missing has a name, and so has the way to get it
+    shuffle = ["dumps", "shuffle", "--dataset-folder", "data", "--output-folder", "shuffled"]
+    refused = base.run(relayrun, *shuffle, cwd=inside, code=1).stderr
+    assert "error: this needs pyarrow" in refused
+    assert "pip install 'relayrun[tokenize]'" in refused
     assert not any((project / "logs").rglob("*.yaml"))
     assert list(base.home.iterdir()) == []
 

@@ -9,9 +9,9 @@ from typing import Any
 
 warnings.simplefilter("ignore")
 
-from relayrun import ROOT  # noqa: E402
 from relayrun.config import compose  # noqa: E402
 from relayrun.data.progress import Progress  # noqa: E402
+from relayrun.places import CODE as ROOT  # noqa: E402
 from relayrun.training.optimizer import schedule  # noqa: E402
 
 RUN = ROOT / "configs" / "runs" / "my-run.yaml"

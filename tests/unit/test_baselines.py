@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from relayrun import ROOT
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import Model
 from relayrun.errors import ConfigError
+from relayrun.places import CODE as ROOT
 from relayrun.submit.check.report import of_config
 from relayrun.training.model.size import flops_per_token, memory_bytes, padded, parameters, peak_flops
 

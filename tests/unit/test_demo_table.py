@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from relayrun import ROOT
 from relayrun.config import compose
 from relayrun.demo import __main__ as demo
 from relayrun.errors import RelayrunError
 from relayrun.monitoring import report
 from relayrun.monitoring.report import AttemptRow, Report, attempts_table
+from relayrun.places import CODE as ROOT
 from relayrun.rundir.run import Run
 from tests.readme import README
 

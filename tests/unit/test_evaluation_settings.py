@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from relayrun import ROOT
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
 from relayrun.errors import ConfigError
+from relayrun.places import CODE as ROOT
 from relayrun.rundir.run import Run
 from relayrun.submit import submission
 from relayrun.submit.check.report import of_config

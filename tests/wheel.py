@@ -1,0 +1,91 @@
+"""The wheel of the working tree, and clean environments with it: nothing is downloaded."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def build(folder: Path) -> Path:
+    """Build the wheel from what git knows and does not ignore; `folder` gets it."""
+    known = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    ).stdout.decode()
+    for name in filter(None, known.split("\0")):
+        if not name.startswith(("tests/", "docs/", "benchmarks/")) and (ROOT / name).is_file():
+            (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / "tree" / name)
+    pip(["wheel", "--no-deps", "--no-build-isolation", "--no-index", f"--wheel-dir={folder}", str(folder / "tree")])
+    return next(folder.glob("*.whl"))
+
+
+def closure(names: Iterable[str], extra: str = "") -> set[str]:
+    """The distributions that some requirements bring, by the environment that the tests run in."""
+    found: set[str] = set()
+    open_ = {(re.sub(r"[-_.]+", "-", name).lower(), extra) for name in names}
+    while open_:
+        name, wanted = open_.pop()
+        found.add(name)
+        for text in importlib.metadata.requires(name) or ():
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": wanted}):
+                own = re.sub(r"[-_.]+", "-", requirement.name).lower()
+                parts = {(own, each) for each in (requirement.extras or {""})}
+                open_ |= {part for part in parts if part[0] not in found}
+    return found
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An environment with the wheel and what it asks for, and nothing else."""
+
+    folder: Path
+    home: Path
+
+    @property
+    def packages(self) -> Path:
+        return self.folder / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
+
+    def run(self, *command: str | Path, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+        """Run a program of the environment with nothing of the tests' own around it."""
+        given = {"PATH": f"{self.folder / 'bin'}:/usr/bin:/bin", "HOME": str(self.home), "COLUMNS": "200"}
+        done = subprocess.run(command, cwd=cwd, env=given, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done
+
+
+def pip(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input", *arguments]
+    subprocess.run(command, check=True, env={name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ})
+
+
+def install(wheel: Path, folder: Path, extra: str = "") -> Installed:
+    """A clean environment: the wheel, and links to the packages that its own metadata ask for."""
+    installed = Installed(folder / "env", folder / "home")
+    installed.home.mkdir(parents=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", installed.folder], check=True)
+    pip([f"--python={installed.folder / 'bin/python'}", "install", "--no-deps", "--no-index", str(wheel)])
+    own = importlib.metadata.Distribution.at(next(installed.packages.glob("relayrun-*.dist-info")))
+    asked = [Requirement(text) for text in own.requires or ()]
+    names = {each.name for each in asked if each.marker is None or (extra and each.marker.evaluate({"extra": extra}))}
+    for name in closure(names):
+        distribution = importlib.metadata.distribution(name)
+        for top in {Path(file).parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            source = Path(str(distribution.locate_file(top)))
+            if not (installed.packages / top).exists():
+                (installed.packages / top).symlink_to(source)
+    return installed
