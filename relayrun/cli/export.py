@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from relayrun.config.writable import check_outputs
 from relayrun.export import card, huggingface, torch_format
 from relayrun.export.checkpoint_source import find_checkpoint
 from relayrun.export.folder import new_folder
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def export_hf(options: argparse.Namespace) -> int:
     """Write a Hugging Face folder. Raises RelayrunError."""
+    check_outputs({"--output": options.output})
     limit = huggingface.parse_size(options.max_shard_size)
     source = find_checkpoint(find_run(options.name), options.iteration)
     compared = ""
@@ -65,6 +67,7 @@ def export_hf(options: argparse.Namespace) -> int:
 
 def export_torch(options: argparse.Namespace) -> int:
     """Write a checkpoint in Megatron's plain torch format. Raises RelayrunError."""
+    check_outputs({"--output": options.output})
     source = find_checkpoint(find_run(options.name), options.iteration)
     with new_folder(options.output) as folder:
         parameters = torch_format.write(source, folder, dtype=options.dtype, transformer_impl=options.transformer_impl)

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from relayrun.cli.export import DTYPES
+from relayrun.config.writable import check_outputs
 from relayrun.export import importer
 
 
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def import_hf(options: argparse.Namespace) -> int:
     """Write a checkpoint from a Hugging Face folder. Raises RelayrunError."""
     output: Path = options.output.absolute()
+    check_outputs({"--output": output})
     made = importer.import_hf(
         options.folder, output, dtype=options.dtype, divisible_by=options.make_vocab_size_divisible_by
     )

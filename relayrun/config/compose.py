@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from relayrun import ROOT
-from relayrun.config import mixture, yamlfile
+from relayrun.config import mixture, sites, yamlfile
 from relayrun.config.schema import DataSource, RunConfig
 from relayrun.config.training import LOSS_MEAN_BEFORE
 from relayrun.config.yamlfile import LocatedSettings, Location
@@ -38,9 +38,9 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> LocatedSettings:
     mixture.insert(settings, ROOT)  # so that overrides may change a part of it
     of_cluster = [text for text in overrides if text.startswith("cluster.")]
     settings.merge(_overrides([text for text in overrides if text not in of_cluster]))
-    _insert_cluster(settings, path)
+    sites.insert(settings, folder=sites.folder_of(path))
     settings.merge(_overrides(of_cluster))  # they hold over the cluster's file, whichever is named first
-    _insert_job_defaults(settings)
+    sites.insert_job_defaults(settings)
     mixture.insert(settings, ROOT)
     return settings
 
@@ -140,34 +140,6 @@ def _locations(value: Any) -> Iterator[Location]:
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from ((name, *location) for location in _locations(inner))
-
-
-def _insert_cluster(settings: LocatedSettings, path: Path) -> None:
-    """Replace a cluster's name by its file."""
-    name = settings.values.get("cluster")
-    if isinstance(name, str):
-        folder = next((up / "clusters" for up in path.resolve().parents if (up / "clusters").is_dir()), None)
-        folder = folder or ROOT / "configs" / "clusters"
-        file = folder / f"{name}.yaml"
-        if not file.is_file():
-            known = sorted(entry.stem for entry in folder.glob("*.yaml"))
-            raise ConfigError(
-                f"unknown cluster {name!r}; there are: {', '.join(known)}", where=settings.place(("cluster",))
-            )
-        cluster = yamlfile.read(file)
-        settings.values["cluster"] = cluster.values
-        settings.places.update({("cluster", *location): place for location, place in cluster.places.items()})
-
-
-def _insert_job_defaults(settings: LocatedSettings) -> None:
-    """Put the site's defaults of jobs under the run's own."""
-    defaults = settings.values.get("cluster")
-    if isinstance(defaults, dict) and isinstance(job := defaults.get("job"), dict):
-        own = settings.values.setdefault("job", {})
-        if isinstance(own, dict):
-            for option in job.keys() - own.keys():
-                own[option] = job[option]
-                settings.places[("job", option)] = settings.place(("cluster", "job", option)) or ""
 
 
 def _explain(detail: Any, settings: LocatedSettings) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from relayrun.errors import ConfigError, SchedulerError
 from relayrun.rundir.plan import Plan
-from relayrun.scheduler import slurm_command
+from relayrun.scheduler import gres, slurm_command
 from relayrun.scheduler.base import PATIENCE, Job, NodeControl, RankLaunch, clean_environment
 from relayrun.scheduler.job_text import BEGIN_FAILED, COMMENT, is_ambiguous, parse_job
 from relayrun.scheduler.slurm_command import NoAnswerError, NotInstalledError
@@ -71,7 +71,8 @@ class Slurm:
         command = ["--dependency=singleton"]
         if delay:
             command.append(f"--begin=now+{delay}")
-        command += [f"--{name}={value}" for name, value in options.items()]
+        again = gres.in_the_same_way(options, plan.sbatch_options)
+        command += [f"--{name}={value}" for name, value in again.items()]
         # not `--`: sbatch takes the rest as the script and its arguments anyway
         return self._submit([*command, str(script)], name=plan.job_name)
 

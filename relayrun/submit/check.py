@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
-import os
 import tempfile
 from pathlib import Path
 
 from relayrun.config import determinism
 from relayrun.config.schema import RunConfig
+from relayrun.config.setup_lines import check_setup
+from relayrun.config.writable import check_writable
 from relayrun.data.order.samples import SampleOrder
 from relayrun.errors import ConfigError, InputError
 from relayrun.rundir.lead import SAVES
@@ -18,6 +19,7 @@ from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.rundir.start_time import start_seconds
+from relayrun.scheduler import sbatch_options
 from relayrun.shards.made_by import check_tokenizer
 from relayrun.shards.manifest import Manifest
 from relayrun.slurmtime import format_time
@@ -35,21 +37,33 @@ def check(config: RunConfig) -> None:
     """
     if config.parallel.context_parallel_size > 1 or config.training.transformer_impl == "transformer_engine":
         _check_transformer_engine(config)
-    run_dir = Path(config.run_dir or "")
-    for place in config.cluster.read_only_paths:
-        protected = Path(os.path.realpath(place))
-        if Path(os.path.realpath(run_dir)).is_relative_to(protected):
-            raise ConfigError(
-                f"cluster {config.cluster.name!r} allows no writing below {place}",
-                where=run_dir,
-                hint="set run_dir to another file system",
-            )
     if config.job.gpus_per_node:
         config.training.require_precision()
     if config.training.deterministic:
         cluster = config.cluster
         determinism.check_environment(cluster.environment, where=f"cluster.environment of {cluster.name!r}")
     _check_evaluation(config)
+
+
+def check_outputs(config: RunConfig, logs: Path) -> None:
+    """Raise ConfigError where a job of the run would write below a path that its cluster protects.
+
+    Checkpoints, records, evaluations and debugging's files lie in the run directory. `logs`: the folder of the jobs'.
+    """
+    check_writable(
+        {"run_dir": config.run_dir, "data.data_cache_dir": config.data.data_cache_dir, "the jobs' logs": logs},
+        cluster=config.cluster.name,
+        read_only_paths=config.cluster.read_only_paths,
+    )
+
+
+def check_job(config: RunConfig) -> None:
+    """Raise ConfigError for an option that sbatch does not have, and for lines of a job that Bash cannot read."""
+    check_setup(config.job.setup, where="job.setup")
+    if config.cluster.scheduler == "slurm":
+        sbatch_options.check(config.job.sbatch, where="job.sbatch")
+        if config.evaluation is not None:
+            sbatch_options.check(config.evaluation.job.sbatch, where="evaluation.job.sbatch")
 
 
 def check_data(config: RunConfig, manifest: Manifest, *, begun: bool) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from relayrun.config.writable import check_outputs
 from relayrun.errors import run_main
 from relayrun.tokenization.flags import add_flags, from_flags
 
@@ -24,6 +25,7 @@ def main() -> int:
     add_flags(parser)
     given = parser.parse_args()
     options = from_flags(given)
+    check_outputs({"--output-folder": given.output_folder, "--logging-dir": given.logging_dir})
 
     from relayrun.tokenization.pool import one_thread
 

@@ -14,10 +14,11 @@ import signal
 import sys
 from pathlib import Path
 
+from relayrun.config.writable import check_outputs
 from relayrun.errors import RelayrunError, run_main
 from relayrun.tokenization.options import TokenizeOptions
 
-STAGES = ("begin", "scatter", "measure", "write", "finish")
+STAGES = ("check", "begin", "scatter", "measure", "write", "finish")
 
 
 def main() -> None:
@@ -52,6 +53,9 @@ def main() -> None:
     )
     parser.add_argument("--stage", choices=STAGES, help="one of several tasks of Slurm: see submit_reshard.sh")
     given = parser.parse_args()
+    check_outputs({"--output-folder": given.output_folder, "--temp-dir": given.temp_dir})
+    if given.stage == "check":
+        return
 
     if given.memory_limit >= 2:
         # Arrow's allocator keeps what it has: to give pages back and clear them again costs CPU time. What it keeps

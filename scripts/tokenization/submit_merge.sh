@@ -2,6 +2,7 @@
 # Merges the shards of every dump of a tokenized dataset on Slurm, one job for each folder dump-i:
 #   scripts/tokenization/submit_merge.sh tokens/my-tokenizer/my-text
 # makes tokens/my-tokenizer/my-text-merge/dump-i-merged.bin and .idx; what is there already is left out.
+# No output may lie below a path that a cluster protects: of CLUSTER=NAME, or else of any in configs/clusters/.
 # Options for all jobs (partition, account, time) stand in merge.sh, or in sbatch's own variables.
 set -euo pipefail
 
@@ -10,6 +11,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/lib/python.sh"
 
 logs=${PATH_TO_LOGS:-$RELAYRUN_ROOT/logs}/slurm/merge-$(basename -- "$dataset")
+"$PYTHON" -m relayrun.config.writable "$dataset-merge" "$logs"
 mkdir -p -- "$logs" "$dataset-merge"
 shopt -s nullglob
 for dump in "$dataset"/dump-*/; do

@@ -14,6 +14,8 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/lib/python.sh"
 
 logs=${PATH_TO_LOGS:-$RELAYRUN_ROOT/logs}/slurm/reshard
+"$PYTHON" "$here/reshard.py" --stage check "$@"
+"$PYTHON" -m relayrun.config.writable "$logs"
 mkdir -p -- "$logs"
 job=$(sbatch --parsable --nodes="$NODES" --job-name=reshard --output="$logs/R-%x-%j.out" --error="$logs/R-%x-%j.err" \
   "$here/reshard.sh" "$@")

@@ -15,6 +15,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from relayrun.config.writable import check_outputs
 from relayrun.data.mixture.folder import create_mixture
 from relayrun.data.mixture.refusals import MOST_REPEATS
 from relayrun.data.mixture.select import parse_tokens
@@ -71,6 +72,7 @@ def main() -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the table; write nothing")
     arguments = parser.parse_args()
+    check_outputs({"--output": arguments.output})
     summary = create_mixture(
         arguments.folders,
         arguments.weights,

@@ -10,6 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from relayrun.config.writable import check_outputs
 from relayrun.errors import run_main
 from relayrun.shards.merge import merge
 from relayrun.shards.prefixes import find_prefixes
@@ -20,6 +21,7 @@ def main() -> None:
     parser.add_argument("--input", required=True, nargs="+", type=Path, metavar="DIR", help="folders of shards")
     parser.add_argument("--output-prefix", required=True, metavar="P", help="gets P.bin and P.idx")
     options = parser.parse_args()
+    check_outputs({"--output-prefix": options.output_prefix})
     prefixes = find_prefixes(options.input)
     shard = merge(prefixes, options.output_prefix)
     print(f"{len(prefixes):,} shards, {shard.documents:,} documents, {shard.tokens:,} tokens: {shard.prefix}")
