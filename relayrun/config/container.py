@@ -97,11 +97,6 @@ class Container(Section):
                 mounts.append(_checked_mount(path))
         return self.model_copy(update={"mounts": mounts})
 
-    @property
-    def summary(self) -> str:
-        """What is said of it where an attempt's surroundings are described; `none` without one."""
-        return "none" if self.runtime == "none" else f"{self.runtime} {self.image}"
-
 
 def _shows(mount: str, path: str) -> bool:
     """Whether the container has `path` by its own name because of `mount`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from relayrun import ROOT
@@ -38,11 +39,15 @@ def insert(settings: LocatedSettings, *, folder: Path) -> None:
         settings.places.update({("cluster", *location): place for location, place in cluster.places.items()})
 
 
-def insert_job_defaults(settings: LocatedSettings) -> None:
-    """Put the site's defaults of jobs under the config's own; of `sbatch`, option by option."""
+def insert_job_defaults(settings: LocatedSettings, *, only: Collection[str] | None = None) -> None:
+    """Put the site's defaults of jobs under the config's own; of `sbatch`, option by option.
+
+    `only`: names of the settings that count, for jobs that are no training.
+    """
     cluster = settings.values.get("cluster")
     if not isinstance(cluster, dict) or not isinstance(defaults := cluster.get("job"), dict):
         return
+    defaults = {name: value for name, value in defaults.items() if only is None or name in only}
     own = settings.values.setdefault("job", {})
     if not isinstance(own, dict):
         return
