@@ -93,7 +93,7 @@ def test_the_definition_file_of_alps_holds_the_variables_of_its_site_file() -> N
     assert set(file) == {"image", "mounts", "writable", "annotations", "env"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_image_gets_the_packages_that_it_lacks_and_keeps_its_own(tmp_path: Path) -> None:
     """The image's Python is this one's base, with this one's packages; one package is in no image."""
     wheels = tmp_path / "wheels"
