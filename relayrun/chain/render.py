@@ -115,7 +115,7 @@ def setup_lines(lines: Sequence[str], *, report: str = "/dev/null") -> list[str]
         return []
     return [
         "relayrun_setup_failed() { # exit code, number of the line in this file",
-        '  printf \'job.setup failed (exit code %s) at: %s\\n\' "$1" "$(sed -n "$2p" "$0")" | tee '
+        '  printf \'job.setup failed (exit code %s) at: %s\\n\' "$1" "$(sed -n "$2p" "${BASH_SOURCE[0]}")" | tee '
         + shlex.quote(report)
         + " >&2",
         "  exit $(($1 ? $1 : 1)) # they have ended the script: nothing may run behind them",

@@ -10,6 +10,9 @@ from relayrun.config import yamlfile
 from relayrun.config.yamlfile import LocatedSettings
 from relayrun.errors import ConfigError
 
+CLUSTER = "CLUSTER"
+"""The variable that names the cluster where no config does."""
+
 
 def folder_of(config: Path | None = None) -> Path:
     """The folder of the clusters' files: the nearest `clusters` above the config file, else relayrun's own."""
@@ -23,8 +26,11 @@ def names(folder: Path) -> list[str]:
 
 
 def read(name: str, *, folder: Path, where: str | None) -> LocatedSettings:
-    """What the file of cluster `name` says. Raises ConfigError, with `where` the name stands, if there is none."""
-    file = folder / f"{name}.yaml"
+    """What the file of cluster `name` says. Raises ConfigError, with `where` the name stands, if there is none.
+
+    `name` may be the path of a file, too.
+    """
+    file = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
     if not file.is_file():
         raise ConfigError(f"unknown cluster {name!r}; there are: {', '.join(names(folder))}", where=where)
     return yamlfile.read(file)

@@ -14,9 +14,6 @@ from typing import Any
 from relayrun.config import sites, yamlfile
 from relayrun.errors import ConfigError, run_main
 
-CLUSTER = "CLUSTER"
-"""The variable that names the cluster where no config does."""
-
 Path = str | os.PathLike[str]
 
 
@@ -52,9 +49,9 @@ def check_writable(outputs: Mapping[str, Path | None], *, cluster: str, read_onl
 def check_outputs(outputs: Mapping[str, Path | None], environment: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError as `check_writable` does, for a tool that was given no config."""
     folder = sites.folder_of()
-    name = environment.get(CLUSTER, "")
+    name = environment.get(sites.CLUSTER, "")
     if name:
-        found = {name: sites.read(name, folder=folder, where=f"{CLUSTER}={name}").values}
+        found = {name: sites.read(name, folder=folder, where=f"{sites.CLUSTER}={name}").values}
     else:
         found = {each: yamlfile.read(folder / f"{each}.yaml").values for each in sites.names(folder)}
     for each, values in found.items():

@@ -6,7 +6,7 @@ import difflib
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -94,6 +94,16 @@ class TokenizationJob(Place):
     """What the jobs wait for, as in afterok:123."""
 
 
+def site_lines(cluster: Cluster | None, setup: Sequence[str]) -> list[str]:
+    """Lines of a job before its Python starts: the site's environment and modules, then a person's own."""
+    lines: list[str] = []
+    if cluster is not None:
+        lines += render.exports(cluster.environment)
+        lines.append(f'export PYTHONPATH={shlex.quote(str(ROOT))}"${{PYTHONPATH:+:${{PYTHONPATH}}}}"')
+        lines += [f"module load {shlex.quote(module)}" for module in cluster.modules]
+    return lines + render.setup_lines(setup)
+
+
 OF_A_SITE = ("account", "partition", "qos", "reservation", "constraint", "exclude", "sbatch", "setup")
 """The defaults of a site's jobs that hold for tokenization too; the others are meant for GPUs and ranks."""
 
@@ -133,11 +143,7 @@ class TokenizationConfig(TokenizationSettings):
         lines: list[str] = []
         if self.cluster is not None or self.job.setup:
             lines.append("set -euo pipefail")
-        if self.cluster is not None:
-            lines += render.exports(self.cluster.environment)
-            lines.append(f'export PYTHONPATH={shlex.quote(str(ROOT))}"${{PYTHONPATH:+:${{PYTHONPATH}}}}"')
-            lines += [f"module load {shlex.quote(module)}" for module in self.cluster.modules]
-        return lines + render.setup_lines(self.job.setup)
+        return lines + site_lines(self.cluster, self.job.setup)
 
     def check(self) -> None:
         """Raise ConfigError for outputs where nothing may be written, and for what Slurm or Bash would refuse."""

@@ -77,7 +77,9 @@ def test_one_project_runs_on_both(teams: dict[str, Team]) -> None:
         runs[name] = own.run(name)
         site = [f"--set=cluster={name}", f"--set=name={name}", f"--set=run_dir={runs[name].path}"]
         none = ["--set=job.sbatch={gres: false}", "--set=job.gpus_per_node=0"]
-        assert "error: sbatch: " in own.relayrun(person, "submit", config, *site, *none, check=False)
+        refused = own.act(person, own.python, "-m", "relayrun.cli", "submit", config, *site, *none, check=False)
+        assert refused.returncode == 1
+        assert "error: sbatch: sbatch: error: QOSMinGRES" in refused.stderr, refused
         typo = own.relayrun(person, "submit", config, *site, "--set=job.sbatch={gress: x}", check=False)
         assert "has no option --gress" in typo
         assert "did you mean gres?" in typo

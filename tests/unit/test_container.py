@@ -225,3 +225,53 @@ def test_what_a_mount_shows_already_is_not_mounted_again() -> None:
     assert added.mounts == [*given.mounts, "/home/me/code", "/scratchy"]
     with pytest.raises(ConfigError, match="a comma or a colon cannot be mounted"):
         given.with_mounts(["/x:y"])
+
+
+SBATCH = """#!/bin/bash
+printf '%s\\n' "$@" >"$SBATCH_LOG"
+while [[ $1 == --* ]]; do shift; done
+echo 7
+exec bash "$@" >"$SBATCH_LOG.out" 2>&1
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "runtime"), [("merge", "pyxis"), ("reshard", "pyxis"), ("reshard", "apptainer"), ("merge", "none")]
+)
+def test_the_jobs_of_bash_scripts_run_in_the_site_of_cluster(place: Path, script: str, runtime: str) -> None:
+    """An sbatch that runs the job at once, and a Python that tells instead of working."""
+    site = {
+        "name": "here",
+        "scheduler": "slurm",
+        "job": {"account": "proj", "cpus_per_task": 72, "setup": ["export FROM_SETUP=yes"], "sbatch": {"nice": 7}},
+        "command_prefix": ["env", "PREFIX=it's numactl"],
+        "python": str(place / "python"),
+    }
+    if runtime != "none":
+        site["container"] = container(place, runtime) | {"mounts": [str(place)]}
+    (place / "here.yaml").write_text(compose.yamlfile.dump(site))
+    (place / "bin/sbatch").write_text(SBATCH)
+    (place / "bin/sbatch").chmod(0o755)
+    srun = (place / "bin/srun").read_text().replace("--export=ALL |", "--export=ALL | --kill-on-bad-exit=1 |")
+    (place / "bin/srun").write_text(srun)
+    (place / "data/dump-0").mkdir()
+    arguments = {
+        "merge": [str(place / "data")],
+        "reshard": ["--dataset-folder", "/raw", "--output-folder", str(place / "out")],
+    }[script]
+    environment = os.environ | {
+        "CLUSTER": str(place / "here.yaml"),
+        "PYTHON": sys.executable,
+        "PATH_TO_LOGS": str(place / "lo gs"),
+        "SBATCH_LOG": str(place / "sbatch"),
+    }
+    command = ["bash", str(ROOT / f"scripts/tokenization/submit_{script}.sh"), *arguments]
+    done = subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done
+    assert {"--account=proj", "--nice=7"} <= set((place / "sbatch").read_text().splitlines())
+    told = (place / "sbatch.out").read_text().splitlines()
+    image = "none" if runtime == "none" else container(place, runtime)["image"]
+    assert told[0].startswith(f"container={image} "), told
+    assert " prefix=it's numactl setup=yes " in told[0]
+    assert len(told) == 2 * {"merge": 1, "reshard": 5}[script]
+    assert told[1].startswith(f"arguments {ROOT}/scripts/")
