@@ -1,8 +1,8 @@
 """The site of jobs that the Bash scripts submit: `python -m relayrun.tokenization.site CLUSTER FILE`.
 
-FILE is what such a job sources: environment, modules and lines of the site, and what stands before its Python, in two
-arrays: `site_srun`, options of srun for a container that is one of its plugins, and `site_command`. FILE.options has the
-options of sbatch, each ended by a NUL. What a job of YAML gets is the same (`settings.TokenizationConfig`).
+FILE is what such a job sources: environment, modules and lines of the site, and what stands before its Python, in the
+arrays `site_srun`, options of srun for a container that is a plugin of srun's, and `site_command`. FILE.options has
+the options of sbatch, each ended by a NUL. What a job of YAML gets is the same (`settings.TokenizationConfig`).
 """
 
 from __future__ import annotations
