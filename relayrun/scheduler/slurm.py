@@ -333,6 +333,11 @@ class SlurmNodes:
         self._slurm.order(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"])
 
 
+def whole_job_command(srun_options: Sequence[str]) -> list[str]:
+    """What starts one task that has all of its job, although srun would bind it to the processors of one."""
+    return ["srun", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--export=ALL", *srun_options]
+
+
 def literal(path: str) -> str:
     """A path inside a Slurm file name pattern, where `%` begins a field."""
     if "\n" in path:

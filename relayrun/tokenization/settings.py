@@ -21,6 +21,7 @@ from relayrun.config.setup_lines import check_setup
 from relayrun.config.writable import check_outputs, check_writable
 from relayrun.errors import ConfigError
 from relayrun.scheduler import sbatch_options
+from relayrun.scheduler.slurm import whole_job_command
 from relayrun.tokenization.options import TokenizeOptions
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -133,8 +134,7 @@ class TokenizationConfig(TokenizationSettings):
             return [sys.executable]
         container = site.container.with_mounts([str(ROOT), self.metadata_folder, self.output_folder, self.logs])
         options = [*site.srun_options, *container.srun_options] if container.srun_options else []
-        # one task that has all of the job, although srun would bind it to the processors of one
-        starter = ["srun", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--export=ALL", *options] if options else []
+        starter = whole_job_command(options) if options else []
         return [*starter, *container.command, *site.command_prefix, site.python or sys.executable]
 
     @property

@@ -68,7 +68,7 @@ def test_one_project_runs_on_both(teams: dict[str, Team]) -> None:
         "project",
         cluster="east",
         job={"nodes": 1, "ntasks_per_node": 1, "time": "10"},
-        training={"steps": 1000},
+        training={"steps": 1000, "precision": "bf16"},
         chain={"auto_requeue": True},
     )
     runs: dict[str, Run] = {}
