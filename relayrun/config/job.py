@@ -179,7 +179,9 @@ class Cluster(Section):
     """Nothing may be written below these."""
 
     @model_validator(mode="after")
-    def _python_of_the_container(self) -> Self:
+    def _fitting_container(self) -> Self:
+        if self.scheduler == "local" and self.container.runtime in ("pyxis", "edf"):
+            raise ValueError(f"container.runtime {self.container.runtime} is srun's, and scheduler local has none")
         if self.container.runtime != "none" and self.python is None:
             raise ValueError("a container has a Python of its own; set cluster.python to its path in the container")
         return self

@@ -63,6 +63,7 @@ def test_one_project_runs_on_both(teams: dict[str, Team]) -> None:
     clusters.mkdir()
     for name, job in SITES.items():
         site = {"name": name, "scheduler": "slurm", "job": job, "python": str(program), "host_python": home.python}
+        job["setup"] = [f'echo "$SLURM_JOB_PARTITION" >"{home.folder}/runs/setup-{name}"']
         (clusters / f"{name}.yaml").write_text(yamlfile.dump(site | {"environment": {"MASTER_ADDR": "127.0.0.1"}}))
     config = home.workspace.config(
         "project",
@@ -95,6 +96,7 @@ def test_one_project_runs_on_both(teams: dict[str, Team]) -> None:
             assert (known["Partition"], known["Account"]) == (asked["partition"], asked["account"])
             assert known["TresPerNode"].replace("gres/", "gres:") == f"gres:{asked['sbatch']['gres']}", known
             assert known.get("Nice") == str(asked["sbatch"].get("nice", 0))
+        assert (home.folder / f"runs/setup-{name}").read_text() == f"{asked['partition']}\n"
         assert job_of(run, 1) in own.chain(run)
         own.relayrun(own.owner if name == "east" else own.member, "stop", run.path)
         own.wait_over(run)

@@ -18,6 +18,9 @@ from relayrun.config import compose
 from relayrun.config.container import Container
 from relayrun.config.schema import RunConfig
 from relayrun.errors import ConfigError, SchedulerError
+from relayrun.gpucheck import job as gpu_job
+from relayrun.gpucheck import site
+from relayrun.gpucheck.setup import Setup
 from relayrun.rundir.run import Run
 from relayrun.scheduler.slurm import Slurm
 from relayrun.submit import submission
@@ -202,6 +205,14 @@ def test_a_container_needs_a_python_of_its_own() -> None:
         compose.load(ROOT / "configs/runs/demo-slurm.yaml", ["cluster.container={runtime: pyxis, image: /x.sqsh}"])
 
 
+def test_options_of_srun_need_srun() -> None:
+    with pytest.raises(ConfigError, match=r"container.runtime pyxis is srun's, and scheduler local has none"):
+        compose.load(
+            ROOT / "configs/runs/demo.yaml",
+            ["cluster.container={runtime: pyxis, image: /x.sqsh}", "cluster.python=/usr/bin/python3"],
+        )
+
+
 def test_command_lines() -> None:
     given = {"image": "/i.sqsh", "mounts": ["/scratch", "/data:/mnt:ro"], "options": ["--container-env=PYTHONPATH"]}
     pyxis = Container(runtime="pyxis", workdir="/w", writable=True, **given)
@@ -275,3 +286,35 @@ def test_the_jobs_of_bash_scripts_run_in_the_site_of_cluster(place: Path, script
     assert " prefix=it's numactl setup=yes " in told[0]
     assert len(told) == 2 * {"merge": 1, "reshard": 5}[script]
     assert told[1].startswith(f"arguments {ROOT}/scripts/")
+
+
+@pytest.mark.parametrize("runtime", ["pyxis", "edf", "apptainer"])
+def test_the_check_of_gpus_runs_in_the_container_on_one_node_and_on_all(place: Path, runtime: str) -> None:
+    cluster = {
+        "name": "here",
+        "scheduler": "slurm",
+        "container": container(place, runtime),
+        "command_prefix": ["env", "PREFIX=numactl"],
+        "python": str(place / "python"),
+        "job": {"setup": ["export FROM_SETUP=yes"], "sbatch": {"mail-type": "END"}},
+    }
+    within = site.within_a_job(cluster, tiny=True)
+    setup = Setup(folder=str(place / "run"), tiny=True, nodes=2, cluster=within)
+    assert "container" not in within
+    text = gpu_job.script(setup, gpu_job.job_config(setup, cluster), ["-m", "check"], time="5")
+    assert "#SBATCH --mail-type=END" in text.splitlines()
+    (place / "check.sh").write_text(text)
+    srun = (
+        (place / "bin/srun")
+        .read_text()
+        .replace("--export=ALL |", "--export=ALL | --kill* | --ntasks-per* | --time=* |")
+    )
+    (place / "bin/srun").write_text(srun)
+    done = subprocess.run(["bash", place / "check.sh"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done
+    told = done.stdout.splitlines()
+    assert len(told) == 4
+    for line in told[::2]:
+        assert line.startswith(f"container={container(place, runtime)['image']} ")
+        assert " setup=yes " in line
+    assert [" prefix=numactl " in line for line in told[::2]] == [True, False]  # the check starts its runs behind it
