@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from relayrun.cli import main
 from relayrun.config import compose
 from relayrun.submit import submission
 
@@ -128,3 +130,24 @@ def test_an_image_gets_the_packages_that_it_lacks_and_keeps_its_own(tmp_path: Pa
     assert told == f"here {ROOT}/relayrun/__init__.py\n"
     refused = subprocess.run([*command[:3], f"ENV={wheels}"], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert "this is no virtual environment; name another folder" in refused.stderr
+
+
+def test_the_command_of_the_page_about_clusters(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/clusters.md").read_text().replace("\\\n", " ")
+    command = next(line for line in page.splitlines() if line.startswith("relayrun submit "))
+    words = [str(ROOT / word) if word.startswith("configs/") else word for word in shlex.split(command)[1:]]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for option in ("--partition=boost_usr_prod", "--gres=gpu:4", "--account=MY_PROJECT", "--cpus-per-task=8"):
+        assert f"#SBATCH {option}" in lines
+
+
+def test_the_pages_own_site_file_is_valid(tmp_path: Path) -> None:
+    page = (ROOT / "docs/clusters.md").read_text()
+    text = next(block for block in re.findall(r"```yaml\n(.*?)```", page, re.S) if block.startswith("name: my-cluster"))
+    (tmp_path / "clusters").mkdir()
+    (tmp_path / "clusters/my-cluster.yaml").write_text(text)
+    (tmp_path / "run.yaml").write_text(RUN.format(root=ROOT, name="my-cluster", folder=tmp_path))
+    job = submission.dry_run(compose.load(tmp_path / "run.yaml"))
+    assert "#SBATCH --gres=gpu:4" in job
+    assert "#SBATCH --mail-type=END" in job
