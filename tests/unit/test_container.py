@@ -246,9 +246,8 @@ exec bash "$@" >"$SBATCH_LOG.out" 2>&1
 """
 
 
-@pytest.mark.parametrize(
-    ("script", "runtime"), [("merge", "pyxis"), ("reshard", "pyxis"), ("reshard", "apptainer"), ("merge", "none")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "runtime"), [("merge", "pyxis"), ("reshard", "apptainer")])
 def test_the_jobs_of_bash_scripts_run_in_the_site_of_cluster(place: Path, script: str, runtime: str) -> None:
     """An sbatch that runs the job at once, and a Python that tells instead of working."""
     site = {

@@ -82,9 +82,9 @@ def test_a_tool_without_a_config_asks_for_the_cluster_of_the_environment_or_all(
 @pytest.mark.parametrize(
     "command",
     [
-        ["import", "hf", "/nowhere", "--output", "STORE/ckpt"],
-        ["export", "hf", "no/run", "--output", "STORE/hf"],
-        ["export", "torch", "no/run", "--output", "STORE/torch"],
+        pytest.param(["import", "hf", "/nowhere", "--output", "STORE/ckpt"], marks=pytest.mark.slow),  # imports torch
+        pytest.param(["export", "hf", "no/run", "--output", "STORE/hf"], marks=pytest.mark.slow),
+        pytest.param(["export", "torch", "no/run", "--output", "STORE/torch"], marks=pytest.mark.slow),
         ["gpu-check", "--tiny", "--folder", "STORE/check"],
     ],
 )
