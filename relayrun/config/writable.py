@@ -14,10 +14,10 @@ from typing import Any
 from relayrun.config import sites, yamlfile
 from relayrun.errors import ConfigError, run_main
 
-Path = str | os.PathLike[str]
+AnyPath = str | os.PathLike[str]
 
 
-def protected(path: Path, read_only_paths: Sequence[str]) -> str | None:
+def protected(path: AnyPath, read_only_paths: Sequence[str]) -> str | None:
     """The first of `read_only_paths` that `path` is, or lies below, links followed; None where it may be written.
 
     A URL is no path of this machine, and may be written.
@@ -32,7 +32,7 @@ def protected(path: Path, read_only_paths: Sequence[str]) -> str | None:
     return None
 
 
-def check_writable(outputs: Mapping[str, Path | None], *, cluster: str, read_only_paths: Sequence[str]) -> None:
+def check_writable(outputs: Mapping[str, AnyPath | None], *, cluster: str, read_only_paths: Sequence[str]) -> None:
     """Raise ConfigError for the outputs, by their names, that lie where `cluster` allows no writing; all are named."""
     found = [
         f"{name}: {os.fspath(path)} lies below {place}"
@@ -46,7 +46,7 @@ def check_writable(outputs: Mapping[str, Path | None], *, cluster: str, read_onl
         )
 
 
-def check_outputs(outputs: Mapping[str, Path | None], environment: Mapping[str, str] = os.environ) -> None:
+def check_outputs(outputs: Mapping[str, AnyPath | None], environment: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError as `check_writable` does, for a tool that was given no config."""
     folder = sites.folder_of()
     name = environment.get(sites.CLUSTER, "")

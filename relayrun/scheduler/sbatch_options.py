@@ -52,6 +52,9 @@ _UNLISTED = frozenset({"kill-on-invalid-dep", "mem-bind", "network", "ntasks-per
 
 def check(names: Iterable[str], *, where: str) -> None:
     """Raise ConfigError, with the nearest name, for the first that sbatch does not have. `where`: the setting."""
+    names = list(names)
+    if not names:
+        return
     known, whose = installed(), "the sbatch that is installed here"
     if known is None:
         known, whose = KNOWN, f"sbatch {KNOWN_VERSION}"
