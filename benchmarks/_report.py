@@ -165,6 +165,11 @@ SECTIONS: dict[str, list[Row]] = {
         Row("of these a second time", "largest.end.opened_again", ".0f", most=5),
         Row("before", "largest.before.end.opened", ".0f"),
     ],
+    "start": [
+        Row("CPU seconds of `relayrun --help`", "help", ".2f", most=0.1),
+        Row("CPU seconds of `relayrun status` of three runs with 222 attempts", "status", ".2f", most=0.3),
+        Row("load of the machine meanwhile; on a busy one they cost more", "load_average", ".1f"),
+    ],
     "data_order": [
         Row("batches per second over Megatron's data set, length 512", "throughput.0.ratio", ".1f", least=2),
         Row("batches per second over Megatron's data set, length 4096", "throughput.2.ratio", ".1f", least=1.3),

@@ -54,8 +54,9 @@ def measure(folder: Path, pairs: int) -> dict[str, Any]:
     run = make_run(folder, steps=WARM_UP + 2 * pairs + 1, interval=1)  # the last one is saved when leaving
     train(run, __file__)
     spent = read_json(run.path / HELD)
-    with_hashes = [spent[str(WARM_UP + 2 * pair + 1)] for pair in range(pairs)]
-    without = [spent[str(WARM_UP + 2 * pair + 2)] for pair in range(pairs)]
+    hashed = [spent[str(WARM_UP + 2 * pair + 1)] for pair in range(pairs)]
+    bare = [spent[str(WARM_UP + 2 * pair + 2)] for pair in range(pairs)]
+    with_hashes, without = ([save["save"] for save in saves] for saves in (hashed, bare))
     (newest,) = run.checkpoints.glob("iter_*")
     added = [one / other - 1 for one, other in zip(with_hashes, without, strict=True)]
     return {
@@ -64,6 +65,8 @@ def measure(folder: Path, pairs: int) -> dict[str, Any]:
         "save_cpu_seconds": _results.spread(with_hashes),
         "save_cpu_seconds_without_hashes": _results.spread(without),
         "hashing_over_save": _results.spread(added),
+        "copy_cpu_seconds": _results.spread([save["copy"] for save in hashed]),
+        "copy_cpu_seconds_without_hashes": _results.spread([save["copy"] for save in bare]),
         "load_average": os.getloadavg()[0],
     }
 
@@ -98,7 +101,15 @@ def program(run: Run) -> None:
 
     with_hashes = (xxhash.xxh3_128, xxhash.xxh3_128_hexdigest, host_copy._copy_and_digest)
     without = (Nothing, lambda _data: "0" * 32, copied)
-    spent: dict[int, float] = {}
+    spent: dict[int, dict[str, float]] = {}
+    copying: list[float] = []
+    fill = host_copy.HostCopy.fill
+
+    def timed(self: host_copy.HostCopy, shards: Any, stream: Any) -> host_copy.Reserved:
+        started = time.thread_time()
+        late = fill(self, shards, stream)
+        copying.append(time.thread_time() - started)
+        return late
 
     def alternating(self: saver.Saver, position: Any) -> None:
         if position.iteration == self.saved_iteration:
@@ -107,8 +118,9 @@ def program(run: Run) -> None:
         xxhash.xxh3_128, xxhash.xxh3_128_hexdigest, host_copy._copy_and_digest = kind  # type: ignore[misc,assignment]
         started = time.process_time()
         self._begin(position, (), leaving=True)
-        spent[position.iteration] = time.process_time() - started
+        spent[position.iteration] = {"save": time.process_time() - started, "copy": copying.pop()}
 
+    host_copy.HostCopy.fill = timed  # type: ignore[method-assign]
     saver.Saver.due = alternating  # type: ignore[method-assign]
     sys.argv = ["relayrun.training", f"--run-dir={run.path}", "--attempt=1"]
     code = training.main(SignalFlag())

@@ -83,6 +83,7 @@ def main() -> None:
             "run",
             model=MODEL,
             training={"steps": 1_000_000},
+            data={"max_epochs": 1e9},
             job={"nodes": 2, "ntasks_per_node": 1, "time": "30"},
             cluster={"name": "test", "scheduler": "slurm", "environment": {"MASTER_ADDR": "127.0.0.1"}},
         )

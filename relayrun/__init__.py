@@ -19,6 +19,7 @@ What lies where. A package imports only packages that stand below it in this lis
     shards          Megatron's token files
     config          the settings of a run, and how they are composed
     slurmtime       durations as Slurm writes them
+    places          the code, the files that belong to it, and the project
     files           files that survive a kill
     errors          every error that is raised on purpose
 """
@@ -28,4 +29,4 @@ from pathlib import Path
 __version__ = "0.1.0"
 
 ROOT = Path(__file__).resolve().parents[1]
-"""The folder that holds `launchers/` and `configs/`; relative paths in a config start here."""
+"""The folder that the package is imported from; `relayrun.places` says what lies where."""

@@ -5,18 +5,25 @@
     ├── InputError           a file or folder that was given is missing, torn or of the wrong kind
     ├── RunDirError          the run directory is damaged, or refuses what was asked of it
     ├── SchedulerError       Slurm (or the local scheduler) refused or could not be reached
-    └── FatalTrainingError   training cannot go on, and another attempt would fail in the same way
+    ├── FatalTrainingError   training cannot go on, and another attempt would fail in the same way
+    └── SeveralErrors        all that one look found, each an error of its own
 
-An error says what is wrong, where, and what to do. What goes wrong without ending the program is a warning: modules
-give it to `logging.getLogger(__name__)`, and every program calls `log_to_stderr` once.
+An error says what is wrong, where, and what to do: all of what is wrong in the same way (`together`), the nearest name
+where one is unknown (`nearest`), and whose a place is that is closed (`whose`). What goes wrong without ending the
+program is a warning: modules give it to `logging.getLogger(__name__)`, and every program calls `log_to_stderr` once.
 """
 
 from __future__ import annotations
 
+import errno
+import grp
 import logging
 import os
+import pwd
+import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 
 class RelayrunError(Exception):
@@ -26,6 +33,8 @@ class RelayrunError(Exception):
         self.message = message
         self.where = None if where is None else str(where)
         self.hint = hint
+        self.parts: list[RelayrunError] = []
+        """The errors that this one names, see `together`."""
         super().__init__(str(self))
 
     def __str__(self) -> str:
@@ -51,6 +60,154 @@ class SchedulerError(RelayrunError):
 
 class FatalTrainingError(RelayrunError):
     """Training cannot go on, and another attempt would fail in the same way."""
+
+
+MOST_NAMED = 10
+"""How many errors of one kind are named; the others are counted."""
+
+
+def together(errors: Sequence[RelayrunError], what: str) -> RelayrunError:
+    """One error for all of them, each named up to `MOST_NAMED`; a single one as it is. `what`: `shards are damaged`."""
+    if len(errors) == 1:
+        return errors[0]
+    lines = [str(RelayrunError(error.message, where=error.where)) for error in errors[:MOST_NAMED]]
+    if len(errors) > MOST_NAMED:
+        lines.append(f"and {len(errors) - MOST_NAMED:,} more")
+    hints = dict.fromkeys(error.hint for error in errors if error.hint is not None)
+    text = "\n  ".join([f"{len(errors):,} {what}:", *lines])
+    joined = type(errors[0])(text, hint="; ".join(list(hints)[:2]) or None)
+    joined.parts = list(errors)
+    return joined
+
+
+def parts_of(error: RelayrunError) -> list[RelayrunError]:
+    """The errors that `together` has put into one, or the one that it is."""
+    return error.parts or [error]
+
+
+def nearest(word: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.6) -> str:
+    """`did you mean 'a', 'b' or 'c'?`, of what is `known` and nearest to a word; empty where nothing is near.
+
+    `cutoff`: how near, from 0 (anything) to 1 (the same).
+    """
+    return _question(_near(word, known, most, cutoff))
+
+
+def nearest_path(path: str | os.PathLike[str]) -> str:
+    """What could be meant by a path of which a part is missing, in words as of `nearest`."""
+    missing = Path(os.path.abspath(path))
+    while not missing.parent.exists():
+        missing = missing.parent
+    try:
+        names = sorted(os.listdir(missing.parent))
+    except OSError:
+        return ""
+    return _question([str(missing.parent / name) for name in _near(missing.name, names, 3, 0.6)])
+
+
+def _near(word: str, known: Iterable[str], most: int, cutoff: float) -> list[str]:
+    from difflib import get_close_matches  # for errors alone
+
+    return get_close_matches(word, list(dict.fromkeys(known)), n=most, cutoff=cutoff)
+
+
+def _question(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    quoted = [repr(name) for name in names]
+    return f"did you mean {' or '.join(filter(None, [', '.join(quoted[:-1]), quoted[-1]]))}?"
+
+
+def user_name(uid: int) -> str:
+    """The user's name, or the number as text: containers often lack the site's user database."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def group_name(gid: int) -> str:
+    """The group's name, or the number as text."""
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
+
+
+def refuse_unwritable(*paths: str | os.PathLike[str]) -> None:
+    """Raise InputError where this user may not write a file or into a folder, or make it where it is missing."""
+    for path in paths:
+        place = _nearest_there(path)
+        mode = os.W_OK | os.X_OK if place.is_dir() else os.W_OK
+        if not os.access(place, mode, effective_ids=True):
+            raise InputError(f"you may not write here: {whose(path)}", where=path, hint=_how_to_write(place))
+
+
+def whose(path: str | os.PathLike[str], *, closed: Path | None = None) -> str:
+    """Whose file or folder a path is, with group and mode; of the nearest one that is there, or of `closed`."""
+    place = closed or _nearest_there(path)
+    found = os.stat(place)
+    which = "it" if place == Path(os.path.abspath(path)) else str(place)
+    owner, group = user_name(found.st_uid), group_name(found.st_gid)
+    return f"{which} belongs to {owner}, group {group}, mode {stat.filemode(found.st_mode)}"
+
+
+def _nearest_there(path: str | os.PathLike[str]) -> Path:
+    place = Path(os.path.abspath(path))
+    while not os.path.lexists(place):
+        place = place.parent
+    return place
+
+
+def _how_to_write(place: Path) -> str:
+    """What a person can do who may not write at `place`."""
+    if os.statvfs(place).f_flag & os.ST_RDONLY:
+        return "its file system is mounted read-only here; choose another place"
+    name = user_name(os.stat(place).st_uid)
+    return f"choose a place of your own, or let {name} open it (chmod g+w)"
+
+
+EXTRAS = {
+    "torch": "train",
+    "megatron": "train",
+    "safetensors": "train",
+    "wandb": "train",
+    "tensorboard": "train",
+    "datatrove": "tokenize",
+    "fsspec": "tokenize",
+    "orjson": "tokenize",
+    "zstandard": "tokenize",
+    "pyarrow": "tokenize",
+    "submitit": "tokenize",
+    "transformers": "tokenize",
+    "psutil": "tokenize",
+    "matplotlib": "tokenize",
+    "lm_eval": "evaluate",
+    "gigatoken": "fast",
+    "nanotoken": "fast",
+    "splintr": "fast",
+    "awkward": "fast",
+    "duckdb": "bench",
+}
+"""Modules that the base installation lacks, and the extra of relayrun that brings each."""
+
+
+def missing_extra(error: ModuleNotFoundError) -> RelayrunError | None:
+    """Return what to say where a module of an extra is missing; None for any other module."""
+    name = (error.name or "").partition(".")[0]
+    if name not in EXTRAS:
+        return None
+    return RelayrunError(
+        f"this needs {name}, which is not installed in {sys.prefix}", hint=f"pip install 'relayrun[{EXTRAS[name]}]'"
+    )
+
+
+class SeveralErrors(RelayrunError):
+    """All that one look found, each an error of its own."""
+
+    def __init__(self, errors: Sequence[RelayrunError]) -> None:
+        self.errors = tuple(errors)
+        super().__init__("\nerror: ".join(map(str, errors)))
 
 
 class _StderrLines(logging.Handler):
@@ -79,9 +236,9 @@ def log_to_stderr() -> None:
 def run_main(main: Callable[[], int | None]) -> int:
     """Run a program's `main`; return its exit code.
 
-    Warnings go to standard error. A RelayrunError or an OSError that names a file (read-only, full disk, missing)
-    becomes one message on standard error and exit code 1. Anything else is a defect of relayrun and keeps its
-    traceback.
+    Warnings go to standard error. A RelayrunError, a missing module of an extra, or an OSError that names a file
+    (read-only, full disk, missing) becomes one message on standard error and exit code 1. Anything else is a defect of
+    relayrun and keeps its traceback.
     """
     log_to_stderr()
     try:
@@ -89,15 +246,42 @@ def run_main(main: Callable[[], int | None]) -> int:
     except RelayrunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        if (missing := missing_extra(error)) is None:
+            raise
+        print(f"error: {missing}", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # `relayrun ... | head`: the reader left, which is no error of ours
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
         if error.filename is None and error.strerror is None:
             raise
-        where = f"{error.filename}: " if error.filename is not None else ""
-        print(f"error: {where}{error.strerror}", file=sys.stderr)
+        print(f"error: {_as_error(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _as_error(error: OSError) -> RelayrunError:
+    """What the system said, with whose the place is where it is closed to this user."""
+    text = error.strerror or str(error)
+    if error.filename is None:
+        return RelayrunError(text)
+    path = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(error.filename)
+    if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return RelayrunError(text, where=path)
+    try:
+        closed = _closed_part(path)
+        return RelayrunError(f"{text}: {whose(path, closed=closed)}", where=path, hint=_how_to_write(closed))
+    except OSError:
+        return RelayrunError(text, where=path)
+
+
+def _closed_part(path: str) -> Path:
+    """The part of a path that is closed to this user: a folder that may not be passed, or the nearest that is there."""
+    for folder in reversed(Path(os.path.abspath(path)).parents):
+        if folder.is_dir() and not os.access(folder, os.X_OK, effective_ids=True):
+            return folder
+    return _nearest_there(path)

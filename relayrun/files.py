@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from relayrun.errors import RelayrunError
 
@@ -237,7 +237,23 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 BLOCK = 65_536
-"""Bytes that `read_lines_backwards` takes at a time."""
+"""Bytes that are taken at a time where a file is read from its end."""
+
+
+def last_lines(path: str | os.PathLike[str], count: int) -> tuple[bytes, int]:
+    """The last lines of a file and its size; nothing of one that is not there. Only its end is read."""
+    try:
+        file = open(path, "rb")  # noqa: SIM115 - closed below
+    except FileNotFoundError:
+        return b"", 0
+    with file:
+        size = file.seek(0, os.SEEK_END)
+        text = b""
+        for _, block in _blocks_backwards(file, size):
+            text = block + text
+            if text.count(b"\n") > count:
+                break
+    return b"".join(text.splitlines(keepends=True)[-count:] if count else []), size
 
 
 def read_lines_backwards(
@@ -254,13 +270,9 @@ def read_lines_backwards(
         return
     with file:
         size = file.seek(0, os.SEEK_END)
-        at = size if end is None else min(end, size)
         rest, torn = b"", True  # the end of a line that begins in the block before; behind the last newline it is torn
-        while at:
-            start = max(0, at - BLOCK)
-            file.seek(start)
-            data = file.read(at - start) + rest
-            at = start
+        for at, block in _blocks_backwards(file, size if end is None else min(end, size)):
+            data = block + rest
             if torn:
                 data = data[: data.rfind(b"\n") + 1]
                 torn = not data
@@ -272,6 +284,16 @@ def read_lines_backwards(
                 if value is not None:
                     yield behind, value
                 behind -= len(line)
+
+
+def _blocks_backwards(file: BinaryIO, at: int) -> Iterator[tuple[int, bytes]]:
+    """The bytes before `at`, block by block from the end, each with where it begins."""
+    while at:
+        start = max(0, at - BLOCK)
+        file.seek(start)
+        data = file.read(at - start)
+        at = start
+        yield at, data
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from relayrun.chain import render
 from relayrun.rundir import triggers
@@ -154,21 +155,24 @@ def make_history(folder: Path, *, lines: int, attempts: int, package_root: Path 
     return run
 
 
-def began(run: Run, number: int, *, base: int) -> None:
-    """Open an attempt by hand."""
-    run.attempt(number).path.mkdir(parents=True)
-    AttemptStart(
-        attempt=number,
-        job_id="1",
-        job_name="j",
-        nodes="localhost",
-        config_revision=1,
-        base_iteration=base,
-        base_path=str(run.checkpoint(base)) if base else None,
-        start_time=1e9 + number,
-        job_end_time=None,
-        lead=60.0,
-    ).write(run.attempt(number).begin)
+def began(run: Run, number: int, *, base: int = 0, **changes: Any) -> AttemptStart:
+    """Open an attempt by hand; `changes` are other values of its record."""
+    values: dict[str, Any] = {
+        "attempt": number,
+        "job_id": "1",
+        "job_name": "j",
+        "nodes": "localhost",
+        "config_revision": 1,
+        "base_iteration": base,
+        "base_path": str(run.checkpoint(base)) if base else None,
+        "start_time": 1e9 + number,
+        "job_end_time": None,
+        "lead": 60.0,
+    }
+    record = AttemptStart(**(values | changes))
+    run.attempt(number).path.mkdir(parents=True, exist_ok=True)
+    record.write(run.attempt(number).begin)
+    return record
 
 
 def trained(run: Run, number: int, base: int, last: int) -> None:

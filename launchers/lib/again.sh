@@ -74,7 +74,7 @@ again() { # what failed, exit code
   local comment failed=0 nodes="" others given exclude delay successor state
   comment="$(asked_of_slurm squeue --noheader --jobs="${job}" --format=%k)"
   if [[ "${comment}" =~ ^"${marker}"([0-9]+)@(.*)$ ]]; then
-    failed="${BASH_REMATCH[1]}" nodes="${BASH_REMATCH[2]},"
+    failed="${BASH_REMATCH[1]}" nodes="${BASH_REMATCH[2]:+${BASH_REMATCH[2]},}"
   fi
   failed=$((failed + 1))
   delay=$((RELAYRUN_BEGIN_BACKOFF << (failed - 1)))

@@ -3,13 +3,33 @@
 # the run directory from the settings; its successors are rendered jobs that need no settings.
 #
 #   sbatch launchers/submit-demo.sh             submit
-#   bash launchers/submit-demo.sh --dry-run     print the job that every attempt will be; nothing is submitted
+#   bash launchers/submit-demo.sh --check       what would be refused, and the plan of the run; nothing is submitted
+#   bash launchers/submit-demo.sh --dry-run     the same, briefly, and the job that every attempt will be
 set -euo pipefail
 
 RELAYRUN_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 
-prepare() { # arguments of `relayrun launch`; PYTHON has relayrun's packages
-  PYTHONSAFEPATH=1 PYTHONPATH="${RELAYRUN_ROOT}" "${PYTHON:-${RELAYRUN_ROOT}/.venv/bin/python}" -m relayrun.cli launch "${CONFIG}" "$@"
+# The Python that has relayrun's packages: PYTHON, else that of .venv/, else the one that made this project.
+python_of_project() {
+  local python="${PYTHON:-${RELAYRUN_ROOT}/.venv/bin/python}"
+  if [[ -z "${PYTHON:-}" && ! -x "${python}" && -f "${RELAYRUN_ROOT}/.relayrun" ]]; then
+    python="$(sed -n 's/^python=//p' "${RELAYRUN_ROOT}/.relayrun")"
+  fi
+  if ! command -v "${python}" >/dev/null; then
+    echo "error: ${python:-no Python}: there is no such program
+  -> name the Python that has relayrun: PYTHON=/path/to/python, or python=... in ${RELAYRUN_ROOT}/.relayrun" >&2
+    return 1
+  fi
+  printf '%s' "${python}"
+}
+
+prepare() { # arguments of `relayrun launch`
+  local python file="${CONFIG}"
+  python="$(python_of_project)" || return
+  [[ "${file}" == /* ]] || file="${RELAYRUN_ROOT}/${file}"
+  local -a path=() # a checkout's own package; a project has none, and the installed one is taken
+  [[ ! -d "${RELAYRUN_ROOT}/relayrun" ]] || path=(PYTHONPATH="${RELAYRUN_ROOT}")
+  env PYTHONSAFEPATH=1 "${path[@]}" "${python}" -m relayrun.cli launch "${file}" "$@"
 }
 
 if [[ -z "${SLURM_JOB_ID:-}" ]]; then
@@ -17,7 +37,11 @@ if [[ -z "${SLURM_JOB_ID:-}" ]]; then
     prepare --dry-run
     exit 0
   fi
-  echo "error: not inside a Slurm job; submit with: sbatch ${0@Q} (or print the job with --dry-run)" >&2
+  if [[ "${1:-}" == --check ]]; then
+    prepare --check="${0}"
+    exit 0
+  fi
+  echo "error: not inside a Slurm job; submit with: sbatch ${0@Q} (or look at it first with --check or --dry-run)" >&2
   exit 1
 fi
 

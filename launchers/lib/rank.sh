@@ -5,6 +5,8 @@ set -euo pipefail
 trap '' USR1 USR2
 export RANK="${SLURM_PROCID}" LOCAL_RANK="${SLURM_LOCALID}" WORLD_SIZE="${SLURM_NTASKS}"
 shopt -s execfail
-exec "$@" || code=$?
+set +e # where it is on, bash leaves at once when a program with a slash in its name cannot be executed, whatever follows
+exec "$@"
+code=$?
 sleep 3 # the first rank that ends ends the others: so all that cannot be started have said so
 exit "${code}"

@@ -1,4 +1,4 @@
-"""`python3 -m relayrun.chain begin|watch|guard|end`, called by launchers/lib/job.sh and by `watch`."""
+"""`python3 -m relayrun.chain begin|watch|guard|end|fallback`, called by launchers/lib/job.sh and by `watch`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from relayrun.chain import guard, supervisor
+from relayrun.chain import fallback_job, guard, supervisor
 from relayrun.errors import run_main
 from relayrun.rundir.run import Run
 
@@ -19,10 +19,10 @@ def main() -> int:
     """
     parser = argparse.ArgumentParser(prog="relayrun.chain", description="The supervisor beside the ranks.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("begin", "watch", "guard", "end"):
+    for name in ("begin", "watch", "guard", "end", "fallback"):
         command = commands.add_parser(name)
         command.add_argument("--run-dir", type=Path, required=True)
-        if name != "begin":
+        if name not in ("begin", "fallback"):
             command.add_argument("--attempt", type=int, required=True)
         if name in ("watch", "guard"):  # a job that an earlier version began does not say it
             command.add_argument("--batch-pid", type=int, default=os.getppid())
@@ -36,6 +36,8 @@ def main() -> int:
         return supervisor.watch(run, options.attempt, batch_pid=options.batch_pid)
     if options.command == "guard":
         return guard.guard(run, options.attempt, batch_pid=options.batch_pid)
+    if options.command == "fallback":
+        return fallback_job.look(run)
     return supervisor.end(run, options.attempt, options.exit_code)
 
 

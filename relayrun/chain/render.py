@@ -9,13 +9,15 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.errors import ConfigError
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.scheduler.base import BEGIN_BACKOFF, MAX_FAILED_BEGINS
-from relayrun.scheduler.slurm import literal
 from relayrun.slurmtime import format_time
+
+FALLBACK_SECONDS = 600
+"""The time limit of the fallback job: for a controller or a file system that is away for some minutes."""
 
 
 def job_script(plan: Plan, run: Run) -> str:
@@ -60,9 +62,48 @@ def job_script(plan: Plan, run: Run) -> str:
     return "\n".join(lines) + "\n"
 
 
+def fallback_script(plan: Plan, run: Run) -> str:
+    """The sbatch script of a run's fallback job; where it may run is on the command line."""
+    options: dict[str, str | None] = {
+        "job-name": plan.fallback_job_name,
+        "time": format_time(min(FALLBACK_SECONDS, plan.time_limit)),
+        "nodes": "1",
+        "ntasks": "1",
+        "cpus-per-task": "1",
+        "output": "/dev/null",  # as in the chain's jobs
+        "requeue": None,
+    }
+    lines = [
+        *_header(plan, options),
+        "set -euo pipefail",
+        *exports(
+            {
+                "RELAYRUN_RUN_DIR": str(run.path),
+                "RELAYRUN_ROOT": plan.package_root,
+                "RELAYRUN_HOST_PYTHON": plan.host_python,
+                "RELAYRUN_JOB_NAME": plan.fallback_job_name,
+                "RELAYRUN_LOG_FOLDER": plan.log_folder,
+            }
+        ),
+        "",
+        _embedded("again.sh"),
+        "trap - EXIT  # this job is none of the chain's: it does not queue itself again",
+        "set +e",
+        *(_embedded(name) for name in ("log.sh", "fallback.sh")),
+    ]
+    return "\n".join(lines)
+
+
 def _embedded(name: str) -> str:
     """The text of one of launchers/lib without its first line."""
-    return (ROOT / "launchers/lib" / name).read_text(encoding="utf-8").partition("\n")[2]
+    return (places.shared("launchers/lib") / name).read_text(encoding="utf-8").partition("\n")[2]
+
+
+def _function(file: str, name: str) -> str:
+    """The text of one function of a file of launchers/lib."""
+    text = _embedded(file)
+    begin = text.index(f"\n{name}() {{") + 1
+    return text[begin : text.index("\n}\n", begin) + 3]
 
 
 def program_script(
@@ -72,19 +113,20 @@ def program_script(
     *,
     environment: Mapping[str, str],
     command: Sequence[str],
+    fallback: Path,
     before: Sequence[Sequence[str]] = (),
 ) -> str:
     """The sbatch script of a job that runs one program and is no part of the chain: an evaluation, a check.
 
-    The job's arguments are put behind `command`. `before`: commands that run first, whatever becomes of them.
+    The job's arguments are put behind `command`. `before`: commands that run first, whatever becomes of them. It opens
+    its log itself, in `fallback` where the plan's folder is away.
     """
     every: dict[str, str | None] = {
         "job-name": f"{plan.job_name}-{name}",
         "nodes": "1",
         "ntasks-per-node": "1",
         **options,
-        "output": f"{literal(plan.log_folder)}/%x-%j.out",
-        "error": f"{literal(plan.log_folder)}/%x-%j.err",
+        "output": "/dev/null",  # as in `job_script`
         "no-requeue": None,  # one that came back would find its own claim
     }
     return (
@@ -92,6 +134,12 @@ def program_script(
             [
                 *_header(plan, every),
                 "set -euo pipefail",
+                f"RELAYRUN_LOG_FOLDER={shlex.quote(plan.log_folder)}",
+                f"RELAYRUN_RUN_DIR={shlex.quote(str(fallback))}",
+                f'RELAYRUN_JOB_NAME="${{SLURM_JOB_NAME:-{name}}}"',
+                '[[ -n "${SLURM_JOB_ID:-}" ]] || relayrun_log_is_open=1 # the queue of one machine has opened it',
+                _function("again.sh", "within"),
+                _embedded("log.sh"),
                 *exports(environment),
                 # the submitter's own comes last, whoever submits this job
                 f'export PYTHONPATH={shlex.quote(":".join(search_path(plan)))}"${{PYTHONPATH:+:${{PYTHONPATH}}}}"',

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from relayrun.chain import nodes
+from relayrun.chain import fallback, nodes
 from relayrun.chain.log import log
 from relayrun.errors import SchedulerError
 from relayrun.rundir.attempt import Attempt
@@ -43,7 +43,12 @@ def ensure(
         job_id = found[0].id
     else:
         wanted = successor_options(run, plan, scheduler, options)
-        job_id = scheduler.submit(plan, run.job_script, options=wanted, delay=delay)
+        try:
+            job_id = scheduler.submit(plan, run.job_script, options=wanted, delay=delay)
+        except SchedulerError:  # a limit of submitted jobs may leave room for one behind this one, not for two
+            if not fallback.withdraw(plan, scheduler) or waiting(plan, scheduler, own=own):
+                raise
+            job_id = scheduler.submit(plan, run.job_script, options=wanted, delay=delay)
         log(f"queued job {job_id} behind this one" + (f", not before {delay} s from now" if delay else ""))
     for job in found[1:]:  # an order to queue one whose answer was lost, and then another
         cancel(scheduler, job)
@@ -52,6 +57,7 @@ def ensure(
         attempt.retry_successor.unlink(missing_ok=True)
     except OSError as error:  # it is queued; whether somebody cancels it will not be known
         log(f"{attempt.successor.name} not written: {error}")
+    fallback.put_behind(run, plan, job_id, options=options)
     return job_id
 
 

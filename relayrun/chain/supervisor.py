@@ -14,7 +14,7 @@ import os
 import time
 from itertools import islice
 
-from relayrun.chain import decide, evaluations, evidence, nodes, render, successor, take_over
+from relayrun.chain import decide, evaluations, evidence, fallback, nodes, render, successor, take_over
 from relayrun.chain.log import log
 from relayrun.chain.watch import Watch
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
@@ -395,6 +395,7 @@ def stop_chain(run: Run, plan: Plan, scheduler: Scheduler, reason: str, *, own_j
     write_stop(run, reason, words=words)
     log(f"the chain ends: {reason}")
     try:
+        fallback.withdraw(plan, scheduler)
         for job in successor.waiting(plan, scheduler, own=own_job):
             successor.cancel(scheduler, job)
     except SchedulerError as error:  # whatever starts will find STOP

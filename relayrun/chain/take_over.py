@@ -11,9 +11,9 @@ import time
 
 from relayrun.chain import signs
 from relayrun.chain.log import log
+from relayrun.errors import user_name
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
-from relayrun.rundir.triggers import user_name
 
 SECONDS = 10.0
 """How long the submit has to put the plan back."""

@@ -6,23 +6,28 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 import relayrun
 from relayrun.errors import run_main
 
 COMMANDS = {
+    "init": ("init", "a new project: launchers, configs and a site file in a folder of its own"),
     "submit": ("submit", "submit a training run"),
+    "check": ("check", "what a submit would refuse or warn of, and the plan of the run"),
     "resume": ("resume", "submit a run again as it was submitted last"),
     "launch": ("launch", "what the sbatch scripts of launchers/ call"),
     "config": ("config", "the settings of a run config, or of a run, and where each value comes from"),
     "explain": ("explain", "what a setting means; without NAME: all settings"),
     "diff": ("diff", "what differs in the settings of two run configs or runs"),
     "data": ("data", "what a run reads: show samples, the ledger, the difference of two runs"),
-    "dumps": ("dumps", "tokenization: where the dumps stand, and what suits this node"),
+    "dumps": ("dumps", "tokenization: a dataset as dumps, their jobs, where they stand, what suits this node"),
+    "mixture": ("mixture", "token shards as data sets of a run: mixed by weight, listed, checked"),
     "export": ("export", "a checkpoint in the form that other programs read"),
     "import": ("import_checkpoint", "a checkpoint, to start a run from, of another program's model"),
     "checkpoint": ("checkpoint", "whether a checkpoint still holds the bytes that were saved"),
     "gpu-check": ("gpu_check", "what this machine's GPUs do with relayrun, in eight minutes"),
+    "completion": ("completion", "a script that completes commands, options, runs and settings in a shell"),
     "status": ("status", "where a run stands; without RUN: all runs"),
     "logs": ("logs", "what the jobs of a run wrote; with -f also what they add"),
     "save": ("control", "write a checkpoint and go on"),
@@ -35,6 +40,23 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `relayrun` command. Only the module of the command that is asked for is imported."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return run_main(lambda: _run(arguments))
+
+
+def as_program(command: ModuleType, description: str | None) -> int:
+    """Run the module of a subcommand as a program of its own, with the same flags: what the scripts do."""
+
+    def run() -> int:
+        form = argparse.RawDescriptionHelpFormatter
+        parser = argparse.ArgumentParser(description=description, formatter_class=form)
+        command.add_arguments(parser)
+        options = parser.parse_args()
+        return int(options.run(options))
+
+    return run_main(run)
+
+
+def _run(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="relayrun", description="Language-model pretraining as a relay of Slurm jobs")
     parser.add_argument("--version", action="version", version=f"relayrun {relayrun.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -44,4 +66,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == asked:
             importlib.import_module(f"relayrun.cli.{module}").add_arguments(command)
     options = parser.parse_args(arguments)
-    return run_main(lambda: int(options.run(options)))
+    return int(options.run(options))

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from relayrun import places
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import RunConfig
 from relayrun.config.yamlfile import LocatedSettings, Location
-from relayrun.errors import ConfigError
+from relayrun.errors import ConfigError, nearest_path
 from relayrun.rundir.find import find_run
 
 COLUMN = 60
@@ -53,18 +54,23 @@ def read(name: str, overrides: list[str]) -> tuple[RunConfig, LocatedSettings | 
     """The config that a file, or RUN[:REVISION], means, and of a file where its values stand. Raises RelayrunError."""
     if Path(name).is_file():
         given = compose.read_settings(Path(name), overrides)
-        return compose.validate(given), given
+        return compose.validate(given, places.project(Path(name))), given
     if Path(name).suffix in (".yaml", ".yml"):
-        raise ConfigError("there is no such config file", where=name)
+        raise ConfigError("there is no such config file", where=name, hint=nearest_path(name) or None)
     text, colon, number = name.rpartition(":")
     run = find_run(text if colon and number.isdecimal() else name)
     revisions = run.revisions()
     wanted = int(number) if colon and number.isdecimal() else max(revisions, default=0)
     if wanted not in revisions:
         known = ", ".join(map(str, sorted(revisions))) or "none"
-        raise ConfigError(f"this run has no revision {wanted} of its config; there are: {known}", where=run.config)
+        raise ConfigError(
+            f"this run has no revision {wanted} of its config; there are: {known}",
+            where=run.config,
+            hint="without a number it is the newest one",
+        )
     if overrides:
-        raise ConfigError("--set belongs to a config file, not to a run", where=name)
+        hint = "`relayrun resume RUN --set ... --dry-run` shows what it would become"
+        raise ConfigError("--set belongs to a config file, not to a run", where=name, hint=hint)
     return compose.read_resolved(run.config_revision(wanted)), None
 
 

@@ -7,11 +7,12 @@ or starts while we look, obeys it; only where no job is there to do so is the ch
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import time
 
-from relayrun.chain import signs, supervisor
-from relayrun.errors import RunDirError, SchedulerError
+from relayrun.chain import fallback, signs, supervisor
+from relayrun.errors import RunDirError, SchedulerError, user_name, whose
 from relayrun.monitoring import run_status
 from relayrun.rundir import find, triggers
 from relayrun.rundir.lineage import Lineage
@@ -35,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
         print(save(found, scheduler))
         return 0
     end = stop if options.command == "stop" else cancel
-    print(end(found, scheduler, user=triggers.user_name(os.geteuid())))
+    print(end(found, scheduler, user=user_name(os.geteuid())))
     return 0
 
 
@@ -105,11 +106,15 @@ def cancel(run: Run, scheduler: Scheduler, *, user: str) -> str:
             write_stop(run, f"cancelled by {user}")
         except PermissionError:
             hint = "`relayrun stop` asks the job that runs to save and leave"
-            raise RunDirError("you may not write here", where=run.stop, hint=hint) from None
+            raise RunDirError(f"you may not write here: {whose(run.path)}", where=run.stop, hint=hint) from None
+    withdrawn: list[str] = []
+    with contextlib.suppress(SchedulerError):  # it finds STOP; it may be a former owner's
+        withdrawn = fallback.withdraw(plan, scheduler, anyone=True)
     jobs = scheduler.jobs(plan, anyone=True)
     for job in sorted(jobs, key=lambda job: job.state != "PENDING"):  # or one that waits would start
         scheduler.cancel(job.id)
     said = f"cancelled {', '.join(f'{job.id} ({job.state.lower()})' for job in jobs)}" if jobs else "no job was there"
+    said += f", and the fallback job {', '.join(withdrawn)}" if withdrawn else ""
     newest = next(Lineage(run).backwards(), None)
     saved = f"the newest checkpoint is that of iteration {newest.commit.iteration}" if newest else "no checkpoint"
     return f"the chain has ended: {stop_reason(run)}; {said}; {saved}"

@@ -6,14 +6,27 @@ import argparse
 import os
 import typing
 
+from relayrun.cli import dump_size, merge_shards, prepare_dumps, reshard, submit_dumps, tokenize
 from relayrun.tokenization.dumps import status, tune
 from relayrun.tokenization.options import EngineName, TokenizeOptions
 from relayrun.tokenization.pool import one_thread
+
+MODULES = (
+    ("shuffle", "shuffle a dataset globally, into parquet files of even size", reshard),
+    ("prepare", "split a dataset into dumps, one job each", prepare_dumps),
+    ("submit", "tokenize all dumps of a YAML config, as Slurm jobs or on this machine", submit_dumps),
+    ("tokenize", "tokenize the files of one dump: what a job does", tokenize),
+    ("merge", "the shards of a folder as one shard", merge_shards),
+    ("size", "bytes of a dump's files", dump_size),
+)
+"""Subcommands with a program of their own in scripts/ or launchers/: name, help, module."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun dumps`."""
     commands = parser.add_subparsers(dest="dumps_command", required=True)
+    for name, words, module in MODULES:
+        module.add_arguments(commands.add_parser(name, help=words))
     status_command = commands.add_parser("status", help="done, tokens, speed, what is left, failures")
     tune_command = commands.add_parser("tune", help="try workers and batches on the dataset's own files, on this node")
     verify_command = commands.add_parser(
@@ -70,7 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="shards at a time (default: %(default)s)"
     )
     verify_command.add_argument("--temp-dir", metavar="DIR", help="for --full: gets shards (default: TMPDIR)")
-    parser.set_defaults(run=run)
+    for each in (status_command, tune_command, verify_command):
+        each.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -6,9 +6,8 @@ import argparse
 from pathlib import Path
 
 from relayrun.config.writable import check_outputs
-from relayrun.export import card, huggingface, torch_format
-from relayrun.export.checkpoint_source import find_checkpoint
-from relayrun.export.folder import new_folder
+from relayrun.export.checkpoint_source import CheckpointSource, find_checkpoint
+from relayrun.export.target import check_target, parse_size
 from relayrun.rundir.find import find_run
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -40,8 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def export_hf(options: argparse.Namespace) -> int:
     """Write a Hugging Face folder. Raises RelayrunError."""
     check_outputs({"--output": options.output})
-    limit = huggingface.parse_size(options.max_shard_size)
-    source = find_checkpoint(find_run(options.name), options.iteration)
+    limit = parse_size(options.max_shard_size)
+    source = _looked_at(options)
+    from relayrun.export import card, huggingface  # torch: seconds
+    from relayrun.export.folder import new_folder
+
     compared = ""
     with new_folder(options.output) as folder:
         made = huggingface.write(source, folder, dtype=options.dtype, max_shard_size=limit)
@@ -68,8 +70,23 @@ def export_hf(options: argparse.Namespace) -> int:
 def export_torch(options: argparse.Namespace) -> int:
     """Write a checkpoint in Megatron's plain torch format. Raises RelayrunError."""
     check_outputs({"--output": options.output})
-    source = find_checkpoint(find_run(options.name), options.iteration)
+    source = _looked_at(options)
+    from relayrun.export import torch_format  # torch: seconds
+    from relayrun.export.folder import new_folder
+
     with new_folder(options.output) as folder:
         parameters = torch_format.write(source, folder, dtype=options.dtype, transformer_impl=options.transformer_impl)
     print(f"iteration {source.iteration}: {parameters:,} parameters: {Path(options.output).absolute()}")
     return 0
+
+
+def _looked_at(options: argparse.Namespace) -> CheckpointSource:
+    """The checkpoint, after what can be wrong has been looked at: run, iteration, output, tokenizer.
+
+    Raises RelayrunError.
+    """
+    source = find_checkpoint(find_run(options.name), options.iteration)
+    check_target(options.output)
+    if not source.config.data.mock_data:
+        _ = source.tokenizer
+    return source

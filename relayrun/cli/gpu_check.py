@@ -6,7 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.config.writable import check_writable
 from relayrun.gpucheck import job, perform, report, site
 from relayrun.gpucheck.check import PARTS
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Check this machine, or submit the job that does; return 1 where a promise is broken."""
     cluster = site.read_cluster(options.cluster)
-    folder = options.folder or ROOT / "logs" / "gpu-check" / time.strftime("%Y%m%d-%H%M%S")
+    folder = options.folder or places.project() / "logs" / "gpu-check" / time.strftime("%Y%m%d-%H%M%S")
     check_writable(
         {"--folder": folder, "--output": options.output},
         cluster=cluster["name"],

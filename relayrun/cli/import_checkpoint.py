@@ -7,7 +7,8 @@ from pathlib import Path
 
 from relayrun.cli.export import DTYPES
 from relayrun.config.writable import check_outputs
-from relayrun.export import importer
+from relayrun.errors import InputError, nearest_path
+from relayrun.export.target import check_target
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +31,12 @@ def import_hf(options: argparse.Namespace) -> int:
     """Write a checkpoint from a Hugging Face folder. Raises RelayrunError."""
     output: Path = options.output.absolute()
     check_outputs({"--output": output})
+    check_target(output)
+    if not (options.folder / "config.json").is_file():
+        hint = nearest_path(options.folder) or "give a folder that transformers' save_pretrained wrote"
+        raise InputError("this is no Hugging Face folder: it has no config.json", where=options.folder, hint=hint)
+    from relayrun.export import importer  # torch: seconds
+
     made = importer.import_hf(
         options.folder, output, dtype=options.dtype, divisible_by=options.make_vocab_size_divisible_by
     )

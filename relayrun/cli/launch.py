@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+from functools import partial
 from pathlib import Path
 
-from relayrun import ROOT
+from relayrun import places
+from relayrun.cli import check
 from relayrun.config import compose
 from relayrun.submit import launcher_environment, submission
+from relayrun.submit.check.state import Intent
 
 log = logging.getLogger(__name__)
 
@@ -17,26 +20,34 @@ log = logging.getLogger(__name__)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun launch`."""
     parser.add_argument("config", type=Path)
-    parser.add_argument("--dry-run", action="store_true", help="print the job script; write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="check it and print the job script; write nothing")
+    parser.add_argument(
+        "--check", type=Path, metavar="LAUNCHER", help="print what `relayrun check` finds, with this sbatch script"
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Make this job the first of a chain, with the settings of the environment; print the run directory."""
     settings = launcher_environment.overrides(os.environ)
-    if options.dry_run:
-        print(submission.dry_run(compose.load(ROOT / options.config, settings)), end="")
-        return 0
+    flag = partial(launcher_environment.flag, os.environ)
+    resume, accept, take_over = flag("RESUME"), flag("ACCEPT_DATA_CHANGE"), flag("TAKE_OVER")
+    if options.dry_run or options.check is not None:
+        given = compose.read_settings(places.project() / options.config, settings)
+        intent = Intent(resume=resume, accept_data_change=accept, take_over=take_over)
+        if options.dry_run:
+            return check.dry_run(given, intent)
+        return check.check(given, intent, launcher=options.check.absolute())
     job = launcher_environment.job_overrides(os.environ)
     log.info("as this job was submitted, whatever the config says: %s", ", ".join(job))
-    config = compose.load(ROOT / options.config, [*settings, *job])
+    config = compose.load(places.project() / options.config, [*settings, *job])
     print(
         submission.adopt_job(
             config,
             host_python=os.environ.get("HOST_PYTHON") or None,
-            resume=launcher_environment.flag(os.environ, "RESUME"),
-            accept_data_change=launcher_environment.flag(os.environ, "ACCEPT_DATA_CHANGE"),
-            take_over=launcher_environment.flag(os.environ, "TAKE_OVER"),
+            resume=resume,
+            accept_data_change=accept,
+            take_over=take_over,
         ).path
     )
     return 0

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from relayrun.errors import RunDirError
+from relayrun.files import last_lines
 from relayrun.monitoring import logs
 from relayrun.rundir.find import find_run
 from relayrun.rundir.run import Run
@@ -40,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     shown: Path | None = None
     following = logs.Following(found)
     for path in logs.files(found, options.attempt):
-        text, following.seen[path] = logs.last_lines(path, options.lines)
+        text, following.seen[path] = last_lines(path, options.lines)
         shown = show(path, text, shown)
     if options.follow:
         follow(found, following, shown)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import logging
 
-from relayrun.cli import submit
+from relayrun.cli import check, submit
 from relayrun.cli.diff import differences
 from relayrun.config import compose
 from relayrun.errors import RunDirError
 from relayrun.rundir.find import find_run
 from relayrun.submit import submission
+from relayrun.submit.check.state import Intent
 from relayrun.submit.launcher_environment import quoted
 
 log = logging.getLogger(__name__)
@@ -33,12 +34,12 @@ def run(options: argparse.Namespace) -> int:
     if newest is None:
         raise RunDirError("this run has no config to go on with", where=found.config, hint="use `relayrun submit`")
     path = found.config_revision(newest)
-    config = compose.load(path, [*options.overrides, f"run_dir={quoted(str(found.path))}"])  # it may have moved
+    given = compose.read_settings(path, [*options.overrides, f"run_dir={quoted(str(found.path))}"])  # it may have moved
+    config = compose.validate(given)
     for change in differences(compose.read_resolved(path), config):
         log.info("changed: %s", change)
-    if options.dry_run:
-        print(submission.dry_run(config), end="")
-        return 0
     accept, take_over = options.accept_data_change, options.take_over
-    submit.tell(submission.submit(config, resume=True, accept_data_change=accept, take_over=take_over))
+    if options.dry_run:
+        return check.dry_run(given, Intent(resume=True, accept_data_change=accept, take_over=take_over))
+    submit.tell(submission.submit(config, resume=True, accept_data_change=accept, take_over=take_over, given=given))
     return 0

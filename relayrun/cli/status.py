@@ -1,24 +1,44 @@
-"""`relayrun status`: where one run, or every run, stands."""
+"""`relayrun status`: where one run, or every run, stands; with -f again and again."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from collections.abc import Callable
 
+from relayrun.errors import InputError
 from relayrun.monitoring import run_status, run_status_view
+from relayrun.monitoring.run_status import Damaged, RunStatus
+from relayrun.monitoring.watcher import Watcher
 from relayrun.rundir import find
+from relayrun.rundir.run import Run
+
+LIVING = ("running", "queued", "unknown")
+"""States in which something may still change by itself."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun status`."""
     parser.add_argument("name", nargs="?", metavar="RUN", help="run directory, or project/name below logs/runs")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "-f",
+        "--follow",
+        action="store_true",
+        help="look again and again, until Ctrl-C or, of one RUN, the end of its chain; a line for each change where "
+        "there is no terminal",
+    )
+    parser.add_argument("--interval", type=float, default=5.0, metavar="S", help="seconds between looks (default: 5)")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print where one run, or every run, stands."""
-
+    """Print where one run, or every run, stands. Raises RelayrunError."""
+    if options.follow:
+        if options.json:
+            raise InputError("-f and --json do not go together", hint="call --json as often as you need it")
+        return follow(options.name, max(options.interval, 0.2))
     now = time.time()
     if options.name is not None:
         run = find.find_run(options.name)
@@ -28,11 +48,62 @@ def run(options: argparse.Namespace) -> int:
         else:
             run_status_view.show(run_status_view.one(facts, now=now))
         return 0
-    found = run_status.gather_all(find.every_run(), now=now)
+    found = Watcher().look(find.every_run(), now=now)
     if options.json:
         print(run_status_view.dump([run_status_view.as_json(entry) for entry in found]))
     elif found:
         run_status_view.show(run_status_view.many(found))
     else:
-        print(f"no runs below {find.RUNS}")
+        print(f"no runs below {find.runs()}")
     return 0
+
+
+def follow(name: str | None, interval: float) -> int:
+    """Show one run, or every run, until Ctrl-C; one run also until its chain has ended. Raises RelayrunError."""
+    runs: Callable[[], list[Run]] = find.every_run
+    if name is not None:
+        one = find.find_run(name)
+        runs = lambda: [one]  # noqa: E731
+    watcher = Watcher()
+    try:
+        if sys.stdout.isatty():
+            _live(runs, watcher, interval, single=name is not None)
+        else:
+            _lines(runs, watcher, interval, single=name is not None)
+    except KeyboardInterrupt:
+        pass  # this is how it ends
+    return 0
+
+
+def _ended(found: list[RunStatus | Damaged], single: bool) -> bool:
+    return single and all(isinstance(entry, Damaged) or entry.state not in LIVING for entry in found)
+
+
+def _live(runs: Callable[[], list[Run]], watcher: Watcher, interval: float, *, single: bool) -> None:
+    from rich.live import Live
+
+    with Live(auto_refresh=False) as live:
+        while True:
+            now = time.time()
+            found = watcher.look(runs(), now=now)
+            first = found[0] if single else None
+            table = run_status_view.one(first, now=now) if isinstance(first, RunStatus) else run_status_view.many(found)
+            live.update(table, refresh=True)
+            if _ended(found, single):
+                return
+            time.sleep(interval)
+
+
+def _lines(runs: Callable[[], list[Run]], watcher: Watcher, interval: float, *, single: bool) -> None:
+    told: dict[str, str] = {}
+    while True:
+        now = time.time()
+        found = watcher.look(runs(), now=now)
+        for entry in found:
+            line = run_status_view.line(entry)
+            if told.get(entry.path) != line:
+                print(f"{time.strftime('%H:%M:%S', time.localtime(now))} {line}", flush=True)
+                told[entry.path] = line
+        if _ended(found, single):
+            return
+        time.sleep(interval)

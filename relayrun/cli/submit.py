@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from relayrun.cli import check
 from relayrun.config import compose
 from relayrun.monitoring.follow import Follower
 from relayrun.scheduler import local
 from relayrun.submit import launcher_environment, submission
+from relayrun.submit.check.state import Intent
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +34,9 @@ def add_changes(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="override a setting: --set training.steps=50",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the job script; write and submit nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check it and print the job script; write and submit nothing"
+    )
     parser.add_argument(
         "--accept-data-change",
         action="store_true",
@@ -47,12 +51,16 @@ def run(options: argparse.Namespace) -> int:
     """Submit one run, or, with --dry-run, print the job that would be submitted."""
 
     load = [] if options.load is None else [f"checkpoint.load={launcher_environment.quoted(options.load)}"]
-    config = compose.load(options.config, [*options.overrides, *load])
+    given = compose.read_settings(options.config, [*options.overrides, *load])
+    accept, take_over = options.accept_data_change, options.take_over
     if options.dry_run:
-        print(submission.dry_run(config), end="")
-        return 0
+        return check.dry_run(given, Intent(resume=options.resume, accept_data_change=accept, take_over=take_over))
     submitted = submission.submit(
-        config, resume=options.resume, accept_data_change=options.accept_data_change, take_over=options.take_over
+        compose.validate(given),
+        resume=options.resume,
+        accept_data_change=accept,
+        take_over=take_over,
+        given=given,
     )
     tell(submitted)
     return 0

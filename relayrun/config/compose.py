@@ -8,6 +8,7 @@ the line and, for an unknown name, the nearest one that there is.
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -16,12 +17,12 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.config import mixture, sites, yamlfile
 from relayrun.config.schema import DataSource, RunConfig
 from relayrun.config.training import LOSS_MEAN_BEFORE
 from relayrun.config.yamlfile import LocatedSettings, Location
-from relayrun.errors import ConfigError
+from relayrun.errors import ConfigError, nearest_path
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -29,45 +30,52 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Paths in the result are absolute. Raises ConfigError.
     """
-    return validate(read_settings(path, overrides))
+    return validate(read_settings(path, overrides), places.project(path))
 
 
 def read_settings(path: Path, overrides: Sequence[str] = ()) -> LocatedSettings:
     """Compose the run config at `path` without checking it: what was given, and where. Raises ConfigError."""
     settings = _read_with_includes(path, ())
-    mixture.insert(settings, ROOT)  # so that overrides may change a part of it
+    root = places.project(path)
+    mixture.insert(settings, root)  # so that overrides may change a part of it
     of_cluster = [text for text in overrides if text.startswith("cluster.")]
     settings.merge(_overrides([text for text in overrides if text not in of_cluster]))
-    sites.insert(settings, folder=sites.folder_of(path))
+    sites.insert(settings, folders=sites.folders(path))
     settings.merge(_overrides(of_cluster))  # they hold over the cluster's file, whichever is named first
     sites.insert_job_defaults(settings)
-    mixture.insert(settings, ROOT)
+    mixture.insert(settings, root)
     return settings
 
 
-def validate(settings: LocatedSettings) -> RunConfig:
-    """Check composed settings against the schema and make their paths absolute."""
+def validate(settings: LocatedSettings, root: Path | None = None) -> RunConfig:
+    """Check composed settings against the schema and make their paths absolute.
+
+    Relative paths start at `root`, by default the project of the working directory. Raises ConfigError.
+    """
+    root = root or places.project()
     try:
         config = RunConfig.model_validate(settings.values)
     except ValidationError as error:
         lines = [_explain(detail, settings) for detail in error.errors()]
-        raise ConfigError("\n       ".join(lines)) from None
+        remedies = list(dict.fromkeys(_remedy(detail, settings) for detail in error.errors()))
+        raise ConfigError("\n       ".join(lines), hint="\n     ".join(remedies)) from None
     data = config.data
     evaluation = config.evaluation
     if evaluation is not None and evaluation.include_path is not None:
-        evaluation = evaluation.model_copy(update={"include_path": _absolute(evaluation.include_path)})
+        evaluation = evaluation.model_copy(update={"include_path": _absolute(evaluation.include_path, root)})
     return config.model_copy(
         update={
             "evaluation": evaluation,
-            "run_dir": _absolute(config.run_dir or f"logs/runs/{config.project}/{config.name}"),
+            "run_dir": _absolute(config.run_dir or f"logs/runs/{config.project}/{config.name}", root),
             "data": data.model_copy(
                 update={
-                    "tokenizer": _absolute_or_name(data.tokenizer),
-                    "datasets": [_absolute(folder) for folder in data.datasets],
-                    "mixture": {name: _absolute_source(source) for name, source in data.mixture.items()},
-                    "data_cache_dir": _absolute(data.data_cache_dir) if data.data_cache_dir else None,
+                    "tokenizer": _absolute_or_name(data.tokenizer, root),
+                    "datasets": [_absolute(folder, root) for folder in data.datasets],
+                    "mixture": {name: _absolute_source(source, root) for name, source in data.mixture.items()},
+                    "data_cache_dir": _absolute(data.data_cache_dir, root) if data.data_cache_dir else None,
                     "validation": {
-                        name: [_absolute(folder) for folder in folders] for name, folders in data.validation.items()
+                        name: [_absolute(folder, root) for folder in folders]
+                        for name, folders in data.validation.items()
                     },
                 }
             ),
@@ -88,19 +96,19 @@ def read_resolved(path: Path) -> RunConfig:
     return validate(settings)
 
 
-def _absolute(path: str) -> str:
-    return str(ROOT / Path(path).expanduser())
+def _absolute(path: str, root: Path) -> str:
+    return str(root / Path(path).expanduser())
 
 
-def _absolute_source(source: DataSource) -> DataSource:
+def _absolute_source(source: DataSource, root: Path) -> DataSource:
     path = source.path
-    absolute = _absolute(path) if isinstance(path, str) else path and [_absolute(part) for part in path]
+    absolute = _absolute(path, root) if isinstance(path, str) else path and [_absolute(part, root) for part in path]
     return source.model_copy(update={"path": absolute})
 
 
-def _absolute_or_name(text: str) -> str:
+def _absolute_or_name(text: str, root: Path) -> str:
     """A path where there is one; otherwise a name of the Hugging Face hub."""
-    path = _absolute(text)
+    path = _absolute(text, root)
     return path if Path(path).exists() else text
 
 
@@ -114,7 +122,11 @@ def _read_with_includes(path: Path, chain: tuple[Path, ...]) -> LocatedSettings:
         raise ConfigError("include is a list of file names", where=own.place(("include",)))
     result = LocatedSettings()
     for name in includes:
-        result.merge(_read_with_includes(path.parent / name, (*chain, path)))
+        included = path.parent / name
+        if not included.is_file():
+            where, hint = own.place(("include",)), nearest_path(included) or "name a file by its path from here"
+            raise ConfigError(f"there is no such file to include: {name}", where=where, hint=hint)
+        result.merge(_read_with_includes(included, (*chain, path)))
     result.merge(own)
     return result
 
@@ -125,7 +137,9 @@ def _overrides(texts: Sequence[str]) -> LocatedSettings:
         name, equals, value = text.partition("=")
         location = tuple(name.split("."))
         if not equals or not all(location):
-            raise ConfigError(f"{text!r} is no override; write NAME.NAME=VALUE", where="--set")
+            raise ConfigError(
+                f"{text!r} is no override; write NAME.NAME=VALUE", where="--set", hint="for example training.steps=50"
+            )
         nested: Any = yamlfile.parse_value(value)
         places = {(*location, *inner): f"--set {text}" for inner in _locations(nested)}
         for part in reversed(location):
@@ -157,6 +171,25 @@ def _explain(detail: Any, settings: LocatedSettings) -> str:
         message += f", not {detail['input']!r}"
     prefix = f"{place}: " if place else ""
     return f"{prefix}{name}: {message}" if name else f"{prefix}{message}"
+
+
+_SETTING = re.compile(r"\b[a-z_]+(?:\.[a-z_0-9]+)+\b")
+"""A setting's name in a message."""
+
+
+def _remedy(detail: Any, settings: LocatedSettings) -> str:
+    """What to do about an error of the schema."""
+    location: Location = tuple(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return "rename it, or leave it out; `relayrun explain` lists all settings"
+    if not location:  # several settings do not fit together
+        names = {tuple(name.split(".")) for name in _SETTING.findall(detail["msg"])}
+        known = sorted(name for name in names if name[-1] in _fields_at(name[:-1]))
+        places = [f"{'.'.join(name)} ({settings.place(name) or 'by default'})" for name in known]
+        return f"change {' or '.join(places)}" if places else "`relayrun explain` says what the settings mean"
+    while len(location) > 1 and location[-1] not in _fields_at(location[:-1]):
+        location = location[:-1]
+    return f"`relayrun explain {'.'.join(location)}` says what it takes"
 
 
 def _fields_at(location: Location) -> list[str]:

@@ -71,6 +71,8 @@ class Data(Section):
     GPTDataset for each epoch; `module:callable`, a user's own."""
     data_cache_dir: str | None = None
     """Folder for the indices of `order: megatron`; without it every rank builds them in memory."""
+    max_epochs: Annotated[float, Field(gt=0)] = 100.0
+    """How often a data set may be read until the last step. A submit refuses more; above 4 it warns (docs/check.md)."""
     reset_position_ids: bool = False
     """Positions start at 0 after each end of document. Rotary positions are relative: no effect on a Llama."""
     reset_attention_mask: bool = False

@@ -18,6 +18,9 @@ class Chain(Section):
     """Queue a successor behind every job until the run is done. Costs node hours unattended: off by default."""
     mode: Literal["singleton", "requeue"] = "singleton"
     """`singleton`: a successor is queued behind every job. `requeue`: a job queues itself again, under the same id."""
+    fallback_job: bool = True
+    """On Slurm, with auto_requeue: keep one small job queued (`...-fallback` in squeue), which starts only where a job
+    of the chain fails, and then queues the next one or says why not. It needs one CPU for seconds."""
     max_failed_attempts: Positive = 3
     """Attempts in a row without a new durable iteration, after which the chain stops."""
     lead: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
@@ -177,6 +180,16 @@ class Cluster(Section):
     """Python of the batch script, 3.11 or newer; needs the standard library alone."""
     read_only_paths: list[str] = []
     """Nothing may be written below these."""
+    gpu_memory_gb: Annotated[float, Field(gt=0)] | None = None
+    """Memory of one GPU in 10^9 bytes, for `relayrun check`; None: not known."""
+    tflops_per_gpu: Annotated[float, Field(gt=0)] | None = None
+    """Model TFLOP/s that a GPU is taken to reach until a run of the same shape has been measured; None: not known."""
+    cost_per_node_hour: Annotated[float, Field(gt=0)] | None = None
+    """What an hour of one node costs, for `relayrun check`."""
+    currency: Line = ""
+    """Unit of cost_per_node_hour, for example CHF."""
+    node_mtbf_hours: Annotated[float, Field(gt=0)] | None = None
+    """Mean hours between failures of one node; a run's own failures count instead, where it has had any."""
 
     @model_validator(mode="after")
     def _fitting_container(self) -> Self:

@@ -86,6 +86,10 @@ class BatchSizes:
         """Iterations done when a run that has these sizes from its beginning has consumed this many samples."""
         return Leg(0, 0, self).reaches(samples)
 
+    def consumed_by(self, iteration: int) -> int:
+        """Samples that a run which has these sizes from its beginning has consumed after so many iterations."""
+        return Leg(0, 0, self).consumed(iteration)
+
     def to_json(self) -> dict[str, Any]:
         return {"global_batch_size": self.global_batch_size, "rampup_batch_size": self.rampup}
 

@@ -2,45 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.config import yamlfile
 from relayrun.config.yamlfile import LocatedSettings
-from relayrun.errors import ConfigError
+from relayrun.errors import ConfigError, nearest
 
 CLUSTER = "CLUSTER"
 """The variable that names the cluster where no config does."""
 
 
-def folder_of(config: Path | None = None) -> Path:
-    """The folder of the clusters' files: the nearest `clusters` above the config file, else relayrun's own."""
-    above = () if config is None else config.resolve().parents
-    return next((up / "clusters" for up in above if (up / "clusters").is_dir()), ROOT / "configs" / "clusters")
+def folders(config: Path | None = None) -> list[Path]:
+    """The folders of the clusters' files: the nearest above a config file, or the project's, then relayrun's own."""
+    above = config.resolve().parents if config is not None else (places.project() / "configs", places.project())
+    nearest_folder = next((up / "clusters" for up in above if (up / "clusters").is_dir()), None)
+    own = places.shared("configs/clusters")
+    return [own] if nearest_folder in (None, own) else [nearest_folder, own]
 
 
-def names(folder: Path) -> list[str]:
-    """Names of the clusters that have a file in `folder`."""
-    return sorted(entry.stem for entry in folder.glob("*.yaml"))
+def names(folders: Sequence[Path]) -> list[str]:
+    """Names of the clusters that have a file in one of these folders."""
+    return sorted({entry.stem for folder in folders for entry in folder.glob("*.yaml")})
 
 
-def read(name: str, *, folder: Path, where: str | None) -> LocatedSettings:
+def read(name: str, *, folders: Sequence[Path], where: str | None) -> LocatedSettings:
     """What the file of cluster `name` says. Raises ConfigError, with `where` the name stands, if there is none.
 
     `name` may be the path of a file, too.
     """
-    file = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
-    if not file.is_file():
-        raise ConfigError(f"unknown cluster {name!r}; there are: {', '.join(names(folder))}", where=where)
+    places_of_it = [folder / f"{name}.yaml" for folder in folders]
+    if name.endswith((".yaml", ".yml")):
+        places_of_it = [Path(name)]
+    file = next((path for path in places_of_it if path.is_file()), None)
+    if file is None:
+        known = names(folders)
+        raise ConfigError(
+            f"unknown cluster {name!r}; there are: {', '.join(known)}",
+            where=where,
+            hint=nearest(name, known) or f"name one of them, or write {places_of_it[0]}",
+        )
     return yamlfile.read(file)
 
 
-def insert(settings: LocatedSettings, *, folder: Path) -> None:
+def insert(settings: LocatedSettings, *, folders: Sequence[Path]) -> None:
     """Replace a cluster's name in composed settings by what its file says. Raises ConfigError."""
     name = settings.values.get("cluster")
     if isinstance(name, str):
-        cluster = read(name, folder=folder, where=settings.place(("cluster",)))
+        cluster = read(name, folders=folders, where=settings.place(("cluster",)))
         settings.values["cluster"] = cluster.values
         settings.places.update({("cluster", *location): place for location, place in cluster.places.items()})
 

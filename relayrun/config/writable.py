@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from relayrun.config import sites, yamlfile
+from relayrun.config import sites
 from relayrun.errors import ConfigError, run_main
 
 AnyPath = str | os.PathLike[str]
@@ -48,12 +48,12 @@ def check_writable(outputs: Mapping[str, AnyPath | None], *, cluster: str, read_
 
 def check_outputs(outputs: Mapping[str, AnyPath | None], environment: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError as `check_writable` does, for a tool that was given no config."""
-    folder = sites.folder_of()
+    folders = sites.folders()
     name = environment.get(sites.CLUSTER, "")
     if name:
-        found = {name: sites.read(name, folder=folder, where=f"{sites.CLUSTER}={name}").values}
+        found = {name: sites.read(name, folders=folders, where=f"{sites.CLUSTER}={name}").values}
     else:
-        found = {each: yamlfile.read(folder / f"{each}.yaml").values for each in sites.names(folder)}
+        found = {each: sites.read(each, folders=folders, where=None).values for each in sites.names(folders)}
     for each, values in found.items():
         check_writable(outputs, cluster=each, read_only_paths=_texts(values.get("read_only_paths")))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from relayrun.errors import ConfigError
+from relayrun.errors import ConfigError, nearest_path
 
 MOST_VALUES = 100_000
 """Values of one file, those that aliases repeat included: a few lines of aliases of aliases can mean billions."""
@@ -68,9 +68,11 @@ def read(path: Path) -> LocatedSettings:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError("there is no such config file", where=path) from None
+        raise ConfigError("there is no such config file", where=path, hint=nearest_path(path) or None) from None
+    except IsADirectoryError:
+        raise ConfigError("this is a folder, not a config file", where=path, hint="name a file in it") from None
     except UnicodeDecodeError:
-        raise ConfigError("not UTF-8 text", where=path) from None
+        raise ConfigError("not UTF-8 text", where=path, hint="save it as UTF-8") from None
     return parse(text, source=str(path))
 
 
@@ -94,7 +96,8 @@ def parse(text: str, *, source: str) -> LocatedSettings:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = source if mark is None else f"{source}:{mark.line + 1}"
-        raise ConfigError(f"not valid YAML: {getattr(error, 'problem', error)}", where=where) from None
+        hint = "mend this line, or the one before it: brackets, quotes, colons, indentation by blanks"
+        raise ConfigError(f"not valid YAML: {getattr(error, 'problem', error)}", where=where, hint=hint) from None
     finally:
         loader.dispose()
 
@@ -140,10 +143,14 @@ class _Reading:
         for key_node, value_node in node.value:
             place = self._place(key_node)
             if not isinstance(key_node, yaml.ScalarNode):
-                raise ConfigError("a name must be plain text", where=place)
+                raise ConfigError("a name must be plain text", where=place, hint="quote it, or write NAME: VALUE")
             name = str(key_node.value)
             if name in result:
-                raise ConfigError(f"{'.'.join((*at, name))} is given twice", where=place)
+                raise ConfigError(
+                    f"{'.'.join((*at, name))} is given twice",
+                    where=place,
+                    hint=f"keep one; {self._places[(*at, name)]} has the first",
+                )
             self._places[(*at, name)] = place
             result[name] = self._value(value_node, (*at, name))
         return result
@@ -155,7 +162,8 @@ class _Reading:
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, at)
         if id(node) in self._around:
-            raise ConfigError(f"{'.'.join(at)}: this alias names what it lies in", where=self._place_of(at))
+            hint = "write the value out"
+            raise ConfigError(f"{'.'.join(at)}: this alias names what it lies in", where=self._place_of(at), hint=hint)
         self._around.add(id(node))
         if isinstance(node, yaml.MappingNode):
             result: Any = self.mapping(node, at)
@@ -175,11 +183,16 @@ class _Reading:
         except (ValueError, TypeError, OverflowError, KeyError, IndexError, AttributeError):
             # Python refuses to read integers of more than 4,300 digits
             what = "has more than 64 bits" if node.value.strip("+-_").isdecimal() else f"is no {kind}"
-            raise ConfigError(f"{'.'.join(at)}: {_short(node)} {what}", where=self._place(node)) from None
+            hint = "quote it if it is text, or write a value of its kind"
+            raise ConfigError(f"{'.'.join(at)}: {_short(node)} {what}", where=self._place(node), hint=hint) from None
+        what = ""
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise ConfigError(f"{'.'.join(at)}: {_short(node)} has more than 64 bits", where=self._place(node))
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{'.'.join(at)}: {_short(node)} is no finite number", where=self._place(node))
+            what = "has more than 64 bits"
+        elif isinstance(value, float) and not math.isfinite(value):
+            what = "is no finite number"
+        if what:
+            hint = "write a number that fits"
+            raise ConfigError(f"{'.'.join(at)}: {_short(node)} {what}", where=self._place(node), hint=hint)
         return value
 
 

@@ -139,8 +139,11 @@ def _edition(
 def _fixed(frozen: Manifest, previous: RunConfig, found: Manifest, config: RunConfig) -> list[str]:
     """Differences in what gives every sample number its meaning, each with the reason why it must stay."""
     before, now = previous.training, config.training
+    whole = frozen.tokenizer_fingerprint, found.tokenizer_fingerprint
+    ids = frozen.tokenizer_ids, found.tokenizer_ids
+    tokenizers = ids if all(ids) else whole  # a template or a decoder may change: it decides no id
     compared: list[tuple[str, object, object, str]] = [
-        ("tokenizer", frozen.tokenizer_fingerprint, found.tokenizer_fingerprint, "ids would mean other text"),
+        ("tokenizer", *tokenizers, "ids would mean other text"),
         ("vocabulary size", frozen.vocabulary_size, found.vocabulary_size, "the embeddings would not fit"),
         ("end of document", frozen.eod, found.eod, "documents would end elsewhere"),
         ("training.seq_length", before.seq_length, now.seq_length, "positions are counted in windows of this length"),

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import RunConfig
 from relayrun.demo import continuation, corpus, unigram
@@ -33,7 +33,7 @@ from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.scheduler.choose import for_plan
 
-OUTPUT = ROOT / "demo-output"
+OUTPUT = places.CODE / "demo-output"
 MARKER = OUTPUT / ".made-by-relayrun-demo"
 MARGIN = 0.3
 """Nats per token that the held-out loss must lie below the unigram entropy."""
@@ -46,7 +46,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make demo", description="Raw text to a trained model on this machine.")
     parser.add_argument(
         "--size",
-        choices=sorted(path.stem.removeprefix("llama-") for path in (ROOT / "configs/models").glob("llama-*m.yaml")),
+        choices=sorted(
+            path.stem.removeprefix("llama-") for path in places.shared("configs/models").glob("llama-*m.yaml")
+        ),
         default="3m",
     )
     parser.add_argument("--slurm", action="store_true", help="jobs of the cluster that SLURM_CONF names")
@@ -61,9 +63,9 @@ def main() -> int:
     )
     options = parser.parse_args()
     started = time.monotonic()
-    model = yamlfile.read(ROOT / "configs" / "models" / f"llama-{options.size}.yaml").values["model"]
+    model = yamlfile.read(places.shared(f"configs/models/llama-{options.size}.yaml")).values["model"]
     overrides = [*(f"model.{name}={json.dumps(value)}" for name, value in model.items()), *options.overrides]
-    config_file = ROOT / "configs" / "runs" / ("demo-slurm.yaml" if options.slurm else "demo.yaml")
+    config_file = places.shared("configs/runs") / ("demo-slurm.yaml" if options.slurm else "demo.yaml")
     config = compose.load(config_file, overrides)
     run = Run(Path(config.run_dir or ""))
     clear_former(run, f"{config.project}/{config.name}")
@@ -163,7 +165,7 @@ def show(run: Run, config: RunConfig, *, seconds: float) -> int:
         ("run directory", run.path),
         ("model", OUTPUT / "hf"),
         ("loss curve", picture),
-        ("logs", ROOT / "logs/slurm/training"),
+        ("logs", places.CODE / "logs/slurm/training"),
     ):
         print(f"{what:14} {path}")
     prompt = continuation.first_words(OUTPUT / "text" / "heldout")
@@ -208,14 +210,14 @@ def clear_former(run: Run, name: str) -> None:
 
 def run_program(program: str, *arguments: object) -> None:
     """Run one of the project's programs as a user would, and show the command. Raises RelayrunError."""
-    run_python([ROOT / program, *arguments], shown=[program, *arguments])
+    run_python([places.shared(program), *arguments], shown=[program, *arguments])
 
 
 def run_python(command: Sequence[object], *, shown: Sequence[object]) -> None:
     """Run a Python program, and show it as a user would write it. Raises RelayrunError."""
     words = shlex.join(map(str, shown))
     console.print("[bold]$[/] " + words, soft_wrap=True)
-    if subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=False).returncode:
+    if subprocess.run([sys.executable, *map(str, command)], cwd=places.CODE, check=False).returncode:
         raise RelayrunError("this step of the demo failed; its message stands above", where=words)
 
 

@@ -8,6 +8,7 @@ import signal
 
 from relayrun.drill.stage import Stage
 from relayrun.rundir import triggers
+from relayrun.rundir.plan import Plan
 
 
 def nothing(_stage: Stage) -> None:
@@ -133,6 +134,12 @@ def leave(stage: Stage) -> None:
     stage.command("scancel", "--signal=USR2", "--batch", stage.job_id())
 
 
+def _jobs(stage: Stage) -> list[str]:
+    """Ids of the chain's jobs that are queued or run."""
+    name = Plan.load(stage.run).job_name
+    return stage.command("squeue", "--noheader", f"--name={name}", "--format=%i").split()
+
+
 def hurry(stage: Stage) -> None:
     """Let the next job not wait for its time."""
     stage.hurry()
@@ -153,7 +160,7 @@ def read_only_at_boundary(stage: Stage) -> None:
     (waiting,) = stage.waiting_jobs()
     stage.command("scontrol", "update", f"JobId={waiting}", "StartTime=now+600")
     leave(stage)
-    stage.wait(lambda: stage.command("squeue", "--noheader", "--format=%i").split() == [waiting])
+    stage.wait(lambda: _jobs(stage) == [waiting])
     stage.remount("ro")
     stage.hurry()
     stage.wait(lambda: "begin-failed=1" in stage.command("scontrol", "show", "job", waiting))
@@ -200,6 +207,15 @@ def kill_begin(stage: Stage) -> None:
     stage.hurry()
 
 
+def kill_batch_script_at_begin(stage: Stage) -> None:
+    """Let the first job leave; the next one's batch script is killed (by `Fault.commands`), and another job comes."""
+    leave(stage)
+    stage.wait((stage.commands / "provoked").exists)
+    killed = (stage.commands / "provoked").read_text().strip()
+    stage.wait(lambda: [job for job in stage.waiting_jobs() if job != killed])
+    stage.hurry()
+
+
 def cancel_successor(stage: Stage) -> None:
     """Cancel the waiting job, then let the running one leave."""
     stage.wait(stage.run.attempt(1).successor.exists)
@@ -214,7 +230,7 @@ def hold_successor(stage: Stage) -> None:
     (waiting,) = stage.waiting_jobs()
     stage.command("scontrol", "hold", waiting)
     stage.wait(stage.run.attempt(1).end.exists)
-    stage.wait(lambda: stage.command("squeue", "--noheader", "--format=%i").split() == [waiting])
+    stage.wait(lambda: _jobs(stage) == [waiting])
     assert "Reason=JobHeld" in stage.command("scontrol", "show", "job", waiting)
     stage.command("scontrol", "release", waiting)
     stage.hurry()

@@ -371,6 +371,24 @@ fi"""
         long=True,
     ),
     Fault(
+        name="batch-script-killed-at-begin",
+        what="SIGKILL of the batch script inside begin, which has queued nothing",
+        expect="resumed",
+        causes=("saved", "done"),
+        act=acts.kill_batch_script_at_begin,
+        commands={
+            "python3": """
+if [[ " $* " == *" relayrun.chain begin "* && -e "${RELAYRUN_RUN_DIR}/attempts/0001" && ! -e "${provoked}" ]]; then
+  echo "${SLURM_JOB_ID}" >"${provoked}.tmp"
+  mv "${provoked}.tmp" "${provoked}"
+  kill -KILL "${PPID}"
+  sleep 1000
+fi"""
+        },
+        logged="failed and left no successor; job",
+        long=True,
+    ),
+    Fault(
         name="commit-full",
         what="no space for the commit line, twice for one iteration, then space again",
         expect="resumed",

@@ -13,6 +13,7 @@ from relayrun.rundir import lineage
 from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
 from relayrun.tokenization.encode.tokenizer import DocumentTokenizer, load_tokenizer
+from relayrun.tokenization.identity import ids_fingerprint
 from relayrun.tokenization.options import TokenizeOptions
 
 
@@ -37,7 +38,8 @@ class CheckpointSource:
     def tokenizer(self) -> DocumentTokenizer:
         """The run's tokenizer. Raises InputError if it is not the one that the run's tokens were made with."""
         found = load_tokenizer(TokenizeOptions(tokenizer=self.config.data.tokenizer, append_eod="auto"))
-        if self.manifest.tokenizer_fingerprint not in ("", found.fingerprint):
+        whole, ids = self.manifest.tokenizer_fingerprint, self.manifest.tokenizer_ids
+        if whole not in ("", found.fingerprint) and ids != ids_fingerprint(found.definition):
             raise InputError(
                 "this is not the tokenizer that the run began with: it gives other ids",
                 where=self.config.data.tokenizer,

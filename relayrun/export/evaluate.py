@@ -102,7 +102,7 @@ def run_tasks(model: Path, settings: Evaluation) -> tuple[Results, dict[str, Any
         raise InputError(
             f"lm-evaluation-harness cannot be imported: {error}",
             where="evaluation.tasks",
-            hint="pip install 'relayrun[evaluation]'",
+            hint="pip install 'relayrun[evaluate]'",
         ) from None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     answer = lm_eval.simple_evaluate(

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from relayrun.errors import InputError, RelayrunError
+from relayrun.export.target import refuse_existing
 from relayrun.files import fsync_directory
 
 
@@ -44,12 +45,6 @@ def new_folder(target: Path) -> Iterator[Path]:
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def refuse_existing(target: Path) -> None:
-    """Raise InputError if there is something at `target`."""
-    if os.path.lexists(target):
-        raise InputError("this exists already", where=target, hint="give another --output, or move it away")
 
 
 def _why_not_written(error: BaseException | None) -> str | None:

@@ -6,7 +6,6 @@ checkpoint, whatever the model's size and however it was split over ranks.
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from relayrun.errors import ConfigError, InputError
+from relayrun.errors import InputError
 from relayrun.export import llama
 from relayrun.export.checkpoint_source import CheckpointSource
 from relayrun.export.llama import Piece
@@ -39,7 +38,6 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -51,15 +49,6 @@ class Exported:
     dtype: str
     files: int
     """Bytes of the weights in the folder."""
-
-
-def parse_size(text: str) -> int:
-    """Bytes of `5GB`, `200MB`, `1GiB`. Raises ConfigError."""
-    match = re.fullmatch(r"(\d+) ?([A-Za-z]*)", text)
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or int(match[1]) == 0:
-        raise ConfigError(f"{text!r} is no size", where="--max-shard-size", hint="write for example 5GB, or 500MB")
-    return int(match[1]) * unit
 
 
 def write(source: CheckpointSource, folder: Path, *, dtype: str, max_shard_size: int) -> Exported:

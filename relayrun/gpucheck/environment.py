@@ -5,32 +5,22 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import subprocess
+from dataclasses import asdict
 from typing import Any
 
 import psutil
 
-from relayrun import ROOT, __version__
+from relayrun import __version__, places
 from relayrun.gpucheck.ranks import add_program
 from relayrun.gpucheck.setup import CheckFailed, Figures, Setup
 from relayrun.monitoring.environment import code
-
-SMI = (
-    "name",
-    "driver_version",
-    "memory.total",
-    "clocks.sm",
-    "clocks.max.sm",
-    "clocks.mem",
-    "power.limit",
-    "temperature.gpu",
-)
+from relayrun.monitoring.gpus import gpus
 
 
 def measure(setup: Setup, figures: Figures) -> None:
     """Note what is here. Raises CheckFailed where torch sees no GPU and none was to be done without."""
     figures.add("machine", machine(setup))
-    figures.add("nvidia_smi", nvidia_smi())
+    figures.add("nvml", [asdict(gpu) for gpu in gpus()])  # at rest
     found = add_program(setup, figures, "relayrun.gpucheck.programs.device")
     if not setup.tiny and not found["gpus"]:
         raise CheckFailed("torch sees no GPU here; --tiny (TINY=1) walks the same way on CPUs")
@@ -38,7 +28,7 @@ def measure(setup: Setup, figures: Figures) -> None:
 
 def machine(setup: Setup) -> dict[str, Any]:
     """Return what the host is: processors, memory and disk in bytes, the code that runs."""
-    commit, difference = code(ROOT)
+    commit, difference = code(places.CODE)
     return {
         "system": platform.platform(),
         "cpus": os.cpu_count(),
@@ -47,14 +37,3 @@ def machine(setup: Setup) -> dict[str, Any]:
         "relayrun": __version__,
         "commit": commit + ("" if not difference else ", and changes"),
     }
-
-
-def nvidia_smi() -> list[dict[str, str]]:
-    """Return what nvidia-smi says of every GPU, at rest; nothing where there is no nvidia-smi."""
-    command = ["nvidia-smi", f"--query-gpu={','.join(SMI)}", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    rows = [line.split(", ") for line in done.stdout.splitlines()] if done.returncode == 0 else []
-    return [dict(zip(SMI, row, strict=True)) for row in rows if len(row) == len(SMI)]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.chain import render
 from relayrun.config.schema import RunConfig
 from relayrun.errors import ConfigError
@@ -18,7 +18,8 @@ from relayrun.gpucheck.setup import Setup
 from relayrun.rundir.run import Run
 from relayrun.scheduler.slurm import Slurm
 from relayrun.slurmtime import format_time, parse_time
-from relayrun.submit import check, submission
+from relayrun.submit import submission
+from relayrun.submit.check import job as job_check
 
 SRUN_MINUTES = 3
 """How long the ranks of all nodes may take for their all-reduce."""
@@ -30,11 +31,11 @@ def submit(setup: Setup, cluster: dict[str, Any], program: Sequence[str], *, tim
     `cluster`: the site's file. `program`: what Python runs inside the job.
     """
     config = job_config(setup, cluster)
-    check.check_job(config)
+    job_check.check_job(config)
     path = setup.path / "job.sbatch"
     write_atomic(path, script(setup, config, program, time=time), mode=0o777)
     slurm = Slurm()
-    plan = submission.make_plan(config, Run(setup.path), ROOT, revision=1)
+    plan = submission.make_plan(config, Run(setup.path), places.CODE, revision=1)
     Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # a job without it dies without a log
     slurm.test(path)
     name = f"{plan.job_name}-check"
@@ -70,7 +71,7 @@ def gpus_of_a_node(setup: Setup, cluster: dict[str, Any]) -> int:
 
 def script(setup: Setup, config: RunConfig, program: Sequence[str], *, time: str) -> str:
     """Return the sbatch script."""
-    plan = submission.make_plan(config, Run(setup.path), ROOT, revision=1)
+    plan = submission.make_plan(config, Run(setup.path), places.CODE, revision=1)
     job, slurm = config.job, Slurm()
     options: dict[str, str | None] = {
         "time": format_time(parse_time(time)),
@@ -80,7 +81,7 @@ def script(setup: Setup, config: RunConfig, program: Sequence[str], *, time: str
         **plan.sbatch_options,
     }
     given = replace(setup, gpus=job.gpus_per_node)
-    entered = config.cluster.container.with_mounts([str(ROOT), str(setup.path)]).command
+    entered = config.cluster.container.with_mounts([str(places.CODE), str(setup.path)]).command
     before = []
     if job.nodes > 1:
         setup_file, output = setup.path / "nodes.setup.json", setup.path / bandwidth.OF_NODES
@@ -91,12 +92,13 @@ def script(setup: Setup, config: RunConfig, program: Sequence[str], *, time: str
             given, bandwidth.PROGRAM, f"--setup={setup_file}", f"--output={output}", container=entered
         )
         before.append([*srun, f"--time={SRUN_MINUTES}", *measured])
-    single = [*slurm.single_task_command(plan), f"--cpus-per-task={job.cpus_per_task * job.ntasks_per_node}"]
+    single = slurm.single_task_command(plan, cpus_per_task=str(job.cpus_per_task * job.ntasks_per_node))
     return render.program_script(
         plan,
         "check",
         options,
         environment={"PYTHONUNBUFFERED": "1", "PYTHONPATH": given.environment()["PYTHONPATH"], **plan.environment},
         command=[*single, *entered, given.python, *program],
+        fallback=setup.path,
         before=before,
     )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+
+from relayrun.files import last_lines
 
 
 def last_line(path: Path) -> str:
@@ -17,10 +21,12 @@ def last_line(path: Path) -> str:
 def tail(path: Path, lines: int = 40) -> str:
     """Return the last lines of a log, for a person who cannot open it."""
     try:
-        text = path.read_text(errors="replace")
+        text, size = last_lines(path, lines)
     except OSError as error:
         return f"{path}: {error.strerror}"
-    return "\n".join([f"== {path}", *text.splitlines()[-lines:]])
+    if not size and not path.exists():
+        return f"{path}: {os.strerror(errno.ENOENT)}"
+    return "\n".join([f"== {path}", *text.decode(errors="replace").splitlines()])
 
 
 def why(log_file: Path, code: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.errors import ConfigError, RelayrunError
 from relayrun.files import write_json
 from relayrun.gpucheck import report
@@ -22,7 +22,7 @@ from relayrun.gpucheck.check import PARTS, Outcome, Part, run
 from relayrun.gpucheck.report import Row
 from relayrun.gpucheck.setup import TRACE, Setup
 
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = places.CODE / "benchmarks" / "results"
 STRETCH = 10.0
 """Tiny parts take seconds; where a machine has other work, they may take this much longer than those on a GPU."""
 
@@ -97,8 +97,8 @@ def record(setup: Setup, found: Sequence[Outcome], *, seconds: float) -> dict[st
         "stall_allowance": setup.sizes.stall_allowance,
         "parts": [outcome.record() for outcome in found],
     }
-    places = {str(setup.path): "(folder of the check)", str(ROOT): "(repository)", sys.prefix: "(Python)"}
-    without: dict[str, Any] = _replaced(made, places)
+    shown = {str(setup.path): "(folder of the check)", str(places.CODE): "(repository)", sys.prefix: "(Python)"}
+    without: dict[str, Any] = _replaced(made, shown)
     return without
 
 
@@ -106,7 +106,7 @@ def place(setup: Setup, *, partial: bool) -> Path:
     """Return where the result goes: among those of the benchmarks, if it is a whole one of a GPU."""
     if setup.tiny:
         return setup.path / "gpu-tiny.json"
-    return (setup.path if partial else RESULTS) / report.file_name(setup.device)
+    return (RESULTS if RESULTS.is_dir() and not partial else setup.path) / report.file_name(setup.device)
 
 
 def show(path: Path, table: Sequence[Row]) -> None:

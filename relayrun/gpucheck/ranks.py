@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.files import read_json
 from relayrun.gpucheck.logs import tail, why
 from relayrun.gpucheck.setup import CheckFailed, Figures, Setup
@@ -21,7 +21,7 @@ def rank_command(setup: Setup, program: str, *arguments: str, container: Sequenc
     prefix = setup.cluster.get("command_prefix", [])
     return [
         "bash",
-        str(ROOT / "launchers" / "lib" / "rank.sh"),
+        str(places.shared("launchers/lib/rank.sh")),
         *container,
         *prefix,
         setup.python,
@@ -43,7 +43,13 @@ def run_program(setup: Setup, program: str, *, ranks: int = 1, **arguments: obje
     command = [*starter, *rank_command(setup, program, f"--setup={given}", f"--output={output}", *options)]
     with log.open("wb") as file:
         code = subprocess.run(
-            command, cwd=ROOT, env=setup.environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=file, check=False
+            command,
+            cwd=places.CODE,
+            env=setup.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            check=False,
         ).returncode
     found = read_json(output) if output.exists() else {}
     if code or not output.exists():

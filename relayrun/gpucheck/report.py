@@ -69,10 +69,10 @@ def _environment(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
         yield Row(part="environment", what="GPU", value=f"{len(gpus)} x {gpus[0]['name']}, {gib:.0f} GiB")
     elif gpus is not None:
         yield Row(part="environment", what="GPU", value="none: CPUs, and the figures below say nothing of a GPU")
-    if figures.get("nvidia_smi"):
-        smi = figures["nvidia_smi"][0]
-        clocks = f"driver {smi['driver_version']}, SM clock at most {smi['clocks.max.sm']}, {smi['power.limit']}"
-        yield Row(part="environment", what="nvidia-smi", value=clocks)
+    if figures.get("nvml"):
+        gpu = figures["nvml"][0]
+        clocks = f"driver {gpu['driver']}, SM clock at most {gpu['sm_clock_max']} MHz, {gpu['power_limit']} W"
+        yield Row(part="environment", what="NVML", value=clocks)
     if versions:
         shown = ", ".join(f"{name} {version}" for name, version in versions.items())
         yield Row(part="environment", what="versions", value=shown)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.chain import evidence
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import RunConfig
@@ -88,8 +88,8 @@ def start(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]]) ->
     overrides = [word for text in setup.overrides for word in ("--set", text)]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, str(ROOT / "launchers" / "submit.py"), str(file), *overrides],
-            cwd=ROOT,
+            [sys.executable, str(places.shared("launchers/submit.py")), str(file), *overrides],
+            cwd=places.CODE,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.config import yamlfile
 from relayrun.errors import RelayrunError
 from relayrun.files import read_json, write_json
@@ -74,7 +74,7 @@ class Sizes:
 
 
 def _model(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = yamlfile.read(ROOT / "configs" / "models" / f"{name}.yaml").values["model"]
+    found: dict[str, Any] = yamlfile.read(places.shared(f"configs/models/{name}.yaml")).values["model"]
     return found
 
 
@@ -198,7 +198,7 @@ class Setup:
 
     def environment(self) -> dict[str, str]:
         """Return the variables that programs on the ranks get, as those of a training run do."""
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [str(places.CODE), os.environ.get("PYTHONPATH")]))
         own = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         return (
             dict(os.environ) | own | {name: str(value) for name, value in self.cluster.get("environment", {}).items()}

@@ -7,14 +7,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.config import yamlfile
 from relayrun.config.schema import Cluster
 from relayrun.errors import ConfigError
 from relayrun.gpucheck import runs, speed
 from relayrun.gpucheck.setup import Setup
 
-CLUSTERS = ROOT / "configs" / "clusters"
+CLUSTERS = places.shared("configs/clusters")
 
 
 def read_cluster(name: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from relayrun.config.schema import RunConfig
+from relayrun.monitoring.gpus import gpus
 from relayrun.monitoring.secrets import masked
 from relayrun.rundir.records import AttemptStart
 
@@ -50,7 +51,7 @@ def describe(
         "code": f"{root}\ncommit {commit}",
         "difference to the commit": difference or "none",
         "machine": f"{platform.platform()}, Python {platform.python_version()}",
-        "GPUs": _asked(["nvidia-smi"]) or "none that nvidia-smi shows",
+        "GPUs": "\n".join(gpu.line() for gpu in gpus()) or "none that NVML shows",
         "packages": "\n".join(packages()),
         "environment": "\n".join(shown(environment)),
     }

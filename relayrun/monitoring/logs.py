@@ -11,9 +11,6 @@ from relayrun.errors import RunDirError
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 
-BLOCK = 64 * 1024
-"""Bytes that are read at a time."""
-
 
 def files(run: Run, attempt: int | None = None) -> list[Path]:
     """The standard output and standard error of the job of an attempt, the newest one by default.
@@ -36,22 +33,6 @@ def files(run: Run, attempt: int | None = None) -> list[Path]:
         return _both(max(found, key=lambda path: path.stat().st_mtime))
     what = "no job of this run has written a log" if attempt is None else f"attempt {attempt} has no log on record"
     raise RunDirError(what, where=plan.log_folder, hint="`relayrun status` says what its jobs do")
-
-
-def last_lines(path: Path, count: int) -> tuple[bytes, int]:
-    """The last lines of a file and its size; nothing of one that is not there."""
-    try:
-        with open(path, "rb") as file:
-            end = at = file.seek(0, os.SEEK_END)
-            text = b""
-            while at > 0 and text.count(b"\n") <= count:
-                step = min(BLOCK, at)
-                at -= step
-                file.seek(at)
-                text = file.read(step) + text
-    except FileNotFoundError:
-        return b"", 0
-    return b"".join(text.splitlines(keepends=True)[-count:] if count else []), end
 
 
 def of_rank(run: Run, attempt: int, rank: int) -> str:

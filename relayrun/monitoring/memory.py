@@ -1,23 +1,21 @@
 """Memory of a node over time, a line every few seconds: of the host, and of its GPUs where there are any.
 
-A thread of the node's first rank writes it. It waits for nothing but its own clock and nvidia-smi, and a failure ends
-it with one line.
+A thread of the node's first rank writes it. It waits for nothing but its own clock and the GPUs' driver, and a failure
+ends it with one line.
 """
 
 from __future__ import annotations
 
 import logging
-import subprocess
 import threading
 import time
 from pathlib import Path
 
+from relayrun.monitoring.gpus import gpus
+
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
-SMI = ["nvidia-smi", "--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits"]
-SMI_SECONDS = 20.0
-"""Seconds that nvidia-smi may take."""
 
 
 def sample() -> str:
@@ -31,17 +29,12 @@ def sample() -> str:
 
 
 def _gpus() -> list[str]:
-    try:
-        done = subprocess.run(SMI, capture_output=True, text=True, timeout=SMI_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    rows = [line.split(", ") for line in done.stdout.splitlines() if line.count(", ") == 2]
-    return [f"gpu {index}: {_gib(used)} of {_gib(total)} GiB" for index, used, total in rows]
+    return [f"gpu {gpu.index}: {_gib(gpu.memory_used)} of {_gib(gpu.memory_total)} GiB" for gpu in gpus()]
 
 
-def _gib(mebibytes: str) -> str:
-    """As nvidia-smi gives it, which is no number on some devices."""
-    return f"{int(mebibytes) / 1024:.1f}" if mebibytes.isdecimal() else mebibytes
+def _gib(size: int | None) -> str:
+    """Some devices do not tell their memory."""
+    return "?" if size is None else f"{size / GIB:.1f}"
 
 
 def start(path: Path, *, interval: float) -> None:

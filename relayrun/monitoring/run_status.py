@@ -10,15 +10,16 @@ import fcntl
 import json
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from relayrun.chain import nodes, signs, supervisor
+from relayrun.chain import fallback, nodes, signs, supervisor
 from relayrun.chain.watch import read_heartbeats
-from relayrun.errors import RunDirError, SchedulerError
+from relayrun.errors import RunDirError, SchedulerError, user_name
 from relayrun.files import read_lines
+from relayrun.monitoring.remaining import Past, Remaining, remaining
 from relayrun.rundir import evaluations, quarantine, triggers
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.evaluations import Result, Submitted
@@ -53,6 +54,8 @@ class Queue:
     """What the scheduler answered about the jobs of a run."""
 
     jobs: list[Job] = field(default_factory=list)
+    fallback_jobs: list[Job] = field(default_factory=list)
+    """Small jobs that go on with the chain where one of `jobs` fails; see `relayrun.chain.fallback`."""
     error: str | None = None
     """Why the scheduler did not answer; None if it did."""
     hidden: str | None = None
@@ -79,6 +82,8 @@ class RunStatus:
     auto_requeue: bool
     jobs: list[Job]
     """Jobs of the chain that are queued or run."""
+    fallback_jobs: list[Job]
+    """Small jobs that go on with the chain where one of `jobs` fails."""
     scheduler_error: str | None
     stop: str | None
     """Why the chain ended; None while it has not."""
@@ -120,6 +125,9 @@ class RunStatus:
     """Checkpoints of later iterations that are not whole, the newest first."""
     in_quarantine: list[LeftBehind]
     """Every checkpoint in quarantine, also those whose iterations have been computed again."""
+
+    remaining: Remaining | None
+    """What is left to do at the pace of the last attempts; None before anything is durable."""
 
     last_end: str | None
     """Cause and reason of the newest attempt that has ended."""
@@ -172,13 +180,15 @@ def ask(run: Run) -> Queue:
         waiting_jobs = [job for job in jobs if job.state == "PENDING"]
         hidden = not jobs and plan.owner is not None and signs.is_anothers(plan) and plan.scheduler == "slurm"
         if hidden and history.others_are_hidden():
-            name = triggers.user_name(plan.owner or 0)
+            name = user_name(plan.owner or 0)
             return Queue(hidden=f"Slurm shows the jobs of {name}, who owns this run, to nobody else")
+        fallback_jobs = fallback.live(plan, asked, anyone=True)
         nothing_runs = all(job.state in ("PENDING", "COMPLETING") for job in jobs)
         return Queue(
             jobs=jobs,
+            fallback_jobs=fallback_jobs,
             evaluations=states,
-            reasons=history.pending_reasons(plan) if waiting_jobs else {},
+            reasons=history.pending_reasons(plan) if waiting_jobs or fallback_jobs else {},
             last_job=history.last_job(plan, run, since=_asked_since(run)) if nothing_runs else None,
             abandoned=history.abandoned(plan, run) if waiting_jobs else [],
         )
@@ -191,10 +201,11 @@ def _asked_since(run: Run) -> float:
     return run.plan.stat().st_mtime - 3600
 
 
-def gather_all(runs: Sequence[Run], *, now: float) -> list[RunStatus | Damaged]:
+def gather_all(runs: Sequence[Run], *, now: float, ask: Callable[[Run], Queue] = ask) -> list[RunStatus | Damaged]:
     """Return the status of many runs, the newest first, damaged ones last.
 
-    Once Slurm has not answered it is not asked again, and not for runs that have been stopped.
+    `ask` gives the jobs of one run; `monitoring.watcher` has one that asks for all runs together. Once Slurm has not
+    answered it is not asked again, and not for runs that have been stopped.
     """
     found: list[RunStatus] = []
     damaged: list[Damaged] = []
@@ -260,9 +271,10 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
         mode=plan.mode,
         auto_requeue=plan.auto_requeue,
         jobs=queue.jobs,
+        fallback_jobs=queue.fallback_jobs,
         scheduler_error=f"the scheduler did not answer: {queue.error}" if queue.error else queue.hidden,
         stop=stop,
-        pending={job.id: queue.reasons[job.id] for job in queue.jobs if job.id in queue.reasons},
+        pending={job.id: queue.reasons[job.id] for job in queue.jobs + queue.fallback_jobs if job.id in queue.reasons},
         last_job=queue.last_job,
         broken=_why_broken(run, plan, queue, begin, last_end) if state == "broken" else None,
         go_on=shlex.join(["relayrun", "resume", str(run.path)]) if state == "broken" else None,
@@ -284,6 +296,7 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
         durable_fault=fault,
         left_behind=quarantine.left_behind(run, line, durable) if durable else [],
         in_quarantine=quarantine.in_quarantine(run),
+        remaining=_remaining(begun, dict(ended), line, plan, running, step, durable, now) if durable else None,
         last_end=f"{ended[-1][1].cause}: {ended[-1][1].reason}" if ended else None,
         last_end_attempt=ended[-1][0] if ended else None,
         evaluations=evaluations.results(run),
@@ -299,6 +312,42 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
         excluded=nodes.excluded(strikes, nodes=plan.nodes, now=now),
         triggers=_pending(run),
     )
+
+
+def _remaining(
+    begun: list[tuple[int, AttemptStart]],
+    ended: dict[int, End],
+    line: Lineage,
+    plan: Plan,
+    running: bool,
+    step: dict[str, Any],
+    durable: Durable,
+    now: float,
+) -> Remaining | None:
+    past = []
+    for number, begin in begun:
+        end = ended.get(number)
+        if end is not None:
+            reached, until = end.durable_iteration, end.end_time
+        elif running and number == begun[-1][0]:
+            commits = (counted.commit for counted in line.backwards())
+            newest = next((commit for commit in commits if commit.time >= begin.start_time), None)
+            reached = newest.iteration if newest else begin.base_iteration
+            until = newest.time if newest else begin.start_time
+        else:  # nobody wrote down when it ended
+            continue
+        past.append(
+            Past(
+                base_iteration=begin.base_iteration,
+                durable_iteration=reached,
+                start_time=begin.start_time,
+                until=until,
+                end_time=end.end_time if end is not None else None,
+            )
+        )
+    iteration = max(durable.iteration, step.get("iteration", 0) if running else 0)
+    total, nodes = plan.total_steps, plan.nodes
+    return remaining(past, iteration=iteration, total=total, nodes=nodes, running=running, now=now)
 
 
 def _waiting(run: Run) -> list[tuple[int, str]]:
@@ -322,6 +371,8 @@ def _state(run: Run, plan: Plan, queue: Queue, stop: str | None, last_end: End |
     if queue.error is not None:
         return "unknown"
     if any(job.state == "PENDING" and job.id not in queue.abandoned for job in queue.jobs):
+        return "queued"
+    if queue.fallback_jobs:  # it is about to queue a job, or waits for room itself
         return "queued"
     planned = not plan.auto_requeue and last_end is not None and last_end.cause in PLANNED
     newest = last_end is not None and last_end.attempt > plan.submitted_after_attempt

@@ -41,18 +41,21 @@ def one(status: RunStatus, *, now: float) -> Table:
 def many(found: Sequence[RunStatus | Damaged]) -> Table:
     """Return a table with one line a run; of a damaged one its error."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("run", "state", "attempt", "iteration", "loss", "tokens/s", "durable", "age", "the last end"):
-        table.add_column(name, justify="right" if name in ("attempt", "loss", "tokens/s", "durable", "age") else "left")
+    for name in ("run", "state", "attempt", "iteration", "left", "loss", "tokens/s", "durable", "age", "the last end"):
+        table.add_column(
+            name, justify="right" if name in ("attempt", "left", "loss", "tokens/s", "durable", "age") else "left"
+        )
     for entry in found:
         if isinstance(entry, Damaged):
             name = "/".join(entry.path.split("/")[-2:])
-            table.add_row(escape(name), "damaged", *[""] * 6, escape(entry.error))
+            table.add_row(escape(name), "damaged", *[""] * 7, escape(entry.error))
             continue
         table.add_row(
             escape(entry.run),
             entry.state,
             str(entry.attempt or ""),
             f"{entry.iteration}/{entry.total_steps}",
+            short_remaining(entry),
             _loss(entry.loss),
             _speed(entry.tokens_per_second),
             "none whole" if entry.durable_iteration is None else str(entry.durable_iteration),
@@ -60,6 +63,22 @@ def many(found: Sequence[RunStatus | Damaged]) -> Table:
             escape((entry.stop or entry.broken or entry.last_end or "").partition("\n")[0]),
         )
     return table
+
+
+def line(entry: RunStatus | Damaged) -> str:
+    """Return a run in one line for a log."""
+    if isinstance(entry, Damaged):
+        return f"{'/'.join(entry.path.split('/')[-2:])}: damaged: {entry.error}"
+    parts = [
+        f"{entry.run}: {entry.state}",
+        f"attempt {entry.attempt}" if entry.attempt is not None else "",
+        f"iteration {entry.iteration} of {entry.total_steps}",
+        f"loss {_loss(entry.loss)}" if entry.loss is not None else "",
+        f"durable {entry.durable_iteration}" if entry.durable_iteration is not None else "no whole checkpoint",
+        f"left {left}" if (left := short_remaining(entry)) else "",
+        (entry.stop or entry.broken or "").partition("\n")[0],
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def as_json(status: RunStatus | Damaged) -> dict[str, Any]:
@@ -106,10 +125,12 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("go on", status.go_on or ""),
         ("chain", f"{status.mode}, auto_requeue {'on' if status.auto_requeue else 'off'}"),
         ("queue", _queue(status)),
+        ("fallback job", ", ".join(_job(job, status.pending.get(job.id)) for job in status.fallback_jobs)),
         ("last job", _last_job(status, now)),
         ("attempt", attempt or "none yet"),
         ("time limit", limit),
         ("iteration", step),
+        ("left", _remaining(status)),
         ("loss", _loss(status.loss)),
         ("tokens/s", _speed(status.tokens_per_second)),
         ("durable", _durable(status)),
@@ -188,6 +209,25 @@ def _durable(status: RunStatus) -> str:
         return "nothing saved yet"
     age = f", {duration(status.durable_age)} old" if status.durable_age is not None else ""
     return f"iteration {status.durable_iteration}{age}: {status.durable_path}"
+
+
+def short_remaining(status: RunStatus) -> str:
+    """Return the hours of training and node hours that are left, for a column; empty where they are not known."""
+    left = status.remaining
+    return f"{duration(left.seconds)}, {left.node_hours:,.1f} node h" if left is not None and left.iterations else ""
+
+
+def _remaining(status: RunStatus) -> str:
+    left = status.remaining
+    if left is None or not left.iterations:
+        return ""
+    pace = f"the last {left.attempts} attempts" if left.attempts > 1 else "one attempt"
+    text = f"{duration(left.seconds)} of running jobs, {left.node_hours:,.1f} node hours, at the pace of {pace}"
+    if left.earliest_end is not None:
+        text += f"; done at {_clock(left.earliest_end)} if no job waits"
+    if left.queue_seconds is not None:
+        text += f"; the last jobs waited {duration(left.queue_seconds)} each, which is not in it"
+    return text
 
 
 def _loss(loss: float | None) -> str:

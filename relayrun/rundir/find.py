@@ -4,34 +4,62 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relayrun import ROOT
-from relayrun.errors import RunDirError
+from relayrun import places
+from relayrun.errors import RunDirError, nearest
 from relayrun.rundir.plan import Plan, read_format
 from relayrun.rundir.run import Run
 
-RUNS = ROOT / "logs" / "runs"
-"""Where runs lie that have no `run_dir` of their own."""
+
+def runs() -> Path:
+    """Where runs of the project lie that have no `run_dir` of their own."""
+    return places.project() / "logs" / "runs"
 
 
 def find_run(name: str) -> Run:
-    """The run in this directory, or with this `project/name` below RUNS.
+    """The run in this directory, or with this `project/name` below logs/runs of the project.
 
-    Raises RunDirError where there is none, and where its format is a newer one.
+    Raises RunDirError where there is none, with the nearest names, and where its format is a newer one.
     """
-    candidates = [Run(Path(name).expanduser().absolute()), Run(RUNS / name)]
+    candidates = [Run(Path(name).expanduser().absolute()), Run(runs() / name)]
     for run in candidates:
         if read_format(run) is not None or run.manifest.exists():
             return run
     for run in candidates:
-        if run.path.is_dir():
+        if run.path.is_dir() and _around(run.path) is None:
             Plan.load(run)  # says what is missing
+    around = _around(candidates[0].path)
+    if around is not None:
+        raise RunDirError("there is no such run", where=name, hint=f"this path lies in the run {around}")
+    usual = f"give a run directory, or project/name below {runs()}; see `relayrun status`"
     raise RunDirError(
         "there is no such run",
         where=name,
-        hint=f"give a run directory, or project/name below {RUNS}; see `relayrun status`",
+        hint="; ".join(filter(None, [_nearest_run(name, candidates[0].path), usual])),
     )
 
 
+def _around(path: Path) -> Path | None:
+    """The run in whose directory a path lies."""
+    return next((folder for folder in path.parents if (folder / "plan.json").is_file()), None)
+
+
+def _nearest_run(name: str, path: Path) -> str:
+    """Which run could be meant: one beside `path`, or one below logs/runs, by its whole name or the last part of it."""
+    try:
+        beside = [str(each) for each in path.parent.iterdir() if (each / "plan.json").is_file()]
+    except OSError:
+        beside = []
+    if found := nearest(str(path), beside):
+        return found
+    known = {f"{run.path.parent.name}/{run.path.name}": run.path.name for run in every_run()}
+    if found := nearest(name, known):
+        return found
+    last = name.rstrip("/").rpartition("/")[2]
+    if same := [whole for whole, part in known.items() if nearest(last, [part])]:
+        return nearest(last, same, most=3, cutoff=0.0)
+    return ""
+
+
 def every_run() -> list[Run]:
-    """All directories project/name below RUNS, whole or not."""
-    return [Run(path) for path in sorted(RUNS.glob("*/*")) if path.is_dir()]
+    """All directories project/name below logs/runs of the project, whole or not."""
+    return [Run(path) for path in sorted(runs().glob("*/*")) if path.is_dir()]

@@ -1,8 +1,8 @@
 """Which checkpoints count, and from which one the next attempt starts. Standard library only.
 
 The line of a run: the commits of its attempts in order, each attempt cutting off what lies beyond the base
-that it froze at its begin. A commit of an older attempt that appears after a newer one began is cut off by
-that one's base, whatever it holds.
+that it froze at its begin, and each commit what lies beyond it. A commit of an older attempt that appears after
+a newer one began is cut off by that one's base, whatever it holds.
 
 Whoever starts from the line needs its newest end. So it is read from there: a run's age costs nothing.
 """
@@ -149,7 +149,7 @@ def _at(commit: Commit) -> Durable:
 
 def _backwards(run: Run) -> Iterator[Counted]:
     limit = float("inf")
-    """The lowest base, an iteration, of the attempts that were looked at."""
+    """The highest iteration that still counts."""
     base: Counted | None = None
     """What the last of them began with, until the commit turns up that made it."""
     for number in reversed(run.attempt_numbers()):
@@ -165,6 +165,7 @@ def _backwards(run: Run) -> Iterator[Counted]:
                 yield base
             base = None
             yield Counted(attempt=number, commit=commit, published=True)
+            limit = min(limit, commit.iteration - 1)  # it went back: a rewind that met a damaged checkpoint
         if base is not None and begin.base_iteration < base.commit.iteration:
             yield base
             base = None

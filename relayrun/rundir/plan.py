@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from relayrun import ROOT, __version__
+from relayrun import __version__, places
 from relayrun.errors import RunDirError
 from relayrun.files import read_json
 from relayrun.rundir.records import Record
@@ -42,6 +42,8 @@ class Plan(Record):
     auto_requeue: bool
     mode: Literal["singleton", "requeue"]
     """How one job follows the other: a successor queued behind it, or the same job queued again."""
+    fallback_job: bool = False
+    """Whether a small job waits behind the chain's newest one, in case that one fails without a word."""
     max_failed_attempts: int
     time_limit: int
     """Seconds."""
@@ -110,6 +112,11 @@ class Plan(Record):
         return plan
 
     @property
+    def fallback_job_name(self) -> str:
+        """Slurm's name for the fallback job; another one than the chain's, whose singletons it must not hold up."""
+        return f"{self.job_name}-fallback"
+
+    @property
     def ntasks(self) -> int:
         return self.nodes * self.ntasks_per_node
 
@@ -133,7 +140,8 @@ def read_format(run: Run) -> tuple[dict[str, Any], int] | None:
         raise RunDirError(f"unreadable record: {error}", where=run.plan) from None
     if number > FORMAT:
         raise RunDirError(
-            f"this run directory has format {number}; relayrun {__version__} in {ROOT} knows formats up to {FORMAT}",
+            f"this run directory has format {number}; relayrun {__version__} in {places.CODE} knows formats up to "
+            f"{FORMAT}",
             where=run.plan,
             hint="update that relayrun, or use the one that submitted the run last",
         )

@@ -25,7 +25,8 @@ class Rewind(Record):
     base_iteration: int
     """Iteration of the checkpoint to which training goes back."""
     next_sample: int
-    """With which it goes on; those from the checkpoint's up to this one are passed over."""
+    """With which it goes on; those from the checkpoint's up to this one are passed over. The checkpoint's own where
+    training only went back because a newer checkpoint was damaged."""
     time: float
     """Seconds since 1970."""
 
@@ -38,8 +39,12 @@ def append(attempt: Attempt, rewind: Rewind) -> None:
     append_line(attempt.rewinds, asdict(rewind))
 
 
-def pending(run: Run, iteration: int) -> list[Rewind]:
-    """The rewinds to the checkpoint of this iteration, oldest first, as far as it does not hold them itself."""
+def pending(run: Run, iteration: int, consumed_samples: int) -> list[Rewind]:
+    """The rewinds to the checkpoint of this iteration, oldest first, as far as it does not hold them itself.
+
+    `consumed_samples`: up to this checkpoint. A rewind that passes over none, because the checkpoint that it was to go
+    back to turned out to be damaged, is left out.
+    """
     saved, since = 0.0, 0
     for counted in Lineage(run).backwards():
         if counted.commit.iteration <= iteration:
@@ -48,4 +53,9 @@ def pending(run: Run, iteration: int) -> list[Rewind]:
             break
     numbers = [number for number in run.attempt_numbers() if number >= since]
     found = [Rewind.of(entry) for number in numbers for entry in read_lines(run.attempt(number).rewinds)]
-    return [rewind for rewind in found if rewind.base_iteration == iteration and rewind.time > saved]
+    pending = []
+    for rewind in found:
+        if rewind.base_iteration == iteration and rewind.time > saved and rewind.next_sample > consumed_samples:
+            pending.append(rewind)
+            consumed_samples = rewind.next_sample
+    return pending

@@ -3,6 +3,7 @@
     config/0001.yaml ...         resolved config, one file per revision
     plan.json                    what the supervisor needs
     job.sbatch                   the rendered job, submitted by every attempt
+    fallback.sbatch              the small job that starts where one of these fails
     manifest.json                the frozen, ordered list of shards
     attempts/0007/               begin.json end.json            written by the supervisor
                                  outcome.json data.json commits.jsonl metrics.jsonl failed_saves.jsonl
@@ -48,6 +49,11 @@ class Run:
     @property
     def job_script(self) -> Path:
         return self.path / "job.sbatch"
+
+    @property
+    def fallback_script(self) -> Path:
+        """The rendered fallback job, see `chain.fallback`."""
+        return self.path / "fallback.sbatch"
 
     @property
     def manifest(self) -> Path:

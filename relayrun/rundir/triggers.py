@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import grp
 import os
-import pwd
 import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from relayrun.errors import ConfigError, RunDirError
+from relayrun.errors import ConfigError, RunDirError, group_name, user_name, whose
 from relayrun.files import write_json
 from relayrun.rundir.run import Run
 
@@ -74,7 +73,7 @@ def touch(run: Run, name: Name) -> None:
         folder = run.triggers.stat()
         raise RunDirError(
             f"you may not write here: only the user {user_name(folder.st_uid)} and the group "
-            f"{group_name(folder.st_gid)} may",
+            f"{group_name(folder.st_gid)} may; {whose(run.triggers)}",
             where=run.triggers,
             hint="ask one of them",
         ) from None
@@ -113,22 +112,6 @@ def acknowledge(run: Run, trigger: Trigger, *, iteration: int, result: str) -> N
         path = run.triggers / trigger.name
         with contextlib.suppress(FileNotFoundError):
             path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-def user_name(uid: int) -> str:
-    """The user's name, or the number as text: containers often lack the site's user database."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
-
-
-def group_name(gid: int) -> str:
-    """The group's name, or the number as text."""
-    try:
-        return grp.getgrgid(gid).gr_name
-    except KeyError:
-        return str(gid)
 
 
 def _gid(group: str) -> int:

@@ -45,6 +45,8 @@ class Job:
     at_limit: bool = False
     """It has run as long as its time limit allows."""
     preempted: bool = False
+    failed_begins: int = 0
+    """How often in a row its `begin` has failed, by its comment."""
     begin_failed_on: str = ""
     """The nodes, separated by commas, that it leaves out because its `begin` failed there; the next jobs need not."""
 
@@ -84,12 +86,45 @@ class NodeControl(Protocol):
         """Keep a queued job off exactly these nodes."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FallbackOrder:
+    """What a fallback job waits for."""
+
+    job_id: str
+    """The job whose failure starts it."""
+    failed_begins: int = 0
+    """How often in a row the jobs before that one could not begin."""
+
+
+class FallbackJobs(Protocol):
+    """Jobs that start only if another one fails. Every method may raise SchedulerError."""
+
+    def live(self, name: str, *, anyone: bool = False) -> list[Job]:
+        """Those of this name that wait or run: this user's, or `anyone`'s."""
+
+    def queue(self, script: Path, *, name: str, order: FallbackOrder, options: Mapping[str, str | None]) -> str:
+        """Queue `script` as one of them, where the job with these options may run; return its id."""
+
+    def move(self, job_id: str, order: FallbackOrder) -> None:
+        """Let one that has not started wait for another job's failure."""
+
+    def order(self, job_id: str) -> FallbackOrder:
+        """What this one waited for."""
+
+    def count_failed_begins(self, job_id: str, count: int, nodes: str) -> None:
+        """Write down for a queued job of the chain that `begin` failed before it so often, and on which nodes."""
+
+
 class Scheduler(Protocol):
     """Slurm, or the local scheduler. Every method may raise SchedulerError."""
 
     @property
     def nodes(self) -> NodeControl | None:
         """None where jobs cannot choose among nodes."""
+
+    @property
+    def fallback_jobs(self) -> FallbackJobs | None:
+        """None where a job whose batch script is killed comes back anyway."""
 
     def current_job_id(self) -> str:
         """Id of the job that this process runs in."""
@@ -149,8 +184,8 @@ class Scheduler(Protocol):
     def rank_launch(self, plan: Plan, job: Job) -> RankLaunch:
         """How the ranks of this running job are started and reached."""
 
-    def single_task_command(self, plan: Plan) -> list[str]:
-        """What stands before a program that a job outside the chain starts once."""
+    def single_task_command(self, plan: Plan, *, cpus_per_task: str) -> list[str]:
+        """What stands before a program that a job outside the chain starts once, on so many processors."""
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -54,10 +54,11 @@ def last_job(plan: Plan, run: Run, *, since: float) -> JobEnd | None:
 
 
 def pending_reasons(plan: Plan) -> dict[str, str]:
-    """Why each queued job of the chain waits, in Slurm's words, by job id; empty where nothing is known."""
+    """Why each queued job of the chain waits, its fallback job too, by job id, in Slurm's words; else empty."""
     if plan.scheduler == "local":
         return {}
-    text = _ask(["squeue", "--noheader", "--states=PENDING", f"--name={plan.job_name}", "--format=%i|%r"])
+    names = ",".join([plan.job_name, plan.fallback_job_name])
+    text = _ask(["squeue", "--noheader", "--states=PENDING", f"--name={names}", "--format=%i|%r"])
     rows = [line.partition("|") for line in (text or "").splitlines()]
     return {job_id: reason for job_id, _, reason in rows if reason not in ("", "None")}
 

@@ -92,6 +92,7 @@ def parse_job(text: str, *, name: str | None = None) -> Job:
     start, end = timestamp(known.get("StartTime", "")), timestamp(known.get("EndTime", ""))
     limit = None if known.get("TimeLimit", "UNLIMITED") == "UNLIMITED" else parse_time(known["TimeLimit"])
     comment = known.get("Comment", "")
+    failed = re.match(rf"{BEGIN_FAILED}(\d+)@(.*)", comment)
     return Job(
         id=known["JobId"],
         name=known.get("JobName", ""),
@@ -103,7 +104,8 @@ def parse_job(text: str, *, name: str | None = None) -> Job:
         at_limit=start is not None and end is not None and limit is not None and end - start >= limit,
         preempted=known.get("PreemptTime", "None") != "None",
         requeue=known.get("Requeue") == "1",
-        begin_failed_on=comment.partition("@")[2] if comment.startswith(BEGIN_FAILED) else "",
+        failed_begins=int(failed[1]) if failed else 0,
+        begin_failed_on=failed[2] if failed else "",
     )
 
 

@@ -58,6 +58,10 @@ class LocalScheduler:
     def nodes(self) -> None:
         return None  # there is one, which every job has
 
+    @property
+    def fallback_jobs(self) -> None:
+        return None  # who runs the queue sees how each job ends
+
     def submit_first(self, plan: Plan, script: Path) -> str:
         return self.submit(plan, script, options={})
 
@@ -158,7 +162,7 @@ class LocalScheduler:
         jobs = [self.query(job.id) for job in self._queue.every_job() if not job.auxiliary]
         return [job for job in jobs if job is not None and job.live]
 
-    def single_task_command(self, plan: Plan) -> list[str]:
+    def single_task_command(self, plan: Plan, *, cpus_per_task: str) -> list[str]:
         return []
 
     def rank_launch(self, plan: Plan, job: Job) -> RankLaunch:

@@ -16,9 +16,10 @@ from pathlib import Path
 from relayrun.errors import ConfigError, SchedulerError
 from relayrun.rundir.plan import Plan
 from relayrun.scheduler import gres, slurm_command
-from relayrun.scheduler.base import PATIENCE, Job, NodeControl, RankLaunch, clean_environment
+from relayrun.scheduler.base import PATIENCE, FallbackJobs, Job, NodeControl, RankLaunch, clean_environment
 from relayrun.scheduler.job_text import BEGIN_FAILED, COMMENT, is_ambiguous, parse_job
 from relayrun.scheduler.slurm_command import NoAnswerError, NotInstalledError
+from relayrun.scheduler.slurm_fallback import SlurmFallbackJobs
 from relayrun.slurmtime import format_time
 
 COMPLETING_SECONDS = 30.0
@@ -48,14 +49,24 @@ class Slurm:
     def nodes(self) -> NodeControl:
         return SlurmNodes(self)
 
+    @property
+    def fallback_jobs(self) -> FallbackJobs:
+        return SlurmFallbackJobs(self)
+
     def submit_first(self, plan: Plan, script: Path) -> str:
         Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # a job without it dies without a log
         self.test(script)
         return self.submit(plan, script, options={})
 
-    def test(self, script: Path) -> None:
-        """Ask Slurm whether it would accept the script; queues nothing. Raises SchedulerError."""
-        self.order(["sbatch", "--test-only", str(script)])
+    def test(self, script: Path) -> str:
+        """Ask Slurm whether it would accept the script; queues nothing. Returns its words. Raises SchedulerError."""
+        return self.order(["sbatch", "--test-only", str(script)], words=True)
+
+    def partitions(self) -> list[dict[str, str]]:
+        """Every partition as `scontrol show partition` has it, by the names of its fields. Raises SchedulerError."""
+        text = self.ask(["scontrol", "show", "partition", "--oneliner"])
+        rows = [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in text.splitlines()]
+        return [row for row in rows if "PartitionName" in row]
 
     def adopt(self, job: Job, plan: Plan) -> None:
         if job.name != plan.job_name:  # from here on it is a singleton of its chain
@@ -74,17 +85,20 @@ class Slurm:
         again = gres.in_the_same_way(options, plan.sbatch_options)
         command += [f"--{name}={value}" for name, value in again.items()]
         # not `--`: sbatch takes the rest as the script and its arguments anyway
-        return self._submit([*command, str(script)], name=plan.job_name)
+        return self.submit_once([*command, str(script)], name=plan.job_name)
 
     def submit_auxiliary(self, plan: Plan, script: Path, *, name: str, arguments: Sequence[str], limit: int) -> str:
-        return self._submit([f"--job-name={name}", f"--time={format_time(limit)}", str(script), *arguments], name=name)
+        return self.submit_once(
+            [f"--job-name={name}", f"--time={format_time(limit)}", str(script), *arguments], name=name
+        )
 
-    def _submit(self, arguments: Sequence[str], *, name: str) -> str:
+    def submit_once(self, arguments: Sequence[str], *, name: str, comment: str | None = None) -> str:
         """Queue one job, whatever sbatch says: it can queue a job and report an error all the same.
 
         So each job carries a word of its own in its comment, and is looked for by it before the next try.
+        `name` is the job's, `comment` one that is its own already. Returns its id; raises SchedulerError.
         """
-        comment = f"{COMMENT}{secrets.token_hex(6)}"
+        comment = comment or f"{COMMENT}{secrets.token_hex(6)}"
         command = ["sbatch", "--parsable", f"--comment={comment}", *arguments]
         deadline, pause = time.monotonic() + self._patience, self._pause
         while True:
@@ -279,8 +293,10 @@ class Slurm:
             *plan.srun_options,
         ]
 
-    def single_task_command(self, plan: Plan) -> list[str]:
-        return ["srun", "--export=ALL", "--nodes=1", "--ntasks=1", *plan.srun_options]
+    def single_task_command(self, plan: Plan, *, cpus_per_task: str) -> list[str]:
+        # srun does not inherit --cpus-per-task from sbatch
+        one = ["--nodes=1", "--ntasks=1", f"--cpus-per-task={cpus_per_task}"]
+        return ["srun", "--export=ALL", *one, *plan.srun_options]
 
     def ask(self, command: Sequence[str], *, answer: str = "") -> str:
         """Run a command that changes nothing and return what it printed.
@@ -290,21 +306,26 @@ class Slurm:
         """
         return self._run(command, again=lambda error: not (answer and answer in error.message))
 
-    def order(self, command: Sequence[str], lines: Sequence[str] = ()) -> str:
+    def order(self, command: Sequence[str], lines: Sequence[str] = (), *, words: bool = False) -> str:
         """Run a command that changes something, and may do so twice; return what it printed.
 
         It is tried again where the controller did not answer. A refusal is raised as a SchedulerError.
-        `lines`: orders for its standard input.
+        `lines`: orders for its standard input. `words`: return what it said on standard error, too.
         """
-        return self._run(command, lines, again=lambda error: isinstance(error, NoAnswerError))
+        return self._run(command, lines, words=words, again=lambda error: isinstance(error, NoAnswerError))
 
     def _run(
-        self, command: Sequence[str], lines: Sequence[str] = (), *, again: Callable[[SchedulerError], bool]
+        self,
+        command: Sequence[str],
+        lines: Sequence[str] = (),
+        *,
+        again: Callable[[SchedulerError], bool],
+        words: bool = False,
     ) -> str:
         deadline, pause = time.monotonic() + self._patience, self._pause
         while True:
             try:
-                return self._once(command, lines)
+                return self._once(command, lines, words=words)
             except NotInstalledError:
                 raise
             except SchedulerError as error:
@@ -313,8 +334,9 @@ class Slurm:
             time.sleep(pause)
             pause = min(2 * pause, 30.0)
 
-    def _once(self, command: Sequence[str], lines: Sequence[str] = ()) -> str:
-        return slurm_command.run(command, lines, seconds=min(COMMAND_SECONDS, max(10.0, self._patience)))
+    def _once(self, command: Sequence[str], lines: Sequence[str] = (), *, words: bool = False) -> str:
+        seconds = min(COMMAND_SECONDS, max(10.0, self._patience))
+        return slurm_command.run(command, lines, seconds=seconds, words=words)
 
 
 class SlurmNodes:

@@ -31,11 +31,11 @@ _NO_ANSWER = re.compile(
 """What an order that did not reach the controller, or whose answer was lost, is known to say."""
 
 
-def run(command: Sequence[str], lines: Sequence[str] = (), *, seconds: float) -> str:
+def run(command: Sequence[str], lines: Sequence[str] = (), *, seconds: float, words: bool = False) -> str:
     """Run one command, for at most so many seconds; return what it printed.
 
-    `lines`: orders for its standard input. Raises NotInstalledError, TimedOutError, NoAnswerError, or a plain
-    SchedulerError where Slurm refused.
+    `lines`: orders for its standard input. `words`: return what it said on standard error, too. Raises
+    NotInstalledError, TimedOutError, NoAnswerError, or a plain SchedulerError where Slurm refused.
     """
     try:
         done = subprocess.run(
@@ -58,7 +58,7 @@ def run(command: Sequence[str], lines: Sequence[str] = (), *, seconds: float) ->
     except OSError as error:  # no memory or no process for the command
         raise NoAnswerError(f"{command[0]}: {error}") from None
     if done.returncode == 0 and not (lines and done.stderr):  # it says of the last order alone how it went
-        return done.stdout
+        return done.stdout + done.stderr if words else done.stdout
     message = done.stderr.strip() or f"exit code {done.returncode}"
     kind = NoAnswerError if done.returncode < 0 or _NO_ANSWER.search(message) else SchedulerError
     raise kind(f"{command[0]}: {message}")

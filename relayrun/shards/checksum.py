@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -17,3 +18,28 @@ def checksum_of(path: str | os.PathLike[str]) -> str:
         while read := file.readinto(buffer):
             digest.update(memoryview(buffer)[:read])
     return str(digest.hexdigest())
+
+
+class HashingFile:
+    """A file, open for writing, that is hashed as it is written from its begin on."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._digest = xxhash.xxh3_128()
+        self.bytes = 0
+        """Written up to now."""
+
+    def write(self, data: Any) -> int:
+        """Write bytes or a contiguous buffer; return how many bytes it has."""
+        self._digest.update(data)
+        self.bytes += memoryview(data).nbytes
+        return self._file.write(data)
+
+    def fileno(self) -> int:
+        """Return the descriptor when everything is in the kernel's hands: whoever syncs by it syncs everything."""
+        self._file.flush()
+        return self._file.fileno()
+
+    def hexdigest(self) -> str:
+        """The xxh3-128 of what was written up to now, 32 hexadecimal digits."""
+        return str(self._digest.hexdigest())

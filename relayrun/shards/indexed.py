@@ -22,6 +22,7 @@ import xxhash
 from relayrun.errors import InputError
 from relayrun.files import fsync_directory
 from relayrun.shards.direct_io import LARGEST_RESERVE, DirectFile
+from relayrun.shards.record import MadeBy, ShardRecord, remove_own_record, write_own_record
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -148,10 +149,16 @@ class ShardWriter:
     and renames the .bin first: an .idx under its final name always has its whole .bin.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], dtype: type[np.generic]) -> None:
+    def __init__(
+        self, prefix: str | os.PathLike[str], dtype: type[np.generic], *, own_record: MadeBy | None = None
+    ) -> None:
+        """Begin the shard `prefix`. `own_record`: it gets a record of its own beside it, which names this tokenizer."""
         self.prefix = os.fspath(prefix)
+        self._made = own_record
         self.dtype = np.dtype(dtype)
         self.tokens = 0
+        self.largest_id = -1
+        """The largest id so far; -1 where there is none."""
         self.xxh3_128: dict[str, str] = {}
         """Checksums, 32 hexadecimal digits, of the .bin and the .idx, after `finish`."""
         self._lengths: list[npt.NDArray[np.int32]] = []
@@ -204,15 +211,17 @@ class ShardWriter:
         self._reserved = None
         self._hash.update(array.data)
         self.tokens += array.size
+        if array.size:
+            self.largest_id = max(self.largest_id, int(array.max()))
 
     def mark(self) -> object:
         """Return a place that `rollback` can return to."""
-        return self.tokens, len(self._lengths), self._hash.copy()
+        return self.tokens, len(self._lengths), self._hash.copy(), self.largest_id
 
     def rollback(self, mark: object) -> None:
         """Drop what was added since `mark`."""
         assert isinstance(mark, tuple)
-        self.tokens, count, digest = mark
+        self.tokens, count, digest, self.largest_id = mark
         self._hash, self._reserved, self._open = digest.copy(), None, 0
         del self._lengths[count:]
         self._bin.truncate(self.tokens * self.dtype.itemsize)
@@ -234,6 +243,11 @@ class ShardWriter:
             self.xxh3_128 = {"bin": self._hash.hexdigest(), "idx": xxhash.xxh3_128_hexdigest(idx_bytes)}
             os.fsync(self._bin.fileno())
             self._bin.close()
+            if self._made is not None:
+                largest = self.largest_id if self.tokens else None
+                write_own_record(self.prefix, ShardRecord(made=self._made, xxh3_128=self.xxh3_128, largest_id=largest))
+            else:
+                remove_own_record(self.prefix)
         except BaseException:
             self.abort()
             raise

@@ -1,28 +1,25 @@
 """Which tokenizer made a shard, and whether it is the run's.
 
-The record of tokenization beside a shard's real .bin says it, also for a link in a mixture. Shards of other programs,
-and merged ones, have no record: some of their ids are looked at, and every id again when it is read for training.
+The record beside a shard's real .bin says it, also for a link in a mixture (see `record`). Shards of other programs
+have none: some of their ids are looked at, and every id again when it is read for training.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from relayrun.errors import InputError
-from relayrun.files import RealPath, read_json
+from relayrun.files import RealPath
 from relayrun.shards.indexed import Shard
 from relayrun.shards.manifest import DatasetManifest, Manifest
+from relayrun.shards.record import MadeBy, Records
 
 log = logging.getLogger(__name__)
 
-RECORD = "tokenization.json"
 SETTING = "data.allow_other_tokenizer"
 LOOKED_AT = 32
 """Shards without a record whose ids are looked at, in each data set."""
@@ -30,109 +27,54 @@ IDS = 1 << 16
 """How many ids of such a shard are looked at, at its beginning."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MadeBy:
-    """What a record says of the tokenizer."""
-
-    fingerprint: str
-    """SHA-256 of the serialized tokenizer."""
-    ids: str
-    """Fingerprint of what decides its ids (`tokenization.identity`); empty in records of earlier versions."""
-    size: int | None
-    """Entries of its vocabulary; None in records of earlier versions."""
-    eos: int | None
-    """The id that ends every document; None if none does."""
-
-    def same(self, other: MadeBy) -> bool:
-        """Whether two records name one tokenizer, as far as both tell."""
-        return self.ids == other.ids if self.ids and other.ids else self.fingerprint == other.fingerprint
-
-    def differs(self, manifest: Manifest) -> str | None:
-        """Say how it differs from the run's tokenizer; None if it does not, or nobody knows."""
-        if self.ids and manifest.tokenizer_ids:
-            if self.ids == manifest.tokenizer_ids:
-                return None
-        elif manifest.tokenizer_fingerprint in ("", self.fingerprint):
-            return None
-        size, own = self.size, manifest.vocabulary_size
-        if size is None:
-            return "the fingerprints of the two tokenizers differ"
-        if size == own:
-            return f"both have {own:,} entries, and ids mean other text"
-        small = ", and ids beyond it end the run" if size > own else ""
-        return f"that one has {size:,} entries, the run's {own:,}{small}"
-
-
 def check_tokenizer(
-    manifest: Manifest,
-    mixture: Iterable[str] | None = None,
-    *,
-    ends_matter: bool = False,
-    allow: bool = False,
-    look: bool = False,
+    manifest: Manifest, mixture: Iterable[str] | None = None, *, ends_matter: bool = False, allow: bool = False
 ) -> int:
     """Raise InputError if a shard was made with another tokenizer than the run's; with `allow`, warn.
 
-    `mixture`: names of the data sets to look at, beside all validation sets; None: all. `ends_matter`: something in
-    the run depends on which id ends a document. `look`: of shards without a record, look at some ids; raise InputError
-    if one is beyond the vocabulary. Returns how many shards have no record.
+    Parameters as `other_tokenizers`. Returns how many shards have no record.
     """
-    records = Records()
-    without = 0
-    for what, dataset in _sets(manifest, mixture):
+    errors, without = other_tokenizers(manifest, mixture, ends_matter=ends_matter)
+    for error in errors:
+        if not allow:
+            raise error
+        log.warning("taken, as %s says: %s: %s", SETTING, error.where, error.message)
+    return sum(map(len, without.values()))
+
+
+def other_tokenizers(
+    manifest: Manifest, mixture: Iterable[str] | None = None, *, ends_matter: bool = False
+) -> tuple[list[InputError], dict[str, list[str]]]:
+    """Return an error for every set and way in which shards differ from the run's tokenizer.
+
+    `mixture`: names of the data sets to look at, beside all validation sets; None: all. `ends_matter`: something in
+    the run depends on which id ends a document. Also returned: by set, the prefixes of shards that have no record.
+    """
+    records, real_path = Records(), RealPath()
+    errors: list[InputError] = []
+    without: dict[str, list[str]] = {}
+    for what, dataset in sets_of(manifest, mixture):
         wrong: dict[str, list[str]] = {}
-        unknown = []
         for shard in dataset.shards:
-            made = records.of(shard.prefix)
-            if made is None:
-                unknown.append(shard.prefix)
-            elif (words := _difference(made, manifest, ends_matter)) is not None:
+            record = records.of(real_path(shard.prefix + ".bin").removesuffix(".bin"))
+            if record is None or record.made is None:
+                without.setdefault(what, []).append(shard.prefix)
+            elif (words := _difference(record.made, manifest, ends_matter)) is not None:
                 wrong.setdefault(words, []).append(shard.prefix)
-        for words, prefixes in wrong.items():
-            error = InputError(
+        errors += [
+            InputError(
                 f"{what}: {len(prefixes):,} of {len(dataset.shards):,} shards, of which this is the first, were not "
                 f"made with the tokenizer {manifest.tokenizer}: {words}",
                 where=prefixes[0],
                 hint=f"set data.tokenizer to the one that made them, or tokenize again; if it is meant, {SETTING}=true",
             )
-            if not allow:
-                raise error
-            log.warning("taken, as %s says: %s: %s", SETTING, prefixes[0], error.message)
-        without += len(unknown)
-        if look:
-            _look_at(unknown, what, manifest.vocabulary_size)
-    return without
+            for words, prefixes in wrong.items()
+        ]
+    return errors, without
 
 
-class Records:
-    """The records of tokenization beside shards, each read once."""
-
-    def __init__(self) -> None:
-        self._read: dict[str, dict[str, MadeBy]] = {}
-        self._real_path = RealPath()
-
-    def of(self, prefix: str) -> MadeBy | None:
-        """What is on record of the tokenizer of this shard, links followed; None where nothing is."""
-        folder, name = os.path.split(self._real_path(prefix + ".bin"))
-        if folder not in self._read:
-            self._read[folder] = _read(folder)
-        return self._read[folder].get(name.removesuffix(".bin"))
-
-
-def _read(folder: str) -> dict[str, MadeBy]:
-    """What the record of a folder says, by name of the shard; nothing where there is none, or one that is no such."""
-    try:
-        record: Any = read_json(os.path.join(folder, RECORD))
-        settings, known = record["settings"], record.get("tokenizer", {})
-        made = MadeBy(
-            fingerprint=settings["tokenizer"], eos=settings["eos"], ids=known.get("ids", ""), size=known.get("size")
-        )
-        return dict.fromkeys(record["shards"], made)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
-
-
-def _sets(manifest: Manifest, mixture: Iterable[str] | None) -> Iterator[tuple[str, DatasetManifest]]:
+def sets_of(manifest: Manifest, mixture: Iterable[str] | None) -> Iterator[tuple[str, DatasetManifest]]:
+    """Yield each data set of `mixture` (None: all) and each validation set, with the words that name it."""
     for name in manifest.datasets if mixture is None else mixture:
         yield f"data set {name!r}", manifest.datasets[name]
     for name, dataset in manifest.validation.items():
@@ -140,7 +82,8 @@ def _sets(manifest: Manifest, mixture: Iterable[str] | None) -> Iterator[tuple[s
 
 
 def _difference(made: MadeBy, manifest: Manifest, ends_matter: bool) -> str | None:
-    if (words := made.differs(manifest)) is not None:
+    """Say how the tokenizer of a record differs from the run's; None if it does not, or nobody knows."""
+    if (words := _other_tokenizer(made, manifest)) is not None:
         return words
     if ends_matter and made.eos != manifest.eod:
         there = "no token" if made.eos is None else f"the token {made.eos}"
@@ -148,7 +91,22 @@ def _difference(made: MadeBy, manifest: Manifest, ends_matter: bool) -> str | No
     return None
 
 
-def _look_at(prefixes: Sequence[str], what: str, vocabulary_size: int) -> None:
+def _other_tokenizer(made: MadeBy, manifest: Manifest) -> str | None:
+    if made.ids and manifest.tokenizer_ids:
+        if made.ids == manifest.tokenizer_ids:
+            return None
+    elif manifest.tokenizer_fingerprint in ("", made.fingerprint):
+        return None
+    size, own = made.size, manifest.vocabulary_size
+    if size is None:
+        return "the fingerprints of the two tokenizers differ"
+    if size == own:
+        return f"both have {own:,} entries, and ids mean other text"
+    small = ", and ids beyond it end the run" if size > own else ""
+    return f"that one has {size:,} entries, the run's {own:,}{small}"
+
+
+def look_at(prefixes: Sequence[str], what: str, vocabulary_size: int) -> None:
     """Raise InputError if one of the first ids of some of these shards, evenly chosen, is beyond the vocabulary."""
     step = max(1, -(-len(prefixes) // LOOKED_AT))
     for prefix in prefixes[::step]:

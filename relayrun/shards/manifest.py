@@ -25,7 +25,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from relayrun.errors import InputError
+from relayrun.errors import InputError, RelayrunError, together
 from relayrun.files import read_json, write_json
 from relayrun.shards.indexed import Shard
 from relayrun.shards.mixture_folder import repeated_on_purpose
@@ -120,8 +120,17 @@ class DatasetManifest:
 
     @classmethod
     def build(cls, prefixes: Sequence[str | os.PathLike[str]]) -> DatasetManifest:
-        """Read the indices of `prefixes`; their order is kept. Errors as in `ShardEntry.build`."""
-        return cls(shards=tuple(ShardEntry.build(prefix) for prefix in prefixes))
+        """Read the indices of `prefixes`; their order is kept. Errors as in `ShardEntry.build`, for all of them."""
+        shards: list[ShardEntry] = []
+        bad: list[RelayrunError] = []
+        for prefix in prefixes:
+            try:
+                shards.append(ShardEntry.build(prefix))
+            except InputError as error:
+                bad.append(error)
+        if bad:
+            raise together(bad, f"of {len(prefixes):,} shards cannot be used")
+        return cls(shards=tuple(shards))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +152,8 @@ class Manifest:
     """Fingerprint of what decides its ids (`tokenization.identity`); empty if it is not known."""
     listed_order: bool = False
     """Whether a list of shards or folders stands here in the order given; earlier versions sorted it."""
+    listed_validation: bool = False
+    """The same for the folders of validation sets, which were sorted for longer."""
 
     @classmethod
     def build(
@@ -177,6 +188,7 @@ class Manifest:
             tokenizer_fingerprint=tokenizer_fingerprint,
             tokenizer_ids=tokenizer_ids,
             listed_order=True,
+            listed_validation=True,
         )
         manifest.check_apart(list(datasets))
         return manifest
@@ -225,6 +237,7 @@ class Manifest:
                 tokenizer_fingerprint=value["tokenizer_fingerprint"],
                 tokenizer_ids=value.get("tokenizer_ids", ""),  # runs of earlier versions have none
                 listed_order=value.get("listed_order", False),
+                listed_validation=value.get("listed_validation", False),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = "it is no JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else repr(error)
@@ -244,6 +257,7 @@ class Manifest:
                 "tokenizer_fingerprint": self.tokenizer_fingerprint,
                 "tokenizer_ids": self.tokenizer_ids,
                 "listed_order": self.listed_order,
+                "listed_validation": self.listed_validation,
                 "vocabulary_size": self.vocabulary_size,
                 "eod": self.eod,
                 "datasets": {name: _json(dataset) for name, dataset in self.datasets.items()},

@@ -1,31 +1,40 @@
 """Several shards into one, by moving bytes: no token is looked at.
 
-The result is that of Megatron-LM's `tools/merge_datasets.py`: the .bin files one behind the other, and one
-index. Bytes are copied inside the kernel (`copy_file_range`), which shares blocks where the file system can.
+The result is that of Megatron-LM's `tools/merge_datasets.py`: the .bin files one behind the other, and one index; and
+a record of its own, which names the tokenizer of its inputs and the checksums of both files. Each input is compared
+with the checksums of its record on the way, since the bytes pass through memory anyway: past the page cache that costs
+no more than `cat`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
-from relayrun.errors import InputError
-from relayrun.files import fsync_directory
+from relayrun.errors import InputError, refuse_unwritable
+from relayrun.files import RealPath, fsync_directory
+from relayrun.shards.direct_io import DirectFile
 from relayrun.shards.indexed import Shard, index_bytes
-from relayrun.shards.made_by import Records
+from relayrun.shards.record import OWN_RECORD, MadeBy, Records, ShardRecord, write_own_record
 
-_PIECE = 1 << 26
+log = logging.getLogger(__name__)
+
+_PIECE = 1 << 20
+"""Bytes that are read, hashed and passed on at a time: they stay in the processor's cache."""
 
 
 def merge(prefixes: Sequence[str], output: str | os.PathLike[str]) -> Shard:
     """Write the shards `prefixes`, in this order, as the shard `output`; return it.
 
-    Nothing stands under the final names before the shard is whole. Raises InputError for a torn shard, for
-    token types or tokenizers (by their records) that differ, or if `output` exists or is one of the inputs.
+    Nothing stands under the final names before the shard is whole. Raises InputError for a torn shard, for one that is
+    not what its record says, for token types or tokenizers (by their records) that differ, or if `output` exists or is
+    one of the inputs. Warns where the record cannot name a tokenizer, because not every input does.
     """
     target = os.path.abspath(output)
     shards = [Shard.open(prefix) for prefix in prefixes]
@@ -34,6 +43,7 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike[str]) -> Shard:
     for suffix in (".bin", ".idx"):
         if os.path.exists(target + suffix):
             raise InputError("this exists already", where=target + suffix, hint="move it away, or choose another name")
+    refuse_unwritable(Path(target).parent)
     dtype = shards[0].dtype
     if other := next((shard for shard in shards if shard.dtype != dtype), None):
         raise InputError(
@@ -41,31 +51,31 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike[str]) -> Shard:
             where=other.prefix,
             hint="merge shards of one tokenizer alone",
         )
-    records = Records()
-    known = [(prefix, made) for prefix in prefixes if (made := records.of(prefix)) is not None]
-    if odd := next((prefix for prefix, made in known if not made.same(known[0][1])), None):
-        raise InputError(
-            f"another tokenizer made this shard than {known[0][0]}",
-            where=odd,
-            hint="merge shards of one tokenizer alone",
-        )
+    records, real_path = Records(), RealPath()
+    known = [records.of(real_path(prefix + ".bin").removesuffix(".bin")) for prefix in prefixes]
+    made = _one_tokenizer(prefixes, known, target)
     Path(target).parent.mkdir(parents=True, exist_ok=True)
     try:
-        with open(target + ".bin.tmp", "wb") as out:
-            for shard in shards:
-                _append(shard, out.fileno())
+        with DirectFile(target + ".bin.tmp") as out:
+            digest = xxhash.xxh3_128()
+            for shard, record in zip(shards, known, strict=True):
+                _append(shard, {} if record is None else record.xxh3_128, out, digest)
             os.fsync(out.fileno())
         bounds, sequences = [np.zeros(1, np.int64)], 0
         for shard in shards:
             bounds.append(np.asarray(shard.bounds())[1:] + sequences)
             sequences += shard.sequences
         lengths = np.concatenate([np.asarray(shard.lengths()) for shard in shards])
-        with open(target + ".idx.tmp", "wb") as index:
-            index.write(index_bytes(lengths, np.concatenate(bounds), dtype))
-            index.flush()
-            os.fsync(index.fileno())
+        index = index_bytes(lengths, np.concatenate(bounds), dtype)
+        with open(target + ".idx.tmp", "wb") as file:
+            file.write(index)
+            file.flush()
+            os.fsync(file.fileno())
+        sums = {"bin": digest.hexdigest(), "idx": xxhash.xxh3_128_hexdigest(index)}
+        own = ShardRecord(made=made, xxh3_128=sums, largest_id=_largest_id(shards, known))
+        write_own_record(target, own, merged=[os.path.abspath(prefix) for prefix in prefixes])
     except BaseException:
-        for suffix in (".bin.tmp", ".idx.tmp"):
+        for suffix in (".bin.tmp", ".idx.tmp", OWN_RECORD):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(target + suffix)
         raise
@@ -75,21 +85,76 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike[str]) -> Shard:
     return Shard.open(target)
 
 
-def _append(shard: Shard, out: int) -> None:
-    """The tokens of `shard` behind what `out` holds; its offsets must run without gaps from 0."""
+def _one_tokenizer(prefixes: Sequence[str], records: Sequence[ShardRecord | None], target: str) -> MadeBy | None:
+    """The tokenizer that all inputs have on record; None, with a warning, where one has none.
+
+    Raises InputError where two differ, or end documents with different tokens.
+    """
+    found = [(prefix, record.made) for prefix, record in zip(prefixes, records, strict=True) if record is not None]
+    known = [(prefix, made) for prefix, made in found if made is not None]
+    for prefix, made in known:
+        first, other = known[0]
+        if not made.same(other):
+            what = "another tokenizer made this shard than"
+        elif made.eos != other.eos:
+            what = f"documents end with {_token(made.eos)} here, with {_token(other.eos)} in"
+        else:
+            continue
+        raise InputError(f"{what} {first}", where=prefix, hint="merge shards of one tokenizer alone")
+    if len(known) < len(prefixes):
+        log.warning(
+            "%s: its record will name no tokenizer, since %d of %d inputs have none on record",
+            target,
+            len(prefixes) - len(known),
+            len(prefixes),
+        )
+        return None
+    return max((made for _, made in known), key=lambda made: bool(made.ids))  # records of earlier versions say less
+
+
+def _largest_id(shards: Sequence[Shard], records: Sequence[ShardRecord | None]) -> int | None:
+    """The largest id of all inputs; None where one of them has none on record, or all are empty."""
+    noted = [
+        None if record is None else record.largest_id
+        for shard, record in zip(shards, records, strict=True)
+        if shard.tokens
+    ]
+    known = [largest for largest in noted if largest is not None]
+    return max(known) if known and len(known) == len(noted) else None
+
+
+def _token(id_: int | None) -> str:
+    return "no token" if id_ is None else f"the token {id_}"
+
+
+def _append(shard: Shard, sums: dict[str, str], out: DirectFile, digest: xxhash.xxh3_128) -> None:
+    """The tokens of `shard` behind what `out` holds; its offsets must run without gaps from 0.
+
+    `sums`: what its record says of its files, if it has one. Raises InputError where they are others.
+    """
     left = shard.tokens * shard.dtype.itemsize
     lengths = np.asarray(shard.lengths(), np.int64)
     if len(lengths) and not np.array_equal(shard.offsets(), (np.cumsum(lengths) - lengths) * shard.dtype.itemsize):
         raise InputError("sequences of this shard do not lie one behind the other", where=shard.prefix)
-    source = os.open(shard.prefix + ".bin", os.O_RDONLY)
-    try:
+    own = xxhash.xxh3_128()
+    with open(shard.prefix + ".bin", "rb", buffering=0) as source:
         while left:
-            try:
-                moved = os.copy_file_range(source, out, min(left, _PIECE))
-            except OSError:  # another file system, or one that cannot
-                moved = os.sendfile(out, source, None, min(left, _PIECE))
-            if not moved:
+            piece = out.reserve(min(left, _PIECE)).data
+            read = source.readinto(piece)
+            if not read:
                 raise InputError("this token file became shorter while it was read", where=shard.prefix + ".bin")
-            left -= moved
-    finally:
-        os.close(source)
+            digest.update(piece[:read])
+            if sums:
+                own.update(piece[:read])
+            out.commit(read)
+            left -= read
+    if not sums or shard.cut:  # the record of a cut one is that of the whole
+        return
+    index = xxhash.xxh3_128_hexdigest(Path(shard.prefix + ".idx").read_bytes())
+    for suffix, found in (("bin", own.hexdigest()), ("idx", index)):
+        if sums.get(suffix, found) != found:
+            raise InputError(
+                f"the .{suffix} is not what its record says (xxh3-128)",
+                where=f"{shard.prefix}.{suffix}",
+                hint="tokenize its dump again, which makes this shard anew, or leave it out",
+            )

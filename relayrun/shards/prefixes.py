@@ -12,14 +12,14 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from relayrun.errors import InputError
+from relayrun.errors import InputError, nearest_path
 from relayrun.files import ASIDE
 
 SUFFIXES = (".bin", ".idx")
 
 
-def find_prefixes(paths: Sequence[Path]) -> list[str]:
-    """Return every prefix below the folders `paths`, sorted, each once.
+def find_prefixes(paths: Sequence[Path], *, listed: bool = False) -> list[str]:
+    """Return every prefix below the folders `paths`, sorted, each once; `listed`: in the order of `paths`.
 
     Links are followed. A real folder is read once, under the first name that leads to it: a loop of
     links ends, and two links to one folder do not put its shards into the data twice. Links to
@@ -28,10 +28,11 @@ def find_prefixes(paths: Sequence[Path]) -> list[str]:
     the other way round).
     """
     seen: set[tuple[int, int]] = set()
-    prefixes: set[str] = set()
-    for root in sorted(Path(path).absolute() for path in paths):
-        prefixes |= _below(root, seen)
-    return sorted(prefixes)
+    prefixes: dict[str, None] = {}
+    roots = [Path(path).absolute() for path in paths]
+    for root in roots if listed else sorted(roots):
+        prefixes |= dict.fromkeys(sorted(_below(root, seen)))
+    return list(prefixes) if listed else sorted(prefixes)
 
 
 def expand(paths: Sequence[str], *, listed: bool = True) -> list[str]:
@@ -67,19 +68,18 @@ def _matches(path: str) -> tuple[list[Path], set[str]]:
     below = [Path(match).absolute() for match in files if os.path.isdir(match)]
     shards = {os.path.abspath(match[:-4]) for match in files if match.endswith(SUFFIXES) and os.path.isfile(match)}
     if not below and not shards:
-        raise InputError(
-            "leads to no folder and to no shard",
-            where=path,
-            hint="give a folder, a shard without its suffix, or a pattern of either",
-        )
+        usual = "give a folder, a shard without its suffix, or a pattern of either"
+        hint = "; ".join(filter(None, [nearest_path(path), usual]))
+        raise InputError("leads to no folder and to no shard", where=path, hint=hint)
     return below, shards
 
 
 def _below(root: Path, seen: set[tuple[int, int]]) -> set[str]:
     """The prefixes below one folder, without those of the folders in `seen`. Raises InputError as `find_prefixes`."""
     if not root.is_dir():
-        what = "not a folder" if root.exists() else "no such folder"
-        raise InputError(what, where=root, hint="give folders that hold .bin and .idx files")
+        what, near = ("not a folder", "") if root.exists() else ("no such folder", nearest_path(root))
+        hint = "; ".join(filter(None, [near, "give folders that hold .bin and .idx files"]))
+        raise InputError(what, where=root, hint=hint)
     found = set(_walk(os.fspath(root), seen))
     if not found and not any(_walk(os.fspath(root), set())):  # not even when read without the others
         raise InputError(

@@ -1,7 +1,7 @@
 """Whether token shards are what they say: header, sizes, order, ids, ends of documents, checksums.
 
 Every shard is read once, front to back, in pieces; several at a time, because numpy and xxhash let go of
-Python's lock. Checksums are those that `tokenization.json` beside a shard notes.
+Python's lock. Checksums are those of the record beside a shard (see `record`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ import numpy as np
 import xxhash
 
 from relayrun.errors import InputError
-from relayrun.files import read_json
 from relayrun.shards.indexed import Shard
+from relayrun.shards.record import Records
 
 _PIECE = 1 << 20
 """Bytes that are looked at twice, for checksum and range, while they are in the processor's cache."""
-RECORD = "tokenization.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +49,8 @@ def verify(
     `vocabulary_size`: ids must lie below it. `eod`: every document must end with it. `checksums`: compare
     with the record beside the shard, if there is one.
     """
-    check = functools.partial(_verify, vocabulary_size=vocabulary_size, eod=eod, checksums=checksums)
+    records = Records() if checksums else None
+    check = functools.partial(_verify, vocabulary_size=vocabulary_size, eod=eod, records=records)
     results = []
     with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
         for verified in pool.map(check, prefixes):
@@ -59,7 +59,7 @@ def verify(
     return results
 
 
-def _verify(prefix: str, *, vocabulary_size: int | None, eod: int | None, checksums: bool) -> Verified:
+def _verify(prefix: str, *, vocabulary_size: int | None, eod: int | None, records: Records | None) -> Verified:
     try:
         shard = Shard.open(prefix)
     except InputError as error:
@@ -70,7 +70,7 @@ def _verify(prefix: str, *, vocabulary_size: int | None, eod: int | None, checks
         faults += _faults_of_cut(shard, whole)
     if not faults and eod is not None:
         faults += _faults_of_ends(shard, eod)
-    expected = _checksums(prefix) if checksums else {}
+    expected = _checksums(prefix, records) if records is not None else {}
     digest = xxhash.xxh3_128() if expected else None
     faults += _faults_of_ids(shard, vocabulary_size, digest)
     index = (shard if whole is None else whole).prefix + ".idx"
@@ -144,21 +144,7 @@ def _faults_of_ids(shard: Shard, vocabulary_size: int | None, digest: Any) -> li
     return []
 
 
-def _checksums(prefix: str) -> dict[str, str]:
+def _checksums(prefix: str, records: Records) -> dict[str, str]:
     """What the record beside the shard says, or nothing."""
-    folder, name = os.path.split(os.path.realpath(prefix + ".bin"))
-    record = _record(folder)
-    try:
-        found: dict[str, str] = record["shards"][name.removesuffix(".bin")]["xxh3_128"]
-    except (KeyError, TypeError):
-        return {}
-    return found
-
-
-@functools.lru_cache(maxsize=64)
-def _record(folder: str) -> dict[str, Any]:
-    try:
-        record: dict[str, Any] = read_json(os.path.join(folder, RECORD))
-    except (OSError, ValueError):
-        return {}
-    return record
+    record = records.of(os.path.realpath(prefix + ".bin").removesuffix(".bin"))
+    return {} if record is None else record.xxh3_128

@@ -1,4 +1,7 @@
-"""A snapshot of the code at a submit, for `debug.backup_codebase`: all attempts run it, whatever the checkout becomes.
+"""A snapshot of the code at a submit: all attempts run it, whatever becomes of the checkout or the installed package.
+
+Of a checkout it is taken for `debug.backup_codebase`, of an installed package always: an upgrade replaces the package
+while jobs wait. Either way it is laid out as a checkout, with launchers/ and configs/ beside the package.
 
 code/0001/          the files, below the same names
 code/0001.sha256    of all of them: a later submit of the same code takes the same snapshot
@@ -18,10 +21,11 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from relayrun.files import umask, write_atomic
+from relayrun import __version__
+from relayrun.files import remove_leftovers, temporary_prefix, umask, write_atomic
 from relayrun.monitoring.secrets import is_secret_name, masked
 from relayrun.rundir.run import Run
 
@@ -37,19 +41,20 @@ PARTS = ("relayrun", "launchers", "scripts", "configs")
 def snapshot(run: Run, root: Path) -> Path:
     """Copy the code in `root`, uncommitted and new files included, and return the copy's folder."""
     run.code.mkdir(exist_ok=True)
-    names = sorted(_names(root, run.path))
-    digest = _digest(root, names)
+    remove_leftovers(run.code)
+    files = _files(root, run.path)
+    digest = _digest(files)
     known = sorted(path for path in run.code.iterdir() if path.name.isdecimal())
     if known and _read(known[-1].with_suffix(".sha256")) == digest:
         return known[-1]
     target = run.code / f"{int(known[-1].name) + 1 if known else 1:04}"
-    copied = Path(tempfile.mkdtemp(dir=run.code, prefix=".tmp-"))
+    copied = Path(tempfile.mkdtemp(dir=run.code, prefix=temporary_prefix()))
     try:
-        for name in names:
+        for name, source in files.items():
             (copied / name).parent.mkdir(parents=True, exist_ok=True)
-            _copy(root / name, copied / name)
+            _copy(source, copied / name)
         copied.chmod(copied.stat().st_mode & stat.S_ISGID | 0o777 & ~umask())  # a private one cannot be shared
-        write_atomic(target.with_suffix(".commit"), _git(root, "rev-parse", "HEAD") or "unknown: no git checkout\n")
+        write_atomic(target.with_suffix(".commit"), _git(root, "rev-parse", "HEAD") or _version(root))
         text, tokens = masked(_git(root, "diff", "HEAD") or "")
         if tokens:
             log.warning("masked in the difference to the commit: %s", ", ".join(sorted(set(tokens))))
@@ -75,14 +80,33 @@ def _copy(source: Path, target: Path) -> None:
     target.chmod(mode)
 
 
+def _files(root: Path, without: Path) -> dict[str, Path]:
+    """The files to copy, by their places in the snapshot, in order; nothing below the folder `without`."""
+    installed = root / "relayrun" / "share"
+    if not installed.is_dir():
+        return {name: root / name for name in sorted(_names(root, without))}
+    files = {str(path.relative_to(root)): path for path in _code(root / "relayrun") if installed not in path.parents}
+    return dict(sorted((files | {str(path.relative_to(installed)): path for path in _code(installed)}).items()))
+
+
+def _code(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+
+
+def _version(root: Path) -> str:
+    if (root / "relayrun" / "share").is_dir():
+        return f"relayrun {__version__}, an installed package\n"
+    return "unknown: no git checkout\n"
+
+
 def _names(root: Path, without: Path) -> Iterator[str]:
     """Files of the code, relative to `root`; nothing below the folder `without`, and no secrets."""
     tracked = _git(root, "ls-files", "-z")
     if tracked is None:
         for part in PARTS:
-            for path in (root / part).rglob("*"):
+            for path in _code(root / part):
                 name = str(path.relative_to(root))
-                if path.is_file() and "__pycache__" not in path.parts and not _is_secret(root, name):
+                if not _is_secret(root, name):
                     yield name
         return
     others = _git(root, "ls-files", "-z", "--others", "--exclude-standard") or ""
@@ -107,10 +131,9 @@ def _is_secret(root: Path, name: str) -> bool:
     return found
 
 
-def _digest(root: Path, names: list[str]) -> str:
+def _digest(files: Mapping[str, Path]) -> str:
     digest = hashlib.sha256()
-    for name in names:
-        path = root / name
+    for name, path in files.items():
         content = os.readlink(path).encode() if path.is_symlink() else path.read_bytes()
         mode = os.stat(path, follow_symlinks=False).st_mode & 0o111
         digest.update(f"{name}\0{mode}\0{len(content)}\0".encode(errors="surrogateescape") + content)

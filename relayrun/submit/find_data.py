@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def build_manifest(config: RunConfig, run: Run | None = None) -> Manifest:
     frozen = Manifest.read(run.manifest) if run is not None and run.manifest.exists() and run.revisions() else None
     return Manifest.build(
         {name: _prefixes(name, source, frozen) for name, source in config.data.sources.items()},
-        {name: find_prefixes([Path(folder) for folder in folders]) for name, folders in config.data.validation.items()},
+        {name: _held_out(name, folders, frozen) for name, folders in config.data.validation.items()},
         vocabulary_size=tokenizer.size,
         eod=tokenizer.eos_id,
         tokenizer=config.data.tokenizer,
@@ -40,22 +40,38 @@ def build_manifest(config: RunConfig, run: Run | None = None) -> Manifest:
 
 
 def _prefixes(name: str, source: DataSource, frozen: Manifest | None) -> list[str] | None:
-    """The shards of a data set; None where it has none by design.
-
-    A list keeps its order. A run of an earlier version, which sorted every list, goes on with the order that it has.
-    """
+    """The shards of a data set; None where it has none by design."""
     if not source.paths:
         return None
     prefixes = expand(source.paths)
     if frozen is None or frozen.listed_order or len(source.paths) == 1:
         return prefixes
-    before = expand(source.paths, listed=False)
+    known = (dataset.fingerprint for dataset in _editions(name, source, frozen))
+    return _as_begun(f"data set {name!r}", prefixes, expand(source.paths, listed=False), known)
+
+
+def _held_out(name: str, folders: list[str], frozen: Manifest | None) -> list[str]:
+    """The shards of a validation set."""
+    paths = [Path(folder) for folder in folders]
+    prefixes = find_prefixes(paths, listed=True)
+    if frozen is None or frozen.listed_validation or len(paths) == 1 or name not in frozen.validation:
+        return prefixes
+    known = [frozen.validation[name].fingerprint]
+    return _as_begun(f"validation set {name!r}", prefixes, find_prefixes(paths), known)
+
+
+def _as_begun(what: str, prefixes: list[str], before: list[str], known: Iterable[str]) -> list[str]:
+    """The list in the order in which it is given; but sorted, as in `before`, where a run began so.
+
+    A list keeps its order. A run of an earlier version, which sorted every list, goes on with the order that it has.
+    `known`: fingerprints of what it has.
+    """
     if before == prefixes:
         return prefixes
-    known = {dataset.fingerprint for dataset in _editions(name, source, frozen)}
-    if DatasetManifest.build(prefixes).fingerprint in known or DatasetManifest.build(before).fingerprint not in known:
+    has = set(known)
+    if DatasetManifest.build(prefixes).fingerprint in has or DatasetManifest.build(before).fingerprint not in has:
         return prefixes
-    log.warning("data set %r: its shards stay in sorted order, with which this run began; the list has another", name)
+    log.warning("%s: its shards stay in sorted order, with which this run began; the list has another", what)
     return before
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.config import yamlfile
 from relayrun.config.schema import Model, RunConfig
 from relayrun.errors import ConfigError, InputError, RelayrunError
@@ -34,7 +34,7 @@ def find_initial_checkpoint(config: RunConfig, run: Run) -> Durable:
     match = _ITERATION.fullmatch(settings.load)
     name, wanted = (match["name"], int(match["iteration"])) if match else (settings.load, None)
     folder = Path(os.path.expanduser(name))
-    folder = folder if folder.is_absolute() else ROOT / folder
+    folder = folder if folder.is_absolute() else places.project(run.path) / folder
     single = (folder / "metadata.json").is_file()
     found = _folder(folder, config, wanted) if single else _run(name, config, wanted)
     iteration = 0 if settings.finetune else found.iteration

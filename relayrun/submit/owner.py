@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relayrun.chain import signs
-from relayrun.errors import RunDirError
+from relayrun.errors import RunDirError, group_name, user_name, whose
+from relayrun.errors import refuse_unwritable as refuse_unwritable_place
 from relayrun.files import append_line
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
-from relayrun.rundir.triggers import group_name, user_name
 
 
 def refuse_another(run: Run, *, take_over: bool, now: float) -> None:
@@ -66,6 +66,8 @@ def _refuse_living(run: Run, plan: Plan, *, now: float) -> None:
 
 def refuse_unwritable(run: Run) -> None:
     """Raise RunDirError where this user may not write what a chain writes: its jobs would die of it one by one."""
+    if not run.path.exists():
+        refuse_unwritable_place(run.path)
     closed = next(_closed(run), None)
     if closed is None:
         return
@@ -76,7 +78,7 @@ def refuse_unwritable(run: Run) -> None:
     else:
         who = f"the user {name} may"
         hint = f"to share the run with a group, let {name} run `chmod -R g+w {run.path}`, and submit under umask 002"
-    raise RunDirError(f"you may not write here: only {who}", where=closed, hint=hint)
+    raise RunDirError(f"you may not write here: only {who}; {whose(closed)}", where=closed, hint=hint)
 
 
 def _closed(run: Run) -> Iterator[Path]:

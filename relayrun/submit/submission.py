@@ -19,12 +19,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from relayrun import ROOT
-from relayrun.chain import decide, render
+from relayrun import places
+from relayrun.chain import decide, fallback, render
 from relayrun.config import compose, determinism
 from relayrun.config.sbatch import script_options
 from relayrun.config.schema import Job, RunConfig
-from relayrun.data.evolution import evolve, weights_of
+from relayrun.config.yamlfile import LocatedSettings
+from relayrun.data.evolution import weights_of
 from relayrun.errors import RunDirError
 from relayrun.files import write_atomic
 from relayrun.rundir import triggers
@@ -33,15 +34,16 @@ from relayrun.rundir.lead import first_lead
 from relayrun.rundir.lineage import BEGINNING, Durable, durable, line
 from relayrun.rundir.plan import Plan, job_name
 from relayrun.rundir.run import Run
-from relayrun.rundir.stop import stop_reason
 from relayrun.scheduler import gres, history
 from relayrun.scheduler.base import PATIENCE, Scheduler
 from relayrun.scheduler.choose import for_plan
 from relayrun.scheduler.slurm import Slurm
 from relayrun.shards.manifest import Manifest
 from relayrun.slurmtime import format_time, parse_time
-from relayrun.submit import check, code_snapshot, initial_checkpoint, owner
-from relayrun.submit.find_data import build_manifest
+from relayrun.submit import code_snapshot, initial_checkpoint, owner
+from relayrun.submit.check import state
+from relayrun.submit.check.report import Report, report
+from relayrun.submit.check.state import Intent
 
 log = logging.getLogger(__name__)
 
@@ -59,14 +61,28 @@ class Submitted:
 
 
 def submit(
-    config: RunConfig, *, resume: bool = False, accept_data_change: bool = False, take_over: bool = False
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    accept_data_change: bool = False,
+    take_over: bool = False,
+    given: LocatedSettings | None = None,
 ) -> Submitted:
     """Check, prepare the run directory, queue one job. Raises RelayrunError; then nothing was queued.
 
     `resume`: also where the chain has ended. `take_over`: also where the run is another user's, whose jobs have ended.
+    `given`: where the settings were written, for errors.
     """
-    with _prepared(config, resume=resume, accept=accept_data_change, take_over=take_over) as (run, plan):
-        return Submitted(run=run, plan=plan, job_id=_scheduler(plan, run).submit_first(plan, run.job_script))
+    intent = Intent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
+    with _prepared(config, intent, given) as (run, plan):
+        return Submitted(run=run, plan=plan, job_id=queue_first(run, plan))
+
+
+def queue_first(run: Run, plan: Plan) -> str:
+    """Queue the first job of a prepared run, and a fallback job behind it; return its id. Raises SchedulerError."""
+    job_id = _scheduler(plan, run).submit_first(plan, run.job_script)
+    fallback.put_behind(run, plan, job_id, options=plan.sbatch_options)
+    return job_id
 
 
 def adopt_job(
@@ -91,30 +107,47 @@ def adopt_job(
     nodes = config.job.model_copy(update={"nodes": job.num_nodes})
     cluster = config.cluster.model_copy(update={"host_python": host_python or config.cluster.host_python})
     config = RunConfig.model_validate(config.model_copy(update={"job": nodes, "cluster": cluster}).model_dump())
-    with _prepared(config, resume=resume, accept=accept_data_change, take_over=take_over) as (run, plan):
+    intent = Intent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
+    with _prepared(config, intent) as (run, plan):
         scheduler.adopt(job, plan)  # under the lock: a second first job sees this one
+        fallback.put_behind(run, plan, job.id, options=job.options)
         return run
 
 
-@contextmanager
-def _prepared(config: RunConfig, *, resume: bool, accept: bool, take_over: bool) -> Iterator[tuple[Run, Plan]]:
-    """The run directory made or brought up to date, and locked. After an error it is as before, STOP too."""
-    check.check(config)
-    check.check_job(config)
-    check.check_outputs(config, log_folder())
+def report_on(
+    config: RunConfig, *, given: LocatedSettings | None = None, intent: Intent, launcher: Path | None = None
+) -> Report:
+    """Look at all that a submit would look at, and at what Slurm says; nothing is written or queued.
+
+    `launcher`: the Bash script that is to be given to sbatch, instead of a job of relayrun's own.
+    """
     run = Run(Path(config.run_dir or ""))
-    manifest = build_manifest(config, run)
-    check.check_data(config, manifest, begun=run.manifest.exists())
-    check.check_log_folder(log_folder())
-    owner.refuse_unwritable(run)
+    plan = make_plan(config, run, places.CODE, revision=max(run.revisions(), default=0) + 1)
+    script = launcher or render.job_script(plan, run)
+    return report(config, plan, run, log_folder=log_folder(run), given=given, intent=intent, script=script)
+
+
+@contextmanager
+def _prepared(config: RunConfig, intent: Intent, given: LocatedSettings | None = None) -> Iterator[tuple[Run, Plan]]:
+    """The run directory made or brought up to date, and locked. After an error it is as before, STOP too."""
+    run = Run(Path(config.run_dir or ""))
+    # the run's state is looked at under the lock, and Slurm by the scheduler
+    plan = make_plan(config, run, places.CODE, revision=0)
+    found = report(config, plan, run, log_folder=log_folder(run), given=given)
+    found.findings.raise_errors()
+    for finding in found.findings.warnings:
+        log.warning("%s", finding.line)
+    manifest = found.manifest
+    assert manifest is not None  # without data there is an error
+    log_folder(run).mkdir(parents=True, exist_ok=True)
     with _locked(run) as made, _undone_on_error(run, made):
         _refuse_while_live(run)
-        owner.refuse_another(run, take_over=take_over, now=time.time())
-        _refuse_after_end(run, resume)
-        check.check_time_limit(config, make_plan(config, run, ROOT, revision=0), run)
-        config = _freeze_data(run, _with_loss_mean(run, config), manifest, accept=accept)
+        owner.refuse_another(run, take_over=intent.take_over, now=time.time())
+        state.refuse_after_end(run, resume=intent.resume)
+        state.check_time_limit(config, make_plan(config, run, places.CODE, revision=0), run)
+        config = _freeze_data(run, _with_loss_mean(run, config), manifest, accept=intent.accept_data_change)
         base = initial_checkpoint.find_initial_checkpoint(config, run)
-        root = code_snapshot.snapshot(run, ROOT) if config.debug.backup_codebase else ROOT
+        root = code_snapshot.snapshot(run, places.CODE) if _takes_snapshot(config) else places.CODE
         plan = make_plan(config, run, root, revision=_add_revision(run, config), base=base)
         triggers.create_folder(run, config.chain.triggers_group)
         if config.chain.triggers_group is not None and (barrier := triggers.barrier(run)) is not None:
@@ -125,8 +158,10 @@ def _prepared(config: RunConfig, *, resume: bool, accept: bool, take_over: bool)
                 barrier,
             )
         _acknowledge_stale(run)
-        owner.claim(run, plan, take_over=take_over, now=time.time())  # a queued job may have begun meanwhile
+        owner.claim(run, plan, take_over=intent.take_over, now=time.time())  # a queued job may have begun meanwhile
         write_atomic(run.job_script, render.job_script(plan, run), mode=0o777)
+        if plan.fallback_job:
+            write_atomic(run.fallback_script, render.fallback_script(plan, run), mode=0o777)
         _prepare_evaluations(config, plan, run)
         run.stop.unlink(missing_ok=True)
         yield run, plan
@@ -139,7 +174,8 @@ def _undone_on_error(run: Run, made: Sequence[Path]) -> Iterator[None]:
     What a directory held that was there before stays, STOP too; one that this submit made is removed. `made`: the
     run directory and its parents, as far as this submit made them. Called under the lock.
     """
-    paths = (run.plan, run.job_script, run.manifest, run.evaluation_policy, run.evaluation_script, run.stop, run.owners)
+    scripts = (run.job_script, run.fallback_script, run.evaluation_script)
+    paths = (run.plan, *scripts, run.manifest, run.evaluation_policy, run.stop, run.owners)
     before = {path: path.read_bytes() if path.exists() else None for path in paths}
     revisions = set(run.revisions())
     folders = [run.config, run.code, run.evaluations, run.triggers]
@@ -196,6 +232,7 @@ def make_plan(config: RunConfig, run: Run, root: Path, *, revision: int, base: D
         owner=os.geteuid(),
         auto_requeue=config.chain.auto_requeue,
         mode=config.chain.mode,
+        fallback_job=config.chain.fallback_job and config.chain.auto_requeue and cluster.scheduler == "slurm",
         max_failed_attempts=config.chain.max_failed_attempts,
         time_limit=time_limit,
         lead=lead,
@@ -216,7 +253,7 @@ def make_plan(config: RunConfig, run: Run, root: Path, *, revision: int, base: D
         setup=job.setup,
         host_python=sys.executable if cluster.scheduler == "local" else cluster.host_python,
         package_root=str(root),
-        log_folder=str(log_folder()),
+        log_folder=str(log_folder(run)),
         load_path=base.path,
         load_iteration=base.iteration,
     )
@@ -233,9 +270,16 @@ def sbatch_options(job: Job) -> dict[str, str | None]:
     return found | further
 
 
-def log_folder() -> Path:
-    """Where the jobs of every run of this checkout write their logs."""
-    return ROOT / "logs" / "slurm" / "training"
+def log_folder(run: Run | None = None) -> Path:
+    """Where the jobs of every run of a project write their logs: of the project that the run directory lies in, or
+    else of the working directory's."""
+    return places.project(run.path if run is not None else None) / "logs" / "slurm" / "training"
+
+
+def _takes_snapshot(config: RunConfig) -> bool:
+    """Whether the jobs run a copy of the code: if they are to, and wherever the code is an installed package, which an
+    upgrade would change under queued jobs."""
+    return config.debug.backup_codebase or not places.is_checkout()
 
 
 def _prepare_evaluations(config: RunConfig, plan: Plan, run: Run) -> None:
@@ -274,19 +318,19 @@ def evaluation_script(config: RunConfig, plan: Plan, run: Run) -> str:
         options["gpus-per-node"] = str(gpus)
     options |= {name: value for name, value in further.items() if value != ""}
     program = [config.cluster.python or sys.executable, "-m", "relayrun.export.evaluate", f"--run-dir={run.path}"]
-    starter = for_plan(plan, run).single_task_command(plan)
+    starter = for_plan(plan, run).single_task_command(plan, cpus_per_task=cpus)
     environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": cpus, **plan.environment}
     environment.pop("PYTHONPATH", None)  # joined with the package's by `render`
     command = [*starter, *plan.command_prefix, *program]
-    return render.program_script(plan, "evaluation", options, environment=environment, command=command)
+    return render.program_script(
+        plan, "evaluation", options, environment=environment, command=command, fallback=run.path
+    )
 
 
 def dry_run(config: RunConfig) -> str:
     """Return the job script that a submit would write; nothing is written or queued. Raises RelayrunError."""
-    check.check_job(config)
-    check.check_outputs(config, log_folder())
     run = Run(Path(config.run_dir or ""))
-    root = run.code / "0001" if config.debug.backup_codebase else ROOT
+    root = run.code / "0001" if _takes_snapshot(config) else places.CODE
     return render.job_script(make_plan(config, run, root, revision=max(run.revisions(), default=0) + 1), run)
 
 
@@ -303,24 +347,7 @@ def _refuse_while_live(run: Run) -> None:
     for job_id in history.abandoned(plan, run):
         scheduler.cancel(job_id)
         log.info("job %s of this run is cancelled: the terminal that would have started it has gone", job_id)
-    live = scheduler.jobs(plan, anyone=True)
-    if live:
-        jobs = ", ".join(f"{job.id} ({job.state.lower()})" for job in live)
-        raise RunDirError(
-            f"this run has jobs already: {jobs}",
-            where=run.path,
-            hint=f"let them run, or touch {run.triggers / 'exit'} and submit again",
-        )
-
-
-def _refuse_after_end(run: Run, resume: bool) -> None:
-    reason = stop_reason(run)
-    if reason is not None and not resume:
-        raise RunDirError(
-            f"the chain of this run has ended: {reason}",
-            where=run.stop,
-            hint="submit with --resume to go on all the same",
-        )
+    state.refuse_while_live(run, plan, scheduler)
 
 
 def _freeze_data(run: Run, config: RunConfig, found: Manifest, *, accept: bool) -> RunConfig:
@@ -328,19 +355,16 @@ def _freeze_data(run: Run, config: RunConfig, found: Manifest, *, accept: bool) 
 
     Data sets that stand in the manifest are never changed, so attempts of older revisions keep theirs.
     """
-    revisions = run.revisions()
-    if not run.manifest.exists() or not revisions:
+    evolved = state.evolved(config, run, found, accept=accept)
+    if evolved is None:
         found.write(run.manifest)
         return config
-    frozen = Manifest.read(run.manifest)
-    history = [compose.read_resolved(run.config_revision(number)) for number in reversed(revisions)]
-    trained = durable(run).path is not None
-    evolved = evolve(frozen=frozen, history=history, found=found, config=config, accept=accept, trained=trained)
     for note in evolved.notes:
         log.info("accepted: %s", note)
-    if evolved.manifest != frozen:
+    if evolved.manifest != Manifest.read(run.manifest):
         evolved.manifest.write(run.manifest)
-    if trained and weights_of(evolved.config) != weights_of(history[0]):
+    before = compose.read_resolved(run.config_revision(run.revisions()[-1]))
+    if durable(run).path is not None and weights_of(evolved.config) != weights_of(before):
         consumed = line(run)[-1].consumed_samples
         log.info("the mixture changes: its phase begins where the next attempt resumes, now sample %s", consumed)
     return evolved.config

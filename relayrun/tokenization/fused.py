@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from relayrun.errors import InputError
+from relayrun.errors import InputError, RelayrunError, together
 from relayrun.shards.indexed import ShardWriter
 from relayrun.tokenization.encode.engines import Engine, Selection, without_vocabulary
 from relayrun.tokenization.encode.framing import Framing
@@ -61,7 +61,10 @@ class Job:
 
 
 def tokenize_part(job: Job, part: Part) -> TaskRecord:
-    """Write the shard of `part`; nothing stands under its name before it is whole. Raises InputError for a bad file."""
+    """Write the shard of `part`; nothing stands under its name before it is whole.
+
+    Raises InputError for bad files: all of them, since behind the first one the others are read all the same.
+    """
     started = time.time()
     engine = engine_of_this_process(job.definition, job.fingerprint, job.selection)
     routed = engine.routed
@@ -74,8 +77,12 @@ def tokenize_part(job: Job, part: Part) -> TaskRecord:
     )
     shard = ShardWriter(os.path.join(job.output, part.name), np.dtype(job.framing.dtype).type)
     progress = Progress(job.output, part.name)
+    bad: list[RelayrunError] = []
     try:
         for file in part.inputs:
+            if bad:
+                bad += _faults_of(job, file)
+                continue
             mark, before = shard.mark(), record.counts()
             faults = LineFaults(skip=job.options.skips_lines)
             try:
@@ -83,7 +90,8 @@ def tokenize_part(job: Job, part: Part) -> TaskRecord:
                 record.add_faults(faults)
             except InputError as error:
                 if not job.options.skips_files:
-                    raise
+                    bad.append(error)
+                    continue
                 shard.rollback(mark)
                 record.restore(before)
                 reason = "missing" if isinstance(error, MissingInput) else "unreadable"
@@ -91,6 +99,8 @@ def tokenize_part(job: Job, part: Part) -> TaskRecord:
                 known = ""
             record.fingerprints.append(known)
             record.file_documents.append(record.documents - before[0])
+        if bad:
+            raise together(bad, "files failed")
         shard.finish()
     except BaseException:
         shard.abort()
@@ -98,8 +108,21 @@ def tokenize_part(job: Job, part: Part) -> TaskRecord:
     finally:
         progress.end()
     record.tokens, record.xxh3_128, record.routed_documents = shard.tokens, shard.xxh3_128, engine.routed - routed
+    record.largest_id = shard.largest_id if shard.tokens else None
     record.seconds = time.time() - started
     return record
+
+
+def _faults_of(job: Job, file: InputFile) -> list[RelayrunError]:
+    """What is wrong with a file, read to its end or its first fault; nothing becomes of its texts."""
+    path, options, faults = join(job.dataset, file[0]), job.options, LineFaults(skip=job.options.skips_lines)
+    arrays = read_column(path, options.column, batch_bytes=options.batch_bytes, scratch=job.output, faults=faults)
+    try:
+        for array in arrays:
+            del array
+    except InputError as error:
+        return [error]
+    return []
 
 
 def _tokenize_file(

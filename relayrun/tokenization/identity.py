@@ -18,10 +18,15 @@ def ids_fingerprint(definition: str) -> str:
     parts = {name: tokenizer.get(name) for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
     for token in parts["added_tokens"] or ():
         token.pop("special", None)
-    merges = (parts["model"] or {}).get("merges")
-    if merges:  # text in files of older versions of the library, pairs in newer ones
-        parts["model"]["merges"] = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in merges]
-    return hashlib.sha256(json.dumps(_said(parts), sort_keys=True).encode()).hexdigest()
+    model = parts["model"] or {}
+    # half a million lists and names, which hold neither null nor false: to look through them takes a second
+    large = {name: model.pop(name) for name in ("vocab", "merges") if name in model}
+    if any(isinstance(pair, str) for pair in large.get("merges", ())):  # files of older versions of the library
+        large["merges"] = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in large["merges"]]
+    said = _said(parts)
+    if large:
+        said["model"] |= large
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def _said(value: Any) -> Any:

@@ -115,4 +115,4 @@ def checked(values: Mapping[str, Any], names: Mapping[str, str]) -> TokenizeOpti
         name = names[str(detail["loc"][0])]
         least = detail.get("ctx", {}).get("gt")
         message = f"is at least {least + 1}" if least is not None else detail["msg"].removeprefix("Value error, ")
-        raise InputError(f"{name} {message}, not {detail['input']!r}") from None
+        raise InputError(f"{name} {message}, not {detail['input']!r}", hint="--help tells what it takes") from None

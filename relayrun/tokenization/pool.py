@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from typing import TypeVar
 
-from relayrun.errors import RelayrunError
+from relayrun.errors import RelayrunError, parts_of, together
 
 ONE_THREAD = {
     "OPENBLAS_NUM_THREADS": "1",
@@ -47,20 +47,18 @@ def run_tasks(
 ) -> None:
     """Call `task` for every item on `workers` processes (here if there is one); `on_done` gets each result here.
 
-    A task that fails does not stop the others; the first error, in the order of `items`, is raised at the end.
-    `task` is pickled once per item. Raises RelayrunError, naming `where`, if a worker was killed: then the tasks
-    that still ran are lost, not those done.
+    A task that fails does not stop the others. At the end a defect is raised, or else the errors of all tasks as one,
+    in the order of `items`. `task` is pickled once per item. Raises RelayrunError, naming `where`, if a worker was
+    killed: then the tasks that still ran are lost, not those done.
     """
     workers = min(workers, len(items))
     errors = (_here if workers <= 1 else _on_processes)(task, items, workers, on_done, where)
     if errors:
         in_order = [errors[item] for item in items if item in errors]
         defects = [error for error in in_order if not isinstance(error, (RelayrunError, OSError))]
-        first = (defects or in_order)[0]
-        if len(errors) > 1 and isinstance(first, RelayrunError):
-            note = f"{len(errors)} of {len(items)} tasks failed, this is the first error"
-            first.hint = f"{first.hint}\n     {note}" if first.hint else note
-        raise first
+        if known := [error for each in in_order if isinstance(each, RelayrunError) for error in parts_of(each)]:
+            raise (defects or [together(known, "files or tasks failed")])[0]
+        raise (defects or in_order)[0]
 
 
 def _here(

@@ -61,6 +61,8 @@ class TaskRecord:
     file_documents: list[int] = field(default_factory=list)
     """Documents of each input."""
     tokens: int = 0
+    largest_id: int | None = None
+    """The largest id in the shard; None where it is empty, and in records of earlier versions."""
     empty_documents: int = 0
     null_documents: int = 0
     routed_documents: int = 0

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.chain import render
 from relayrun.config import sites, yamlfile
 from relayrun.config.job import Cluster, Place
@@ -100,7 +100,7 @@ def site_lines(cluster: Cluster | None, setup: Sequence[str]) -> list[str]:
     lines: list[str] = []
     if cluster is not None:
         lines += render.exports(cluster.environment)
-        lines.append(f'export PYTHONPATH={shlex.quote(str(ROOT))}"${{PYTHONPATH:+:${{PYTHONPATH}}}}"')
+        lines.append(f'export PYTHONPATH={shlex.quote(str(places.CODE))}"${{PYTHONPATH:+:${{PYTHONPATH}}}}"')
         lines += [f"module load {shlex.quote(module)}" for module in cluster.modules]
     return lines + render.setup_lines(setup)
 
@@ -132,7 +132,7 @@ class TokenizationConfig(TokenizationSettings):
         site = self.cluster
         if site is None:
             return [sys.executable]
-        container = site.container.with_mounts([str(ROOT), self.metadata_folder, self.output_folder, self.logs])
+        container = site.container.with_mounts([str(places.CODE), self.metadata_folder, self.output_folder, self.logs])
         options = [*site.srun_options, *container.srun_options] if container.srun_options else []
         starter = whole_job_command(options) if options else []
         return [*starter, *container.command, *site.command_prefix, site.python or sys.executable]
@@ -189,14 +189,14 @@ _Settings = TypeVar("_Settings", bound=Section)
 
 
 def load_config(path: str | os.PathLike[str]) -> TokenizationConfig:
-    """Read a YAML config. Relative paths in it start at the folder that holds `launchers/`. Raises ConfigError."""
+    """Read a YAML config. Relative paths in it start at the project that holds the file. Raises ConfigError."""
     source = yamlfile.read(Path(path))
     _rename_section(source)
-    sites.insert(source, folder=sites.folder_of(Path(path)))
+    sites.insert(source, folders=sites.folders(Path(path)))
     sites.insert_job_defaults(source, only=OF_A_SITE)
     if isinstance(cluster := source.values.get("cluster"), dict) and "scheduler" in cluster:
         source.values.setdefault("executor", cluster["scheduler"])
-    return _validate(TokenizationConfig, source).absolute(ROOT)
+    return _validate(TokenizationConfig, source).absolute(places.project(Path(path)))
 
 
 def settings_from_environment(environment: Mapping[str, str]) -> TokenizationSettings:
@@ -217,10 +217,10 @@ def settings_from_environment(environment: Mapping[str, str]) -> TokenizationSet
             raise ConfigError(f"{given[name]!r} is no number", where=name)
     values: dict[str, Any] = {ENVIRONMENT[name]: value for name, value in given.items()}
     values |= {name: int(values[name]) for name in ("tasks", "workers", "batch_bytes") if name in values}
-    places: dict[yamlfile.Location, str] = {(setting,): name for name, setting in ENVIRONMENT.items()}
-    settings = _validate(TokenizationSettings, yamlfile.LocatedSettings(values, places))
+    given_by: dict[yamlfile.Location, str] = {(setting,): name for name, setting in ENVIRONMENT.items()}
+    settings = _validate(TokenizationSettings, yamlfile.LocatedSettings(values, given_by))
     if "logs" not in values:
-        settings = settings.model_copy(update={"logs": str(ROOT / "logs")})
+        settings = settings.model_copy(update={"logs": str(places.project() / "logs")})
     return settings.absolute(os.getcwd())
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.config import sites
 from relayrun.config.job import Cluster
 from relayrun.config.sbatch import script_options
@@ -27,7 +27,7 @@ from relayrun.tokenization.settings import OF_A_SITE, TokenizationJob, site_line
 def write(name: str, file: Path) -> None:
     """Write the two files of cluster `name`. Raises ConfigError."""
     given = LocatedSettings({"cluster": name}, {("cluster",): sites.CLUSTER})
-    sites.insert(given, folder=sites.folder_of())
+    sites.insert(given, folders=sites.folders())
     sites.insert_job_defaults(given, only=OF_A_SITE)
     try:
         cluster = Cluster.model_validate(given.values["cluster"])
@@ -36,7 +36,7 @@ def write(name: str, file: Path) -> None:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise ConfigError(first["msg"].removeprefix("Value error, "), where=f"cluster {name}: {place}") from None
-    container = cluster.container.with_mounts([str(ROOT)])
+    container = cluster.container.with_mounts([str(places.CODE)])
     srun = [*cluster.srun_options, *container.srun_options] if container.srun_options else []
     lines = [
         *site_lines(cluster, job.setup),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import secrets
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from relayrun.files import write_json
 from relayrun.rundir import rewinds
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lead import SAVES
-from relayrun.rundir.lineage import Durable, Lineage, durable, is_own
+from relayrun.rundir.lineage import Durable, Lineage, is_own
 from relayrun.rundir.records import AttemptStart, Outcome, OutcomeName, Started
 from relayrun.rundir.rewinds import Rewind
 from relayrun.rundir.run import Run
@@ -27,7 +29,7 @@ from relayrun.shards.manifest import Manifest
 from relayrun.training import determinism, parallel
 from relayrun.training.anomaly import LossGuard
 from relayrun.training.checkpoint.checksums import Damaged
-from relayrun.training.checkpoint.damaged import checksum_of, fall_back, leave_behind
+from relayrun.training.checkpoint.damaged import checksum_of, fall_back
 from relayrun.training.checkpoint.state import Checkpointer
 from relayrun.training.control import Control
 from relayrun.training.data_check import check_data
@@ -89,7 +91,8 @@ class Training:
         ranks.on_first_rank(partial(check_data, manifest, mixture_of(config), config.data), InputError)
         settings = config.training
         self.run_dir, self.attempt = run, run.attempt(begin.attempt)
-        self.order = training_order(config, manifest)
+        opening = ranks.on_first_rank(lambda: secrets.token_hex(8), InputError)
+        self.order = training_order(config, manifest, opening=opening)
         self.vocabulary_size = manifest.vocabulary_size
         self.evaluation = Evaluation(
             orders=validation_orders(config, manifest),
@@ -130,7 +133,7 @@ class Training:
         )
         self.position = Progress(settings.batch_sizes)
         self.initialised = time.time()
-        begin = self._take_up_base(begin)
+        base = self._take_up_whole(Durable(iteration=begin.base_iteration, path=begin.base_path))
         self.saver = Saver(
             self.checkpointer,
             control=self.control,
@@ -146,20 +149,17 @@ class Training:
         self.metrics.say(
             f"attempt {begin.attempt}: {self.model.parameters():,} parameters on {ranks.world_size} ranks "
             f"({where}), from "
-            + (f"iteration {self.position.iteration} ({begin.base_path})" if begin.base_path else "the beginning")
+            + (f"iteration {self.position.iteration} ({base.path})" if base.path else "the beginning")
         )
         self.reader = self._set_out()
 
-    def _take_up_base(self, begin: AttemptStart) -> AttemptStart:
-        """Put the checkpoint of begin.json in place, or the one before it where its bytes are not those of the save.
-
-        Returns begin.json as it is then.
-        """
+    def _take_up_whole(self, base: Durable) -> Durable:
+        """Put a checkpoint in place, or the newest before it that holds the bytes that were saved; return which."""
         for left in reversed(range(FALL_BACKS + 1)):
-            if begin.base_path is None:
+            if base.path is None:
                 break
             try:
-                self._take_up(begin.base_iteration, begin.base_path)
+                self._take_up(base.iteration, base.path)
                 break
             except Damaged as error:
                 if not left:
@@ -167,11 +167,11 @@ class Training:
                         f"{FALL_BACKS + 1} checkpoints in a row were read as damaged; the last, {error}",
                         hint="more likely it is this node's memory, network or file system",
                     ) from None
-                self.metrics.say(f"iteration {begin.base_iteration} is left behind: {error.message}")
-                begin = self.ranks.on_first_rank(
-                    partial(fall_back, self.run_dir, self.attempt, begin, error), FallBackFailed
+                self.metrics.say(f"iteration {base.iteration} is left behind: {error.message}")
+                base = self.ranks.on_first_rank(
+                    partial(fall_back, self.run_dir, self.attempt, base, error), FallBackFailed
                 )
-        return begin
+        return base
 
     def _take_up(self, iteration: int, path: str) -> None:
         """Put a checkpoint in place, and pass over what led to trouble after it before. Raises Damaged on all ranks."""
@@ -182,7 +182,9 @@ class Training:
             raise FatalTrainingError(
                 f"holds iteration {self.position.iteration}, but this attempt begins at {iteration}", where=path
             )
-        before = self.ranks.on_first_rank(partial(rewinds.pending, self.run_dir, iteration), InputError)
+        before = self.ranks.on_first_rank(
+            partial(rewinds.pending, self.run_dir, iteration, self.position.consumed_samples), InputError
+        )
         if before:
             self.position.pass_over(before[-1].next_sample)
             self.guard.rewinds += len(before)
@@ -329,14 +331,18 @@ class Training:
         )
         path = self.ranks.on_first_rank(partial(record_rewind, self.run_dir, self.attempt, rewind), RewindFailed)
         self.reader.close()
-        try:
-            self._take_up(base, path)
-        except Damaged as error:  # the next attempt begins with the one before
-            self.ranks.on_first_rank(
-                partial(leave_behind, self.run_dir, self.attempt, Durable(iteration=base, path=path), error),
-                RewindFailed,
+        taken = self._take_up_whole(Durable(iteration=base, path=path))
+        if taken.iteration != base:  # what led to trouble is trained on again, and passed over when it comes again
+            self.metrics.at_rewind(rewind)
+            rewind = replace(
+                rewind,
+                reason=f"{reason}; the checkpoint of iteration {base} is damaged",
+                base_iteration=taken.iteration,
+                next_sample=self.position.consumed_samples,
+                time=time.time(),
             )
-            raise RewindFailed(f"iteration {at}: {reason}; {error}") from None
+            self.ranks.on_first_rank(partial(rewinds.append, self.attempt, rewind), RewindFailed)
+            self.saver.saved_iteration = taken.iteration
         self.hooks.at_rewind(rewind)
         self.reader = self._set_out()
 
@@ -400,16 +406,16 @@ def train(
 
 
 def record_rewind(run: Run, attempt: Attempt, rewind: Rewind) -> str:
-    """Put a rewind on record and return the path of its checkpoint. Raises RelayrunError if that is not whole."""
-    newest = durable(run)
-    if newest.path is None or newest.iteration != rewind.base_iteration:
+    """Put a rewind on record; return the path of its checkpoint. Raises RelayrunError if that is not the newest."""
+    newest = next(Lineage(run).backwards(), None)
+    if newest is None or newest.commit.iteration != rewind.base_iteration:
         raise RelayrunError(
             f"iteration {rewind.iteration}: {rewind.reason}; the checkpoint of iteration "
-            f"{rewind.base_iteration}, to go back to, is not whole",
+            f"{rewind.base_iteration}, to go back to, is not the newest of this run",
             where=run.checkpoints,
         )
     rewinds.append(attempt, rewind)
-    return newest.path
+    return newest.commit.path
 
 
 def record_start(attempt: Attempt, started: Started) -> None:

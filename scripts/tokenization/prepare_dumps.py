@@ -1,63 +1,9 @@
 #!/usr/bin/env python3
 """Split a dataset into dumps: writes the paths files that the tokenization jobs read."""
 
-from __future__ import annotations
-
-import argparse
 import sys
 
-from relayrun.errors import run_main
-from relayrun.tokenization.dumps.split import prepare, print_dumps
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--dataset-folder",
-        required=True,
-        metavar="D",
-        help="a folder, or a URL that fsspec knows (s3://bucket/x), searched for parquet, "
-        "JSON lines (.jsonl, .json, also .gz and .zst), .csv(.gz) and .arrow files",
-    )
-    parser.add_argument(
-        "--preprocessing-metadata-folder",
-        required=True,
-        metavar="M",
-        help="gets raw-dataset-link and dumps/paths_file_{i}.txt",
-    )
-    parser.add_argument(
-        "--filter-in",
-        nargs="+",
-        default=[],
-        metavar="TEXT",
-        help="keep files whose path below D contains any of these (case-sensitive)",
-    )
-    parser.add_argument(
-        "--filter-out",
-        nargs="+",
-        default=[],
-        metavar="TEXT",
-        help="leave out files whose path below D contains any of these",
-    )
-    parser.add_argument("--n-dumps", type=int, metavar="N", help="default: one per 150 GB begun")
-    parser.add_argument(
-        "--seconds-per-gb",
-        type=float,
-        default=20.0,
-        metavar="S",
-        help="for the estimate of hours (default: %(default)s)",
-    )
-    options = parser.parse_args()
-    dumps = prepare(
-        options.dataset_folder,
-        options.preprocessing_metadata_folder,
-        filter_in=options.filter_in,
-        filter_out=options.filter_out,
-        n_dumps=options.n_dumps,
-    )
-    print_dumps(dumps, seconds_per_gb=options.seconds_per_gb)
-    return 0
-
+from relayrun.cli import as_program, prepare_dumps
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    sys.exit(as_program(prepare_dumps, __doc__))

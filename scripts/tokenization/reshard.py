@@ -6,91 +6,9 @@ The same files and seed give the same bytes, whatever the memory and the threads
 On several nodes: submit_reshard.sh.
 """
 
-from __future__ import annotations
-
-import argparse
-import os
-import signal
 import sys
-from pathlib import Path
 
-from relayrun.config.writable import check_outputs
-from relayrun.errors import RelayrunError, run_main
-from relayrun.tokenization.options import TokenizeOptions
-
-STAGES = ("check", "begin", "scatter", "measure", "write", "finish")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--dataset-folder", required=True, metavar="D", help="local, or a URL that fsspec knows (s3://bucket/x)"
-    )
-    parser.add_argument("--output-folder", required=True, type=Path, metavar="O", help="must not exist yet")
-    parser.add_argument(
-        "--column", default=TokenizeOptions.default("column"), help="of the text (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--file-size", type=float, default=500, metavar="MB", help="default: %(default)s")
-    parser.add_argument("--row-group-size", type=int, default=4096, metavar="ROWS", help="default: %(default)s")
-    parser.add_argument("--compression", choices=("snappy", "zstd", "gzip", "lz4", "none"), default="snappy")
-    parser.add_argument(
-        "--memory-limit",
-        type=float,
-        default=4,
-        metavar="GB",
-        help="of the process, on several nodes of each (default: %(default)s)",
-    )
-    parser.add_argument("--temp-dir", type=Path, metavar="T", help="gets as many bytes as the dataset has unpacked")
-    parser.add_argument(
-        "--threads", type=int, default=1, metavar="N", help="at most, as memory allows (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--on-error",
-        choices=("fail", "skip-line"),
-        default=TokenizeOptions.default("on_error"),
-        help="skip-line: leave out lines and rows without a text in UTF-8, and count them (default: %(default)s)",
-    )
-    parser.add_argument("--stage", choices=STAGES, help="one of several tasks of Slurm: see submit_reshard.sh")
-    given = parser.parse_args()
-    check_outputs({"--output-folder": given.output_folder, "--temp-dir": given.temp_dir})
-    if given.stage == "check":
-        return
-
-    if given.memory_limit >= 2:
-        # Arrow's allocator keeps what it has: to give pages back and clear them again costs CPU time. What it keeps
-        # too much is some 150 MB, which a small limit has no room for.
-        os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
-    # pyarrow: not paid for --help
-    from relayrun.shuffle.reshard import PICTURE, ReshardOptions, reshard
-
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # temporary files are removed
-    options = ReshardOptions(
-        dataset_folder=given.dataset_folder,
-        output=given.output_folder,
-        column=given.column,
-        seed=given.seed,
-        file_size=int(given.file_size * 1e6),
-        row_group_size=given.row_group_size,
-        compression=given.compression,
-        memory_limit=int(given.memory_limit * 1e9),
-        temp_dir=given.temp_dir,
-        threads=given.threads,
-        on_error=given.on_error,
-    )
-    rows: int | None
-    if given.stage:
-        from relayrun.shuffle.tasks import ReshardTask
-
-        if "SLURM_PROCID" not in os.environ:
-            raise RelayrunError("--stage is for the tasks of a Slurm job step", hint="submit_reshard.sh starts them")
-        task, tasks = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
-        rows = ReshardTask(options, task=task, tasks=tasks).run(given.stage)
-    else:
-        rows = reshard(options)
-    if rows is not None:
-        print(f"{rows:,} rows; length against position, before and after: {given.output_folder / PICTURE}")
-
+from relayrun.cli import as_program, reshard
 
 if __name__ == "__main__":
-    sys.exit(run_main(main))
+    sys.exit(as_program(reshard, __doc__))

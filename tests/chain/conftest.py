@@ -62,6 +62,7 @@ def make_run(tmp_path: Path) -> MakeRun:
         plan = Plan.of(values | changes)
         plan.write(run.plan)
         run.job_script.write_text(render.job_script(plan, run))
+        run.fallback_script.write_text(render.fallback_script(plan, run))
         return run, plan
 
     return make

@@ -25,6 +25,8 @@ class FakeSlurm:
         self.file = file
         self.name = name
         """Job name in the header of every script."""
+        self.limit = 99
+        """The most jobs that may be queued or run."""
 
     def jobs(self) -> Jobs:
         return json.loads(self.file.read_text()) if self.file.exists() else {}  # type: ignore[no-any-return]
@@ -42,6 +44,7 @@ class FakeSlurm:
             "requeue": 1,
             "delay": 0,
             "exclude": "",
+            "after": "",
         } | fields
         self.write(jobs)
         return job_id
@@ -52,7 +55,23 @@ class FakeSlurm:
         self.write(jobs)
 
     def pending(self, *, but: str = "") -> list[str]:
-        return [job_id for job_id, job in self.jobs().items() if job["state"] == "PENDING" and job_id != but]
+        """The chain's jobs that wait."""
+        jobs = self.jobs().items()
+        return [key for key, job in jobs if (job["state"], job["name"]) == ("PENDING", self.name) and key != but]
+
+    def fallback_jobs(self, state: str = "PENDING") -> dict[str, str]:
+        """Ids of the jobs in this state that start only if another one fails, with that one's id."""
+        return {key: job["after"] for key, job in self.jobs().items() if job["after"] and job["state"] == state}
+
+    def start_fallback_jobs(self) -> list[str]:
+        """Start those whose job has failed; cancel those whose job can fail no more. Returns the ids of the first."""
+        started = []
+        for key, after in self.fallback_jobs().items():
+            state = self.jobs()[after]["state"]
+            if state not in LIVE:
+                self.set(key, state="CANCELLED" if state == "COMPLETED" else "RUNNING")
+                started += [key] if state != "COMPLETED" else []
+        return started
 
     def run(self, command: list[str], lines: str = "") -> subprocess.CompletedProcess[str]:
         """Execute a command; an unknown one is an error of the test."""
@@ -78,11 +97,18 @@ class FakeSlurm:
             name = options.get("job-name", self.name)
             comment, exclude = options.get("comment", ""), options.get("exclude", self._header(rest[0], "exclude"))
             self._known(exclude, "sbatch: error: Batch job submission failed: Invalid node name specified")
-            return self.add(name, comment=comment, delay=delay, exclude=exclude) + "\n"
+            if sum(job["state"] in LIVE for job in jobs.values()) >= self.limit:
+                raise RefusedError("sbatch: error: QOSMaxSubmitJobPerUserLimit")
+            after = options.get("dependency", "").removeprefix("singleton").removeprefix("afternotok:")
+            if after and after not in jobs:
+                raise RefusedError("sbatch: error: Batch job submission failed: Job dependency problem")
+            return self.add(name, comment=comment, delay=delay, exclude=exclude, after=after) + "\n"
         if program == "squeue":
             if "steps" in options:
                 return f"{options['jobs']}.0\n"
-            live = {key: job for key, job in jobs.items() if job["state"] in LIVE}
+            live = {key: job for key, job in jobs.items() if job["state"] in LIVE or options.get("states") == "all"}
+            if "jobs" in options:
+                live = {options["jobs"]: live[options["jobs"]]}
             rows = [(key, job) for key, job in live.items() if options.get("name", job["name"]) == job["name"]]
             form = options["format"]
             values = [{"%i": key, "%j": job["name"], "%T": job["state"], "%k": job["comment"]} for key, job in rows]
@@ -115,13 +141,15 @@ class FakeSlurm:
         job_id = fields["JobId"]
         if jobs[job_id]["state"] not in ("PENDING", "RUNNING"):
             raise RefusedError(f"Job has already finished for job {job_id}")
-        if jobs[job_id]["state"] != "PENDING" and {"StartTime", "ExcNodeList"} & set(fields):
+        if jobs[job_id]["state"] != "PENDING" and {"StartTime", "ExcNodeList", "Dependency"} & set(fields):
             raise RefusedError(f"Job is no longer pending execution for job {job_id}")
         self._known(fields.get("ExcNodeList", ""), f"Invalid node name specified for job {job_id}")
         known = {"Comment": "comment", "JobName": "name", "ExcNodeList": "exclude"}
         changes: dict[str, Any] = {known[key]: value for key, value in fields.items() if key in known}
         if "Requeue" in fields:
             changes["requeue"] = int(fields["Requeue"])
+        if "Dependency" in fields:
+            changes["after"] = fields["Dependency"].removeprefix("afternotok:")
         if "StartTime" in fields:
             changes["delay"] = int(fields["StartTime"].removeprefix("now+"))
         self.set(job_id, **changes)

@@ -12,8 +12,7 @@ import pytest
 
 from relayrun import cli
 from relayrun.cli import control
-from relayrun.errors import RunDirError
-from relayrun.rundir import triggers
+from relayrun.errors import RunDirError, user_name
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.records import End
 from relayrun.scheduler.local import LocalScheduler
@@ -30,7 +29,7 @@ def test_stop_of_a_queued_run_leaves_nothing_queued_and_starts_nothing(
     other, other_plan = make_run(folder="other")
     LocalScheduler(other).submit(other_plan, other.job_script, options={})
     assert cli.main(["stop", str(run.path)]) == 0
-    user = triggers.user_name(os.geteuid())
+    user = user_name(os.geteuid())
     assert capsys.readouterr().out == f"the chain has ended: stopped by {user}; nothing is queued\n"
     assert run.stop.read_text().startswith(f"stopped by {user}\n")
     assert scheduler.jobs(plan) == []
@@ -120,7 +119,7 @@ def test_cancel_ends_what_runs(make_run: MakeRun, capsys: pytest.CaptureFixture[
     thread.start()
     scheduler.run_queue(lambda _event: None)
     thread.join()
-    user = triggers.user_name(os.geteuid())
+    user = user_name(os.geteuid())
     assert codes == [0]
     assert f"the chain has ended: cancelled by {user}; cancelled " in capsys.readouterr().out
     assert scheduler.jobs(plan, anyone=True) == []

@@ -15,9 +15,10 @@ from relayrun.errors import SchedulerError
 from relayrun.rundir import evaluations
 from relayrun.rundir.evaluations import Policy, Result
 from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import AttemptStart, Commit
+from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
 from relayrun.scheduler.base import Job
+from tests.history import began
 
 from .conftest import MakeRun
 
@@ -51,20 +52,7 @@ class Queue:
 
 def attempt(run: Run, number: int, *, base: int = 0, iterations: Sequence[int] = ()) -> None:
     folder = run.attempt(number)
-    folder.path.mkdir(parents=True)
-    path = str(run.checkpoint(base)) if base else None
-    AttemptStart(
-        attempt=number,
-        job_id=str(number),
-        job_name="",
-        nodes="",
-        config_revision=1,
-        base_iteration=base,
-        base_path=path,
-        start_time=float(number),
-        job_end_time=None,
-        lead=1.0,
-    ).write(folder.begin)
+    began(run, number, base=base, job_id=str(number), start_time=float(number))
     for iteration in iterations:
         path = str(run.checkpoint(iteration))
         folder.append_commit(

@@ -95,16 +95,22 @@ class Stage:
         )
 
 
+WAITS = "relayrun:starts-only-if-job=1-fails,failed-begins=0"
+
+
 @pytest.fixture
 def stage(tmp_path: Path) -> Stage:
     """Three attempts of ten iterations; job 1 runs and belongs to the chain."""
     run = make_history(tmp_path / "work" / "run", lines=30, attempts=3)
     shutil.rmtree(run.path / "local")
-    plan = replace(Plan.load(run), scheduler="slurm")
+    plan = replace(Plan.load(run), scheduler="slurm", fallback_job=True)
     plan.write(run.plan)
+    run.fallback_script.write_text("#!/bin/bash\n")
     (tmp_path / "queue").mkdir()
     slurm = FakeSlurm(tmp_path / "queue" / "jobs.json", plan.job_name)
     slurm.add(state="RUNNING")
+    behind = ["sbatch", f"--job-name={plan.fallback_job_name}", "--dependency=afternotok:1", f"--comment={WAITS}"]
+    slurm.run([*behind, str(run.fallback_script)])
     return Stage(run_path=run.path, template=tmp_path / "template", slurm=slurm, queue="")
 
 
@@ -123,10 +129,11 @@ def exhaust(
     *,
     everything: bool,
     after: Callable[[], None] = lambda: None,
+    job: str = "1",
 ) -> None:
     """Run `program` once for each call that it makes and each fault; `check` says what is wrong then."""
     stage.keep()
-    undisturbed = run_child(program, stage.run_path, stage.slurm)
+    undisturbed = run_child(program, stage.run_path, stage.slurm, job=job)
     assert "Traceback" not in undisturbed.output, undisturbed.output
     print(f"{len(undisturbed.calls)} calls:", *undisturbed.calls, sep="\n  ")
     after()
@@ -134,7 +141,7 @@ def exhaust(
     for number, fault in cases(undisturbed.calls, everything):
         stage.reset()
         count += 1
-        reached = run_child(program, stage.run_path, stage.slurm, at=number, fault=fault)
+        reached = run_child(program, stage.run_path, stage.slurm, at=number, fault=fault, job=job)
         reached = replace(reached, lasting=fault.lasting)
         try:
             complaint = check(reached)

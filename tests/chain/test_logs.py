@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from relayrun import files
 from relayrun.cli import main
 from relayrun.monitoring import logs
 from relayrun.rundir.records import Failure
@@ -73,10 +74,10 @@ def test_a_job_that_died_before_it_began_has_a_log_too(make_run: MakeRun, capsys
 
 @pytest.mark.parametrize("count", [0, 1, 3, 1000])
 def test_the_last_lines_are_those_of_the_end(tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "BLOCK", 7)
+    monkeypatch.setattr(files, "BLOCK", 7)
     lines = [f"line {number} {'x' * (number % 23)}\n" for number in range(40)]
     (tmp_path / "log").write_text("".join(lines) + "torn")
-    text, size = logs.last_lines(tmp_path / "log", count)
+    text, size = files.last_lines(tmp_path / "log", count)
     assert text.decode() == "".join([*lines, "torn"][-count:] if count else [])
     assert size == (tmp_path / "log").stat().st_size
 

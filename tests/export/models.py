@@ -14,12 +14,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import RunConfig
 from relayrun.export import importer
-from relayrun.rundir.records import AttemptStart, Commit
+from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
 from relayrun.tokenization.options import TokenizeOptions
+from tests.history import began
 
 SMALL = {
     "hidden_size": 64,
@@ -109,18 +110,7 @@ def make_run(folder: Path, hf: Path, *, iteration: int = 7, divisible_by: int = 
         tokenizer=str(hf / "tokenizer.json"),
         tokenizer_fingerprint=tokenizer.fingerprint,
     ).write(run.manifest)
-    AttemptStart(
-        attempt=1,
-        job_id="1",
-        job_name="test",
-        nodes="here",
-        config_revision=1,
-        base_iteration=0,
-        base_path=None,
-        start_time=0.0,
-        job_end_time=None,
-        lead=0.0,
-    ).write(attempt.begin)
+    began(run, 1, start_time=0.0)
     files = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
     attempt.append_commit(
         Commit(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from relayrun import places
 from relayrun.config import compose
 from relayrun.gpucheck.programs.search import is_out_of_memory, search
 from relayrun.gpucheck.setup import full
@@ -43,7 +44,7 @@ def test_errors_that_say_memory_is_out_are_known_and_no_others() -> None:
 
 def test_the_search_begins_at_half_of_what_the_estimate_says_fits() -> None:
     overrides = ["job.nodes=1", "job.ntasks_per_node=1", "training.seq_length=4096"]
-    config = compose.load(compose.ROOT / "configs" / "runs" / "llama3-1b.yaml", overrides)
+    config = compose.load(places.shared("configs/runs/llama3-1b.yaml"), overrides)
     memory, sizes = 150_000_000_000, full()
 
     def estimate(micro_batch: int) -> float:

@@ -21,6 +21,7 @@ from relayrun.rundir.records import AttemptStart, Commit, End
 from relayrun.rundir.rewinds import Rewind, append
 from relayrun.rundir.run import Run
 from relayrun.rundir.views import Views, lines_that_count, newest_lines
+from tests.history import began
 
 
 @contextmanager
@@ -30,21 +31,7 @@ def fresh_run() -> Iterator[Run]:
 
 
 def begin(run: Run, number: int, base: int) -> AttemptStart:
-    run.attempt(number).path.mkdir(parents=True)
-    record = AttemptStart(
-        attempt=number,
-        job_id=str(number),
-        job_name="j",
-        nodes="n",
-        config_revision=1,
-        base_iteration=base,
-        base_path=str(run.checkpoint(base)) if base else None,
-        start_time=float(number),
-        job_end_time=None,
-        lead=1.0,
-    )
-    record.write(run.attempt(number).begin)
-    return record
+    return began(run, number, base=base, job_id=str(number), start_time=float(number))
 
 
 def end(run: Run, number: int) -> None:

@@ -16,6 +16,8 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from relayrun.scheduler import job_text
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts/tools/test_cluster.sh"
 
@@ -169,9 +171,9 @@ class TestCluster:
     def job(self, job_id: str) -> dict[str, str]:
         """What the controller knows of one job, also after its end: `JobState`, `Restarts`, `NodeList`, `StdOut`, ...
 
-        A value with blanks is kept whole, unless it holds ` Word=` itself.
+        A value with blanks is kept whole, unless it holds ` Word=` itself; what a user may write forges no other field.
         """
-        return parse_fields(self.run(["scontrol", "show", "job", "-o", job_id]).stdout)
+        return job_fields(self.run(["scontrol", "show", "job", "-o", job_id]).stdout)
 
     def output(self, job_id: str) -> str:
         """What the job wrote to its standard output so far."""
@@ -210,7 +212,7 @@ class TestCluster:
 
         def final_state() -> str | None:
             shown = self.run(["scontrol", "show", "job", "-o", job_id], check=False)
-            state = parse_fields(shown.stdout).get("JobState") if shown.returncode == 0 else None
+            state = job_fields(shown.stdout).get("JobState") if shown.returncode == 0 else None
             return state if state in FINAL_STATES else None
 
         return self.wait_until(final_state, timeout, what=f"the end of job {job_id}") or ""
@@ -239,6 +241,11 @@ class TestCluster:
         )
         if done.returncode != 0:
             raise AssertionError(f"{SCRIPT.name} {verb}: exit status {done.returncode}\n{done.stderr}")
+
+
+def job_fields(line: str) -> dict[str, str]:
+    """The fields of a job, of which those that Slurm writes are never taken from a name, a path or a comment."""
+    return parse_fields(line) | job_text.fields(line)
 
 
 def parse_fields(line: str) -> dict[str, str]:

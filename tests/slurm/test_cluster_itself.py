@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .cluster import SCRIPT, QueuedJob, TestCluster, parse_fields
+from .cluster import SCRIPT, QueuedJob, TestCluster, job_fields, parse_fields
 from .conftest import MakeCluster, verdict
 
 pytestmark = pytest.mark.slurm
@@ -98,6 +98,17 @@ def test_queue_and_running_job_survive_the_controller(cluster: TestCluster) -> N
     assert cluster.wait_job(running) == "COMPLETED"
     cluster.run(["scancel", held])
     assert cluster.wait_job(held) == "CANCELLED"
+
+
+def test_what_a_user_writes_forges_no_field() -> None:
+    line = (
+        "JobId=7 JobName=a JobState=FAILED UserId=u(1) GroupId=g(1) MCS_label=N/A JobState=RUNNING "
+        "Reason=None NodeList=n0 Command=/w/x JobState=COMPLETED y WorkDir=/w NodeList=n9 "
+        "Comment=it is JobState=CANCELLED  StdErr=/w/7.err StdIn=/dev/null StdOut=/w/7.out Power="
+    )
+    found = job_fields(line)
+    assert (found["JobState"], found["NodeList"], found["StdOut"]) == ("RUNNING", "n0", "/w/7.out")
+    assert parse_fields(line)["JobState"] != "RUNNING"
 
 
 def test_job_in_high_takes_the_nodes_of_one_in_low_which_is_requeued(cluster: TestCluster, other: TestCluster) -> None:

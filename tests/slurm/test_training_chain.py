@@ -132,7 +132,7 @@ def test_two_runs_share_a_node_and_a_signal_during_the_imports_harms_neither(
 def test_a_bash_launcher_from_anywhere_with_its_options_triggers_and_resume(
     cluster: TestCluster, workspace: Workspace, tmp_path: Path
 ) -> None:
-    config = workspace.config("unused", job=TWO_NODES, cluster=SLURM)
+    config = workspace.config("unused", job=TWO_NODES, cluster=SLURM, data={"max_epochs": 1e6})
     run = workspace.run("bash run")
     settings = {
         "CONFIG": str(config),
@@ -153,6 +153,8 @@ def test_a_bash_launcher_from_anywhere_with_its_options_triggers_and_resume(
     wait_for_iteration(cluster, run, 1)
     assert job_of(run, 1) == first
     assert sorted(chain_jobs(cluster, run)) == ["PENDING", "RUNNING"]
+    name = Plan.load(run).fallback_job_name
+    assert [job.state for job in cluster.queue() if job.name == name] == ["PENDING"]
 
     triggers.touch(run, "save")
     cluster.wait_until((run.triggers / "save.done").exists, timeout=240)
@@ -197,7 +199,9 @@ def test_the_job_of_a_bash_launcher_that_queues_itself_again_goes_on(
     cluster: TestCluster, workspace: Workspace, tmp_path: Path
 ) -> None:
     """Slurm starts the launcher anew, which prepared the run the first time."""
-    config = workspace.config("unused-three", job=TWO_NODES, cluster=SLURM, chain={"mode": "requeue"})
+    config = workspace.config(
+        "unused-three", job=TWO_NODES, cluster=SLURM, chain={"mode": "requeue"}, data={"max_epochs": 1e6}
+    )
     run = workspace.run("requeued bash run")
     settings = {
         "CONFIG": str(config),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from relayrun.data.order import index_cache
 from relayrun.data.order.schedule import Interleave, integer_weights
 from relayrun.data.order.spec import DatasetSpec
 from relayrun.shards.indexed import Shard, ShardWriter
@@ -50,7 +55,14 @@ def theirs(prefix: str, seq_length: int, seed: int) -> megatron.GPTDataset:
     return megatron.GPTDataset(dataset, prefix, documents, None, Split.train, config)
 
 
-def ours(prefixes: Sequence[str], seq_length: int, seed: int, cache: Path | None = None, split: float = 0.0):  # type: ignore[no-untyped-def]
+def ours(  # type: ignore[no-untyped-def]
+    prefixes: Sequence[str],
+    seq_length: int,
+    seed: int,
+    cache: Path | None = None,
+    split: float = 0.0,
+    opening: str | None = None,
+):
     from relayrun.data.order.megatron import MegatronOrder
 
     return MegatronOrder(
@@ -61,6 +73,7 @@ def ours(prefixes: Sequence[str], seq_length: int, seed: int, cache: Path | None
             split=split,
             manifest=DatasetManifest.build(prefixes),
             cache_dir=None if cache is None else str(cache),
+            opening=opening,
         )
     )
 
@@ -114,6 +127,54 @@ def test_the_cache_holds_what_would_be_built_and_serves_the_next_opening(tmp_pat
     again = ours([prefix], 16, 3, tmp_path / "cache")
     assert again.read(1, 7).tolist() == plain.read(1, 7).tolist()
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").glob("*.npy")} == files
+
+
+def test_of_the_ranks_that_open_a_cache_together_one_compares_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each with a lock of its own, as processes have. A damaged one is built once, and seen whole by all."""
+    prefix = write(tmp_path / "d", [50] * 40, seed=1)
+    right = ours([prefix], 16, 3).read(0, 5).tolist()
+    cache = tmp_path / "cache"
+    compared: list[int] = []
+    compare = index_cache._sum
+
+    def counted(data: Any) -> Any:
+        compared.append(1)
+        time.sleep(0.02)  # the others come meanwhile
+        return compare(data)
+
+    monkeypatch.setattr(index_cache, "_sum", counted)
+
+    def open_by_four(opening: str | None) -> int:
+        compared.clear()
+        caplog.clear()
+        ranks = [ours([prefix], 16, 3, cache, opening=opening) for _ in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(lambda rank: rank.read(0, 5).tolist(), ranks)) == [right] * 4
+        return len(compared)
+
+    assert open_by_four("built") == 0
+    assert open_by_four("first") == 3, "files"
+    assert open_by_four("first") == 0
+    assert open_by_four(None) == 4 * 3, "who shares nothing with the others compares for itself"
+    (damaged,) = cache.glob("*-shuffle.npy")
+    data = bytearray(damaged.read_bytes())
+    data[-3] ^= 8
+    damaged.write_bytes(data)
+    assert open_by_four("second") == 3
+    assert caplog.text.count("the index cache is built anew") == 1
+    damaged.write_bytes(data)
+    assert open_by_four("second") == 3, "these are not the files that the first one found"
+    assert caplog.text.count("the index cache is built anew") == 1
+    damaged.unlink()
+    assert open_by_four("third") == 2, "up to the missing one"
+    (checked,) = cache.glob("*-checked.json")
+    checked.write_text("[torn")
+    assert open_by_four("third") == 3
+    for number in range(index_cache.OPENINGS + 1):
+        open_by_four(f"opening {number}")
+    assert len(json.loads(checked.read_text())) == index_cache.OPENINGS
 
 
 def test_a_damaged_cache_is_built_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,9 @@ import pytest
 from relayrun.config.rampup import BatchSizes
 from relayrun.data.progress import Progress
 from relayrun.files import read_json, read_lines
-from relayrun.rundir.views import merged_metrics
+from relayrun.rundir.lineage import durable
+from relayrun.rundir.quarantine import in_quarantine
+from relayrun.rundir.views import Views, merged_metrics
 from tests.checkpoints import assert_same_bytes, contents, state_tensors
 
 pytestmark = pytest.mark.slow
@@ -100,6 +102,33 @@ def test_a_rewind_passes_over_the_same_samples_whether_the_process_goes_on_or_is
     assert min(second.steps()) == 6
     assert_same_steps(steps, counted(pieces.run))
     assert_same_bytes(whole.run.checkpoint(16), pieces.run.checkpoint(16))
+
+
+@pytest.mark.parametrize(
+    ("interval", "sample", "steps", "damaged"),
+    [(5, 90, 12, [10]), pytest.param(1, 40, 8, [5, 4], marks=pytest.mark.long)],
+)
+def test_a_rewind_that_meets_a_damaged_checkpoint_takes_the_one_before_in_the_same_job(
+    harness: Callable[..., Any], interval: int, sample: int, steps: int, damaged: list[int]
+) -> None:
+    """Nothing is lost: what the damaged one held is trained again, then the trouble comes again, and its rewind."""
+    policy = with_policy(interval, on_nan="rewind", max_rewinds=1, steps=steps)
+    whole, broken = harness(**policy), harness(**policy)
+    whole.train(inject=f"nan-sample={sample}")
+    hook = {"hook": "tests.training.user_hooks:FlipsBits", "options": {"iterations": damaged}}
+    broken.config["training"] = broken.config["training"] | {"hooks": [hook]}
+    output = broken.train(inject=f"nan-sample={sample}").output()
+    assert [left.iteration for left in in_quarantine(broken.run)] == damaged
+    for left in in_quarantine(broken.run):
+        assert "are not those that were saved" in left.why
+        assert f"iteration {left.iteration} is left behind: {left.why}" in output
+    went_back = [entry["base_iteration"] for entry in read_lines(broken.run.attempt(1).rewinds)]
+    assert went_back == [max(damaged), min(damaged) - interval, max(damaged)]
+    assert_same_steps(counted(whole.run), counted(broken.run))
+    assert durable(whole.run).iteration == durable(broken.run).iteration == steps
+    assert_same_bytes(whole.run.checkpoint(steps), broken.run.checkpoint(steps))
+    Views(broken.run).update()
+    assert list(read_lines(broken.run.metrics_view)) == merged_metrics(broken.run)
 
 
 @pytest.mark.long

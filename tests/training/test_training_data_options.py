@@ -56,3 +56,5 @@ def test_two_layouts_train_alike_with_every_data_option(harness: Callable[..., A
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-5)
     assert len(list((tmp_path / "cache").glob("*.npy"))) == 3
+    (checked,) = (tmp_path / "cache").glob("*-checked.json")
+    assert len(read_json(checked)) == 3, "one opening for the ranks of each attempt"

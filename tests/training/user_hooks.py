@@ -180,3 +180,22 @@ class Witness(Hook):
         on, config = torch.are_deterministic_algorithms_enabled(), context.model.chunks[0].config
         algorithm = f"NCCL_ALGO={os.environ.get('NCCL_ALGO')}"
         print(f"deterministic: torch {on}, megatron-core {config.deterministic_mode}, {algorithm}", flush=True)
+
+
+class FlipsBits(Hook):
+    """Damages the first checkpoints of these iterations behind their save, one time each."""
+
+    def __init__(self, iterations: list[int]) -> None:
+        self.left = list(iterations)
+
+    def setup(self, context: Context) -> None:
+        self.context = context
+
+    def after_save(self, commit: Commit) -> None:
+        if commit.iteration in self.left:
+            self.left.remove(commit.iteration)
+            if self.context.ranks.rank == 0:
+                path = Path(commit.path) / "__1_0.distcp"
+                data = bytearray(path.read_bytes())
+                data[120_000] ^= 1
+                path.write_bytes(data)

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from relayrun.config.schema import Training
-from relayrun.rundir.records import AttemptStart, Commit
+from relayrun.rundir.records import Commit
 from relayrun.rundir.rewinds import Rewind, append, pending
 from relayrun.rundir.run import Run
 from relayrun.rundir.views import merged_metrics
 from relayrun.training.anomaly import LossGuard
 from relayrun.training.hooks import Action
+from tests.history import began
 
 NAN = float("nan")
 
@@ -89,19 +90,7 @@ def test_a_guard_that_was_saved_anywhere_decides_as_the_one_that_was_not() -> No
 
 
 def begin(run: Run, number: int, base: int) -> None:
-    run.attempt(number).path.mkdir(parents=True)
-    AttemptStart(
-        attempt=number,
-        job_id="1",
-        job_name="x",
-        nodes="n",
-        config_revision=1,
-        base_iteration=base,
-        base_path=str(run.checkpoint(base)) if base else None,
-        start_time=float(number),
-        job_end_time=None,
-        lead=0.0,
-    ).write(run.attempt(number).begin)
+    began(run, number, base=base)
 
 
 def trained(run: Run, number: int, first: int, last: int, mark: str) -> None:

@@ -11,7 +11,7 @@ from relayrun import ROOT
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import Model
 from relayrun.errors import ConfigError
-from relayrun.submit import check
+from relayrun.submit.check.report import of_config
 from relayrun.training.model.size import flops_per_token, memory_bytes, padded, parameters, peak_flops
 
 VOCABULARY = 128_256
@@ -167,16 +167,16 @@ def test_what_an_attention_cannot_do_is_refused_by_its_rule(overrides: list[str]
 
 
 def test_context_parallel_is_refused_before_submission_unless_the_cluster_has_transformer_engine() -> None:
-    overrides = ["parallel.context_parallel_size=2", "cluster.transformer_engine=false"]
+    overrides = ["parallel.context_parallel_size=2", "data.mock_data=true", "cluster.transformer_engine=false"]
     config = compose.load(ROOT / "configs" / "runs" / "llama3-70b.yaml", overrides)
     assert config.data_parallel_size == 2
     with pytest.raises(ConfigError, match="context_parallel_size above 1 needs TransformerEngine, which this"):
-        check.check(config)
+        of_config(config).raise_errors()
     declared = config.cluster.model_copy(update={"transformer_engine": True})
-    check.check(config.model_copy(update={"cluster": declared}))
-    forced = ["training.transformer_impl=transformer_engine", "cluster.transformer_engine=false"]
+    of_config(config.model_copy(update={"cluster": declared})).raise_errors()
+    forced = ["training.transformer_impl=transformer_engine", "data.mock_data=true", "cluster.transformer_engine=false"]
     with pytest.raises(ConfigError, match="transformer_impl=transformer_engine needs TransformerEngine"):
-        check.check(compose.load(ROOT / "configs" / "runs" / "llama3-70b.yaml", forced))
+        of_config(compose.load(ROOT / "configs" / "runs" / "llama3-70b.yaml", forced)).raise_errors()
 
 
 def test_a_token_costs_six_flops_per_parameter_and_the_causal_half_of_attention() -> None:

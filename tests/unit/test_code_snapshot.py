@@ -75,6 +75,25 @@ def test_the_same_code_is_the_same_snapshot_and_other_code_another(checkout: Pat
     assert (first / "package/kept.py").read_text() == "old\n"
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from relayrun.rundir.run import Run
+from relayrun.submit import code_snapshot
+code_snapshot._copy = lambda source, target: os.kill(os.getpid(), signal.SIGKILL)
+code_snapshot.snapshot(Run(Path(sys.argv[1])), Path(sys.argv[2]))
+"""
+
+
+def test_what_a_killed_submit_left_of_a_snapshot_goes_with_the_next(checkout: Path, tmp_path: Path) -> None:
+    run = run_dir(tmp_path / "run")
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(run.path), str(checkout)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(os.listdir(run.code)) == 1
+    snapshot(run, checkout)
+    assert sorted(os.listdir(run.code)) == ["0001", "0001.commit", "0001.diff", "0001.sha256"]
+
+
 def test_a_folder_without_git_gives_its_code(tmp_path: Path) -> None:
     root = tmp_path / "root"
     for name in ("relayrun/cli.py", "relayrun/__pycache__/cli.pyc", "launchers/lib/job.sh", "data/tokens.bin"):
@@ -175,6 +194,7 @@ def test_a_checkout_that_breaks_under_a_running_chain_does_not_break_its_next_jo
     config = workspace.config(
         "run",
         training={"steps": 40_000},
+        data={"max_epochs": 1e6},
         checkpoint={"interval": 40_000},
         job={"ntasks_per_node": 1},
         debug={"backup_codebase": True},

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from relayrun import places
 from relayrun.chain import render
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import Data
@@ -178,8 +179,8 @@ def test_a_part_of_a_cluster_that_a_file_names_is_overridden_alone(run_yaml: Pat
     assert (config.cluster.name, config.cluster.environment) == ("big", {"A": "a", "B": "c"})
 
 
-@pytest.mark.parametrize("path", sorted((compose.ROOT / "configs/runs").glob("*.yaml")), ids=lambda path: path.stem)
-@pytest.mark.parametrize("name", sorted(path.stem for path in (compose.ROOT / "configs/clusters").glob("*.yaml")))
+@pytest.mark.parametrize("path", sorted(places.shared("configs/runs").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("name", sorted(path.stem for path in places.shared("configs/clusters").glob("*.yaml")))
 def test_every_run_config_goes_to_every_cluster(path: Path, name: str) -> None:
     config = compose.load(path, [f"cluster={name}", "cluster.environment.NCCL_DEBUG=INFO"])
     assert (config.cluster.name, config.cluster.environment["NCCL_DEBUG"]) == (name, "INFO")

@@ -80,7 +80,7 @@ def test_a_program_runs_in_the_container_behind_the_prefix(place: Path, runtime:
     plan = submission.make_plan(given, run, ROOT, revision=1)
     script = place / "job.sh"
     if job == "ranks":
-        starter = Slurm().single_task_command(plan)
+        starter = Slurm().single_task_command(plan, cpus_per_task="1")
         setup = run.attempt(1).setup
         setup.parent.mkdir(parents=True)
         setup.write_text(render.setup_script(plan.setup, report=str(run.attempt(1).setup_failed)))

@@ -17,10 +17,11 @@ from relayrun.data.progress import Progress
 from relayrun.errors import InputError
 from relayrun.files import append_line, write_json
 from relayrun.rundir import run as rundir
-from relayrun.rundir.records import AttemptStart, Commit
+from relayrun.rundir.records import Commit
 from relayrun.shards.indexed import Shard
 from relayrun.shards.manifest import Manifest
 from relayrun.submit.find_data import build_manifest
+from tests.history import began
 from tests.workspace import Workspace
 
 
@@ -72,19 +73,7 @@ class Run:
             order.resume(state)
             progress = Progress.resume(state["progress"], config.training.batch_sizes)
         attempt = self.dir.attempt(number)
-        attempt.path.mkdir()
-        AttemptStart(
-            attempt=number,
-            job_id="1",
-            job_name="x",
-            nodes="n",
-            config_revision=revision,
-            base_iteration=before[0],
-            base_path=str(self.dir.checkpoint(before[0])) if before[0] else None,
-            start_time=0.0,
-            job_end_time=None,
-            lead=0.0,
-        ).write(attempt.begin)
+        began(self.dir, number, base=before[0], config_revision=revision)
         write_json(attempt.data, order.state(before[1]) | {"progress": progress.state()})
         for _ in range(iterations):
             progress.advance()

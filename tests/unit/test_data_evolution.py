@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -166,6 +167,20 @@ def test_another_tokenizer_is_refused(data: Data) -> None:
     file.write_text(file.read_text().replace('"w299"', '"other"'))
     with pytest.raises(InputError, match=r"tokenizer was '\w{12}…', is '\w{12}…': ids would mean other text"):
         data.submit(data.config(), accept=True)
+
+
+def test_a_tokenizer_that_gives_the_same_ids_is_taken(data: Data) -> None:
+    file = data.folder / "tokenizer.json"
+    value = json.loads(file.read_text())
+    value["decoder"] = {"type": "Fuse"}
+    file.write_text(json.dumps(value))
+    fingerprint = data.manifest.tokenizer_fingerprint if data.manifest is not None else ""
+    assert build_manifest(data.config()).tokenizer_fingerprint != fingerprint
+    assert data.submit(data.config()).notes == []
+    value["model"]["vocab"]["other"] = value["model"]["vocab"].pop("w299")
+    file.write_text(json.dumps(value))
+    with pytest.raises(InputError, match="ids would mean other text"):
+        data.submit(data.config())
 
 
 def test_another_order_of_one_data_set_begins_it_anew(data: Data) -> None:

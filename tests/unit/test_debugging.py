@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from relayrun.config import compose
 from relayrun.config.schema import Debug
 from relayrun.data.order.mock import WINDOWS, MockDataset
 from relayrun.errors import ConfigError
-from relayrun.monitoring import environment, memory
+from relayrun.monitoring import environment, gpus, memory
 from relayrun.rundir.records import AttemptStart
 from relayrun.training.reporting import debugging
 from tests.workspace import Workspace
@@ -73,13 +75,69 @@ def test_a_description_says_what_ran_and_holds_no_secret(tmp_path: Path) -> None
         assert secret not in text
 
 
-def test_memory_of_the_host_and_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+class NVMLError(Exception):
+    """As the package's own."""
+
+
+def nvml(*, driver: bool = True, names: tuple[bytes | str, ...] = ("GH200", b"GH200")) -> ModuleType:
+    """A stand-in for the package nvidia-ml-py: the first GPU answers everything, the others their names alone."""
+    module = ModuleType("pynvml")
+
+    def init() -> None:
+        if not driver:
+            raise NVMLError("Driver Not Loaded")
+
+    def answer(value: object) -> Callable[..., object]:
+        def ask(handle: int, *_: object) -> object:
+            if handle:
+                raise NVMLError("Not Supported")
+            return value
+
+        return ask
+
+    answers = {
+        "GetMemoryInfo": SimpleNamespace(used=1 << 30, total=97_871 << 20),
+        "GetClockInfo": 345,
+        "GetMaxClockInfo": 1980,
+        "GetPowerUsage": 95_000,
+        "GetEnforcedPowerLimit": 900_000,
+        "GetTemperature": 31,
+    }
+    vars(module).update(
+        {
+            "NVMLError": NVMLError,
+            "NVML_CLOCK_SM": 1,
+            "NVML_CLOCK_MEM": 2,
+            "NVML_TEMPERATURE_GPU": 0,
+            "nvmlInit": init,
+            "nvmlShutdown": lambda: None,
+            "nvmlSystemGetDriverVersion": lambda: b"550.54",
+            "nvmlDeviceGetCount": lambda: len(names),
+            "nvmlDeviceGetHandleByIndex": lambda index: index,
+            "nvmlDeviceGetName": lambda handle: names[handle],
+            **{f"nvmlDevice{name}": answer(value) for name, value in answers.items()},
+        }
+    )
+    return module
+
+
+def test_memory_of_the_host_and_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
     assert memory.sample().count("GiB") == 1
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/bash\necho '0, 1024, 97871'\necho '1, [N/A], 97871'\n")
-    smi.chmod(0o755)
-    assert memory.sample().endswith("GiB, gpu 0: 1.0 of 95.6 GiB, gpu 1: [N/A] of 95.6 GiB")
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(driver=False))
+    assert memory.sample().count("GiB") == 1
+    monkeypatch.setitem(sys.modules, "pynvml", nvml())
+    assert memory.sample().endswith("GiB, gpu 0: 1.0 of 95.6 GiB, gpu 1: ? of ? GiB")
+
+
+def test_a_gpu_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml())
+    assert [gpu.line() for gpu in gpus.gpus()] == [
+        "0: GH200, driver 550.54, memory 1024 of 97871 MiB, SM clock 345 of 1980 MHz, memory clock 345 MHz, "
+        "power 95 of 900 W, 31 degrees Celsius",
+        "1: GH200, driver 550.54, memory ? of ? MiB, SM clock ? of ? MHz, memory clock ? MHz, power ? of ? W, "
+        "? degrees Celsius",
+    ]
 
 
 def test_nccl_writes_a_file_per_rank_and_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ from relayrun.config import determinism
 from relayrun.config.schema import RunConfig
 from relayrun.errors import ConfigError
 from relayrun.rundir.run import Run
-from relayrun.submit import check, submission
+from relayrun.submit import submission
+from relayrun.submit.check.report import of_config
 from tests import warm
 
 
@@ -52,17 +53,17 @@ def config(*, environment: dict[str, str] | None = None, gpus: int = 0, **traini
 )
 def test_a_site_that_takes_determinism_away_is_refused_before_the_submit(name: str, value: str, say: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check.check(config(environment={name: value}, deterministic=True))
+        of_config(config(environment={name: value}, deterministic=True)).raise_errors()
     assert f"{name}={value} makes results differ" in caught.value.message
     assert caught.value.where == "cluster.environment of 'here'"
     assert caught.value.hint == f"leave it out, set it to {say}, or set training.deterministic=false"
-    check.check(config(environment={name: value}))
+    of_config(config(environment={name: value})).raise_errors()
 
 
 def test_what_a_site_may_set_and_other_variables_are_let_pass() -> None:
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_ALGO": "ring", "NCCL_NET": "Socket"}
     chosen = config(environment=environment, deterministic=True)
-    check.check(chosen)
+    of_config(chosen).raise_errors()
     plan = submission.make_plan(chosen, Run(Path("/nowhere")), Path("/code"), revision=1)
     assert plan.environment == {**environment, "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 
@@ -81,13 +82,13 @@ def test_the_variables_are_in_the_environment_of_every_job() -> None:
 
 def test_on_gpus_the_precision_must_be_said() -> None:
     with pytest.raises(ConfigError) as caught:
-        check.check(config(gpus=4))
+        of_config(config(gpus=4)).raise_errors()
     assert caught.value.where == "training.precision"
     assert "this run has GPUs, and its precision is not set" in caught.value.message
     for precision in ("fp32", "bf16"):
-        check.check(config(gpus=4, precision=precision))
+        of_config(config(gpus=4, precision=precision)).raise_errors()
         assert config(precision=precision).training.resolved_precision == precision
-    check.check(config())
+    of_config(config()).raise_errors()
     assert config().training.resolved_precision == "fp32"
 
 

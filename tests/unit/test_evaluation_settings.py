@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from relayrun.config import compose
 from relayrun.config.schema import RunConfig
 from relayrun.errors import ConfigError
 from relayrun.rundir.run import Run
-from relayrun.submit import check, submission
+from relayrun.submit import submission
+from relayrun.submit.check.report import of_config
 from tests.workspace import Workspace
 
 
@@ -81,6 +83,7 @@ def test_the_job_is_one_node_one_task_and_one_gpu_with_the_rest_as_in_the_run(tm
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={"PATH": path})
     module, srun = done.stdout.split("/it's here\n")[1:]
     assert module == "[module]\n[load]\n[a module]\n"
+    assert "[--cpus-per-task=7]" in srun.splitlines()  # srun does not take it over from sbatch
     assert srun.splitlines()[-7:] == [
         "[--environment=x y]",
         "[/env/bin/python]",
@@ -92,18 +95,45 @@ def test_the_job_is_one_node_one_task_and_one_gpu_with_the_rest_as_in_the_run(tm
     ]
 
 
+def test_its_log_lies_in_the_run_where_the_folder_of_logs_is_away(tmp_path: Path) -> None:
+    """Slurm would end the job without a word."""
+    made = config(
+        tmp_path, {"interval": 20, "tasks": ["x"]}, job=JOB, cluster=SLURM, training={"global_batch_size": 64}
+    )
+    run = Run(tmp_path / "run")
+    run.path.mkdir(exist_ok=True)
+    plan = replace(submission.make_plan(made, run, revision=1, root=ROOT), log_folder="/dev/null/away")
+    script = submission.evaluation_script(made, plan, run)
+    assert "#SBATCH --output=/dev/null\n" in script
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("srun", "module"):
+        (folder / name).write_text('#!/bin/sh\necho "$@"\n')
+        (folder / name).chmod(0o755)
+    (tmp_path / "script").write_text(script)
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "j-20"}
+    done = subprocess.run(
+        ["bash", str(tmp_path / "script")], capture_output=True, text=True, check=True, env=environment
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+    assert "relayrun.export.evaluate" in (run.path / "j-20-7.out").read_text()
+    assert f"this log is in {run.path} of " in (run.path / "j-20-7.err").read_text()
+
+
 def test_what_cannot_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"evaluation.interval 15 is no multiple of checkpoint.interval 10"):
         config(tmp_path, {"interval": 15})
     with pytest.raises(ConfigError, match="nothing to evaluate on"):
-        check.check(config(tmp_path, {"interval": 20}))
+        of_config(config(tmp_path, {"interval": 20})).raise_errors()
     with pytest.raises(ConfigError, match="no such folder"):
-        check.check(config(tmp_path, {"interval": 20, "tasks": ["x"], "include_path": str(tmp_path / "none")}))
+        of_config(
+            config(tmp_path, {"interval": 20, "tasks": ["x"], "include_path": str(tmp_path / "none")})
+        ).raise_errors()
     named = config(tmp_path, {"interval": 20, "tasks": ["x"], "include_path": str(tmp_path)})
-    check.check(named)
+    of_config(named).raise_errors()
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find(name))
-    with pytest.raises(ConfigError, match=r"pip install 'relayrun\[evaluation\]'"):
-        check.check(named)
+    with pytest.raises(ConfigError, match=r"pip install 'relayrun\[evaluate\]'"):
+        of_config(named).raise_errors()
     data = {"tokenizer": str(tmp_path / "tokenizer.json"), "datasets": [str(tmp_path / "data")], "split": 0.1}
-    check.check(config(tmp_path, {"interval": 20}, data=data))
+    of_config(config(tmp_path, {"interval": 20}, data=data)).raise_errors()

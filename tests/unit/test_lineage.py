@@ -7,8 +7,9 @@ import pytest
 
 from relayrun.errors import RunDirError
 from relayrun.rundir.lineage import BEGINNING, Durable, Lineage, durable, line
-from relayrun.rundir.records import AttemptStart, Commit
+from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
+from tests.history import began
 
 
 @pytest.fixture
@@ -19,20 +20,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def begin(run: Run, number: int, base: int = 0) -> None:
-    attempt = run.attempt(number)
-    attempt.path.mkdir(parents=True)
-    AttemptStart(
-        attempt=number,
-        job_id=str(number),
-        job_name="j",
-        nodes="n",
-        config_revision=1,
-        base_iteration=base,
-        base_path=str(run.checkpoint(base)) if base else None,
-        start_time=0.0,
-        job_end_time=None,
-        lead=1.0,
-    ).write(attempt.begin)
+    began(run, number, base=base, job_id=str(number), start_time=0.0)
 
 
 def commit(run: Run, number: int, iteration: int, time: float = 100.0) -> None:
@@ -74,6 +62,20 @@ def test_what_an_overtaken_attempt_commits_is_never_seen(run: Run) -> None:
     begin(run, 3, base=20)
     commit(run, 1, 60)
     assert durable(run) == at(run, 20)
+
+
+def test_an_attempt_that_went_back_behind_a_damaged_checkpoint_has_a_line_that_rises(run: Run) -> None:
+    begin(run, 1)
+    for iteration in (10, 20):
+        commit(run, 1, iteration)
+    run.checkpoint(20).rename(run.path / "quarantine")
+    assert [entry.iteration for entry in line(run)] == [10, 20], "as long as nothing newer is saved"
+    commit(run, 1, 15, time=200.0)
+    assert [(entry.iteration, entry.time) for entry in line(run)] == [(10, 100.0), (15, 200.0)]
+    commit(run, 1, 20, time=300.0)
+    assert [(entry.iteration, entry.time) for entry in line(run)] == [(10, 100.0), (15, 200.0), (20, 300.0)]
+    begin(run, 2, base=20)
+    assert [entry.iteration for entry in line(run)] == [10, 15, 20]
 
 
 def test_a_torn_checkpoint_is_quarantined_and_the_one_before_counts(run: Run) -> None:

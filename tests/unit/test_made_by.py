@@ -17,9 +17,10 @@ from relayrun.data.mixture.folder import create_mixture
 from relayrun.errors import FatalTrainingError, InputError
 from relayrun.files import read_json, write_json
 from relayrun.shards.indexed import ShardWriter
-from relayrun.shards.made_by import RECORD, check_tokenizer
+from relayrun.shards.made_by import check_tokenizer
 from relayrun.shards.manifest import Manifest
 from relayrun.shards.merge import merge
+from relayrun.shards.record import OWN_RECORD, RECORD
 from relayrun.submit import submission
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
 from relayrun.tokenization.identity import ids_fingerprint
@@ -186,19 +187,64 @@ def test_shards_of_other_programs_are_looked_at_and_spoken_of_once(
         submit(workspace, "small.json", "foreign")
 
 
-def test_shards_of_two_tokenizers_are_not_merged(workspace: Workspace) -> None:
-    """The merged shard has no record, by which a run could see it."""
+def prefixes_of(workspace: Workspace) -> list[str]:
+    """One shard of the dump and one of its copy in `other`."""
     shutil.copytree(workspace.folder / "dump", workspace.folder / "other")
-    prefixes = [str(workspace.folder / folder / "00000_tokens") for folder in ("dump", "other")]
-    merge(prefixes, workspace.folder / "merged")
+    return [str(workspace.folder / folder / "00000_tokens") for folder in ("dump", "other")]
+
+
+def change_record(workspace: Workspace, change: Any) -> None:
     record = workspace.folder / "other" / RECORD
     value = read_json(record)
-    value["tokenizer"]["ids"] = "0" * 64
+    change(value)
     write_json(record, value)
+
+
+def test_a_merged_shard_has_the_tokenizer_of_its_inputs(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:
+    prefixes = prefixes_of(workspace)
+    merge(prefixes, workspace.folder / "merged" / "dump-0")
+    merge([str(workspace.folder / "merged" / "dump-0"), prefixes[0]], workspace.folder / "again" / "dump-0")
+    other = changed(workspace, "swapped", swapped)
+    for folder in ("merged", "again"):
+        submit(workspace, "tokenizer.json", folder)
+        with pytest.raises(InputError, match=rf"{folder}/dump-0: .*both have 400 entries, and ids mean other text"):
+            submit(workspace, other, folder)
+        shutil.rmtree(workspace.folder / "run")
+    assert caplog.text == ""
+
+
+def test_shards_of_two_tokenizers_are_not_merged(workspace: Workspace) -> None:
+    prefixes = prefixes_of(workspace)
+    change_record(workspace, lambda value: value["settings"].update(eos=None))
+    with pytest.raises(InputError, match=r"documents end with no token here, with the token 0 in .*dump/00000_tokens"):
+        merge(prefixes, workspace.folder / "twice")
+    change_record(workspace, lambda value: value["tokenizer"].update(ids="0" * 64))
     with pytest.raises(
         InputError, match=r"other/00000_tokens: another tokenizer made this shard than .*dump/00000_tokens"
     ):
         merge(prefixes, workspace.folder / "twice")
+
+
+def test_a_mixture_of_two_tokenizers_is_refused(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:
+    prefixes_of(workspace)
+    folders = [workspace.folder / "dump", workspace.folder / "other"]
+    create_mixture(folders, [1.0, 1.0], workspace.folder / "mixture")
+    change_record(workspace, lambda value: value["tokenizer"].update(ids="0" * 64))
+    with pytest.raises(InputError, match=r"other/0000._tokens: another tokenizer made this shard than .*dump/0000._to"):
+        create_mixture(folders, [1.0, 1.0], workspace.folder / "mixture")
+    assert caplog.text == ""
+    create_mixture(folders, [1.0, 1.0], workspace.folder / "mixture", allow_other_tokenizer=True)
+    assert "taken, as --allow-other-tokenizer says" in caplog.text
+
+
+def test_a_merge_says_where_a_tokenizer_is_not_known(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:
+    prefixes = prefixes_of(workspace)
+    (workspace.folder / "other" / RECORD).unlink()
+    merge(prefixes, workspace.folder / "merged")
+    assert "its record will name no tokenizer, since 1 of 2 inputs have none on record" in caplog.text
+    record = read_json(f"{workspace.folder}/merged{OWN_RECORD}")
+    assert record["tokenizer"] is None
+    assert sorted(record["xxh3_128"]) == ["bin", "idx"]
 
 
 def test_a_job_refuses_shards_that_were_made_anew_with_another_tokenizer(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import struct
 import subprocess
 import sys
@@ -56,7 +57,10 @@ def test_a_merge_is_the_bytes_of_megatrons_own(shards: list[str], tmp_path: Path
     for suffix in (".bin", ".idx"):
         assert Path(merged.prefix + suffix).read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
     assert len(IndexedDataset(merged.prefix)) == 60
-    assert sorted(file.name for file in (tmp_path / "to").iterdir()) == ["ours.bin", "ours.idx"]
+    assert sorted(file.name for file in (tmp_path / "to").iterdir()) == ["ours.bin", "ours.idx", "ours.record.json"]
+    record = json.loads((tmp_path / "to" / "ours.record.json").read_text())
+    assert record["xxh3_128"]["bin"] == xxhash.xxh3_128_hexdigest((tmp_path / "theirs.bin").read_bytes())
+    assert record["merged"] == shards
 
 
 def test_shards_that_do_not_fit_together_are_refused_and_leave_nothing(shards: list[str], tmp_path: Path) -> None:
@@ -69,6 +73,38 @@ def test_shards_that_do_not_fit_together_are_refused_and_leave_nothing(shards: l
     with pytest.raises(InputError, match="torn"):
         merge(shards, tmp_path / "to" / "merged")
     assert not (tmp_path / "to").exists()
+
+
+def test_the_script_merges_folders_in_the_order_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [tmp_path / name for name in ("b", "c", "a")]
+    for number, folder in enumerate(folders):
+        write_shard(folder / "s", [[number, EOD]])
+    monkeypatch.setattr("sys.argv", ["x", "--input", *map(str, folders), "--output-prefix", str(tmp_path / "merged")])
+    runpy.run_path(str(ROOT / "scripts/tools/merge_datasets.py"))["main"]()
+    assert np.asarray(Shard.open(tmp_path / "merged").ids()).tolist() == [0, EOD, 1, EOD, 2, EOD]
+
+
+def test_a_flipped_bit_in_a_merged_shard_is_found(shards: list[str], tmp_path: Path) -> None:
+    merged = merge(shards, tmp_path / "to" / "merged")
+    assert verify([merged.prefix])[0].faults == ()
+    damage(merged.prefix, "flipped bit")
+    assert verify([merged.prefix])[0].faults == ("the .bin is not what its record says (xxh3-128)",)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_an_input_that_is_not_what_its_record_says_is_not_merged(
+    shards: list[str], tmp_path: Path, suffix: str
+) -> None:
+    if suffix == ".bin":
+        damage(shards[1], "flipped bit")
+    else:
+        index = bytearray(Path(shards[1] + ".idx").read_bytes())
+        bounds = HEADER.size + 12 * Shard.open(shards[1]).sequences
+        index[bounds + 8] ^= 3  # the first document gets another end
+        Path(shards[1] + ".idx").write_bytes(index)
+    with pytest.raises(InputError, match=rf"1\{suffix}: the {suffix} is not what its record says"):
+        merge(shards, tmp_path / "to" / "merged")
+    assert list((tmp_path / "to").iterdir()) == []
 
 
 def test_whole_shards_have_no_faults(shards: list[str]) -> None:

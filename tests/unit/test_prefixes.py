@@ -66,6 +66,13 @@ def test_the_same_folder_twice_or_nested_counts_once(tmp_path: Path) -> None:
         assert find_prefixes([tmp_path / path for path in paths]) == [inner]
 
 
+def test_a_list_keeps_its_order_where_it_is_asked_for(tmp_path: Path) -> None:
+    b, a, inner = (shard(tmp_path / name) for name in ("b/s", "a/s", "b/a/s"))
+    folders = [tmp_path / "b", tmp_path / "a", tmp_path / "b" / "a"]
+    assert find_prefixes(folders, listed=True) == [inner, b, a]
+    assert find_prefixes(folders) == [a, inner, b]
+
+
 def test_paths_are_absolute_but_links_in_them_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard(tmp_path / "real" / "s")
     (tmp_path / "link").symlink_to("real")

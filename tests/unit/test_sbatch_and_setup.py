@@ -13,11 +13,13 @@ import pytest
 from relayrun.chain import render
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
+from relayrun.config.setup_lines import check_setup
 from relayrun.errors import ConfigError
 from relayrun.rundir.run import Run
 from relayrun.scheduler import gres, sbatch_options
 from relayrun.scheduler.slurm import Slurm
-from relayrun.submit import check, submission
+from relayrun.submit import submission
+from relayrun.submit.check import job as check
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM = ROOT / "configs/runs/demo-slurm.yaml"
@@ -96,7 +98,7 @@ def test_names_are_checked_against_the_installed_sbatch_with_its_plugins() -> No
     ):
         check.check_job(config("job.sbatch={mail-typ: END}"))
     with pytest.raises(ConfigError, match=r"evaluation.job.sbatch.grs: .*\n.*did you mean gres\?"):
-        submission.dry_run(config("evaluation={interval: 100, job: {sbatch: {grs: gpu}}}"))
+        check.check_job(config("evaluation={interval: 100, job: {sbatch: {grs: gpu}}}"))
 
 
 def test_without_sbatch_the_list_of_a_named_version_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,8 +228,8 @@ def test_a_line_that_fails_ends_the_script_and_is_named(
 def test_lines_that_are_no_bash_are_refused_and_nothing_of_them_runs(tmp_path: Path) -> None:
     trace = tmp_path / "ran"
     with pytest.raises(ConfigError, match=r"job.setup: Bash cannot read these lines: line 2: syntax error"):
-        check.check_setup([f"touch {trace}", "fi"], where="job.setup")
-    check.check_setup([f"touch {trace}"], where="job.setup")
+        check_setup([f"touch {trace}", "fi"], where="job.setup")
+    check_setup([f"touch {trace}"], where="job.setup")
     assert not trace.exists()
     with pytest.raises(ConfigError, match=r"job.setup.0: holds the control character"):
         config('job.setup=["a\\nb"]')

@@ -18,10 +18,11 @@ from relayrun.monitoring.run_status import Damaged, Queue, RunStatus
 from relayrun.rundir import evaluations, find, triggers
 from relayrun.rundir.evaluations import Result, Submitted
 from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import AttemptStart, Commit, End, Heartbeat
+from relayrun.rundir.records import Commit, End, Heartbeat
 from relayrun.rundir.run import Run
 from relayrun.scheduler.base import Job
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
+from tests.history import began
 
 NOW = 10_000.0
 RUNNING = Queue(jobs=[Job(id="8", name="j", state="RUNNING"), Job(id="9", name="j", state="PENDING")])
@@ -30,18 +31,7 @@ RUNNING = Queue(jobs=[Job(id="8", name="j", state="RUNNING"), Job(id="9", name="
 def begin(run: Run, number: int, *, base: int = 0, start: float = NOW - 600) -> None:
     attempt = run.attempt(number)
     attempt.heartbeats.mkdir(parents=True)
-    AttemptStart(
-        attempt=number,
-        job_id=str(number + 6),
-        job_name="j",
-        nodes="n[0-1]",
-        config_revision=1,
-        base_iteration=base,
-        base_path=str(run.checkpoint(base)) if base else None,
-        start_time=start,
-        job_end_time=start + 3600,
-        lead=60.0,
-    ).write(attempt.begin)
+    began(run, number, base=base, job_id=str(number + 6), nodes="n[0-1]", start_time=start, job_end_time=start + 3600)
 
 
 def steps(run: Run, number: int, first: int, last: int) -> None:
@@ -238,7 +228,7 @@ def test_all_runs_are_a_line_each_the_newest_first(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "tests").mkdir()
-    monkeypatch.setattr(find, "RUNS", tmp_path)
+    monkeypatch.setattr(find, "runs", lambda: tmp_path)
     for name, start in (("older", NOW - 500), ("newer", NOW - 5)):
         made, plan = make_run(folder=f"tests/{name}")
         Plan.of(vars(plan) | {"run": f"tests/{name}"}).write(made.plan)
@@ -295,7 +285,7 @@ def test_find_prefers_what_is_a_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made, _plan = make_run(folder="run")
-    monkeypatch.setattr(find, "RUNS", tmp_path)
+    monkeypatch.setattr(find, "runs", lambda: tmp_path)
     assert find.find_run(str(made.path)) == made
     assert find.find_run("run").path == made.path
     with pytest.raises(RunDirError, match="this is no run directory"):

@@ -94,6 +94,15 @@ def test_a_chain_of_one_job_that_ended_as_planned_is_not_broken(
     assert status(made, Queue()).state == state
 
 
+def test_a_fallback_job_goes_on_with_a_chain_that_has_no_other(run: Run) -> None:
+    waits = Job(id="8", name="j-fallback", state="PENDING")
+    found = status(run, Queue(last_job=DIED, fallback_jobs=[waits], reasons={"8": "Resources"}))
+    assert found.state == "queued"
+    assert "fallback job 8 (pending: Resources)" in words_of(found)
+    run.stop.write_text("fatal: loss nan\n")
+    assert status(run, Queue(fallback_jobs=[waits])).state == "stopped"
+
+
 def test_a_predecessor_that_does_not_leave_is_no_running_chain(run: Run) -> None:
     """A slow epilog keeps it COMPLETING for as long as it likes."""
     completing = Job(id="7", name="j", state="COMPLETING")

@@ -13,7 +13,8 @@ import pytest
 from relayrun.config import compose
 from relayrun.errors import RelayrunError
 from relayrun.shards.indexed import ShardWriter
-from relayrun.submit import check, submission
+from relayrun.submit import submission
+from relayrun.submit.check import place
 from tests.workspace import Workspace
 
 NOBODY = 65_534
@@ -22,7 +23,7 @@ NOBODY = 65_534
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
     """Jobs log below `root` here."""
-    monkeypatch.setattr(submission, "ROOT", tmp_path / "root")
+    monkeypatch.setattr(submission, "log_folder", lambda _: tmp_path / "root/logs")
     return Workspace.make(tmp_path)
 
 
@@ -79,10 +80,10 @@ def test_a_log_folder_that_this_user_cannot_write(tmp_path: Path) -> None:
     if os.geteuid():
         folder.chmod(0o555)
     with ordinary_user(), pytest.raises(RelayrunError, match="cannot be written") as error:
-        check.check_log_folder(folder)
+        place.check_log_folder(folder)
     assert str(folder) in str(error.value)
     assert "->" in str(error.value)
     folder.chmod(0o777)
     with ordinary_user():
-        check.check_log_folder(folder)
+        place.check_log_folder(folder)
     assert list(folder.iterdir()) == []

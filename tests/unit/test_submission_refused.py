@@ -118,8 +118,8 @@ def shared() -> Iterator[Workspace]:
 
 
 def test_a_run_has_one_owner_at_a_time(shared: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submission, "log_folder", lambda: shared.folder / "logs")
-    wanted = compose.load(shared.config("run"))
+    monkeypatch.setattr(submission, "log_folder", lambda _: shared.folder / "logs")
+    wanted = compose.load(shared.config("run", cluster={"python": None}))
     with acting_as(OWNER):
         job = submission.submit(wanted).job_id
     run = shared.run("run")
@@ -157,9 +157,9 @@ def test_a_run_has_one_owner_at_a_time(shared: Workspace, monkeypatch: pytest.Mo
 def test_a_job_that_begins_during_a_take_over_leaves_the_run_alone(
     shared: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submission, "log_folder", lambda: shared.folder / "logs")
+    monkeypatch.setattr(submission, "log_folder", lambda _: shared.folder / "logs")
     with acting_as(OWNER):
-        job = submission.submit(compose.load(shared.config("run"))).job_id
+        job = submission.submit(compose.load(shared.config("run", cluster={"python": None}))).job_id
     run = shared.run("run")
     monkeypatch.setattr(take_over, "SECONDS", 0.1)  # nobody puts the plan back
     measured = supervisor.measured_lead

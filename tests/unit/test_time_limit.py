@@ -11,20 +11,17 @@ import pytest
 from relayrun.config import compose
 from relayrun.errors import ConfigError
 from relayrun.rundir import start_time
-from relayrun.rundir.records import AttemptStart, Commit, Started
+from relayrun.rundir.records import Commit, Started
 from relayrun.rundir.run import Run
 from relayrun.submit import submission
+from tests.history import began
 from tests.workspace import Workspace
 
 
 def attempt(run: Run, number: int, *, start: float | None, limit: float = 300.0, save: float = 0.0) -> None:
     """An attempt whose start took so many seconds, and its save."""
     folder = run.attempt(number)
-    folder.path.mkdir(parents=True)
-    values: dict[str, Any] = {"job_id": "1", "job_name": "j", "nodes": "n", "config_revision": 1, "base_path": None}
-    AttemptStart(
-        attempt=number, base_iteration=0, start_time=1000.0, job_end_time=1000.0 + limit, lead=30.0, **values
-    ).write(folder.begin)
+    began(run, number, start_time=1000.0, job_end_time=1000.0 + limit, lead=30.0)
     if start is not None:
         Started(process=1001.0, imported=1002.0, initialised=1003.0, loaded=1000.0 + start).write(folder.started)
     if save:
@@ -59,7 +56,7 @@ def test_a_limit_that_is_over_before_the_start_is_told(tmp_path: Path) -> None:
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
-    monkeypatch.setattr(submission, "ROOT", tmp_path / "root")
+    monkeypatch.setattr(submission, "log_folder", lambda _: tmp_path / "root/logs")
     return Workspace.make(tmp_path)
 
 

@@ -12,7 +12,12 @@ from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.pipeline.filters import LambdaFilter
 from datatrove.pipeline.readers import JsonlReader
 
+from relayrun.shards.record import Records
+from relayrun.shards.verify import verify
 from relayrun.tokenization import MegatronTokenWriter
+from relayrun.tokenization.encode.tokenizer import load_tokenizer
+from relayrun.tokenization.identity import ids_fingerprint
+from relayrun.tokenization.options import TokenizeOptions
 
 from .tokenization_corpus import TEXTS, expected_ids, shard_documents, train_tokenizer
 
@@ -51,6 +56,21 @@ def test_shards_open_in_megatrons_indexed_dataset(tmp_path: Path, tokenizer: Pat
     assert [dataset[i].tolist() for i in range(len(dataset))] == expected_ids(tokenizer, TEXTS)
     assert dataset.document_indices.tolist() == list(range(len(TEXTS) + 1))
     assert dataset.index.dtype is np.uint16
+
+
+def test_its_shards_say_which_tokenizer_made_them_and_have_checksums(tmp_path: Path, tokenizer: Path) -> None:
+    MegatronTokenWriter(tmp_path / "out", str(tokenizer)).run(documents(list(TEXTS)))
+    prefix = str(tmp_path / "out" / "00000_tokens")
+    loaded = load_tokenizer(TokenizeOptions(tokenizer=str(tokenizer)))
+    record = Records().of(prefix)
+    assert record is not None
+    assert record.made is not None
+    assert (record.made.ids, record.made.eos) == (ids_fingerprint(loaded.definition), loaded.eos_id)
+    assert verify([prefix])[0].faults == ()
+    ids = bytearray(Path(prefix + ".bin").read_bytes())
+    ids[0] ^= 1
+    Path(prefix + ".bin").write_bytes(ids)
+    assert verify([prefix])[0].faults == ("the .bin is not what its record says (xxh3-128)",)
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from relayrun.errors import ConfigError, InputError, RelayrunError, SchedulerError
@@ -128,13 +130,15 @@ def test_a_dump_that_fails_is_one_message_and_the_others_are_done(
     metadata = MetadataFolder(settings.metadata_folder)
     torn = (tmp_path / "da ta") / metadata.paths_file(0).read_text().splitlines()[0]
     whole = torn.read_bytes()
-    torn.write_bytes(b"PAR1")
+    texts = pa.array([b"its beginning is fine", b"a stray \x80"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": texts}), torn)
     config = tmp_path / "config.yaml"
     config.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in settings if value is not None))
     launcher = [sys.executable, ROOT / "launchers/submit_tokenization.py", config, "--executor", "local"]
     done = subprocess.run(launcher, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"error: 1 of 2 dumps failed (dump 0). Dump 0: {torn}: cannot be read")
+    assert done.stderr.startswith(f"error: 1 of 2 dumps failed (dump 0). Dump 0: {torn}")
+    assert "row 1" in done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     assert (metadata.pending(), metadata.finished()) == ([0], [1])
     torn.write_bytes(whole)

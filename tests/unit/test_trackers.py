@@ -22,6 +22,7 @@ from relayrun.monitoring.trackers.streams import record_streams
 from relayrun.rundir.records import AttemptStart, Outcome
 from relayrun.rundir.run import Run
 from relayrun.training.reporting import trackers
+from tests.history import began
 
 
 class Memory:
@@ -44,23 +45,7 @@ class Memory:
 
 
 def begin(run: Run, number: int, base: int = 0, *, rewound: bool = False) -> AttemptStart:
-    attempt = run.attempt(number)
-    attempt.path.mkdir(parents=True)
-    record = AttemptStart(
-        attempt=number,
-        job_id="1",
-        job_name="j",
-        nodes="n",
-        config_revision=1,
-        base_iteration=base,
-        rewound=rewound,
-        base_path=None,
-        start_time=0.0,
-        job_end_time=None,
-        lead=1.0,
-    )
-    record.write(attempt.begin)
-    return record
+    return began(run, number, base=base, base_path=None, rewound=rewound, start_time=0.0)
 
 
 def step(run: Run, number: int, *iterations: int, loss: float = 1.0) -> None:

@@ -12,9 +12,10 @@ from relayrun.rundir import evaluations
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.evaluations import Policy
 from relayrun.rundir.lineage import durable
-from relayrun.rundir.records import AttemptStart, Commit
+from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
 from relayrun.training.checkpoint import publish
+from tests.history import began
 
 
 @pytest.fixture
@@ -25,19 +26,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def begin(run: Run, attempt: int, base: int = 0) -> None:
-    run.attempt(attempt).path.mkdir(parents=True)
-    AttemptStart(
-        attempt=attempt,
-        job_id="1",
-        job_name="x",
-        nodes="n",
-        config_revision=1,
-        base_iteration=base,
-        base_path=str(run.checkpoint(base)) if base else None,
-        start_time=0.0,
-        job_end_time=None,
-        lead=0.0,
-    ).write(run.attempt(attempt).begin)
+    began(run, attempt, base=base)
 
 
 def save(run: Run, attempt: int, iteration: int, keep_last: int = 100, keep_every: int | None = None) -> None:

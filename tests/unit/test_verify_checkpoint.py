@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from pathlib import Path
 
 import pytest
 
 from relayrun.cli import main
+from relayrun.errors import FatalTrainingError
 from relayrun.rundir.lineage import Durable, Lineage, commit_of, durable
 from relayrun.rundir.quarantine import in_quarantine, left_behind, put_in_quarantine
 from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
 from relayrun.training.checkpoint import checksums
+from relayrun.training.checkpoint.damaged import fall_back
 from tests.history import began
 
 
@@ -91,6 +95,79 @@ def test_what_cannot_be_verified_is_one_error(
     assert words in said
 
 
+def test_a_checkpoint_that_was_removed_to_make_room_is_not_called_damaged(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(run.checkpoint(10))
+    assert main(["checkpoint", "verify", f"{run.path}:10"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert "the checkpoint of iteration 10 is not there any more" in said.err
+    assert "it has: 20" in said.err
+
+
+def test_a_checkpoint_that_goes_away_while_it_is_read_is_not_called_damaged(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run trains on, and removes its oldest ones."""
+    read = checksums.of_file
+
+    def removed(path: Path) -> checksums.FileSum:
+        path.parent.rename(run.path / "removing")
+        return read(path)
+
+    monkeypatch.setattr(checksums, "of_file", removed)
+    assert main(["checkpoint", "verify", f"{run.path}:10"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "was removed or moved while it was read" in said.err
+
+
+def test_a_newer_one_that_is_torn_is_said(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    (run.checkpoint(20) / "common.pt").write_bytes(b"short")
+    assert main(["checkpoint", "verify", str(run.path)]) == 1
+    assert capsys.readouterr().out.splitlines()[0] == (f"damaged: {run.checkpoint(20)}: common.pt has 5 bytes, not 120")
+    put_in_quarantine(run, Durable(iteration=20, path=str(run.checkpoint(20))), attempt=2, why="torn")
+    assert main(["checkpoint", "verify", str(run.path)]) == 0, "`relayrun status` tells of it"
+
+
+def test_a_file_that_the_disk_does_not_give_is_a_fault(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(_path: Path) -> checksums.FileSum:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checksums, "of_file", unreadable)
+    assert main(["checkpoint", "verify", str(run.path)]) == 1
+    assert "  common.pt cannot be read: Input/output error" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["common.pt", "checksums.json"])
+def test_what_lies_in_the_place_of_a_file(run: Run, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """A link to the same bytes is as good; one into nowhere, in a circle or to a folder is no file."""
+    path = run.checkpoint(20) / name
+    elsewhere = path.rename(run.path / "elsewhere")
+    path.symlink_to(elsewhere)
+    assert main(["checkpoint", "verify", f"{run.path}:20"]) == 0
+    for target in ("nowhere", name, "."):
+        path.unlink()
+        path.symlink_to(target)
+        assert main(["checkpoint", "verify", f"{run.path}:20"]) == 1, target
+        said = capsys.readouterr()
+        assert name in said.out, target
+        assert said.err == "", target
+
+
+def test_two_checkpoints_of_a_run_that_changed_places(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run.checkpoint(10).rename(run.path / "aside")
+    run.checkpoint(20).rename(run.checkpoint(10))
+    (run.path / "aside").rename(run.checkpoint(20))
+    for iteration in (10, 20):
+        assert main(["checkpoint", "verify", f"{run.path}:{iteration}"]) == 1
+        assert "checksums.json is not the one that was saved" in capsys.readouterr().out
+
+
 def test_the_commit_of_a_folder(run: Run, tmp_path: Path) -> None:
     found = commit_of(run.checkpoint(10))
     assert found is not None
@@ -111,6 +188,25 @@ def test_what_was_put_into_quarantine_says_why_as_long_as_it_lies_there(run: Run
     second = put_in_quarantine(run, base, attempt=2, why="again")
     assert second.name == "iter_0000020-0002-2"
     assert {entry.why for entry in in_quarantine(run)} == {"the values of w are not those that were saved", "again"}
+
+
+@pytest.mark.parametrize(("begins_with", "then"), [(20, 10), (0, 0)])
+def test_begin_follows_where_its_own_base_is_damaged_and_stays_where_a_later_one_is(
+    run: Run, begins_with: int, then: int
+) -> None:
+    """At a resume, also from an iteration that a person chose, and at a rewind."""
+    if begins_with:
+        began(run, 2, base=begins_with)
+    attempt = run.attempt(run.attempt_numbers()[-1])
+    base = Durable(iteration=20, path=str(run.checkpoint(20)))
+    assert fall_back(run, attempt, base, checksums.Damaged("it holds something else")).iteration == 10
+    begin = attempt.read_begin()
+    assert begin is not None
+    assert begin.base_iteration == then
+    assert [left.why for left in in_quarantine(run)] == ["it holds something else"]
+    with pytest.raises(FatalTrainingError, match="no checkpoint of this run is whole"):
+        fall_back(run, attempt, durable(run), checksums.Damaged("and so does this one"))
+    assert [left.iteration for left in in_quarantine(run)] == [20, 10]
 
 
 def test_an_attempt_that_fell_back_begins_where_it_says_now(run: Run) -> None:

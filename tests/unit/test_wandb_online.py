@@ -16,8 +16,9 @@ from relayrun.config import compose
 from relayrun.files import append_line
 from relayrun.monitoring.trackers.streams import record_streams
 from relayrun.monitoring.trackers.wandb_files import history, offline_files
-from relayrun.rundir.records import AttemptStart, Outcome
+from relayrun.rundir.records import Outcome
 from relayrun.rundir.run import Run
+from tests.history import began
 from tests.wandb_service import WandBService
 from tests.workspace import Workspace
 
@@ -30,20 +31,7 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 def attempt(run: Run, number: int, *, base: int, last: int, rewound: bool = False) -> None:
     """An attempt that computed the iterations base + 1 to last."""
     made = run.attempt(number)
-    made.path.mkdir(parents=True)
-    AttemptStart(
-        attempt=number,
-        job_id="1",
-        job_name="j",
-        nodes="n",
-        config_revision=1,
-        base_iteration=base,
-        rewound=rewound,
-        base_path=None,
-        start_time=0.0,
-        job_end_time=None,
-        lead=1.0,
-    ).write(made.begin)
+    began(run, number, base=base, base_path=None, rewound=rewound, start_time=0.0)
     for iteration in range(base + 1, last + 1):
         append_line(made.metrics, {"iteration": iteration, "loss": float(number), "time": 1e9 + iteration})
 

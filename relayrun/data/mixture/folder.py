@@ -24,9 +24,9 @@ from pathlib import Path
 import numpy as np
 
 from relayrun.data.mixture import select
-from relayrun.data.mixture.refusals import MOST_REPEATS, refuse_nothing, refuse_repeats
+from relayrun.data.mixture.refusals import MOST_REPEATS, refuse_nothing, refuse_repeats, refuse_two_tokenizers
 from relayrun.data.mixture.summary import CutShard, Dataset, as_json, pass_folder, summarise
-from relayrun.errors import ConfigError, InputError
+from relayrun.errors import ConfigError, InputError, refuse_unwritable
 from relayrun.files import RealPath, fsync_directory, replaced_folder, write_atomic
 from relayrun.shards.indexed import Shard
 from relayrun.shards.mixture_folder import SUMMARY_JSON, SUMMARY_TEXT, files_of
@@ -46,6 +46,7 @@ def create_mixture(
     allow_repeats: bool = False,
     most_repeats: int = MOST_REPEATS,
     whole_shards: bool = False,
+    allow_other_tokenizer: bool = False,
     dry_run: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> str:
@@ -53,9 +54,9 @@ def create_mixture(
 
     The folder appears at once and replaces a former mixture; anything else that stands there is refused. `tokens`: how
     many in all, by default until a dataset is used up, or, with `allow_repeats`, until all are. `most_repeats`: how
-    often a dataset may be read. `whole_shards`: cut none. `dry_run`: write nothing. `report` gets a line of progress
-    now and then.
-    Raises ConfigError for wrong weights or options, InputError for wrong folders or torn shards.
+    often a dataset may be read. `whole_shards`: cut none. `allow_other_tokenizer`: warn where shards were made with
+    different tokenizers. `dry_run`: write nothing. `report` gets a line of progress now and then.
+    Raises ConfigError for wrong weights or options, InputError for wrong folders, torn shards, or two tokenizers.
     """
     if len(folders) != len(weights):
         raise ConfigError(
@@ -71,7 +72,10 @@ def create_mixture(
         )
     shares = select.normalised(weights)
     check_output(output, folders)
+    if not dry_run:
+        refuse_unwritable(Path(os.path.realpath(output)).parent)
     datasets = _read_datasets(folders, shares, seed, report)
+    refuse_two_tokenizers(datasets, allow=allow_other_tokenizer)
     if whole_shards:
         taken = select.select_whole_shards([[shard.tokens for shard in dataset.shards] for dataset in datasets], shares)
         datasets = [replace(dataset, taken=count) for dataset, count in zip(datasets, taken, strict=True)]

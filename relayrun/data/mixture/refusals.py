@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from relayrun.data.mixture.summary import Dataset
-from relayrun.errors import ConfigError
+from relayrun.errors import ConfigError, InputError
+from relayrun.shards.record import MadeBy, Records
+
+log = logging.getLogger(__name__)
 
 MOST_REPEATS = 100
 """How often a dataset may be read in a mixture unless somebody says otherwise."""
@@ -60,6 +64,29 @@ def refuse_nothing(
         again = f", which read {shortest.name} {times:,.1f} times" if times > 1 else ""
         ways.append(f"ask for --tokens {least} or more{again}")
     raise ConfigError(what, where=starved.folder, hint="; or ".join(ways) or None)
+
+
+def refuse_two_tokenizers(datasets: Sequence[Dataset], *, allow: bool = False) -> None:
+    """Raise InputError if two shards were made with different tokenizers, as far as records tell; `allow`: warn."""
+    records = Records()
+    first: tuple[str, MadeBy] | None = None
+    for dataset in datasets:
+        for shard, real in zip(dataset.shards, dataset.reals, strict=True):
+            record = records.of(real.removesuffix(".bin"))
+            if record is None or record.made is None:
+                continue
+            first = first or (shard.prefix, record.made)
+            if record.made.same(first[1]):
+                continue
+            error = InputError(
+                f"another tokenizer made this shard than {first[0]}: ids mean other text",
+                where=shard.prefix,
+                hint="tokenize one of them again, or leave it out; if it is meant, --allow-other-tokenizer",
+            )
+            if not allow:
+                raise error
+            log.warning("taken, as --allow-other-tokenizer says: %s: %s", shard.prefix, error.message)
+            return
 
 
 def _least(dataset: Dataset) -> int:

@@ -20,15 +20,15 @@ VALIDATION_SEED = 0
 """Fixed, so that runs with other seeds are evaluated on the same windows."""
 
 
-def training_order(config: RunConfig, manifest: Manifest) -> MixtureSampler:
-    """The samples of a run that begins. Raises ConfigError."""
+def training_order(config: RunConfig, manifest: Manifest, *, opening: str | None = None) -> MixtureSampler:
+    """The samples of a run that begins. `opening`: see `DatasetSpec`. Raises ConfigError."""
     data, training = config.data, config.training
     parts = {}
     for name, source in data.sources.items():
         identity = source.identity(name)
         fingerprint = manifest.datasets[identity].fingerprint
         parts[identity] = Part(
-            dataset=make_dataset(config, manifest, name),
+            dataset=make_dataset(config, manifest, name, opening=opening),
             weight=source.weight,
             record={"fingerprint": fingerprint, "order": source.order or data.order, "options": source.options},
         )
@@ -68,8 +68,8 @@ def mixture_of(config: RunConfig) -> list[str]:
     return [source.identity(name) for name, source in config.data.sources.items()]
 
 
-def make_dataset(config: RunConfig, manifest: Manifest, name: str) -> Dataset:
-    """The data set that the config calls `name`."""
+def make_dataset(config: RunConfig, manifest: Manifest, name: str, *, opening: str | None = None) -> Dataset:
+    """The data set that the config calls `name`. `opening`: see `DatasetSpec`."""
     training, data = config.training, config.data
     source = data.sources[name]
     identity, order = source.identity(name), source.order or data.order
@@ -85,6 +85,7 @@ def make_dataset(config: RunConfig, manifest: Manifest, name: str) -> Dataset:
             manifest=shards,
             split=data.split,
             cache_dir=data.data_cache_dir,
+            opening=opening,
             options=source.options,
         )
     )

@@ -2,29 +2,36 @@
 
     HASH-document.npy  HASH-sample.npy  HASH-shuffle.npy    each synced, then renamed
     HASH-checksums.json                                     bytes and XXH3-128 of each, written last
-    HASH.lock                                               held by who reads (shared) or builds (alone)
+    HASH-checked.json                                       who found them whole: openings, and how the files were then
+    HASH.lock                                               held by who reads (shared), or checks and builds (alone)
 
-A wrong index gives wrong samples without an error. So every opening compares the files with their checksums; where one
-does not fit, all are built anew, which gives the same bytes.
+A wrong index gives wrong samples without an error. So whoever opens the files compares them with their checksums; where
+one does not fit, all are built anew, which gives the same bytes. The ranks of an attempt are one opening: the first of
+them to come compares, and tells the others by HASH-checked.json. They find the same files there, or compare themselves.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from relayrun.files import read_json, whole_file, write_json
+from relayrun.shards.checksum import HashingFile
 
 log = logging.getLogger(__name__)
 
 NAMES = ("document", "sample", "shuffle")
+OPENINGS = 8
+"""The newest openings that are kept on record: several runs may share a cache."""
 
 Indices = Sequence[npt.NDArray[Any]]
 
@@ -32,24 +39,59 @@ Indices = Sequence[npt.NDArray[Any]]
 class IndexCache:
     """The indices of one epoch of one data set."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        """`name`: the hash of everything that the indices depend on."""
+    def __init__(self, folder: Path, name: str, *, opening: str | None = None) -> None:
+        """`name`: the hash of everything that the indices depend on.
+
+        `opening`: what the ranks have in common that open it together, and no others; None for who is alone.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = folder / f"{name}.lock"
         self._paths = [folder / f"{name}-{part}.npy" for part in NAMES]
         self._record = folder / f"{name}-checksums.json"
+        self._checked = folder / f"{name}-checked.json"
+        self._opening = opening
 
     def read_or_build(self, build: Callable[[], Indices]) -> list[npt.NDArray[Any]]:
         """Return the indices, mapped into memory; the first to come builds them, and the others wait for it."""
         with self._lock.open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)
-            if self._fault() is not None:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # it lets go in between: another one may have built them
-                if (fault := self._fault()) is not None:
-                    if any(path.exists() for path in self._paths):
-                        log.warning("the index cache is built anew: %s", fault)
-                    self._build(build)
+            if not self._told() and (self._opening is not None or self._fault() is not None):
+                fcntl.flock(lock, fcntl.LOCK_EX)  # it lets go in between: another one may have come first
+                if not self._told():
+                    if (fault := self._fault()) is not None:
+                        if any(path.exists() for path in self._paths):
+                            log.warning("the index cache is built anew: %s", fault)
+                        self._build(build)
+                    self._tell()
             return [np.load(path, mmap_mode="r", allow_pickle=False) for path in self._paths]
+
+    def _told(self) -> bool:
+        """Whether another one of this opening has found these very files whole."""
+        if self._opening is None:
+            return False
+        stamps = self._stamps()
+        return stamps is not None and self._openings().get(self._opening) == stamps
+
+    def _tell(self) -> None:
+        if self._opening is not None:
+            openings = {**self._openings(), self._opening: self._stamps()}
+            with contextlib.suppress(OSError):  # a full disk: then each one compares for itself
+                write_json(self._checked, dict(list(openings.items())[-OPENINGS:]), durable=False)
+
+    def _openings(self) -> dict[str, Any]:
+        """By their names, the oldest first: size and time of change (ns) of each file when it was compared."""
+        try:
+            found = read_json(self._checked)
+        except (FileNotFoundError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _stamps(self) -> list[list[int]] | None:
+        """The same as they are now; None where a file is missing."""
+        try:
+            return [[found.st_size, found.st_mtime_ns] for found in map(os.stat, (*self._paths, self._record))]
+        except FileNotFoundError:
+            return None
 
     def _fault(self) -> str | None:
         """What is wrong with the files; None: they are those that were built."""
@@ -69,24 +111,10 @@ class IndexCache:
         self._record.unlink(missing_ok=True)  # it vouches for none of what comes
         for path, index in zip(self._paths, build(), strict=True):
             with whole_file(path) as temporary, temporary.open("wb") as file:
-                hashed = _Hashed(file)
+                hashed = HashingFile(file)
                 np.save(hashed, index, allow_pickle=False)
-            record[path.name] = {"bytes": hashed.bytes, "xxh3_128": hashed.digest.hexdigest()}
+            record[path.name] = {"bytes": hashed.bytes, "xxh3_128": hashed.hexdigest()}
         write_json(self._record, record)
-
-
-class _Hashed:
-    """A file that is hashed as it is written."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.digest = xxhash.xxh3_128()
-        self.bytes = 0
-
-    def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        self.bytes += len(data)
-        return self._file.write(data)
 
 
 def _sum(data: npt.NDArray[np.uint8]) -> dict[str, int | str]:

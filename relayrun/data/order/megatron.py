@@ -121,7 +121,9 @@ class Epoch(GPTDataset):  # type: ignore[misc]  # megatron-core has no types
         if self.config.relayrun_cache is None:
             document, sample, shuffle = build()
             return document, sample, shuffle
-        cache = IndexCache(Path(self.config.relayrun_cache), self.unique_description_hash)
+        cache = IndexCache(
+            Path(self.config.relayrun_cache), self.unique_description_hash, opening=self.config.relayrun_opening
+        )
         document, sample, shuffle = cache.read_or_build(build)
         return document, sample, shuffle
 
@@ -131,6 +133,7 @@ class EpochConfig(GPTDatasetConfig):  # type: ignore[misc]
     """Without a blend megatron-core takes the data for a mock and caches nothing by itself."""
 
     relayrun_cache: str | None = None
+    relayrun_opening: str | None = None
 
 
 def _open_epoch(source: DatasetSpec, documents: Documents, indices: npt.NDArray[np.int32], epoch: int) -> Epoch:
@@ -144,6 +147,7 @@ def _open_epoch(source: DatasetSpec, documents: Documents, indices: npt.NDArray[
         create_attention_mask=False,
         tokenizer=SimpleNamespace(eod=0, vocab_size=None, unique_identifiers=source.manifest.fingerprint),
         relayrun_cache=source.cache_dir,
+        relayrun_opening=source.opening,
     )
     identity = f"{source.manifest.fingerprint}/{len(indices)}"
     return Epoch(documents, identity, indices, None, Split.train, config)

@@ -22,5 +22,7 @@ class DatasetSpec:
     split: float = 0.0
     """Share of the data set's windows, at its end, that is held out."""
     cache_dir: str | None = None
+    opening: str | None = None
+    """Shared by the ranks of an attempt, which open the data set together; None for who opens it alone."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the data set's entry in the mixture."""

@@ -15,9 +15,11 @@ from datatrove.pipeline.base import PipelineStep
 
 from relayrun.errors import InputError
 from relayrun.shards.indexed import ShardWriter
+from relayrun.shards.record import MadeBy
 from relayrun.tokenization.encode.engines import Engine, select
 from relayrun.tokenization.encode.framing import Framing
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
+from relayrun.tokenization.identity import ids_fingerprint
 from relayrun.tokenization.options import AppendEod, EngineName, OnError, TokenizeOptions, checked
 from relayrun.tokenization.readers.faults import BadLine, LineFaults
 from relayrun.tokenization.readers.texts import Texts
@@ -31,7 +33,7 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
 
     Put it last in a datatrove pipeline, behind any readers and filters. Empty documents are dropped and
     counted. Nothing stands under the final names before the shard is whole, and there is no shard where
-    there is no document.
+    there is no document. `{r:05d}_tokens.record.json` names the tokenizer and the checksums of both files.
 
     Args:
         output_folder: a local folder; made if missing.
@@ -96,9 +98,10 @@ class MegatronTokenWriter(PipelineStep):  # type: ignore[misc]  # datatrove is u
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         batches = self._batches(data or ())
         first = next(batches, Texts.of([]))
-        engine, framing = _tokenizer_of_this_process(self.options, _stamp(self.options.tokenizer), _Sample(first))
+        engine, framing, made = _tokenizer_of_this_process(self.options, _stamp(self.options.tokenizer), _Sample(first))
         routed = engine.routed
-        shard = ShardWriter(os.path.join(self.output_folder, shard_name(rank)), np.dtype(framing.dtype).type)
+        prefix = os.path.join(self.output_folder, shard_name(rank))
+        shard = ShardWriter(prefix, np.dtype(framing.dtype).type, own_record=made)
         try:
             texts: Texts | None = first
             while texts is not None:
@@ -179,11 +182,16 @@ class _Sample:
 
 
 @functools.lru_cache(maxsize=2)
-def _tokenizer_of_this_process(options: TokenizeOptions, stamp: object, sample: _Sample) -> tuple[Engine, Framing]:
+def _tokenizer_of_this_process(
+    options: TokenizeOptions, stamp: object, sample: _Sample
+) -> tuple[Engine, Framing, MadeBy]:
     """Loaded and proven once per process, however many tasks it runs; `stamp` changes when the file does."""
     loaded = load_tokenizer(options)
     selection = select(options.engine, loaded.tokenizer, sample.texts, log.warning, definition=loaded.definition)
-    return selection.build(loaded.definition), loaded.framing(keep_empty=options.keep_empty)
+    made = MadeBy(
+        fingerprint=loaded.fingerprint, ids=ids_fingerprint(loaded.definition), size=loaded.size, eos=loaded.eos_id
+    )
+    return selection.build(loaded.definition), loaded.framing(keep_empty=options.keep_empty), made
 
 
 def _stamp(name_or_path: str) -> object:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.config.sbatch import script_options
-from relayrun.errors import InputError, RelayrunError, SchedulerError
+from relayrun.errors import InputError, RelayrunError, SchedulerError, nearest_path, refuse_unwritable
 from relayrun.files import write_atomic
 from relayrun.scheduler.slurm import Slurm
 from relayrun.slurmtime import parse_time
@@ -58,8 +58,10 @@ def begin(settings: TokenizationSettings) -> list[int]:
     """Check what can be checked before any job starts, make the folders, and return the dumps to tokenize.
 
     Folders for logs are made here because a Slurm job whose output folder is missing dies without a log.
-    Raises InputError where no dump is left, or finished dumps of this metadata folder went elsewhere.
+    Raises InputError where no dump is left, finished dumps of this metadata folder went elsewhere, a folder is closed
+    to this user, there is no such tokenizer, or the files have no such column.
     """
+    from relayrun.tokenization.dumps.look import look_at_inputs
     from relayrun.tokenization.encode.tokenizer import load_tokenizer
 
     metadata = MetadataFolder(settings.metadata_folder)
@@ -68,6 +70,9 @@ def begin(settings: TokenizationSettings) -> list[int]:
         raise InputError("there is no dump to tokenize", where=metadata.dumps, hint="prepare_dumps.py makes them")
     load_tokenizer(settings)
     output = settings.dataset_output
+    refuse_unwritable(metadata.path, metadata.completed, output, settings.job_logs, settings.csv)
+    refuse_unwritable(*(place(index) for index in indices for place in (settings.dump_output, settings.dump_logs)))
+    look_at_inputs(metadata, indices, settings)
     link = metadata.tokenized_link
     if metadata.finished() and link.is_symlink() and os.readlink(link) != str(output):
         raise InputError(
@@ -169,7 +174,8 @@ def submit_dumps(config: TokenizationConfig, *, wait: bool = True) -> list[int]:
     settings.check()
     metadata = MetadataFolder(settings.metadata_folder)
     if not metadata.path.is_dir():
-        raise InputError("there is no such metadata folder", where=metadata.path, hint="prepare_dumps.py makes it")
+        hint = nearest_path(metadata.path) or "prepare_dumps.py makes it"
+        raise InputError("there is no such metadata folder", where=metadata.path, hint=hint)
     if config.executor == "local":
         with metadata.in_use():
             indices = begin(settings)

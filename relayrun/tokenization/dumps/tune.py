@@ -16,9 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
-from relayrun import ROOT
+from relayrun import places
 from relayrun.errors import InputError, RelayrunError
 from relayrun.files import read_json, remove_leftovers, temporary_prefix
 from relayrun.tokenization import progress
@@ -139,7 +137,7 @@ def _trial(place: Path, dataset: str, names: Sequence[str], options: TokenizeOpt
     (place / "paths").write_bytes(paths_file_bytes(names))
     command = [
         sys.executable,
-        str(ROOT / "scripts/tokenization/preprocess_megatron.py"),
+        str(places.shared("scripts/tokenization/preprocess_megatron.py")),
         "--output-folder",
         str(output),
         "--dataset",
@@ -226,6 +224,8 @@ def _measure(process: subprocess.Popen[bytes], output: Path, workers: int, secon
 
 def _memory(pid: int) -> list[int]:
     """Resident bytes of a process and of those that it started."""
+    import psutil
+
     try:
         process = psutil.Process(pid)
         return [int(each.memory_info().rss) for each in (process, *process.children(recursive=True))]
@@ -235,6 +235,8 @@ def _memory(pid: int) -> list[int]:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the program; its workers leave with it."""
+    import psutil
+
     try:
         workers = psutil.Process(process.pid).children(recursive=True)
     except psutil.Error:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable
 from typing import Any
+
+from tokenizers import Tokenizer
 
 _VOCABULARY = '"vocab":{'
 
@@ -17,6 +20,15 @@ def without_vocabulary(definition: str) -> dict[str, Any]:
     return _parsed(definition)[0]
 
 
+def entries_of(definition: str) -> tuple[str, str]:
+    """The JSON of the vocabulary's entries and of the merges of a BPE, without the brackets around the entries.
+
+    In a string of JSON the quotes of both names would be escaped.
+    """
+    entries, _, merges = definition.partition(_VOCABULARY)[2].partition('},"merges":[')
+    return entries, merges
+
+
 def changed(definition: str, changes: tuple[tuple[str, str], ...]) -> str:
     """The same tokenizer with other parts: `changes` are names of parts and their JSON."""
     known, rest = _parsed(definition)
@@ -24,6 +36,14 @@ def changed(definition: str, changes: tuple[tuple[str, str], ...]) -> str:
     known["model"] = known.pop("model")  # at its end
     head = json.dumps(known, ensure_ascii=False, separators=(",", ":"))
     return head if rest is None else head.removesuffix("}}}") + rest
+
+
+def normalizer_of(definition: str) -> Callable[[str], str]:
+    """The normalizer of a serialized tokenizer, as `tokenizers` runs it; the vocabulary is not loaded for it."""
+    model = {"type": "BPE", "vocab": {}, "merges": []}
+    known = {"version": "1.0", "normalizer": without_vocabulary(definition).get("normalizer"), "model": model}
+    tokenizer = Tokenizer.from_str(json.dumps(known))
+    return lambda text: str(tokenizer.normalizer.normalize_str(text))
 
 
 def _parsed(definition: str) -> tuple[dict[str, Any], str | None]:

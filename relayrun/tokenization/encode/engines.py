@@ -17,7 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from relayrun.errors import InputError
-from relayrun.tokenization.encode.definition import changed, without_vocabulary
+from relayrun.tokenization.encode.definition import changed, normalizer_of, without_vocabulary
 from relayrun.tokenization.encode.edge_cases import edge_cases
 from relayrun.tokenization.encode.families import Plan, plan_of
 from relayrun.tokenization.encode.libraries import LIBRARIES, PACKAGES, Encoded, Engine, HuggingFace
@@ -39,23 +39,44 @@ class Selection:
     plan: Plan | None = None
     """How it encodes; None for the reference."""
 
-    def build(self, definition: str) -> Engine:
-        """`definition` is the serialized tokenizer, with truncation and padding off. The last one built is kept."""
-        return _built(self, definition)
+    def build(self, definition: str, tokenizer: Tokenizer | None = None) -> Engine:
+        """The engine for a serialized tokenizer, with truncation and padding off. The last one built is kept.
+
+        `tokenizer` is the same one loaded, where the caller has it: else it is loaded when the first text needs it.
+        """
+        return _built(self, definition, _Loaded(tokenizer))
 
     def __str__(self) -> str:
         return f"{self.engine} {self.version}" + (", and huggingface for what it is not sure of" if self.plan else "")
 
 
+class _Loaded:
+    """The reference, where it is loaded already; it does not count when arguments are compared."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+
+    def of(self, definition: str) -> Tokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_str(definition)
+            self._tokenizer.encode_special_tokens = True
+        return self._tokenizer
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Loaded)
+
+    def __hash__(self) -> int:
+        return 0
+
+
 @functools.lru_cache(maxsize=1)
-def _built(selection: Selection, definition: str) -> Engine:
+def _built(selection: Selection, definition: str, loaded: _Loaded) -> Engine:
     """Loading takes seconds: what is proven in a process is what works there, and in its forks."""
     plan = selection.plan
     if plan is None:
-        return HuggingFace(_loaded(definition))
+        return HuggingFace(loaded.of(definition))
     fast = LIBRARIES[plan.engine](changed(definition, plan.changes))
-    loaded = functools.cache(lambda: _loaded(definition))
-    return Routed(fast, plan, loaded, lambda: HuggingFace(loaded()))
+    return Routed(fast, plan, lambda: normalizer_of(definition), lambda: HuggingFace(loaded.of(definition)))
 
 
 def select(
@@ -74,18 +95,25 @@ def select(
     wanted = cast(EngineName, FORMER["engine"].get(wanted, wanted))  # a job of an earlier version has it in a pickle
     if wanted not in ENGINES:
         raise InputError(f"unknown engine {wanted!r}; there are: {', '.join(ENGINES)}")
-    reference = Selection(engine="huggingface", version=_version("huggingface"))
-    if wanted == "huggingface":
-        return reference
     definition = definition or tokenizer.to_str()
+    selection = None if wanted == "huggingface" else _proven(wanted, tokenizer, sample, report, definition)
+    selection = selection or Selection(engine="huggingface", version=_version("huggingface"))
+    selection.build(definition, tokenizer)  # forks of this process find it built
+    return selection
+
+
+def _proven(
+    wanted: EngineName, tokenizer: Tokenizer, sample: Texts, report: Callable[[str], None], definition: str
+) -> Selection | None:
+    """The fast engine, or None, where `report` is told why."""
     plan = plan_of(definition)
     if plan is None or wanted not in ("auto", plan.engine):
         what = "no fast engine is" if wanted == "auto" else f"{wanted} is not"
         report(f"{what} known to be exact for this kind of tokenizer: huggingface encodes, which is slower")
-        return reference
+        return None
     try:
         selection = Selection(engine=plan.engine, version=_version(plan.engine), plan=plan)
-        wrong = _wrong(selection.build(definition), tokenizer, sample)
+        wrong = _wrong(selection.build(definition, tokenizer), tokenizer, sample)
     except ImportError:
         package = PACKAGES[plan.engine]
         report(f"{plan.engine} is not installed: huggingface encodes, which is slower; pip install {package}")
@@ -99,7 +127,7 @@ def select(
             return selection
         report(f"{plan.engine} gives other ids than Hugging Face's tokenizers for {wrong[:80]!r}")
         report(f"going on without {plan.engine}; this will be slower")
-    return reference
+    return None
 
 
 def _wrong(engine: Engine, tokenizer: Tokenizer, sample: Texts) -> str | None:
@@ -109,12 +137,6 @@ def _wrong(engine: Engine, tokenizer: Tokenizer, sample: Texts) -> str | None:
         if (text := _difference(engine.encode(texts), reference.encode(texts), texts)) is not None:
             return text
     return None
-
-
-def _loaded(definition: str) -> Tokenizer:
-    tokenizer = Tokenizer.from_str(definition)
-    tokenizer.encode_special_tokens = True
-    return tokenizer
 
 
 def _difference(encoded: Encoded, right: Encoded, texts: Texts) -> str | None:

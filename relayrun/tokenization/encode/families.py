@@ -9,12 +9,15 @@ tries every form on 40,000 texts and on every character of Unicode.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from relayrun.tokenization.encode.definition import without_vocabulary
+import numpy as np
+
+from relayrun.tokenization.encode.definition import entries_of, without_vocabulary
 from relayrun.tokenization.encode.libraries import FastName
 
 Json = dict[str, Any]
@@ -107,10 +110,17 @@ def plan_of(definition: str) -> Plan | None:
     kind = "pieces" if model.get("byte_fallback") and model.get("type") == "BPE" else str(model.get("type"))
     find = {"BPE": _byte_level, "pieces": _pieces, "WordPiece": _wordpiece, "Unigram": _unigram}.get(kind)
     plan = find(known) if find else None
-    letters = {"BPE": _BYTE_LETTERS, "pieces": _BYTE_PIECES}.get(kind, ())
-    if plan is None or not all(f"{json.dumps(letter, ensure_ascii=False)}:" in definition for letter in letters):
+    if plan is None or kind not in ("BPE", "pieces"):
+        return plan
+    entries, merges = entries_of(definition)
+    letters = _BYTE_LETTERS if kind == "BPE" else _BYTE_PIECES
+    begun = "," + entries  # a name stands behind a comma: behind an escaped quote it would be the end of another one
+    if not all(f",{json.dumps(letter, ensure_ascii=False)}:" in begun for letter in letters):
         return None
-    return plan
+    if kind == "pieces":
+        return None if _merges_bytes(merges) else plan
+    foreign = _foreign(entries)
+    return None if foreign is None else dataclasses.replace(plan, plain=plan.plain + foreign)
 
 
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
@@ -119,6 +129,43 @@ _NEVER = {*map(chr, (0xC0, 0xC1, *range(0xF5, 0x100)))}
 _BYTE_LETTERS = tuple(letter for letter in _LETTERS if letter not in _NEVER)
 """What `ByteLevel` writes for the bytes that UTF-8 has: one that the vocabulary lacks would be dropped, or not."""
 _BYTE_PIECES = tuple(f"<0x{byte:02X}>" for byte in range(256))
+_TWO_BYTES = np.zeros((256, 256), np.bool_)
+"""Which two bytes of UTF-8 are a letter of `ByteLevel`, by lead and the byte behind it."""
+for _letter in _LETTERS:
+    if ord(_letter) > 0x7F:
+        _TWO_BYTES[tuple(_letter.encode())] = True
+_ONE_BYTE = bytes(range(0x21, 0x7F))
+
+
+def _foreign(entries: str) -> tuple[str, ...] | None:
+    """Entries of a byte-level vocabulary that are not written in bytes; None where it is unclear what they are.
+
+    `tokenizers` never finds them in a text. gigatoken reads their letters as text, and finds them: such a text goes
+    elsewhere. Special tokens stand in many vocabularies, and some of them hold other letters (`<｜User｜>`).
+    """
+    data = entries.encode()
+    escapes = data.replace(rb"\\", b"").replace(rb"\"", b"")
+    if b"\\" not in escapes:
+        rest = np.frombuffer(data.translate(None, _ONE_BYTE), np.uint8)
+        if rest.size % 2 == 0 and _TWO_BYTES[rest[::2], rest[1::2]].all():
+            return ()
+    names = [name for name in json.loads("{" + entries + "}") if not _LETTER_SET.issuperset(name)]
+    unclear = any(letter > "\x7f" and letter in _LETTER_SET for name in names for letter in name)
+    return None if unclear else tuple(name for name in names if name)
+
+
+_LETTER_SET = frozenset(_LETTERS)
+_MERGE_OF_BYTE = re.compile(r'"<0x[0-9A-F]{2}>"')
+_MERGE_TO_BYTE = re.compile(r'\["(<[0x0-9A-F]*)","([x0-9A-F]*>)"\]')
+
+
+def _merges_bytes(merges: str) -> bool:
+    """Whether a merge of SentencePiece's BPE takes the token of a byte, or gives one.
+
+    For gigatoken that token is the byte. For `tokenizers` it is a byte only where a character is unknown.
+    """
+    made = (f'"{left}{right}"' for left, right in _MERGE_TO_BYTE.findall(merges))
+    return bool(_MERGE_OF_BYTE.search(merges)) or any(map(_MERGE_OF_BYTE.fullmatch, made))
 
 
 def _byte_level(known: Json) -> Plan | None:
@@ -212,7 +259,9 @@ def _unigram(known: Json) -> Plan | None:
         or known["model"].get("unk_id") is None
     ):
         return None
-    return _plan(known, UNIGRAM, special_too=True)
+    plan = _plan(known, UNIGRAM, special_too=True)
+    unknown = str(known["model"]["vocab"][known["model"]["unk_id"]][0])  # splintr finds its name in a text
+    return plan and dataclasses.replace(plan, plain=(*plan.plain, unknown))
 
 
 def _plan(
@@ -223,9 +272,16 @@ def _plan(
     digits: Literal["each", "runs"] | None = None,
     special_too: bool = False,
     **changes: Json | None,
-) -> Plan:
-    """The engine gets no added tokens: special ones are text, and texts with others go elsewhere."""
+) -> Plan | None:
+    """The engine gets no added tokens: special ones are text, and texts with others go elsewhere.
+
+    A token that `tokenizers` looks for in normalized text may be in a text that does not hold its own: then there is
+    no plan, but where the normalizer is a normal form, whose texts are looked at again.
+    """
     tokens = known.get("added_tokens") or []
+    in_normalized = any(token["normalized"] and not token["special"] for token in tokens)
+    if in_normalized and known.get("normalizer") and family in (PIECES, WORDPIECE, UNIGRAM):
+        return None
     parts: Json = {"added_tokens": [], **changes}
     # what stands behind a cut must be encoded as at the beginning of a text
     cuts_allowed = family is PIECES and (known.get("pre_tokenizer") or {}).get("prepend_scheme") is None

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer
 
 from relayrun.tokenization.encode.added import AddedApart
 from relayrun.tokenization.encode.characters import FIRST_UNASSIGNED_LEAD, holding, holding_bytes, unassigned_table
@@ -41,9 +40,9 @@ class Routed:
     """A fast engine for most texts, and the reference for those that it is not trusted with."""
 
     def __init__(
-        self, fast: Engine, plan: Plan, tokenizer: Callable[[], Tokenizer], other: Callable[[], Engine]
+        self, fast: Engine, plan: Plan, normalizer: Callable[[], Callable[[str], str]], other: Callable[[], Engine]
     ) -> None:
-        """`tokenizer` and `other` are called when the first text needs them."""
+        """`normalizer`, which makes the tokenizer's own, and `other` are called when the first text needs them."""
         self.routed = 0
         self._fast = fast
         if plan.digits:
@@ -51,8 +50,8 @@ class Routed:
         elif plan.cut:
             self._fast = AddedApart(fast, plan.cut, plan.special)
         self._plan, self._route = plan, Route(plan)
-        self._make_tokenizer, self._make_other = tokenizer, other
-        self._tokenizer: Tokenizer | None = None
+        self._make_normalizer, self._make_other = normalizer, other
+        self._normalizer: Callable[[str], str] | None = None
         self._other: Engine | None = None
 
     def encode(self, texts: Texts) -> Encoded:
@@ -88,8 +87,8 @@ class Routed:
             begin, end = texts.offsets[index : index + 2]
             text = str(texts.data[begin:end].data, "utf-8")
             if not unicodedata.is_normalized(form, text):
-                self._tokenizer = self._tokenizer or self._make_tokenizer()
-                new[index] = self._tokenizer.normalizer.normalize_str(text).encode()
+                self._normalizer = self._normalizer or self._make_normalizer()
+                new[index] = self._normalizer(text).encode()
         unsure = np.zeros(len(texts), np.bool_)
         if not new:
             return texts, unsure

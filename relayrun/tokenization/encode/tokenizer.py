@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 
 from relayrun.errors import InputError
 from relayrun.shards.indexed import token_dtype
+from relayrun.tokenization.encode import hub
 from relayrun.tokenization.encode.convert import check_convertible, check_is_no_source
 from relayrun.tokenization.encode.framing import Framing
 from relayrun.tokenization.options import AppendEod, TokenizeOptions
@@ -84,10 +85,11 @@ def load_tokenizer(options: TokenizeOptions) -> DocumentTokenizer:
         check_convertible(path)
         tokenizer, size, configured = _from_transformers(os.path.abspath(path), options.cache_dir)
         log.warning("%s: there is no tokenizer.json; transformers converted the tokenizer", path)
-    elif path.is_absolute() or name_or_path.startswith(".") or path.suffix == ".json":
-        raise InputError("there is no such tokenizer file", where=file)
+    elif path.suffix == ".json" or not hub.is_name(name_or_path):
+        raise hub.no_such_file(file)
     else:
-        tokenizer, size, configured = _from_transformers(name_or_path, options.cache_dir)
+        here = hub.look_up(name_or_path, options.cache_dir)
+        tokenizer, size, configured = _from_transformers(name_or_path, options.cache_dir, only_here=here)
     eos_token = _ending(tokenizer, options.eos_token or configured.eos, options.append_eod, name_or_path)
     eos_id = tokenizer.token_to_id(eos_token) if eos_token is not None else None
     if eos_token is not None and eos_id is None:
@@ -148,15 +150,23 @@ def _from_file(file: Path) -> Tokenizer:
         return Tokenizer.from_buffer(file.read_bytes())
     except Exception as error:  # the library raises Exception itself
         check_is_no_source(file)
-        raise InputError(f"not a tokenizer.json of the tokenizers library: {error}", where=file) from None
+        raise InputError(
+            f"not a tokenizer.json of the tokenizers library: {error}",
+            where=file,
+            hint="fetch it again, or save it again with the library that made it",
+        ) from None
 
 
-def _from_transformers(name: str, cache_dir: str | None) -> tuple[Tokenizer, int, _Configured]:
+def _from_transformers(
+    name: str, cache_dir: str | None, *, only_here: bool = False
+) -> tuple[Tokenizer, int, _Configured]:
     from transformers import AutoTokenizer  # seconds to import, and needed for hub names alone
 
     try:
         # code that comes with a tokenizer is neither run nor asked about
-        loaded: Any = AutoTokenizer.from_pretrained(name, cache_dir=cache_dir, trust_remote_code=False)
+        loaded: Any = AutoTokenizer.from_pretrained(
+            name, cache_dir=cache_dir, trust_remote_code=False, local_files_only=only_here
+        )
     except Exception as error:  # OSError, ValueError, ImportError, ... by what is missing
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(
@@ -166,7 +176,11 @@ def _from_transformers(name: str, cache_dir: str | None) -> tuple[Tokenizer, int
         ) from None
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
-        raise InputError("this tokenizer has no fast version (no tokenizer.json)", where=name)
+        raise InputError(
+            "this tokenizer has no fast version (no tokenizer.json)",
+            where=name,
+            hint="take a tokenizer.json of the same model",
+        )
     return Tokenizer.from_str(backend.to_str()), len(loaded), _Configured(eos=loaded.eos_token, bos=loaded.bos_token)
 
 

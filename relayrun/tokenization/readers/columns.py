@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import BinaryIO
 
 import pyarrow as pa
@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from relayrun.errors import InputError
 from relayrun.tokenization.readers.csvrows import read_csv
-from relayrun.tokenization.readers.faults import LineFaults
+from relayrun.tokenization.readers.faults import BadLine, LineFaults
 from relayrun.tokenization.readers.formats import compression_of, kind_of
 from relayrun.tokenization.readers.jsonlines import MOST_ROWS, read_jsonl
 from relayrun.tokenization.readers.rowtext import find_field, row_name, text_of, valid
@@ -27,7 +27,7 @@ _ARROW_FILE = b"ARROW1"
 
 def read_column(
     path: str, column: str, *, batch_bytes: int, scratch: str | None = None, faults: LineFaults | None = None
-) -> Iterator[pa.Array]:
+) -> Generator[pa.Array]:
     """String or large_string arrays of all rows of a file, in order, nulls kept, of about `batch_bytes` each.
 
     The kind of file is known by its suffix. `column` is a name, or names with dots for a nested field; a name
@@ -55,6 +55,39 @@ def read_column(
         ) from None
     except (pa.ArrowException, OSError) as error:
         raise unreadable(path, error, hint="fetch the file again, then run again: what is done is kept") from None
+
+
+FIRST_LINES = 100
+"""Bad lines behind which a file is no further looked at, where lines may be left out."""
+
+
+class _FirstLines(LineFaults):
+    """Leaves out some bad lines; then the last one is an InputError."""
+
+    last: tuple[BadLine, str] | None = None
+
+    def add(self, bad: BadLine, where: str) -> None:
+        super().add(bad, where)
+        self.last = bad, where
+        if sum(self.counts.values()) >= FIRST_LINES:
+            self.refuse()
+
+    def refuse(self) -> None:
+        """Raise InputError naming the last bad line, if there was one."""
+        if self.last is not None:
+            LineFaults().add(*self.last)
+
+
+def look_at_column(path: str, column: str, *, skip_lines: bool = False) -> None:
+    """Read the schema of a file, or its first lines, and the first texts. Raises InputError as `read_column`.
+
+    `skip_lines`: some bad lines at the beginning are no fault.
+    """
+    faults = _FirstLines(skip=skip_lines)
+    arrays = read_column(path, column, batch_bytes=1, faults=faults)
+    if next(arrays, None) is None:
+        faults.refuse()  # not one line is good
+    arrays.close()
 
 
 def unreadable(path: str, error: Exception, *, hint: str | None = None) -> InputError:

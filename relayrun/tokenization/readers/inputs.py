@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from relayrun.errors import InputError
+from relayrun.errors import InputError, RelayrunError, nearest_path, together
 from relayrun.tokenization.readers import stores
 from relayrun.tokenization.readers.stores import MissingInput, printable
 
@@ -37,31 +37,36 @@ def read_paths_file(path: str | os.PathLike[str]) -> list[str]:
         name = os.fsdecode(line)
         where = f"{path}:{number}"
         if b"\0" in line or os.path.isabs(name):
-            raise InputError("a paths file holds paths below the dataset folder, one a line", where=where)
+            hint = "write it from the dataset folder on"
+            raise InputError("a paths file holds paths below the dataset folder, one a line", where=where, hint=hint)
         if name in names:
-            raise InputError(f"this path is listed twice: {printable(name)}", where=where)
+            raise InputError(
+                f"this path is listed twice: {printable(name)}", where=where, hint="remove one of the lines"
+            )
         names[name] = None
     if not names:
-        raise InputError("the paths file lists no file", where=path)
+        raise InputError("the paths file lists no file", where=path, hint="prepare_dumps.py writes them")
     return list(names)
 
 
 def stat_inputs(dataset: str | os.PathLike[str], names: list[str], *, missing_ok: bool = False) -> list[InputFile]:
     """Size and time of change of `names` below `dataset`.
 
-    `dataset` may be a URL, see `stores.stat`. Raises InputError naming a file that is missing, unless `missing_ok`:
-    then it has the size and time `MISSING`.
+    `dataset` may be a URL, see `stores.stat`. Raises InputError naming the files that are missing, unless `missing_ok`:
+    then they have the size and time `MISSING`.
     """
     if not stores.is_url(dataset) and not os.path.isdir(dataset):
-        raise InputError("there is no such dataset folder", where=dataset)
+        raise InputError("there is no such dataset folder", where=dataset, hint=nearest_path(dataset) or None)
     inputs: list[InputFile] = []
+    missing: list[RelayrunError] = []
     for name in names:
         try:
             inputs.append((name, *_stat(os.fspath(dataset), name)))
-        except MissingInput:
-            if not missing_ok:
-                raise
+        except MissingInput as error:
+            missing.append(error)
             inputs.append((name, *MISSING))
+    if missing and not missing_ok:
+        raise together(missing, f"of {len(names):,} files are missing")
     return inputs
 
 

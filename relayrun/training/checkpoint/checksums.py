@@ -13,6 +13,8 @@ before a file is written, the frame as it is written.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +25,7 @@ import xxhash
 
 from relayrun.errors import InputError
 from relayrun.files import write_atomic
+from relayrun.shards.checksum import checksum_of
 
 INDEX = "checksums.json"
 FORMAT = 1
@@ -86,13 +89,8 @@ def of_bytes(data: bytes) -> FileSum:
 
 
 def of_file(path: Path) -> FileSum:
-    """Read a file, in pieces, for its size and its hash."""
-    found, size = xxhash.xxh3_128(), 0
-    with path.open("rb") as file:
-        while data := file.read(1 << 22):
-            found.update(data)
-            size += len(data)
-    return FileSum(bytes=size, xxh3_128=found.hexdigest())
+    """Read a file, in pieces, for its hash. Raises OSError."""
+    return FileSum(bytes=path.stat().st_size, xxh3_128=checksum_of(path))
 
 
 def write_blocks(
@@ -139,10 +137,8 @@ class Checksums:
         `root`: what its commit says; None for a checkpoint that no run vouches for. Raises Damaged.
         """
         self.folder = folder
-        try:
+        with _no_file_is_damage(INDEX, folder):
             data = (folder / INDEX).read_bytes()
-        except FileNotFoundError:
-            raise Damaged(f"{INDEX} is missing", where=folder) from None
         if root is not None and xxhash.xxh3_128_hexdigest(data) != root:
             raise Damaged(f"{INDEX} is not the one that was saved", where=folder)
         try:
@@ -159,10 +155,8 @@ class Checksums:
         known = self.files.get(name)
         if known is None or known.xxh3_128 is None:
             raise Damaged(f"{name} has no hash in {INDEX}", where=self.folder)
-        try:
+        with _no_file_is_damage(name, self.folder):
             data = (self.folder / name).read_bytes()
-        except FileNotFoundError:
-            raise Damaged(f"{name} is missing", where=self.folder) from None
         if xxhash.xxh3_128_hexdigest(data) != known.xxh3_128:
             raise Damaged(f"{name} is not the one that was saved", where=self.folder)
         return data
@@ -195,15 +189,24 @@ class Checksums:
 
     def _look_for_files(self) -> None:
         for name, known in self.files.items():
-            try:
+            with _no_file_is_damage(name, self.folder):
                 size = os.stat(self.folder / name).st_size
-            except FileNotFoundError:
-                raise Damaged(f"{name} is missing", where=self.folder) from None
             if size != known.bytes:
                 raise Damaged(f"{name} has {size} bytes, not {known.bytes}", where=self.folder)
         for name in os.listdir(self.folder):
             if name.endswith(PIECES) and name not in self.files and name != INDEX:
                 raise Damaged(f"{name} does not belong to it", where=self.folder)
+
+
+@contextlib.contextmanager
+def _no_file_is_damage(name: str, folder: Path) -> Iterator[None]:
+    """Raise Damaged where nothing, a folder or a link into nowhere stands in the place of a file of a checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP):
+            raise
+        raise Damaged(f"{name} is missing", where=folder) from None
 
 
 def open_checksums(folder: Path, root: str | None) -> Checksums | None:
@@ -227,7 +230,11 @@ def verify(folder: Path, root: str | None) -> tuple[int, list[str]]:
     read = 0
     for name, known in sums.files.items():
         if known.blocks is None:
-            found = of_file(folder / name)
+            try:
+                found = of_file(folder / name)
+            except OSError as error:
+                faults.append(f"{name} cannot be read: {error.strerror}")
+                continue
             read += found.bytes
             if found != known:
                 faults.append(f"{name} is not the one that was saved")
@@ -236,9 +243,13 @@ def verify(folder: Path, root: str | None) -> tuple[int, list[str]]:
         if block.at != ends.get(block.file, 0):
             faults.append(f"{block.file} has bytes without a hash before byte {block.at}")
         ends[block.file] = block.at + block.bytes
-        with (folder / block.file).open("rb") as file:
-            file.seek(block.at)
-            data = file.read(block.bytes)
+        try:
+            with (folder / block.file).open("rb") as file:
+                file.seek(block.at)
+                data = file.read(block.bytes)
+        except OSError as error:
+            faults.append(f"{block.key} in {block.file} cannot be read: {error.strerror}")
+            continue
         read += len(data)
         if (fault := block.fault(memoryview(data))) is not None:
             faults.append(fault)

@@ -26,8 +26,8 @@ Key = tuple[str, tuple[int, ...]]
 
 PIECE = 1 << 30
 """Bytes of a piece; a power of two. One that holds a larger buffer is larger."""
-AT_ONCE = 1 << 20
-"""Bytes that are copied, then hashed while the processor's cache still has them: half of what memory would cost."""
+AT_ONCE = 3 << 16
+"""Bytes that are copied, then hashed while the processor's own cache still has them: a third of what memory costs."""
 ALIGNMENT = 512
 """Every buffer begins at a multiple of this many bytes of its piece; of the size of every type, too."""
 
@@ -122,12 +122,16 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def _copy_and_digest(source: torch.Tensor, target: torch.Tensor) -> str:
-    """Copy a tensor in host memory and return its digest."""
+    """Copy a tensor in host memory and return the digest of the original, which the copy has to match at a load.
+
+    The copy is a loop of numpy's, as wide as the processor allows; `np.copyto` is the C library's memcpy, which for so
+    few bytes is slower here and leaves less in the cache. As the hash, it lets other threads run.
+    """
     found = xxhash.xxh3_128()
     ours, theirs = _bytes(target), _bytes(source)
     for start in range(0, len(ours), AT_ONCE):
-        piece = ours[start : start + AT_ONCE]
-        np.copyto(piece, theirs[start : start + AT_ONCE])  # as torch's copy, and as the hash, it lets other threads run
+        piece = theirs[start : start + AT_ONCE]
+        np.positive(piece, out=ours[start : start + AT_ONCE])
         found.update(piece.data)
     return found.hexdigest()
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from relayrun.shards.checksum import HashingFile
 from relayrun.shards.direct_io import DirectFile
 from relayrun.training.checkpoint.checksums import Block, FileSum
 from relayrun.training.checkpoint.host_copy import digest
@@ -132,29 +133,6 @@ class _RecordedFiles(FileSystem):
             yield file
 
 
-class _HashedStream:
-    """A file that is hashed as it is written."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = open(path, "wb")  # noqa: SIM115 - closed by whoever made this
-        self._hash = xxhash.xxh3_128()
-        self._size = 0
-
-    def write(self, data: Any) -> int:
-        self._hash.update(data)
-        self._size += memoryview(data).nbytes
-        return self._file.write(data)
-
-    def fileno(self) -> int:
-        """Return the descriptor when everything is in the kernel's hands: whoever syncs by it syncs everything."""
-        self._file.flush()
-        return self._file.fileno()
-
-    def close(self) -> FileSum:
-        self._file.close()
-        return FileSum(bytes=self._size, xxh3_128=self._hash.hexdigest())
-
-
 class _HashedFiles(FileSystem):
     """What torch writes beside the blocks; `sums` has it by name."""
 
@@ -164,11 +142,10 @@ class _HashedFiles(FileSystem):
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         assert mode == "wb"
-        stream = _HashedStream(path)
-        try:
+        with open(path, "wb") as file:
+            stream = HashingFile(file)
             yield stream  # type: ignore[misc]  # pickle and fsync need no more of a file
-        finally:
-            self.sums[os.path.basename(path)] = stream.close()
+        self.sums[os.path.basename(path)] = FileSum(bytes=stream.bytes, xxh3_128=stream.hexdigest())
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)

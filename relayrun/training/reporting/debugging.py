@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.config.schema import Debug, RunConfig
 from relayrun.errors import ConfigError
 from relayrun.files import write_atomic
@@ -78,7 +78,7 @@ def write_surroundings(
 ) -> None:
     """Start what writes compute_environment.txt (rank 0) and memory_logging-<node>.txt (a node's first rank).
 
-    In threads: git and nvidia-smi may take long, and training does not wait for them.
+    In threads: git and the driver may take long, and training does not wait for them.
     """
     folder = run.debug_of(begin.attempt)
     try:
@@ -95,7 +95,7 @@ def write_surroundings(
 
 def _write_environment(path: Path, run: Run, begin: AttemptStart, config: RunConfig) -> None:
     try:
-        text = environment.describe(config, begin, root=ROOT, job_script=run.job_script, environment=os.environ)
+        text = environment.describe(config, begin, root=places.CODE, job_script=run.job_script, environment=os.environ)
         write_atomic(path, text, durable=False)
     except Exception as error:
         log.warning("%s not written: %s", path.name, error)

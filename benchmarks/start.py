@@ -1,0 +1,60 @@
+"""What the commands cost that people call again and again: CPU seconds of their processes, from the start to the end.
+
+    python benchmarks/start.py [--rounds 10]
+
+`relayrun --help`, and `relayrun status` of a project with three runs, of 2, 20 and 200 attempts. User and system time,
+that of the interpreter and of programs that the command starts included; the wall clock says nothing on a machine with
+other work. A few seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # for the tests' made run directories
+
+import _results  # noqa: E402
+
+from relayrun import places  # noqa: E402
+from tests.history import make_history  # noqa: E402
+
+COMMANDS = {"help": ["--help"], "status": ["status"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10)
+    rounds = parser.parse_args().rounds
+    figures: dict[str, Any] = {"rounds": rounds, "unit": "CPU seconds"}
+    with tempfile.TemporaryDirectory(prefix="relayrun-start-") as folder:
+        (Path(folder) / places.MARKER).touch()
+        for attempts in (2, 20, 200):
+            make_history(Path(folder) / f"logs/runs/p/{attempts}", lines=10 * attempts, attempts=attempts)
+        for name, words in COMMANDS.items():
+            figures[name] = _results.spread([spent(words, folder) for _ in range(rounds)])
+    figures["load_average"] = os.getloadavg()[0]
+    print(json.dumps(figures, indent=2))
+    print(_results.write("start", figures))
+
+
+def spent(words: list[str], folder: str) -> float:
+    """CPU seconds of one call, which must work."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "relayrun", *words]
+    subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""What the fallback job does when it starts: a job of the chain has failed; is there anybody who goes on?
+
+Where a job of the chain is queued or runs, the fallback job stands behind that one again. Where nothing is there, it
+writes STOP if a person ended the chain, and else queues the next job, as the batch script does when `begin` fails
+(`launchers/lib/again.sh`): later each time, without the node where it failed, and not for ever. Whether the ranks may
+start is then for that job's `begin`.
+"""
+
+from __future__ import annotations
+
+from relayrun.chain import fallback, successor, take_over
+from relayrun.chain.log import log
+from relayrun.errors import SchedulerError
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
+from relayrun.rundir.stop import stop_reason, write_stop
+from relayrun.scheduler.base import BEGIN_BACKOFF, MAX_FAILED_BEGINS, FallbackJobs, FallbackOrder, Job, Scheduler
+from relayrun.scheduler.choose import for_plan
+
+PATIENCE = 240.0
+"""Seconds for which a controller that does not answer is asked again; then the batch script calls this again."""
+
+
+def look(run: Run) -> int:
+    """See to a chain one of whose jobs has failed; return an exit code.
+
+    Raises SchedulerError and OSError, which another try may not meet.
+    """
+    plan = Plan.load(run)
+    scheduler = for_plan(plan, run, patience=PATIENCE)
+    own = scheduler.current_job_id()
+    jobs = scheduler.fallback_jobs
+    if jobs is None or not plan.fallback_job or stop_reason(run) is not None or take_over.happened(plan, own):
+        return 0
+    order = jobs.order(own)
+    live = scheduler.jobs(plan)
+    if live:
+        last = next((job for job in live if job.state == "PENDING"), live[-1])
+        known = scheduler.query(last.id)
+        fallback.put_behind(run, plan, last.id, options=known.options if known else plan.sbatch_options)
+        return 0
+    failed = scheduler.query(order.job_id)
+    reason = _why_it_ends(run, scheduler, order, failed)
+    if reason is not None:
+        write_stop(run, reason)
+        log(f"the chain ends: {reason}")
+        return 0
+    _queue_next(run, plan, scheduler, jobs, order, failed)
+    return 0
+
+
+def _failed_begins(order: FallbackOrder, failed: Job | None) -> int:
+    return 1 + max(order.failed_begins, failed.failed_begins if failed else 0)
+
+
+def _why_it_ends(run: Run, scheduler: Scheduler, order: FallbackOrder, failed: Job | None) -> str | None:
+    """What a person did to the queue, or that it has been tried often enough; None where the chain goes on."""
+    newest = run.newest_begun()
+    words = successor.cancelled_words(newest, scheduler) if newest is not None else None
+    if words is not None:
+        return words
+    if failed is not None and failed.state == "CANCELLED":
+        by = scheduler.cancelled_by(failed.id)
+        return f"job {failed.id}, which was to go on, was cancelled" + (f" by {by}" if by else "")
+    count = _failed_begins(order, failed)
+    if count >= MAX_FAILED_BEGINS:
+        return f"job {order.job_id} failed and left no successor, {count} times in a row"
+    return None
+
+
+def _queue_next(
+    run: Run, plan: Plan, scheduler: Scheduler, jobs: FallbackJobs, order: FallbackOrder, failed: Job | None
+) -> None:
+    """Queue a job with the options of the one that failed. Raises SchedulerError."""
+    newest = run.newest_begun()
+    begin = newest.read_begin() if newest is not None else None
+    given = successor.own_options(failed, scheduler) if failed else begin.options if begin else {}
+    options = successor.successor_options(run, plan, scheduler, given)
+    count = _failed_begins(order, failed)
+    delay = BEGIN_BACKOFF << (count - 1)
+    tried = _tried_nodes(scheduler, failed)
+    elsewhere = dict(options)
+    if tried:
+        elsewhere["exclude"] = ",".join(filter(None, [options.get("exclude"), tried]))
+    try:
+        job_id = scheduler.submit(plan, run.job_script, options=elsewhere, delay=delay)
+    except SchedulerError:
+        if not tried or scheduler.jobs(plan):  # queued all the same: the next look finds it
+            raise
+        tried = ""  # there are no other nodes
+        job_id = scheduler.submit(plan, run.job_script, options=options, delay=delay)
+    log(f"job {order.job_id} failed and left no successor; job {job_id} goes on, not before {delay} s from now")
+    jobs.count_failed_begins(job_id, count, tried)
+    fallback.put_behind(run, plan, job_id, options=options, failed_begins=count)
+
+
+def _tried_nodes(scheduler: Scheduler, failed: Job | None) -> str:
+    """The nodes where the batch scripts of this and the tries before it ran, separated by commas."""
+    if failed is None or scheduler.nodes is None:
+        return ""
+    own = scheduler.nodes.expand(failed.nodes)[:1] if failed.nodes else []
+    return ",".join(dict.fromkeys(filter(None, [*failed.begin_failed_on.split(","), *own])))

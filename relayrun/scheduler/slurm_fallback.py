@@ -1,0 +1,73 @@
+"""Slurm jobs that start only if another one fails: `--dependency=afternotok`.
+
+Measured on Slurm 22.05. Such a job starts about a second after the other one has ended with an error, was killed or
+was cancelled, also while that one was still queued. It goes on waiting while the other one is queued again: by itself,
+after the loss of its node. Slurm cancels it when the other one ends with exit code 0. It can be moved behind another
+job as long as it has not started. Which job it waits for stands in its comment, since Slurm forgets that at its start.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from relayrun.errors import SchedulerError
+from relayrun.scheduler.base import FallbackOrder, Job
+from relayrun.scheduler.job_text import BEGIN_FAILED, COMMENT
+
+OPTIONS = ("partition", "account", "qos", "reservation")
+"""Options of the chain's jobs that its fallback job has too: where it may run, and who pays."""
+
+
+class Commands(Protocol):
+    """Slurm's commands: `relayrun.scheduler.slurm.Slurm`."""
+
+    def ask(self, command: Sequence[str], *, answer: str = "") -> str:
+        """Run a command that changes nothing and return what it printed."""
+
+    def order(self, command: Sequence[str], lines: Sequence[str] = ()) -> str:
+        """Run a command that changes something, and may do so twice; return what it printed."""
+
+    def submit_once(self, arguments: Sequence[str], *, name: str, comment: str | None = None) -> str:
+        """Queue one job, whatever sbatch says; return its id."""
+
+
+class SlurmFallbackJobs:
+    """The fallback jobs of a Slurm cluster."""
+
+    def __init__(self, slurm: Commands) -> None:
+        self._slurm = slurm
+
+    def live(self, name: str, *, anyone: bool = False) -> list[Job]:
+        whose = [] if anyone else ["--me"]
+        text = self._slurm.ask(["squeue", "--noheader", *whose, f"--name={name}", "--format=%i|%j|%T"])
+        rows = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
+        return [Job(id=row[0], name=row[1], state=row[2]) for row in rows]
+
+    def queue(self, script: Path, *, name: str, order: FallbackOrder, options: Mapping[str, str | None]) -> str:
+        given = [f"--{option}={options[option]}" for option in OPTIONS if options.get(option)]
+        arguments = [f"--job-name={name}", f"--dependency=afternotok:{order.job_id}", "--kill-on-invalid-dep=yes"]
+        return self._slurm.submit_once([*arguments, *given, str(script)], name=name, comment=_comment(order))
+
+    def move(self, job_id: str, order: FallbackOrder) -> None:
+        changes = [f"Dependency=afternotok:{order.job_id}", f"Comment={_comment(order)}"]
+        self._slurm.order(["scontrol", "update", f"JobId={job_id}", *changes])
+
+    def order(self, job_id: str) -> FallbackOrder:
+        text = self._slurm.ask(["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%k"]).strip()
+        found = _ORDER.fullmatch(text)
+        if found is None:
+            raise SchedulerError(f"the comment of job {job_id} does not say which job it stands behind: {text!r}")
+        return FallbackOrder(job_id=found[1], failed_begins=int(found[2]))
+
+    def count_failed_begins(self, job_id: str, count: int, nodes: str) -> None:
+        self._slurm.order(["scontrol", "update", f"JobId={job_id}", f"Comment={BEGIN_FAILED}{count}@{nodes}"])
+
+
+_ORDER = re.compile(rf"{COMMENT}starts-only-if-job=(\d+)-fails,failed-begins=(\d+)")
+
+
+def _comment(order: FallbackOrder) -> str:
+    return f"{COMMENT}starts-only-if-job={order.job_id}-fails,failed-begins={order.failed_begins}"

@@ -1,0 +1,122 @@
+"""What is on record beside a shard: which tokenizer made it, and the checksums of its files.
+
+A dump's shards share `tokenization.json` in their folder. A shard that was written by itself, by a merge or by the
+datatrove step, has `PREFIX.record.json`: tasks and jobs that write into one folder at once need no lock for it. Where a
+shard has both, its own record is the newer one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from relayrun.files import read_json, write_json
+
+RECORD = "tokenization.json"
+"""The record of a folder of shards."""
+OWN_RECORD = ".record.json"
+"""What the name of a shard's own record has behind the prefix."""
+FORMAT = "relayrun shard, version 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeBy:
+    """What a record says of the tokenizer."""
+
+    fingerprint: str
+    """SHA-256 of the serialized tokenizer."""
+    ids: str
+    """Fingerprint of what decides its ids (`tokenization.identity`); empty in records of earlier versions."""
+    size: int | None
+    """Entries of its vocabulary; None in records of earlier versions."""
+    eos: int | None
+    """The id that ends every document; None if none does."""
+
+    def same(self, other: MadeBy) -> bool:
+        """Whether two records name one tokenizer, as far as both tell."""
+        return self.ids == other.ids if self.ids and other.ids else self.fingerprint == other.fingerprint
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardRecord:
+    """One shard's record."""
+
+    made: MadeBy | None
+    """None where nobody knows."""
+    xxh3_128: dict[str, str]
+    """Checksums, 32 hexadecimal digits, of the .bin and the .idx; empty where nobody knows."""
+    largest_id: int | None = None
+    """The largest id in the .bin; None where it is empty, and where nobody has noted it."""
+
+
+def write_own_record(prefix: str, shard: ShardRecord, *, merged: Sequence[str] | None = None) -> None:
+    """Write the record of the shard `prefix` alone, before its files get their names. `merged`: the shards it joins."""
+    record: dict[str, Any] = {
+        "format": FORMAT,
+        "tokenizer": None if shard.made is None else asdict(shard.made),
+        "xxh3_128": shard.xxh3_128,
+        "largest_id": shard.largest_id,
+    }
+    if merged is not None:
+        record["merged"] = list(merged)
+    write_json(prefix + OWN_RECORD, record)
+
+
+def remove_own_record(prefix: str) -> None:
+    """Remove the record of a shard that another is about to replace."""
+    Path(prefix + OWN_RECORD).unlink(missing_ok=True)
+
+
+class Records:
+    """The records of shards; each folder is read once."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, tuple[dict[str, ShardRecord], set[str]]] = {}
+
+    def of(self, real_prefix: str) -> ShardRecord | None:
+        """What is on record of the shard whose .bin is the real file `real_prefix`.bin; None where nothing is."""
+        folder, name = os.path.split(real_prefix)
+        if folder not in self._folders:
+            self._folders[folder] = _of_folder(folder), _own_records(folder)
+        shared, own = self._folders[folder]
+        return (_own(real_prefix) if name + OWN_RECORD in own else None) or shared.get(name)
+
+
+def _of_folder(folder: str) -> dict[str, ShardRecord]:
+    """What the record of a folder says, by name of the shard; nothing where there is none, or one that is no such."""
+    try:
+        record: Any = read_json(os.path.join(folder, RECORD))
+        shards = {name: (task.get("xxh3_128", {}), task.get("largest_id")) for name, task in record["shards"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    try:
+        settings, known = record["settings"], record.get("tokenizer", {})
+        made = MadeBy(
+            fingerprint=settings["tokenizer"], eos=settings["eos"], ids=known.get("ids", ""), size=known.get("size")
+        )
+    except (KeyError, TypeError, AttributeError):
+        made = None
+    return {name: ShardRecord(made=made, xxh3_128=sums, largest_id=largest) for name, (sums, largest) in shards.items()}
+
+
+def _own_records(folder: str) -> set[str]:
+    try:
+        return {name for name in os.listdir(folder) if name.endswith(OWN_RECORD)}
+    except OSError:
+        return set()
+
+
+def _own(real_prefix: str) -> ShardRecord | None:
+    try:
+        record: Any = read_json(real_prefix + OWN_RECORD)
+        made = record["tokenizer"]
+        return ShardRecord(
+            made=None if made is None else MadeBy(**made),
+            xxh3_128=dict(record["xxh3_128"]),
+            largest_id=record.get("largest_id"),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

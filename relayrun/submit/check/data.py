@@ -1,0 +1,153 @@
+"""The shards of a run: whether they are there, whose tokenizer made them, their ids, and how often they are read."""
+
+from __future__ import annotations
+
+from relayrun.config.schema import RunConfig
+from relayrun.data.order.samples import SampleOrder
+from relayrun.files import RealPath
+from relayrun.rundir.run import Run
+from relayrun.shards.made_by import LOOKED_AT, SETTING, look_at, other_tokenizers, sets_of
+from relayrun.shards.manifest import Manifest
+from relayrun.shards.record import Records
+from relayrun.submit.check.finding import Findings, counted
+from relayrun.submit.check.settings import placeholders
+from relayrun.submit.check.usage import OWN_ORDERS, Usage, usage
+from relayrun.submit.find_data import build_manifest
+
+FEW_EPOCHS = 4.0
+"""How often tokens may be read before it is a warning: up to here they are worth nearly what new ones are
+(arXiv 2305.16264)."""
+VERIFY = "scripts/tools/verify_dataset.py"
+
+
+def look(config: RunConfig, run: Run, findings: Findings) -> Manifest | None:
+    """Look at the data of a run; return their manifest, without editions, or None where they could not be read."""
+    if any(name.startswith("data.") for name, _ in placeholders(config)):
+        return None  # it is found already, and there is nothing to read
+    manifest = None
+    with findings.catching("data.shards"):
+        manifest = build_manifest(config, run)
+    if manifest is None:
+        return None
+    if config.data.mock_data:
+        findings.ok("data.shards", "made-up tokens: nothing is read", setting="data.mock_data")
+        return manifest
+    _shards(config, manifest, findings)
+    if _tokenizer(config, manifest, findings, begun=run.manifest.exists()):
+        _ids(config, manifest, findings)
+    return manifest
+
+
+def look_at_usage(config: RunConfig, run: Run, manifest: Manifest, findings: Findings) -> list[Usage]:
+    """Say how often each data set is read; data that are read too often are a warning or an error."""
+    found = usage(config, manifest, run)
+    most = config.data.max_epochs
+    for each in found:
+        epochs = each.epochs
+        if epochs is None:
+            continue
+        words = (
+            f"data set {each.name!r}: {each.tokens:,} tokens are {each.windows:,} windows of "
+            f"{config.training.seq_length:,}; {config.training.steps:,} steps read {each.samples:,}, "
+            f"{epochs:,.2f} epochs"
+        )
+        if each.used_up_at is not None:
+            words += f"; used up at step {each.used_up_at:,}"
+        if epochs > most:
+            findings.refuse(
+                "data.epochs",
+                words,
+                setting="training.steps",
+                value=round(epochs, 2),
+                remedy=f"give more data or fewer steps; if it is meant, data.max_epochs={-int(-epochs // 1)}",
+            )
+        elif epochs > FEW_EPOCHS:
+            findings.warn(
+                "data.epochs",
+                words,
+                setting="training.steps",
+                value=round(epochs, 2),
+                remedy=f"tokens that are read more than {FEW_EPOCHS:g} times teach less and less; give more data",
+            )
+        else:
+            findings.ok("data.epochs", words, setting="training.steps", value=round(epochs, 2))
+    return found
+
+
+def _shards(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
+    length, split = config.training.seq_length, config.data.split
+    before = len(findings.all)
+    for name, source in config.data.sources.items():
+        if (source.order or config.data.order) in OWN_ORDERS:
+            with findings.catching("data.windows"):
+                SampleOrder(manifest.datasets[name], seq_length=length, seed=0, name=name, split=split)
+    for name, shards in manifest.validation.items():
+        with findings.catching("data.windows"):
+            SampleOrder(shards, seq_length=length, seed=0, name=name)
+    if len(findings.all) == before:
+        every = [shards for _, shards in sets_of(manifest, None)]
+        findings.ok(
+            "data.shards",
+            f"{counted(sum(len(shards.shards) for shards in every), 'shard')} with "
+            f"{sum(shards.tokens for shards in every):,} tokens in {counted(len(manifest.datasets), 'data set')} and "
+            f"{counted(len(manifest.validation), 'validation set')}",
+        )
+
+
+def _tokenizer(config: RunConfig, manifest: Manifest, findings: Findings, *, begun: bool) -> bool:
+    """Say whose tokenizer made the shards; return whether it is one that the run can take."""
+    data, before = config.data, len(findings.errors)
+    errors, without = other_tokenizers(manifest, ends_matter=data.depends_on_ends)
+    for error in errors:
+        if data.allow_other_tokenizer:
+            findings.warn(
+                "data.tokenizer", f"taken, as {SETTING} says: {error.where}: {error.message}", setting=SETTING
+            )
+        else:
+            with findings.catching("data.tokenizer"):
+                raise error
+    for what, prefixes in without.items():
+        with findings.catching("data.ids"):
+            look_at(prefixes, what, manifest.vocabulary_size)
+    if not errors and not without:
+        findings.ok("data.tokenizer", f"{data.tokenizer} made all of them", setting="data.tokenizer")
+    elif without:
+        words = f"{sum(map(len, without.values()))} shards do not say which tokenizer made them; ids are checked again "
+        words += "as they are read"
+        if begun:
+            findings.ok("data.tokenizer", words)
+        else:
+            findings.warn("data.tokenizer", words)
+    return len(findings.errors) == before
+
+
+def _ids(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
+    """Compare the largest id on record with the vocabulary; ids of the other shards are not read here."""
+    records, real_path, size = Records(), RealPath(), manifest.vocabulary_size
+    known = 0
+    unknown: list[str] = []
+    for what, shards in sets_of(manifest, None):
+        for shard in shards.shards:
+            record = records.of(real_path(shard.prefix + ".bin").removesuffix(".bin"))
+            largest = None if record is None else record.largest_id
+            if largest is None:
+                unknown.append(shard.prefix)
+                continue
+            known += 1
+            if largest >= size:
+                findings.refuse(
+                    "data.ids",
+                    f"{what}: this shard holds the id {largest:,}, which is beyond the vocabulary of {size:,}",
+                    where=shard.prefix,
+                    setting="data.tokenizer",
+                    remedy="set data.tokenizer to the one that made it",
+                )
+    if unknown:
+        findings.ok(
+            "data.ids",
+            f"the ids of {len(unknown):,} of {known + len(unknown):,} shards were not compared with the vocabulary of "
+            f"{size:,}: their records do not name the largest (of shards without a record, {LOOKED_AT} a data set were "
+            f"looked at). This reads them all: {VERIFY} FOLDER --tokenizer {config.data.tokenizer}",
+        )
+    elif known:
+        findings.ok("data.ids", f"the largest id on record of each of {known:,} shards lies below {size:,}")

@@ -1,0 +1,223 @@
+"""The Pythons of the nodes and their packages, as far as they can be known from here."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from relayrun import ROOT
+from relayrun.config.schema import RunConfig
+from relayrun.errors import ConfigError
+from relayrun.submit.check.finding import Findings
+
+OLDEST = (3, 11)
+"""Python of the batch script and of the ranks, at least."""
+NEEDED = ("torch", "megatron.core", "pydantic", "yaml", "numpy")
+"""What the ranks import."""
+CONTAINER = ("--container-image", "--environment", "--container-name")
+"""Options of srun with which the ranks see another file system than this program does."""
+SECONDS = 60.0
+"""How long a Python may take to start: on a loaded file system, and where it is far away."""
+
+_ASK = """
+import importlib.util, json, sys
+def there(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+json.dump({"version": list(sys.version_info[:2]), "missing": [n for n in sys.argv[1:] if not there(n)]}, sys.stdout)
+"""
+
+
+def look(config: RunConfig, findings: Findings) -> None:
+    """Look at the ranks' Python, the batch script's, the modules, and at packages that settings need."""
+    _ranks(config, findings)
+    if config.cluster.scheduler == "slurm":
+        _host(config, findings)
+    if config.cluster.modules:
+        _modules(config, findings)
+    if config.parallel.context_parallel_size > 1 or config.training.transformer_impl == "transformer_engine":
+        with findings.catching("node.transformer_engine", ok="TransformerEngine is there, or declared"):
+            _check_transformer_engine(config)
+    with findings.catching("node.evaluation"):
+        _check_evaluation(config)
+
+
+def in_container(config: RunConfig) -> bool:
+    """Whether the ranks see other files than this program does."""
+    return any(option.startswith(CONTAINER) for option in config.cluster.srun_options)
+
+
+def _ranks(config: RunConfig, findings: Findings) -> None:
+    cluster = config.cluster
+    setting = "cluster.python"
+    if in_container(config):
+        findings.ok("node.python", "the ranks run in a container: what it holds is not known from here")
+        return
+    if cluster.python is None:
+        missing = [name for name in _names(config) if not _is_here(name)]
+        version = list(sys.version_info[:2])
+        python = sys.executable
+    else:
+        python = cluster.python
+        found = shutil.which(python)
+        if found is None:
+            how = findings.warn if cluster.modules or "/" not in python else findings.refuse
+            words = "there is no such program here" if not os.path.exists(python) else "this cannot be executed"
+            how("node.python", f"{python}: {words}", setting=setting, remedy="give the Python of the ranks")
+            return
+        answer = _ask(found, tuple(_names(config)), _search_path(config))
+        if isinstance(answer, str):
+            findings.refuse("node.python", f"{python} does not start: {answer}", setting=setting)
+            return
+        missing, version = answer["missing"], answer["version"]
+    if tuple(version) < OLDEST:
+        findings.refuse(
+            "node.python",
+            f"{python} is Python {version[0]}.{version[1]}, and relayrun needs {OLDEST[0]}.{OLDEST[1]}",
+            setting=setting,
+        )
+    elif missing:
+        how = findings.warn if cluster.modules else findings.refuse
+        how(
+            "node.packages",
+            f"{python} has no {', '.join(missing)}, which the ranks import",
+            setting=setting,
+            value=python,
+            remedy="install it there, set cluster.python to the Python that has it, or PYTHONPATH in "
+            "cluster.environment" + ("; the modules may bring it" if cluster.modules else ""),
+        )
+    else:
+        findings.ok("node.python", f"{python} is Python {version[0]}.{version[1]} and has what the ranks import")
+
+
+def _names(config: RunConfig) -> list[str]:
+    """What the ranks import: packages, and modules of a user's own."""
+    own = [entry.hook for entry in config.training.hooks]
+    own += [order for source in config.data.sources.values() if ":" in (order := source.order or config.data.order)]
+    return [*NEEDED, *dict.fromkeys(path.partition(":")[0].partition(".")[0] for path in own)]
+
+
+def _search_path(config: RunConfig) -> str:
+    given = config.cluster.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    return os.pathsep.join([str(ROOT), *filter(None, given.split(os.pathsep))])
+
+
+def _is_here(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+
+
+@functools.lru_cache(maxsize=16)
+def _ask(python: str, names: tuple[str, ...], search_path: str) -> dict[str, Any] | str:
+    """The version of a Python and what it lacks; in words why it does not say."""
+    done = _run([python, "-c", _ASK, *names], {"PYTHONPATH": search_path})
+    if isinstance(done, str):
+        return done
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return answer
+
+
+def _run(command: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str] | str:
+    """Run a program that answers at once; in words why it does not."""
+    try:
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SECONDS,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | environment,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {SECONDS:.0f} s"
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _host(config: RunConfig, findings: Findings) -> None:
+    """The batch script's Python runs on a node; the same name here is all that can be asked."""
+    setting, python = "cluster.host_python", config.cluster.host_python
+    found = shutil.which(python)
+    if found is None:
+        findings.warn("node.host_python", f"{python} is not on this machine; the nodes must have it", setting=setting)
+        return
+    answer = _ask(found, (), "")
+    if isinstance(answer, str):
+        findings.warn("node.host_python", f"{python} does not start here: {answer}", setting=setting)
+    elif tuple(answer["version"]) < OLDEST:
+        version = ".".join(map(str, answer["version"]))
+        findings.refuse(
+            "node.host_python",
+            f"{python} is Python {version} here, and the batch script needs {OLDEST[0]}.{OLDEST[1]}",
+            setting=setting,
+            remedy="set cluster.host_python to a newer one; it needs no packages",
+        )
+    else:
+        findings.ok("node.host_python", f"{python} is Python {'.'.join(map(str, answer['version']))} here")
+
+
+def _modules(config: RunConfig, findings: Findings) -> None:
+    names, setting = config.cluster.modules, "cluster.modules"
+    script = 'type module >/dev/null 2>&1 || exit 99; for name in "$@"; do module is-avail "${name}" || exit 1; done'
+    done = _run(["bash", "-lc", script, "bash", *names], {})
+    if isinstance(done, str) or done.returncode == 99:
+        findings.warn(
+            "node.modules", "there is no `module` here: whether the nodes have them is not known", setting=setting
+        )
+    elif done.returncode:
+        findings.warn("node.modules", "`module is-avail` does not know all of them here", setting=setting)
+    else:
+        findings.ok("node.modules", f"`module is-avail` knows {', '.join(names)} here")
+
+
+def _check_evaluation(config: RunConfig) -> None:
+    settings = config.evaluation
+    if settings is None:
+        return
+    if not settings.tasks and not config.data.validation and not config.data.split:
+        raise ConfigError(
+            "there is nothing to evaluate on: neither tasks nor a validation set",
+            where="evaluation",
+            hint="name tasks of lm-evaluation-harness, or set data.validation",
+        )
+    # another Python's packages are not known here
+    if settings.tasks and config.cluster.python is None and importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(
+            "lm-evaluation-harness is not installed",
+            where="evaluation.tasks",
+            hint="pip install 'relayrun[evaluate]', or name no tasks",
+        )
+    if settings.include_path is not None and not Path(settings.include_path).is_dir():
+        raise ConfigError("there is no such folder", where=f"evaluation.include_path: {settings.include_path}")
+
+
+def _check_transformer_engine(config: RunConfig) -> None:
+    cluster = config.cluster
+    here = cluster.python is None and importlib.util.find_spec("transformer_engine") is not None
+    if not (cluster.transformer_engine or here):
+        what = "parallel.context_parallel_size above 1"
+        if config.training.transformer_impl == "transformer_engine":
+            what = "training.transformer_impl=transformer_engine"
+        raise ConfigError(
+            f"{what} needs TransformerEngine, which this Python does not have and cluster {cluster.name!r} does not "
+            "declare",
+            where=f"configs/clusters/{cluster.name}.yaml",
+            hint="set transformer_engine: true there if the ranks' container has it",
+        )

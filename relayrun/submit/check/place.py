@@ -1,0 +1,98 @@
+"""Where the jobs of a run write, and whether they may."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from relayrun.config.schema import RunConfig
+from relayrun.config.writable import protected
+from relayrun.errors import InputError
+from relayrun.rundir.run import Run
+from relayrun.submit.check.finding import Findings
+
+WRITTEN = (
+    "HF_HOME",
+    "TMPDIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCH_EXTENSIONS_DIR",
+    "TRITON_CACHE_DIR",
+    "WANDB_CACHE_DIR",
+    "WANDB_DIR",
+    "XDG_CACHE_HOME",
+)
+"""Variables that name a folder into which libraries of the ranks write."""
+
+
+def look(config: RunConfig, run: Run, log_folder: Path, findings: Findings) -> None:
+    """Look at every path that a job of the run writes, links followed, and at the folder of the logs."""
+    read_only = config.cluster.read_only_paths
+    count = 0
+    for setting, path in written_paths(config, run, log_folder):
+        count += 1
+        for place in read_only:
+            if protected(path, [place]) is not None:
+                what = setting or ("run_dir" if path.is_relative_to(run.path) else "the folder of the jobs' logs")
+                findings.refuse(
+                    "place.read_only",
+                    f"cluster {config.cluster.name!r} allows no writing below {place}, and {what} is {path}",
+                    where=path if setting is None else None,
+                    setting=setting,
+                    value=str(path),
+                    remedy=f"set {setting or 'run_dir'} to another file system"
+                    if setting or path.is_relative_to(run.path)
+                    else "use a checkout on another file system",
+                )
+    if read_only and not any(finding.name == "place.read_only" for finding in findings.all):
+        findings.ok("place.read_only", f"none of {count} paths that jobs write lies below {', '.join(read_only)}")
+    with findings.catching("place.logs", ok=f"the folder of the jobs' logs, {log_folder}, can be written"):
+        check_log_folder(log_folder)
+
+
+def written_paths(config: RunConfig, run: Run, log_folder: Path) -> Iterator[tuple[str | None, Path]]:
+    """Every path that a job of the run writes, and the setting that names it.
+
+    What lies in the run directory is named where it is a link to another place.
+    """
+    yield "run_dir", run.path
+    inside = (
+        run.attempts,
+        run.checkpoints,
+        run.code,
+        run.config,
+        run.debug,
+        run.evaluations,
+        run.tensorboard,
+        run.triggers,
+        run.path / "wandb",
+    )
+    yield from ((None, path) for path in inside if path.is_symlink())
+    if config.data.data_cache_dir is not None:
+        yield "data.data_cache_dir", Path(config.data.data_cache_dir)
+    yield None, log_folder
+    for name in WRITTEN:
+        if (folder := config.cluster.environment.get(name, "")).startswith("/"):
+            yield f"cluster.environment.{name}", Path(folder)
+
+
+def check_log_folder(folder: Path) -> None:
+    """Raise InputError where this user cannot make the folder of the jobs' logs, or write in it.
+
+    Jobs would die without a word. Nothing is made here.
+    """
+    there = existing(folder)
+    try:
+        with tempfile.TemporaryFile(dir=there):  # asks the file system: root and NFS judge otherwise than the mode
+            pass
+    except OSError as error:
+        raise InputError(
+            f"the folder of the jobs' logs cannot be written: {error.strerror}, so every job would end at once",
+            where=folder,
+            hint="let its owner open it (chmod g+w), or use a checkout of your own",
+        ) from None
+
+
+def existing(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that is there."""
+    return next((place for place in (path, *path.parents) if place.exists()), Path("/"))

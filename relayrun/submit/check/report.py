@@ -1,0 +1,111 @@
+"""Everything that is known of a run before it is queued: the findings of all subjects, and the forecast."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from relayrun.config.schema import RunConfig
+from relayrun.config.yamlfile import LocatedSettings
+from relayrun.errors import RelayrunError
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
+from relayrun.shards.manifest import Manifest
+from relayrun.submit import owner
+from relayrun.submit.check import data, job, node, place, settings, slurm, state, storage, tracking
+from relayrun.submit.check.finding import Findings
+from relayrun.submit.check.state import Intent
+from relayrun.submit.check.usage import Usage
+from relayrun.submit.forecast.forecast import Forecast, forecast, in_bytes
+
+ROOM = 0.9
+"""Share of a GPU's memory that a run can use; the rest is for CUDA, NCCL's buffers and gaps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a check found."""
+
+    config: RunConfig
+    run: Run
+    plan: Plan
+    findings: Findings
+    manifest: Manifest | None
+    """The run's data, without editions; None where they could not be read."""
+    usage: list[Usage] = field(default_factory=list)
+    forecast: Forecast | None = None
+    """None where the size of the vocabulary is not known."""
+
+
+def report(
+    config: RunConfig,
+    plan: Plan,
+    run: Run,
+    *,
+    log_folder: Path,
+    given: LocatedSettings | None = None,
+    intent: Intent | None = None,
+    script: str | Path | None = None,
+) -> Report:
+    """Look at everything; nothing is written or queued.
+
+    `given`: where the settings were written. `intent`: with it the run's own state and jobs are looked at. `script`:
+    what Slurm is asked about, see `slurm.look`; None: it is not asked.
+    """
+    findings = of_config(config, given)
+    place.look(config, run, log_folder, findings)
+    with findings.catching("place.run_dir", ok=f"run directory {run.path}"):
+        owner.refuse_unwritable(run)
+    manifest = data.look(config, run, findings)
+    used: list[Usage] = []
+    future: Forecast | None = None
+    if intent is not None:
+        state.look(config, plan, run, manifest, intent, findings)
+    if manifest is not None:
+        used = data.look_at_usage(_with_editions(config, run, manifest), run, manifest, findings)
+        with findings.catching("run.lineage"):
+            future = forecast(config, plan, run, manifest.vocabulary_size)
+    if future is not None:
+        _memory(future, findings)
+        storage.look(future, run, findings)
+    if plan.scheduler == "slurm" and script is not None:
+        slurm.look(plan, script, findings)
+    tracking.look(config, findings)
+    return Report(config=config, run=run, plan=plan, findings=findings, manifest=manifest, usage=used, forecast=future)
+
+
+def of_config(config: RunConfig, given: LocatedSettings | None = None) -> Findings:
+    """Look at what the config alone, and this machine's Pythons, tell."""
+    findings = Findings(config, given)
+    settings.look(config, findings)
+    job.look(config, findings)
+    node.look(config, findings)
+    return findings
+
+
+def _with_editions(config: RunConfig, run: Run, manifest: Manifest) -> RunConfig:
+    """The config with the names under which a run that has begun counts its data sets, where it would take them."""
+    with contextlib.suppress(RelayrunError):
+        evolved = state.evolved(config, run, manifest, accept=True)
+        return config if evolved is None else evolved.config
+    return config
+
+
+def _memory(future: Forecast, findings: Findings) -> None:
+    needed, there = future.memory.total, future.gpu_memory
+    words = f"the fullest GPU needs {in_bytes(needed)} by formula"
+    if not future.gpus:
+        return
+    if there is None:
+        findings.ok("memory.gpu", f"{words}; cluster.gpu_memory_gb does not say what it has", value=round(needed))
+    elif needed > ROOM * there:
+        findings.warn(
+            "memory.gpu",
+            f"{words}; {ROOM:.0%} of its {in_bytes(there)} are {in_bytes(ROOM * there)}",
+            setting="training.micro_batch_size",
+            value=round(needed),
+            remedy="lower training.micro_batch_size, set training.recompute_granularity, or split the model further",
+        )
+    else:
+        findings.ok("memory.gpu", f"{words}, of {in_bytes(there)}", value=round(needed))

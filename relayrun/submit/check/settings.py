@@ -1,0 +1,208 @@
+"""Settings that were never set, and those out of all sense.
+
+Refused is what nobody can mean; what somebody could mean is a warning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from relayrun.config import determinism
+from relayrun.config.schema import RunConfig
+from relayrun.submit.check.finding import Findings
+
+PLACEHOLDER = re.compile(r"/set/|CHANGE[_-]?ME\b|<[a-z][a-z _-]*>$", re.IGNORECASE)
+"""What stands in a config for a value that somebody must still set; matched at the beginning of a text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """What a setting is expected to be. Bounds belong to it; None: there is none."""
+
+    setting: str
+    usual: tuple[float | None, float | None]
+    """Outside of it a warning."""
+    possible: tuple[float | None, float | None]
+    """Outside of it an error."""
+    why: str
+
+
+RANGES = (
+    Range(
+        setting="optimizer.lr",
+        usual=(1e-7, 0.02),
+        possible=(None, 1.0),
+        why="Adam moves every weight by about this much in each step, and weights begin near 0.02",
+    ),
+    Range(
+        setting="optimizer.weight_decay",
+        usual=(None, 1.0),
+        possible=(None, None),
+        why="0.1 is usual; every step takes lr x weight_decay off a weight",
+    ),
+    Range(setting="optimizer.adam_beta1", usual=(0.5, 0.99), possible=(None, None), why="0.9 is usual"),
+    Range(setting="optimizer.adam_beta2", usual=(0.8, 0.9999), possible=(None, None), why="0.95 and 0.999 are usual"),
+    Range(
+        setting="optimizer.adam_eps",
+        usual=(1e-20, 1e-5),
+        possible=(None, 1.0),
+        why="it keeps a division by 0 away, and above the gradients' size it ends the adaptation",
+    ),
+    Range(setting="optimizer.clip_grad", usual=(None, 100.0), possible=(None, None), why="1.0 is usual, 0 is never"),
+    Range(setting="model.init_method_std", usual=(1e-4, 0.2), possible=(0.0, 10.0), why="0.02 is usual"),
+    Range(
+        setting="model.norm_epsilon",
+        usual=(1e-12, 1e-3),
+        possible=(0.0, 1.0),
+        why="it keeps a division by 0 away: 1e-5 is usual",
+    ),
+    Range(setting="model.hidden_dropout", usual=(None, 0.5), possible=(None, None), why="above it little gets through"),
+    Range(
+        setting="model.attention_dropout", usual=(None, 0.5), possible=(None, None), why="above it little gets through"
+    ),
+    Range(setting="model.rotary_base", usual=(1000, 1e9), possible=(None, None), why="10,000 and 500,000 are usual"),
+    Range(setting="training.spike_threshold", usual=(3.0, None), possible=(None, None), why="noise alone reaches it"),
+)
+
+LONG_WARMUP = 0.5
+"""Share of the run above which a warm-up is a warning."""
+
+
+def look(config: RunConfig, findings: Findings) -> None:
+    """Look at every setting by itself, and at pairs that make no sense together."""
+    _placeholders(config, findings)
+    before = len(findings.all)
+    for each in RANGES:
+        _range(config, each, findings)
+    _decay(config, findings)
+    _warmup(config, findings)
+    _ranks(config, findings)
+    if len(findings.all) == before:
+        findings.ok("settings.sense", f"{len(RANGES)} settings lie where such settings usually lie")
+    if config.job.gpus_per_node:
+        with findings.catching("settings.precision"):
+            config.training.require_precision()
+    if config.training.deterministic:
+        cluster = config.cluster
+        with findings.catching("settings.deterministic"):
+            determinism.check_environment(cluster.environment, where=f"cluster.environment of {cluster.name!r}")
+    _layout(config, findings)
+
+
+def placeholders(config: RunConfig) -> list[tuple[str, str]]:
+    """Name and value of every setting that still holds the text that stands for a value."""
+    return [
+        (name, value)
+        for name, value in _texts(config.model_dump(mode="json"))
+        if PLACEHOLDER.match(value) and not (config.data.mock_data and name.startswith("data."))
+    ]
+
+
+def _placeholders(config: RunConfig, findings: Findings) -> None:
+    found = placeholders(config)
+    for name, value in found:
+        findings.refuse(
+            "settings.placeholder",
+            f"{value} stands where a value of yours must stand",
+            setting=name,
+            value=value,
+            remedy=f"set it in the run config, or with --set {name}=...",
+        )
+    if not found:
+        findings.ok("settings.placeholder", "no setting is still a placeholder")
+
+
+def _texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Every text below a value, by the dotted name of the setting that holds it."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _texts(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner, name)
+    elif isinstance(value, str):
+        yield name, value
+
+
+def _range(config: RunConfig, each: Range, findings: Findings) -> None:
+    section, _, field = each.setting.partition(".")
+    value = getattr(getattr(config, section), field)
+    if not _within(value, each.possible) or (each.possible[0] is not None and value == each.possible[0]):
+        findings.refuse(
+            "settings.sense",
+            f"{value:g} cannot be meant: {each.why}",
+            setting=each.setting,
+            remedy=f"usual is {_words(each.usual)}",
+        )
+    elif not _within(value, each.usual) and not (value == 0 and each.usual[0] is None):
+        findings.warn(
+            "settings.sense",
+            f"{value:g} is unusual: {each.why}",
+            setting=each.setting,
+            remedy=f"usual is {_words(each.usual)}",
+        )
+
+
+def _within(value: float, bounds: tuple[float | None, float | None]) -> bool:
+    low, high = bounds
+    return (low is None or value >= low) and (high is None or value <= high)
+
+
+def _words(bounds: tuple[float | None, float | None]) -> str:
+    low, high = bounds
+    if low is None or high is None:
+        return f"at most {high:g}" if low is None else f"at least {low:g}"
+    return f"{low:g} to {high:g}"
+
+
+def _decay(config: RunConfig, findings: Findings) -> None:
+    """Decoupled decay multiplies a weight by 1 - lr x weight_decay in each step."""
+    off = config.optimizer.lr * config.optimizer.weight_decay
+    if off >= 1:
+        findings.refuse(
+            "settings.sense",
+            f"lr x weight_decay is {off:g}: a step would take all of a weight, or turn its sign",
+            setting="optimizer.weight_decay",
+            remedy="0.1 is usual",
+        )
+
+
+def _warmup(config: RunConfig, findings: Findings) -> None:
+    steps = config.training.steps
+    warmup, _ = config.lr_steps(config.training.batch_sizes.reaches)
+    name = "lr_warmup_steps" if config.optimizer.lr_warmup_tokens is None else "lr_warmup_tokens"
+    if warmup > LONG_WARMUP * steps:
+        what = "is longer than" if warmup >= steps else f"takes {warmup / steps:.0%} of"
+        findings.warn(
+            "settings.warmup",
+            f"the warm-up of {warmup:,} steps {what} the training of {steps:,}",
+            setting=f"optimizer.{name}",
+            remedy="a few per cent are usual",
+        )
+
+
+def _ranks(config: RunConfig, findings: Findings) -> None:
+    job = config.job
+    if job.gpus_per_node and job.ntasks_per_node != job.gpus_per_node:
+        what = "share a GPU" if job.ntasks_per_node > job.gpus_per_node else "leave GPUs idle"
+        findings.warn(
+            "settings.ranks",
+            f"{job.ntasks_per_node} ranks on {job.gpus_per_node} GPUs of a node {what}",
+            setting="job.ntasks_per_node",
+            remedy="one rank a GPU is usual",
+        )
+
+
+def _layout(config: RunConfig, findings: Findings) -> None:
+    """The schema has refused what does not divide; here it is said what it comes to."""
+    parallel = config.parallel
+    micro = config.training.global_batch_size // (config.training.micro_batch_size * config.data_parallel_size)
+    findings.ok(
+        "settings.layout",
+        f"{config.world_size} ranks: tensor {parallel.tensor_model_parallel_size} x pipeline "
+        f"{parallel.pipeline_model_parallel_size} x context {parallel.context_parallel_size} x data "
+        f"{config.data_parallel_size}; {micro} micro-batches an iteration and rank",
+    )

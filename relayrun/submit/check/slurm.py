@@ -1,0 +1,100 @@
+"""What Slurm says of the very job that would be queued, and the limits of its partition."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from relayrun.errors import SchedulerError
+from relayrun.rundir.plan import Plan
+from relayrun.scheduler.slurm import Slurm
+from relayrun.scheduler.slurm_command import NoAnswerError
+from relayrun.slurmtime import format_time, parse_time
+from relayrun.submit.check.finding import Findings
+
+
+def look(plan: Plan, script: str | Path, findings: Findings) -> None:
+    """Ask Slurm whether it would take the job; nothing is queued.
+
+    `script`: the text of the job's script, or the path of a launcher that sbatch would be given.
+    """
+    slurm = Slurm(patience=0)  # a person waits: once is enough
+    try:
+        partitions = slurm.partitions()
+    except SchedulerError as error:
+        findings.warn(
+            "slurm.test",
+            f"whether Slurm takes the job is not known: {' '.join(error.message.split())}",
+            remedy=error.hint,
+        )
+        return
+    _limits(partitions, plan, findings)
+    _test(slurm, script, findings)
+
+
+def _test(slurm: Slurm, script: str | Path, findings: Findings) -> None:
+    with tempfile.NamedTemporaryFile("w", prefix="relayrun-check-", suffix=".sbatch", encoding="utf-8") as file:
+        if isinstance(script, str):
+            file.write(script)
+            file.flush()
+        path = Path(file.name) if isinstance(script, str) else script
+        try:
+            answer = slurm.test(path)
+        except NoAnswerError as error:
+            findings.warn("slurm.test", f"Slurm does not answer: {error.message}", remedy="ask again later")
+        except SchedulerError as error:
+            findings.refuse("slurm.test", error.message, remedy="change job, or the job section of the cluster")
+        else:
+            findings.ok("slurm.test", " ".join(answer.split()) or "sbatch --test-only takes the job")
+
+
+def _limits(partitions: list[dict[str, str]], plan: Plan, findings: Findings) -> None:
+    """Compare nodes and time with MaxNodes, MinNodes and MaxTime: Slurm may queue such a job, and never start it."""
+    asked = plan.sbatch_options.get("partition") or os.environ.get("SBATCH_PARTITION")
+    if asked is None:
+        chosen = [found for found in partitions if found.get("Default") == "YES"]
+        if not chosen:
+            findings.warn(
+                "slurm.partition", "no partition is named, and this Slurm has no default one", setting="job.partition"
+            )
+    else:
+        names = asked.split(",")
+        chosen = [found for found in partitions if found["PartitionName"] in names]
+        if unknown := set(names) - {found["PartitionName"] for found in partitions}:
+            known = ", ".join(found["PartitionName"] for found in partitions)
+            findings.refuse(
+                "slurm.partition",
+                f"there is no partition {', '.join(sorted(unknown))}; there are: {known}",
+                setting="job.partition",
+            )
+    for found in chosen:
+        _limit(found, plan, findings)
+
+
+def _limit(partition: dict[str, str], plan: Plan, findings: Findings) -> None:
+    name, before = partition["PartitionName"], len(findings.all)
+    limit = partition.get("MaxTime", "UNLIMITED")
+    if limit not in ("UNLIMITED", "INFINITE") and plan.time_limit > parse_time(limit):
+        findings.refuse(
+            "slurm.time",
+            f"{format_time(plan.time_limit)} is more than partition {name} allows, {limit}",
+            setting="job.time",
+            remedy="lower job.time: a chain goes on in the next job",
+        )
+    if (most := partition.get("MaxNodes", "UNLIMITED")).isdecimal() and plan.nodes > int(most):
+        findings.refuse(
+            "slurm.nodes", f"{plan.nodes} nodes are more than partition {name} allows, {most}", setting="job.nodes"
+        )
+    if (least := partition.get("MinNodes", "0")).isdecimal() and plan.nodes < int(least):
+        findings.refuse(
+            "slurm.nodes", f"{plan.nodes} nodes are fewer than partition {name} asks for, {least}", setting="job.nodes"
+        )
+    if (there := partition.get("TotalNodes", "")).isdecimal() and plan.nodes > int(there):
+        findings.refuse(
+            "slurm.nodes", f"{plan.nodes} nodes are more than partition {name} has, {there}", setting="job.nodes"
+        )
+    if (state := partition.get("State", "UP")) != "UP":
+        findings.warn("slurm.partition", f"partition {name} is {state}: jobs wait", setting="job.partition")
+    if len(findings.all) == before:
+        findings.ok("slurm.partition", f"partition {name}: MaxTime {limit}, MaxNodes {most}, {there or '?'} nodes")

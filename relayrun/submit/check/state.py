@@ -1,0 +1,117 @@
+"""What a run that is there already allows: its jobs, its end, its owner, its data, its checkpoint to begin with."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from relayrun.config import compose
+from relayrun.config.schema import RunConfig
+from relayrun.data.evolution import Evolved, evolve
+from relayrun.errors import ConfigError, RunDirError
+from relayrun.rundir.lead import SAVES
+from relayrun.rundir.lineage import Lineage, durable
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
+from relayrun.rundir.start_time import start_seconds
+from relayrun.rundir.stop import stop_reason
+from relayrun.scheduler import history
+from relayrun.scheduler.base import Scheduler
+from relayrun.scheduler.choose import for_plan
+from relayrun.shards.manifest import Manifest
+from relayrun.slurmtime import format_time
+from relayrun.submit import initial_checkpoint, owner
+from relayrun.submit.check.finding import Findings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intent:
+    """What a submit is told beside its config."""
+
+    resume: bool = False
+    """Go on where the chain has ended, too."""
+    accept_data_change: bool = False
+    take_over: bool = False
+    """Go on with a run of another user's, whose jobs have ended."""
+
+
+def look(
+    config: RunConfig, plan: Plan, run: Run, manifest: Manifest | None, intent: Intent, findings: Findings
+) -> None:
+    """Look at what the run's records, and its jobs, would make a submit refuse. `plan`: the config's."""
+    with findings.catching("run.time_limit", ok="the time limit leaves time to train in"):
+        check_time_limit(config, plan, run)
+    with findings.catching("run.initial_checkpoint"):
+        initial_checkpoint.find_initial_checkpoint(config, run)
+    if not run.plan.exists():
+        findings.ok("run.state", "this run has not been submitted yet")
+        return
+    with findings.catching("run.jobs", ok="the run has no job"):
+        former = Plan.load(run)
+        scheduler = for_plan(former, run, patience=0)  # a person waits: once is enough
+        refuse_while_live(run, former, scheduler, without=history.abandoned(former, run))
+    with findings.catching("run.state", ok="the chain has not ended, or goes on with --resume"):
+        refuse_after_end(run, resume=intent.resume)
+    with findings.catching("run.owner"):
+        owner.refuse_another(run, take_over=intent.take_over, now=time.time())
+    if manifest is not None:
+        with findings.catching("run.data", ok="the data are those that the run began with, or changes that it takes"):
+            evolved(config, run, manifest, accept=intent.accept_data_change)
+
+
+def check_time_limit(config: RunConfig, plan: Plan, run: Run) -> None:
+    """Raise a ConfigError where leaving, or what start and save took in earlier attempts, needs the whole job.time."""
+    limit = f"job.time ({plan.time_limit} s)"
+    for name, seconds in (("lead", plan.lead), ("signal_lead", float(plan.signal_lead))):
+        if getattr(config.chain, name) != "auto" and seconds >= plan.time_limit:
+            raise ConfigError(
+                f"chain.{name} {seconds:.0f} leaves nothing of {limit}",
+                hint=f"raise job.time, or leave chain.{name} to be measured (auto)",
+            )
+    starts, saves = start_seconds(run), Lineage(run).newest_saves(SAVES)
+    if not starts:
+        return
+    start, save = min(starts), min(saves, default=0.0)
+    leaving = max(save, plan.lead_floor)
+    if start + leaving >= plan.time_limit:
+        raise ConfigError(
+            f"in earlier attempts the start took {start:.0f} s at best and a save {save:.0f} s (leaving is given "
+            f"{leaving:.0f} s): nothing of {limit} is left to train in",
+            hint=f"raise job.time, to {format_time(math.ceil(2 * (start + leaving)))} or more",
+        )
+
+
+def refuse_while_live(run: Run, plan: Plan, scheduler: Scheduler, *, without: Collection[str] = ()) -> None:
+    """Raise RunDirError where jobs of the run are queued or run, whoever's; those of `without` do not count."""
+    live = [job for job in scheduler.jobs(plan, anyone=True) if job.id not in without]
+    if live:
+        jobs = ", ".join(f"{job.id} ({job.state.lower()})" for job in live)
+        raise RunDirError(
+            f"this run has jobs already: {jobs}",
+            where=run.path,
+            hint=f"let them run, or touch {run.triggers / 'exit'} and submit again",
+        )
+
+
+def refuse_after_end(run: Run, *, resume: bool) -> None:
+    """Raise RunDirError where the chain has ended and nobody asked to go on."""
+    reason = stop_reason(run)
+    if reason is not None and not resume:
+        raise RunDirError(
+            f"the chain of this run has ended: {reason}",
+            where=run.stop,
+            hint="submit with --resume to go on all the same",
+        )
+
+
+def evolved(config: RunConfig, run: Run, found: Manifest, *, accept: bool) -> Evolved | None:
+    """The run's data with what the config changes of them; None where the run has no data yet. Raises InputError."""
+    revisions = run.revisions()
+    if not run.manifest.exists() or not revisions:
+        return None
+    frozen = Manifest.read(run.manifest)
+    past = [compose.read_resolved(run.config_revision(number)) for number in reversed(revisions)]
+    trained = durable(run).path is not None
+    return evolve(frozen=frozen, history=past, found=found, config=config, accept=accept, trained=trained)

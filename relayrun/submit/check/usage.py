@@ -1,0 +1,91 @@
+"""How much of each data set a run reads: windows, epochs, and the step at which a data set is used up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from relayrun.config.schema import MOCK_ORDER, RunConfig
+from relayrun.data.order.samples import held_out_windows
+from relayrun.data.order.schedule import Schedule, integer_weights
+from relayrun.data.progress import Progress
+from relayrun.errors import FatalTrainingError
+from relayrun.files import read_json
+from relayrun.rundir.run import Run
+from relayrun.shards.manifest import Manifest
+
+OWN_ORDERS = ("window", "megatron")
+"""Those that cut a stream of tokens into windows; what a user's own makes of few tokens only it knows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """One data set of the mixture, and what the whole run reads of it."""
+
+    name: str
+    shards: int
+    documents: int
+    tokens: int
+    """Tokens of its shards."""
+    windows: int | None
+    """Samples of one epoch; None where only a user's own order knows."""
+    share: float
+    """Its part of the samples."""
+    samples: int
+    """How many the run reads of it until its last step."""
+    used_up_at: int | None
+    """The step that reads the last window of its first epoch; None where the run does not come so far."""
+
+    @property
+    def epochs(self) -> float | None:
+        return self.samples / self.windows if self.windows else None
+
+
+def usage(config: RunConfig, manifest: Manifest, run: Run) -> list[Usage]:
+    """What a run reads, its past included where it has one. `manifest` names data sets as the config does."""
+    data, training = config.data, config.training
+    weights = integer_weights({source.identity(name): source.weight for name, source in data.sources.items()})
+    schedule, position = _past(run, config, weights)
+    samples = position.legs[-1].consumed(max(training.steps, position.iteration))
+    counts = schedule.counts(samples)
+    total = sum(weights.values())
+    found = []
+    for name, source in data.sources.items():
+        identity = source.identity(name)
+        shards = manifest.datasets[name]
+        windows = None
+        order = source.order or data.order
+        if order in OWN_ORDERS:
+            every = max(0, shards.tokens - 1) // training.seq_length
+            windows = every - held_out_windows(every, data.split)
+        last = schedule.sample_of(identity, windows - 1) if windows and counts[identity] >= windows else None
+        found.append(
+            Usage(
+                name=name,
+                shards=len(shards.shards),
+                documents=sum(shard.documents for shard in shards.shards),
+                tokens=shards.tokens,
+                windows=None if order == MOCK_ORDER else windows,
+                share=weights[identity] / total,
+                samples=counts[identity],
+                used_up_at=None if last is None else position.reaches(last + 1),
+            )
+        )
+    return found
+
+
+def _past(run: Run, config: RunConfig, weights: Mapping[str, int]) -> tuple[Schedule, Progress]:
+    """The schedule that a run has had, with the config's mixture from where it stands, and how far it is.
+
+    A run that has not trained begins at sample 0; so does, for this forecast, one whose record cannot be read.
+    """
+    sizes = config.training.batch_sizes
+    for number in reversed(run.attempt_numbers()):
+        try:
+            state = read_json(run.attempt(number).data)
+            position = Progress.resume(state["progress"], sizes)
+            schedule = Schedule.from_json(state["phases"])
+            return schedule.with_phase(position.consumed_samples, weights), position
+        except (OSError, ValueError, KeyError, TypeError, FatalTrainingError):
+            continue
+    return Schedule.of(weights), Progress(sizes)

@@ -1,0 +1,1 @@
+"""What a run will need, from formulas and from what was measured before."""

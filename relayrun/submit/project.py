@@ -1,0 +1,145 @@
+"""A new project: a folder with launchers, configs and a site file that works with an installed relayrun.
+
+my-project/
+  .relayrun       makes the folder a project (`relayrun.places`), and names a Python for the launchers
+  configs/        a run, its model, tokenization, and the cluster
+  launchers/      the run for sbatch
+  logs/           runs and the logs of jobs
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from relayrun import places
+from relayrun.config import compose
+from relayrun.config.schema import RunConfig
+from relayrun.config.section import NAME
+from relayrun.errors import ConfigError, InputError
+from relayrun.files import write_atomic
+from relayrun.submit import submission
+from relayrun.submit.launcher_environment import OVERRIDES
+
+RUN = "configs/runs/my-run.yaml"
+"""The run of a new project."""
+PATTERN_OF_LAUNCHER = "launchers/submit-llama3-1b.sh"
+LAUNCHER = "launchers/submit-my-run.sh"
+
+_SETTING = re.compile(r'^(export (\w+)="\$\{\2:-.*\}" +# )[^\s;]+', re.M)
+
+_MARKER = """\
+# A project of relayrun: relative paths in its configs start here, and its runs lie below logs/runs/.
+# The Python of launchers/*.sh, where PYTHON is not set and there is no .venv/ here:
+python={python}
+"""
+
+_IGNORED = """\
+.venv/
+__pycache__/
+data/
+logs/**
+!logs/**/
+!logs/**/.gitkeep
+"""
+
+_README = """\
+# {name}
+
+A project of relayrun. Relative paths in configs start in this folder, from wherever a command is called.
+
+```
+relayrun submit {run} --dry-run                        # print the job; nothing is submitted
+relayrun submit {run} --set data.mock_data=true        # train on made-up tokens
+relayrun status                                        # all runs of this project
+```
+
+- `{run}` says what is trained, on what, and for how long. `relayrun explain` says what each setting means.
+- `configs/models/` has shapes of models, `configs/clusters/{cluster}.yaml` what this site needs.
+- `configs/data/tokenization-example.yaml` turns text into tokens: `relayrun dumps prepare`, then `dumps submit`.
+- `sbatch {launcher}` submits the same run from a script: `MBS=2 sbatch {launcher}` changes a setting.
+- `logs/runs/` has a folder a run, `logs/slurm/training/` what the jobs print.
+"""
+
+
+def clusters() -> list[str]:
+    """Return the names of the site files that relayrun brings."""
+    return sorted(path.stem for path in places.shared("configs/clusters").glob("*.yaml"))
+
+
+def make(folder: Path, *, cluster: str) -> dict[str, bool]:
+    """Write a project into `folder`, which need not be empty; return each file, and whether it was written.
+
+    A file that is there stays as it is. Raises ConfigError for a cluster that is not known, and InputError where
+    `folder` is no folder.
+    """
+    if cluster not in clusters():
+        raise ConfigError(f"unknown cluster {cluster!r}; there are: {', '.join(clusters())}", where="--cluster")
+    if folder.exists() and not folder.is_dir():
+        raise InputError("this is no folder", where=folder)
+    name = folder.absolute().name
+    made = _write(folder, _files(name if re.fullmatch(NAME, name) else "my-project", cluster))
+    config = compose.load(folder / RUN)
+    return made | _write(folder, {LAUNCHER: launcher_text(config, RUN)})
+
+
+def launcher_text(config: RunConfig, path: str) -> str:
+    """Return a launcher for sbatch of the run config at `path`: its header asks for what the config says."""
+    _, _, body = places.shared(PATTERN_OF_LAUNCHER).read_text(encoding="utf-8").partition("set -euo pipefail\n")
+    header = [line for line in submission.dry_run(config).splitlines() if line.startswith("#SBATCH ")]
+    own = ("#SBATCH --output=", "#SBATCH --job-name=")  # the first job cannot have these: decision 0003
+    kept = [line.replace("B:USR2@", "B:SIGUSR2@") for line in header if not line.startswith(own)]
+    kept.insert(0, f"#SBATCH --job-name={config.project}-{config.name}")
+    settings = {variable: _shown(config, name) for variable, name in OVERRIDES.items()}
+    body = _SETTING.sub(lambda match: match[1] + settings.get(match[2], "false"), body)
+    body = re.sub(r'"\$\{CONFIG:-[^"]+\}"', lambda _: f'"${{CONFIG:-{path}}}"', body)
+    body = body.replace(PATTERN_OF_LAUNCHER, LAUNCHER)
+    return "\n".join(["#!/usr/bin/env bash", *kept, "set -euo pipefail", ""]) + body
+
+
+def _shown(config: RunConfig, name: str) -> str:
+    """A setting as the comments of a launcher show it; paths as the config has them, from the project's folder."""
+    value: object = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    root = f"{places.project(Path(config.run_dir or ''))}/"
+    if isinstance(value, list):
+        return ",".join(str(each).removeprefix(root) for each in value) or "none"
+    if value is None or value == {}:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _files(name: str, cluster: str) -> dict[str, str]:
+    """Texts of the project's files by their places, without the launcher, which needs the config."""
+    shared = places.shared("configs")
+    run = (shared / "runs" / Path(RUN).name).read_text(encoding="utf-8")
+    run = re.sub(r"^project: .*", f"project: {name}", run, flags=re.M)
+    run = re.sub(r"^cluster: \S+", f"cluster: {cluster}", run, flags=re.M)
+    copied = [*sorted((shared / "models").glob("*.yaml")), shared / "clusters" / f"{cluster}.yaml"]
+    data = shared / "data" / "tokenization-example.yaml"
+    data_text = data.read_text(encoding="utf-8").replace("launchers/submit_tokenization.py", "relayrun dumps submit")
+    return {
+        places.MARKER: _MARKER.format(python=sys.executable),
+        ".gitignore": _IGNORED,
+        "README.md": _README.format(name=name, run=RUN, cluster=cluster, launcher=LAUNCHER),
+        RUN: run,
+        **{f"configs/{path.relative_to(shared)}": path.read_text(encoding="utf-8") for path in copied},
+        "configs/data/tokenization-example.yaml": data_text,
+        "launchers/lib/launch.sh": places.shared("launchers/lib/launch.sh").read_text(encoding="utf-8"),
+        "logs/runs/.gitkeep": "",
+        "logs/slurm/training/.gitkeep": "",
+    }
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> dict[str, bool]:
+    made = {}
+    for name, text in files.items():
+        path = folder / name
+        made[name] = not path.exists() and not path.is_symlink()
+        if made[name]:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, text, mode=0o777 if name == LAUNCHER else 0o666)
+    return made

@@ -1,0 +1,55 @@
+"""A look at the files of dumps before jobs are queued: whether they can be opened, and have the column of the text."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from relayrun.errors import InputError, RelayrunError, together
+from relayrun.tokenization.dumps.metadata import MetadataFolder
+from relayrun.tokenization.options import TokenizeOptions
+from relayrun.tokenization.readers.columns import look_at_column
+from relayrun.tokenization.readers.inputs import read_paths_file
+from relayrun.tokenization.readers.stores import is_url, join
+
+log = logging.getLogger(__name__)
+
+MOST = 256
+"""Files that are looked at, evenly chosen; of a dataset in a store, which may be slow or closed from here, a few."""
+MOST_REMOTE = 8
+THREADS = 8
+
+
+def look_at_inputs(metadata: MetadataFolder, indices: Sequence[int], options: TokenizeOptions) -> None:
+    """Raise InputError naming the files of these dumps that have no such column, or cannot be opened.
+
+    The beginning of each file is read, or its schema. With `on_error` skip-file only a column that no file has is an
+    error. A store that cannot be read from here is a warning.
+    """
+    dataset = metadata.dataset()
+    names = [name for index in indices for name in read_paths_file(metadata.paths_file(index))]
+    remote = is_url(dataset)
+    chosen = names[:: -(-len(names) // (MOST_REMOTE if remote else MOST))]
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = list(pool.map(lambda name: _fault(join(dataset, name), options), chosen))
+    faults: list[RelayrunError] = [fault for fault in found if fault is not None]
+    if not faults or (options.skips_files and len(faults) < len(chosen)):
+        return
+    every = f" (looked at {len(chosen):,} of {len(names):,})" if len(chosen) < len(names) else ""
+    error = together(faults, f"files cannot be tokenized{every}")
+    if remote and not any("no column" in fault.message for fault in faults):
+        log.warning("%s", error)
+        return
+    raise error
+
+
+def _fault(path: str, options: TokenizeOptions) -> InputError | None:
+    if not is_url(path) and os.path.exists(path) and not os.path.isfile(path):
+        return None  # a pipe can be read once alone
+    try:
+        look_at_column(path, options.column, skip_lines=options.skips_lines)
+    except InputError as error:
+        return error
+    return None

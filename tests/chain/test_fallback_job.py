@@ -1,0 +1,215 @@
+"""The fallback job, with a batch script that is killed at each call of `begin`, and with faults of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from relayrun.chain import fallback_job, render, supervisor
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.stop import stop_reason
+from relayrun.scheduler.base import MAX_FAILED_BEGINS
+
+from .exhaustion import KILL, Reached, run_child
+from .test_exhaustion import EVERYTHING, Stage, exhaust, fresh_begin, stage, tenth  # noqa: F401 - a fixture
+
+
+def run_fallback_job(stage: Stage) -> Reached | None:  # noqa: F811
+    """Let Slurm start the fallback job, if it would; return how that ended."""
+    for job_id in stage.slurm.start_fallback_jobs():
+        reached = run_child(lambda: fallback_job.look(stage.run), stage.run_path, stage.slurm, job=job_id)
+        stage.slurm.set(job_id, state="FAILED" if reached.code else "COMPLETED")
+        return reached
+    return None
+
+
+@pytest.mark.slow
+@EVERYTHING
+def test_the_batch_script_is_killed_inside_begin(stage: Stage, everything: bool) -> None:  # noqa: F811
+    """And so the program beside it, at each of its calls. A job goes on, from where the killed one would have."""
+    stage.keep()
+    undisturbed = fresh_begin(stage)
+    assert undisturbed.code == 0, undisturbed.output
+    wanted, wrong, count = stage.state(), [], 0
+    for number, call in enumerate(undisturbed.calls):
+        if not everything and number % 10 != tenth():
+            continue
+        count += 1
+        stage.reset()
+        run_child(lambda: supervisor.begin(stage.run), stage.run_path, stage.slurm, at=number, fault=KILL)
+        stage.slurm.set("1", state="FAILED")
+        before = stage.slurm.pending()
+        looked = run_fallback_job(stage)
+        waiting = stage.slurm.pending()
+        complaint = ""
+        if looked is not None and looked.code:
+            complaint = looked.output
+        elif looked is None and not before:
+            complaint = "the fallback job did not start, and nothing is queued"
+        elif len(waiting) != 1 or (before and waiting != before):
+            complaint = f"{before} waited, now {waiting}"
+        elif list(stage.slurm.fallback_jobs().values()) != waiting:
+            complaint = f"the fallback jobs stand behind {stage.slurm.fallback_jobs()}"
+        else:
+            stage.slurm.set(waiting[0], state="RUNNING")
+            fresh_begin(stage, waiting[0])
+            found = stage.state()
+            if (found.stop, found.base, found.follows) != (wanted.stop, wanted.base, wanted.follows):
+                complaint = f"{found} instead of {wanted}"
+        if complaint:
+            wrong.append(f"killed at {number} {call}: {complaint}")
+    assert count
+    assert not wrong, "\n".join([f"{len(wrong)} of {count}", *wrong])
+
+
+@pytest.mark.slow
+@EVERYTHING
+def test_faults_of_the_fallback_job_itself(stage: Stage, everything: bool) -> None:  # noqa: F811
+    """Its batch script starts it again. One job waits then, with a fallback job behind it."""
+    stage.slurm.set("1", state="FAILED")
+    (own,) = stage.slurm.start_fallback_jobs()
+
+    def look() -> int:
+        return fallback_job.look(stage.run)
+
+    def check(reached: Reached) -> str:
+        if reached.code:
+            again = run_child(look, stage.run_path, stage.slurm, job=own)
+            if again.code:
+                return f"nor the second time: {again.output[-500:]}"
+        waiting = stage.slurm.pending()
+        if len(waiting) != 1 or stop_reason(stage.run) is not None:
+            return f"{waiting}, STOP {stop_reason(stage.run)}"
+        behind = list(stage.slurm.fallback_jobs().values())
+        return "" if behind == waiting or "no fallback job behind" in reached.output else f"behind {behind}"
+
+    stage.keep()
+    exhaust(stage, look, check, everything=everything, job=own)
+
+
+def ended(stage: Stage, job_id: str, state: str) -> Reached:  # noqa: F811
+    stage.slurm.set(job_id, state=state)
+    reached = run_fallback_job(stage)
+    assert reached is not None
+    assert reached.code == 0, reached.output
+    return reached
+
+
+def test_it_is_counted_and_not_for_ever(stage: Stage) -> None:  # noqa: F811
+    job, delays = "1", []
+    while stop_reason(stage.run) is None:
+        ended(stage, job, "FAILED")
+        if stop_reason(stage.run) is None:
+            (job,) = stage.slurm.pending()
+            known = stage.slurm.jobs()[job]
+            delays.append(known["delay"])
+            assert known["comment"] == f"relayrun:begin-failed={len(delays)}@n0"
+            assert known["exclude"] == "n0"
+            assert list(stage.slurm.fallback_jobs().values()) == [job]
+    assert delays == [30 << number for number in range(MAX_FAILED_BEGINS - 1)]
+    assert (stop_reason(stage.run) or "").endswith(f"left no successor, {MAX_FAILED_BEGINS} times in a row")
+    assert not stage.slurm.pending()
+    assert not stage.slurm.fallback_jobs()
+
+
+def test_a_job_that_the_controller_has_forgotten(stage: Stage) -> None:  # noqa: F811
+    """Where the fallback job waited for its node longer than that remembers: its own count holds."""
+    assert fresh_begin(stage).code == 0
+    (job,) = stage.slurm.pending()
+    (own,) = stage.slurm.fallback_jobs()
+    stage.slurm.set("1", state="FAILED")
+    stage.slurm.set(job, state="FAILED")
+    stage.slurm.set(own, comment=f"relayrun:starts-only-if-job={job}-fails,failed-begins=3")
+    assert stage.slurm.start_fallback_jobs() == [own]
+    stage.slurm.write({key: fields for key, fields in stage.slurm.jobs().items() if key != job})
+    reached = run_child(lambda: fallback_job.look(stage.run), stage.run_path, stage.slurm, job=own)
+    assert reached.code == 0, reached.output
+    (following,) = stage.slurm.pending()
+    assert stage.slurm.jobs()[following]["comment"] == "relayrun:begin-failed=4@"
+    assert stage.slurm.jobs()[following]["delay"] == 240
+
+
+def test_a_waiting_job_that_is_cancelled_while_nothing_runs_ends_the_chain(stage: Stage) -> None:  # noqa: F811
+    assert fresh_begin(stage).code == 0
+    (waiting,) = stage.slurm.pending()
+    stage.slurm.set("1", state="FAILED")
+    ended(stage, waiting, "CANCELLED")
+    assert stop_reason(stage.run) == f"the successor, job {waiting}, was cancelled"
+    assert not stage.slurm.pending()
+
+
+def test_a_waiting_job_that_is_cancelled_beside_a_running_one(stage: Stage) -> None:  # noqa: F811
+    """The running one will say so; until then the fallback job stands behind it, in case it cannot."""
+    assert fresh_begin(stage).code == 0
+    (waiting,) = stage.slurm.pending()
+    ended(stage, waiting, "CANCELLED")
+    assert stop_reason(stage.run) is None
+    assert list(stage.slurm.fallback_jobs().values()) == ["1"]
+    ended(stage, "1", "FAILED")
+    assert stop_reason(stage.run) == f"the successor, job {waiting}, was cancelled"
+    assert not stage.slurm.pending()
+
+
+def test_a_first_job_that_is_cancelled_ends_the_chain(stage: Stage) -> None:  # noqa: F811
+    ended(stage, "1", "CANCELLED")
+    assert stop_reason(stage.run) == "job 1, which was to go on, was cancelled"
+
+
+def test_it_leaves_a_chain_alone_that_has_ended_or_changed_hands(stage: Stage) -> None:  # noqa: F811
+    stage.run.stop.write_text("stopped by ann\n")
+    ended(stage, "1", "FAILED")
+    assert not stage.slurm.pending()
+    assert not stage.slurm.fallback_jobs()
+    assert stop_reason(stage.run) == "stopped by ann"
+
+
+def test_the_end_of_a_chain_leaves_none(stage: Stage) -> None:  # noqa: F811
+    (stage.run.triggers / "exit").touch()
+    assert fresh_begin(stage).code == supervisor.CHAIN_ENDS
+    assert not stage.slurm.pending()
+    assert not stage.slurm.fallback_jobs()
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_limit_of_submitted_jobs(stage: Stage, limit: int) -> None:  # noqa: F811
+    """Where Slurm allows two jobs, one is the successor: the fallback job gives way. With one there is neither."""
+    stage.slurm.set("1", state="RUNNING")
+    stage.slurm.limit = limit
+    reached = fresh_begin(stage)
+    assert reached.code == 0, reached.output
+    assert len(stage.slurm.pending()) == limit - 1
+    assert not stage.slurm.fallback_jobs()
+    assert ("no fallback job behind job" in reached.output) == (limit == 2)
+
+
+def test_a_chain_of_the_version_before_has_none(stage: Stage) -> None:  # noqa: F811
+    replace(Plan.load(stage.run), fallback_job=False).write(stage.run.plan)
+    calls = fresh_begin(stage).calls
+    assert not [call for call in calls if "scontrol update" in call and "fallback" in call]
+    assert list(stage.slurm.fallback_jobs().values()) == ["1"]  # untouched
+
+
+def test_its_script_ends_with_a_reason_where_nothing_works(stage: Stage, tmp_path: Path) -> None:  # noqa: F811
+    """The last of its lines, with a Python that is away and SIGTERM at the time limit."""
+    plan = replace(Plan.load(stage.run), host_python="/nowhere/python3", log_folder=str(tmp_path / "logs"))
+    script = tmp_path / "fallback.sbatch"
+    script.write_text(render.fallback_script(plan, stage.run))
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f'#!/bin/bash\necho "$@" >>{tmp_path}/said\n')
+    scontrol.chmod(0o755)
+    environment = os.environ | {"PATH": f"{scontrol.parent}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    with subprocess.Popen(["bash", script], env=environment) as process:
+        log = tmp_path / "logs" / f"{plan.fallback_job_name}-7.err"
+        while not (log.exists() and "/nowhere/python3" in log.read_text()):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 1
+    assert (stop_reason(stage.run) or "").startswith("a job of the chain failed, and the fallback job 7 could not")
+    assert (tmp_path / "said").read_text() == "update JobId=7 Comment=relayrun:fallback-failed\n"

@@ -1,0 +1,97 @@
+"""What Slurm's own answer makes of a check: the partition's limits, refusals, a controller that is away."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from relayrun.config import compose
+from relayrun.submit import submission
+from relayrun.submit.check.finding import Finding
+from relayrun.submit.check.state import Intent
+from tests.workspace import Workspace
+
+from .cluster import ROOT, TestCluster
+
+pytestmark = pytest.mark.slurm
+GBS = "training.global_batch_size=16"
+
+
+@pytest.fixture
+def workspace(cluster: TestCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Workspace:
+    for name in ("PATH", "SLURM_CONF"):
+        monkeypatch.setenv(name, cluster.env[name])
+    monkeypatch.setattr(submission, "log_folder", lambda: tmp_path / "logs")
+    return Workspace.make(tmp_path / "workspace")
+
+
+def looked(workspace: Workspace, *overrides: str, launcher: Path | None = None) -> list[Finding]:
+    path = workspace.config("run", cluster={"name": "test", "scheduler": "slurm"})
+    config = compose.load(path, overrides)
+    found = submission.report_on(config, intent=Intent(), launcher=launcher).findings.all
+    return [finding for finding in found if finding.name.startswith("slurm.")]
+
+
+def test_slurm_is_asked_about_the_very_job_and_nothing_is_queued(cluster: TestCluster, workspace: Workspace) -> None:
+    cluster.run(["scontrol", "update", "PartitionName=debug", "MaxTime=60", "MaxNodes=3"])
+    try:
+        limits, answer = looked(workspace)
+        assert (limits.level, limits.words) == ("ok", "partition debug: MaxTime 01:00:00, MaxNodes 3, 4 nodes")
+        assert answer.level == "ok"
+        assert "to start at" in answer.words  # sbatch's own words
+        assert [job for job in looked(workspace, "job.time=2:00:00", "job.nodes=4", GBS) if job.level == "error"][
+            :2
+        ] == [
+            Finding(
+                name="slurm.time",
+                level="error",
+                words="0-02:00:00 is more than partition debug allows, 01:00:00",
+                setting="job.time",
+                value="2:00:00",
+                remedy="lower job.time: a chain goes on in the next job",
+            ),
+            Finding(
+                name="slurm.nodes",
+                level="error",
+                words="4 nodes are more than partition debug allows, 3",
+                setting="job.nodes",
+                value=4,
+            ),
+        ]
+    finally:
+        cluster.run(["scontrol", "update", "PartitionName=debug", "MaxTime=UNLIMITED", "MaxNodes=UNLIMITED"])
+    unknown, refused = looked(workspace, "job.partition=nope")
+    assert unknown.words.startswith("there is no partition nope; there are: debug")
+    assert (refused.level, "invalid partition" in refused.words) == ("error", True)
+    (gpus,) = [
+        each for each in looked(workspace, "job.gpus_per_node=5", "training.precision=bf16") if each.level != "ok"
+    ]
+    assert (gpus.name, gpus.level) == ("slurm.test", "error")
+    assert cluster.queue() == []
+
+
+def test_a_launcher_is_asked_about_with_its_own_header(cluster: TestCluster, workspace: Workspace) -> None:
+    done = cluster.run(
+        ["bash", ROOT / "launchers/submit-llama3-8b.sh", "--check"],
+        check=False,
+        env={"MOCK_DATA": "true", "PYTHON": sys.executable},
+    )
+    assert done.returncode == 1, done.stderr  # 16 nodes on a cluster of 4
+    assert "16 nodes are more than partition debug has, 4" in done.stdout
+    assert "error" in next(line for line in done.stdout.splitlines() if "slurm.test" in line)
+    assert "8,030,261,248 with a vocabulary of 128,256" in done.stdout
+    (_, answer) = looked(workspace, launcher=ROOT / "launchers/submit-demo.sh")
+    assert answer.level == "ok"
+    assert cluster.queue() == []
+
+
+def test_a_slurm_that_does_not_answer_is_a_warning(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CONF", "/no/such/slurm.conf")
+    (away,) = looked(workspace)
+    assert (away.level, away.name) == ("warning", "slurm.test")
+    assert "whether Slurm takes the job is not known" in away.words
+    monkeypatch.setenv("PATH", "/nowhere")
+    (missing,) = looked(workspace, "cluster.host_python=/usr/bin/python3")
+    assert "is not installed here" in missing.words

@@ -1,0 +1,386 @@
+"""`relayrun check`: what it finds, all of it at once, before anything is written or queued."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relayrun.cli import main
+from relayrun.config import compose
+from relayrun.errors import RelayrunError, SeveralErrors
+from relayrun.files import append_line, write_json
+from relayrun.rundir.run import Run
+from relayrun.shards.indexed import ShardWriter
+from relayrun.shards.merge import merge
+from relayrun.shards.record import RECORD, MadeBy, Records
+from relayrun.submit import submission
+from relayrun.submit.check import storage, tracking
+from relayrun.submit.check.finding import Finding, Findings
+from relayrun.submit.check.report import of_config
+from relayrun.submit.check.state import Intent
+from relayrun.submit.check.usage import usage
+from relayrun.submit.find_data import build_manifest
+from tests.workspace import VOCABULARY, Workspace
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+    """Jobs log below `root` here, and W&B's variables are not there."""
+    monkeypatch.setattr(submission, "log_folder", lambda _: tmp_path / "root/logs/slurm/training")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    return Workspace.make(tmp_path)
+
+
+def looked(path: Path, *overrides: str) -> list[Finding]:
+    given = compose.read_settings(path, overrides)
+    return submission.report_on(compose.validate(given), given=given, intent=Intent()).findings.all
+
+
+def named(found: list[Finding], name: str) -> Finding:
+    (one,) = [finding for finding in found if finding.name == name and finding.level != "ok"]
+    return one
+
+
+def as_json(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, dict[str, Any]]:
+    code = main(["check", str(path), "--json", *options])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_run_that_is_fine_is_taken_and_nothing_is_made(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = workspace.config("run")
+    assert main(["check", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "submit would take this" in text
+    assert "123,200 with a vocabulary of 384" in text
+    assert "10,240 in 20 steps" in text
+    assert not (workspace.folder / "run").exists()
+    assert not (workspace.folder / "root").exists()
+    code, report = as_json(path, capsys)
+    assert code == 0
+    assert report["refused"] is False
+    assert report["plan"]["tokens"] == 20 * 8 * 64
+    assert report["plan"]["parameters"] == 123_200
+    assert {finding["level"] for finding in report["findings"]} <= {"ok", "warning"}
+
+
+def test_all_errors_are_found_with_file_line_value_and_remedy(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = workspace.config("run", data={"datasets": ["/set/data.datasets"]})
+    changes = ["--set", "optimizer.lr=3", "--set", "cluster.python=/no/such/python"]
+    code, report = as_json(path, capsys, *changes)
+    errors = {each["name"]: each for each in report["findings"] if each["level"] == "error"}
+    assert code == 1
+    assert report["refused"] is True
+    assert errors.keys() == {"settings.placeholder", "settings.sense", "node.python"}
+    line = 1 + next(number for number, text in enumerate(path.read_text().splitlines()) if "datasets" in text)
+    assert errors["settings.placeholder"]["where"] == f"{path}:{line}"
+    assert errors["settings.sense"]["where"] == "--set optimizer.lr=3"
+    assert errors["settings.sense"]["value"] == 3
+    assert all(each["remedy"] for each in errors.values())
+    with pytest.raises(SeveralErrors) as refused:
+        submission.submit(compose.load(path, changes[1::2]))
+    assert len(refused.value.errors) == 3
+    assert all(each["words"] in str(refused.value) for each in errors.values())
+    assert not (workspace.folder / "run").exists()
+    assert main(["submit", str(path), *changes, "--dry-run"]) == 1
+    dry = capsys.readouterr()
+    assert dry.out.startswith("#!/usr/bin/env bash")
+    assert dry.err.count("error: ") == 3
+
+
+def test_a_config_that_is_none_is_json_too(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    path = workspace.config("run")
+    code, report = as_json(path, capsys, "--set", "training.stepz=3")
+    assert code == 1
+    assert "did you mean 'steps'?" in report["findings"][0]["words"]
+    assert report.keys() == as_json(path, capsys)[1].keys()
+
+
+@pytest.mark.parametrize(
+    ("override", "level", "words"),
+    [
+        ("optimizer.lr=300", "error", "300 cannot be meant"),
+        ("optimizer.lr=0.1", "warning", "0.1 is unusual"),
+        ("optimizer.weight_decay=10", "warning", "10 is unusual"),
+        ("optimizer.weight_decay=1000", "error", "lr x weight_decay is 1: a step would take all of a weight"),
+        ("optimizer.adam_beta1=0.2", "warning", "0.2 is unusual"),
+        ("optimizer.adam_beta2=0.1", "warning", "0.1 is unusual"),
+        ("optimizer.adam_eps=10.0", "error", "10 cannot be meant"),
+        ("model.norm_epsilon=0.0", "error", "0 cannot be meant"),
+        ("model.init_method_std=-1.0", "error", "-1 cannot be meant"),
+        ("optimizer.lr_warmup_steps=15", "warning", "the warm-up of 15 steps takes 75% of the training of 20"),
+    ],
+)
+def test_settings_out_of_all_sense(workspace: Workspace, override: str, level: str, words: str) -> None:
+    found = of_config(compose.load(workspace.config("run"), [override])).all
+    assert [finding.level for finding in found if words in finding.words] == [level]
+    assert [finding.setting for finding in found if words in finding.words] == [override.partition("=")[0]]
+
+
+def test_usual_settings_are_no_warnings(workspace: Workspace) -> None:
+    config = compose.load(workspace.config("run"), ["optimizer.weight_decay=0.0", "optimizer.clip_grad=0.0"])
+    assert of_config(config).warnings == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "setting"),
+    [
+        (["run_dir={0}/store/run"], "run_dir"),
+        (["data.data_cache_dir={0}/link/cache"], "data.data_cache_dir"),
+        (["cluster.environment.TMPDIR={0}/store/tmp"], "cluster.environment.TMPDIR"),
+    ],
+)
+def test_no_job_may_write_below_a_read_only_path(workspace: Workspace, overrides: list[str], setting: str) -> None:
+    (workspace.folder / "store").mkdir()
+    (workspace.folder / "link").symlink_to("store")
+    path = workspace.config("run", cluster={"read_only_paths": [str(workspace.folder / "store")]})
+    found = named(looked(path, *(each.format(workspace.folder) for each in overrides)), "place.read_only")
+    assert (found.level, found.setting) == ("error", setting)
+    assert f"allows no writing below {workspace.folder}/store" in found.words
+    with pytest.raises(RelayrunError, match="allows no writing below"):
+        submission.submit(compose.load(path, [each.format(workspace.folder) for each in overrides]))
+
+
+def test_logs_and_links_inside_the_run_directory_are_looked_at(workspace: Workspace) -> None:
+    store = workspace.folder / "root"
+    store.mkdir()
+    run = workspace.run("run")
+    run.path.mkdir()
+    run.checkpoints.symlink_to(store)
+    path = workspace.config("run", cluster={"read_only_paths": [str(store)]})
+    found = [finding.where for finding in looked(path) if finding.name == "place.read_only"]
+    assert found == [str(run.checkpoints), str(store / "logs/slurm/training")]
+
+
+def test_epochs_are_counted_and_too_many_refused(workspace: Workspace) -> None:
+    mixture = {
+        "a": {"path": f"{workspace.folder}/data/shard0", "weight": 3.0},
+        "b": {"path": f"{workspace.folder}/data/shard[12]", "weight": 1.0},
+    }
+    data = {"tokenizer": f"{workspace.folder}/tokenizer.json", "datasets": [], "mixture": mixture}
+    path = workspace.config("run", data=data, training={"steps": 100})
+    config = compose.load(path)
+    manifest = build_manifest(config)
+    a, b = usage(config, manifest, Run(workspace.folder / "run"))
+    assert a.windows == (manifest.datasets["a"].tokens - 1) // 64
+    assert (a.samples, b.samples) == (600, 200)
+    assert a.epochs == 600 / a.windows
+    # brute force: the step in which sample number windows - 1 of `a` is read
+    from relayrun.data.order.schedule import Schedule, integer_weights
+
+    schedule = Schedule.of(integer_weights({"a": 3.0, "b": 1.0}))
+    last = next(k for k in range(800) if schedule.locate(k) == ("a", a.windows - 1))
+    assert a.used_up_at == last // 8 + 1
+    assert b.used_up_at is None
+    assert named(looked(path), "data.epochs").level == "warning"
+    too_long = ["training.steps=10000"]
+    refused = [finding for finding in looked(path, *too_long) if finding.level == "error"]
+    assert [finding.name for finding in refused] == ["data.epochs"]
+    assert "if it is meant, data.max_epochs=" in (refused[0].remedy or "")
+    with pytest.raises(RelayrunError, match=f"used up at step {a.used_up_at:,}"):
+        submission.submit(compose.load(path, too_long))
+    allowed = [finding.level for finding in looked(path, *too_long, "data.max_epochs=100000")]
+    assert "error" not in allowed
+
+
+def write_record(folder: Path, largest: int | None, fingerprint: str = "f" * 64) -> None:
+    """A record of tokenization beside the shards of a folder, by a tokenizer that nobody can tell from the run's."""
+    shards = {path.stem: {} if largest is None else {"largest_id": largest} for path in folder.glob("*.bin")}
+    write_json(folder / RECORD, {"settings": {"tokenizer": fingerprint, "eos": 0}, "shards": shards})
+
+
+def test_the_largest_id_on_record_is_compared_with_the_vocabulary(workspace: Workspace) -> None:
+    path = workspace.config("run", data={"allow_other_tokenizer": True})
+    write_record(workspace.folder / "data", VOCABULARY)
+    found = [finding for finding in looked(path) if finding.level == "error"]
+    assert {finding.name for finding in found} == {"data.ids"}
+    assert found[0].where == str(workspace.folder / "data/shard0")
+    assert f"the id {VOCABULARY}, which is beyond the vocabulary of {VOCABULARY}" in found[0].words
+    write_record(workspace.folder / "data", VOCABULARY - 1)
+    (ids,) = [finding for finding in looked(path) if finding.name == "data.ids"]
+    assert (ids.level, ids.words) == ("ok", "the largest id on record of each of 3 shards lies below 300")
+    write_record(workspace.folder / "data", None)
+    (ids,) = [finding for finding in looked(path) if finding.name == "data.ids"]
+    assert "the ids of 3 of 3 shards were not compared" in ids.words
+    assert "scripts/tools/verify_dataset.py FOLDER --tokenizer" in ids.words
+
+
+def test_writers_record_the_largest_id(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path / "shard", np.int32)
+    assert writer.largest_id == -1
+    writer.add([5, 70_000], [2])
+    mark = writer.mark()
+    writer.append([90_000])
+    writer.end_document()
+    assert writer.largest_id == 90_000
+    writer.rollback(mark)
+    reserved = writer.reserve(2)
+    reserved[:] = [80_000, 1]
+    writer.add(reserved, [2])
+    writer.finish()
+    assert writer.largest_id == 80_000
+    write_json(tmp_path / RECORD, {"settings": {"tokenizer": "", "eos": 0}, "shards": {"shard": {"largest_id": 7}}})
+    record = Records().of(str(tmp_path / "shard"))
+    assert record is not None
+    assert record.largest_id == 7
+
+
+def test_a_merged_shard_has_the_largest_id_of_its_inputs(tmp_path: Path) -> None:
+    made = MadeBy(fingerprint="f" * 64, ids="", size=None, eos=None)
+    prefixes = [str(tmp_path / name) for name in "abc"]
+    for prefix, ids in zip(prefixes, ([3, 9], [1], [7]), strict=True):
+        writer = ShardWriter(prefix, np.uint16, own_record=made)
+        writer.add(ids, [len(ids)])
+        writer.finish()
+    merged = merge(prefixes, str(tmp_path / "all"))
+    record = Records().of(merged.prefix)
+    assert record is not None
+    assert record.largest_id == 9
+
+
+@pytest.mark.parametrize(
+    ("environment", "level", "words"),
+    [
+        ({}, "ok", "W&B is off"),
+        ({"WANDB_MODE": "offline"}, "ok", "sync_wandb.py"),
+        ({"WANDB_API_KEY": "0123456789" * 4}, "ok", "W&B is on"),
+        ({"WANDB_API_KEY": "hunter2hunter2"}, "warning", "has 14 characters and not the form of a key"),
+        ({"WANDB_API_KEY": "hunter2hunter2\n"}, "warning", "with blanks or line breaks around it"),
+    ],
+)
+def test_the_key_of_wandb_is_looked_at_and_never_shown(
+    workspace: Workspace, environment: dict[str, str], level: str, words: str
+) -> None:
+    findings = Findings(compose.load(workspace.config("run")))
+    tracking.look(compose.load(workspace.config("run")), findings, environment)
+    (found,) = findings.all
+    assert (found.level, words in found.words) == (level, True)
+    assert environment.get("WANDB_API_KEY", "hunter2") not in json.dumps(found.as_json())
+
+
+def test_a_key_in_the_config_is_refused_and_not_shown(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    path = workspace.config("run", cluster={"environment": {"WANDB_API_KEY": "0123456789" * 4}})
+    assert main(["check", str(path)]) == 1
+    shown = capsys.readouterr()
+    assert "a key stands in the config" in shown.out
+    assert "0123456789" not in shown.out + shown.err
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = workspace.config("run", checkpoint={"interval": 2})
+    one = 12 * 123_200
+
+    def free(blocks: int) -> Any:
+        return lambda place: SimpleNamespace(f_bavail=blocks, f_frsize=1, f_files=9, f_favail=9)
+
+    for blocks, level in ((one - 1, "error"), (one, "warning"), (4 * one - 1, "warning"), (4 * one, "ok")):
+        monkeypatch.setattr(os, "statvfs", free(blocks))
+        found = {finding.name: finding.level for finding in looked(path)}
+        assert found["storage.space"] == level
+
+
+def test_quotas_are_asked_where_there_are_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert storage.quotas(tmp_path) == []
+    tables = {
+        "lfs": "  /scratch   100*  80  150 6d4h   10  0  20  -\n",
+        "quota": "Disk quotas for user a (uid 1): \n Filesystem blocks quota limit grace files quota limit grace\n"
+        "/dev/sda1 4 0 0 0 7 0 0 0\n",
+    }
+    for name, table in tables.items():
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\nprintf %s '{table}'\n")
+        program.chmod(0o755)
+    lustre, plain = storage.quotas(tmp_path)
+    assert (lustre.command, lustre.free_bytes, lustre.free_files) == ("lfs quota", 50 * 1024, 10)
+    assert (plain.command, plain.free_bytes, plain.free_files) == ("quota --no-wrap", None, None)
+    (tmp_path / "lfs").write_text("#!/bin/sh\necho Permission denied; exit 1\n")
+    assert len(storage.quotas(tmp_path)) == 1
+
+
+def program(path: Path, answer: str) -> str:
+    path.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ('{"version": [3, 9], "missing": []}', "is Python 3.9, and relayrun needs 3.11"),
+        ('{"version": [3, 12], "missing": ["torch"]}', "has no torch, which the ranks import"),
+        ("nonsense", "does not start: exit code 0"),
+    ],
+)
+def test_the_python_of_the_ranks_is_asked(workspace: Workspace, answer: str, words: str) -> None:
+    python = program(workspace.folder / "python", answer)
+    path = workspace.config("run", cluster={"python": python})
+    (error,) = of_config(compose.load(path)).errors
+    assert words in error.words
+    contained = compose.load(path, ["cluster.srun_options=[--container-image=x]"])
+    assert of_config(contained).errors == []
+
+
+def test_a_hook_that_is_on_no_path_is_refused(workspace: Workspace) -> None:
+    path = workspace.config("run", training={"hooks": ["no_such_module:Hook"]}, cluster={"python": None})
+    (error,) = of_config(compose.load(path)).errors
+    assert "has no no_such_module" in error.words
+
+
+def test_the_batch_scripts_python_is_asked(workspace: Workspace) -> None:
+    python = program(workspace.folder / "host", '{"version": [3, 6], "missing": []}')
+    path = workspace.config("run", cluster={"scheduler": "slurm", "host_python": python})
+    (error,) = of_config(compose.load(path)).errors
+    assert "is Python 3.6 here, and the batch script needs 3.11" in error.words
+
+
+def test_the_state_of_a_run_is_looked_at_and_its_changes_shown(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = workspace.config("run")
+    submission.submit(compose.load(path))
+    before = {entry: entry.stat().st_mtime_ns for entry in (workspace.folder / "run").rglob("*")}
+    capsys.readouterr()
+    code, report = as_json(path, capsys, "--set", "training.steps=30")
+    assert code == 1
+    assert [each["name"] for each in report["findings"] if each["level"] == "error"] == ["run.jobs"]
+    assert "training.steps: 20 -> 30" in report["changes"]
+    assert {entry: entry.stat().st_mtime_ns for entry in (workspace.folder / "run").rglob("*")} == before
+
+
+def test_speed_is_that_of_a_run_of_the_same_shape_or_of_a_setting(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from relayrun.rundir import find
+
+    def forecast(*overrides: str) -> Any:
+        return submission.report_on(compose.load(workspace.config("run"), overrides), intent=Intent()).forecast
+
+    monkeypatch.setattr(find, "runs", lambda: workspace.folder / "runs")
+    assert forecast().hours is None
+    other = Run(workspace.folder / "runs" / "tests" / "other")
+    other.config.mkdir(parents=True)
+    other.config_revision(1).write_text(compose.dump(compose.load(workspace.config("run"))))
+    for step in range(12):
+        append_line(other.metrics_view, {"iteration": step + 1, "loss": 1.0, "tokens_per_second": 100.0 + step})
+    found = forecast()
+    assert found.speed.source == "median of tests/other"
+    assert found.speed.tokens_per_second == 105.5
+    assert found.hours == pytest.approx(20 * 8 * 64 / 105.5 / 3600)
+    assert forecast("training.micro_batch_size=1").speed is None
+    gpus = ["job.gpus_per_node=2", "training.precision=bf16", "cluster.tflops_per_gpu=100.0"]
+    assumed = forecast(*gpus, "cluster.cost_per_node_hour=3.0", "cluster.currency=CHF")
+    assert assumed.speed.source == "cluster.tflops_per_gpu 100"
+    assert assumed.hours == pytest.approx(assumed.flops / (2 * 100e12) / 3600)
+    assert assumed.cost == pytest.approx(3 * assumed.hours)

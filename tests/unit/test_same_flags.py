@@ -1,0 +1,42 @@
+"""The scripts and the subcommands of `relayrun dumps` and `relayrun mixture` are one program each."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from relayrun import places
+from relayrun.cli import dumps, mixture
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/tokenization.md").read_text(encoding="utf-8")
+PAIRS = re.findall(r"^\| `(\w+\.py)` \| `relayrun (\w+) (\w+)` \|$", PAGE, re.M)
+
+
+def subcommands() -> dict[tuple[str, str], argparse.ArgumentParser]:
+    found = {}
+    for module in (dumps, mixture):
+        parser = argparse.ArgumentParser()
+        module.add_arguments(parser)
+        (action,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+        found |= {(module.__name__.rpartition(".")[2], name): inner for name, inner in action.choices.items()}
+    return found
+
+
+def test_the_page_names_every_script() -> None:
+    scripts = [path for folder in ("scripts", "launchers") for path in places.shared(folder).rglob("*.py")]
+    doors = {path.name for path in scripts if "as_program(" in path.read_text(encoding="utf-8")}
+    assert doors == {program for program, _, _ in PAIRS}
+    assert len(doors) == 9
+
+
+@pytest.mark.parametrize(("program", "command", "name"), PAIRS)
+def test_a_script_and_its_command_run_the_same_function(program: str, command: str, name: str) -> None:
+    (path,) = (path for folder in ("scripts", "launchers") for path in places.shared(folder).rglob(program))
+    called = re.search(r"as_program\((\w+), __doc__\)", path.read_text(encoding="utf-8"))
+    assert called
+    module = importlib.import_module(f"relayrun.cli.{called[1]}")
+    assert subcommands()[command, name].get_default("run") is module.run
