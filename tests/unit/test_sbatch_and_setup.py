@@ -257,6 +257,6 @@ def test_the_first_of_the_chains_jobs_and_its_successor_have_the_same_options(mo
     given = config("job.gpus_per_node=4", 'job.sbatch={gres: "gpu:4"}')
     plan = submission.make_plan(given, Run(Path("/tmp/run")), ROOT, revision=1)
     said: list[Any] = []
-    monkeypatch.setattr(Slurm, "_submit", lambda self, arguments, name: said.append(arguments) or "1")
+    monkeypatch.setattr(Slurm, "submit_once", lambda self, arguments, name: said.append(arguments) or "1")
     Slurm().submit(plan, Path("/tmp/run/job.sbatch"), options={"gpus-per-node": "4", "time": "10"})
     assert said == [["--dependency=singleton", "--time=10", "--gres=gpu:4", "/tmp/run/job.sbatch"]]
