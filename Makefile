@@ -15,7 +15,7 @@ SHUFFLE := $(if $(filter random,$(ORDER)),--shuffle=$(shell date +%s%N))
 ALONE = $(shell grep -lr --include=*.py pytest.mark.alone tests)
 SHELL_FILES = $(shell git ls-files '*.sh')
 
-.PHONY: help setup demo demo-slurm test test-long check format gpu-check bench cluster-up cluster-down clean
+.PHONY: help setup demo demo-slurm test test-long check format gpu-check container-env bench cluster-up cluster-down clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -59,6 +59,9 @@ format: setup ## put the files into the form that `check` asks for
 
 gpu-check: $(if $(PYTHON),,setup) ## what this machine's GPUs do with relayrun, in eight minutes; TINY=1: the same way on CPUs
 	$(or $(PYTHON),$(BIN)/python) -m relayrun.cli gpu-check $(if $(filter-out 0,$(TINY)),--tiny) $(GPU_CHECK)
+
+container-env: ## inside an image: relayrun's packages beside it; ENV=/shared/folder (docs/containers.md)
+	container/make_env.sh "$(ENV)" $(IMAGE_PYTHON)
 
 bench: setup ## all benchmarks; results go to benchmarks/results/ and docs/benchmarks.md
 	for script in benchmarks/[!_]*.py; do $(BIN)/python "$$script"; done

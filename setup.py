@@ -9,7 +9,14 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-SHARED = ("launchers/**/*.sh", "launchers/*.py", "configs/**/*.yaml", "scripts/tokenization/**/*", "scripts/tools/*.py")
+SHARED = (
+    "launchers/**/*.sh",
+    "launchers/*.py",
+    "container/*",
+    "configs/**/*.yaml",
+    "scripts/tokenization/**/*",
+    "scripts/tools/*.py",
+)
 OWN = ("configs/clusters/test.yaml",)
 """Files of the repository's own tests."""
 

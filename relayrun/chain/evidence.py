@@ -21,6 +21,9 @@ WORDS = 500
 NOT_STARTED = (126, 127)
 """Exit codes of a shell that may not execute a program, or does not find it."""
 
+SIGNALLED = 128
+"""A shell's exit codes from here on say that a signal ended the program: its node may have been the reason."""
+
 _SCHEDULER = re.compile(r"(?:srun|slurmstepd\S*|slurmd\S*): ")
 _TROUBLE = re.compile(
     r"(?:\[rank\d+\]: )?Traceback\b|(?:\S+: )?(?:fatal )?error\b"
@@ -116,6 +119,15 @@ def not_started_words(attempt: Attempt) -> str:
     except OSError:
         words = ""
     return _one_line(words) or "the batch script could not start the ranks"
+
+
+def setup_words(attempt: Attempt, *, exit_code: int) -> str:
+    """Which line of `job.setup` failed, in one line; empty where none did, or where a signal ended it."""
+    try:
+        words = attempt.setup_failed.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return _one_line(words) if exit_code < SIGNALLED else ""
 
 
 def fatal_reason(

@@ -144,8 +144,52 @@ def program_script(
                 # the submitter's own comes last, whoever submits this job
                 f'export PYTHONPATH={shlex.quote(":".join(search_path(plan)))}"${{PYTHONPATH:+:${{PYTHONPATH}}}}"',
                 *(f"module load {shlex.quote(module)}" for module in plan.modules),
+                *setup_lines(plan.setup),
                 *(f"{shlex.join(words)} || true" for words in before),
                 f'exec {shlex.join(command)} "$@"',
+            ]
+        )
+        + "\n"
+    )
+
+
+def setup_lines(lines: Sequence[str], *, report: str = "/dev/null") -> list[str]:
+    """A person's own lines of Bash, as they are, between two of ours: the first that fails ends the script.
+
+    Which one that was, and how, is said on standard error and in the file `report`. The number of the line is kept by
+    a trap, so that nothing stands between the lines: an `if` may go over several.
+    """
+    if not lines:
+        return []
+    return [
+        "relayrun_setup_failed() { # exit code, number of the line in this file",
+        '  printf \'job.setup failed (exit code %s) at: %s\\n\' "$1" "$(sed -n "$2p" "${BASH_SOURCE[0]}")" | tee '
+        + shlex.quote(report)
+        + " >&2",
+        "  exit $(($1 ? $1 : 1)) # they have ended the script: nothing may run behind them",
+        "}",
+        "relayrun_line=0",
+        'trap \'relayrun_setup_failed "$?" "${relayrun_before}"\' EXIT',  # whose own line is the newest by then
+        "trap 'relayrun_before=$relayrun_line relayrun_line=$LINENO' DEBUG",
+        *lines,
+        "trap - DEBUG EXIT",
+    ]
+
+
+def setup_script(lines: Sequence[str], *, report: str) -> str:
+    """A script that runs a person's own lines, then the program that it is given, in their environment.
+
+    A signal to the ranks may come early, and there is a file that says the same: it must not end the lines.
+    """
+    return (
+        "\n".join(
+            [
+                "#!/usr/bin/env bash",
+                "set -euo pipefail",
+                "trap '' USR1 USR2",
+                *setup_lines(lines, report=report),
+                "trap - USR1 USR2",
+                'exec "$@"',
             ]
         )
         + "\n"
@@ -190,10 +234,11 @@ def exports(variables: Mapping[str, str]) -> list[str]:
     return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
 
 
-def task_command(plan: Plan, starter: Sequence[str], attempt: int) -> list[str]:
-    """The whole command that starts the ranks of an attempt."""
+def task_command(plan: Plan, starter: Sequence[str], attempt: int, *, setup: Path) -> list[str]:
+    """The whole command that starts the ranks of an attempt; `setup`: the file with a person's own lines, if any."""
     rank = Path(plan.package_root) / "launchers" / "lib" / "rank.sh"
-    return [*starter, "bash", str(rank), *plan.command_prefix, *plan.program, f"--attempt={attempt}"]
+    before = ["bash", str(setup)] if plan.setup else []
+    return [*before, *starter, "bash", str(rank), *plan.command_prefix, *plan.program, f"--attempt={attempt}"]
 
 
 def _quote(value: str) -> str:

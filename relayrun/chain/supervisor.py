@@ -233,7 +233,9 @@ def _open_attempt(
     ).write(attempt.begin)
     for folder in (attempt.heartbeats, attempt.failures, run.stacks(number)):
         folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(attempt.path / "job.env", _environment(plan, scheduler, job, number))
+    if plan.setup:
+        write_atomic(attempt.setup, render.setup_script(plan.setup, report=str(attempt.setup_failed)))
+    write_atomic(attempt.path / "job.env", _environment(plan, scheduler, job, attempt))
     return attempt
 
 
@@ -328,6 +330,8 @@ def _why_failed(
     """Who failed first, and why every other attempt would fail too; in words, for an attempt without outcome."""
     if attempt.not_started.exists():
         return evidence.not_started_words(attempt), None
+    if failed_line := evidence.setup_words(attempt, exit_code=exit_code):
+        return failed_line, failed_line
     log_text, failures = _log_of(attempt), evidence.failures(attempt)
     earlier = range(plan.submitted_after_attempt + 1, attempt.number)
     fatal = evidence.fatal_reason(
@@ -364,7 +368,7 @@ def _log_of(attempt: Attempt) -> str:
     return "" if started is None else evidence.tail(started.log, since=started.log_offset)
 
 
-def _environment(plan: Plan, scheduler: Scheduler, job: Job, attempt: int) -> str:
+def _environment(plan: Plan, scheduler: Scheduler, job: Job, attempt: Attempt) -> str:
     """The text of job.env: defaults that every rank needs, then the site's own, which win."""
     launch = scheduler.rank_launch(plan, job)
     environment = {
@@ -381,7 +385,7 @@ def _environment(plan: Plan, scheduler: Scheduler, job: Job, attempt: int) -> st
     return render.attempt_environment(
         environment=environment,
         modules=plan.modules,
-        task_command=render.task_command(plan, launch.command, attempt),
+        task_command=render.task_command(plan, launch.command, attempt.number, setup=attempt.setup),
         signal_command=launch.signal_command,
     )
 

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from relayrun.config.writable import check_outputs
 from relayrun.data.mixture.folder import create_mixture
 from relayrun.data.mixture.refusals import MOST_REPEATS
 from relayrun.data.mixture.select import parse_tokens
@@ -70,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Make a mixture: a folder of links to token shards, each dataset with its weight. Raises RelayrunError."""
+    check_outputs({"--output": arguments.output})
     summary = create_mixture(
         arguments.folders,
         arguments.weights,

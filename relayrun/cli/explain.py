@@ -37,7 +37,7 @@ def in_full(setting: Setting) -> str:
     variables = [variable for variable, name in OVERRIDES.items() if name == setting.name]
     if variables:
         lines.append(f"  In the launchers: {variables[0]}")
-    if setting.name.partition(".")[0] == "job":
+    if setting.name.partition(".")[0] == "job" and setting.name not in ("job.sbatch", "job.setup"):
         lines.append(f"  As an option of sbatch: --{setting.name.rpartition('.')[2].replace('_', '-')}")
     return "\n".join(lines)
 

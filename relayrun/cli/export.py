@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from relayrun.config.writable import check_outputs
 from relayrun.export.checkpoint_source import CheckpointSource, find_checkpoint
 from relayrun.export.target import check_target, parse_size
 from relayrun.rundir.find import find_run
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def export_hf(options: argparse.Namespace) -> int:
     """Write a Hugging Face folder. Raises RelayrunError."""
+    check_outputs({"--output": options.output})
     limit = parse_size(options.max_shard_size)
     source = _looked_at(options)
     from relayrun.export import card, huggingface  # torch: seconds
@@ -67,6 +69,7 @@ def export_hf(options: argparse.Namespace) -> int:
 
 def export_torch(options: argparse.Namespace) -> int:
     """Write a checkpoint in Megatron's plain torch format. Raises RelayrunError."""
+    check_outputs({"--output": options.output})
     source = _looked_at(options)
     from relayrun.export import torch_format  # torch: seconds
     from relayrun.export.folder import new_folder

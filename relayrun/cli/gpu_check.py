@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from relayrun import places
+from relayrun.config.writable import check_writable
 from relayrun.gpucheck import job, perform, report, site
 from relayrun.gpucheck.check import PARTS
 from relayrun.gpucheck.setup import Setup
@@ -48,6 +49,11 @@ def run(options: argparse.Namespace) -> int:
     """Check this machine, or submit the job that does; return 1 where a promise is broken."""
     cluster = site.read_cluster(options.cluster)
     folder = options.folder or places.project() / "logs" / "gpu-check" / time.strftime("%Y%m%d-%H%M%S")
+    check_writable(
+        {"--folder": folder, "--output": options.output},
+        cluster=cluster["name"],
+        read_only_paths=cluster.get("read_only_paths", []),
+    )
     setup = Setup(
         folder=str(folder.absolute()),
         tiny=options.tiny,

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from relayrun.cli.export import DTYPES
+from relayrun.config.writable import check_outputs
 from relayrun.errors import InputError, nearest_path
 from relayrun.export.target import check_target
 
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def import_hf(options: argparse.Namespace) -> int:
     """Write a checkpoint from a Hugging Face folder. Raises RelayrunError."""
     output: Path = options.output.absolute()
+    check_outputs({"--output": output})
     check_target(output)
     if not (options.folder / "config.json").is_file():
         hint = nearest_path(options.folder) or "give a folder that transformers' save_pretrained wrote"

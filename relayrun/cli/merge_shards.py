@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from relayrun.config.writable import check_outputs
 from relayrun.shards.merge import merge
 from relayrun.shards.prefixes import find_prefixes
 
@@ -25,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Merge the token shards of a folder into one, byte by byte. Raises RelayrunError."""
+    check_outputs({"--output-prefix": options.output_prefix})
     prefixes = find_prefixes(options.input, listed=True)
     shard = merge(prefixes, options.output_prefix)
     print(f"{len(prefixes):,} shards, {shard.documents:,} documents, {shard.tokens:,} tokens: {shard.prefix}")

@@ -8,10 +8,11 @@ import signal
 import sys
 from pathlib import Path
 
+from relayrun.config.writable import check_outputs
 from relayrun.errors import RelayrunError
 from relayrun.tokenization.options import TokenizeOptions
 
-STAGES = ("begin", "scatter", "measure", "write", "finish")
+STAGES = ("check", "begin", "scatter", "measure", "write", "finish")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Shuffle a dataset globally, into parquet files of even size. Raises RelayrunError."""
+    check_outputs({"--output-folder": given.output_folder, "--temp-dir": given.temp_dir})
+    if given.stage == "check":
+        return 0
     if given.memory_limit >= 2:
         # Arrow's allocator keeps what it has: to give pages back and clear them again costs CPU time. What it keeps
         # too much is some 150 MB, which a small limit has no room for.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from relayrun.config.writable import check_outputs
 from relayrun.tokenization.flags import add_flags, from_flags
 
 
@@ -25,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Tokenize the files of one dump into Megatron shards (.bin and .idx). Raises RelayrunError."""
     options = from_flags(given)
+    check_outputs({"--output-folder": given.output_folder, "--logging-dir": given.logging_dir})
 
     from relayrun.tokenization.pool import one_thread
 

@@ -18,12 +18,12 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from relayrun import places
-from relayrun.config import mixture, yamlfile
+from relayrun.config import mixture, sites, yamlfile
 from relayrun.config.notify import may_be_repeated
 from relayrun.config.schema import DataSource, RunConfig
 from relayrun.config.training import LOSS_MEAN_BEFORE
 from relayrun.config.yamlfile import LocatedSettings, Location
-from relayrun.errors import ConfigError, nearest, nearest_path
+from relayrun.errors import ConfigError, nearest_path
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -41,9 +41,9 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> LocatedSettings:
     mixture.insert(settings, root)  # so that overrides may change a part of it
     of_cluster = [text for text in overrides if text.startswith("cluster.")]
     settings.merge(_overrides([text for text in overrides if text not in of_cluster]))
-    _insert_cluster(settings, path)
+    sites.insert(settings, folders=sites.folders(path))
     settings.merge(_overrides(of_cluster))  # they hold over the cluster's file, whichever is named first
-    _insert_job_defaults(settings)
+    sites.insert_job_defaults(settings)
     _insert_notify_defaults(settings)
     mixture.insert(settings, root)
     return settings
@@ -156,36 +156,6 @@ def _locations(value: Any) -> Iterator[Location]:
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from ((name, *location) for location in _locations(inner))
-
-
-def _insert_cluster(settings: LocatedSettings, path: Path) -> None:
-    """Replace a cluster's name by its file."""
-    name = settings.values.get("cluster")
-    if isinstance(name, str):
-        folder = next((up / "clusters" for up in path.resolve().parents if (up / "clusters").is_dir()), None)
-        folders = [folder, places.shared("configs/clusters")] if folder else [places.shared("configs/clusters")]
-        file = next((path for each in folders if (path := each / f"{name}.yaml").is_file()), None)
-        if file is None:
-            known = sorted({entry.stem for each in folders for entry in each.glob("*.yaml")})
-            raise ConfigError(
-                f"unknown cluster {name!r}; there are: {', '.join(known)}",
-                where=settings.place(("cluster",)),
-                hint=nearest(name, known) or f"name one of them, or write {file}",
-            )
-        cluster = yamlfile.read(file)
-        settings.values["cluster"] = cluster.values
-        settings.places.update({("cluster", *location): place for location, place in cluster.places.items()})
-
-
-def _insert_job_defaults(settings: LocatedSettings) -> None:
-    """Put the site's defaults of jobs under the run's own."""
-    defaults = settings.values.get("cluster")
-    if isinstance(defaults, dict) and isinstance(job := defaults.get("job"), dict):
-        own = settings.values.setdefault("job", {})
-        if isinstance(own, dict):
-            for option in job.keys() - own.keys():
-                own[option] = job[option]
-                settings.places[("job", option)] = settings.place(("cluster", "job", option)) or ""
 
 
 def _insert_notify_defaults(settings: LocatedSettings) -> None:

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from relayrun.config.container import Container
+from relayrun.config.sbatch import SbatchOptions
 from relayrun.config.section import NAME, Line, NonNegative, Positive, Section, SlurmTime
 
 
@@ -72,7 +74,7 @@ class Debug(Section):
 
 
 class Place(Section):
-    """Where a job may run; names are Slurm's."""
+    """Where a job may run, and what else it asks of sbatch; names are Slurm's."""
 
     account: Line | None = None
     """Account that the job is charged to."""
@@ -88,11 +90,14 @@ class Place(Section):
     """Nodes that are left out, as in n[1-3],n7. Bad nodes are left out besides."""
     mem: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
     """Memory of each node, as in 64G."""
+    sbatch: SbatchOptions = {}
+    """Any other option of sbatch by its long name, as in {gres: "gpu:4", mail-type: END, contiguous: true}."""
 
     @property
     def placement(self) -> dict[str, str]:
-        """The settings that have a value, as options of sbatch."""
-        return {name: value for name in Place.model_fields if (value := getattr(self, name)) is not None}
+        """The settings that have a value, as options of sbatch, without those of `sbatch`."""
+        names = ("account", "partition", "qos", "reservation", "constraint", "exclude", "mem")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class Job(Place):
@@ -110,6 +115,9 @@ class Job(Place):
     """GPUs of each node; 0: training on CPUs."""
     exclusive: bool = False
     """No other job runs on the nodes."""
+    setup: list[Line] = []
+    """Lines of Bash that run on the job's first node before its programs, behind `cluster.modules`. They see the job's
+    environment, and change it for the programs. A line that fails ends the chain: it would fail again."""
 
 
 class EvaluationJob(Place):
@@ -161,11 +169,13 @@ class Cluster(Section):
     modules: list[Line] = []
     """`module load` names, loaded in the batch script."""
     srun_options: list[Line] = []
-    """Options of srun alone: container image, mounts (`--environment=...`, `--container-image=...`)."""
+    """Options of srun alone, for example `--mpi=none`."""
+    container: Container = Container()
+    """What ranks, evaluations and tokenization run in."""
     command_prefix: list[Line] = []
-    """Put before the program of every rank, for example `numactl --membind=0-3`."""
+    """Put before the program of every rank, in the container, for example `numactl --membind=0-3`."""
     python: Line | None = None
-    """Python of the ranks; default: the one that submits."""
+    """Python of the ranks, in the container; default without a container: the one that submits."""
     transformer_engine: bool = False
     """TransformerEngine is installed where the ranks run (in the container)."""
     host_python: Line = "python3"
@@ -182,3 +192,11 @@ class Cluster(Section):
     """Unit of cost_per_node_hour, for example CHF."""
     node_mtbf_hours: Annotated[float, Field(gt=0)] | None = None
     """Mean hours between failures of one node; a run's own failures count instead, where it has had any."""
+
+    @model_validator(mode="after")
+    def _fitting_container(self) -> Self:
+        if self.scheduler == "local" and self.container.runtime in ("pyxis", "edf"):
+            raise ValueError(f"container.runtime {self.container.runtime} is srun's, and scheduler local has none")
+        if self.container.runtime != "none" and self.python is None:
+            raise ValueError("a container has a Python of its own; set cluster.python to its path in the container")
+        return self

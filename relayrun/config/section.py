@@ -20,7 +20,8 @@ def _time_text(value: Any) -> str:
     return str(value).strip()
 
 
-def _one_line(value: str) -> str:
+def one_line(value: str) -> str:
+    """The text as it is. Raises ValueError for a control character in it."""
     if not value.isprintable() and (control := next((c for c in value if unicodedata.category(c) in _BREAKS), None)):
         raise ValueError(f"holds the control character {control!r}; it would end a line of a job script")
     return value
@@ -29,7 +30,7 @@ def _one_line(value: str) -> str:
 _BREAKS = ("Cc", "Zl", "Zp")
 """Unicode's categories of control characters and of separators of lines."""
 
-Line = Annotated[str, AfterValidator(_one_line)]
+Line = Annotated[str, AfterValidator(one_line)]
 """Text without control characters: it becomes part of a job script, a command line or a file of variables."""
 SlurmTime = Annotated[str, BeforeValidator(_time_text)]
 Positive = Annotated[int, Field(gt=0)]

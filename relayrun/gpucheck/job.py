@@ -19,6 +19,7 @@ from relayrun.rundir.run import Run
 from relayrun.scheduler.slurm import Slurm
 from relayrun.slurmtime import format_time, parse_time
 from relayrun.submit import submission
+from relayrun.submit.check import job as job_check
 
 SRUN_MINUTES = 3
 """How long the ranks of all nodes may take for their all-reduce."""
@@ -30,6 +31,7 @@ def submit(setup: Setup, cluster: dict[str, Any], program: Sequence[str], *, tim
     `cluster`: the site's file. `program`: what Python runs inside the job.
     """
     config = job_config(setup, cluster)
+    job_check.check_job(config)
     path = setup.path / "job.sbatch"
     write_atomic(path, script(setup, config, program, time=time), mode=0o777)
     slurm = Slurm()
@@ -79,13 +81,16 @@ def script(setup: Setup, config: RunConfig, program: Sequence[str], *, time: str
         **plan.sbatch_options,
     }
     given = replace(setup, gpus=job.gpus_per_node)
+    entered = config.cluster.container.with_mounts([str(places.CODE), str(setup.path)]).command
     before = []
     if job.nodes > 1:
         setup_file, output = setup.path / "nodes.setup.json", setup.path / bandwidth.OF_NODES
         given.write(setup_file)
         output.unlink(missing_ok=True)
         srun = slurm.every_task_command(plan, nodes=job.nodes, cpus_per_task=str(job.cpus_per_task))
-        measured = rank_command(given, bandwidth.PROGRAM, f"--setup={setup_file}", f"--output={output}")
+        measured = rank_command(
+            given, bandwidth.PROGRAM, f"--setup={setup_file}", f"--output={output}", container=entered
+        )
         before.append([*srun, f"--time={SRUN_MINUTES}", *measured])
     single = slurm.single_task_command(plan, cpus_per_task=str(job.cpus_per_task * job.ntasks_per_node))
     return render.program_script(
@@ -93,7 +98,7 @@ def script(setup: Setup, config: RunConfig, program: Sequence[str], *, time: str
         "check",
         options,
         environment={"PYTHONUNBUFFERED": "1", "PYTHONPATH": given.environment()["PYTHONPATH"], **plan.environment},
-        command=[*single, given.python, *program],
+        command=[*single, *entered, given.python, *program],
         fallback=setup.path,
         before=before,
     )

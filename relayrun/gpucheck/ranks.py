@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from relayrun import places
@@ -12,10 +13,22 @@ from relayrun.gpucheck.logs import tail, why
 from relayrun.gpucheck.setup import CheckFailed, Figures, Setup
 
 
-def rank_command(setup: Setup, program: str, *arguments: str) -> list[str]:
-    """Return what one rank executes; in front of it stands what starts one for every rank."""
+def rank_command(setup: Setup, program: str, *arguments: str, container: Sequence[str] = ()) -> list[str]:
+    """Return what one rank executes; in front of it stands what starts one for every rank.
+
+    `container`: the command of a container that the rank has to enter; inside the check's job it is in there already.
+    """
     prefix = setup.cluster.get("command_prefix", [])
-    return ["bash", str(places.shared("launchers/lib/rank.sh")), *prefix, setup.python, "-m", program, *arguments]
+    return [
+        "bash",
+        str(places.shared("launchers/lib/rank.sh")),
+        *container,
+        *prefix,
+        setup.python,
+        "-m",
+        program,
+        *arguments,
+    ]
 
 
 def run_program(setup: Setup, program: str, *, ranks: int = 1, **arguments: object) -> Any:

@@ -45,7 +45,9 @@ def describe(
         "job": f"{begin.job_id} ({begin.job_name}), attempt {begin.attempt}, config revision {begin.config_revision}",
         "nodes": begin.nodes,
         "job script": f"{job_script}\n{_text(job_script)}",
-        "container": container(config.cluster.srun_options),
+        "container": container(
+            [*config.cluster.srun_options, *config.cluster.container.srun_options], config.cluster.container.command
+        ),
         "code": f"{root}\ncommit {commit}",
         "difference to the commit": difference or "none",
         "machine": f"{platform.platform()}, Python {platform.python_version()}",
@@ -90,9 +92,9 @@ def packages() -> list[str]:
     return [f"{name}=={version}" for name, version in sorted(found.items())]
 
 
-def container(srun_options: Sequence[str]) -> str:
-    """Return what the site's options say of a container, with the file that they name."""
-    found = []
+def container(srun_options: Sequence[str], command: Sequence[str] = ()) -> str:
+    """Return what the site's options and the command before the program say of a container, with its file."""
+    found = [shlex.join(command)] if command else []
     for option in srun_options:
         name, _, value = option.partition("=")
         if name.startswith("--container") or name == "--environment":

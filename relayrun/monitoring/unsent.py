@@ -9,7 +9,7 @@ import os
 import sys
 import time
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.chain.notices import note
 from relayrun.errors import RelayrunError
 from relayrun.rundir import notices
@@ -40,7 +40,7 @@ def _start(run: Run) -> None:
     os.posix_spawn(
         sys.executable,
         [sys.executable, "-m", "relayrun.monitoring.deliver", str(run.path)],
-        os.environ | {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"},
+        os.environ | {"PYTHONPATH": str(places.CODE), "PYTHONSAFEPATH": "1"},
         file_actions=nowhere,
         setsid=True,
     )

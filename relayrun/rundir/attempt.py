@@ -93,6 +93,16 @@ class Attempt:
         return self.path / "failures"
 
     @property
+    def setup(self) -> Path:
+        """The script of a person's own lines, `job.setup`, before the ranks; only where there are some."""
+        return self.path / "setup.sh"
+
+    @property
+    def setup_failed(self) -> Path:
+        """Which of those lines failed, and how, where one did."""
+        return self.path / "setup_failed"
+
+    @property
     def not_started(self) -> Path:
         """Why the batch script did not start the ranks, in words, where it could not."""
         return self.path / "not_started"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,6 +71,8 @@ class Plan(Record):
     """What a rank executes; `--attempt N` is put behind it."""
     environment: dict[str, str]
     modules: list[str]
+    setup: list[str] = field(default_factory=list)
+    """Lines of Bash before the ranks, a person's own."""
 
     host_python: str
     package_root: str

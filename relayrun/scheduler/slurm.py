@@ -15,7 +15,7 @@ from pathlib import Path
 
 from relayrun.errors import ConfigError, SchedulerError
 from relayrun.rundir.plan import Plan
-from relayrun.scheduler import slurm_command
+from relayrun.scheduler import gres, slurm_command
 from relayrun.scheduler.base import PATIENCE, FallbackJobs, Job, NodeControl, RankLaunch, clean_environment
 from relayrun.scheduler.job_text import BEGIN_FAILED, COMMENT, is_ambiguous, parse_job
 from relayrun.scheduler.slurm_command import NoAnswerError, NotInstalledError
@@ -86,7 +86,8 @@ class Slurm:
         command = ["--dependency=singleton"]
         if delay:
             command.append(f"--begin=now+{delay}")
-        command += [f"--{name}={value}" for name, value in options.items()]
+        again = gres.in_the_same_way(options, plan.sbatch_options)
+        command += [f"--{name}={value}" for name, value in again.items()]
         # not `--`: sbatch takes the rest as the script and its arguments anyway
         return self.submit_once([*command, str(script)], name=plan.job_name)
 
@@ -356,6 +357,11 @@ class SlurmNodes:
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
         self._slurm.order(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"])
+
+
+def whole_job_command(srun_options: Sequence[str]) -> list[str]:
+    """What starts one task that has all of its job, although srun would bind it to the processors of one."""
+    return ["srun", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--export=ALL", *srun_options]
 
 
 def literal(path: str) -> str:

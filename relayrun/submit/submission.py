@@ -22,7 +22,8 @@ from pathlib import Path
 from relayrun import places
 from relayrun.chain import decide, fallback, render
 from relayrun.config import compose, determinism
-from relayrun.config.schema import RunConfig
+from relayrun.config.sbatch import script_options
+from relayrun.config.schema import Job, RunConfig
 from relayrun.config.yamlfile import LocatedSettings
 from relayrun.data.evolution import weights_of
 from relayrun.errors import RunDirError
@@ -33,7 +34,7 @@ from relayrun.rundir.lead import first_lead
 from relayrun.rundir.lineage import BEGINNING, Durable, durable, line
 from relayrun.rundir.plan import Plan, job_name
 from relayrun.rundir.run import Run
-from relayrun.scheduler import history
+from relayrun.scheduler import gres, history
 from relayrun.scheduler.base import PATIENCE, Scheduler
 from relayrun.scheduler.choose import for_plan
 from relayrun.scheduler.slurm import Slurm
@@ -221,11 +222,7 @@ def make_plan(config: RunConfig, run: Run, root: Path, *, revision: int, base: D
     lead = first_lead(time_limit) if fixed is None else fixed
     signal_lead = config.chain.signal_lead
     job, cluster = config.job, config.cluster
-    options: dict[str, str | None] = {**job.placement}
-    if job.gpus_per_node:
-        options["gpus-per-node"] = str(job.gpus_per_node)
-    if job.exclusive:
-        options["exclusive"] = None
+    container = cluster.container.with_mounts([str(root), str(run.path)])
     return Plan(
         run=f"{config.project}/{config.name}",
         job_name=job_name(config.project, config.name, run.path),
@@ -248,18 +245,30 @@ def make_plan(config: RunConfig, run: Run, root: Path, *, revision: int, base: D
         nodes=job.nodes,
         ntasks_per_node=job.ntasks_per_node,
         cpus_per_task=job.cpus_per_task,
-        sbatch_options=options,
-        srun_options=cluster.srun_options,
-        command_prefix=cluster.command_prefix,
+        sbatch_options=sbatch_options(job),
+        srun_options=[*cluster.srun_options, *container.srun_options],
+        command_prefix=[*container.command, *cluster.command_prefix],
         program=[cluster.python or sys.executable, "-m", "relayrun.training", f"--run-dir={run.path}"],
         environment=determinism.variables(config) | cluster.environment,
         modules=cluster.modules,
+        setup=job.setup,
         host_python=sys.executable if cluster.scheduler == "local" else cluster.host_python,
         package_root=str(root),
         log_folder=str(log_folder(run)),
         load_path=base.path,
         load_iteration=base.iteration,
     )
+
+
+def sbatch_options(job: Job) -> dict[str, str | None]:
+    """Where a job runs and what else it asks for, by sbatch's long names; None: an option without a value."""
+    further = script_options(job.sbatch)
+    found: dict[str, str | None] = {**job.placement}
+    if job.gpus_per_node and not gres.asks_for_gpus(further):
+        found["gpus-per-node"] = str(job.gpus_per_node)
+    if job.exclusive:
+        found["exclusive"] = None
+    return found | further
 
 
 def log_folder(run: Run | None = None) -> Path:
@@ -303,8 +312,12 @@ def evaluation_script(config: RunConfig, plan: Plan, run: Run) -> str:
     # without the run's memory, which is meant for all its ranks of a node
     options |= {name: value for name, value in job.placement.items() if name != "mem"} | own.placement
     gpus = min(1, job.gpus_per_node) if own.gpus_per_node is None else own.gpus_per_node
-    if gpus:
+    further = script_options(job.sbatch | own.sbatch)
+    if "gres" in job.sbatch and "gres" not in own.sbatch:  # meant for all ranks of a node
+        further["gres"] = gres.with_gpus(str(job.sbatch["gres"]), str(gpus))
+    if gpus and not gres.asks_for_gpus(further):
         options["gpus-per-node"] = str(gpus)
+    options |= {name: value for name, value in further.items() if value != ""}
     program = [config.cluster.python or sys.executable, "-m", "relayrun.export.evaluate", f"--run-dir={run.path}"]
     starter = for_plan(plan, run).single_task_command(plan, cpus_per_task=cpus)
     environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": cpus, **plan.environment}

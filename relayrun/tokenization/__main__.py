@@ -14,6 +14,7 @@ import argparse
 import os
 import sys
 
+from relayrun.config.writable import check_outputs
 from relayrun.errors import run_main
 from relayrun.tokenization.dumps.jobs import begin, tokenize_dump
 from relayrun.tokenization.dumps.metadata import MetadataFolder
@@ -32,6 +33,7 @@ def main() -> int:
     settings = settings_from_environment(os.environ)
     metadata = MetadataFolder(settings.metadata_folder)
     if options.command == "begin":
+        check_outputs({name: getattr(settings, name) for name in ("metadata_folder", "output_folder", "logs")})
         with metadata.hold():
             metadata.refuse_live_jobs()
             indices = begin(settings)

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from relayrun import places
-from relayrun.config import yamlfile
+from relayrun.chain import render
+from relayrun.config import sites, yamlfile
+from relayrun.config.job import Cluster, Place
 from relayrun.config.section import Line, Positive, Section, SlurmTime
+from relayrun.config.setup_lines import check_setup
+from relayrun.config.writable import check_outputs, check_writable
 from relayrun.errors import ConfigError
+from relayrun.scheduler import sbatch_options
+from relayrun.scheduler.slurm import whole_job_command
 from relayrun.tokenization.options import TokenizeOptions
 
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -72,32 +80,81 @@ class TokenizationSettings(TokenizeOptions):
         )
 
 
-class SlurmOptions(Section):
-    """Options of the jobs. Every dump gets one node."""
+class TokenizationJob(Place):
+    """What the job of a dump asks of Slurm; names are Slurm's. Every dump gets one node."""
 
     time: SlurmTime = "12:00:00"
-    partition: Line | None = None
-    account: Line | None = None
-    qos: Line | None = None
-    constraint: Line | None = None
-    exclude: Line | None = None
+    """Time limit of one start; a job that needs longer queues itself again."""
     cpus_per_task: Positive | None = None
-    mem: Line | None = None
+    """Processors of the job; default: Slurm's."""
     exclusive: bool = True
     """The whole node for one dump."""
-    setup: list[str] = Field(default_factory=list)
-    """Shell lines of the job before Python starts, for example `module load ...`."""
-    additional_parameters: dict[Line, Line] = Field(default_factory=dict)
-    """Any other sbatch options by name, for example `reservation` or a container's `environment`."""
+    setup: list[Line] = []
+    """Lines of Bash that run in the job before Python starts, behind `cluster.modules`; one that fails ends the job."""
+    dependency: Line | None = None
+    """What the jobs wait for, as in afterok:123."""
+
+
+def site_lines(cluster: Cluster | None, setup: Sequence[str]) -> list[str]:
+    """Lines of a job before its Python starts: the site's environment and modules, then a person's own."""
+    lines: list[str] = []
+    if cluster is not None:
+        lines += render.exports(cluster.environment)
+        lines.append(f'export PYTHONPATH={shlex.quote(str(places.CODE))}"${{PYTHONPATH:+:${{PYTHONPATH}}}}"')
+        lines += [f"module load {shlex.quote(module)}" for module in cluster.modules]
+    return lines + render.setup_lines(setup)
+
+
+OF_A_SITE = ("account", "partition", "qos", "reservation", "constraint", "exclude", "sbatch", "setup")
+"""The defaults of a site's jobs that hold for tokenization too; the others are meant for GPUs and ranks."""
 
 
 class TokenizationConfig(TokenizationSettings):
     """What `launchers/submit_tokenization.py` reads."""
 
     executor: Literal["local", "slurm"] = "slurm"
+    """Slurm jobs, or processes of this machine; default: the cluster's scheduler, or slurm."""
     max_parallel: Positive = 4
     """Dumps that are tokenized at a time."""
-    slurm: SlurmOptions = SlurmOptions()
+    job: TokenizationJob = TokenizationJob()
+    cluster: Cluster | None = None
+    """A file of configs/clusters/, by its name, or what stands in one: as for training."""
+
+    @model_validator(mode="after")
+    def _container_on_slurm(self) -> Self:
+        if self.executor == "local" and self.cluster is not None and self.cluster.container.runtime != "none":
+            raise ValueError("executor local runs in no container; use executor slurm, or runtime none")
+        return self
+
+    @property
+    def command(self) -> list[str]:
+        """How a job starts Python: in the site's container, behind its command prefix."""
+        site = self.cluster
+        if site is None:
+            return [sys.executable]
+        container = site.container.with_mounts([str(places.CODE), self.metadata_folder, self.output_folder, self.logs])
+        options = [*site.srun_options, *container.srun_options] if container.srun_options else []
+        starter = whole_job_command(options) if options else []
+        return [*starter, *container.command, *site.command_prefix, site.python or sys.executable]
+
+    @property
+    def preparation(self) -> list[str]:
+        """Lines of the job before Python starts: the site's environment and modules, then a person's own."""
+        lines: list[str] = []
+        if self.cluster is not None or self.job.setup:
+            lines.append("set -euo pipefail")
+        return lines + site_lines(self.cluster, self.job.setup)
+
+    def check(self) -> None:
+        """Raise ConfigError for outputs where nothing may be written, and for what Slurm or Bash would refuse."""
+        outputs = {name: getattr(self, name) for name in ("metadata_folder", "output_folder", "logs")}
+        if self.cluster is None:
+            check_outputs(outputs)
+        else:
+            check_writable(outputs, cluster=self.cluster.name, read_only_paths=self.cluster.read_only_paths)
+        check_setup(self.job.setup, where="job.setup")
+        if self.executor == "slurm":
+            sbatch_options.check(self.job.sbatch, where="job.sbatch")
 
 
 ENVIRONMENT = {
@@ -134,6 +191,11 @@ _Settings = TypeVar("_Settings", bound=Section)
 def load_config(path: str | os.PathLike[str]) -> TokenizationConfig:
     """Read a YAML config. Relative paths in it start at the project that holds the file. Raises ConfigError."""
     source = yamlfile.read(Path(path))
+    _rename_section(source)
+    sites.insert(source, folders=sites.folders(Path(path)))
+    sites.insert_job_defaults(source, only=OF_A_SITE)
+    if isinstance(cluster := source.values.get("cluster"), dict) and "scheduler" in cluster:
+        source.values.setdefault("executor", cluster["scheduler"])
     return _validate(TokenizationConfig, source).absolute(places.project(Path(path)))
 
 
@@ -162,6 +224,24 @@ def settings_from_environment(environment: Mapping[str, str]) -> TokenizationSet
     return settings.absolute(os.getcwd())
 
 
+def _rename_section(source: yamlfile.LocatedSettings) -> None:
+    """Section `slurm` is another name of `job`, and its `additional_parameters` of `job.sbatch`."""
+    if "slurm" in source.values:
+        if "job" in source.values:
+            raise ConfigError("slurm is another name of section job; keep one of them", where=source.place(("slurm",)))
+        source.values["job"] = source.values.pop("slurm") or {}
+        former = {place: where for place, where in source.places.items() if place[0] == "slurm"}
+        source.places.update({("job", *place[1:]): where for place, where in former.items()})
+    job = source.values.get("job")
+    if isinstance(job, dict) and isinstance(further := job.pop("additional_parameters", None), dict):
+        for name, value in further.items():
+            setting = str(name).replace("-", "_")
+            if setting in TokenizationJob.model_fields:
+                job.setdefault(setting, value)
+            else:
+                job.setdefault("sbatch", {})[str(name)] = value
+
+
 def _validate(model: type[_Settings], source: yamlfile.LocatedSettings) -> _Settings:
     for other, name in CURATOR.items():
         if other in source.values:
@@ -181,7 +261,8 @@ def _validate(model: type[_Settings], source: yamlfile.LocatedSettings) -> _Sett
         location = tuple(str(part) for part in detail["loc"])
         message = detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "extra_forbidden":
-            section = SlurmOptions if location[0] == "slurm" else model
+            sections: dict[str, type[Section]] = {"job": TokenizationJob, "cluster": Cluster}
+            section = sections.get(location[0], model)
             near = difflib.get_close_matches(location[-1], section.model_fields, n=1)
             message = "unknown setting; " + (
                 f"did you mean {near[0]!r}?" if near else f"known: {', '.join(section.model_fields)}"

@@ -8,6 +8,10 @@
 set -euo pipefail
 
 root=${RELAYRUN_ROOT:?set by submit_reshard.sh}
+site_srun=() site_command=()
+# shellcheck source=/dev/null
+[[ -z ${RELAYRUN_SITE:-} ]] || source "$RELAYRUN_SITE"
 for stage in begin scatter measure write finish; do # a stage begins when all tasks have finished the one before
-  srun --kill-on-bad-exit=1 --cpu-bind=none "${PYTHON:-python3}" "$root/scripts/tokenization/reshard.py" --stage "$stage" "$@"
+  srun --kill-on-bad-exit=1 --cpu-bind=none "${site_srun[@]}" "${site_command[@]}" \
+    "${PYTHON:-python3}" "$root/scripts/tokenization/reshard.py" --stage "$stage" "$@"
 done

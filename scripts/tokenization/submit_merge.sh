@@ -2,6 +2,7 @@
 # Merges the shards of every dump of a tokenized dataset on Slurm, one job for each folder dump-i:
 #   scripts/tokenization/submit_merge.sh tokens/my-tokenizer/my-text
 # makes tokens/my-tokenizer/my-text-merge/dump-i-merged.bin and .idx; what is there already is left out.
+# CLUSTER=NAME: in that site's surroundings. No output may lie below a path that a cluster protects: of CLUSTER=NAME, or else of any in configs/clusters/.
 # Options for all jobs (partition, account, time) stand in merge.sh, or in sbatch's own variables.
 set -euo pipefail
 
@@ -10,7 +11,9 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/lib/python.sh"
 
 logs=${PATH_TO_LOGS:-$RELAYRUN_ROOT/logs}/slurm/merge-$(basename -- "$dataset")
+"$PYTHON" -m relayrun.config.writable "$dataset-merge" "$logs"
 mkdir -p -- "$logs" "$dataset-merge"
+source "$here/lib/site.sh"
 shopt -s nullglob
 for dump in "$dataset"/dump-*/; do
   name=$(basename -- "$dump")
@@ -19,7 +22,7 @@ for dump in "$dataset"/dump-*/; do
     echo "$name: merged already"
     continue
   fi
-  job=$(sbatch --parsable --job-name="merge-$name" --output="$logs/R-%x-%j.out" --error="$logs/R-%x-%j.err" \
+  job=$(sbatch --parsable "${site[@]}" --job-name="merge-$name" --output="$logs/R-%x-%j.out" --error="$logs/R-%x-%j.err" \
     "$here/merge.sh" "$dump" "$output")
   echo "$name: Slurm job ${job%%;*}"
 done

@@ -4,7 +4,7 @@
 #     --temp-dir scratch/shuffles --seed 1 --threads 32 --memory-limit 100
 # The bytes are those of reshard.py on one node. All nodes must see the three folders. After a kill or an error the
 # job goes on when it is queued again or submitted again: whole parts and files are kept, in --temp-dir.
-# Options for the job (partition, account, time) stand in reshard.sh, or in sbatch's own variables.
+# CLUSTER=NAME: in that site's surroundings. Options for the job (partition, account, time) stand in reshard.sh, or in sbatch's own variables.
 set -euo pipefail
 
 # Settings: edit them here, or give them in the environment.
@@ -14,8 +14,11 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/lib/python.sh"
 
 logs=${PATH_TO_LOGS:-$RELAYRUN_ROOT/logs}/slurm/reshard
+"$PYTHON" "$here/reshard.py" --stage check "$@"
+"$PYTHON" -m relayrun.config.writable "$logs"
 mkdir -p -- "$logs"
-job=$(sbatch --parsable --nodes="$NODES" --job-name=reshard --output="$logs/R-%x-%j.out" --error="$logs/R-%x-%j.err" \
+source "$here/lib/site.sh"
+job=$(sbatch --parsable "${site[@]}" --nodes="$NODES" --job-name=reshard --output="$logs/R-%x-%j.out" --error="$logs/R-%x-%j.err" \
   "$here/reshard.sh" "$@")
 echo "Slurm job ${job%%;*}"
 echo "logs: $logs"

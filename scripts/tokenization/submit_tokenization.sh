@@ -1,7 +1,7 @@
 #!/bin/bash
 # Tokenizes a dataset on Slurm: one job, on one node, for every dump that prepare_dumps.py made.
 #   TOKENIZER=... TOKENIZER_NAME=... scripts/tokenization/submit_tokenization.sh
-# Options for all jobs (partition, account, time) stand in tokenize.sh, or in sbatch's own variables, for
+# CLUSTER=NAME: in that site's surroundings. Options for all jobs (partition, account, time) stand in tokenize.sh, or in sbatch's own variables, for
 # example SBATCH_PARTITION. The same from YAML, with a limit on jobs at a time: launchers/submit_tokenization.py.
 set -euo pipefail
 
@@ -29,10 +29,11 @@ plan=$("$PYTHON" -m relayrun.tokenization begin)
 mapfile -t lines <<<"$plan"
 logs=${lines[0]}
 name=${lines[1]}
+source "$here/lib/site.sh"
 submit() {
   local dump job
   for dump in "$@"; do
-    job=$(sbatch --parsable --job-name="$name" --output="$logs/R-%x-%j.out" --error="$logs/R-%x-%j.err" \
+    job=$(sbatch --parsable "${site[@]}" --job-name="$name" --output="$logs/R-%x-%j.out" --error="$logs/R-%x-%j.err" \
       "$here/tokenize.sh" "$dump")
     echo "${job%%;*} $dump" # a federation adds the name of the cluster
   done

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.config import yamlfile
 from relayrun.errors import RelayrunError
 from relayrun.tokenization.dumps.metadata import MetadataFolder
 from relayrun.tokenization.dumps.split import prepare
 from relayrun.tokenization.settings import TokenizationSettings
+from tests import stand_ins
 
 from .cluster import TestCluster
 from .token_dataset import BASH, DUMPS, PYTHON, Dataset, environment, make_dataset, shards, write_config
@@ -131,3 +133,37 @@ def test_more_dumps_than_an_array_takes(cluster: TestCluster, dataset: Dataset) 
     assert sorted(ids)[:2] == [f"{first}_0", f"{first}_1"]
     assert "_" not in sorted(ids)[2]  # an array of one is a plain job
     assert cluster.job(sorted(ids)[2])["StartTime"] >= cluster.job(f"{first}_1")["EndTime"]  # max_parallel holds
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["yaml", "bash"])
+def test_dumps_in_a_container_have_the_same_bytes(
+    cluster: TestCluster, dataset: Dataset, tmp_path: Path, launcher: str
+) -> None:
+    """A stand-in for apptainer; everything else is real."""
+    path = f"{stand_ins.write(tmp_path / 'bin')}:{cluster.env['PATH']}"
+    (tmp_path / "bin/srun").unlink()  # Slurm's own
+    (tmp_path / "image.sif").touch()
+    seen = tmp_path / "seen"
+    site = {
+        "name": "here",
+        "scheduler": "slurm",
+        "job": {"partition": "debug", "setup": ["export FROM_SETUP=yes"]},
+        "container": {"runtime": "apptainer", "image": str(tmp_path / "image.sif")},
+        "command_prefix": ["bash", "-c", f'echo "$IN_CONTAINER $FROM_SETUP" >>{seen}; exec "$@"', "wrapper"],
+        "python": sys.executable,
+    }
+    (tmp_path / "here.yaml").write_text(yamlfile.dump(site))
+    settings = dataset.settings(f"container-{launcher}")
+    given = environment(settings) | {"PATH": path}
+    if launcher == "yaml":
+        config = write_config(settings, max_parallel=4)
+        config.write_text(f"{config.read_text()}cluster: {tmp_path}/here.yaml\n".replace(", partition: debug", ""))
+        cluster.run([sys.executable, PYTHON, config, "--wait"], timeout=540, env={"PATH": path})
+    else:
+        done = cluster.run([BASH], env=given | {"CLUSTER": f"{tmp_path}/here.yaml"}, cwd=Path("/"))
+        for line in done.stdout.splitlines():
+            if line.startswith("dump "):
+                assert cluster.wait_job(line.rpartition(" ")[2], timeout=360) == "COMPLETED"
+    assert_all_done(settings, dataset.expected, cluster)
+    assert seen.read_text().splitlines() == [f"{tmp_path}/image.sif yes"] * DUMPS

@@ -167,14 +167,14 @@ def test_what_an_attention_cannot_do_is_refused_by_its_rule(overrides: list[str]
 
 
 def test_context_parallel_is_refused_before_submission_unless_the_cluster_has_transformer_engine() -> None:
-    overrides = ["parallel.context_parallel_size=2", "data.mock_data=true"]
+    overrides = ["parallel.context_parallel_size=2", "data.mock_data=true", "cluster.transformer_engine=false"]
     config = compose.load(ROOT / "configs" / "runs" / "llama3-70b.yaml", overrides)
     assert config.data_parallel_size == 2
     with pytest.raises(ConfigError, match="context_parallel_size above 1 needs TransformerEngine, which this"):
         of_config(config).raise_errors()
     declared = config.cluster.model_copy(update={"transformer_engine": True})
     of_config(config.model_copy(update={"cluster": declared})).raise_errors()
-    forced = ["training.transformer_impl=transformer_engine", "data.mock_data=true"]
+    forced = ["training.transformer_impl=transformer_engine", "data.mock_data=true", "cluster.transformer_engine=false"]
     with pytest.raises(ConfigError, match="transformer_impl=transformer_engine needs TransformerEngine"):
         of_config(compose.load(ROOT / "configs" / "runs" / "llama3-70b.yaml", forced)).raise_errors()
 

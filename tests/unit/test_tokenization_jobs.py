@@ -194,8 +194,8 @@ def test_rows_are_appended_whole_behind_a_torn_line_and_by_many_at_once(tmp_path
         ("tokeniser: x\n", r"config\.yaml:1: tokeniser: unknown setting; did you mean 'tokenizer'\?"),
         ("tokenizer: x\n", "tokenizer_name: this setting is missing"),
         ("tokenizer_name: a b\n", r"config\.yaml:1: tokenizer_name: String should match"),
-        ("tokenizer: x\nslurm: {partitions: p}\n", r":2: slurm\.partitions: unknown.*did you mean 'partition'"),
-        ("slurm: {time: soon}\n", r":1: slurm\.time: 'soon' is no Slurm time"),
+        ("tokenizer: x\nslurm: {partitions: p}\n", r":2: job\.partitions: unknown.*did you mean 'partition'"),
+        ("slurm: {time: soon}\n", r":1: job\.time: 'soon' is no Slurm time"),
         (
             "tokenizer: x\nmodel_identifier: y\n",
             r":2: model_identifier: this is another name of tokenizer, which is [\s\S]*:1;",
@@ -248,7 +248,7 @@ def test_the_bash_launcher_takes_names_of_nemo_curator(settings: TokenizationSet
 def test_the_example_config_is_valid_and_its_paths_start_beside_launchers() -> None:
     config = load_config(ROOT / "configs/data/tokenization-example.yaml")
     assert config.metadata_folder == str(ROOT / "data/my-text-dumps")
-    assert config.slurm.time == "12:00:00"
+    assert config.job.time == "12:00:00"
 
 
 def test_settings_of_the_environment(settings: TokenizationSettings) -> None:

@@ -26,8 +26,8 @@ from relayrun.tokenization.pipeline import tokenize
 from relayrun.tokenization.settings import (
     CURATOR,
     ENVIRONMENT,
-    SlurmOptions,
     TokenizationConfig,
+    TokenizationJob,
     TokenizationSettings,
     settings_from_environment,
 )
@@ -162,8 +162,8 @@ def test_the_job_of_the_bash_launcher_asks_for_what_the_settings_say() -> None:
     header = (ROOT / "scripts/tokenization/tokenize.sh").read_text()
     limit = re.search(r"^#SBATCH --time=(\S+)$", header, re.M)
     assert limit
-    assert parse_time(limit[1]) == parse_time(SlurmOptions().time)
-    assert ("#SBATCH --exclusive\n" in header) == SlurmOptions().exclusive
+    assert parse_time(limit[1]) == parse_time(TokenizationJob().time)
+    assert ("#SBATCH --exclusive\n" in header) == TokenizationJob().exclusive
 
 
 def test_the_example_shows_the_defaults() -> None:

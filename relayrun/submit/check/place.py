@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from relayrun.config.schema import RunConfig
+from relayrun.config.writable import protected
 from relayrun.errors import InputError
 from relayrun.rundir.run import Run
 from relayrun.submit.check.finding import Findings
@@ -27,12 +27,12 @@ WRITTEN = (
 
 def look(config: RunConfig, run: Run, log_folder: Path, findings: Findings) -> None:
     """Look at every path that a job of the run writes, links followed, and at the folder of the logs."""
-    protected = {place: Path(os.path.realpath(place)) for place in config.cluster.read_only_paths}
+    read_only = config.cluster.read_only_paths
     count = 0
     for setting, path in written_paths(config, run, log_folder):
         count += 1
-        for place, real in protected.items():
-            if Path(os.path.realpath(path)).is_relative_to(real):
+        for place in read_only:
+            if protected(path, [place]) is not None:
                 what = setting or ("run_dir" if path.is_relative_to(run.path) else "the folder of the jobs' logs")
                 findings.refuse(
                     "place.read_only",
@@ -44,8 +44,8 @@ def look(config: RunConfig, run: Run, log_folder: Path, findings: Findings) -> N
                     if setting or path.is_relative_to(run.path)
                     else "use a checkout on another file system",
                 )
-    if protected and not any(finding.name == "place.read_only" for finding in findings.all):
-        findings.ok("place.read_only", f"none of {count} paths that jobs write lies below {', '.join(protected)}")
+    if read_only and not any(finding.name == "place.read_only" for finding in findings.all):
+        findings.ok("place.read_only", f"none of {count} paths that jobs write lies below {', '.join(read_only)}")
     with findings.catching("place.logs", ok=f"the folder of the jobs' logs, {log_folder}, can be written"):
         check_log_folder(log_folder)
 
@@ -95,4 +95,4 @@ def check_log_folder(folder: Path) -> None:
 
 def existing(path: Path) -> Path:
     """The path itself, or the nearest folder above it that is there."""
-    return next((place for place in (path, *path.parents) if os.path.exists(place)), Path("/"))
+    return next((place for place in (path, *path.parents) if place.exists()), Path("/"))

@@ -13,7 +13,7 @@ from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
 from relayrun.submit import owner
-from relayrun.submit.check import data, node, place, settings, slurm, state, storage, tracking
+from relayrun.submit.check import data, job, node, place, settings, slurm, state, storage, tracking
 from relayrun.submit.check.finding import Findings
 from relayrun.submit.check.state import Intent
 from relayrun.submit.check.usage import Usage
@@ -80,6 +80,7 @@ def of_config(config: RunConfig, given: LocatedSettings | None = None) -> Findin
     """Look at what the config alone, and this machine's Pythons, tell."""
     findings = Findings(config, given)
     settings.look(config, findings)
+    job.look(config, findings)
     node.look(config, findings)
     return findings
 

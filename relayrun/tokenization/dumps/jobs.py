@@ -11,6 +11,7 @@ import csv
 import io
 import math
 import os
+import shlex
 import socket
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from relayrun.config.sbatch import script_options
 from relayrun.errors import InputError, RelayrunError, SchedulerError, nearest_path, refuse_unwritable
 from relayrun.files import write_atomic
 from relayrun.scheduler.slurm import Slurm
@@ -27,7 +29,7 @@ from relayrun.tokenization.dumps.status import ERROR_FILE, finished_shards
 from relayrun.tokenization.limit import Requeued, job_id, requeued_before_the_limit
 from relayrun.tokenization.locks import locked
 from relayrun.tokenization.pool import one_thread
-from relayrun.tokenization.settings import SlurmOptions, TokenizationConfig, TokenizationSettings
+from relayrun.tokenization.settings import TokenizationConfig, TokenizationSettings
 
 CSV_COLUMNS = (
     "slurm_job_id",
@@ -169,6 +171,7 @@ def submit_dumps(config: TokenizationConfig, *, wait: bool = True) -> list[int]:
     SchedulerError where Slurm refuses.
     """
     settings = config.absolute(os.getcwd())
+    settings.check()
     metadata = MetadataFolder(settings.metadata_folder)
     if not metadata.path.is_dir():
         hint = nearest_path(metadata.path) or "prepare_dumps.py makes it"
@@ -181,7 +184,7 @@ def submit_dumps(config: TokenizationConfig, *, wait: bool = True) -> list[int]:
         with metadata.hold():
             metadata.refuse_live_jobs()
             indices = begin(settings)
-            _submit_slurm(settings, indices, config.max_parallel, config.slurm)
+            _submit_slurm(settings, indices)
         if not wait:
             return indices
         while metadata.live_jobs():
@@ -213,27 +216,33 @@ def _run_local(settings: TokenizationSettings, indices: Sequence[int], max_paral
             job.cancel()
 
 
-def _submit_slurm(
-    settings: TokenizationSettings, indices: Sequence[int], max_parallel: int, options: SlurmOptions
-) -> None:
+def _submit_slurm(config: TokenizationConfig, indices: Sequence[int]) -> None:
     """Submit and record a job for every dump: one array, or several one behind the other, as large as Slurm takes."""
     import submitit
 
+    # what a job reads holds no site: its worker need not know this version's settings of one
+    settings = TokenizationSettings.model_validate(config.model_dump(include=set(TokenizationSettings.model_fields)))
+    options = config.job
     try:
-        executor = submitit.SlurmExecutor(settings.job_logs / "submitit")
+        executor = submitit.SlurmExecutor(settings.job_logs / "submitit", python=shlex.join(config.command))
     except RuntimeError as error:
         raise SchedulerError(
             f"Slurm is not installed here: {error}", hint="submit from a login node, or use the local executor"
         ) from None
     log = settings.job_logs / "R-%x-%j"
-    plain = options.model_dump(exclude={"time", "additional_parameters"}, exclude_none=True)
+    direct = {"account", "partition", "qos", "constraint", "exclude", "mem", "cpus_per_task"}
+    plain = options.model_dump(include=direct, exclude_none=True)
+    further: dict[str, Any] = {} if options.reservation is None else {"reservation": options.reservation}
+    for name, value in script_options(options.sbatch).items():
+        further[name] = True if value is None else value  # as submitit writes an option without a value
     executor.update_parameters(
         **plain | {"exclusive": options.exclusive or None},
         job_name=settings.name,
         time=math.ceil(parse_time(options.time) / 60),
         nodes=1,
         ntasks_per_node=1,
-        array_parallelism=max_parallel,
+        setup=config.preparation,
+        array_parallelism=config.max_parallel,
         use_srun=False,  # one task: without srun the job's own output files hold everything
     )
     metadata = MetadataFolder(settings.metadata_folder)
@@ -241,10 +250,11 @@ def _submit_slurm(
     arrays: list[str] = []
     for first in range(0, len(indices), size):
         part = indices[first : first + size]
-        additional = {"output": f"{log}.out", "error": f"{log}.err", **options.additional_parameters}
-        if arrays:  # or all arrays would run at once, `max_parallel` dumps each
-            mine = f"afterany:{arrays[-1]}"
-            additional["dependency"] = f"{additional['dependency']},{mine}" if "dependency" in additional else mine
+        additional = {"output": f"{log}.out", "error": f"{log}.err", **further}
+        # or all arrays would run at once, `max_parallel` dumps each
+        wait = [options.dependency, f"afterany:{arrays[-1]}" if arrays else None]
+        if any(wait):
+            additional["dependency"] = ",".join(filter(None, wait))
         executor.update_parameters(additional_parameters=additional)
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # submitit repeats there what it raises

@@ -1,0 +1,80 @@
+"""The files of clusters: where they lie, and what they say before a schema has judged it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from relayrun import places
+from relayrun.config import yamlfile
+from relayrun.config.yamlfile import LocatedSettings
+from relayrun.errors import ConfigError, nearest
+
+CLUSTER = "CLUSTER"
+"""The variable that names the cluster where no config does."""
+
+
+def folders(config: Path | None = None) -> list[Path]:
+    """The folders of the clusters' files: the nearest above a config file, or the project's, then relayrun's own."""
+    above = config.resolve().parents if config is not None else (places.project() / "configs", places.project())
+    nearest_folder = next((up / "clusters" for up in above if (up / "clusters").is_dir()), None)
+    own = places.shared("configs/clusters")
+    return [own] if nearest_folder in (None, own) else [nearest_folder, own]
+
+
+def names(folders: Sequence[Path]) -> list[str]:
+    """Names of the clusters that have a file in one of these folders."""
+    return sorted({entry.stem for folder in folders for entry in folder.glob("*.yaml")})
+
+
+def read(name: str, *, folders: Sequence[Path], where: str | None) -> LocatedSettings:
+    """What the file of cluster `name` says. Raises ConfigError, with `where` the name stands, if there is none.
+
+    `name` may be the path of a file, too.
+    """
+    places_of_it = [folder / f"{name}.yaml" for folder in folders]
+    if name.endswith((".yaml", ".yml")):
+        places_of_it = [Path(name)]
+    file = next((path for path in places_of_it if path.is_file()), None)
+    if file is None:
+        known = names(folders)
+        raise ConfigError(
+            f"unknown cluster {name!r}; there are: {', '.join(known)}",
+            where=where,
+            hint=nearest(name, known) or f"name one of them, or write {places_of_it[0]}",
+        )
+    return yamlfile.read(file)
+
+
+def insert(settings: LocatedSettings, *, folders: Sequence[Path]) -> None:
+    """Replace a cluster's name in composed settings by what its file says. Raises ConfigError."""
+    name = settings.values.get("cluster")
+    if isinstance(name, str):
+        cluster = read(name, folders=folders, where=settings.place(("cluster",)))
+        settings.values["cluster"] = cluster.values
+        settings.places.update({("cluster", *location): place for location, place in cluster.places.items()})
+
+
+def insert_job_defaults(settings: LocatedSettings, *, only: Collection[str] | None = None) -> None:
+    """Put the site's defaults of jobs under the config's own; of `sbatch`, option by option.
+
+    `only`: names of the settings that count, for jobs that are no training.
+    """
+    cluster = settings.values.get("cluster")
+    if not isinstance(cluster, dict) or not isinstance(defaults := cluster.get("job"), dict):
+        return
+    defaults = {name: value for name, value in defaults.items() if only is None or name in only}
+    own = settings.values.setdefault("job", {})
+    if not isinstance(own, dict):
+        return
+    _insert_missing(settings, own, defaults, ("job",))
+    if isinstance(options := defaults.get("sbatch"), dict) and isinstance(own.get("sbatch"), dict):
+        _insert_missing(settings, own["sbatch"], options, ("job", "sbatch"))
+
+
+def _insert_missing(
+    settings: LocatedSettings, own: dict[str, object], defaults: dict[str, object], at: tuple[str, ...]
+) -> None:
+    for name in defaults.keys() - own.keys():
+        own[name] = defaults[name]
+        settings.places[(*at, name)] = settings.place(("cluster", *at, name)) or ""

@@ -1,0 +1,262 @@
+"""Any option of sbatch from a config, and a person's own lines before the ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayrun.chain import render
+from relayrun.config import compose
+from relayrun.config.schema import RunConfig
+from relayrun.config.setup_lines import check_setup
+from relayrun.errors import ConfigError
+from relayrun.rundir.run import Run
+from relayrun.scheduler import gres, sbatch_options
+from relayrun.scheduler.slurm import Slurm
+from relayrun.submit import submission
+from relayrun.submit.check import job as check
+
+ROOT = Path(__file__).resolve().parents[2]
+SLURM = ROOT / "configs/runs/demo-slurm.yaml"
+
+HELP = """Usage: sbatch [OPTIONS(0)...] [ : [OPTIONS(N)...]] script(0) [args(0)...]
+  -A, --account=name          charge job to specified account
+      --gres=list             required generic resources
+  -J, --job-name=jobname      name of job
+      --mail-type=type        notify on state change: BEGIN, END, FAIL or ALL
+      --mem-per-cpu=MB        --mem >= --mem-per-cpu if --mem is specified.
+      --propagate[=rlimits]   propagate all [or specific list of] rlimits
+Options provided by plugins:
+      --uenv=<file>           the user environment
+"""
+
+
+def config(*overrides: str) -> RunConfig:
+    return compose.load(SLURM, overrides)
+
+
+def header(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+
+
+@pytest.fixture
+def listed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An installed sbatch that prints HELP."""
+    monkeypatch.setattr(sbatch_options.slurm_command, "run", lambda command, seconds: HELP)
+    sbatch_options.installed.cache_clear()
+    yield
+    sbatch_options.installed.cache_clear()
+
+
+def test_any_option_stands_in_the_job_script_quoted() -> None:
+    text = submission.dry_run(
+        config('job.sbatch={gres: "gpu:4", mail-type: END, licenses: "a b\\"$(id)", nice: 100, contiguous: true}')
+    )
+    lines = header(text)
+    for line in ("--gres=gpu:4", "--mail-type=END", '--licenses="a b\\"$(id)"', "--nice=100", "--contiguous"):
+        assert line in lines
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("{job-name: x}", "job-name is relayrun's own: it follows from project and name"),
+        ("{dependency: singleton}", "dependency is relayrun's own"),
+        ("{output: /tmp/x}", "output is relayrun's own: the job's script opens its logs"),
+        ("{signal: USR1@60}", "signal is relayrun's own: set chain.signal_lead"),
+        ("{requeue: true}", "requeue is relayrun's own: set chain.auto_requeue"),
+        ("{open-mode: append}", "open-mode is relayrun's own"),
+        ("{export: NONE}", "export is relayrun's own: set cluster.environment"),
+        ("{comment: mine}", "comment is relayrun's own: the chain notes there"),
+        ("{partition: gpu}", "partition is relayrun's own: set job.partition"),
+        ("{mail_type: END}", "'mail_type' is no long name of an option of sbatch"),
+        ('{gres: "gpu:4\\n#SBATCH --account=x"}', "holds the control character '\\n'"),
+        ('{gres: ""}', "gres has no value"),
+        ("{gres: [gpu]}", "job.sbatch.gres"),
+    ],
+)
+@pytest.mark.parametrize("section", ["job", "evaluation.job"])
+def test_what_cannot_be_handed_on_is_refused_with_what_to_do(section: str, given: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config("evaluation.interval=100", f"{section}.sbatch={given}")
+    assert said in str(error.value)
+    assert f"--set {section}.sbatch=" in str(error.value)
+
+
+@pytest.mark.usefixtures("listed")
+def test_names_are_checked_against_the_installed_sbatch_with_its_plugins() -> None:
+    assert sbatch_options.names_in(HELP) >= {"account", "gres", "mem-per-cpu", "mem", "propagate", "uenv"}
+    check.check_job(config('job.sbatch={gres: "gpu:4", uenv: prgenv}'))
+    with pytest.raises(
+        ConfigError, match=r"job.sbatch.mail-typ: the sbatch .* has no option --mail-typ\n.*mail-type\?"
+    ):
+        check.check_job(config("job.sbatch={mail-typ: END}"))
+    with pytest.raises(ConfigError, match=r"evaluation.job.sbatch.grs: .*\n.*did you mean gres\?"):
+        check.check_job(config("evaluation={interval: 100, job: {sbatch: {grs: gpu}}}"))
+
+
+def test_without_sbatch_the_list_of_a_named_version_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sbatch_options, "installed", lambda: None)
+    sbatch_options.check(["gres", "mail-type", "network"], where="job.sbatch")
+    with pytest.raises(ConfigError, match=r"sbatch 22\.05\.8 has no option --mailtype\n.*did you mean mail-type\?"):
+        sbatch_options.check(["mailtype"], where="job.sbatch")
+
+
+def test_the_real_sbatch_prints_a_list_that_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    conf = tmp_path / "slurm.conf"
+    conf.write_text("ClusterName=x\nSlurmctldHost=localhost\nNodeName=localhost\nPartitionName=p Nodes=ALL\n")
+    monkeypatch.setenv("SLURM_CONF", str(conf))
+    sbatch_options.installed.cache_clear()
+    found = sbatch_options.installed()
+    sbatch_options.installed.cache_clear()
+    if found is None:
+        assert os.environ.get("RELAYRUN_NO_SLURM") == "1", "Slurm's commands are missing"
+        pytest.skip("no Slurm here")
+    assert {"gres", "mail-type", "job-name", "network", "open-mode", "contiguous", "mem-bind"} <= found
+    assert not {"x", "set"} & found
+
+
+def test_gpus_are_asked_for_in_one_way_only() -> None:
+    assert "--gpus-per-node=4" in header(submission.dry_run(config("job.gpus_per_node=4")))
+    for other in ('{gres: "gpu:4"}', '{gres: "lustre:1,gpu:a100:4"}', "{gpus-per-task: 1}"):
+        lines = header(submission.dry_run(config("job.gpus_per_node=4", f"job.sbatch={other}")))
+        assert not any(line.startswith("--gpus-per-node") for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "wanted"),
+    [
+        ({}, {"gpus-per-node": "4", "time": "10"}, {"gpus-per-node": "4", "time": "10"}),
+        ({"gres": "gpu:4"}, {"gpus-per-node": "4"}, {"gres": "gpu:4"}),
+        ({"gres": "gpu:a100:4"}, {"gpus-per-node": "2"}, {"gres": "gpu:a100:2"}),
+        ({"gres": "lustre:1,gpu:4"}, {"gpus-per-node": "a100:2(S:0)"}, {"gres": "lustre:1,gpu:a100:2"}),
+        ({"gpus-per-task": "1"}, {"gpus-per-node": "4"}, {}),
+        ({"gres": "lustre:1"}, {"gpus-per-node": "4"}, {"gpus-per-node": "4"}),
+    ],
+)
+def test_a_successor_asks_for_gpus_as_its_script_does(
+    script: dict[str, str | None], options: dict[str, str], wanted: dict[str, str]
+) -> None:
+    assert gres.in_the_same_way(options, script) == wanted
+
+
+def test_an_evaluation_asks_for_its_own_gpus_in_the_way_of_the_site() -> None:
+    def lines(*overrides: str) -> list[str]:
+        given = config("job.gpus_per_node=4", "evaluation.interval=100", *overrides)
+        run = Run(Path("/tmp/run"))
+        plan = submission.make_plan(given, run, ROOT, revision=1)
+        return header(submission.evaluation_script(given, plan, run))
+
+    site = 'job.sbatch={gres: "gpu:4", constraint-of-mine: x, mail-type: END}'.replace("constraint-of-mine: x, ", "")
+    assert {"--gres=gpu:1", "--mail-type=END"} <= set(lines(site))
+    assert "--gpus-per-node=1" not in lines(site)
+    assert "--gpus-per-node=1" in lines()
+    assert not any("gpu" in line for line in lines(site, "evaluation.job.gpus_per_node=0"))
+    own = lines(site, 'evaluation.job.sbatch={gres: "gpu:2", mail-type: false}')
+    assert "--gres=gpu:2" in own
+    assert not any(line.startswith("--mail-type") for line in own)
+
+
+def test_options_of_the_site_and_of_the_run_are_joined(tmp_path: Path) -> None:
+    (tmp_path / "clusters").mkdir()
+    (tmp_path / "clusters/here.yaml").write_text(
+        'name: here\nscheduler: slurm\njob:\n  partition: boost\n  sbatch: {gres: "gpu:4", licenses: scratch}\n'
+    )
+    path = tmp_path / "run.yaml"
+    path.write_text(f"include: [{SLURM}]\ncluster: here\njob:\n  sbatch: {{mail-type: END, licenses: false}}\n")
+    resolved = compose.load(path)
+    lines = header(submission.dry_run(resolved))
+    assert {"--partition=boost", "--gres=gpu:4", "--mail-type=END"} <= set(lines)
+    assert not any(line.startswith("--licenses") for line in lines)
+    (tmp_path / "again.yaml").write_text(compose.dump(resolved))
+    assert compose.read_resolved(tmp_path / "again.yaml") == resolved
+    assert compose.read_settings(path).place(("job", "sbatch", "gres")) == f"{tmp_path}/clusters/here.yaml:5"
+
+
+def run_setup(tmp_path: Path, lines: list[str]) -> tuple[subprocess.CompletedProcess[str], str]:
+    """Run the lines, then a program that prints A and its working directory."""
+    script, report = tmp_path / "setup.sh", tmp_path / "it's failed"
+    script.write_text(render.setup_script(lines, report=str(report)))
+    done = subprocess.run(
+        ["bash", str(script), "sh", "-c", 'echo "ran A=${A-} $PWD"'],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done, report.read_text() if report.exists() else ""
+
+
+def test_lines_run_as_they_are_and_change_the_programs_surroundings(tmp_path: Path) -> None:
+    lines = ["export A='x y'", "if [ 1 = 1 ]; then", '  A="$A z"', "fi", "mine() { false || true; }", "mine; cd /"]
+    done, report = run_setup(tmp_path, lines)
+    assert (done.returncode, done.stdout, report) == (0, "ran A=x y z /\n", "")
+
+
+@pytest.mark.parametrize(
+    ("lines", "failed", "code"),
+    [
+        (["true", "false", "true"], "false", 1),
+        (
+            ["if true; then", '  sh -c "exit 3" -- 50% \\x', "fi"],
+            'sh -c "exit 3" -- 50% \\x',
+            3,
+        ),
+        (["echo $NOT_SET"], "echo $NOT_SET", 1),
+        (["false | cat"], "false | cat", 1),
+        (["no-such-command-here"], "no-such-command-here", 127),
+        (["exit 0"], "exit 0", 1),
+    ],
+)
+def test_a_line_that_fails_ends_the_script_and_is_named(
+    tmp_path: Path, lines: list[str], failed: str, code: int
+) -> None:
+    done, report = run_setup(tmp_path, lines)
+    assert done.returncode == code
+    assert "ran" not in done.stdout
+    said = 0 if lines == ["exit 0"] else code
+    assert " ".join(report.split()) == f"job.setup failed (exit code {said}) at: {failed}"
+    assert report.strip() in done.stderr
+
+
+def test_lines_that_are_no_bash_are_refused_and_nothing_of_them_runs(tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+    with pytest.raises(ConfigError, match=r"job.setup: Bash cannot read these lines: line 2: syntax error"):
+        check_setup([f"touch {trace}", "fi"], where="job.setup")
+    check_setup([f"touch {trace}"], where="job.setup")
+    assert not trace.exists()
+    with pytest.raises(ConfigError, match=r"job.setup.0: holds the control character"):
+        config('job.setup=["a\\nb"]')
+
+
+def test_lines_stand_in_an_evaluations_script_behind_the_modules(tmp_path: Path) -> None:
+    given = config(
+        "evaluation.interval=100",
+        "cluster.modules=[cuda]",
+        'job.setup=["source /opt/site/env.sh", "ulimit -l unlimited"]',
+    )
+    run = Run(tmp_path)
+    plan = submission.make_plan(given, run, ROOT, revision=1)
+    lines = submission.evaluation_script(given, plan, run).splitlines()
+    places = [lines.index(line) for line in ("module load cuda", "source /opt/site/env.sh", "ulimit -l unlimited")]
+    assert places == sorted(places)
+    assert lines.index("set -euo pipefail") < places[0]
+    assert lines[-1].startswith("exec srun ")
+    attempt = run.attempt(1)
+    command = render.task_command(plan, ["srun"], 1, setup=attempt.setup)
+    assert command[:3] == ["bash", str(attempt.setup), "srun"]
+
+
+def test_the_first_of_the_chains_jobs_and_its_successor_have_the_same_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = config("job.gpus_per_node=4", 'job.sbatch={gres: "gpu:4"}')
+    plan = submission.make_plan(given, Run(Path("/tmp/run")), ROOT, revision=1)
+    said: list[Any] = []
+    monkeypatch.setattr(Slurm, "submit_once", lambda self, arguments, name: said.append(arguments) or "1")
+    Slurm().submit(plan, Path("/tmp/run/job.sbatch"), options={"gpus-per-node": "4", "time": "10"})
+    assert said == [["--dependency=singleton", "--time=10", "--gres=gpu:4", "/tmp/run/job.sbatch"]]
