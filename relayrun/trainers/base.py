@@ -1,0 +1,64 @@
+"""What a chain needs to know of a program that trains, and what it asks of it: the protocol of a foreign trainer.
+
+The native trainer writes its records (`rundir.attempt`) itself. For any other program `trainers.observer` writes them,
+from what an implementation of `Program` sees from outside: its log, its files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservedStep:
+    """An iteration that the program says it has done."""
+
+    iteration: int
+    seconds: float | None = None
+    """That the iteration took; None where the program does not say."""
+    consumed_samples: int | None = None
+    """After this iteration, since the beginning of the run; None where the program does not say."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What else it says of the iteration, under the names of `metrics.jsonl` where that has one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundCheckpoint:
+    """A checkpoint on disk that the program has finished."""
+
+    iteration: int
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How the program says that it ended."""
+
+    outcome: Literal["done", "left", "fatal"]
+    """`done`: it has trained all it was to train. `left`: it obeyed, and saved. `fatal`: it would fail again."""
+    words: str
+
+
+class Program(Protocol):
+    """One attempt of a foreign program, seen from the node of its batch script.
+
+    What its log and files say is read anew by each process that looks: `watch` may be killed and started again.
+    Every method may raise OSError.
+    """
+
+    def steps(self) -> Sequence[ObservedStep]:
+        """The iterations that it has said since the last call, rising; from its beginning for the first call."""
+
+    def checkpoints(self) -> Sequence[FoundCheckpoint]:
+        """Every whole checkpoint that is there now, rising."""
+
+    def saving(self) -> int | None:
+        """The iteration of a checkpoint that it is writing; None where it writes none."""
+
+    def ask_to_save(self) -> str | None:
+        """Have it save and go on. Returns why it cannot, in words; None where it will."""
+
+    def ending(self) -> Ending | None:
+        """What it has said of its own end by now; None where it has said nothing."""
