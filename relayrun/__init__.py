@@ -20,6 +20,7 @@ What lies where. A package imports only packages that stand below it in this lis
     shards          Megatron's token files
     config          the settings of a run, and how they are composed
     slurmtime       durations as Slurm writes them
+    client          what a foreign program may say to the chain, and hear; one file that may be copied
     files           files that survive a kill
     errors          every error that is raised on purpose
 """

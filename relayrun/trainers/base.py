@@ -60,5 +60,5 @@ class Program(Protocol):
     def ask_to_save(self) -> str | None:
         """Have it save and go on. Returns why it cannot, in words; None where it will."""
 
-    def ending(self) -> Ending | None:
-        """What it has said of its own end by now; None where it has said nothing."""
+    def ending(self, exit_code: int | None) -> Ending | None:
+        """How it ended; None where that is not on purpose. `exit_code`: of all ranks together, None where unknown."""

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from relayrun.files import append_line, read_lines_backwards, write_json
+from relayrun.files import append_line, read_lines_backwards, write_atomic, write_json
 from relayrun.rundir import triggers
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lead import SAVES, STEPS, measured_lead, percentile
@@ -33,7 +33,8 @@ class Observer:
     """Follows one attempt.
 
     Args:
-        leave: asks the program to save and leave; called once.
+        leave: asks the program to save and leave, by a signal or what else it hears. `attempts/N/stop` says why; it is
+            written behind it, so that a kill in between asks again.
         sizes: bytes of every file of a checkpoint, by its name below it.
     """
 
@@ -62,7 +63,6 @@ class Observer:
         self._save_begun: tuple[int, float] | None = None
         """Iteration of the save under way, and when it was first seen (monotonic)."""
         self._beat: Heartbeat | None = None
-        self._asked_to_leave = False
         self._save_asked: triggers.Trigger | None = None
         self._take_up()
 
@@ -72,12 +72,15 @@ class Observer:
         self._obey_save()
         self._obey_leave()
 
-    def conclude(self) -> None:
-        """Record what is left, and how the program ended, where it said so. Raises OSError."""
+    def conclude(self, exit_code: int | None) -> None:
+        """Record what is left, and how the program ended, as far as that is known. Raises OSError.
+
+        `exit_code`: of all ranks together; None where nobody saw it.
+        """
         self._record()
         if self._attempt.outcome.exists():
             return
-        ending = self._program.ending()
+        ending = self._program.ending(exit_code)
         if ending is None:
             return
         exit_trigger = triggers.look(self._run, "exit")
@@ -181,14 +184,19 @@ class Observer:
             triggers.acknowledge(self._run, asked, iteration=self._committed, result=f"refused: {why_not}")
 
     def _obey_leave(self) -> None:
-        """`attempts/N/stop` is the batch script's, which has sent the signal itself."""
-        if self._asked_to_leave:
+        """Nobody asks twice: who finds `attempts/N/stop` knows that the program has been asked."""
+        if self._attempt.stop.exists():
             return
         begin = self._begin
-        near = begin.job_end_time is not None and time.time() >= begin.job_end_time - self._lead()
-        if near or triggers.look(self._run, "exit") is not None:
-            self._leave()
-            self._asked_to_leave = True
+        exit_trigger = triggers.look(self._run, "exit")
+        if exit_trigger is not None:
+            why = f"exit trigger by {exit_trigger.user}"
+        elif begin.job_end_time is not None and time.time() >= begin.job_end_time - self._lead():
+            why = "time limit near"
+        else:
+            return
+        self._leave()
+        write_atomic(self._attempt.stop, f"{why}\n")
 
     def _lead(self) -> float:
         begin = self._begin

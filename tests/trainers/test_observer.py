@@ -45,7 +45,7 @@ class Script:
         self.asked += 1
         return self.refuses
 
-    def ending(self) -> Ending | None:
+    def ending(self, exit_code: int | None) -> Ending | None:
         return self.end
 
     def step(self, *iterations: int) -> None:
@@ -147,7 +147,7 @@ def test_nothing_is_recorded_twice_or_left_out_whenever_the_observer_is_killed(s
         if iteration % kills == 0:
             scene.observer = scene.observe(scene.script.again())
         scene.observer.look()
-    scene.observe(scene.script.again()).conclude()
+    scene.observe(scene.script.again()).conclude(0)
     assert scene.lines() == [1, 2, 3, 4, 5, 6]
     assert [commit.iteration for commit in scene.attempt.read_commits()] == [2, 4, 6]
 
@@ -161,14 +161,14 @@ def test_the_end_of_a_program_that_obeyed(scene: Scene) -> None:
     scene.script.step(1, 2)
     scene.script.save(2)
     scene.script.end = Ending(outcome="left", words="SIGUSR2")
-    scene.observer.conclude()
+    scene.observer.conclude(0)
     assert outcome(scene) == ("saved", "SIGUSR2")
 
 
 def test_why_the_batch_script_asked_stands_in_the_outcome(scene: Scene) -> None:
     scene.attempt.stop.write_text("SIGTERM\n")
     scene.script.end = Ending(outcome="left", words="SIGUSR2")
-    scene.observer.conclude()
+    scene.observer.conclude(0)
     assert outcome(scene) == ("saved", "SIGTERM")
 
 
@@ -176,7 +176,7 @@ def test_a_program_that_left_without_a_whole_checkpoint_has_no_outcome(scene: Sc
     scene.script.step(1, 2, 3)
     scene.script.save(2)
     scene.script.end = Ending(outcome="left", words="SIGUSR2")
-    scene.observer.conclude()
+    scene.observer.conclude(0)
     assert outcome(scene) is None
     assert [commit.iteration for commit in scene.attempt.read_commits()] == [2]
 
@@ -184,16 +184,16 @@ def test_a_program_that_left_without_a_whole_checkpoint_has_no_outcome(scene: Sc
 @pytest.mark.parametrize("end", ["done", "fatal"])
 def test_the_end_of_a_program_that_goes_by_itself(scene: Scene, end: str) -> None:
     scene.script.end = Ending(outcome=end, words="so it is")  # type: ignore[arg-type]
-    scene.observer.conclude()
+    scene.observer.conclude(0)
     assert outcome(scene) == (end, "so it is")
     scene.script.end = Ending(outcome="left", words="another")
-    scene.observer.conclude()
+    scene.observer.conclude(0)
     assert outcome(scene) == (end, "so it is")  # what is on record holds
 
 
 def test_a_crash_leaves_no_outcome(scene: Scene) -> None:
     scene.script.step(1)
-    scene.observer.conclude()
+    scene.observer.conclude(0)
     assert outcome(scene) is None
     assert scene.lines() == [1]
 
@@ -207,7 +207,7 @@ def test_the_exit_trigger_asks_once_and_is_answered_behind_the_outcome(scene: Sc
     scene.script.step(1)
     scene.script.save(1)
     scene.script.end = Ending(outcome="left", words="SIGUSR2")
-    scene.observer.conclude()
+    scene.observer.conclude(0)
     found = outcome(scene)
     assert found is not None
     assert found[0] == "exit"

@@ -102,8 +102,9 @@ class MegatronLM:
         (self._trigger_folder / "save").touch()
         return None
 
-    def ending(self) -> Ending | None:
-        """What it has said of its own end by now. That the last iteration is durable is an end too."""
+    def ending(self, exit_code: int | None) -> Ending | None:
+        """How it ended, by what it said and saved; its forks' exit codes tell nothing."""
+        del exit_code
         durable = checkpoints.whole(self._folder)
         if durable and durable[-1].iteration >= self._total_steps:
             return Ending(outcome="done", words=f"the last iteration, {durable[-1].iteration}, is saved")
