@@ -30,6 +30,9 @@ FOLDER = "RELAYRUN_CLIENT"
 STOP = "RELAYRUN_STOP"
 """Environment variable: the file whose existence asks the program to save and leave."""
 
+CHECKPOINT = "RELAYRUN_CHECKPOINT"
+"""Environment variable: the checkpoint to go on from; not set where the run begins."""
+
 SECONDS = 1.0
 """Between two looks at a file: more often a file system of many nodes need not be asked."""
 
@@ -48,8 +51,8 @@ def checkpoint_done(iteration: int, path: str | os.PathLike[str]) -> None:
 
 
 def should_save() -> bool:
-    """Whether somebody wants a checkpoint now. True once for each time that somebody asks."""
-    if not _exists("save"):
+    """Whether somebody wants a checkpoint now. True once for each time that somebody asks, and on rank 0 alone."""
+    if not _first() or not _exists("save"):
         return False
     try:
         os.unlink(os.path.join(os.environ[FOLDER], "save"))
@@ -66,7 +69,7 @@ def should_leave() -> bool:
 
 def checkpoint() -> str | None:
     """The checkpoint to go on from; None: from the beginning."""
-    return os.environ.get("RELAYRUN_CHECKPOINT") or None
+    return os.environ.get(CHECKPOINT) or None
 
 
 def _exists(name: str) -> bool:
@@ -79,6 +82,10 @@ def _exists(name: str) -> bool:
     return _answers[name]
 
 
+def _first() -> bool:
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
 def _numbers(metrics: dict[str, float]) -> dict[str, float]:
     found = {name: float(value) for name, value in metrics.items()}
     return {name: value for name, value in found.items() if math.isfinite(value)}  # JSON has no others
@@ -86,9 +93,9 @@ def _numbers(metrics: dict[str, float]) -> dict[str, float]:
 
 def _append(name: str, record: dict[str, object]) -> None:
     folder = os.environ.get(FOLDER)
-    if folder is None or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
+    if folder is None or not _first():
         return
-    line = b"\n" + json.dumps(record | {"time": time.time()}).encode() + b"\n"  # first: the one before may be torn
+    line = b"\n" + json.dumps(record | {"time": time.time()}).encode() + b"\n"  # the one before may be torn
     try:
         file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:

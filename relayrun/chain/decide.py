@@ -46,7 +46,7 @@ class BeginFacts:
     stopped: str | None
     """The reason in STOP, where the chain was stopped."""
     durable_iteration: int
-    total_steps: int
+    total_steps: int | None
     exit_trigger: str | None
     """Who touched triggers/exit."""
     predecessor_cancelled: bool
@@ -71,7 +71,7 @@ class EndFacts:
     cancelled: bool
     base_iteration: int
     durable_iteration: int
-    total_steps: int
+    total_steps: int | None
     failed_attempts: int
     """Attempts in a row before this one without durable progress."""
     max_failed_attempts: int
@@ -84,7 +84,7 @@ def at_begin(facts: BeginFacts) -> Decision:
     """Whether to start the ranks."""
     if facts.stopped is not None:
         return Decision(action="stop", reason=facts.stopped)
-    if facts.durable_iteration >= facts.total_steps:
+    if facts.total_steps is not None and facts.durable_iteration >= facts.total_steps:
         return Decision(action="stop", reason=f"the last iteration, {facts.durable_iteration}, is durable")
     if facts.exit_trigger is not None:
         return Decision(action="stop", reason=f"exit trigger by {facts.exit_trigger}, before this job began")
@@ -99,7 +99,9 @@ def at_begin(facts: BeginFacts) -> Decision:
 
 def at_end(facts: EndFacts) -> Decision:
     """Whether the successor goes on, goes on later, or must not start."""
-    if facts.outcome == "done" and facts.durable_iteration >= facts.total_steps:
+    if facts.outcome == "done" and facts.total_steps is None:
+        return Decision(action="stop", reason=facts.outcome_reason)
+    if facts.outcome == "done" and facts.total_steps is not None and facts.durable_iteration >= facts.total_steps:
         return Decision(action="stop", reason=f"the last iteration, {facts.durable_iteration}, is durable")
     if facts.outcome == "exit":
         return Decision(action="stop", reason=facts.outcome_reason)

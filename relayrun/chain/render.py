@@ -122,8 +122,12 @@ def attempt_environment(
     modules: Sequence[str],
     task_command: Sequence[str],
     signal_command: Sequence[str],
+    leave_signal: str,
 ) -> str:
-    """The text of an attempt's job.env, which job.sh sources: variables and three arrays."""
+    """The text of an attempt's job.env, which job.sh sources: variables, three arrays, and the signal to leave.
+
+    `leave_signal`: a signal's name without SIG; empty where a file alone asks.
+    """
     return (
         "\n".join(
             [
@@ -131,6 +135,7 @@ def attempt_environment(
                 f"modules=({shlex.join(modules)})",
                 f"task_command=({shlex.join(task_command)})",
                 f"signal_command=({shlex.join(signal_command)})",
+                f"leave_signal={shlex.quote(leave_signal)}",
             ]
         )
         + "\n"
@@ -142,10 +147,10 @@ def exports(variables: Mapping[str, str]) -> list[str]:
     return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
 
 
-def task_command(plan: Plan, starter: Sequence[str], attempt: int) -> list[str]:
-    """The whole command that starts the ranks of an attempt."""
+def task_command(plan: Plan, starter: Sequence[str], program: Sequence[str]) -> list[str]:
+    """The whole command that starts `program` on the ranks of an attempt."""
     rank = Path(plan.package_root) / "launchers" / "lib" / "rank.sh"
-    return [*starter, "bash", str(rank), *plan.command_prefix, *plan.program, f"--attempt={attempt}"]
+    return [*starter, "bash", str(rank), *plan.command_prefix, *program]
 
 
 def _quote(value: str) -> str:

@@ -104,7 +104,7 @@ class RunStatus:
     """When the time limit of a running attempt is reached."""
 
     iteration: int
-    total_steps: int
+    total_steps: int | None
     loss: float | None
     """Loss of the last step in nats per token; None before the first step."""
     tokens_per_second: float | None

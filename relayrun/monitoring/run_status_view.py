@@ -52,7 +52,7 @@ def many(found: Sequence[RunStatus | Damaged]) -> Table:
             escape(entry.run),
             entry.state,
             str(entry.attempt or ""),
-            f"{entry.iteration}/{entry.total_steps}",
+            f"{entry.iteration}/{entry.total_steps or '?'}",
             _loss(entry.loss),
             _speed(entry.tokens_per_second),
             "none whole" if entry.durable_iteration is None else str(entry.durable_iteration),
@@ -90,7 +90,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
             f"{status.attempt}, job {status.job_id} on {status.nodes}, begun {duration(now - status.begin_time)} ago"
         )
         attempt += f", now in {status.phase}" if status.phase else ""
-    step = f"{status.iteration} of {status.total_steps}"
+    step = f"{status.iteration} of {status.total_steps}" if status.total_steps else f"{status.iteration}"
     step += f", {duration(now - status.step_time)} ago" if status.step_time is not None else ""
     limit = ""
     if status.leave_time is not None and status.job_end_time is not None:

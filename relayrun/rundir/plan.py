@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +32,8 @@ class Plan(Record):
     job_name: str
     """Slurm's job name; unique to the run directory, for `--dependency=singleton`."""
     scheduler: Literal["slurm", "local"]
-    total_steps: int
+    total_steps: int | None
+    """The last iteration; None: the program itself ends when it is done."""
     config_revision: int
     submitted_after_attempt: int
     """Highest attempt at the last explicit submit; older attempts no longer count as failed ones."""
@@ -69,6 +70,10 @@ class Plan(Record):
     """What a rank executes; `--attempt N` is put behind it."""
     environment: dict[str, str]
     modules: list[str]
+    trainer: str = "native"
+    """What the ranks execute: native, megatron-lm or command; see `relayrun.trainers`."""
+    trainer_settings: dict[str, Any] = field(default_factory=dict)
+    """The settings of a foreign trainer."""
 
     host_python: str
     package_root: str

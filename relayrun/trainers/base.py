@@ -6,9 +6,13 @@ from what an implementation of `Program` sees from outside: its log, its files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from signal import Signals
 from typing import Literal, Protocol
+
+from relayrun.rundir.lineage import Durable
+from relayrun.rundir.records import AttemptStart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,36 @@ class Ending:
     outcome: Literal["done", "left", "fatal"]
     """`done`: it has trained all it was to train. `left`: it obeyed, and saved. `fatal`: it would fail again."""
     words: str
+
+
+class Trainer(Protocol):
+    """What the ranks of a run execute, and how an attempt of it is followed."""
+
+    @property
+    def leave_signal(self) -> Signals | None:
+        """The signal on which every rank saves and leaves; None where a file alone asks for it."""
+
+    def prepare(self, base: Durable, *, attempt: int) -> list[str]:
+        """Make the program start from `base` and from nothing else. Returns what was done for that, in words."""
+
+    def command(self, begin: AttemptStart) -> list[str]:
+        """What a rank of this attempt executes, without what the cluster puts before it."""
+
+    def environment(self, begin: AttemptStart) -> dict[str, str]:
+        """Variables of every rank of this attempt, besides those of the chain."""
+
+    def follow(self, begin: AttemptStart, *, signal_ranks: Callable[[Signals], None]) -> Observing | None:
+        """Who writes the records of this attempt; None where the program writes them itself."""
+
+
+class Observing(Protocol):
+    """Writes the records of an attempt, from beside it and behind it. Every method may raise OSError."""
+
+    def look(self) -> None:
+        """Record what is new; ask the program to save or leave where that is due."""
+
+    def conclude(self, exit_code: int | None) -> None:
+        """Record what is left, and how the program ended. `exit_code`: of all ranks together, None where unknown."""
 
 
 class Program(Protocol):

@@ -33,12 +33,8 @@ def folder(tmp_path: Path) -> Path:
 def run(folder: Path, **environment: str) -> str:
     clean = {"PATH": os.environ["PATH"]}
     found = subprocess.run(
-        [
-            sys.executable,
-            "-I",
-            "-c",
-            f"import sys; sys.path.insert(0, {str(folder)!r}); sys.argv[1:] = ['/c/1']\n{PROGRAM}",
-        ],
+        [sys.executable, "-c", PROGRAM, "/c/1"],  # it imports the copy, from its working directory
+        cwd=folder,
         env=clean | environment,
         capture_output=True,
         text=True,
