@@ -14,12 +14,14 @@ What lies where. A package imports only packages that stand below it in this lis
     shuffle         a global shuffle of a dataset on disk
     tokenization    text to token shards, dump by dump
     chain           what becomes of a run when a job ends, and the supervisor beside the ranks
+    trainers        programs that the ranks execute, and how a chain follows one that knows nothing of it
     scheduler       Slurm, or a queue on this machine
     rundir          the run directory: its file names, its records, its triggers
     shards          Megatron's token files
     config          the settings of a run, and how they are composed
     slurmtime       durations as Slurm writes them
     places          the code, the files that belong to it, and the project
+    client          what a foreign program may say to the chain, and hear; one file that may be copied
     files           files that survive a kill
     errors          every error that is raised on purpose
 """

@@ -97,11 +97,12 @@ ask_to_leave() {
   [[ -n "${attempt_dir}" ]] || return 0
   printf '%s\n' "${asked}" >"${attempt_dir}/stop" || true # a full disk must not end this script
   [[ -n "${task}" ]] || return 0
+  [[ -n "${leave_signal}" ]] || return 0
   if ((${#signal_command[@]})); then
     # with SIGTERM Slurm signals the steps itself, and takes no more orders for a job that it ends
     [[ "${asked}" == SIGTERM ]] || "${signal_command[@]}" || true
   else
-    kill -USR2 "${task}" 2>/dev/null || true
+    kill -"${leave_signal}" "${task}" 2>/dev/null || true
   fi
 }
 
@@ -149,7 +150,7 @@ case "${code}" in
   *) again "begin" "${code}" ;;
 esac
 attempt="$((10#${attempt_dir##*/}))"
-modules=() task_command=() signal_command=()
+modules=() task_command=() signal_command=() leave_signal=USR2
 run_ranks || code=$?
 
 for pause in 2 10 30 0; do # what it could not write or ask may be possible a little later

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from relayrun.rundir.records import OutcomeName
+from relayrun.trainers.base import ENDED_BY_ITSELF
 
 Action = Literal["run", "stop", "continue", "retry", "end"]
 """What the supervisor does next.
@@ -47,7 +48,7 @@ class BeginFacts:
     stopped: str | None
     """The reason in STOP, where the chain was stopped."""
     durable_iteration: int
-    total_steps: int
+    total_steps: int | None
     exit_trigger: str | None
     """Who touched triggers/exit."""
     predecessor_cancelled: bool
@@ -72,7 +73,7 @@ class EndFacts:
     cancelled: bool
     base_iteration: int
     durable_iteration: int
-    total_steps: int
+    total_steps: int | None
     failed_attempts: int
     """Attempts in a row before this one without durable progress."""
     max_failed_attempts: int
@@ -85,7 +86,7 @@ def at_begin(facts: BeginFacts) -> Decision:
     """Whether to start the ranks."""
     if facts.stopped is not None:
         return Decision(action="stop", reason=facts.stopped)
-    if facts.durable_iteration >= facts.total_steps:
+    if facts.total_steps is not None and facts.durable_iteration >= facts.total_steps:
         return Decision(action="stop", reason=done_words(facts.durable_iteration))
     if facts.exit_trigger is not None:
         return Decision(action="stop", reason=f"exit trigger by {facts.exit_trigger}, before this job began")
@@ -100,7 +101,9 @@ def at_begin(facts: BeginFacts) -> Decision:
 
 def at_end(facts: EndFacts) -> Decision:
     """Whether the successor goes on, goes on later, or must not start."""
-    if facts.outcome == "done" and facts.durable_iteration >= facts.total_steps:
+    if facts.outcome == "done" and facts.total_steps is None:
+        return Decision(action="stop", reason=facts.outcome_reason)
+    if facts.outcome == "done" and facts.total_steps is not None and facts.durable_iteration >= facts.total_steps:
         return Decision(action="stop", reason=done_words(facts.durable_iteration))
     if facts.outcome == "exit":
         return Decision(action="stop", reason=facts.outcome_reason)
@@ -147,7 +150,7 @@ def done_words(iteration: int) -> str:
 
 def is_done(reason: str) -> bool:
     """Whether a chain that ended for this reason has done all it was asked for."""
-    return re.fullmatch(done_words(0).replace("0", r"\d+"), reason) is not None
+    return reason == ENDED_BY_ITSELF or re.fullmatch(done_words(0).replace("0", r"\d+"), reason) is not None
 
 
 def _without_outcome(facts: EndFacts) -> str:

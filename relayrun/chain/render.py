@@ -214,8 +214,12 @@ def attempt_environment(
     modules: Sequence[str],
     task_command: Sequence[str],
     signal_command: Sequence[str],
+    leave_signal: str,
 ) -> str:
-    """The text of an attempt's job.env, which job.sh sources: variables and three arrays."""
+    """The text of an attempt's job.env, which job.sh sources: variables, three arrays, and the signal to leave.
+
+    `leave_signal`: a signal's name without SIG; empty where a file alone asks.
+    """
     return (
         "\n".join(
             [
@@ -223,6 +227,7 @@ def attempt_environment(
                 f"modules=({shlex.join(modules)})",
                 f"task_command=({shlex.join(task_command)})",
                 f"signal_command=({shlex.join(signal_command)})",
+                f"leave_signal={shlex.quote(leave_signal)}",
             ]
         )
         + "\n"
@@ -234,11 +239,11 @@ def exports(variables: Mapping[str, str]) -> list[str]:
     return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
 
 
-def task_command(plan: Plan, starter: Sequence[str], attempt: int, *, setup: Path) -> list[str]:
-    """The whole command that starts the ranks of an attempt; `setup`: the file with a person's own lines, if any."""
+def task_command(plan: Plan, starter: Sequence[str], program: Sequence[str], *, setup: Path) -> list[str]:
+    """The whole command that starts `program` on the ranks; `setup`: the file with a person's own lines, if any."""
     rank = Path(plan.package_root) / "launchers" / "lib" / "rank.sh"
     before = ["bash", str(setup)] if plan.setup else []
-    return [*before, *starter, "bash", str(rank), *plan.command_prefix, *plan.program, f"--attempt={attempt}"]
+    return [*before, *starter, "bash", str(rank), *plan.command_prefix, *program]
 
 
 def _quote(value: str) -> str:

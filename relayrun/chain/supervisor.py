@@ -28,6 +28,8 @@ from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason, write_stop
 from relayrun.scheduler.base import PATIENCE, Job, Scheduler, user_python_path
 from relayrun.scheduler.choose import for_plan
+from relayrun.trainers.base import Trainer
+from relayrun.trainers.choose import trainer_of
 
 CHAIN_ENDS = 10
 """Exit code of `begin` when the ranks must not start."""
@@ -211,7 +213,8 @@ def _open_attempt(
     for text in line.quarantine(base, attempt=number):
         log(text)
     stderr = evidence.own_log()
-    AttemptStart(
+    trainer = trainer_of(plan, run)
+    begin = AttemptStart(
         attempt=number,
         job_id=job.id,
         job_name=plan.job_name,
@@ -228,14 +231,18 @@ def _open_attempt(
         lead_ceiling=plan.lead_ceiling,
         log=stderr,
         log_offset=evidence.size(stderr),
+        output_offset=evidence.size(evidence.output_beside(stderr)),
         options=options,
         previous_end=None if previous_end is None else f"{previous_end.cause}: {previous_end.reason}",
-    ).write(attempt.begin)
+    )
+    begin.write(attempt.begin)
     for folder in (attempt.heartbeats, attempt.failures, run.stacks(number)):
         folder.mkdir(parents=True, exist_ok=True)
     if plan.setup:
         write_atomic(attempt.setup, render.setup_script(plan.setup, report=str(attempt.setup_failed)))
-    write_atomic(attempt.path / "job.env", _environment(plan, scheduler, job, attempt))
+    for text in trainer.prepare(base, attempt=number):
+        log(text)
+    write_atomic(attempt.path / "job.env", _environment(plan, scheduler, job, trainer, attempt, begin))
     return attempt
 
 
@@ -276,6 +283,7 @@ def _began(attempt: Attempt) -> AttemptStart:
 def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled: bool) -> End:
     """Judge an attempt whose ranks have gone, write its end.json, and give strikes to who is to blame."""
     started = _began(attempt)
+    _conclude(run, plan, started, exit_code)
     outcome, hang = Outcome.read(attempt.outcome), Hang.read(attempt.hang)
     failure, fatal = ("", None) if outcome or hang else _why_failed(run, plan, attempt, started, exit_code)
     now = lineage.durable(run)
@@ -312,6 +320,13 @@ def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled:
             log(f"a strike for node {node}: {reason}")
     record.write(attempt.end)
     return record
+
+
+def _conclude(run: Run, plan: Plan, started: AttemptStart, exit_code: int) -> None:
+    """Have the records completed that a foreign program does not write. Nobody is asked for anything any more."""
+    observer = trainer_of(plan, run).follow(started, signal_ranks=lambda _number: None)
+    if observer is not None:
+        observer.conclude(None if exit_code == decide.UNKNOWN else exit_code)
 
 
 def _with_shortage(attempt: Attempt, outcome: Outcome) -> str:
@@ -368,25 +383,29 @@ def _log_of(attempt: Attempt) -> str:
     return "" if started is None else evidence.tail(started.log, since=started.log_offset)
 
 
-def _environment(plan: Plan, scheduler: Scheduler, job: Job, attempt: Attempt) -> str:
+def _environment(
+    plan: Plan, scheduler: Scheduler, job: Job, trainer: Trainer, attempt: Attempt, begin: AttemptStart
+) -> str:
     """The text of job.env: defaults that every rank needs, then the site's own, which win."""
-    launch = scheduler.rank_launch(plan, job)
+    leave = trainer.leave_signal
+    launch = scheduler.rank_launch(plan, job, leave_signal=leave)
     environment = {
-        "PYTHONSAFEPATH": "1",  # or `python -m` would find the checkout in its working directory before a snapshot
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": job.options.get("cpus-per-task", str(plan.cpus_per_task)),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # megatron-core's overlap relies on the order of kernel launches
         "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         **launch.environment,
+        **trainer.environment(begin),
         **plan.environment,
         "PYTHONPATH": ":".join(dict.fromkeys([*render.search_path(plan), *user_python_path(os.environ)])),
     }
     return render.attempt_environment(
         environment=environment,
         modules=plan.modules,
-        task_command=render.task_command(plan, launch.command, attempt.number, setup=attempt.setup),
+        task_command=render.task_command(plan, launch.command, trainer.command(begin), setup=attempt.setup),
         signal_command=launch.signal_command,
+        leave_signal="" if leave is None else leave.name.removeprefix("SIG"),
     )
 
 

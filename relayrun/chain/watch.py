@@ -30,6 +30,8 @@ from relayrun.rundir.run import Run
 from relayrun.rundir.views import Views
 from relayrun.scheduler.base import Scheduler
 from relayrun.scheduler.choose import for_plan
+from relayrun.trainers.base import Observing
+from relayrun.trainers.choose import trainer_of
 
 POLL_SECONDS = 1.0
 LEAVE_SECONDS = 60.0
@@ -64,6 +66,8 @@ class Watch:
         self.attempt = run.attempt(number)
         self.begin = self.attempt.read_begin()
         self.scheduler: Scheduler = for_plan(self.plan, run, patience=PATIENCE)
+        self._trainer = trainer_of(self.plan, run)
+        self._observer = self._observing()
         self._views = Views(run)
         self._messenger = Messenger(run, self.plan)
         self._complaints: dict[str, str] = {}
@@ -97,12 +101,24 @@ class Watch:
 
     def look(self, batch_pid: int) -> None:
         """Do every duty once."""
+        if self._observer is not None:
+            self._try("what the program says", self._observer.look)
         self._try("the merged views", self._follow)
         self._try("the look for ranks that hang", self._look_for_hang)
         self._try("the guard", lambda: self._guard(batch_pid))
         self._try("the successor", self._look_after_successor)
         self._try("evaluations", self._evaluate)
         self._messenger.look()
+
+    def _observing(self) -> Observing | None:
+        """Who writes the records of a foreign program; None where it writes them itself."""
+        if self.begin is None:
+            return None
+
+        def signal_ranks(number: signal.Signals) -> None:
+            self.scheduler.signal_ranks(self.scheduler.current_job_id(), number)
+
+        return self._trainer.follow(self.begin, signal_ranks=signal_ranks)
 
     def _try(self, what: str, duty: Callable[[], None]) -> None:
         """Do one duty; what fails is said once and tried again with the next look."""
@@ -163,19 +179,22 @@ class Watch:
         job_id = self.scheduler.current_job_id()
         if not self.attempt.hang.exists():
             stacks = self.run.stacks(self.attempt.number)
+            asked = self._observer is None  # a foreign program may take the signal for something else
             try:
-                self.scheduler.signal_ranks(job_id, signal.SIGUSR1)
-                time.sleep(ANSWER_SECONDS)
+                if asked:
+                    self.scheduler.signal_ranks(job_id, signal.SIGUSR1)
+                    time.sleep(ANSWER_SECONDS)
             except SchedulerError as error:
                 log(f"the ranks could not be asked for their stacks: {error.message}")
             hang = Hang(
                 iteration=max((beat.iteration for beat in beats), default=0),
                 phase=beats[0].phase if beats else "start",
                 seconds=seconds,
-                silent=sorted(set(range(self._ranks())) - evidence.answered(stacks)),
+                silent=sorted(set(range(self._ranks())) - evidence.answered(stacks)) if asked else [],
+                asked=asked,
                 time=time.time(),
             )
-            log(f"{hang.words}; Python stacks in {stacks}; ending the ranks")
+            log(f"{hang.words}; {f'Python stacks in {stacks}; ' if asked else ''}ending the ranks")
             try:
                 hang.write(self.attempt.hang)
             except OSError as error:  # its words stand in the log

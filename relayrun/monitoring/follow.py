@@ -13,7 +13,7 @@ from relayrun.rundir.run import Run
 class Follower:
     """Prints where a run stands. `poll` may be called as often as one likes."""
 
-    def __init__(self, run: Run, *, total_steps: int, seconds: float = 10.0) -> None:
+    def __init__(self, run: Run, *, total_steps: int | None, seconds: float = 10.0) -> None:
         self._run = run
         self._total = total_steps
         self._seconds = seconds
@@ -31,10 +31,12 @@ class Follower:
         steps = [line for line in lines if "loss" in line]
         if steps:
             last = steps[-1]
-            speed = sum(line["tokens_per_second"] for line in steps) / len(steps)
+            speeds = [line["tokens_per_second"] for line in steps if "tokens_per_second" in line]
+            speed = f"  {sum(speeds) / len(speeds):,.0f} tokens/s" if speeds else ""
+            of = f"/{self._total}" if self._total else ""
             print(
-                f"{time.strftime('%H:%M:%S')} attempt {self._attempt}  iteration {last['iteration']}/{self._total}  "
-                f"loss {last['loss']:.3f}  {speed:,.0f} tokens/s",
+                f"{time.strftime('%H:%M:%S')} attempt {self._attempt}  iteration {last['iteration']}{of}  "
+                f"loss {last['loss']:.3f}{speed}",
                 file=sys.stderr,
                 flush=True,
             )

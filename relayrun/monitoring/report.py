@@ -67,8 +67,8 @@ def _attempt(run: Run, number: int) -> AttemptRow | None:
     if begin is None:
         return None
     steps: list[dict[str, Any]] = [line for line in read_lines(attempt.metrics) if "loss" in line]
-    seconds = sum(line["step_seconds"] for line in steps)
-    tokens = round(sum(line["tokens_per_second"] * line["step_seconds"] for line in steps))
+    seconds = sum(line.get("step_seconds", 0.0) for line in steps)  # a foreign program need not say these
+    tokens = round(sum(line.get("tokens_per_second", 0.0) * line.get("step_seconds", 0.0) for line in steps))
     return AttemptRow(
         number=number,
         cause=end.cause if end else "unknown",
@@ -78,7 +78,7 @@ def _attempt(run: Run, number: int) -> AttemptRow | None:
         durable_iteration=end.durable_iteration if end else None,
         tokens=tokens,
         seconds=end.end_time - begin.start_time if end else None,
-        tokens_per_second=tokens / seconds if seconds else None,
+        tokens_per_second=tokens / seconds if tokens and seconds else None,
     )
 
 

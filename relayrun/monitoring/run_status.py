@@ -110,7 +110,7 @@ class RunStatus:
     """When the time limit of a running attempt is reached."""
 
     iteration: int
-    total_steps: int
+    total_steps: int | None
     loss: float | None
     """Loss of the last step in nats per token; None before the first step."""
     tokens_per_second: float | None
@@ -355,6 +355,8 @@ def _remaining(
         )
     iteration = max(durable.iteration, step.get("iteration", 0) if running else 0)
     total, nodes = plan.total_steps, plan.nodes
+    if total is None:
+        return None
     return remaining(past, iteration=iteration, total=total, nodes=nodes, running=running, now=now)
 
 

@@ -54,7 +54,7 @@ def many(found: Sequence[RunStatus | Damaged]) -> Table:
             escape(entry.run),
             entry.state,
             str(entry.attempt or ""),
-            f"{entry.iteration}/{entry.total_steps}",
+            f"{entry.iteration}/{entry.total_steps or '?'}",
             short_remaining(entry),
             _loss(entry.loss),
             _speed(entry.tokens_per_second),
@@ -72,7 +72,7 @@ def line(entry: RunStatus | Damaged) -> str:
     parts = [
         f"{entry.run}: {entry.state}",
         f"attempt {entry.attempt}" if entry.attempt is not None else "",
-        f"iteration {entry.iteration} of {entry.total_steps}",
+        f"iteration {entry.iteration}" + (f" of {entry.total_steps}" if entry.total_steps else ""),
         f"loss {_loss(entry.loss)}" if entry.loss is not None else "",
         f"durable {entry.durable_iteration}" if entry.durable_iteration is not None else "no whole checkpoint",
         f"left {left}" if (left := short_remaining(entry)) else "",
@@ -109,7 +109,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
             f"{status.attempt}, job {status.job_id} on {status.nodes}, begun {duration(now - status.begin_time)} ago"
         )
         attempt += f", now in {status.phase}" if status.phase else ""
-    step = f"{status.iteration} of {status.total_steps}"
+    step = f"{status.iteration} of {status.total_steps}" if status.total_steps else f"{status.iteration}"
     step += f", {duration(now - status.step_time)} ago" if status.step_time is not None else ""
     limit = ""
     if status.leave_time is not None and status.job_end_time is not None:

@@ -118,6 +118,11 @@ class Attempt:
         return self.path / "successor.json"
 
     @property
+    def client(self) -> Path:
+        """A folder in which a foreign program and the supervisor leave each other word; see `relayrun.trainers`."""
+        return self.path / "client"
+
+    @property
     def guard_log(self) -> Path:
         """What the guard of a job in requeue mode said; see `chain.guard`."""
         return self.path / "guard.log"
@@ -153,10 +158,10 @@ class Attempt:
         Lines hold absolute paths, and a directory may be moved or copied. An attempt publishes below it alone.
         """
         commit = Commit.of(line)
-        name = os.path.join("checkpoints", f"iter_{commit.iteration:07}")
-        if not commit.path.endswith(f"/{name}"):
+        folder, name = os.path.split(commit.path)
+        if os.path.basename(folder) != "checkpoints":
             return commit
-        return replace(commit, path=os.path.join(self.path.parent.parent, name))
+        return replace(commit, path=os.path.join(self.path.parent.parent, "checkpoints", name))
 
     def append_commit(self, commit: Commit) -> None:
         """Put a published checkpoint on record: from here on it counts."""

@@ -128,7 +128,7 @@ class Lineage:
         beyond = takewhile(lambda commit: commit.iteration > base.iteration, (c.commit for c in self.backwards()))
         moved: list[str] = []
         for commit in reversed(list(beyond)):
-            if not Path(commit.path).is_dir():
+            if not os.path.exists(commit.path):
                 continue
             if not is_own(self._run, Durable(iteration=commit.iteration, path=commit.path)):
                 continue
@@ -220,11 +220,11 @@ def commit_of(path: str | os.PathLike[str]) -> Commit | None:
 
 def fault(commit: Commit) -> str | None:
     """What is wrong with a checkpoint on disk, as far as names and sizes tell; None if it is whole."""
-    if not Path(commit.path).is_dir():
+    if not os.path.exists(commit.path):
         return "missing"
     for name, size in commit.files.items():
         try:
-            found = os.stat(os.path.join(commit.path, name)).st_size
+            found = os.stat(commit.path if name == "." else os.path.join(commit.path, name)).st_size
         except FileNotFoundError:
             return f"{name} is missing"
         if found != size:

@@ -32,7 +32,8 @@ class Plan(Record):
     job_name: str
     """Slurm's job name; unique to the run directory, for `--dependency=singleton`."""
     scheduler: Literal["slurm", "local"]
-    total_steps: int
+    total_steps: int | None
+    """The last iteration; None: the program itself ends when it is done."""
     config_revision: int
     submitted_after_attempt: int
     """Highest attempt at the last explicit submit; older attempts no longer count as failed ones."""
@@ -73,6 +74,10 @@ class Plan(Record):
     modules: list[str]
     setup: list[str] = field(default_factory=list)
     """Lines of Bash before the ranks, a person's own."""
+    trainer: str = "native"
+    """What the ranks execute: native, megatron-lm or command; see `relayrun.trainers`."""
+    trainer_settings: dict[str, Any] = field(default_factory=dict)
+    """The settings of a foreign trainer."""
 
     host_python: str
     package_root: str

@@ -19,8 +19,8 @@ from relayrun.rundir.lineage import Durable, Lineage, fault
 from relayrun.rundir.records import Commit, Record
 from relayrun.rundir.run import Run
 
-_NAME = re.compile(r"iter_(\d+)-(\d+)(?:-\d+)?")
-"""The name of a folder in quarantine: its iteration, and the attempt that put it there."""
+_NAME = re.compile(r".*?(\d+)\D*-(\d{4,})(?:-\d+)?")
+"""The name of what lies in quarantine: its iteration, and the attempt that put it there."""
 
 
 @dataclass(frozen=True, kw_only=True)

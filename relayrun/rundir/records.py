@@ -84,6 +84,8 @@ class AttemptStart(Record):
     """The batch script's standard error, where it is a file: Slurm's and the starter's words."""
     log_offset: int = 0
     """Its size when the attempt began."""
+    output_offset: int = 0
+    """The size of the standard output beside it."""
     options: dict[str, str] = field(default_factory=dict)
     """Options of sbatch for the job, which hold for its successors."""
     previous_end: str | None = None
@@ -178,13 +180,16 @@ class Hang(Record):
     seconds: float
     silent: list[int]
     """Ranks that did not answer when asked for their stacks."""
+    asked: bool = True
+    """Whether they were asked."""
     time: float
 
     @property
     def words(self) -> str:
         """One line for people: how long nothing moved, where, and which ranks did not answer."""
         who = f"ranks {', '.join(map(str, self.silent))} did not answer" if self.silent else "all ranks answered"
-        return f"hang: no progress for {self.seconds:.0f} s in {self.phase} after iteration {self.iteration}; {who}"
+        what = f"hang: no progress for {self.seconds:.0f} s in {self.phase} after iteration {self.iteration}"
+        return f"{what}; {who}" if self.asked else what
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,7 +68,7 @@ class RankLaunch:
     command: Sequence[str]
     """What stands before a rank's program so that it is started once per rank."""
     signal_command: Sequence[str] = ()
-    """Sends SIGUSR2 to all ranks; empty where the batch script signals the task starter itself."""
+    """Sends the signal asked for to all ranks; empty where the batch script signals the task starter itself."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """MASTER_ADDR and MASTER_PORT, where they are known before the ranks start."""
 
@@ -181,8 +181,8 @@ class Scheduler(Protocol):
     def signal_ranks(self, job_id: str, number: signal.Signals) -> None:
         """Send a signal to the ranks of the running job, not to its batch script."""
 
-    def rank_launch(self, plan: Plan, job: Job) -> RankLaunch:
-        """How the ranks of this running job are started and reached."""
+    def rank_launch(self, plan: Plan, job: Job, *, leave_signal: signal.Signals | None) -> RankLaunch:
+        """How the ranks of this running job are started and reached. `leave_signal`: asks them to save and leave."""
 
     def single_task_command(self, plan: Plan, *, cpus_per_task: str) -> list[str]:
         """What stands before a program that a job outside the chain starts once, on so many processors."""

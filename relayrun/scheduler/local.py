@@ -165,7 +165,8 @@ class LocalScheduler:
     def single_task_command(self, plan: Plan, *, cpus_per_task: str) -> list[str]:
         return []
 
-    def rank_launch(self, plan: Plan, job: Job) -> RankLaunch:
+    def rank_launch(self, plan: Plan, job: Job, *, leave_signal: signal.Signals | None) -> RankLaunch:
+        del leave_signal  # the batch script sends it
         starter = ["-m", "relayrun.scheduler.tasks", f"--ntasks={plan.ntasks}", f"--pid-file={self._starter_pid}", "--"]
         return RankLaunch(command=[plan.host_python, *starter])  # which picks a free port
 

@@ -273,11 +273,12 @@ class Slurm:
         rows = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
         return [Job(id=row[0], name=row[1], state=row[2]) for row in rows]
 
-    def rank_launch(self, plan: Plan, job: Job) -> RankLaunch:
+    def rank_launch(self, plan: Plan, job: Job, *, leave_signal: signal.Signals | None) -> RankLaunch:
+        name = "" if leave_signal is None else leave_signal.name.removeprefix("SIG")
         cpus = job.options.get("cpus-per-task", str(plan.cpus_per_task))
         return RankLaunch(
             command=self.every_task_command(plan, nodes=job.num_nodes, cpus_per_task=cpus),
-            signal_command=["scancel", "--signal=USR2", job.id],
+            signal_command=["scancel", f"--signal={name}", job.id] if name else ["true"],
             environment={
                 "MASTER_ADDR": self.nodes.expand(job.nodes)[0],
                 # one port per job: jobs that share a node must not meet

@@ -17,7 +17,18 @@ import relayrun
 PACKAGE = Path(__file__).resolve().parents[2] / "relayrun"
 ORDER = re.findall(r"^    ([a-z]+) ", relayrun.__doc__ or "", re.M)
 """The packages, each of which imports only those behind it: read from the one place where people read them."""
-STANDARD_LIBRARY_ONLY = ("__init__", "chain", "scheduler", "rundir", "slurmtime", "places", "files", "errors")
+STANDARD_LIBRARY_ONLY = (
+    "__init__",
+    "chain",
+    "trainers",
+    "scheduler",
+    "rundir",
+    "slurmtime",
+    "places",
+    "client",
+    "files",
+    "errors",
+)
 HEAVY = ("training", "export")
 """Packages that may import torch and megatron-core; and so may:"""
 HEAVY_MODULES = (PACKAGE / "data" / "order" / "megatron.py", *(PACKAGE / "gpucheck" / "programs").glob("*.py"))

@@ -1,0 +1,106 @@
+"""What a training program may say to the chain around it, and hear from it. This file may be copied: it needs nothing.
+
+    from relayrun.client import checkpoint_done, should_leave, should_save, step_done
+
+    for iteration in range(start + 1, last + 1):
+        loss = train()
+        step_done(iteration, loss=loss)
+        if iteration % 500 == 0 or should_save() or should_leave():
+            save(folder)                        # whole, and under its final name
+            checkpoint_done(iteration, folder)
+        if should_leave():
+            break
+
+With several ranks, rank 0 asks and tells the others, so that all leave behind the same iteration. `step_done` and
+`checkpoint_done` do nothing on other ranks (RANK, or SLURM_PROCID, is not 0). Outside of a chain nothing is written,
+and nobody asks for anything. Nothing here raises: a program must not end because a disk is full.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+
+FOLDER = "RELAYRUN_CLIENT"
+"""Environment variable: the folder in which program and chain leave each other word."""
+
+STOP = "RELAYRUN_STOP"
+"""Environment variable: the file whose existence asks the program to save and leave."""
+
+CHECKPOINT = "RELAYRUN_CHECKPOINT"
+"""Environment variable: the checkpoint to go on from; not set where the run begins."""
+
+SECONDS = 1.0
+"""Between two looks at a file: more often a file system of many nodes need not be asked."""
+
+_looked: dict[str, float] = {}
+_answers: dict[str, bool] = {}
+
+
+def step_done(iteration: int, **metrics: float) -> None:
+    """Say that this iteration is done; `metrics` as loss=, lr=, grad_norm=, step_seconds=: any numbers."""
+    _append("steps.jsonl", {"iteration": int(iteration), "metrics": _numbers(metrics)})
+
+
+def checkpoint_done(iteration: int, path: str | os.PathLike[str]) -> None:
+    """Say that the checkpoint of this iteration lies at `path`, a file or a folder, whole and under its final name."""
+    _append("checkpoints.jsonl", {"iteration": int(iteration), "path": os.path.abspath(path)})
+
+
+def should_save() -> bool:
+    """Whether somebody wants a checkpoint now. True once for each time that somebody asks, and on rank 0 alone."""
+    if not _first() or not _exists("save"):
+        return False
+    try:
+        os.unlink(os.path.join(os.environ[FOLDER], "save"))
+    except OSError:
+        return False
+    _answers["save"] = False
+    return True
+
+
+def should_leave() -> bool:
+    """Whether to save and end with exit code 0: the time limit is near, or somebody ends the run."""
+    return _exists("leave")
+
+
+def checkpoint() -> str | None:
+    """The checkpoint to go on from; None: from the beginning."""
+    return os.environ.get(CHECKPOINT) or None
+
+
+def _exists(name: str) -> bool:
+    path = os.environ.get(STOP) if name == "leave" else os.path.join(os.environ.get(FOLDER, ""), name)
+    if not path or FOLDER not in os.environ:
+        return False
+    now = time.monotonic()
+    if now - _looked.get(name, -SECONDS) >= SECONDS:
+        _looked[name], _answers[name] = now, os.path.exists(path)
+    return _answers[name]
+
+
+def _first() -> bool:
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
+def _numbers(metrics: dict[str, float]) -> dict[str, float]:
+    found = {name: float(value) for name, value in metrics.items()}
+    return {name: value for name, value in found.items() if math.isfinite(value)}  # JSON has no others
+
+
+def _append(name: str, record: dict[str, object]) -> None:
+    folder = os.environ.get(FOLDER)
+    if folder is None or not _first():
+        return
+    line = b"\n" + json.dumps(record | {"time": time.time()}).encode() + b"\n"  # the one before may be torn
+    try:
+        file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            os.write(file, line)
+        finally:
+            os.close(file)
+    except OSError as error:
+        print(f"relayrun: {name} not written: {error}", file=sys.stderr)

@@ -1,0 +1,26 @@
+"""The trainer that a plan names."""
+
+from __future__ import annotations
+
+from relayrun.errors import RunDirError
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
+from relayrun.trainers.base import Trainer
+from relayrun.trainers.command.trainer import Command, CommandSettings
+from relayrun.trainers.megatron_lm.trainer import MegatronSettings, MegatronTrainer
+from relayrun.trainers.native import Native
+
+
+def trainer_of(plan: Plan, run: Run) -> Trainer:
+    """Raises RunDirError for one that this version does not know."""
+    try:
+        match plan.trainer:
+            case "native":
+                return Native(plan)
+            case "command":
+                return Command(run, CommandSettings.of(plan.trainer_settings))
+            case "megatron-lm":
+                return MegatronTrainer(run, MegatronSettings.of(plan.trainer_settings))
+    except (TypeError, ValueError) as error:
+        raise RunDirError(f"unreadable settings of the trainer {plan.trainer}: {error}", where=run.plan) from None
+    raise RunDirError(f"no trainer is called {plan.trainer!r}", where=run.plan, hint="update relayrun")

@@ -1,0 +1,1 @@
+"""Megatron-LM's own training programs (`pretrain_*.py` of a checkout) as a trainer. Standard library only."""

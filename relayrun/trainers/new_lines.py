@@ -1,0 +1,36 @@
+"""The lines that a growing log has gained since it was last read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+LINE_BYTES = 1 << 16
+"""A longer line is no line of progress: its rest is left out."""
+
+CHUNK = 1 << 20
+
+
+class NewLines:
+    """Whole lines of a file, each given once, from byte `offset` on. What has no end of line yet is kept for later."""
+
+    def __init__(self, path: str | os.PathLike[str], *, offset: int = 0) -> None:
+        self._path = Path(path)
+        self._offset = offset
+        self._rest = b""
+
+    def read(self) -> Iterator[str]:
+        """The lines that are new and whole; none while there is no file. Raises OSError."""
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            file.seek(self._offset)
+            while chunk := file.read(CHUNK):
+                self._offset += len(chunk)
+                *lines, rest = (self._rest + chunk).split(b"\n")
+                self._rest = rest[:LINE_BYTES]
+                for line in lines:
+                    yield line[:LINE_BYTES].decode("utf-8", errors="replace").rstrip("\r")

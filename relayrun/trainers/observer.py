@@ -1,0 +1,213 @@
+"""Writes the records of an attempt for a program that knows nothing of them, from what is seen of it.
+
+The native trainer's rank 0 leaves `metrics.jsonl`, heartbeats, `commits.jsonl` and `outcome.json`. With those written
+here, everything behind them (hang watch, lead, status, the law of the chain) holds for a foreign program as it does
+for the native one.
+
+`look` is a duty of the watch, once a second. It may be killed and started again at any point: what has been recorded
+is read back, and nothing is recorded twice. `conclude` does the rest when the ranks have gone, in `end`, or in the next
+job's `begin` where the whole job was lost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from relayrun.files import append_line, read_lines_backwards, write_atomic, write_json
+from relayrun.rundir import triggers
+from relayrun.rundir.attempt import Attempt
+from relayrun.rundir.lead import SAVES, STEPS, measured_lead, percentile
+from relayrun.rundir.records import AttemptStart, Commit, Heartbeat, Outcome, OutcomeName
+from relayrun.rundir.run import Run
+from relayrun.trainers.base import FoundCheckpoint, ObservedStep, Program
+
+LOOK_SECONDS = 1.0
+"""Between two looks; a save that begins and ends between them takes less."""
+
+
+class Observer:
+    """Follows one attempt.
+
+    Args:
+        leave: asks the program to save and leave, by a signal or what else it hears. `attempts/N/stop` says why; it is
+            written behind it, so that a kill in between asks again.
+        sizes: bytes of every file of a checkpoint, by its name below it.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        attempt: Attempt,
+        begin: AttemptStart,
+        program: Program,
+        *,
+        leave: Callable[[], None],
+        sizes: Callable[[Path], dict[str, int]],
+    ) -> None:
+        self._run = run
+        self._attempt = attempt
+        self._begin = begin
+        self._program = program
+        self._leave = leave
+        self._sizes = sizes
+        self._iteration = begin.base_iteration
+        self._samples: dict[int, int] = {}
+        """Samples consumed with the iterations whose checkpoints may still come."""
+        self._steps: deque[float] = deque(maxlen=STEPS)
+        self._saves: deque[float] = deque(maxlen=SAVES)
+        self._committed = begin.base_iteration
+        self._save_begun: tuple[int, float] | None = None
+        """Iteration of the save under way, and when it was first seen (monotonic)."""
+        self._beat: Heartbeat | None = None
+        self._save_asked: triggers.Trigger | None = None
+        self._take_up()
+
+    def look(self) -> None:
+        """Record what is new; ask the program to save or leave where that is due. Raises OSError."""
+        self._record()
+        self._obey_save()
+        self._obey_leave()
+
+    def conclude(self, exit_code: int | None) -> None:
+        """Record what is left, and how the program ended, as far as that is known. Raises OSError.
+
+        `exit_code`: of all ranks together; None where nobody saw it.
+        """
+        self._record()
+        if self._attempt.outcome.exists():
+            return
+        ending = self._program.ending(exit_code)
+        if ending is None:
+            return
+        exit_trigger = triggers.look(self._run, "exit")
+        outcome: OutcomeName
+        if ending.outcome == "left":
+            if self._committed < self._iteration:
+                return  # it says that it saved, and what it saved is not whole: no outcome, the law judges
+            outcome, words = ("saved", ending.words)
+            if exit_trigger is not None:
+                outcome, words = "exit", f"exit trigger by {exit_trigger.user}"
+            elif self._attempt.stop.exists():
+                words = self._attempt.stop.read_text(encoding="utf-8", errors="replace").strip() or words
+        else:
+            outcome, words = ending.outcome, ending.words
+        now = time.time()
+        Outcome(outcome=outcome, reason=words, iteration=self._committed, time=now).write(self._attempt.outcome)
+        if exit_trigger is not None:  # behind the outcome: what is acknowledged has come
+            triggers.acknowledge(self._run, exit_trigger, iteration=self._committed, result=f"{outcome}: {words}")
+
+    def _take_up(self) -> None:
+        """Go on where an observer before this one was killed."""
+        for _, line in read_lines_backwards(self._attempt.metrics):
+            self._iteration = max(self._iteration, int(line["iteration"]))
+            break
+        for commit in self._attempt.read_commits():
+            self._committed = max(self._committed, commit.iteration)
+            self._saves.append(commit.seconds)
+
+    def _record(self) -> None:
+        for step in self._program.steps():
+            self._record_step(step)
+        saving = self._program.saving()
+        if saving is not None and (self._save_begun is None or self._save_begun[0] != saving):
+            self._save_begun = (saving, time.monotonic())
+        for checkpoint in self._program.checkpoints():
+            if checkpoint.iteration > self._committed:
+                self._commit(checkpoint)
+        if saving is None:
+            self._save_begun = None
+        self._heartbeat("save" if saving is not None else "step" if self._steps else "start")
+
+    def _record_step(self, step: ObservedStep) -> None:
+        if step.seconds is not None:
+            self._steps.append(step.seconds)
+        if step.consumed_samples is not None:
+            self._samples[step.iteration] = step.consumed_samples
+        if step.iteration <= self._iteration:  # recorded by the observer before
+            return
+        record = {"iteration": step.iteration, **step.metrics, "time": time.time()}
+        if step.seconds is not None:
+            record["step_seconds"] = step.seconds
+        if step.consumed_samples is not None:
+            record["consumed_samples"] = step.consumed_samples
+        append_line(self._attempt.metrics, record, durable=False)
+        self._iteration = step.iteration
+
+    def _commit(self, checkpoint: FoundCheckpoint) -> None:
+        begun = self._save_begun
+        seen = begun is not None and begun[0] == checkpoint.iteration
+        seconds = time.monotonic() - begun[1] if begun is not None and seen else LOOK_SECONDS
+        commit = Commit(
+            iteration=checkpoint.iteration,
+            path=checkpoint.path,
+            consumed_samples=self._samples.get(checkpoint.iteration, -1),
+            time=time.time(),
+            seconds=seconds,
+            files=self._sizes(Path(checkpoint.path)),
+        )
+        self._attempt.append_commit(commit)
+        self._committed = checkpoint.iteration
+        self._saves.append(seconds)
+        self._samples = {n: samples for n, samples in self._samples.items() if n > checkpoint.iteration}
+        if self._save_asked is not None:
+            result = f"saved iteration {checkpoint.iteration}"
+            triggers.acknowledge(self._run, self._save_asked, iteration=checkpoint.iteration, result=result)
+            self._save_asked = None
+
+    def _heartbeat(self, phase: str) -> None:
+        """Written where the program came further, and then alone: who does not move must look as if it did not."""
+        if self._beat is not None and (self._beat.iteration, self._beat.phase) == (self._iteration, phase):
+            return
+        self._beat = Heartbeat(
+            node="program",
+            iteration=self._iteration,
+            phase=phase,
+            time=time.time(),
+            step_p95=percentile(self._steps, 0.95) if self._steps else None,
+            save_p95=percentile(self._saves, 0.95) if self._saves else None,
+        )
+        self._attempt.heartbeats.mkdir(exist_ok=True)
+        write_json(self._attempt.heartbeats / "program.json", asdict(self._beat), durable=False)
+
+    def _obey_save(self) -> None:
+        asked = triggers.look(self._run, "save")
+        if asked is None or asked == self._save_asked:
+            return
+        why_not = self._program.ask_to_save()
+        if why_not is None:
+            self._save_asked = asked  # answered when a checkpoint has come
+        else:
+            triggers.acknowledge(self._run, asked, iteration=self._committed, result=f"refused: {why_not}")
+
+    def _obey_leave(self) -> None:
+        """Nobody asks twice: who finds `attempts/N/stop` knows that the program has been asked."""
+        if self._attempt.stop.exists():
+            return
+        begin = self._begin
+        exit_trigger = triggers.look(self._run, "exit")
+        if exit_trigger is not None:
+            why = f"exit trigger by {exit_trigger.user}"
+        elif begin.job_end_time is not None and time.time() >= begin.job_end_time - self._lead():
+            why = "time limit near"
+        else:
+            return
+        self._leave()
+        write_atomic(self._attempt.stop, f"{why}\n")
+
+    def _lead(self) -> float:
+        begin = self._begin
+        if begin.lead_floor == begin.lead_ceiling:
+            return begin.lead
+        under_way = None if self._save_begun is None else time.monotonic() - self._save_begun[1]
+        measured = measured_lead(
+            list(self._steps),
+            list(self._saves),
+            floor=begin.lead_floor,
+            ceiling=begin.lead_ceiling,
+            under_way=under_way,
+        )
+        return begin.lead if measured is None else measured

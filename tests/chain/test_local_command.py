@@ -1,0 +1,166 @@
+"""A program of a user's own under the chain, on one machine: it knows a copy of `client.py`, or nothing of relayrun."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from relayrun import client
+from relayrun.files import read_lines
+from relayrun.rundir import triggers
+from relayrun.rundir.lineage import durable
+from relayrun.rundir.run import Run
+from tests.chain.test_local_chain import CUT, ends, logs, run_chain
+
+from .conftest import MakeRun
+
+pytestmark = pytest.mark.slow  # they wait for real clocks
+
+WITH_CLIENT = """
+import os, sys, time
+from client import checkpoint, checkpoint_done, should_leave, should_save, step_done
+folder, last = sys.argv[1], int(sys.argv[2])
+start = int(open(os.path.join(checkpoint(), "state")).read()) if checkpoint() else 0
+for iteration in range(start + 1, last + 1):
+    time.sleep(float(sys.argv[3]))
+    step_done(iteration, loss=1 / iteration, step_seconds=float(sys.argv[3]))
+    leave = should_leave()
+    if iteration == last or should_save() or leave:
+        path = os.path.join(folder, f"step-{iteration}")
+        if os.environ["RANK"] == "0":
+            os.makedirs(path + ".new")
+            with open(os.path.join(path + ".new", "state"), "w") as file:
+                file.write(str(iteration))
+            os.rename(path + ".new", path)
+        checkpoint_done(iteration, path)
+    if leave:
+        break
+"""
+"""Each rank looks for itself: here they need not agree."""
+
+WITHOUT = """
+import os, signal, sys, time
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+folder, last, resume = sys.argv[1], int(sys.argv[2]), sys.argv[4:]
+start = int(open(os.path.join(resume[1], "state")).read()) if resume else 0
+for iteration in range(start + 1, last + 1):
+    time.sleep(float(sys.argv[3]))
+    print(f"step {iteration}: loss={1 / iteration:.4f}", flush=True)
+    if os.environ["RANK"] == "0" and (iteration % 5 == 0 or iteration == last or asked):
+        path = os.path.join(folder, f"ckpt_{iteration}")
+        os.makedirs(path)
+        with open(os.path.join(path, "state"), "w") as file:
+            file.write(str(iteration))
+        open(os.path.join(path, "done"), "w").close()
+    if asked:
+        break
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    shutil.copy(client.__file__, tmp_path / "client.py")
+    (tmp_path / "with_client.py").write_text(WITH_CLIENT)
+    (tmp_path / "without.py").write_text(WITHOUT)
+    return tmp_path
+
+
+def told(program: Path, *arguments: str) -> dict[str, object]:
+    """The settings of a program that says everything through the client."""
+    return {"run": [sys.executable, str(program / "with_client.py"), "{checkpoints}", *arguments], "leave_signal": None}
+
+
+def seen(program: Path, *arguments: str) -> dict[str, object]:
+    """The settings of a program that is seen by its log and its files, and hears SIGTERM."""
+    return {
+        "run": [sys.executable, str(program / "without.py"), "{checkpoints}", *arguments],
+        "resume": ["--resume", "{checkpoint}"],
+        "pattern": "ckpt_{iteration}",
+        "whole_when": "done",
+        "progress": r"step (?P<iteration>\d+): loss=(?P<loss>\S+)",
+        "leave_signal": "SIGTERM",
+    }
+
+
+def iterations(run: Run) -> list[int]:
+    return [line["iteration"] for line in read_lines(run.metrics_view)]
+
+
+@pytest.mark.parametrize("settings", [told, seen])
+def test_it_goes_through_as_many_jobs_as_its_time_limit_asks_for(
+    make_run: MakeRun, program: Path, settings: object
+) -> None:
+    run, plan = make_run(
+        total_steps=None,
+        trainer="command",
+        trainer_settings=settings(program, "40", "0.35"),
+        **CUT,  # type: ignore[operator]
+    )
+    run_chain(run, plan)
+    records = ends(run)
+    assert len(records) >= 2, logs(run)
+    assert [record.cause for record in records] == ["saved"] * (len(records) - 1) + ["done"], logs(run)
+    assert records[0].reason == "time limit near"
+    assert "the program ended by itself" in run.stop.read_text()
+    assert durable(run).iteration == 40
+    assert iterations(run) == list(range(1, 41))
+
+
+def test_a_program_that_is_killed_goes_on_from_its_newest_whole_checkpoint(make_run: MakeRun, program: Path) -> None:
+    settings = seen(program, "20", "0.1")
+    run, plan = make_run(total_steps=20, trainer="command", trainer_settings=settings, ntasks_per_node=1)
+    text = (program / "without.py").read_text()
+    torn = 'if iteration == 12 and not resume: os.makedirs(os.path.join(folder, "ckpt_12")); os._exit(9)'
+    (program / "without.py").write_text(text.replace("    if asked:\n", f"    {torn}\n    if asked:\n"))
+    run_chain(run, plan)
+    assert [record.cause for record in ends(run)] == ["failed", "done"], logs(run)
+    assert ends(run)[0].durable_iteration == 10
+    assert run.attempt(2).read_begin().base_iteration == 10  # type: ignore[union-attr]
+    assert iterations(run) == list(range(1, 21))
+    assert list((run.checkpoints / ".quarantine").iterdir()) == [run.checkpoints / ".quarantine" / "ckpt_12-0002"]
+
+
+def test_triggers_save_and_exit(make_run: MakeRun, program: Path) -> None:
+    run, plan = make_run(total_steps=None, trainer="command", trainer_settings=told(program, "1000", "0.1"))
+    chain = threading.Thread(target=run_chain, args=(run, plan))
+    chain.start()
+    wait(lambda: run.attempt_numbers() and run.attempt(1).metrics.exists())
+    triggers.touch(run, "save")
+    wait(lambda: (run.triggers / "save.done").exists())
+    saved = durable(run).iteration
+    assert saved > 0
+    triggers.touch(run, "exit")
+    chain.join(60)
+    assert [record.cause for record in ends(run)] == ["exit"], logs(run)
+    assert "exit trigger by" in run.stop.read_text()
+    assert durable(run).iteration > saved
+    assert (run.triggers / "exit.done").exists()
+
+
+def wait(condition: object) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_program_that_stands_still_is_ended(make_run: MakeRun, program: Path) -> None:
+    settings = told(program, "20", "0.1")
+    text = (program / "with_client.py").read_text()
+    (program / "with_client.py").write_text(
+        text.replace("    leave =", "    time.sleep(1000 * (iteration == 5))\n    leave =")
+    )
+    run, plan = make_run(
+        total_steps=None, trainer="command", trainer_settings=settings, hang_timeout=3.0, max_failed_attempts=1
+    )
+    run_chain(run, plan)
+    (end,) = ends(run)
+    assert end.cause == "hang", logs(run)
+    assert "no progress" in end.reason
+    assert "answer" not in end.reason
