@@ -218,7 +218,5 @@ def test_its_script_ends_with_a_reason_where_nothing_works(stage: Stage, tmp_pat
 
 def test_a_comment_that_was_emptied_is_none() -> None:
     """So Slurm shows a job whose nodes came back: with `Comment=` and nothing behind it."""
-    job = parse_job(
-        "JobId=1 JobName=j UserId=a(1) JobState=RUNNING Requeue=1 Network=(null) Comment= StdErr=/e StdIn=/i"
-    )
+    job = parse_job("JobId=1 JobName=j UserId=a(1) JobState=RUNNING Network=(null) Comment= StdErr=/e StdIn=/i")
     assert (job.failed_begins, job.begin_failed_on) == (0, "")
