@@ -80,7 +80,8 @@ def test_the_script_merges_folders_in_the_order_given(tmp_path: Path, monkeypatc
     for number, folder in enumerate(folders):
         write_shard(folder / "s", [[number, EOD]])
     monkeypatch.setattr("sys.argv", ["x", "--input", *map(str, folders), "--output-prefix", str(tmp_path / "merged")])
-    runpy.run_path(str(ROOT / "scripts/tools/merge_datasets.py"))["main"]()
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_path(str(ROOT / "scripts/tools/merge_datasets.py"), run_name="__main__")
     assert np.asarray(Shard.open(tmp_path / "merged").ids()).tolist() == [0, EOD, 1, EOD, 2, EOD]
 
 

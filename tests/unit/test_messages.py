@@ -248,7 +248,7 @@ COMMANDS = (
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """logs/runs with pretrain/llama-8b and pretrain/llama-70b."""
-    monkeypatch.setattr(find, "RUNS", tmp_path)
+    monkeypatch.setattr(find, "runs", lambda: tmp_path)
     for name in ("llama-8b", "llama-70b"):
         (tmp_path / "pretrain" / name / "checkpoints").mkdir(parents=True)
         (tmp_path / "pretrain" / name / "plan.json").write_text(json.dumps({"format": 1}))
