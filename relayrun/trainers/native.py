@@ -1,4 +1,4 @@
-"""relayrun's own training program: it writes its records itself, and falls back to another checkpoint itself."""
+"""The training program of relayrun: it writes its records itself, and falls back to another checkpoint itself."""
 
 from __future__ import annotations
 

@@ -89,7 +89,8 @@ class Team:
         if not real:
             python = str(self.folder / f"{name}-program")
             words = " ".join([f"--steps={steps}", *program])
-            text = f'shift 2\nexec "{self.python}" "{self.folder}/relay_program.py" "$@" {words}\n'
+            asked = f'[[ "$1" != -c ]] || exec "{self.python}" "$@"\n'  # by the check of a submit
+            text = f'{asked}shift 2\nexec "{self.python}" "{self.folder}/relay_program.py" "$@" {words}\n'
             Path(python).write_text(f"#!/bin/bash\n{text}")
             Path(python).chmod(0o755)
         cluster = {

@@ -84,7 +84,7 @@ def test_a_program_runs_in_the_container_behind_the_prefix(place: Path, runtime:
         setup = run.attempt(1).setup
         setup.parent.mkdir(parents=True)
         setup.write_text(render.setup_script(plan.setup, report=str(run.attempt(1).setup_failed)))
-        script.write_text(shlex.join(render.task_command(plan, starter, 1, setup=setup)))
+        script.write_text(shlex.join(render.task_command(plan, starter, [*plan.program, "--attempt=1"], setup=setup)))
     else:
         script.write_text(submission.evaluation_script(given, plan, run))
     done = subprocess.run(["bash", script], capture_output=True, text=True, check=False)

@@ -249,7 +249,7 @@ def test_lines_stand_in_an_evaluations_script_behind_the_modules(tmp_path: Path)
     assert lines.index("set -euo pipefail") < places[0]
     assert lines[-1].startswith("exec srun ")
     attempt = run.attempt(1)
-    command = render.task_command(plan, ["srun"], 1, setup=attempt.setup)
+    command = render.task_command(plan, ["srun"], ["train", "--attempt=1"], setup=attempt.setup)
     assert command[:3] == ["bash", str(attempt.setup), "srun"]
 
 
