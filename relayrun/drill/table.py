@@ -146,8 +146,8 @@ FAULTS: tuple[Fault, ...] = (
         what="a Python that no node has",
         expect="stopped",
         causes=("fatal",),
-        config={"cluster": {"python": "/no/such/python"}},
-        says="/no/such/python is not found on any rank",
+        config={"cluster": {"python": "no-such-python"}},  # a whole path is looked for at the submit
+        says="no-such-python is not found on any rank",
     ),
     Fault(
         name="disk-full",

@@ -128,7 +128,7 @@ class Lineage:
         beyond = takewhile(lambda commit: commit.iteration > base.iteration, (c.commit for c in self.backwards()))
         moved: list[str] = []
         for commit in reversed(list(beyond)):
-            if not os.path.exists(commit.path):
+            if not Path(commit.path).exists():
                 continue
             if not is_own(self._run, Durable(iteration=commit.iteration, path=commit.path)):
                 continue
@@ -220,7 +220,7 @@ def commit_of(path: str | os.PathLike[str]) -> Commit | None:
 
 def fault(commit: Commit) -> str | None:
     """What is wrong with a checkpoint on disk, as far as names and sizes tell; None if it is whole."""
-    if not os.path.exists(commit.path):
+    if not Path(commit.path).exists():  # another error than that it is missing is raised: os.path hides it
         return "missing"
     for name, size in commit.files.items():
         try:

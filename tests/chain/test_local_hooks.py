@@ -65,11 +65,17 @@ def test_the_hook_of_the_docs_counts_the_steps_of_a_run_over_three_attempts(tmp_
 
 
 def test_a_hook_that_is_not_there_stops_the_chain_at_once(tmp_path: Path) -> None:
-    """A submit does not import it."""
+    """A submit looks for its package, and does not import it."""
     workspace = Workspace.make(tmp_path)
-    stopped = submit(workspace.config("run", training={"hooks": [COUNT]}))
+    refused = submit(workspace.config("run", training={"hooks": [COUNT]}))
+    assert "has no my_team, which the ranks import" in refused.stderr
+    assert not workspace.run("run").path.exists()
+    (tmp_path / "my_team").mkdir()
+    (tmp_path / "my_team/__init__.py").touch()
+    search = {"environment": {"PYTHONPATH": f"{tmp_path}:{ROOT}"}}
+    stopped = submit(workspace.config("run", training={"hooks": [COUNT]}, cluster=search))
     run = workspace.run("run")
     (end,) = ends(run)
     assert end.cause == "fatal", stopped.stderr
-    said = f"training.hooks: hook {COUNT} cannot be imported: ModuleNotFoundError: No module named 'my_team'"
+    said = f"training.hooks: hook {COUNT} cannot be imported: ModuleNotFoundError: No module named 'my_team.probes'"
     assert said in run.stop.read_text()

@@ -33,10 +33,7 @@ def test_a_moved_run_goes_on_from_its_checkpoint(make_run: MakeRun, tmp_path: Pa
     assert durable(run).iteration == 5
     moved, new_plan = make_run("--steps=10", folder="elsewhere", total_steps=10, submitted_after_attempt=1)
     script = moved.job_script.read_text()
-    for path in (moved.plan, moved.job_script):
-        path.unlink()
-    moved.triggers.rmdir()
-    moved.path.rmdir()
+    shutil.rmtree(moved.path)
     os.rename(run.path, moved.path)
     new_plan.write(moved.plan)  # as a submit renders them anew
     moved.job_script.write_text(script)

@@ -29,7 +29,7 @@ def blocks() -> dict[str, str]:
 
 def test_every_block_has_a_test() -> None:
     assert PAGE.count("```") == 2 * len(blocks())
-    assert set(blocks()) == {"", "offline", "service", "copy", "tensorboard"}
+    assert set(blocks()) == {"", "follow", "offline", "service", "copy", "tensorboard"}
 
 
 @pytest.mark.long

@@ -72,7 +72,7 @@ def test_jobs_run_a_copy_that_an_upgrade_does_not_touch(base: Installed, tmp_pat
     taken = code_snapshot.snapshot(run, base.packages)
     assert taken == code_snapshot.snapshot(run, base.packages)
     assert (taken / "launchers/lib/job.sh").read_bytes() == (ROOT / "launchers/lib/job.sh").read_bytes()
-    assert sorted(path.name for path in taken.iterdir()) == ["configs", "launchers", "relayrun", "scripts"]
+    assert sorted(path.name for path in taken.iterdir()) == ["configs", "container", "launchers", "relayrun", "scripts"]
     assert taken.with_suffix(".commit").read_text() == f"relayrun {__version__}, an installed package\n"
     alone = base.run("env", f"PYTHONPATH={taken}", sys.executable, "-S", "-m", "relayrun.chain", "--help", cwd=tmp_path)
     assert "begin" in alone.stdout

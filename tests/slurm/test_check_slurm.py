@@ -23,7 +23,7 @@ GBS = "training.global_batch_size=16"
 def workspace(cluster: TestCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Workspace:
     for name in ("PATH", "SLURM_CONF"):
         monkeypatch.setenv(name, cluster.env[name])
-    monkeypatch.setattr(submission, "log_folder", lambda: tmp_path / "logs")
+    monkeypatch.setattr(submission, "log_folder", lambda _: tmp_path / "logs")
     return Workspace.make(tmp_path / "workspace")
 
 
@@ -76,7 +76,7 @@ def test_a_launcher_is_asked_about_with_its_own_header(cluster: TestCluster, wor
     done = cluster.run(
         ["bash", ROOT / "launchers/submit-llama3-8b.sh", "--check"],
         check=False,
-        env={"MOCK_DATA": "true", "PYTHON": sys.executable},
+        env={"MOCK_DATA": "true", "CLUSTER": "test", "PYTHON": sys.executable},
     )
     assert done.returncode == 1, done.stderr  # 16 nodes on a cluster of 4
     assert "16 nodes are more than partition debug has, 4" in done.stdout

@@ -117,7 +117,13 @@ def test_a_terminal_gets_a_table(runs: list[Run], slurm: Path, monkeypatch: pyte
 def test_ctrl_c_ends_it_without_a_traceback(runs: list[Run], slurm: Path) -> None:
     (slurm / "queue").write_text("7|RUNNING|None|job-a\n")
     command = [sys.executable, "-m", "relayrun", "status", "-f", str(runs[0].path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what runs in the background ignores it
+    ) as process:
         assert process.stdout is not None
         assert "tests/a: running" in process.stdout.readline()
         process.send_signal(signal.SIGINT)

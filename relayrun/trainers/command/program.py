@@ -72,7 +72,7 @@ class CommandProgram:
         for entry in read_lines(self._client / "checkpoints.jsonl"):
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 iteration, path = int(entry["iteration"]), str(entry["path"])
-                if os.path.exists(path) and os.path.realpath(os.path.dirname(path)) == os.path.realpath(self._folder):
+                if Path(path).exists() and os.path.realpath(os.path.dirname(path)) == os.path.realpath(self._folder):
                     said[iteration] = path
         return [FoundCheckpoint(iteration=iteration, path=said[iteration]) for iteration in sorted(said)]
 

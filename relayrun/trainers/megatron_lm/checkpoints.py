@@ -115,5 +115,5 @@ def sizes(checkpoint: Path) -> dict[str, int]:
 def _filled(path: Path) -> bool:
     try:
         return path.stat().st_size > 0
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):  # a file system that is away for a moment makes nothing torn
         return False
