@@ -273,7 +273,7 @@ def limit_files(size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["hf", "torch", "import"])
+@pytest.mark.parametrize("what", [pytest.param("hf", marks=pytest.mark.long), "torch", "import"])
 def test_without_room_nothing_is_left(tmp_path: Path, imported: Imported, what: str) -> None:
     outputs = tmp_path / "outputs"
     outputs.mkdir()

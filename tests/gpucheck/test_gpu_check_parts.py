@@ -24,7 +24,7 @@ def part(name: str, *, seconds: float = 300, least: float = 0) -> Part:
     return Part(name=name, what="planted", function=f"{PLANTED}:{name}", seconds=seconds, least=least)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_part_that_raises_breaks_dies_or_hangs_leaves_the_others(tmp_path: Path) -> None:
     setup = Setup(folder=str(tmp_path), tiny=True)
     parts = [

@@ -89,6 +89,7 @@ def test_a_save_that_holds_training_is_found(tmp_path: Path) -> None:
     assert saves[0]["stall_seconds"] < 10 <= min(saves[1]["stall_seconds"], saves[2]["stall_seconds"])
 
 
+@pytest.mark.long
 def test_a_training_run_that_fails_says_why_and_other_parts_are_measured(tmp_path: Path) -> None:
     hook = "tests.training.user_hooks:Breaks"
     done, result = gpu_check(tmp_path, "--only", "save", "attention", f"--hook={hook}")

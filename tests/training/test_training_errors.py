@@ -103,6 +103,7 @@ def test_a_checkpoint_with_a_missing_key(harness: MakeHarness, key: str) -> None
     assert attempt.wait() == [3] * RANKS
 
 
+@pytest.mark.long
 def test_what_libraries_say_to_their_own_authors_does_not_hide_what_a_rank_says(
     harness: MakeHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from tests.export.models import make_hf
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long
 def test_extra_state_that_a_checkpoint_lacks_is_none(tmp_path: Path) -> None:
     imported = tmp_path / "imported"
     importer.import_hf(make_hf(tmp_path / "hf"), imported)

@@ -78,7 +78,11 @@ def test_stages_that_let_go_of_what_they_sent_compute_the_same_bits(
     assert_same_bytes(lets_go.run.checkpoint(STEPS), keeps.run.checkpoint(STEPS))
 
 
-@pytest.mark.parametrize("parallel", [{}, DISTRIBUTED], ids=["adam", "distributed-optimizer"])
+@pytest.mark.parametrize(
+    "parallel",
+    [pytest.param({}, marks=pytest.mark.long), DISTRIBUTED],
+    ids=["adam", "distributed-optimizer"],
+)
 def test_a_fused_adamw_resumes_exactly_and_goes_on_from_one_that_was_not(
     harness: Make, parallel: dict[str, Any]
 ) -> None:
