@@ -8,5 +8,7 @@ shopt -s execfail
 set +e # where it is on, bash leaves at once when a program with a slash in its name cannot be executed, whatever follows
 exec "$@"
 code=$?
-sleep 3 # the first rank that ends ends the others: so all that cannot be started have said so
+# the first rank that ends ends the others: so all that cannot be started say so, also those that are told to end
+trap '' TERM
+sleep 3
 exit "${code}"

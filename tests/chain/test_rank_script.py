@@ -12,11 +12,14 @@ RANK = Path(__file__).parents[2] / "launchers" / "lib" / "rank.sh"
 
 
 def start(tmp_path: Path, program: str | Path) -> tuple[int, bool]:
-    """Start one rank with a `sleep` that takes no time: its exit code, and whether it waited before it ended."""
+    """Start one rank: its exit code, and whether it waited before it ended.
+
+    Its `sleep` takes no time, and another rank's end ends it there: srun sends SIGTERM to those that are left.
+    """
     slept = tmp_path / "slept"
     sleep = tmp_path / "bin" / "sleep"
     sleep.parent.mkdir()
-    sleep.write_text(f'#!/bin/sh\ntouch "{slept}"\n')
+    sleep.write_text(f'#!/bin/sh\ntouch "{slept}"\nkill -TERM "$PPID"\n')
     sleep.chmod(0o755)
     environment = {
         "PATH": f"{sleep.parent}:{os.environ['PATH']}",
