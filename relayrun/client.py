@@ -5,10 +5,11 @@
     for iteration in range(start + 1, last + 1):
         loss = train()
         step_done(iteration, loss=loss)
-        if iteration % 500 == 0 or should_save() or should_leave():
+        leave = should_leave()                  # once for each iteration: the answer changes in between
+        if iteration % 500 == 0 or should_save() or leave:
             save(folder)                        # whole, and under its final name
             checkpoint_done(iteration, folder)
-        if should_leave():
+        if leave:
             break
 
 With several ranks, rank 0 asks and tells the others, so that all leave behind the same iteration. `step_done` and

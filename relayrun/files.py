@@ -236,6 +236,14 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                         yield value
 
 
+def sizes(path: str | os.PathLike[str]) -> dict[str, int]:
+    """Bytes of every file below a folder, by its name relative to it; of a single file under the name `.`."""
+    top = Path(path)
+    if top.is_file():
+        return {".": top.stat().st_size}
+    return {str(found.relative_to(top)): found.stat().st_size for found in sorted(top.rglob("*")) if found.is_file()}
+
+
 BLOCK = 65_536
 """Bytes that are taken at a time where a file is read from its end."""
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from email.message import EmailMessage
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import pytest
+
 
 @dataclass
 class Mailbox:
@@ -119,3 +121,15 @@ def _served(server: socketserver.ThreadingTCPServer) -> Iterator[int]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@pytest.fixture
+def mail() -> Iterator[Mailbox]:
+    with mail_server() as box:
+        yield box
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
+    with web_server() as server:
+        yield server

@@ -45,11 +45,6 @@ def own_log() -> str | None:
     return path if os.path.isfile(path) else None
 
 
-def output_beside(log: str | None) -> str | None:
-    """Standard output of the job whose standard error is `log`: `launchers/lib/log.sh` opens both side by side."""
-    return log.removesuffix(".err") + ".out" if log is not None and log.endswith(".err") else None
-
-
 def size(log: str | None) -> int:
     """Bytes of a log now."""
     return os.path.getsize(log) if log is not None and os.path.exists(log) else 0

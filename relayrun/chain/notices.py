@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from relayrun.chain import decide
+from relayrun.chain.failed_attempts import failed_attempts
 from relayrun.errors import RelayrunError
 from relayrun.files import read_lines_backwards
 from relayrun.rundir import notices
@@ -84,22 +85,11 @@ def _of_attempt(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Itera
         words = f"attempt {number}: {record.reason}"
         if record.cause == "hang":
             yield _notice(run, plan, f"hang-{number:04}", time=record.end_time, reason=words, attempt=number)
-        failed = failed_in_a_row(run, plan, number)
+        failed = failed_attempts(run, plan, last=number)
         if failed >= policy.failed_attempts:
             reason = f"{failed} attempts in a row without a new durable iteration; {words}"
             yield _notice(run, plan, f"failed-{number:04}", time=record.end_time, reason=reason, attempt=number)
         return
-
-
-def failed_in_a_row(run: Run, plan: Plan, last: int) -> int:
-    """How many attempts up to this one, since the last explicit submit, brought no new durable iteration."""
-    failed = 0
-    for number in reversed([number for number in run.attempt_numbers() if number <= last]):
-        attempt = run.attempt(number)
-        if number <= plan.submitted_after_attempt or ((end := attempt.read_end()) is not None and end.progress):
-            break
-        failed += attempt.read_begin() is not None
-    return failed
 
 
 def _of_evaluations(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:

@@ -15,6 +15,7 @@ import time
 from itertools import islice
 
 from relayrun.chain import decide, evaluations, evidence, fallback, messenger, nodes, render, successor, take_over
+from relayrun.chain.failed_attempts import failed_attempts
 from relayrun.chain.log import log
 from relayrun.chain.watch import Watch
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
@@ -30,6 +31,7 @@ from relayrun.scheduler.base import PATIENCE, Job, Scheduler, user_python_path
 from relayrun.scheduler.choose import for_plan
 from relayrun.trainers.base import Trainer
 from relayrun.trainers.choose import trainer_of
+from relayrun.trainers.logs import output_beside
 
 CHAIN_ENDS = 10
 """Exit code of `begin` when the ranks must not start."""
@@ -159,22 +161,6 @@ def _update_views(run: Run) -> None:
         log(f"the merged views are left for later: {error}")
 
 
-def failed_attempts(run: Run, plan: Plan) -> int:
-    """Attempts in a row, up to the newest, that ended without durable progress since the last explicit submit."""
-    count = 0
-    for number in reversed(run.attempt_numbers()):
-        if number <= plan.submitted_after_attempt:
-            break
-        attempt = run.attempt(number)
-        if attempt.read_begin() is None:
-            continue
-        record = attempt.read_end()
-        if record is not None and record.progress:
-            break
-        count += 1
-    return count
-
-
 def measured_lead(run: Run, plan: Plan, line: Lineage) -> tuple[float, float | None]:
     """Seconds before the end of the job at which the next attempt leaves, and those of an evaluation, as measured."""
     newest = islice(views.newest_lines(run), 2 * lead.STEPS)  # an iteration has two lines where it was evaluated
@@ -231,7 +217,7 @@ def _open_attempt(
         lead_ceiling=plan.lead_ceiling,
         log=stderr,
         log_offset=evidence.size(stderr),
-        output_offset=evidence.size(evidence.output_beside(stderr)),
+        output_offset=evidence.size(output_beside(stderr)),
         options=options,
         previous_end=None if previous_end is None else f"{previous_end.cause}: {previous_end.reason}",
     )

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from relayrun.chain import fallback, nodes, signs, supervisor
+from relayrun.chain import fallback, nodes, signs
+from relayrun.chain.failed_attempts import failed_attempts
 from relayrun.chain.watch import read_heartbeats
 from relayrun.errors import RunDirError, SchedulerError, user_name
 from relayrun.files import read_lines
@@ -312,7 +313,7 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
         },
         failed_saves=len(failures),
         last_failed_save=f"iteration {failures[-1]['iteration']}: {failures[-1]['error']}" if failures else None,
-        failed_attempts=supervisor.failed_attempts(run, plan) - (1 if running else 0),
+        failed_attempts=failed_attempts(run, plan) - (1 if running else 0),
         max_failed_attempts=plan.max_failed_attempts,
         strikes=counts,
         excluded=nodes.excluded(strikes, nodes=plan.nodes, now=now),

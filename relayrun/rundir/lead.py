@@ -7,7 +7,9 @@ supervisor (before an attempt) and rank 0 (while it runs) judge by this one form
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from relayrun.rundir.records import AttemptStart
 
 STEPS = 200
 SAVES = 10
@@ -47,6 +49,33 @@ def measured_lead(
     evaluations = evaluation_seconds[-SAVES:]
     evaluation = percentile(evaluations, 0.95) if evaluations else 0.0
     return min(max(2 * percentile(steps, 0.95) + evaluation + 1.5 * save + rest + MARGIN, floor), ceiling)
+
+
+def lead_of(
+    begin: AttemptStart,
+    step_seconds: Iterable[float],
+    save_seconds: Iterable[float],
+    *,
+    under_way: float | None,
+    evaluation_seconds: Iterable[float] = (),
+    estimate: float = 0.0,
+) -> float:
+    """Seconds before the end of the job at which a running attempt leaves, by what it has measured up to now.
+
+    What it began with until steps and saves are measured, and for good where its bounds leave no choice. `estimate`:
+    of an evaluation where none is measured.
+    """
+    if begin.lead_floor == begin.lead_ceiling:
+        return begin.lead
+    measured = measured_lead(
+        list(step_seconds),
+        list(save_seconds),
+        floor=begin.lead_floor,
+        ceiling=begin.lead_ceiling,
+        under_way=under_way,
+        evaluation_seconds=list(evaluation_seconds) or [estimate],
+    )
+    return min(begin.lead + estimate, begin.lead_ceiling) if measured is None else measured
 
 
 def percentile(values: Sequence[float], share: float) -> float:

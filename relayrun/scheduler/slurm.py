@@ -268,8 +268,12 @@ class Slurm:
         return min((int(limit) for pair in limits for limit in pair if limit), default=1001)  # Slurm's own default
 
     def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
+        return self.jobs_named(plan.job_name, anyone=anyone)
+
+    def jobs_named(self, name: str, *, anyone: bool = False) -> list[Job]:
+        """Queued and running jobs with this name: this user's, or anyone's. Raises SchedulerError."""
         whose = [] if anyone else ["--me"]
-        text = self.ask(["squeue", "--noheader", *whose, f"--name={plan.job_name}", "--format=%i|%j|%T"])
+        text = self.ask(["squeue", "--noheader", *whose, f"--name={name}", "--format=%i|%j|%T"])
         rows = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
         return [Job(id=row[0], name=row[1], state=row[2]) for row in rows]
 

@@ -30,6 +30,9 @@ class Commands(Protocol):
     def order(self, command: Sequence[str], lines: Sequence[str] = ()) -> str:
         """Run a command that changes something, and may do so twice; return what it printed."""
 
+    def jobs_named(self, name: str, *, anyone: bool = False) -> list[Job]:
+        """Queued and running jobs with this name: this user's, or anyone's."""
+
     def submit_once(self, arguments: Sequence[str], *, name: str, comment: str | None = None) -> str:
         """Queue one job, whatever sbatch says; return its id."""
 
@@ -41,10 +44,7 @@ class SlurmFallbackJobs:
         self._slurm = slurm
 
     def live(self, name: str, *, anyone: bool = False) -> list[Job]:
-        whose = [] if anyone else ["--me"]
-        text = self._slurm.ask(["squeue", "--noheader", *whose, f"--name={name}", "--format=%i|%j|%T"])
-        rows = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
-        return [Job(id=row[0], name=row[1], state=row[2]) for row in rows]
+        return self._slurm.jobs_named(name, anyone=anyone)
 
     def queue(self, script: Path, *, name: str, order: FallbackOrder, options: Mapping[str, str | None]) -> str:
         given = [f"--{option}={options[option]}" for option in OPTIONS if options.get(option)]

@@ -5,11 +5,14 @@ from __future__ import annotations
 from relayrun.rundir.records import AttemptStart
 
 
-def logs_of(begin: AttemptStart) -> list[tuple[str, int]]:
-    """Standard output and error of the attempt's job, each with its bytes when the attempt began.
+def output_beside(log: str | None) -> str | None:
+    """Standard output of the job whose standard error is `log`: `launchers/lib/log.sh` opens both side by side."""
+    return log.removesuffix(".err") + ".out" if log is not None and log.endswith(".err") else None
 
-    The job script opens both side by side (`launchers/lib/log.sh`). Where it could open none, there is none to read.
-    """
-    if begin.log is None or not begin.log.endswith(".err"):
+
+def logs_of(begin: AttemptStart) -> list[tuple[str, int]]:
+    """Standard output and error of the attempt's job, with their bytes when the attempt began; none without a log."""
+    output = output_beside(begin.log)
+    if begin.log is None or output is None:
         return []
-    return [(begin.log.removesuffix(".err") + ".out", begin.output_offset), (begin.log, begin.log_offset)]
+    return [(output, begin.output_offset), (begin.log, begin.log_offset)]

@@ -15,12 +15,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 
-from relayrun.files import append_line, read_lines_backwards, write_atomic, write_json
+from relayrun.files import append_line, read_lines_backwards, sizes, write_atomic, write_json
 from relayrun.rundir import triggers
 from relayrun.rundir.attempt import Attempt
-from relayrun.rundir.lead import SAVES, STEPS, measured_lead, percentile
+from relayrun.rundir.lead import SAVES, STEPS, lead_of, percentile
 from relayrun.rundir.records import AttemptStart, Commit, Heartbeat, Outcome, OutcomeName
 from relayrun.rundir.run import Run
 from relayrun.trainers.base import FoundCheckpoint, ObservedStep, Program
@@ -35,7 +34,6 @@ class Observer:
     Args:
         leave: asks the program to save and leave, by a signal or what else it hears. `attempts/N/stop` says why; it is
             written behind it, so that a kill in between asks again.
-        sizes: bytes of every file of a checkpoint, by its name below it.
     """
 
     def __init__(
@@ -46,14 +44,12 @@ class Observer:
         program: Program,
         *,
         leave: Callable[[], None],
-        sizes: Callable[[Path], dict[str, int]],
     ) -> None:
         self._run = run
         self._attempt = attempt
         self._begin = begin
         self._program = program
         self._leave = leave
-        self._sizes = sizes
         self._iteration = begin.base_iteration
         self._samples: dict[int, int] = {}
         """Samples consumed with the iterations whose checkpoints may still come."""
@@ -147,7 +143,7 @@ class Observer:
             consumed_samples=self._samples.get(checkpoint.iteration, -1),
             time=time.time(),
             seconds=seconds,
-            files=self._sizes(Path(checkpoint.path)),
+            files=sizes(checkpoint.path),
         )
         self._attempt.append_commit(commit)
         self._committed = checkpoint.iteration
@@ -199,15 +195,5 @@ class Observer:
         write_atomic(self._attempt.stop, f"{why}\n")
 
     def _lead(self) -> float:
-        begin = self._begin
-        if begin.lead_floor == begin.lead_ceiling:
-            return begin.lead
         under_way = None if self._save_begun is None else time.monotonic() - self._save_begun[1]
-        measured = measured_lead(
-            list(self._steps),
-            list(self._saves),
-            floor=begin.lead_floor,
-            ceiling=begin.lead_ceiling,
-            under_way=under_way,
-        )
-        return begin.lead if measured is None else measured
+        return lead_of(self._begin, self._steps, self._saves, under_way=under_way)

@@ -15,6 +15,7 @@ import pytest
 
 from relayrun import cli
 from relayrun.chain import guard, supervisor
+from relayrun.chain.failed_attempts import failed_attempts
 from relayrun.chain.watch import Watch
 from relayrun.config import compose
 from relayrun.errors import RunDirError
@@ -289,4 +290,4 @@ def test_a_begin_that_meets_a_broken_disk_may_be_tried_again(run: Run, monkeypat
     monkeypatch.undo()
     monkeypatch.setenv(JOB_ID_VARIABLE, "1")
     assert supervisor.begin(run) == 0
-    assert supervisor.failed_attempts(run, Plan.load(run)) == 1  # the one that has begun now
+    assert failed_attempts(run, Plan.load(run)) == 1  # the one that has begun now

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.chain import supervisor, watch
+from relayrun.chain.failed_attempts import failed_attempts
 from relayrun.chain.watch import Watch, read_heartbeats
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.rundir import triggers
@@ -129,7 +130,7 @@ def test_an_attempt_that_never_began_hides_nobody(run: Run) -> None:
     end = End.read(run.attempt(4).end)
     assert end is not None
     assert end.progress
-    assert supervisor.failed_attempts(Run(run.path), Plan.load(run)) == 1  # the new one
+    assert failed_attempts(Run(run.path), Plan.load(run)) == 1  # the new one
 
 
 def test_a_successor_that_somebody_cancelled_is_not_replaced(run: Run) -> None:

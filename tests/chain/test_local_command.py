@@ -21,15 +21,30 @@ from .conftest import MakeRun
 
 pytestmark = pytest.mark.slow  # they wait for real clocks
 
+RANKS = """
+import os, time
+def agreed(iteration, mine):
+    # What rank 0 says goes for all, as in any program whose ranks train together.
+    said = os.path.join(os.environ["RELAYRUN_CLIENT"], f"said-{iteration}")
+    if os.environ["RANK"] == "0":
+        with open(said + ".new", "w") as file:
+            file.write("yes" if mine else "")
+        os.rename(said + ".new", said)
+    while not os.path.exists(said):
+        time.sleep(0.01)
+    return open(said).read() == "yes"
+"""
+
 WITH_CLIENT = """
 import os, sys, time
 from client import checkpoint, checkpoint_done, should_leave, should_save, step_done
+from ranks import agreed
 folder, last = sys.argv[1], int(sys.argv[2])
 start = int(open(os.path.join(checkpoint(), "state")).read()) if checkpoint() else 0
 for iteration in range(start + 1, last + 1):
     time.sleep(float(sys.argv[3]))
     step_done(iteration, loss=1 / iteration, step_seconds=float(sys.argv[3]))
-    leave = should_leave()
+    leave = agreed(iteration, should_leave())
     if iteration == last or should_save() or leave:
         path = os.path.join(folder, f"step-{iteration}")
         if os.environ["RANK"] == "0":
@@ -41,10 +56,10 @@ for iteration in range(start + 1, last + 1):
     if leave:
         break
 """
-"""Each rank looks for itself: here they need not agree."""
 
 WITHOUT = """
 import os, signal, sys, time
+from ranks import agreed
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 folder, last, resume = sys.argv[1], int(sys.argv[2]), sys.argv[4:]
@@ -52,13 +67,14 @@ start = int(open(os.path.join(resume[1], "state")).read()) if resume else 0
 for iteration in range(start + 1, last + 1):
     time.sleep(float(sys.argv[3]))
     print(f"step {iteration}: loss={1 / iteration:.4f}", flush=True)
-    if os.environ["RANK"] == "0" and (iteration % 5 == 0 or iteration == last or asked):
+    leave = agreed(iteration, asked)
+    if os.environ["RANK"] == "0" and (iteration % 5 == 0 or iteration == last or leave):
         path = os.path.join(folder, f"ckpt_{iteration}")
         os.makedirs(path)
         with open(os.path.join(path, "state"), "w") as file:
             file.write(str(iteration))
         open(os.path.join(path, "done"), "w").close()
-    if asked:
+    if leave:
         break
 """
 
@@ -66,6 +82,7 @@ for iteration in range(start + 1, last + 1):
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
     shutil.copy(client.__file__, tmp_path / "client.py")
+    (tmp_path / "ranks.py").write_text(RANKS)
     (tmp_path / "with_client.py").write_text(WITH_CLIENT)
     (tmp_path / "without.py").write_text(WITHOUT)
     return tmp_path
@@ -114,10 +131,10 @@ def test_it_goes_through_as_many_jobs_as_its_time_limit_asks_for(
 
 def test_a_program_that_is_killed_goes_on_from_its_newest_whole_checkpoint(make_run: MakeRun, program: Path) -> None:
     settings = seen(program, "20", "0.1")
-    run, plan = make_run(total_steps=20, trainer="command", trainer_settings=settings, ntasks_per_node=1)
+    run, plan = make_run(total_steps=20, trainer="command", trainer_settings=settings)
     text = (program / "without.py").read_text()
     torn = 'if iteration == 12 and not resume: os.makedirs(os.path.join(folder, "ckpt_12")); os._exit(9)'
-    (program / "without.py").write_text(text.replace("    if asked:\n", f"    {torn}\n    if asked:\n"))
+    (program / "without.py").write_text(text.replace("    if leave:\n", f"    {torn}\n    if leave:\n"))
     run_chain(run, plan)
     assert [record.cause for record in ends(run)] == ["failed", "done"], logs(run)
     assert ends(run)[0].durable_iteration == 10

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,22 +34,10 @@ from relayrun.rundir.run import Run
 from relayrun.rundir.stop import write_stop
 from relayrun.scheduler.local import LocalScheduler
 from tests.history import STEP, began
-from tests.receivers import Mailbox, Web, mail_server, web_server
+from tests.receivers import Mailbox, Web
 
 from .conftest import MakeRun
 from .test_again import refusing_python
-
-
-@pytest.fixture
-def mail() -> Iterator[Mailbox]:
-    with mail_server() as box:
-        yield box
-
-
-@pytest.fixture
-def web() -> Iterator[Web]:
-    with web_server() as server:
-        yield server
 
 
 def tell(run: Run, *urls: str, events: tuple[str, ...] = notices.EVENTS, **changes: Any) -> NoticePolicy:

@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from relayrun.rundir import notices
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.chain.test_notices import tell, wait_for
-from tests.receivers import Mailbox, Web, mail_server, web_server
+from tests.receivers import Mailbox, Web
 
 from .cluster import TestCluster
 from .test_chain import SLURM, logs, wait_for_end
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.long]
-
-
-@pytest.fixture
-def mail() -> Iterator[Mailbox]:
-    with mail_server() as box:
-        yield box
-
-
-@pytest.fixture
-def web() -> Iterator[Web]:
-    with web_server() as server:
-        yield server
 
 
 def test_a_chain_that_stops_sends_one_message_to_each_target(

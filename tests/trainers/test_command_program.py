@@ -4,8 +4,9 @@ import json
 import re
 from pathlib import Path
 
+from relayrun.files import sizes
 from relayrun.trainers.base import Ending
-from relayrun.trainers.command.checkpoints import CheckpointRule, sizes
+from relayrun.trainers.command.checkpoints import CheckpointRule
 from relayrun.trainers.command.program import CommandProgram
 
 

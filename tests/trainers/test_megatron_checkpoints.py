@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from relayrun.files import sizes
 from relayrun.trainers.megatron_lm import checkpoints
 
 
@@ -67,5 +68,5 @@ def test_sizes_are_of_every_file(tmp_path: Path) -> None:
     path = save(tmp_path, 5)
     (path / "more").mkdir()
     (path / "more" / "file").write_text("12345")
-    assert checkpoints.sizes(path)["more/file"] == 5
-    assert len(checkpoints.sizes(path)) == 5
+    assert sizes(path)["more/file"] == 5
+    assert len(sizes(path)) == 5

@@ -84,9 +84,7 @@ class Scene:
         assert begin is not None
         if change:
             begin = AttemptStart.of({**begin.__dict__, **change})
-        return Observer(
-            self.run, self.attempt, begin, script or self.script, leave=self._leave, sizes=lambda _path: {"weights": 5}
-        )
+        return Observer(self.run, self.attempt, begin, script or self.script, leave=self._leave)
 
     def _leave(self) -> None:
         self.left += 1

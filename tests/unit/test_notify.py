@@ -6,7 +6,6 @@ import json
 import sys
 import time
 import typing
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,24 +25,12 @@ from relayrun.rundir.run import Run
 from relayrun.rundir.stop import write_stop
 from relayrun.scheduler.local import LocalScheduler
 from relayrun.submit import notice_policy, submission
-from tests.receivers import Mailbox, Web, mail_server, web_server
+from tests.receivers import Mailbox, Web, web_server
 from tests.workspace import Workspace
 
 EVENTS = list(notices.EVENTS)
 APPRISE = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what apprise itself imports
 SECRET = "Zx81k9Qm44tTp0aa7Rw2"
-
-
-@pytest.fixture
-def mail() -> Iterator[Mailbox]:
-    with mail_server() as box:
-        yield box
-
-
-@pytest.fixture
-def web() -> Iterator[Web]:
-    with web_server() as server:
-        yield server
 
 
 def notice(number: int = 1, **changes: Any) -> Notice:

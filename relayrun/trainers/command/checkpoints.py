@@ -13,8 +13,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from relayrun.files import free_name, fsync_directory
 from relayrun.trainers.base import FoundCheckpoint
+from relayrun.trainers.quarantine import quarantine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,24 +52,8 @@ class CheckpointRule:
 
     def prepare(self, *, base: int, attempt: int) -> list[str]:
         """Leave nothing beyond iteration `base` that the program could go on from. Returns what was done, in words."""
-        moved = []
-        for iteration, path in self.every():
-            if iteration <= base:
-                continue
-            quarantine = self.folder / ".quarantine"
-            quarantine.mkdir(exist_ok=True)
-            target = free_name(quarantine, f"{path.name}-{attempt:04}")
-            why = "no attempt has it on record" if self.is_whole(path) else f"{self.whole_when} is missing"
-            os.rename(path, target)
-            moved.append(f"{path} ({why}) moved to {target}")
-        if moved:
-            fsync_directory(self.folder)
-        return moved
+        beyond = [path for iteration, path in self.every() if iteration > base]
+        return quarantine(self.folder, beyond, attempt=attempt, fault=self._fault)
 
-
-def sizes(checkpoint: Path) -> dict[str, int]:
-    """Bytes of every file of a checkpoint, by its name below it; a checkpoint that is one file has the name `.`."""
-    if checkpoint.is_file():
-        return {".": checkpoint.stat().st_size}
-    files = (path for path in sorted(checkpoint.rglob("*")) if path.is_file())
-    return {str(path.relative_to(checkpoint)): path.stat().st_size for path in files}
+    def _fault(self, path: Path) -> str | None:
+        return None if self.is_whole(path) else f"{self.whole_when} is missing"

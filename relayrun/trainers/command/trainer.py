@@ -13,7 +13,7 @@ from relayrun.rundir.lineage import Durable
 from relayrun.rundir.records import AttemptStart, Record
 from relayrun.rundir.run import Run
 from relayrun.trainers.base import Observing
-from relayrun.trainers.command.checkpoints import CheckpointRule, sizes
+from relayrun.trainers.command.checkpoints import CheckpointRule
 from relayrun.trainers.command.program import CommandProgram
 from relayrun.trainers.logs import logs_of
 from relayrun.trainers.observer import Observer
@@ -90,7 +90,7 @@ class Command:
             asked_to_leave=attempt.stop.exists,
         )
         leave = (lambda: None) if self.leave_signal is None else partial(signal_ranks, self.leave_signal)
-        return Observer(self._run, attempt, begin, program, leave=leave, sizes=sizes)
+        return Observer(self._run, attempt, begin, program, leave=leave)
 
     def _rule(self) -> CheckpointRule | None:
         if self._settings.pattern is None:

@@ -15,8 +15,9 @@ import os
 import re
 from pathlib import Path
 
-from relayrun.files import free_name, fsync_directory, write_atomic
+from relayrun.files import fsync_directory, write_atomic
 from relayrun.trainers.base import FoundCheckpoint
+from relayrun.trainers.quarantine import quarantine
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -85,31 +86,12 @@ def prepare(folder: Path, *, base: int, attempt: int) -> list[str]:
     Folders of later iterations are of saves that a kill cut off: Megatron would write into them, or load one. They go
     to `.quarantine`; nothing is deleted.
     """
-    done: list[str] = []
-    for iteration, path in every(folder):
-        if iteration <= base:
-            continue
-        quarantine = folder / ".quarantine"
-        quarantine.mkdir(exist_ok=True)
-        target = free_name(quarantine, f"{path.name}-{attempt:04}")
-        why = fault(path) or "no attempt has it on record"
-        os.rename(path, target)
-        done.append(f"{path} ({why}) moved to {target}")
-    if done:
-        fsync_directory(folder)
+    beyond = [path for iteration, path in every(folder) if iteration > base]
+    done = quarantine(folder, beyond, attempt=attempt, fault=fault)
     if (named := tracked(folder) or 0) != base:
         track(folder, base)
         done.append(f"{folder / TRACKER} named iteration {named}; it names {base or 'none'} now")
     return done
-
-
-def sizes(checkpoint: Path) -> dict[str, int]:
-    """Bytes of every file of a checkpoint, by its name below it."""
-    return {
-        str(path.relative_to(checkpoint)): path.stat().st_size
-        for path in sorted(checkpoint.rglob("*"))
-        if path.is_file()
-    }
 
 
 def _filled(path: Path) -> bool:

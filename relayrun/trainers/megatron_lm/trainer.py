@@ -79,7 +79,6 @@ class MegatronTrainer:
             begin,
             program,
             leave=partial(signal_ranks, self._dialect.leave_signal),
-            sizes=checkpoints.sizes,
         )
 
     def _triggers(self, begin: AttemptStart) -> Path:

@@ -46,6 +46,7 @@ from relayrun.config.schema import Checkpoint
 from relayrun.data.order.sampler import MixtureSampler
 from relayrun.data.progress import Progress
 from relayrun.errors import FatalTrainingError
+from relayrun.files import sizes as file_sizes
 from relayrun.files import write_atomic
 from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
@@ -56,7 +57,7 @@ from relayrun.training.checkpoint.host_copy import HostCopy, Reserved
 from relayrun.training.checkpoint.load_errors import why_not_loadable
 from relayrun.training.checkpoint.reader import COMMON, CheckedReader, damage, refusal
 from relayrun.training.checkpoint.strategy import InProcessStrategy, Shards
-from relayrun.training.checkpoint.writer import Written, check_complete, sizes
+from relayrun.training.checkpoint.writer import Written, check_complete
 from relayrun.training.hook_list import Hooks
 from relayrun.training.model.gpt import Model
 from relayrun.training.optimizer import Optimizer
@@ -189,7 +190,7 @@ class Checkpointer:
             consumed_samples=consumed_samples,
             time=time.time(),
             seconds=time.monotonic() - started,
-            files=sizes(folder),
+            files=file_sizes(folder),
             checksum=root,
         )
         publish.publish(self._run, self._attempt, commit, folder)

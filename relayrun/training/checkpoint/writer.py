@@ -203,8 +203,3 @@ def check_complete(folder: Path) -> None:
         size = (folder / name).stat().st_size
         if size < end:
             raise OSError(f"{folder / name} has {size} bytes, its checkpoint names {end}")
-
-
-def sizes(folder: Path) -> dict[str, int]:
-    """Bytes of every file below `folder`, by relative name."""
-    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}

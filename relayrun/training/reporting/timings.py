@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from relayrun.rundir.lead import SAVES, STEPS, measured_lead, percentile
+from relayrun.rundir.lead import SAVES, STEPS, lead_of, percentile
 from relayrun.rundir.records import AttemptStart, Commit
 from relayrun.training.hooks import Evaluated, Hook, Step
 
@@ -73,19 +73,15 @@ class Timings(Hook):
 
         `under_way`: seconds since the start of a save that is not over.
         """
-        begin = self._begin
-        if begin.lead_floor == begin.lead_ceiling:
-            return begin.lead
         estimate = self._estimated_evaluation() if self.estimates_evaluation else 0.0
-        measured = measured_lead(
-            list(self._steps),
-            list(self._saves),
-            floor=begin.lead_floor,
-            ceiling=begin.lead_ceiling,
+        return lead_of(
+            self._begin,
+            self._steps,
+            self._saves,
             under_way=under_way,
-            evaluation_seconds=list(self._evaluations) or [estimate],
+            evaluation_seconds=self._evaluations,
+            estimate=estimate,
         )
-        return min(begin.lead + estimate, begin.lead_ceiling) if measured is None else measured
 
     def _estimated_evaluation(self) -> float:
         """Half a step for each batch: a forward pass is a third of a step's work, and the first one is slow."""
