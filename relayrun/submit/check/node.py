@@ -45,6 +45,7 @@ def look(config: CommonConfig, findings: Findings) -> None:
     """Look at the ranks' Python or program, the batch script's, the modules, and at packages that settings need."""
     if isinstance(config, CommandConfig):
         command.look(config, findings, contained=in_container(config))
+        _script(config, findings)
     elif isinstance(config, MegatronConfig):
         megatron_lm.look(config, findings)
         _ranks(config, OF_MEGATRON_LM, findings)
@@ -115,6 +116,33 @@ def _ranks(config: CommonConfig, names: Sequence[str], findings: Findings) -> No
         )
     else:
         findings.ok("node.python", f"{python} is Python {version[0]}.{version[1]} and has what the ranks import")
+
+
+def _script(config: CommandConfig, findings: Findings) -> None:
+    """Whether the Python of a command starts, and has what its script imports before anything else."""
+    found = command.python_and_script(config)
+    if found is None or in_container(config):
+        return
+    python, script = found
+    setting, names = "command.run", command.imports(script)
+    answer = _ask(python, names, os.pathsep.join([str(Path(script).parent), _search_path(config)]))
+    changed = config.cluster.modules or config.job.setup
+    how = findings.warn if changed else findings.refuse
+    if answer is None:
+        findings.warn("command.python", f"{python} gave no answer within {SECONDS:.0f} s", setting=setting)
+    elif isinstance(answer, str):
+        how("command.python", f"{python} does not start: {answer}", setting=setting, value=python)
+    elif answer["missing"]:
+        how(
+            "command.packages",
+            f"{python} has no {', '.join(answer['missing'])}, which {script} imports",
+            setting=setting,
+            value=python,
+            remedy="install it there, or name the Python that has it in command.run; {python} is cluster.python"
+            + ("; the modules or lines of job.setup may bring it" if changed else ""),
+        )
+    else:
+        findings.ok("command.packages", f"{python} has what {script} imports")
 
 
 def _names(config: RunConfig) -> list[str]:

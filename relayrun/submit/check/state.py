@@ -111,10 +111,10 @@ def refuse_after_end(run: Run, *, resume: bool) -> None:
 def refuse_other_trainer(config: CommonConfig, run: Run) -> None:
     """Raise ConfigError where the run has checkpoints of another trainer, which this one cannot go on from."""
     revisions = run.revisions()
-    if not revisions or durable(run).path is None:
+    if not revisions:
         return
     before = compose.read_resolved(run.config_revision(revisions[-1])).trainer
-    if before != config.trainer:
+    if before != config.trainer and durable(run).path is not None:
         raise ConfigError(
             f"this run has checkpoints of trainer {before}, and trainer {config.trainer} reads others",
             where="trainer",
