@@ -18,10 +18,13 @@ from relayrun.trainers.command.program import CommandProgram
 from relayrun.trainers.logs import logs_of
 from relayrun.trainers.observer import Observer
 
+PLACEHOLDERS = ("run_dir", "checkpoints", "iteration", "checkpoint")
+"""What an attempt fills in where it stands in braces."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CommandSettings(Record):
-    """The section `command` of a run config, as it stands in plan.json."""
+    """The section `command` of a run config, as it stands in plan.json: its `checkpoint` is not a section here."""
 
     run: list[str]
     """Program and arguments. `{run_dir}`, `{checkpoints}` and `{iteration}` (to go on from) are filled in."""
@@ -30,7 +33,9 @@ class CommandSettings(Record):
     pattern: str | None = None
     """Name of a checkpoint below `{checkpoints}`, with `{iteration}`; None: the program says them by the client."""
     whole_when: str | None = None
-    """A file in it that is written last; None: a checkpoint is published by a rename."""
+    """A file in it that is written last; None: nothing is, and without a tracker it is published by a rename."""
+    tracker: str | None = None
+    """A file beside the checkpoints that names the newest whole one, by its iteration or its name."""
     progress: str | None = None
     """Regular expression of a line of progress; None: the program says its steps by the client."""
     save_signal: str | None = None
@@ -62,12 +67,8 @@ class Command:
     def command(self, begin: AttemptStart) -> list[str]:
         """The program with the names of this attempt filled in."""
         words = [*self._settings.run, *(self._settings.resume if begin.base_path is not None else ())]
-        names = {
-            "run_dir": str(self._run.path),
-            "checkpoints": str(self._run.checkpoints),
-            "iteration": str(begin.base_iteration),
-            "checkpoint": begin.base_path or "",
-        }
+        values = (str(self._run.path), str(self._run.checkpoints), str(begin.base_iteration), begin.base_path or "")
+        names = dict(zip(PLACEHOLDERS, values, strict=True))
         return [re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], found[0]), word) for word in words]
 
     def environment(self, begin: AttemptStart) -> dict[str, str]:
@@ -93,8 +94,12 @@ class Command:
         return Observer(self._run, attempt, begin, program, leave=leave)
 
     def _rule(self) -> CheckpointRule | None:
-        if self._settings.pattern is None:
+        settings = self._settings
+        if settings.pattern is None:
             return None
         return CheckpointRule(
-            folder=self._run.checkpoints, pattern=self._settings.pattern, whole_when=self._settings.whole_when
+            folder=self._run.checkpoints,
+            pattern=settings.pattern,
+            whole_when=settings.whole_when,
+            tracker=settings.tracker,
         )
