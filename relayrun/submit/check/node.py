@@ -46,7 +46,7 @@ def look(config: CommonConfig, findings: Findings) -> None:
     if isinstance(config, CommandConfig):
         command.look(config, findings, contained=in_container(config))
     elif isinstance(config, MegatronConfig):
-        megatron_lm.look(config, findings)
+        megatron_lm.look(config, findings, contained=in_container(config))
         _ranks(config, OF_MEGATRON_LM, findings)
     elif isinstance(config, RunConfig):
         _ranks(config, _names(config), findings)
