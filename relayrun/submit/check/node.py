@@ -47,7 +47,7 @@ def look(config: CommonConfig, findings: Findings) -> None:
         command.look(config, findings, contained=in_container(config))
         _script(config, findings)
     elif isinstance(config, MegatronConfig):
-        megatron_lm.look(config, findings)
+        megatron_lm.look(config, findings, contained=in_container(config))
         _ranks(config, OF_MEGATRON_LM, findings)
     elif isinstance(config, RunConfig):
         _ranks(config, _names(config), findings)

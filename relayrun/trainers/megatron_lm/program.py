@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
@@ -32,6 +33,11 @@ LEFT = "exiting program after receiving "
 
 CANNOT = "An error has been detected; Canceling pending scheduled jobs."
 """What swiss-ai prints before a failed check of its data is raised."""
+
+_REFUSED = re.compile(
+    r"\.py: error: ((?:unrecognized arguments|argument --|ambiguous option|the following arguments are required).*)"
+)
+"""What argparse prints of flags that it does not know, or whose values it cannot read, with the end of each rank."""
 
 
 def dialect_of(checkout: Path) -> Dialect:
@@ -117,4 +123,6 @@ def _ending(line: str) -> Ending | None:
         return Ending(outcome="left", words=name)
     if CANNOT in line:
         return Ending(outcome="fatal", words="Megatron-LM refuses its data (see the log): it would do so again")
+    if (refused := _REFUSED.search(line)) is not None:
+        return Ending(outcome="fatal", words=f"Megatron-LM refuses its flags: {refused[1]}")
     return None
