@@ -342,7 +342,7 @@ def _why_failed(
         ntasks=_ranks(plan, started),
         began=any(attempt.heartbeats.glob("*.json")),
         worked_before=any(run.attempt(number).started.exists() for number in earlier),
-        program=[*plan.command_prefix, *plan.program][0],
+        program=[*plan.command_prefix, *trainer_of(plan, run).command(started)][0],
     )
     words = [evidence.failure_words(log_text, failures), start_time.shortage(attempt, now=time.time())]
     return "; ".join(filter(None, words if not attempt.started.exists() else words[:1])), fatal

@@ -458,7 +458,7 @@ def _last_step(run: Run, begun: list[tuple[int, AttemptStart]]) -> dict[str, Any
     for number, begin in reversed(begun):
         line: dict[str, Any]
         for line in reversed(_tail(run.attempt(number))):
-            if begin.base_iteration < line.get("iteration", 0) <= limit and "loss" in line:
+            if begin.base_iteration < line.get("iteration", 0) <= limit and "validation" not in line:
                 return line
         limit = min(limit, begin.base_iteration)
     return {}

@@ -37,10 +37,17 @@ def test_the_debugging_switches_have_their_names() -> None:
         launcher_environment.overrides({"NSYS_PROFILER": "1"})
 
 
-def test_a_checkout_of_megatron_lm_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="MEGATRON_LM_DIR=/x: relayrun trains with the megatron-core package"):
-        launcher_environment.overrides({"MEGATRON_LM_DIR": "/x"})
+def test_a_setting_goes_by_what_the_runs_of_a_trainer_have() -> None:
+    given = {"MEGATRON_LM_DIR": "/x y", "MBS": "2"}
+    found = launcher_environment.overrides(given, trainer="megatron-lm")
+    assert found == ["training.micro_batch_size=2", "megatron_lm.dir='/x y'"]
+    with pytest.raises(ConfigError, match="MEGATRON_LM_DIR=/x y: only a run of trainer megatron-lm has megatron_lm"):
+        launcher_environment.overrides(given)
     assert launcher_environment.overrides({"MEGATRON_LM_DIR": ""}) == []
+    given = {"TRAINING_STEPS": "40", "EXP_NAME": "mine", "MBS": ""}
+    assert launcher_environment.overrides(given, trainer="command") == ["name='mine'", "command.steps=40"]
+    with pytest.raises(ConfigError, match=r"MBS=2: only a run of trainer native or megatron-lm has training\.micro"):
+        launcher_environment.overrides({"MBS": "2"}, trainer="command")
 
 
 def test_resume_is_true_or_false() -> None:

@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from relayrun import places
-from relayrun.config.schema import RunConfig
+from relayrun.config.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
 from relayrun.errors import ConfigError
+from relayrun.submit.check import command, megatron_lm
 from relayrun.submit.check.finding import Findings
 
 OLDEST = (3, 11)
 """Python of the batch script and of the ranks, at least."""
 NEEDED = ("torch", "megatron.core", "pydantic", "yaml", "numpy")
 """What the ranks import."""
+OF_MEGATRON_LM = ("torch", "numpy")
+"""What any checkout of Megatron-LM imports, at least."""
 CONTAINER = ("--container-image", "--environment", "--container-name")
 """Options of srun with which the ranks see another file system than this program does."""
 SECONDS = 60.0
@@ -38,13 +41,24 @@ json.dump({"version": list(sys.version_info[:2]), "missing": [n for n in sys.arg
 """
 
 
-def look(config: RunConfig, findings: Findings) -> None:
-    """Look at the ranks' Python, the batch script's, the modules, and at packages that settings need."""
-    _ranks(config, findings)
+def look(config: CommonConfig, findings: Findings) -> None:
+    """Look at the ranks' Python or program, the batch script's, the modules, and at packages that settings need."""
+    if isinstance(config, CommandConfig):
+        command.look(config, findings, contained=in_container(config))
+    elif isinstance(config, MegatronConfig):
+        megatron_lm.look(config, findings)
+        _ranks(config, OF_MEGATRON_LM, findings)
+    elif isinstance(config, RunConfig):
+        _ranks(config, _names(config), findings)
     if config.cluster.scheduler == "slurm":
         _host(config, findings)
     if config.cluster.modules:
         _modules(config, findings)
+    if isinstance(config, RunConfig):
+        _packages(config, findings)
+
+
+def _packages(config: RunConfig, findings: Findings) -> None:
     if config.parallel.context_parallel_size > 1 or config.training.transformer_impl == "transformer_engine":
         with findings.catching("node.transformer_engine", ok="TransformerEngine is there, or declared"):
             _check_transformer_engine(config)
@@ -52,19 +66,19 @@ def look(config: RunConfig, findings: Findings) -> None:
         _check_evaluation(config)
 
 
-def in_container(config: RunConfig) -> bool:
+def in_container(config: CommonConfig) -> bool:
     """Whether the ranks see other files than this program does."""
     return any(option.startswith(CONTAINER) for option in config.cluster.srun_options)
 
 
-def _ranks(config: RunConfig, findings: Findings) -> None:
+def _ranks(config: CommonConfig, names: Sequence[str], findings: Findings) -> None:
     cluster = config.cluster
     setting = "cluster.python"
     if in_container(config):
         findings.ok("node.python", "the ranks run in a container: what it holds is not known from here")
         return
     if cluster.python is None:
-        missing = [name for name in _names(config) if not _is_here(name)]
+        missing = [name for name in names if not _is_here(name)]
         version = list(sys.version_info[:2])
         python = sys.executable
     else:
@@ -75,7 +89,7 @@ def _ranks(config: RunConfig, findings: Findings) -> None:
             words = "there is no such program here" if not os.path.exists(python) else "this cannot be executed"
             how("node.python", f"{python}: {words}", setting=setting, remedy="give the Python of the ranks")
             return
-        answer = _ask(found, tuple(_names(config)), _search_path(config))
+        answer = _ask(found, tuple(names), _search_path(config))
         if answer is None:
             findings.warn("node.python", f"{python} gave no answer within {SECONDS:.0f} s", setting=setting)
             return
@@ -110,7 +124,7 @@ def _names(config: RunConfig) -> list[str]:
     return [*NEEDED, *dict.fromkeys(path.partition(":")[0].partition(".")[0] for path in own)]
 
 
-def _search_path(config: RunConfig) -> str:
+def _search_path(config: CommonConfig) -> str:
     given = config.cluster.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     return os.pathsep.join([str(places.CODE), *filter(None, given.split(os.pathsep))])
 
@@ -154,7 +168,7 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> subprocess.Comp
         return error.strerror or str(error)
 
 
-def _host(config: RunConfig, findings: Findings) -> None:
+def _host(config: CommonConfig, findings: Findings) -> None:
     """The batch script's Python runs on a node; the same name here is all that can be asked."""
     setting, python = "cluster.host_python", config.cluster.host_python
     found = shutil.which(python)
@@ -177,7 +191,7 @@ def _host(config: RunConfig, findings: Findings) -> None:
         findings.ok("node.host_python", f"{python} is Python {'.'.join(map(str, answer['version']))} here")
 
 
-def _modules(config: RunConfig, findings: Findings) -> None:
+def _modules(config: CommonConfig, findings: Findings) -> None:
     names, setting = config.cluster.modules, "cluster.modules"
     script = 'type module >/dev/null 2>&1 || exit 99; for name in "$@"; do module is-avail "${name}" || exit 1; done'
     done = _run(["bash", "-lc", script, "bash", *names], {})

@@ -1,16 +1,14 @@
 """Which files or folders of a user's program are checkpoints, and which of them are whole.
 
     CheckpointRule(folder=Path("out"), pattern="checkpoint-{iteration}", whole_when="trainer_state.json")
-    CheckpointRule(folder=Path("out"), pattern="step-{iteration}.pt", tracker="latest.txt")
 
 `out/checkpoint-500/` is the checkpoint of iteration 500 once `out/checkpoint-500/trainer_state.json` is there, the file
-that the program writes last. `out/step-500.pt` is one once `out/latest.txt` names it, or a later one, by its iteration,
-its name or its path. A program that writes elsewhere and renames has neither: every name that fits is whole.
+that the program writes last. With a tracker, a file beside the checkpoints that names the newest whole one, those up to
+that one are whole. A program that writes elsewhere and renames has neither: every name that fits is whole.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
@@ -18,7 +16,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from relayrun.files import fsync_directory, write_atomic
+from relayrun.files import fsync_directory, temporary_prefix, write_atomic
 from relayrun.trainers.base import FoundCheckpoint
 from relayrun.trainers.quarantine import quarantine
 
@@ -30,11 +28,11 @@ class CheckpointRule:
     folder: Path
     pattern: str
     """A name with `{iteration}` in it once."""
-    whole_when: str | None = None
-    """A file below a checkpoint's folder that is written last. One that is called *.json must hold JSON; of another
-    one its name is enough."""
+    whole_when: str | None
+    """A file below a checkpoint's folder that is written last; None: nothing is. One that is called *.json must hold
+    JSON; of another one its name is enough."""
     tracker: str | None = None
-    """A file beside the checkpoints that is written behind each of them, and names it."""
+    """A file of `folder`, or a link, that names the newest whole one by its iteration or its name; None: none does."""
 
     def every(self) -> list[tuple[int, Path]]:
         """Iteration and path of everything that has a checkpoint's name, rising."""
@@ -42,82 +40,99 @@ class CheckpointRule:
             entries = os.listdir(self.folder)
         except FileNotFoundError:
             return []
-        found = ((self._iteration_of(entry), self.folder / entry) for entry in entries)
+        found = ((self._iteration(entry), self.folder / entry) for entry in entries)
         return sorted((iteration, path) for iteration, path in found if iteration is not None)
 
     def is_whole(self, path: Path) -> bool:
-        """Whether nothing of a checkpoint is missing, as far as the rule tells; what the tracker says aside."""
-        if self.whole_when is None:
-            return path.exists()
-        last = path / self.whole_when
-        if last.suffix != ".json":
-            return last.exists()
-        try:
-            found = last.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return _holds_json(last, found.st_size, found.st_mtime_ns)
+        """Whether nothing of a checkpoint is missing, as far as the rule tells."""
+        return self._fault(path, self.tracked()) is None
 
     def whole(self) -> list[FoundCheckpoint]:
         """Every whole checkpoint that is there now, rising."""
-        most = self._tracked() if self.tracker is not None else None
-        if self.tracker is not None and most is None:
-            return []
+        newest = self.tracked()
         return [
             FoundCheckpoint(iteration=iteration, path=str(path), may_change=True)
             for iteration, path in self.every()
-            if (most is None or iteration <= most) and self.is_whole(path)
+            if self._fault(path, newest) is None
         ]
 
     def under_way(self) -> int | None:
         """The iteration of the newest name, where that is not whole; None where it is, or there is none."""
-        newest = max((iteration for iteration, _ in self.every()), default=None)
-        return None if newest is None or any(found.iteration == newest for found in self.whole()) else newest
+        newest = max(self.every(), default=None)
+        return None if newest is None or self.is_whole(newest[1]) else newest[0]
+
+    def tracked(self) -> int | None:
+        """The iteration that the tracker names; None where there is no tracker, or it names none."""
+        text = self._tracker_text()
+        return None if text is None else int(text) if _is_number(text) else self._iteration(os.path.basename(text))
 
     def prepare(self, *, base: int, attempt: int) -> list[str]:
-        """Leave nothing beyond iteration `base` that the program could go on from, and let the tracker name the base.
-
-        Returns what was done, in words. 0: it begins at the beginning.
-        """
+        """Leave nothing beyond iteration `base` that the program could go on from. Returns what was done, in words."""
         beyond = [path for iteration, path in self.every() if iteration > base]
-        done = quarantine(self.folder, beyond, attempt=attempt, fault=self._fault)
-        return done if self.tracker is None else done + self._track(self.folder / self.tracker, base, attempt)
+        newest = self.tracked()
+        done = quarantine(self.folder, beyond, attempt=attempt, fault=lambda path: self._fault(path, newest))
+        if self.tracker is not None and (self._tracker_text() is not None or base) and newest != (base or None):
+            self._track(base)
+            done.append(f"{self.folder / self.tracker} named iteration {newest}; it names {base or 'none'} now")
+        return done
 
-    def _iteration_of(self, name: str) -> int | None:
+    def _track(self, iteration: int) -> None:
+        """Let the tracker name this iteration, in the form that it had; 0: remove it."""
+        assert self.tracker is not None
+        path, former = self.folder / self.tracker, self._tracker_text()
+        name = self.pattern.replace("{iteration}", str(iteration))
+        if not iteration:
+            path.unlink(missing_ok=True)
+            fsync_directory(self.folder)
+        elif path.is_symlink():
+            link = self.folder / f"{temporary_prefix()}{self.tracker}"
+            link.symlink_to(os.path.join(os.path.dirname(os.readlink(path)), name))
+            os.replace(link, path)
+            fsync_directory(self.folder)
+        elif former is None or _is_number(former):
+            write_atomic(path, f"{iteration}\n")
+        else:
+            write_atomic(path, os.path.join(os.path.dirname(former), name))
+
+    def _tracker_text(self) -> str | None:
+        """What the tracker says; None without one."""
+        if self.tracker is None:
+            return None
+        path = self.folder / self.tracker
+        try:
+            return (
+                os.readlink(path) if path.is_symlink() else path.read_text(encoding="utf-8", errors="replace").strip()
+            )
+        except FileNotFoundError:
+            return None
+
+    def _iteration(self, name: str) -> int | None:
         before, _, after = self.pattern.partition("{iteration}")
         found = re.fullmatch(re.escape(before) + r"([0-9]+)" + re.escape(after), name)
         return None if found is None else int(found[1])
 
-    def _fault(self, path: Path) -> str | None:
-        return None if self.is_whole(path) else f"{self.whole_when} is missing or not whole"
+    def _fault(self, path: Path, newest: int | None) -> str | None:
+        """What is missing of a checkpoint; None where nothing is. `newest`: the iteration that the tracker names."""
+        if self.whole_when is not None and (what := _unwritten(path / self.whole_when)) is not None:
+            return f"{self.whole_when} {what}"
+        if self.tracker is not None and (self._iteration(path.name) or 0) > (newest or 0):
+            return f"{self.tracker} does not name it"
+        return None if path.exists() else "it is missing"
 
-    def _named(self) -> str:
-        """What the tracker says; empty where it is not there."""
-        assert self.tracker is not None
-        with contextlib.suppress(FileNotFoundError):
-            return (self.folder / self.tracker).read_text(encoding="utf-8", errors="replace").strip()
-        return ""
 
-    def _tracked(self) -> int | None:
-        """The iteration that the tracker names; None where it names none."""
-        named = self._named()
-        return int(named) if re.fullmatch("[0-9]+", named) else self._iteration_of(Path(named).name)
+def _is_number(text: str) -> bool:
+    return re.fullmatch("[0-9]+", text) is not None
 
-    def _track(self, tracker: Path, base: int, attempt: int) -> list[str]:
-        """Let the tracker name the base in its own way: by the iteration, the name, or the path."""
-        named, tracked = self._named(), self._tracked()
-        if (tracked or 0) == base:
-            return []
-        if base == 0:
-            return quarantine(self.folder, [tracker], attempt=attempt, fault=lambda _: "the run begins anew")
-        path = next((path for iteration, path in self.every() if iteration == base), None)
-        if path is None:
-            return []
-        folder = os.path.dirname(named)  # a path stays one
-        own_way = str(base) if re.fullmatch("[0-9]+", named) else os.path.join(folder, path.name)
-        write_atomic(tracker, f"{own_way}\n")
-        fsync_directory(self.folder)
-        return [f"{tracker} named {named or 'nothing'}; it names {own_way} now"]
+
+def _unwritten(path: Path) -> str | None:
+    """What is wrong with a file that is written last; None where nothing is."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return "is missing"
+    if path.suffix == ".json" and not _holds_json(path, found.st_size, found.st_mtime_ns):
+        return "is not written to its end"
+    return None
 
 
 @functools.lru_cache(maxsize=1024)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,13 @@ from relayrun.trainers.command.progress import LogPattern
 from relayrun.trainers.logs import logs_of
 from relayrun.trainers.observer import Observer
 
+PLACEHOLDERS = ("run_dir", "checkpoints", "iteration", "checkpoint")
+"""What an attempt fills in where it stands in braces."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class CommandSettings(Record):
-    """The section `command` of a run config, as it stands in plan.json."""
+    """The section `command` of a run config, as it stands in plan.json: its `checkpoint` is not a section here."""
 
     run: list[str]
     """Program and arguments. `{run_dir}`, `{checkpoints}` and `{iteration}` (to go on from) are filled in."""
@@ -92,8 +95,9 @@ class Command:
     def command(self, begin: AttemptStart) -> list[str]:
         """The program with the names of this attempt filled in."""
         words = [*self._settings.run, *(self._settings.resume if begin.base_path is not None else ())]
-        names = {"iteration": str(begin.base_iteration), "checkpoint": begin.base_path or ""}
-        return [self._filled(word, names) for word in words]
+        values = (str(self._run.path), str(self._run.checkpoints), str(begin.base_iteration), begin.base_path or "")
+        names = dict(zip(PLACEHOLDERS, values, strict=True))
+        return [_filled(word, names) for word in words]
 
     def environment(self, begin: AttemptStart) -> dict[str, str]:
         """What `relayrun.client` reads, and what makes all attempts one run of W&B."""
@@ -144,11 +148,13 @@ class Command:
         )
 
     def _path(self, name: str) -> Path:
-        return self._run.path / self._filled(name, {})
+        """A file of a setting: below the run's directory, where it is no whole path."""
+        names = {"run_dir": str(self._run.path), "checkpoints": str(self._run.checkpoints)}
+        return self._run.path / _filled(name, names)
 
-    def _filled(self, word: str, names: dict[str, str]) -> str:
-        names = {"run_dir": str(self._run.path), "checkpoints": str(self._run.checkpoints)} | names
-        return re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], found[0]), word)
+
+def _filled(word: str, names: Mapping[str, str]) -> str:
+    return re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], found[0]), word)
 
 
 def _offset(attempt: Attempt) -> Path:
