@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def trainer(run: Run, **settings: object) -> Command:
+def trainer(run: Run, /, **settings: object) -> Command:
     return Command(run, CommandSettings.of({"run": ["train"], **settings}), total_steps=None)
 
 
@@ -127,6 +127,7 @@ def test_it_goes_on_from_an_older_one_where_the_program_removed_its_newest(run: 
 def test_another_runs_checkpoint_leaves_nothing_of_this_run_to_go_on_from(run: Run, tmp_path: Path) -> None:
     made = trainer(run, pattern="step-{iteration}")
     save(run, 3)
+    began(run, 1)
     other = Durable(iteration=100, path=str(tmp_path / "other/step-100"))
     (said,) = made.prepare(other, attempt=1)
     assert "step-3 (no attempt has it on record)" in said
