@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -20,7 +19,9 @@ from relayrun.rundir.run import Run
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples/command"
 NAMES = ("plain", "ddp", "huggingface")
+PACED = ROOT / "tests/paced.py"
 RANKS = {"plain": 1, "ddp": 2, "huggingface": 1}
+LAST_CHECKPOINT = {"plain": "step-{}.pt", "ddp": "step-{}", "huggingface": "checkpoint-{}"}
 
 
 def config(folder: Path, name: str, *, last: int, pace: list[str], **sections: dict[str, Any]) -> Path:
@@ -28,7 +29,7 @@ def config(folder: Path, name: str, *, last: int, pace: list[str], **sections: d
     values = yamlfile.read(FOLDER / f"{name}.yaml").values
     words = [str(last) if word == "200" else word for word in values["command"]["run"]]
     at = next(number for number, word in enumerate(words) if word.endswith(f"{name}.py"))
-    words[at:at] = [str(ROOT / "tests/paced.py"), *pace, "--"]
+    words[at:at] = [str(PACED), *pace, "--"]
     values["command"] |= {"run": words, "steps": last}
     values["run_dir"] = str(folder / name)
     for section, changes in sections.items():
@@ -48,13 +49,10 @@ class Uncut:
         script = [str(FOLDER / f"{name}.py"), str(self.folder), str(last)]
         if RANKS[name] > 1:
             script = ["-m", "torch.distributed.run", f"--nproc-per-node={RANKS[name]}", "--standalone", *script]
-        environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} if RANKS[name] == 1 else {}
         surroundings = {key: value for key, value in os.environ.items() if not key.startswith("RELAYRUN_")}
-        if name == "huggingface":
-            environment = {}
         self._process = subprocess.Popen(
             [sys.executable, *script],
-            env=surroundings | environment | {"RELAYRUN_CLIENT": str(self.folder / "word"), "OMP_NUM_THREADS": "1"},
+            env=surroundings | {"RELAYRUN_CLIENT": str(self.folder / "word"), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -108,28 +106,27 @@ def _plain(value: Any) -> Any:
 def kill_a_rank(run: Run, name: str) -> int:
     """SIGKILL the last rank of the example that runs for this run; return its process id."""
     found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            variables = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if str(run.checkpoints).encode() in words and b"torch.distributed.run" not in words and b"bash" not in words[0]:
-            rank = next((variable for variable in variables if variable.startswith(b"RANK=")), b"RANK=0")
-            found[int(rank.partition(b"=")[2])] = int(folder.name)
+    for pid, words in _processes(run):
+        if next(word for word in words[1:] if word != "-u") == str(PACED):  # and no torchrun, srun or starter of ranks
+            variables = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+            found[next(int(variable[5:]) for variable in variables if variable.startswith("RANK="))] = pid
     assert sorted(found) == list(range(RANKS[name])), found
     os.kill(found[max(found)], signal.SIGKILL)
     return found[max(found)]
 
 
-def left_over(run: Run) -> list[str]:
+def left_over(run: Run) -> list[list[str]]:
     """Command lines of processes that still work for this run."""
+    return [words for _, words in _processes(run)]
+
+
+def _processes(run: Run) -> list[tuple[int, list[str]]]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
+            words = (folder / "cmdline").read_text(errors="replace").split("\0")
         except OSError:
             continue
-        if str(run.checkpoints).encode() in words:
-            found.append(json.dumps([word.decode() for word in words]))
+        if str(run.checkpoints) in words:
+            found.append((int(folder.name), words))
     return found

@@ -13,6 +13,7 @@ import pytest
 from relayrun.files import read_lines
 from relayrun.rundir.run import Run
 from tests.command_examples import (
+    LAST_CHECKPOINT,
     NAMES,
     ROOT,
     Uncut,
@@ -25,8 +26,6 @@ from tests.command_examples import (
 from tests.workspace import ends
 
 pytestmark = pytest.mark.slow
-
-SUFFIX = {"plain": "step-{}.pt", "ddp": "step-{}", "huggingface": "checkpoint-{}"}
 
 
 @pytest.mark.parametrize(
@@ -56,6 +55,6 @@ def test_an_example_that_is_killed_goes_on_as_if_it_had_not_been(name: str, tmp_
     assert records[0].durable_iteration == 5
     assert run.stop.read_text().startswith(f"the last iteration, {last}, is durable")
     assert losses(run.metrics_view) == uncut.losses()
-    final = SUFFIX[name].format(last)
+    final = LAST_CHECKPOINT[name].format(last)
     assert_same_checkpoints(uncut.folder / final, run.checkpoints / final)
     assert left_over(run) == []
