@@ -44,7 +44,8 @@ class Setting:
 def settings() -> list[Setting]:
     """Every setting and section of a run config, in the order of the schema; first what runs of all trainers have."""
     found: dict[str, Setting] = {}
-    for kind in (CommonConfig, *KINDS.values()):
+    kinds: list[type[CommonConfig]] = [CommonConfig, *KINDS.values()]
+    for kind in kinds:
         for setting in _settings(kind, ""):
             found.setdefault(setting.name, setting)
     return [_with_trainers(setting) for setting in found.values()]

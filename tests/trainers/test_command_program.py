@@ -251,3 +251,41 @@ def test_another_exit_code_is_one_on_purpose_where_it_was_asked_and_has_saved(
     found.steps()
     ending = found.ending(143)
     assert (None if ending is None else ending.outcome) == outcome
+
+
+@pytest.mark.parametrize("text", ["10", "checkpoint-10\n", "/elsewhere/checkpoint-10"])
+def test_a_tracker_names_the_newest_whole_one(text: str, tmp_path: Path) -> None:
+    for iteration in (5, 10, 15):
+        save(tmp_path, iteration, whole=iteration != 5)
+    tracked = CheckpointRule(folder=tmp_path, pattern="checkpoint-{iteration}", whole_when=None, tracker="latest")
+    assert tracked.whole() == []  # nothing is named yet
+    (tmp_path / "latest").write_text(text)
+    assert [found.iteration for found in tracked.whole()] == [5, 10]
+    assert program(tmp_path, rule=tracked).saving() == 15
+    both = CheckpointRule(folder=tmp_path, pattern="checkpoint-{iteration}", whole_when="state.json", tracker="latest")
+    assert [found.iteration for found in both.whole()] == [10]
+
+    moved, set_back = tracked.prepare(base=5, attempt=2)[-2:]
+    assert "checkpoint-15 (latest does not name it) moved to" in moved
+    assert set_back == f"{tmp_path / 'latest'} named iteration 10; it names 5 now"
+    assert (tmp_path / "latest").read_text().strip() == text.strip().replace("10", "5")
+    assert [found.iteration for found in tracked.whole()] == [5]
+    assert tracked.prepare(base=5, attempt=3) == []
+    tracked.prepare(base=0, attempt=4)
+    assert not (tmp_path / "latest").exists()
+    assert tracked.prepare(base=0, attempt=5) == []
+
+
+def test_a_tracker_may_be_a_link_and_may_be_lost(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    save(tmp_path, 10)
+    tracked = CheckpointRule(folder=tmp_path, pattern="checkpoint-{iteration}", whole_when=None, tracker="latest")
+    (tmp_path / "latest").symlink_to("checkpoint-10")
+    assert [found.iteration for found in tracked.whole()] == [5, 10]
+    tracked.prepare(base=5, attempt=2)
+    assert (tmp_path / "latest").readlink() == Path("checkpoint-5")
+    (tmp_path / "latest").unlink()
+    assert tracked.prepare(base=5, attempt=3) == [f"{tmp_path / 'latest'} named iteration None; it names 5 now"]
+    assert [found.iteration for found in tracked.whole()] == [5]
+    (tmp_path / "latest").write_text("no checkpoint")
+    assert tracked.whole() == []
