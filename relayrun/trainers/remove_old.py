@@ -14,7 +14,7 @@ REMOVING = ".removing-"
 """Names of checkpoints begin so that are being removed: under its own name there is a whole one or none."""
 
 LOOKED_AT = 100
-"""Of the run's newest checkpoints at least so many are looked at: the age of a run shall cost nothing."""
+"""So many of the run's newest checkpoints are looked at, and more with a large `keep_last`: age costs nothing."""
 
 
 def remove_old(run: Run, *, keep_last: int) -> list[Path]:

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.long]
 SLURM = {"name": "test", "scheduler": "slurm", "environment": {"MASTER_ADDR": "127.0.0.1"}}
 JOB = {"time": "2", "nodes": 1}
 CHAIN = {"lead": 60, "signal_lead": 1, "max_failed_attempts": 5}
-"""Of its two minutes a job has one, in which a slow machine too makes some steps, and a fast one not too many."""
+"""A job has one of its two minutes, in which a slow machine too makes some steps, and a fast one not too many."""
 LAST = 330
 
 
