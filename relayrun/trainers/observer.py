@@ -21,7 +21,7 @@ from relayrun.files import append_line, read_lines_backwards, sizes, write_atomi
 from relayrun.rundir import triggers
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lead import SAVES, STEPS, lead_of, percentile
-from relayrun.rundir.records import AttemptStart, Commit, Heartbeat, Outcome, OutcomeName
+from relayrun.rundir.records import AttemptStart, Commit, Heartbeat, Outcome, OutcomeName, Started
 from relayrun.rundir.run import Run
 from relayrun.trainers.base import FoundCheckpoint, ObservedStep, Program
 from relayrun.trainers.remove_old import remove_old
@@ -148,6 +148,10 @@ class Observer:
             self._record_step(step, measured)
             if self._said is None or self._said[0] != step.iteration:
                 moved, self._said = True, (step.iteration, now)
+        if self._said is not None and not self._attempt.started.exists():
+            begun = self._begin.start_time  # nothing is known of the start's parts
+            over = Started(process=begun, imported=begun, initialised=begun, loaded=time.time())
+            over.write(self._attempt.started)
         return moved
 
     def _time_save(self, saving: int | None) -> None:

@@ -26,13 +26,13 @@ from tests.workspace import ends
 
 from .cluster import TestCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(3600)]
 
 SLURM = {"name": "test", "scheduler": "slurm", "environment": {"MASTER_ADDR": "127.0.0.1"}}
-JOB = {"time": "2", "nodes": 1}
-CHAIN = {"lead": 60, "signal_lead": 1, "max_failed_attempts": 5}
-"""A job has one of its two minutes, in which a slow machine too makes some steps, and a fast one not too many."""
-LAST = 330
+JOB = {"time": "4", "nodes": 1}
+CHAIN = {"lead": 120, "signal_lead": 1, "max_failed_attempts": 5}
+"""A job has two of its four minutes, in which a slow machine too makes some steps, and a fast one not too many."""
+LAST = 280
 
 
 def chain_jobs(cluster: TestCluster, run: Run) -> list[str]:
@@ -44,7 +44,7 @@ def test_examples_that_are_cut_twice_and_killed_once_are_as_uncut(cluster: TestC
     runs = {name: Run(tmp_path / name) for name in NAMES}
     for name in NAMES:  # all at once: they wait more than they compute
         job = JOB | {"nodes": 2} if name == "ddp" else JOB  # torchrun over two nodes, a rank on each
-        path = config(tmp_path, name, last=LAST, pace=["--seconds=0.4"], cluster=SLURM, job=job, chain=CHAIN)
+        path = config(tmp_path, name, last=LAST, pace=["--seconds=1"], cluster=SLURM, job=job, chain=CHAIN)
         path.write_text(path.read_text().replace("--nproc-per-node=2", "--nproc-per-node=1"))
         cluster.run([sys.executable, "-m", "relayrun.cli", "submit", path], cwd=ROOT)
     waiting = set(NAMES)
@@ -57,9 +57,9 @@ def test_examples_that_are_cut_twice_and_killed_once_are_as_uncut(cluster: TestC
                 waiting.remove(name)
         return not waiting
 
-    cluster.wait_until(kill_in_the_third_job, timeout=900, interval=0.2)
+    cluster.wait_until(kill_in_the_third_job, timeout=1800, interval=0.2)
     uncut = {name: Uncut(tmp_path, name, LAST) for name in NAMES}
-    cluster.wait_until(lambda: not any(chain_jobs(cluster, run) for run in runs.values()), timeout=900, interval=1)
+    cluster.wait_until(lambda: not any(chain_jobs(cluster, run) for run in runs.values()), timeout=1800, interval=1)
     for name, run in runs.items():
         causes = [end.cause for end in ends(run)]
         assert causes[:3] == ["saved", "saved", "failed"], (name, causes)

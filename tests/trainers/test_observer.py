@@ -13,7 +13,7 @@ from relayrun.files import read_lines
 from relayrun.rundir import triggers
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lineage import durable, is_own
-from relayrun.rundir.records import AttemptStart, Heartbeat, Outcome
+from relayrun.rundir.records import AttemptStart, Heartbeat, Outcome, Started
 from relayrun.rundir.run import Run
 from relayrun.trainers.base import Ending, FoundCheckpoint, ObservedStep
 from relayrun.trainers.observer import Observer
@@ -132,6 +132,21 @@ def test_steps_and_checkpoints_become_the_records_of_the_native_trainer(scene: S
     assert (commit.iteration, commit.consumed_samples, commit.files, commit.checksum) == (2, 8, {"weights": 5}, None)
     assert commit.seconds > 0
     assert scene.beat().save_p95 == commit.seconds
+
+
+def test_the_start_is_over_with_the_first_step(scene: Scene) -> None:
+    """So the end of the attempt does not say that its time limit was too short to start in."""
+    scene.observer.look()
+    assert not scene.attempt.started.exists()
+    before = time.time()
+    scene.script.step(1)
+    scene.observer.look()
+    started = Started.read(scene.attempt.started)
+    assert started is not None
+    assert started.loaded >= before
+    scene.script.step(2)
+    scene.observer.look()
+    assert Started.read(scene.attempt.started) == started
 
 
 def test_a_program_that_stands_still_has_no_heartbeat(scene: Scene) -> None:
