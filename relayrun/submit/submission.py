@@ -144,6 +144,7 @@ def _prepared(config: RunConfig, intent: Intent, given: LocatedSettings | None =
         _refuse_while_live(run)
         owner.refuse_another(run, take_over=intent.take_over, now=time.time())
         state.refuse_after_end(run, resume=intent.resume)
+        state.check_stop_after(config, run)
         state.check_time_limit(config, make_plan(config, run, places.CODE, revision=0), run)
         config = _freeze_data(run, _with_loss_mean(run, config), manifest, accept=intent.accept_data_change)
         base = initial_checkpoint.find_initial_checkpoint(config, run)
@@ -228,6 +229,7 @@ def make_plan(config: RunConfig, run: Run, root: Path, *, revision: int, base: D
         job_name=job_name(config.project, config.name, run.path),
         scheduler=cluster.scheduler,
         total_steps=config.training.steps,
+        stop_after=config.training.stop_after,
         config_revision=revision,
         submitted_after_attempt=max(run.attempt_numbers(), default=0),
         owner=os.geteuid(),
