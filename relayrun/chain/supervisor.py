@@ -85,6 +85,7 @@ def _begin(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
             stopped=stop_reason(run),
             durable_iteration=base.iteration,
             total_steps=plan.total_steps,
+            stop_after=plan.stop_after,
             exit_trigger=None if trigger is None else trigger.user,
             predecessor_cancelled=cancelled,
             verdict=verdict,
@@ -283,6 +284,7 @@ def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled:
         base_iteration=started.base_iteration,
         durable_iteration=now.iteration,
         total_steps=plan.total_steps,
+        stop_after=plan.stop_after,
         failed_attempts=failed_attempts(run, plan) - 1,  # it counts this one too, as long as it has no end
         max_failed_attempts=plan.max_failed_attempts,
         auto_requeue=plan.auto_requeue,

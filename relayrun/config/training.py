@@ -79,6 +79,10 @@ class Training(Section):
 
     steps: Positive
     """Iterations (optimizer steps) until the run is done."""
+    stop_after: Positive | None = None
+    """Iteration after which the run saves and its chain ends; the learning rate, and all else that `steps` decides,
+    goes its way as if nothing had happened. To go on, raise it or set it to null, and resume. Megatron's exit_interval
+    stops at every multiple instead."""
     micro_batch_size: Positive
     """Samples that one data-parallel rank runs at a time."""
     global_batch_size: Positive
@@ -141,6 +145,11 @@ class Training(Section):
     """Hooks of your own in the order of their calls, each `module:Class` or `{hook: module:Class, options: {...}}`."""
 
     @property
+    def end_iteration(self) -> int:
+        """The iteration at which the chain ends."""
+        return self.stop_after or self.steps
+
+    @property
     def batch_sizes(self) -> BatchSizes:
         return BatchSizes(self.global_batch_size, self.rampup_batch_size)
 
@@ -162,6 +171,12 @@ class Training(Section):
                 where="training.precision",
                 hint="set bf16; or fp32, if that is meant: it is many times slower on a GPU",
             )
+
+    @model_validator(mode="after")
+    def _stop(self) -> Self:
+        if self.stop_after is not None and self.stop_after > self.steps:
+            raise ValueError(f"stop_after {self.stop_after} lies behind the last of steps {self.steps}")
+        return self
 
     @model_validator(mode="after")
     def _recompute(self) -> Self:

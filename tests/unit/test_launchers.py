@@ -114,6 +114,16 @@ def test_a_launcher_with_another_config_begins_that_run(tmp_path: Path) -> None:
     assert found == compose.load(ROOT / "configs/runs/llama3-70b.yaml")
 
 
+def test_a_launchers_name_takes_the_nodes_that_sbatch_was_told(tmp_path: Path) -> None:
+    launcher = ROOT / "launchers/submit-llama3-8b.sh"
+    settings = {"EXP_NAME": "llama3-8b-{nodes}-nodes"}
+    assert launched(launcher, tmp_path, **settings).name == "llama3-8b-16-nodes"
+    found = environment(launcher, tmp_path, **settings)
+    job = launcher_environment.job_overrides({"SLURM_JOB_NUM_NODES": "8"})
+    config = compose.load(ROOT / found["CONFIG"], [*launcher_environment.overrides(found), *job])
+    assert config.name == "llama3-8b-8-nodes"
+
+
 @every_launcher
 def test_an_untouched_block_sets_nothing(launcher: Path, tmp_path: Path) -> None:
     trainer = compose.trainer_of(run_config(launcher))
