@@ -19,7 +19,7 @@ PACKAGES = ("relayrun", "torch", "megatron-core", "numpy", "pyarrow", "datatrove
 
 
 def as_installed() -> dict[str, str]:
-    """The environment of a command whose start is measured: this code, with its bytecode kept as an installation keeps it.
+    """The environment of a command whose start is measured: this code, and bytecode is kept, as where it is installed.
 
     The first call compiles what has no bytecode yet; do not count it.
     """

@@ -13,7 +13,9 @@ from relayrun import places
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("pydantic", "yaml", "numpy", "rich", "torch", "tokenizers", "relayrun.trainers", "relayrun.config")
-SCRIPTS = [path for folder in ("benchmarks", "examples", "launchers", "scripts") for path in (ROOT / folder).rglob("*.py")]
+SCRIPTS = [
+    path for folder in ("benchmarks", "examples", "launchers", "scripts") for path in (ROOT / folder).rglob("*.py")
+]
 
 
 @pytest.mark.parametrize(
