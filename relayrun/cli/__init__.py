@@ -45,6 +45,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_main(lambda: _run(arguments))
 
 
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options of a command line; `run` is the function to call with them. Exits where they are wrong."""
+    parser = argparse.ArgumentParser(prog="relayrun", description="Language-model pretraining as a relay of Slurm jobs")
+    parser.add_argument("--version", action="version", version=f"relayrun {relayrun.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    asked = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for name, (module, words) in COMMANDS.items():
+        command = commands.add_parser(name, help=words)
+        if name == asked:
+            importlib.import_module(f"relayrun.cli.{module}").add_arguments(command)
+    return parser.parse_args(arguments)
+
+
 def as_program(command: ModuleType, description: str | None) -> int:
     """Run the module of a subcommand as a program of its own, with the same flags: what the scripts do."""
 
@@ -59,13 +72,5 @@ def as_program(command: ModuleType, description: str | None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="relayrun", description="Language-model pretraining as a relay of Slurm jobs")
-    parser.add_argument("--version", action="version", version=f"relayrun {relayrun.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    asked = next((argument for argument in arguments if not argument.startswith("-")), None)
-    for name, (module, words) in COMMANDS.items():
-        command = commands.add_parser(name, help=words)
-        if name == asked:
-            importlib.import_module(f"relayrun.cli.{module}").add_arguments(command)
-    options = parser.parse_args(arguments)
+    options = parse(arguments)
     return int(options.run(options))

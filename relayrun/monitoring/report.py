@@ -158,9 +158,7 @@ def _draw_relay(report: Report, axes: Any) -> None:
         axes.barh(place, width, left=left, height=0.55, color=_colour(row), alpha=0.35)
         axes.text(left, place, f" {row.number}: {row.cause}", va="center", fontsize=7)
         times = [(time - begin) / scale for time, _ in row.commits]
-        axes.plot(
-            times, [place] * len(times), "o", color=_colour(row), markersize=4, label=None if place else "durable"
-        )
+        axes.plot(times, [place] * len(times), "o", color=_colour(row), markersize=4)
         if times and place + 1 < len(report.attempts):  # the baton
             start = (report.attempts[place + 1].start_time - begin) / scale
             axes.plot([times[-1], start], [place, place + 1], color="0.6", linewidth=0.8, zorder=0)
