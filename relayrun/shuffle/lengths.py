@@ -27,7 +27,7 @@ class Lengths:
         self._each = 1
         self._totals: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._rest_rows = self._rest_total = 0
-        """Of the last rows, fewer than a stretch."""
+        """Rows and bytes of the last stretch, which is not complete."""
 
     def add(self, texts: pa.ChunkedArray) -> None:
         """Take the texts that come next; one that is missing has no length."""

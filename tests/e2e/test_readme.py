@@ -97,7 +97,7 @@ def run_word_for_word(folder: Path, wheel: Path, install: str, rest: list[str]) 
     }
 
     def bash(script: str) -> str:
-        command = ["bash", "-c", f"set -euo pipefail\n{script}"]
+        command = ["bash", "-c", f"set -euxo pipefail\n{script}"]
         done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
         return done.stdout
@@ -129,9 +129,9 @@ def test_the_tutorial(tmp_path: Path, wheel: Path) -> None:
     causes = [end.cause for end in ends(run)]
     assert set(causes) == {"saved", "done"}  # a chain, and its continuation
     assert causes.count("done") == 2
-    assert sorted(steps(run)) == list(range(1, 201))
+    assert sorted(steps(run)) == list(range(1, 281))
     assert "logits of megatron-core and transformers on" in out
     assert "def main(" in out
-    assert "iteration 200" in (project / "models/first/README.md").read_text(encoding="utf-8")
+    assert "iteration 280" in (project / "models/first/README.md").read_text(encoding="utf-8")
     for picture in (project / "data/docs/lengths.png", project / "first.png"):
         assert picture.read_bytes().startswith(b"\x89PNG")
