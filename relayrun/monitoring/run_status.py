@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from relayrun.chain import fallback, nodes, signs
 from relayrun.chain.failed_attempts import failed_attempts
-from relayrun.chain.watch import read_heartbeats
 from relayrun.errors import RunDirError, SchedulerError, user_name
 from relayrun.files import read_lines, read_lines_backwards
 from relayrun.monitoring import unsent
@@ -263,7 +262,7 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
         if now - strike.time < nodes.EXPIRE_SECONDS:
             counts[strike.node] = counts.get(strike.node, 0) + 1
     failures = [line for number, _ in begun for line in read_lines(run.attempt(number).failed_saves)]
-    beats = read_heartbeats(run.attempt(number)) if running and number is not None else []
+    beats = run.attempt(number).read_heartbeats() if running and number is not None else []
     end_time = begin.job_end_time if begin is not None and running else None
     late, why_late = unsent.not_sent(run, now=now)
     return RunStatus(

@@ -15,7 +15,7 @@ from relayrun.config import compose
 from relayrun.config.schema import CommonConfig, RunConfig
 from relayrun.slurmtime import parse_time
 from relayrun.submit import submission
-from relayrun.submit.launcher_environment import PROFILER, names_of, overrides
+from relayrun.submit.launcher_environment import PROFILER, job_overrides, names_of, overrides
 from tests.megatron_lm.stand_in import stand_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,8 +119,8 @@ def test_a_launchers_name_takes_the_nodes_that_sbatch_was_told(tmp_path: Path) -
     settings = {"EXP_NAME": "llama3-8b-{nodes}-nodes"}
     assert launched(launcher, tmp_path, **settings).name == "llama3-8b-16-nodes"
     found = environment(launcher, tmp_path, **settings)
-    job = launcher_environment.job_overrides({"SLURM_JOB_NUM_NODES": "8"})
-    config = compose.load(ROOT / found["CONFIG"], [*launcher_environment.overrides(found), *job])
+    job = job_overrides({"SLURM_JOB_NUM_NODES": "8"})
+    config = compose.load(ROOT / found["CONFIG"], [*overrides(found), *job])
     assert config.name == "llama3-8b-8-nodes"
 
 
