@@ -16,9 +16,14 @@ from typing import Protocol
 from relayrun.errors import SchedulerError
 from relayrun.scheduler.base import FallbackOrder, Job
 from relayrun.scheduler.job_text import BEGIN_FAILED, COMMENT
+from relayrun.scheduler.slurm_command import NoAnswerError
+from relayrun.slurmtime import format_time
 
-OPTIONS = ("partition", "account", "qos", "reservation")
-"""Options of the chain's jobs that its fallback job has too: where it may run, and who pays."""
+OPTIONS = ("partition", "account", "qos", "reservation", "constraint", "exclude")
+"""Options of the chain's jobs that its fallback job always has: where it may run, and who pays."""
+
+OF_THE_TIME = ("time", "time-min", "begin", "deadline")
+"""Options of the chain's jobs that it never has."""
 
 
 class Commands(Protocol):
@@ -46,9 +51,33 @@ class SlurmFallbackJobs:
     def live(self, name: str, *, anyone: bool = False) -> list[Job]:
         return self._slurm.jobs_named(name, anyone=anyone)
 
-    def queue(self, script: Path, *, name: str, order: FallbackOrder, options: Mapping[str, str | None]) -> str:
-        given = [f"--{option}={options[option]}" for option in OPTIONS if options.get(option)]
-        arguments = [f"--job-name={name}", f"--dependency=afternotok:{order.job_id}", "--kill-on-invalid-dep=yes"]
+    def queue(
+        self, script: Path, *, name: str, order: FallbackOrder, options: Mapping[str, str | None], limit: int
+    ) -> str:
+        arguments = [
+            f"--job-name={name}",
+            f"--dependency=afternotok:{order.job_id}",
+            "--kill-on-invalid-dep=yes",
+            f"--time={format_time(limit)}",
+        ]
+        small = {option: options[option] for option in OPTIONS if options.get(option)}
+        whole = {option: value for option, value in options.items() if option not in OF_THE_TIME}
+        try:
+            return self._queue(arguments, small, script, name, order)
+        except NoAnswerError:
+            raise
+        except SchedulerError:  # a site may demand GPUs, or several nodes, of every job
+            return self._queue(arguments, whole, script, name, order)
+
+    def _queue(
+        self,
+        arguments: Sequence[str],
+        options: Mapping[str, str | None],
+        script: Path,
+        name: str,
+        order: FallbackOrder,
+    ) -> str:
+        given = [f"--{option}" if value is None else f"--{option}={value}" for option, value in options.items()]
         return self._slurm.submit_once([*arguments, *given, str(script)], name=name, comment=_comment(order))
 
     def move(self, job_id: str, order: FallbackOrder) -> None:
