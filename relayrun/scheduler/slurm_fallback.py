@@ -54,31 +54,17 @@ class SlurmFallbackJobs:
     def queue(
         self, script: Path, *, name: str, order: FallbackOrder, options: Mapping[str, str | None], limit: int
     ) -> str:
-        arguments = [
-            f"--job-name={name}",
-            f"--dependency=afternotok:{order.job_id}",
-            "--kill-on-invalid-dep=yes",
-            f"--time={format_time(limit)}",
-        ]
-        small = {option: options[option] for option in OPTIONS if options.get(option)}
-        whole = {option: value for option, value in options.items() if option not in OF_THE_TIME}
-        try:
-            return self._queue(arguments, small, script, name, order)
+        time = f"--time={format_time(limit)}"
+        first = [f"--job-name={name}", f"--dependency=afternotok:{order.job_id}", "--kill-on-invalid-dep=yes", time]
+        small = _words({option: options[option] for option in OPTIONS if options.get(option)})
+        whole = _words({option: value for option, value in options.items() if option not in OF_THE_TIME})
+        try:  # a partition may have a least number of nodes, and sbatch take a job that waits there for ever
+            self._slurm.order(["sbatch", "--test-only", time, *small, str(script)])
+            return self._slurm.submit_once([*first, *small, str(script)], name=name, comment=_comment(order))
         except NoAnswerError:
             raise
         except SchedulerError:  # a site may demand GPUs, or several nodes, of every job
-            return self._queue(arguments, whole, script, name, order)
-
-    def _queue(
-        self,
-        arguments: Sequence[str],
-        options: Mapping[str, str | None],
-        script: Path,
-        name: str,
-        order: FallbackOrder,
-    ) -> str:
-        given = [f"--{option}" if value is None else f"--{option}={value}" for option, value in options.items()]
-        return self._slurm.submit_once([*arguments, *given, str(script)], name=name, comment=_comment(order))
+            return self._slurm.submit_once([*first, *whole, str(script)], name=name, comment=_comment(order))
 
     def move(self, job_id: str, order: FallbackOrder) -> None:
         changes = [f"Dependency=afternotok:{order.job_id}", f"Comment={_comment(order)}"]
@@ -93,6 +79,10 @@ class SlurmFallbackJobs:
 
     def count_failed_begins(self, job_id: str, count: int, nodes: str) -> None:
         self._slurm.order(["scontrol", "update", f"JobId={job_id}", f"Comment={BEGIN_FAILED}{count}@{nodes}"])
+
+
+def _words(options: Mapping[str, str | None]) -> list[str]:
+    return [f"--{option}" if value is None else f"--{option}={value}" for option, value in options.items()]
 
 
 _ORDER = re.compile(rf"{COMMENT}starts-only-if-job=(\d+)-fails,failed-begins=(\d+)")

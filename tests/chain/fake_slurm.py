@@ -108,6 +108,8 @@ class FakeSlurm:
             after = options.get("dependency", "").removeprefix("singleton").removeprefix("afternotok:")
             if after and after not in jobs:
                 raise RefusedError("sbatch: error: Batch job submission failed: Job dependency problem")
+            if "test-only" in options:
+                return ""
             further = {"options": options} if after else {}
             return self.add(name, comment=comment, delay=delay, exclude=exclude, after=after, **further) + "\n"
         if program == "squeue":

@@ -61,10 +61,10 @@ def demanding(make_cluster: MakeCluster) -> TestCluster:
     cluster = make_cluster()
     demand(cluster)
     with cluster.conf.open("a") as conf:
-        conf.write("JobSubmitPlugins=lua\nEnforcePartLimits=ALL\n")
+        conf.write("JobSubmitPlugins=lua\n")
     cluster.stop_ctld()
     cluster.start_ctld()
-    cluster.run(["scontrol", "create", "partition", "PartitionName=large", "Nodes=ALL", "MinNodes=2", "MaxTime=5"])
+    cluster.run(["scontrol", "create", "PartitionName=large", "Nodes=ALL", "MinNodes=2", "MaxTime=5"])
     return cluster
 
 
