@@ -55,6 +55,12 @@ def demand(cluster: TestCluster, *, submit: str = "false", modify: str = "false"
     (cluster.conf.parent / "job_submit.lua").write_text(SITE % (submit, modify))
 
 
+def waiting_jobs(cluster: TestCluster, plan: Plan, killed: str) -> list[str]:
+    """The jobs of the chain that wait when one has been killed."""
+    cluster.wait_until(lambda: cluster.job(killed)["JobState"] == "FAILED", what=f"the death of job {killed}")
+    return cluster.wait_until(lambda: pending(cluster, plan), what="the next job")
+
+
 @pytest.fixture(scope="module")
 def demanding(make_cluster: MakeCluster) -> TestCluster:
     """A cluster whose jobs a script of the site accepts or refuses."""
@@ -96,7 +102,8 @@ def test_a_site_that_demands_something_of_every_job(
     (waiting,) = fallback_jobs(demanding, plan)
     known = demanding.job(waiting.id)
     assert {name: known.get(name, "").split("-")[0] for name in has} == has
-    next_job(demanding, plan, killed=first)
+    waiting_jobs(demanding, plan, killed=first)
+    hurry(demanding, plan)
     wait_for_end(demanding, run, plan)
     assert [end.cause for end in ends(run)] == ["done"], logs(run)
     no_fallback_job(demanding, plan)
@@ -217,7 +224,7 @@ def test_a_cluster_on_which_nobody_may_change_a_job(
     (only,) = fallback_jobs(cluster, plan)
     assert f"job={waiting}-" in cluster.job(only.id)["Comment"]
     cluster.run(["scancel", "--signal=USR2", "--batch", first])
-    (following,) = next_job_slowly(cluster, plan, killed=waiting)
+    (following,) = waiting_jobs(cluster, plan, killed=waiting)
     counted = f"relayrun:starts-only-if-job={following}-fails,failed-begins=1"
     cluster.wait_until(
         lambda: counted in [cluster.job(job.id)["Comment"] for job in fallback_jobs(cluster, plan)], what="the count"
@@ -225,12 +232,6 @@ def test_a_cluster_on_which_nobody_may_change_a_job(
     wait_for_end(cluster, run, plan)
     assert [end.cause for end in ends(run)] == ["saved", "done"], logs(run)
     no_fallback_job(cluster, plan)
-
-
-def next_job_slowly(cluster: TestCluster, plan: Plan, killed: str) -> list[str]:
-    """The jobs that wait behind one that was killed."""
-    cluster.wait_until(lambda: cluster.job(killed)["JobState"] == "FAILED", what=f"the death of job {killed}")
-    return cluster.wait_until(lambda: pending(cluster, plan), what="the next job")
 
 
 def test_the_whole_chain_cancelled_by_name_ends_with_a_reason(
@@ -273,3 +274,28 @@ def test_a_held_job_behind_which_the_fallback_job_waits_stays_held(
     wait_for_end(cluster, run, plan)
     assert ends(run)[0].cause == "saved"
     no_fallback_job(cluster, plan)
+
+
+def test_a_limit_of_two_submitted_jobs(
+    accounting: None,
+    make_cluster: MakeCluster,
+    make_run: MakeRun,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The fallback job stands behind the first job, and gives its place to the successor."""
+    cluster = make_cluster(accounting=True)
+    for order in (
+        ["add", "user", "root", "account=team"],
+        ["modify", "qos", "normal", "set", "MaxSubmitJobsPerUser=2"],
+    ):
+        cluster.run(["sacctmgr", "--immediate", *order])
+    run, plan = make_run("--steps=60", total_steps=60, **WITH_FALLBACK)
+    first = start(cluster, run, plan, monkeypatch)
+    assert len(fallback_jobs(cluster, plan)) == 1
+    wait_for_iteration(cluster, run)
+    (waiting,) = cluster.wait_until(lambda: pending(cluster, plan), what="a successor")
+    assert not fallback_jobs(cluster, plan)
+    cluster.run(["scancel", "--signal=USR2", "--batch", first])
+    wait_for_end(cluster, run, plan)
+    assert [end.cause for end in ends(run)] == ["saved", "done"], logs(run)
+    assert begin_of(run, 2).job_id == waiting
