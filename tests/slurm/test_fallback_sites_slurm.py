@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -51,8 +52,12 @@ end
 
 
 def demand(cluster: TestCluster, *, submit: str = "false", modify: str = "false") -> None:
-    """What a site's job_submit.lua refuses, as conditions in Lua; Slurm reads the file again when it has changed."""
-    (cluster.conf.parent / "job_submit.lua").write_text(SITE % (submit, modify))
+    """What a site's job_submit.lua refuses, as conditions in Lua; Slurm reads a newer file again."""
+    file = cluster.conf.parent / "job_submit.lua"
+    newer = file.stat().st_mtime + 2 if file.exists() else None
+    file.write_text(SITE % (submit, modify))
+    if newer is not None:
+        os.utime(file, (newer, newer))
 
 
 def waiting_jobs(cluster: TestCluster, plan: Plan, killed: str) -> list[str]:
@@ -70,6 +75,9 @@ def demanding(make_cluster: MakeCluster) -> TestCluster:
         conf.write("JobSubmitPlugins=lua\n")
     cluster.stop_ctld()
     cluster.start_ctld()
+    cluster.wait_until(
+        lambda: all(cluster.node_state(f"n{number}") == "IDLE" for number in range(4)), what="idle nodes"
+    )
     cluster.run(["scontrol", "create", "PartitionName=large", "Nodes=ALL", "MinNodes=2", "MaxTime=5"])
     return cluster
 
