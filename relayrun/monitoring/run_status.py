@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -377,7 +377,7 @@ def _state(run: Run, plan: Plan, queue: Queue, stop: str | None, last_end: End |
         return "unknown"
     if any(job.state == "PENDING" and job.id not in queue.abandoned for job in queue.jobs):
         return "queued"
-    if queue.fallback_jobs:  # it is about to queue a job, or waits for room itself
+    if any(not history.for_ever(queue.reasons.get(job.id)) for job in queue.fallback_jobs):  # it waits for room
         return "queued"
     planned = not plan.auto_requeue and last_end is not None and last_end.cause in PLANNED
     newest = last_end is not None and last_end.attempt > plan.submitted_after_attempt
@@ -397,6 +397,10 @@ def _submit_under_way(run: Run) -> bool:
 
 def _why_broken(run: Run, plan: Plan, queue: Queue, begin: AttemptStart | None, last_end: End | None) -> str:
     """Which job died, how and where. `begin` and `last_end` are the newest attempt's."""
+    if queue.fallback_jobs:
+        waits = queue.fallback_jobs[0].id
+        died = _why_broken(run, plan, replace(queue, fallback_jobs=[]), begin, last_end)
+        return f"{died}; the fallback job {waits} never starts: {queue.reasons[waits]}"
     job = queue.last_job
     if queue.abandoned:
         return f"job {', '.join(queue.abandoned)} waits, and nobody runs the queue: the terminal that did has gone"
