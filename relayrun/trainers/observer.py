@@ -23,6 +23,7 @@ from relayrun.rundir.lead import SAVES, STEPS, lead_of, percentile
 from relayrun.rundir.records import AttemptStart, Commit, Heartbeat, Outcome, OutcomeName
 from relayrun.rundir.run import Run
 from relayrun.trainers.base import FoundCheckpoint, ObservedStep, Program
+from relayrun.trainers.retention import Retention
 
 LOOK_SECONDS = 1.0
 """Between two looks; a save that begins and ends between them takes less."""
@@ -34,6 +35,7 @@ class Observer:
     Args:
         leave: asks the program to save and leave, by a signal or what else it hears. `attempts/N/stop` says why; it is
             written behind it, so that a kill in between asks again.
+        retention: removes old checkpoints; None: they all stay, or the program removes them itself.
     """
 
     def __init__(
@@ -44,12 +46,14 @@ class Observer:
         program: Program,
         *,
         leave: Callable[[], None],
+        retention: Retention | None = None,
     ) -> None:
         self._run = run
         self._attempt = attempt
         self._begin = begin
         self._program = program
         self._leave = leave
+        self._retention = retention
         self._iteration = begin.base_iteration
         self._samples: dict[int, int] = {}
         """Samples consumed with the iterations whose checkpoints may still come."""
@@ -67,6 +71,8 @@ class Observer:
         self._record()
         self._obey_save()
         self._obey_leave()
+        if self._retention is not None:  # last: what cannot be removed keeps nothing else from being done
+            self._retention.look(self._program.checkpoints(), saving=self._program.saving() is not None)
 
     def conclude(self, exit_code: int | None) -> None:
         """Record what is left, and how the program ended, as far as that is known. Raises OSError.
@@ -95,6 +101,8 @@ class Observer:
         Outcome(outcome=outcome, reason=words, iteration=self._committed, time=now).write(self._attempt.outcome)
         if exit_trigger is not None:  # behind the outcome: what is acknowledged has come
             triggers.acknowledge(self._run, exit_trigger, iteration=self._committed, result=f"{outcome}: {words}")
+        if outcome == "done" and self._retention is not None:
+            self._retention.finish(self._program.checkpoints())
 
     def _take_up(self) -> None:
         """Go on where an observer before this one was killed."""
