@@ -76,14 +76,14 @@ def test_three_attempts_cut_by_a_real_time_limit(
     dialect: Dialect,
 ) -> None:
     checkout = checkout_of(dialect)
-    whole, whole_plan = make_run(folder="whole", **plan(checkout, tmp_path, steps=110, environment=ADDRESS, **ON_SLURM))
+    whole, whole_plan = make_run(folder="whole", **plan(checkout, tmp_path, steps=100, environment=ADDRESS, **ON_SLURM))
     start(cluster, whole)
     wait_for_end(cluster, whole, whole_plan, timeout=1200)
     assert [end.cause for end in ends(whole)] == ["done"], logs(whole)
-    # 90 of the 120 s are for the start and twelve quick iterations, 30 s for one of three and the save
-    cut = {"time_limit": 120, "lead": 30.0, "signal_lead": 1}
+    # 180 of the 240 s are for the start and twelve quick iterations, and no more than 28 slow ones
+    cut = {"time_limit": 240, "lead": 60.0, "signal_lead": 1}
     run, made = make_run(
-        **plan(checkout, tmp_path, steps=110, interval=7, slow="12:3", environment=ADDRESS, **ON_SLURM, **cut)
+        **plan(checkout, tmp_path, steps=100, interval=7, slow="12:6", environment=ADDRESS, **ON_SLURM, **cut)
     )
     start(cluster, run)
     wait_for_end(cluster, run, made, timeout=2000)
@@ -91,7 +91,7 @@ def test_three_attempts_cut_by_a_real_time_limit(
     assert len(records) >= 3, logs(run)
     assert [end.cause for end in records] == ["saved"] * (len(records) - 1) + ["done"], logs(run)
     assert {end.reason for end in records[:-1]} == {"time limit near"}
-    assert sorted(steps(run)) == list(range(1, 111))
+    assert sorted(steps(run)) == list(range(1, 101))
     assert steps(run) == steps(whole)
 
 
