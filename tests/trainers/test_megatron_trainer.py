@@ -9,6 +9,7 @@ from signal import Signals
 
 import pytest
 
+from relayrun.rundir import triggers
 from relayrun.rundir.lineage import BEGINNING, Durable
 from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
@@ -187,6 +188,36 @@ def test_how_it_says_that_it_saved_and_left(tmp_path: Path, line: str, words: st
     ending = program.ending(0)
     assert ending is not None
     assert (ending.outcome, ending.words) == ("left", words)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "flags", "asked"),
+    [
+        (Dialect.SWISS_AI, [], ["SIGUSR2"]),
+        (Dialect.NVIDIA, ["--profile", "--exit-signal", "SIGUSR2"], ["SIGUSR2"]),
+        (Dialect.SWISS_AI, ["--profile"], ["exit", "save"]),
+    ],
+)
+def test_with_its_profiler_swiss_ai_is_asked_by_its_own_files(
+    run: Run, dialect: Dialect, flags: list[str], asked: list[str]
+) -> None:
+    """--profile switches its signal handler off."""
+    triggers.create_folder(run)
+    triggers.touch(run, "exit")
+    signals: list[Signals] = []
+    observer = trainer(run, *flags, dialect=dialect).follow(begin_of(run), signal_ranks=signals.append)
+    assert observer is not None
+    observer.look()
+    files = sorted(path.name for path in run.attempt(1).client.glob("*"))
+    assert [signal.name for signal in signals] + files == asked
+
+
+@pytest.mark.parametrize(("exit_code", "left"), [(0, True), (1, False), (None, False)])
+def test_it_may_have_left_by_its_own_exit_file(tmp_path: Path, exit_code: int | None, left: bool) -> None:
+    program = MegatronLM(dialect=Dialect.SWISS_AI, logs=[], folder=tmp_path, trigger_folder=tmp_path, total_steps=1000)
+    assert program.ending(exit_code) is None
+    (tmp_path / "exit").touch()
+    assert (program.ending(exit_code) is not None) is left
 
 
 def test_the_dialect_is_told_by_the_arguments(tmp_path: Path) -> None:

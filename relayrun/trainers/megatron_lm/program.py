@@ -148,12 +148,20 @@ class MegatronLM:
             time.sleep(0.02)
         time.sleep(seconds / 2)
 
+    def leave_by_files(self) -> None:
+        """Have swiss-ai save and leave by its own triggers: behind one step it looks for `save` first, then `exit`."""
+        self._trigger_folder.mkdir(parents=True, exist_ok=True)
+        self.wait_inside_step()
+        for name in ("save", "exit"):
+            (self._trigger_folder / name).touch()
+
     def ending(self, exit_code: int | None) -> Ending | None:
-        """How it ended, by what it said and saved; its forks' exit codes tell nothing."""
-        del exit_code
+        """How it ended, by what it said and saved; its forks' exit codes alone tell nothing."""
         durable = self.checkpoints()
         if durable and durable[-1].iteration >= self._total_steps:
             return Ending(outcome="done", words=f"the last iteration, {durable[-1].iteration}, is saved")
+        if self._ending is None and exit_code == 0 and (self._trigger_folder / "exit").exists():
+            return Ending(outcome="left", words="its own exit file")
         return self._ending
 
 
