@@ -21,6 +21,7 @@ from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.rundir.streams import read_streams
 from relayrun.trainers.megatron_lm import checkpoints
+from relayrun.trainers.megatron_lm.files import least_sizes
 from relayrun.trainers.megatron_lm.program import Dialect
 from tests.chain.test_local_chain import ends, logs, run_chain
 from tests.checkouts import checkout_of, plan
@@ -38,6 +39,13 @@ CUT = {"time_limit": 240, "lead": 60.0, "signal_lead": 1}
 
 def kept(run: Run) -> list[int]:
     return [iteration for iteration, _ in checkpoints.every(run.checkpoints)]
+
+
+def named_and_there(checkpoint: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of its files as its `.metadata` has them, and on disk."""
+    return least_sizes(checkpoint / ".metadata"), {
+        path.name: path.stat().st_size for path in checkpoint.glob("*.distcp")
+    }
 
 
 def wait(condition: Callable[[], object], seconds: float = 600) -> None:
@@ -98,6 +106,9 @@ def test_a_run_in_two_jobs_gives_every_printed_digit_of_the_uncut_one(make_run: 
     assert sorted(steps(run)) == list(range(1, 13))
     assert "Traceback" not in logs(run)
     assert kept(run) == [12]
+    named, there = named_and_there(run.checkpoint(12))
+    assert named == there
+    assert len(named) == 4
     line = next(read_lines(run.metrics_view))
     assert {"loss", "grad_norm", "lr", "step_seconds", "consumed_samples", "global_batch_size"} <= line.keys()
     text = (run.debug_of(2) / "compute_environment.txt").read_text()
@@ -135,6 +146,9 @@ def test_three_attempts_cut_by_a_real_time_limit(make_run: MakeRun, tmp_path: Pa
     assert sorted(steps(run)) == list(range(1, 101))
     assert durable(run).iteration == 100
     assert kept(run) == [98, 100]
+    named, there = named_and_there(run.checkpoint(98))
+    assert named == there
+    assert named
     (stream,) = read_streams(run)
     files = wandb_files.offline_files(run.path / "wandb", stream.id)
     assert len(files) == len(records)  # one run there
