@@ -383,6 +383,8 @@ def _environment(
     """The text of job.env: defaults that every rank needs, then the site's own, which win."""
     leave = trainer.leave_signal
     launch = scheduler.rank_launch(plan, job, leave_signal=leave)
+    own = trainer.environment(begin)
+    path = [*filter(None, own.get("PYTHONPATH", "").split(":")), *render.search_path(plan)]
     environment = {
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": job.options.get("cpus-per-task", str(plan.cpus_per_task)),
@@ -390,9 +392,9 @@ def _environment(
         "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         **launch.environment,
-        **trainer.environment(begin),
+        **own,
         **plan.environment,
-        "PYTHONPATH": ":".join(dict.fromkeys([*render.search_path(plan), *user_python_path(os.environ)])),
+        "PYTHONPATH": ":".join(dict.fromkeys([*path, *user_python_path(os.environ)])),
     }
     return render.attempt_environment(
         environment=environment,
