@@ -143,8 +143,12 @@ def test_the_plan_of_a_command_has_its_section_and_its_last_iteration(tmp_path: 
         "run": [sys.executable, str(tmp_path / "train.py"), "{checkpoints}"],
         "resume": ["--from={checkpoint}"],
         "progress": r"(?P<iteration>\d+)",
+        "progress_file": None,
         "save_signal": None,
+        "save_file": None,
         "leave_signal": "SIGUSR2",
+        "leave_file": None,
+        "keep_last": None,
         **rule,
     }
 

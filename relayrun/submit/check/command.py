@@ -106,7 +106,13 @@ def _placeholders(config: CommandConfig, findings: Findings) -> None:
 def _followed(config: CommandConfig, findings: Findings) -> None:
     """How its iterations and checkpoints are told."""
     command, rule = config.command, config.command.checkpoint
-    if command.progress is None:
+    if command.progress is None and command.progress_file is not None:
+        findings.ok(
+            "command.progress",
+            f"its iterations are read from {command.progress_file}; whether it writes that is not known before it runs",
+            setting="command.progress_file",
+        )
+    elif command.progress is None:
         findings.ok(
             "command.progress",
             "it is to say its iterations by relayrun.client; whether it does is not known before it runs. Without, "
@@ -148,8 +154,8 @@ def _asked(config: CommandConfig, findings: Findings) -> None:
     """How it is asked to save and to leave, and when it is done."""
     command = config.command
     client = "relayrun.client"
-    leave = client if command.leave_signal is None else f"{command.leave_signal} and {client}"
-    save = client if command.save_signal is None else f"{command.save_signal} and {client}"
+    leave = " and ".join(filter(None, (command.leave_signal, command.leave_file, client)))
+    save = " and ".join(filter(None, (command.save_signal, command.save_file, client)))
     findings.ok("command.asked", f"to leave it is asked by {leave}, to save by {save}; that it obeys is not known")
     end = "ends by itself with exit code 0" if command.steps is None else f"has saved iteration {command.steps:,}"
     findings.ok("command.steps", f"the run is done when it {end}", setting="command.steps")

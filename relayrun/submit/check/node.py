@@ -47,7 +47,7 @@ def look(config: CommonConfig, findings: Findings) -> None:
         command.look(config, findings, contained=in_container(config))
         _script(config, findings)
     elif isinstance(config, MegatronConfig):
-        megatron_lm.look(config, findings)
+        megatron_lm.look(config, findings, contained=in_container(config))
         _ranks(config, OF_MEGATRON_LM, findings)
     elif isinstance(config, RunConfig):
         _ranks(config, _names(config), findings)
@@ -60,7 +60,7 @@ def look(config: CommonConfig, findings: Findings) -> None:
 
 
 def _packages(config: RunConfig, findings: Findings) -> None:
-    if config.parallel.context_parallel_size > 1 or config.training.transformer_impl == "transformer_engine":
+    if config.training.transformer_impl == "transformer_engine":
         with findings.catching("node.transformer_engine", ok="TransformerEngine is there, or declared"):
             _check_transformer_engine(config)
     with findings.catching("node.evaluation"):
@@ -258,12 +258,9 @@ def _check_transformer_engine(config: RunConfig) -> None:
     cluster = config.cluster
     here = cluster.python is None and importlib.util.find_spec("transformer_engine") is not None
     if not (cluster.transformer_engine or here):
-        what = "parallel.context_parallel_size above 1"
-        if config.training.transformer_impl == "transformer_engine":
-            what = "training.transformer_impl=transformer_engine"
         raise ConfigError(
-            f"{what} needs TransformerEngine, which this Python does not have and cluster {cluster.name!r} does not "
-            "declare",
+            "training.transformer_impl=transformer_engine needs TransformerEngine, which this Python does not have "
+            f"and cluster {cluster.name!r} does not declare",
             where=f"configs/clusters/{cluster.name}.yaml",
             hint="set transformer_engine: true there if the ranks' container has it",
         )
