@@ -343,21 +343,16 @@ def _why_failed(
         exit_code=exit_code,
         ntasks=_ranks(plan, started),
         began=_moved(plan, attempt),
-        worked_before=any(_trained(plan, run.attempt(number)) for number in earlier),
+        worked_before=any(run.attempt(number).started.exists() for number in earlier),
         program=[*plan.command_prefix, *trainer_of(plan, run).command(started)][0],
     )
     words = [evidence.failure_words(log_text, failures), start_time.shortage(attempt, now=time.time())]
-    return "; ".join(filter(None, words if not _trained(plan, attempt) else words[:1])), fatal
+    return "; ".join(filter(None, words if not attempt.started.exists() else words[:1])), fatal
 
 
 def _moved(plan: Plan, attempt: Attempt) -> bool:
     """Whether a rank has given a sign of life. An observer's heartbeat is there whether its program is or not."""
-    return any(attempt.heartbeats.glob("*.json")) if plan.trainer == "native" else _trained(plan, attempt)
-
-
-def _trained(plan: Plan, attempt: Attempt) -> bool:
-    """Whether an attempt came as far as its first step, as rank 0 says, or an observer has seen."""
-    return (attempt.started if plan.trainer == "native" else attempt.metrics).exists()
+    return any(attempt.heartbeats.glob("*.json")) if plan.trainer == "native" else attempt.started.exists()
 
 
 def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> tuple[bool, str | None]:
