@@ -11,7 +11,7 @@ from relayrun.cli.diff import differences
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
 from relayrun.config.yamlfile import LocatedSettings
-from relayrun.errors import ConfigError
+from relayrun.errors import RelayrunError
 from relayrun.submit import submission
 from relayrun.submit.check import view
 from relayrun.submit.check.finding import Finding
@@ -45,15 +45,17 @@ def check(given: LocatedSettings, intent: Intent, *, json: bool = False, launche
 
     `launcher`: the Bash script that is to be given to sbatch, instead of a job of relayrun's own.
     """
+    name = "settings.schema"
     try:
         config = compose.validate(given)
-    except ConfigError as error:
+        name = "settings.trainer"
+        report = submission.report_on(config, given=given, intent=intent, launcher=launcher)
+    except RelayrunError as error:  # of settings of which no plan can be made
         if not json:
             raise
-        refused = Finding(name="settings.schema", level="error", words=error.message, where=error.where)
+        refused = Finding(name=name, level="error", words=error.message, where=error.where, remedy=error.hint)
         print(view.dump({"run": None, "run_dir": None, "refused": True, "findings": [refused.as_json()]} | _NOTHING))
         return 1
-    report = submission.report_on(config, given=given, intent=intent, launcher=launcher)
     changes = changes_of(report)
     if json:
         print(view.dump(view.as_json(report, changes)))

@@ -15,6 +15,7 @@ from relayrun.errors import ConfigError, InputError, RelayrunError
 from relayrun.export.checkpoint_source import find_checkpoint
 from relayrun.rundir.find import find_run
 from relayrun.rundir.lineage import BEGINNING, Durable, durable, is_own
+from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.trainers.megatron_lm import checkpoints
 
@@ -60,12 +61,6 @@ def _megatron_lm(config: MegatronConfig, run: Run) -> Durable:
     settings = config.checkpoint
     if settings is None or settings.load is None or is_own(run, durable(run)):
         return BEGINNING
-    if settings.finetune:
-        raise ConfigError(
-            "with trainer megatron-lm it is not counted from 0",
-            where="checkpoint.finetune",
-            hint="give the checkout's own flags in megatron_lm.args: finetune and pretrained-checkpoint",
-        )
     match = _ITERATION.fullmatch(settings.load)
     name, wanted = (match["name"], int(match["iteration"])) if match else (settings.load, None)
     folder = Path(os.path.expanduser(name))
@@ -75,6 +70,7 @@ def _megatron_lm(config: MegatronConfig, run: Run) -> Durable:
     single = _FOLDER.fullmatch(folder.name)
     if single is not None and wanted is None:
         folder, wanted = folder.parent, int(single[1])
+    _refuse_other_trainer(folder.parent)
     found = {iteration: path for iteration, path in checkpoints.every(folder) if checkpoints.fault(path) is None}
     newest = checkpoints.tracked(folder) if wanted is None else wanted
     if newest is None or newest not in found:
@@ -85,7 +81,25 @@ def _megatron_lm(config: MegatronConfig, run: Run) -> Durable:
             where=f"checkpoint.load: {folder}",
             hint=f"whole ones: {', '.join(map(str, sorted(found))) or 'none'}",
         )
-    return Durable(iteration=newest, path=str(found[newest]))
+    iteration = 0 if settings.finetune else newest
+    if config.training is not None and iteration >= config.training.steps:
+        raise ConfigError(
+            f"{found[newest]} stands at iteration {iteration}, and training.steps is {config.training.steps}",
+            where="checkpoint.load",
+            hint="raise training.steps, or set checkpoint.finetune=true to count from 0",
+        )
+    return Durable(iteration=iteration, path=str(found[newest]))
+
+
+def _refuse_other_trainer(folder: Path) -> None:
+    """Raise ConfigError where a folder is a run of another trainer: its checkpoints only look like Megatron-LM's."""
+    run = Run(folder)
+    if run.plan.is_file() and (trainer := Plan.load(run).trainer) != "megatron-lm":
+        raise ConfigError(
+            f"{folder} is a run of trainer {trainer}, whose checkpoints Megatron-LM cannot load",
+            where="checkpoint.load",
+            hint="export it to a checkpoint of Megatron-LM first (docs/export.md)",
+        )
 
 
 def _folder(folder: Path, config: RunConfig, wanted: int | None) -> Durable:
