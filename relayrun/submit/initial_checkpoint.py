@@ -32,7 +32,30 @@ def find_initial_checkpoint(config: CommonConfig, run: Run) -> Durable:
     """
     if isinstance(config, RunConfig):
         return _native(config, run)
-    return _megatron_lm(config, run) if isinstance(config, MegatronConfig) else BEGINNING
+    return _judged(_megatron_lm(config, run), config) if isinstance(config, MegatronConfig) else BEGINNING
+
+
+def _judged(found: Durable, config: MegatronConfig) -> Durable:
+    """The checkpoint that Megatron-LM is to begin with.
+
+    Raises ConfigError where nothing is left to train, and for another trainer's run: it only looks like Megatron-LM's.
+    """
+    if found.path is None:
+        return found
+    run = Run(Path(found.path).parents[1])
+    if run.plan.is_file() and (trainer := Plan.load(run).trainer) != "megatron-lm":
+        raise ConfigError(
+            f"{run.path} is a run of trainer {trainer}, whose checkpoints Megatron-LM cannot load",
+            where="checkpoint.load",
+            hint="export it to a checkpoint of Megatron-LM first (docs/export.md)",
+        )
+    if config.training is not None and found.iteration >= config.training.steps:
+        raise ConfigError(
+            f"{found.path} stands at iteration {found.iteration}, and training.steps is {config.training.steps}",
+            where="checkpoint.load",
+            hint="raise training.steps, or set checkpoint.finetune=true to count from 0",
+        )
+    return found
 
 
 def _native(config: RunConfig, run: Run) -> Durable:
@@ -70,7 +93,6 @@ def _megatron_lm(config: MegatronConfig, run: Run) -> Durable:
     single = _FOLDER.fullmatch(folder.name)
     if single is not None and wanted is None:
         folder, wanted = folder.parent, int(single[1])
-    _refuse_other_trainer(folder.parent)
     found = {iteration: path for iteration, path in checkpoints.every(folder) if checkpoints.fault(path) is None}
     newest = checkpoints.tracked(folder) if wanted is None else wanted
     if newest is None or newest not in found:
@@ -81,25 +103,7 @@ def _megatron_lm(config: MegatronConfig, run: Run) -> Durable:
             where=f"checkpoint.load: {folder}",
             hint=f"whole ones: {', '.join(map(str, sorted(found))) or 'none'}",
         )
-    iteration = 0 if settings.finetune else newest
-    if config.training is not None and iteration >= config.training.steps:
-        raise ConfigError(
-            f"{found[newest]} stands at iteration {iteration}, and training.steps is {config.training.steps}",
-            where="checkpoint.load",
-            hint="raise training.steps, or set checkpoint.finetune=true to count from 0",
-        )
-    return Durable(iteration=iteration, path=str(found[newest]))
-
-
-def _refuse_other_trainer(folder: Path) -> None:
-    """Raise ConfigError where a folder is a run of another trainer: its checkpoints only look like Megatron-LM's."""
-    run = Run(folder)
-    if run.plan.is_file() and (trainer := Plan.load(run).trainer) != "megatron-lm":
-        raise ConfigError(
-            f"{folder} is a run of trainer {trainer}, whose checkpoints Megatron-LM cannot load",
-            where="checkpoint.load",
-            hint="export it to a checkpoint of Megatron-LM first (docs/export.md)",
-        )
+    return Durable(iteration=0 if settings.finetune else newest, path=str(found[newest]))
 
 
 def _folder(folder: Path, config: RunConfig, wanted: int | None) -> Durable:

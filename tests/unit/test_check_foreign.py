@@ -20,7 +20,7 @@ from relayrun.submit import submission
 from relayrun.submit.check.finding import Finding
 from relayrun.submit.check.state import Intent
 from relayrun.trainers.megatron_lm import checkpoints
-from tests.history import began, make_history
+from tests.history import began
 from tests.unit.test_trainer_configs import COMMAND, COMMON, MEGATRON, written
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,33 +156,21 @@ def test_the_plan_of_a_command_has_its_section_and_its_last_iteration(tmp_path: 
 def test_a_checkout_is_looked_at(tmp_path: Path) -> None:
     own = checkout(tmp_path)
     path = written(tmp_path, MEGATRON, megatron_lm=own)
-    assert [each for each in bad(path) if each[0] == "error" and each[1].startswith("megatron")] == []
+    assert [each for each in bad(path) if each[1].startswith("megatron")] == []
     plan = submission.make_plan(compose.load(path), Run(tmp_path / "run"), ROOT, revision=1)
     assert (plan.trainer, plan.total_steps, plan.trainer_settings["dialect"]) == ("megatron-lm", 8, "swiss-ai")
-    found = bad(written(tmp_path, MEGATRON, megatron_lm=own | {"program": "pretrain_x.py"}))
+    found = bad(written(tmp_path, MEGATRON, megatron_lm=own | {"program": "pretrain_x.py", "args_file": "/gone.sh"}))
     assert ("error", "megatron_lm.program", f"{tmp_path}/checkout has no pretrain_x.py") in found
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [({"dir": "/gone"}, "this is no checkout of Megatron-LM"), ({"args_file": "/gone.sh"}, "No such file")],
-)
-def test_what_no_plan_can_be_made_of_is_an_error_and_for_programs_a_finding(
-    changes: dict[str, str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = written(tmp_path, MEGATRON, megatron_lm=checkout(tmp_path) | changes)
-    assert main(["check", str(path)]) == 1
-    assert words in capsys.readouterr().err
-    assert main(["check", str(path), "--json"]) == 1
-    report = json.loads(capsys.readouterr().out)
-    (finding,) = report["findings"]
-    assert (report["refused"], finding["level"], words in finding["words"]) == (True, "error", True)
+    assert ("error", "megatron_lm.args_file", "there is no such file") in found
+    with pytest.raises(ConfigError, match="/gone is no checkout of Megatron-LM"):
+        looked(written(tmp_path, MEGATRON, megatron_lm=own | {"dir": "/gone"}))
 
 
 def save(folder: Path, iteration: int) -> None:
-    rank = folder / checkpoints.folder_name(iteration) / "mp_rank_00"
-    rank.mkdir(parents=True)
-    (rank / "model_optim_rng.pt").write_text("x")
+    path = folder / checkpoints.folder_name(iteration)
+    path.mkdir(parents=True)
+    for name in checkpoints.DISTRIBUTED:
+        (path / name).write_text("x")
     checkpoints.track(folder, iteration)
 
 
@@ -191,27 +179,20 @@ def test_a_run_of_megatron_lm_begins_with_a_checkpoint_of_megatron_lm(tmp_path: 
         save(tmp_path / "theirs", iteration)
     path = written(tmp_path, MEGATRON, megatron_lm=checkout(tmp_path), checkpoint={"interval": 5})
 
-    def begins(load: str, *overrides: str) -> tuple[int, str | None]:
-        config = compose.load(path, [f"checkpoint.load={load}", *overrides])
+    def begins(load: str) -> tuple[int, str | None]:
+        config = compose.load(path, [f"checkpoint.load={load}"])
         found = submission.initial_checkpoint.find_initial_checkpoint(config, Run(tmp_path / "run"))
         return found.iteration, found.path
 
     folder = tmp_path / "theirs"
     assert begins(str(folder)) == (10, str(folder / "iter_0000010"))
     assert begins(f"{folder}:5") == begins(str(folder / "iter_0000005")) == (5, str(folder / "iter_0000005"))
-    assert begins(str(folder), "checkpoint.finetune=true") == (0, str(folder / "iter_0000010"))
     with pytest.raises(InputError, match="iteration 7 here") as error:
         begins(f"{folder}:7")
     assert "whole ones: 5, 10" in str(error.value)
-    (folder / "iter_0000010/mp_rank_00/model_optim_rng.pt").unlink()
+    (folder / "iter_0000010/common.pt").unlink()
     with pytest.raises(InputError, match="no whole checkpoint of iteration 10"):
         begins(str(folder))
-
-    native = make_history(tmp_path / "native", lines=30, attempts=1)
-    save(native.checkpoints, 20)
-    for load in (native.path, native.checkpoints, native.checkpoint(20)):
-        with pytest.raises(ConfigError, match="native is a run of trainer native, whose checkpoints Megatron-LM"):
-            begins(str(load))
 
 
 def test_a_run_with_checkpoints_keeps_its_trainer(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""Runs of Megatron-LM of which no plan can be made, or that would begin with what they cannot load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayrun.cli import main
+from relayrun.config import compose
+from relayrun.errors import ConfigError
+from relayrun.rundir.run import Run
+from relayrun.submit.initial_checkpoint import find_initial_checkpoint
+from relayrun.trainers.megatron_lm import checkpoints
+from tests.history import make_history
+from tests.unit.test_trainer_configs import MEGATRON, written
+
+TRAINING = {"steps": 10, "micro_batch_size": 1, "global_batch_size": 1, "seq_length": 8}
+
+
+def checkout(folder: Path) -> dict[str, Any]:
+    """The section of a folder that looks like a checkout of Megatron-LM."""
+    (folder / "checkout/megatron/training").mkdir(parents=True)
+    (folder / "checkout/megatron/training/arguments.py").write_text("--trigger-path")
+    (folder / "checkout/pretrain_gpt.py").write_text("")
+    return MEGATRON["megatron_lm"] | {"dir": str(folder / "checkout")}
+
+
+def save(folder: Path, iteration: int) -> Path:
+    rank = folder / checkpoints.folder_name(iteration) / "mp_rank_00"
+    rank.mkdir(parents=True)
+    (rank / "model_optim_rng.pt").write_text("x")
+    checkpoints.track(folder, iteration)
+    return rank.parent
+
+
+def begins(path: Path, load: object, *overrides: str) -> tuple[int, str | None]:
+    config = compose.load(path, [f"checkpoint.load={load}", *overrides])
+    found = find_initial_checkpoint(config, Run(path.parent / "run"))
+    return found.iteration, found.path
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"dir": "/gone"}, "is no checkout of Megatron-LM"), ({"args_file": "/gone.sh"}, "No such file")],
+)
+def test_what_no_plan_can_be_made_of_is_an_error_and_for_programs_a_finding(
+    changes: dict[str, str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, MEGATRON, megatron_lm=checkout(tmp_path) | changes)
+    assert main(["check", str(path)]) == 1
+    assert words in capsys.readouterr().err
+    assert main(["check", str(path), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    (finding,) = report["findings"]
+    assert (report["refused"], finding["level"], words in finding["words"]) == (True, "error", True)
+
+
+def test_a_checkpoint_behind_the_last_step_is_refused_but_not_its_weights(tmp_path: Path) -> None:
+    path = written(tmp_path, MEGATRON, megatron_lm=checkout(tmp_path), checkpoint={"interval": 5}, training=TRAINING)
+    newest = save(tmp_path / "theirs", 10)
+    with pytest.raises(ConfigError, match=r"stands at iteration 10, and training\.steps is 10"):
+        begins(path, newest.parent)
+    assert begins(path, newest.parent, "checkpoint.finetune=true") == (0, str(newest))
+
+
+def test_a_native_run_is_not_taken_for_a_checkpoint_of_megatron_lm(tmp_path: Path) -> None:
+    path = written(tmp_path, MEGATRON, megatron_lm=checkout(tmp_path), checkpoint={"interval": 5})
+    native = make_history(tmp_path / "native", lines=30, attempts=1)
+    save(native.checkpoints, 20)
+    for load in (native.path, native.checkpoints, native.checkpoint(20)):
+        with pytest.raises(ConfigError, match="native is a run of trainer native, whose checkpoints Megatron-LM"):
+            begins(path, load)
