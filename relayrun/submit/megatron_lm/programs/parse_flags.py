@@ -28,6 +28,7 @@ class Refused(Exception):
 
 
 def main() -> None:
+    """Read the words, and print the answer."""
     words = json.load(sys.stdin)["words"]
     standard_output = os.dup(1)
     os.dup2(2, 1)  # what is printed at import
