@@ -77,19 +77,12 @@ def flags(words: list[str]) -> dict[str, tuple[str, ...]]:
     return {each.name: each.values for each in flag.of_words([(word, "") for word in words[program + 1 :]], where="")}
 
 
-def number(word: str) -> str | float:
-    try:
-        return float(word)
-    except ValueError:
-        return word
-
-
 def differences(seed: dict[str, tuple[str, ...]], ours: dict[str, tuple[str, ...]]) -> Differences:
     """Flags with what stands behind them in both, where that is not the same; numbers count by their value."""
     return {
         name: (seed.get(name), ours.get(name))
         for name in sorted(seed | ours)
-        if name not in seed or name not in ours or [*map(number, seed[name])] != [*map(number, ours[name])]
+        if name not in seed or name not in ours or not flag.same(seed[name], ours[name])
     }
 
 
