@@ -85,6 +85,7 @@ def _begin(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
             stopped=stop_reason(run),
             durable_iteration=base.iteration,
             total_steps=plan.total_steps,
+            stop_after=plan.stop_after,
             exit_trigger=None if trigger is None else trigger.user,
             predecessor_cancelled=cancelled,
             verdict=verdict,
@@ -283,6 +284,7 @@ def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled:
         base_iteration=started.base_iteration,
         durable_iteration=now.iteration,
         total_steps=plan.total_steps,
+        stop_after=plan.stop_after,
         failed_attempts=failed_attempts(run, plan) - 1,  # it counts this one too, as long as it has no end
         max_failed_attempts=plan.max_failed_attempts,
         auto_requeue=plan.auto_requeue,
@@ -381,6 +383,8 @@ def _environment(
     """The text of job.env: defaults that every rank needs, then the site's own, which win."""
     leave = trainer.leave_signal
     launch = scheduler.rank_launch(plan, job, leave_signal=leave)
+    own = trainer.environment(begin)
+    path = [*filter(None, own.get("PYTHONPATH", "").split(":")), *render.search_path(plan)]
     environment = {
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": job.options.get("cpus-per-task", str(plan.cpus_per_task)),
@@ -388,9 +392,9 @@ def _environment(
         "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         **launch.environment,
-        **trainer.environment(begin),
+        **own,
         **plan.environment,
-        "PYTHONPATH": ":".join(dict.fromkeys([*render.search_path(plan), *user_python_path(os.environ)])),
+        "PYTHONPATH": ":".join(dict.fromkeys([*path, *user_python_path(os.environ)])),
     }
     return render.attempt_environment(
         environment=environment,

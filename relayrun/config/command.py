@@ -67,6 +67,10 @@ class CommandCheckpoint(Section):
     """A file beside the checkpoints that names the newest whole one, by its iteration or its name, and is written
     behind it."""
 
+    keep_last: Positive | None = None
+    """The chain keeps so many of the newest and removes older ones. None: the program itself sees to that; what it
+    removes, the chain does not miss."""
+
     @model_validator(mode="after")
     def _of_pattern(self) -> Self:
         for name in ("whole_when", "tracker"):
@@ -87,10 +91,18 @@ class Command(Section):
     progress: Annotated[str, AfterValidator(_progress)] | None = None
     """Regular expression of a line that the program prints for an iteration, with a group `iteration`; the numbers of
     other groups are metrics. None: the program says its iterations by the client."""
+    progress_file: Line | None = None
+    """A file to which it appends a line of JSON for an iteration, with `iteration`, `step` or `global_step` and other
+    numbers, which are metrics; below the run's directory, or `{checkpoints}/...`."""
     save_signal: SignalName | None = None
-    """Signal on which it saves and goes on; None: it hears of it by the client alone."""
+    """Signal on which it saves and goes on; None: it hears of it by the client or `save_file` alone."""
+    save_file: Line | None = None
+    """A file, named like `progress_file`, whose existence asks for a checkpoint; the program removes it."""
     leave_signal: SignalName | None = "SIGUSR2"
-    """Signal on which every rank saves and ends with exit code 0; None: it hears of it by the client alone."""
+    """Signal on which every rank saves and ends with exit code 0; None: it hears of it by the client or `leave_file`
+    alone."""
+    leave_file: Line | None = None
+    """A file, named like `progress_file`, whose existence asks every rank to save and end with exit code 0."""
     steps: Positive | None = None
     """The last iteration. None: it is done when it ends with exit code 0 and nobody has asked it to leave."""
 

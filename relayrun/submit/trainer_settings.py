@@ -41,8 +41,11 @@ def command_settings(config: CommandConfig) -> CommandSettings:
         run=command_words(config, command.run),
         resume=command_words(config, command.resume),
         progress=command.progress,
+        progress_file=command.progress_file,
         save_signal=command.save_signal,
+        save_file=command.save_file,
         leave_signal=command.leave_signal,
+        leave_file=command.leave_file,
         **command.checkpoint.model_dump(),
     )
 

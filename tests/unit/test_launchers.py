@@ -15,7 +15,7 @@ from relayrun.config import compose
 from relayrun.config.schema import CommonConfig, RunConfig
 from relayrun.slurmtime import parse_time
 from relayrun.submit import submission
-from relayrun.submit.launcher_environment import PROFILER, names_of, overrides
+from relayrun.submit.launcher_environment import PROFILER, job_overrides, names_of, overrides
 from tests.megatron_lm.stand_in import stand_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,6 +112,16 @@ def test_every_launcher_goes_to_every_cluster(launcher: Path, name: str, tmp_pat
 def test_a_launcher_with_another_config_begins_that_run(tmp_path: Path) -> None:
     found = launched(ROOT / "launchers/submit-llama3-8b.sh", tmp_path, CONFIG="configs/runs/llama3-70b.yaml")
     assert found == compose.load(ROOT / "configs/runs/llama3-70b.yaml")
+
+
+def test_a_launchers_name_takes_the_nodes_that_sbatch_was_told(tmp_path: Path) -> None:
+    launcher = ROOT / "launchers/submit-llama3-8b.sh"
+    settings = {"EXP_NAME": "llama3-8b-{nodes}-nodes"}
+    assert launched(launcher, tmp_path, **settings).name == "llama3-8b-16-nodes"
+    found = environment(launcher, tmp_path, **settings)
+    job = job_overrides({"SLURM_JOB_NUM_NODES": "8"})
+    config = compose.load(ROOT / found["CONFIG"], [*overrides(found), *job])
+    assert config.name == "llama3-8b-8-nodes"
 
 
 @every_launcher

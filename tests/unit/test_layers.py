@@ -25,6 +25,7 @@ STANDARD_LIBRARY_ONLY = (
     "rundir",
     "slurmtime",
     "places",
+    "masking",
     "client",
     "files",
     "errors",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import re
 import shutil
@@ -14,6 +15,27 @@ from relayrun.trainers.command.trainer import PLACEHOLDERS
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _PYTHON = re.compile(r"python[\d.]*")
+
+
+def python_and_script(config: CommandConfig) -> tuple[str, str] | None:
+    """Return the Python and the script that a command begins with, both as they are found here; else None."""
+    words = command_words(config, config.command.run)
+    found = shutil.which(words[0])
+    script = words[1] if len(words) > 1 else ""
+    if found is None or not _PYTHON.fullmatch(Path(found).name) or not script.endswith(".py"):
+        return None
+    return (found, script) if Path(script).is_file() else None
+
+
+def imports(script: str) -> tuple[str, ...]:
+    """Return the packages that a script imports whatever happens: none of a `try`, an `if` or a function."""
+    try:
+        tree = ast.parse(Path(script).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ()  # the program itself says it better
+    names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom) and not node.level]
+    return tuple(dict.fromkeys(name.partition(".")[0] for name in names if name))
 
 
 def look(config: CommandConfig, findings: Findings, *, contained: bool) -> None:
@@ -84,7 +106,13 @@ def _placeholders(config: CommandConfig, findings: Findings) -> None:
 def _followed(config: CommandConfig, findings: Findings) -> None:
     """How its iterations and checkpoints are told."""
     command, rule = config.command, config.command.checkpoint
-    if command.progress is None:
+    if command.progress is None and command.progress_file is not None:
+        findings.ok(
+            "command.progress",
+            f"its iterations are read from {command.progress_file}; whether it writes that is not known before it runs",
+            setting="command.progress_file",
+        )
+    elif command.progress is None:
         findings.ok(
             "command.progress",
             "it is to say its iterations by relayrun.client; whether it does is not known before it runs. Without, "
@@ -126,8 +154,8 @@ def _asked(config: CommandConfig, findings: Findings) -> None:
     """How it is asked to save and to leave, and when it is done."""
     command = config.command
     client = "relayrun.client"
-    leave = client if command.leave_signal is None else f"{command.leave_signal} and {client}"
-    save = client if command.save_signal is None else f"{command.save_signal} and {client}"
+    leave = " and ".join(filter(None, (command.leave_signal, command.leave_file, client)))
+    save = " and ".join(filter(None, (command.save_signal, command.save_file, client)))
     findings.ok("command.asked", f"to leave it is asked by {leave}, to save by {save}; that it obeys is not known")
     end = "ends by itself with exit code 0" if command.steps is None else f"has saved iteration {command.steps:,}"
     findings.ok("command.steps", f"the run is done when it {end}", setting="command.steps")

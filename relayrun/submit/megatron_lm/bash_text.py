@@ -212,13 +212,13 @@ class _Script:
 
 
 def end_of_line(text: str, at: int) -> int:
-    """The index of the next line break, or of the end of the text."""
+    """Where the line that `at` lies in ends."""
     end = text.find("\n", at)
     return len(text) if end < 0 else end
 
 
 def skip_blanks(text: str, at: int) -> int:
-    """Behind blanks and continued lines."""
+    """Behind the blanks that begin here, and the line ends that a backslash takes away."""
     while at < len(text) and (text[at] in BLANK or text.startswith("\\\n", at)):
         at += 1 if text[at] in BLANK else 2
     return at

@@ -9,6 +9,8 @@ that one are whole. A program that writes elsewhere and renames has neither: eve
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -27,7 +29,8 @@ class CheckpointRule:
     pattern: str
     """A name with `{iteration}` in it once."""
     whole_when: str | None
-    """A file below a checkpoint's folder that is written last; None: nothing is."""
+    """A file below a checkpoint's folder that is written last; None: nothing is. One that is called *.json must hold
+    JSON; of another one its name is enough."""
     tracker: str | None = None
     """A file of `folder`, or a link, that names the newest whole one by its iteration or its name; None: none does."""
 
@@ -48,15 +51,20 @@ class CheckpointRule:
         """Every whole checkpoint that is there now, rising."""
         newest = self.tracked()
         return [
-            FoundCheckpoint(iteration=iteration, path=str(path))
+            FoundCheckpoint(iteration=iteration, path=str(path), may_change=True)
             for iteration, path in self.every()
             if self._fault(path, newest) is None
         ]
 
+    def under_way(self) -> int | None:
+        """The iteration of the newest name, where that is not whole; None where it is, or there is none."""
+        newest = max(self.every(), default=None)
+        return None if newest is None or self.is_whole(newest[1]) else newest[0]
+
     def tracked(self) -> int | None:
         """The iteration that the tracker names; None where there is no tracker, or it names none."""
         text = self._tracker_text()
-        return None if text is None else int(text) if text.isdecimal() else self._iteration(os.path.basename(text))
+        return None if text is None else int(text) if _is_number(text) else self._iteration(os.path.basename(text))
 
     def prepare(self, *, base: int, attempt: int) -> list[str]:
         """Leave nothing beyond iteration `base` that the program could go on from. Returns what was done, in words."""
@@ -81,7 +89,7 @@ class CheckpointRule:
             link.symlink_to(os.path.join(os.path.dirname(os.readlink(path)), name))
             os.replace(link, path)
             fsync_directory(self.folder)
-        elif former is None or former.isdecimal():
+        elif former is None or _is_number(former):
             write_atomic(path, f"{iteration}\n")
         else:
             write_atomic(path, os.path.join(os.path.dirname(former), name))
@@ -100,13 +108,39 @@ class CheckpointRule:
 
     def _iteration(self, name: str) -> int | None:
         before, _, after = self.pattern.partition("{iteration}")
-        found = re.fullmatch(re.escape(before) + r"(\d+)" + re.escape(after), name)
+        found = re.fullmatch(re.escape(before) + r"([0-9]+)" + re.escape(after), name)
         return None if found is None else int(found[1])
 
     def _fault(self, path: Path, newest: int | None) -> str | None:
         """What is missing of a checkpoint; None where nothing is. `newest`: the iteration that the tracker names."""
-        if self.whole_when is not None and not (path / self.whole_when).exists():
-            return f"{self.whole_when} is missing"
+        if self.whole_when is not None and (what := _unwritten(path / self.whole_when)) is not None:
+            return f"{self.whole_when} {what}"
         if self.tracker is not None and (self._iteration(path.name) or 0) > (newest or 0):
             return f"{self.tracker} does not name it"
         return None if path.exists() else "it is missing"
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch("[0-9]+", text) is not None
+
+
+def _unwritten(path: Path) -> str | None:
+    """What is wrong with a file that is written last; None where nothing is."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return "is missing"
+    if path.suffix == ".json" and not _holds_json(path, found.st_size, found.st_mtime_ns):
+        return "is not written to its end"
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _holds_json(path: Path, size: int, changed: int) -> bool:
+    """Whether a file holds JSON; read once as long as it has this size and this time of change."""
+    del size, changed
+    try:
+        json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -28,7 +28,7 @@ class Refused(Exception):
 
 
 def main() -> None:
-    """Read the words, and print the answer."""
+    """Read the words of a command from standard input, and say what the parser makes of them, as JSON."""
     words = json.load(sys.stdin)["words"]
     standard_output = os.dup(1)
     os.dup2(2, 1)  # what is printed at import
