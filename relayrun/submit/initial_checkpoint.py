@@ -60,12 +60,6 @@ def _megatron_lm(config: MegatronConfig, run: Run) -> Durable:
     settings = config.checkpoint
     if settings is None or settings.load is None or is_own(run, durable(run)):
         return BEGINNING
-    if settings.finetune:
-        raise ConfigError(
-            "with trainer megatron-lm it is not counted from 0",
-            where="checkpoint.finetune",
-            hint="give the checkout's own flags in megatron_lm.args: finetune and pretrained-checkpoint",
-        )
     match = _ITERATION.fullmatch(settings.load)
     name, wanted = (match["name"], int(match["iteration"])) if match else (settings.load, None)
     folder = Path(os.path.expanduser(name))
@@ -85,7 +79,7 @@ def _megatron_lm(config: MegatronConfig, run: Run) -> Durable:
             where=f"checkpoint.load: {folder}",
             hint=f"whole ones: {', '.join(map(str, sorted(found))) or 'none'}",
         )
-    return Durable(iteration=newest, path=str(found[newest]))
+    return Durable(iteration=0 if settings.finetune else newest, path=str(found[newest]))
 
 
 def _folder(folder: Path, config: RunConfig, wanted: int | None) -> Durable:

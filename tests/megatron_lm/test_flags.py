@@ -20,6 +20,7 @@ from relayrun.rundir.lineage import Durable
 from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
 from relayrun.shards.indexed import ShardWriter
+from relayrun.submit import submission
 from relayrun.submit.megatron_lm import flag, table
 from relayrun.submit.megatron_lm.command_line import CommandLine, command_line
 from relayrun.submit.megatron_lm.flag import Flag
@@ -298,6 +299,39 @@ def test_flags_of_a_loaded_checkpoint_are_given_while_it_is_the_base(tmp_path: P
     assert later[later.index("--load") + 1] == str(run.checkpoints)
     assert "--finetune" not in later
     assert "--ckpt-step" not in later
+
+
+def test_nsys_takes_a_users_options(tmp_path: Path) -> None:
+    debug = {"profile": "nsys", "nsys_options": ["--trace=cuda", "--stats=true"], "profile_ranks": [0, 3]}
+    found = line(tmp_path, debug=debug)
+    run = Run(tmp_path / "run")
+    words = MegatronTrainer(run, found.settings).command(begin())
+    assert words[: words.index("/py")] == [
+        *["nsys", "profile", "--sample=none"],
+        f"--output={run.debug_of(3)}/profile/nsys-trace-hostname-%h-procid-%q{{SLURM_PROCID}}.nsys-rep",
+        *["--force-overwrite=true", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"],
+        *["--trace=cuda", "--stats=true"],
+    ]
+    assert words[words.index("--profile-ranks") :][:3] == ["--profile-ranks", "0", "3"]
+
+
+def test_a_backup_of_the_code_is_what_the_ranks_run(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.code.mkdir(parents=True)
+    config = submission._with_snapshot(loaded(tmp_path, debug={"backup_codebase": True}), run)
+    assert isinstance(config, MegatronConfig)
+    copy = run.code / "megatron-lm/0001"
+    found = command_line(config, run).settings
+    assert (found.run[1], found.dir) == (str(copy / "pretrain_gpt.py"), str(copy))
+    assert (copy / "megatron/training/arguments.py").is_file()
+    plain = loaded(tmp_path)
+    assert submission._with_snapshot(plain, run) is plain
+
+
+def test_a_run_may_stop_before_its_last_iteration(tmp_path: Path) -> None:
+    found = line(tmp_path, args={}, training=TRAINING | {"stop_after": 40}, checkpoint={"interval": 5, "keep_last": 2})
+    assert values(found, "train-iters", "exit-interval") == [("100",), ("40",)]
+    assert (found.settings.total_steps, found.settings.keep_last, found.settings.keep_every) == (40, 2, None)
 
 
 def test_too_many_shards_for_a_command_line_lie_in_a_file(tmp_path: Path) -> None:

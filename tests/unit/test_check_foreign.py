@@ -19,9 +19,9 @@ from relayrun.rundir.run import Run
 from relayrun.submit import submission
 from relayrun.submit.check.finding import Finding
 from relayrun.submit.check.state import Intent
-from relayrun.trainers.megatron_lm import checkpoints
 from tests.history import began
 from tests.megatron_lm.stand_in import stand_in
+from tests.trainers.test_megatron_checkpoints import save
 from tests.unit.test_trainer_configs import COMMAND, COMMON, MEGATRON, written
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,14 +165,6 @@ def test_a_checkout_is_looked_at(tmp_path: Path) -> None:
         looked(written(tmp_path, MEGATRON, megatron_lm=own | {"dir": "/gone"}))
 
 
-def save(folder: Path, iteration: int) -> None:
-    path = folder / checkpoints.folder_name(iteration)
-    path.mkdir(parents=True)
-    for name in checkpoints.DISTRIBUTED:
-        (path / name).write_text("x")
-    checkpoints.track(folder, iteration)
-
-
 def test_a_run_of_megatron_lm_begins_with_a_checkpoint_of_megatron_lm(tmp_path: Path) -> None:
     for iteration in (5, 10):
         save(tmp_path / "theirs", iteration)
@@ -185,6 +177,9 @@ def test_a_run_of_megatron_lm_begins_with_a_checkpoint_of_megatron_lm(tmp_path: 
 
     folder = tmp_path / "theirs"
     assert begins(str(folder)) == (10, str(folder / "iter_0000010"))
+    finetuned = compose.load(path, [f"checkpoint.load={folder}", "checkpoint.finetune=true"])
+    found = submission.initial_checkpoint.find_initial_checkpoint(finetuned, Run(tmp_path / "run"))
+    assert (found.iteration, found.path) == (0, str(folder / "iter_0000010"))  # the run counts from 0
     assert begins(f"{folder}:5") == begins(str(folder / "iter_0000005")) == (5, str(folder / "iter_0000005"))
     with pytest.raises(InputError, match="iteration 7 here") as error:
         begins(f"{folder}:7")
