@@ -27,7 +27,10 @@ def test_settings_and_arrays_and_args_train_a_checkout(
     checkout = checkout_of(dialect)
     make_shard(tmp_path / "data")
     python = tmp_path / "python"  # the stand-ins for CUDA stand before the program
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} {HERE}/on_cpu.py "$@"\n')
+    exports = "".join(f"export {name}='{value}'\n" for name, value in ENVIRONMENT.items() if name != "PYTHONPATH")
+    path = f'export PYTHONPATH="$PYTHONPATH:{ENVIRONMENT["PYTHONPATH"]}"\n'
+    with_stand_ins = f'case "$1" in *.py) set -- {HERE}/on_cpu.py "$@" ;; esac\n'
+    python.write_text(f'#!/bin/sh\n{exports}{path}{with_stand_ins}exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     arrays = tmp_path / "launcher.sh"
     arrays.write_text(f"exit 1\nON_CPUS_ARGS=({ON_CPUS})\nMORE_ARGS=( --lr 2e-3 --save $CKPT_DIR --load $CKPT_DIR )\n")
@@ -53,16 +56,11 @@ def test_settings_and_arrays_and_args_train_a_checkout(
         "optimizer": {"lr": 1e-3, "min_lr": 1e-4, "lr_warmup_steps": 2},
         "checkpoint": {"interval": 2, "keep_last": 2, "async_save": False},
         "job": {"time": "30", "ntasks_per_node": 2},
-        "cluster": {
-            "name": "local",
-            "scheduler": "local",
-            "python": str(python),
-            "environment": {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"},
-        },
+        "cluster": {"name": "local", "scheduler": "local", "python": str(python)},
     }
-    path = tmp_path / "run.yaml"
-    path.write_text(yamlfile.dump(values))
-    assert main(["submit", str(path)]) == 0, capsys.readouterr().err
+    config = tmp_path / "run.yaml"
+    config.write_text(yamlfile.dump(values))
+    assert main(["submit", str(config)]) == 0, capsys.readouterr().err
     run = Run(tmp_path / "run")
     words = Plan.load(run).trainer_settings["run"]
     assert words[words.index("--lr") + 1] == "2e-3"
