@@ -151,7 +151,8 @@ def _prepared(config: CommonConfig, intent: Intent, given: LocatedSettings | Non
             config = _freeze_data(run, _with_loss_mean(run, config), found.manifest, accept=intent.accept_data_change)
         base = initial_checkpoint.find_initial_checkpoint(config, run)
         root = code_snapshot.snapshot(run, places.CODE) if _takes_snapshot(config) else places.CODE
-        plan = make_plan(config, run, root, revision=_add_revision(run, config), base=base)
+        revision = _add_revision(run, config)
+        plan = make_plan(_with_snapshot(config, run), run, root, revision=revision, base=base)
         triggers.create_folder(run, config.chain.triggers_group)
         if config.chain.triggers_group is not None and (barrier := triggers.barrier(run)) is not None:
             log.warning(
@@ -298,6 +299,14 @@ def _takes_snapshot(config: CommonConfig) -> bool:
     """Whether the jobs run a copy of the code: if they are to, and wherever the code is an installed package, which an
     upgrade would change under queued jobs."""
     return config.debug.backup_codebase or not places.is_checkout()
+
+
+def _with_snapshot(config: CommonConfig, run: Run) -> CommonConfig:
+    """The config that the jobs go by: with a copy of the checkout of Megatron-LM, if they are to run a copy."""
+    if not isinstance(config, MegatronConfig) or not config.debug.backup_codebase:
+        return config
+    copy = code_snapshot.snapshot_of_checkout(run, Path(config.megatron_lm.dir))
+    return config.model_copy(update={"megatron_lm": config.megatron_lm.model_copy(update={"dir": str(copy)})})
 
 
 def _prepare_evaluations(config: CommonConfig, plan: Plan, run: Run) -> None:

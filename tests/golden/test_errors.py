@@ -39,6 +39,7 @@ from relayrun.tokenization.encode.tokenizer import load_tokenizer
 from relayrun.tokenization.identity import ids_fingerprint
 from relayrun.tokenization.options import TokenizeOptions
 from tests.history import began
+from tests.megatron_lm.stand_in import stand_in
 from tests.unit.test_submission_refusals import ordinary_user
 from tests.workspace import CONFIG, Workspace
 
@@ -291,6 +292,23 @@ def foreign(trainer: str = "command", **sections: Any) -> Provoke:
     return provoke
 
 
+TRAINING = {name: value for name, value in CONFIG["training"].items() if name != "threads"}
+
+
+def megatron(args: dict[str, Any] | None = None, *, arrays: str | None = None, **sections: Any) -> Provoke:
+    """A run with a checkout of Megatron-LM, and these flags."""
+
+    def provoke(place: Place) -> int:
+        own: dict[str, Any] = {"dir": str(stand_in(place.folder / "Megatron-LM")), "args": args or {}}
+        if arrays is not None:
+            file = place.folder / "launcher.sh"
+            file.write_text(arrays)
+            own["args_file"] = str(file)
+        return foreign("megatron-lm", **{"training": TRAINING, "megatron_lm": own} | sections)(place)
+
+    return provoke
+
+
 DOCUMENT = {"a.jsonl": '{"text": "x"}\n'}
 
 CASES = [
@@ -354,6 +372,11 @@ CASES = [
     Case("pattern-without-iteration", foreign(command={"checkpoint": {"pattern": "step"}}), line=True),
     Case("signal-unknown", foreign(command={"leave_signal": "USR2"}), line=True),
     Case("checkpoint-where-none-is", foreign(command={"run": ["/bin/true", "{checkpoint}"]}), line=True),
+    Case("array-with-a-command", megatron(arrays="A_ARGS=(\n  --lr $(cat lr)\n)\n"), line=True),
+    Case("array-with-an-unknown-variable", megatron(arrays="A_ARGS=( --seed $SEED )\n"), line=True),
+    Case("flag-unknown", megatron(args={"num-layerz": 2})),
+    Case("flag-of-the-chain", megatron(args={"save": "/elsewhere"})),
+    Case("setting-without-a-flag", megatron(training=TRAINING | {"on_spike": "skip", "threads": 1})),
     Case("checkout-missing", foreign("megatron-lm", megatron_lm={"dir": "/no/checkout"})),
     # types
     Case("steps-no-number", settings(training={"steps": "many"}), line=True),
@@ -449,7 +472,7 @@ def test_an_error_is_one_clear_text(case: Case, place: Place) -> None:
     assert found.count("error: ") == 1
     assert found.startswith("error: ")
     assert "\n  -> " in found, "it does not say what to do"
-    assert not case.line or re.search(r"\.(?:yaml|jsonl?):\d+", found), "it names no line"
+    assert not case.line or re.search(r"\.(?:yaml|jsonl?|sh):\d+", found), "it names no line"
     queued = [*place.folder.glob("run/local/job-*.json"), *place.folder.glob("run/plan.json")]
     assert sorted(str(path.relative_to(place.folder / "run")) for path in queued) == sorted(case.kept)
 

@@ -174,6 +174,9 @@ PLACES = {
     'A_ARGS=( --a "1 )\n': ('a " is not closed', 1),
     "A_ARGS=( --a 1 )\ncat <<EOF\n": ("the here-document that 'EOF' ends does not end", 3),
     "A_ARGS=( --a 1 )\nfi\n": ("'fi' closes nothing", 2),
+    "A_ARGS=( --a 1 )x": ("A_ARGS goes on behind its last parenthesis", 1),
+    "A_ARGS=( --a 1 )\n)y;;\n": ("')' closes nothing", 2),
+    "A_ARGS=( --a 1 )\nx & ; y\n": ("this is no Bash: syntax error near unexpected token `;'", 2),
     "if x; then\nA=1\n": ("'fi' is missing", 3),
 }
 

@@ -19,8 +19,9 @@ from relayrun.rundir.run import Run
 from relayrun.submit import submission
 from relayrun.submit.check.finding import Finding
 from relayrun.submit.check.state import Intent
-from relayrun.trainers.megatron_lm import checkpoints
 from tests.history import began
+from tests.megatron_lm.stand_in import stand_in
+from tests.trainers.test_megatron_checkpoints import save
 from tests.unit.test_trainer_configs import COMMAND, COMMON, MEGATRON, written
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,12 +40,9 @@ def command(folder: Path, *, cluster: dict[str, Any] | None = None, **changes: A
     return written(folder, COMMAND | {"command": own | changes}, cluster=site)
 
 
-def checkout(folder: Path, *, text: str = "--trigger-path") -> dict[str, Any]:
+def checkout(folder: Path) -> dict[str, Any]:
     """The section of a folder that looks like a checkout of Megatron-LM."""
-    (folder / "checkout/megatron/training").mkdir(parents=True)
-    (folder / "checkout/megatron/training/arguments.py").write_text(text)
-    (folder / "checkout/pretrain_gpt.py").write_text("")
-    return MEGATRON["megatron_lm"] | {"dir": str(folder / "checkout")}
+    return MEGATRON["megatron_lm"] | {"dir": str(stand_in(folder / "checkout"))}
 
 
 def looked(path: Path, *overrides: str, intent: Intent | None = None) -> list[Finding]:
@@ -159,19 +157,12 @@ def test_a_checkout_is_looked_at(tmp_path: Path) -> None:
     assert [each for each in bad(path) if each[1].startswith("megatron")] == []
     plan = submission.make_plan(compose.load(path), Run(tmp_path / "run"), ROOT, revision=1)
     assert (plan.trainer, plan.total_steps, plan.trainer_settings["dialect"]) == ("megatron-lm", 8, "swiss-ai")
-    found = bad(written(tmp_path, MEGATRON, megatron_lm=own | {"program": "pretrain_x.py", "args_file": "/gone.sh"}))
+    found = bad(written(tmp_path, MEGATRON, megatron_lm=own | {"program": "pretrain_x.py"}))
     assert ("error", "megatron_lm.program", f"{tmp_path}/checkout has no pretrain_x.py") in found
-    assert ("error", "megatron_lm.args_file", "there is no such file") in found
+    with pytest.raises(ConfigError, match=r"megatron_lm\.args_file /gone.sh: cannot be read: No such file"):
+        looked(written(tmp_path, MEGATRON, megatron_lm=own | {"args_file": "/gone.sh"}))
     with pytest.raises(ConfigError, match="/gone is no checkout of Megatron-LM"):
         looked(written(tmp_path, MEGATRON, megatron_lm=own | {"dir": "/gone"}))
-
-
-def save(folder: Path, iteration: int) -> None:
-    path = folder / checkpoints.folder_name(iteration)
-    path.mkdir(parents=True)
-    for name in checkpoints.DISTRIBUTED:
-        (path / name).write_text("x")
-    checkpoints.track(folder, iteration)
 
 
 def test_a_run_of_megatron_lm_begins_with_a_checkpoint_of_megatron_lm(tmp_path: Path) -> None:
@@ -186,6 +177,9 @@ def test_a_run_of_megatron_lm_begins_with_a_checkpoint_of_megatron_lm(tmp_path: 
 
     folder = tmp_path / "theirs"
     assert begins(str(folder)) == (10, str(folder / "iter_0000010"))
+    finetuned = compose.load(path, [f"checkpoint.load={folder}", "checkpoint.finetune=true"])
+    found = submission.initial_checkpoint.find_initial_checkpoint(finetuned, Run(tmp_path / "run"))
+    assert (found.iteration, found.path) == (0, str(folder / "iter_0000010"))  # the run counts from 0
     assert begins(f"{folder}:5") == begins(str(folder / "iter_0000005")) == (5, str(folder / "iter_0000005"))
     with pytest.raises(InputError, match="iteration 7 here") as error:
         begins(f"{folder}:7")

@@ -15,6 +15,7 @@ import pytest
 
 from relayrun.cli import COMMANDS
 from relayrun.config import describe
+from relayrun.config.schema import KINDS
 from relayrun.rundir import triggers
 from relayrun.rundir.run import Run
 from relayrun.submit import launcher_environment
@@ -150,7 +151,7 @@ def sources(*places: str) -> str:
 
 
 VARIABLES_HERE = {
-    *launcher_environment.OVERRIDES,
+    *(name for trainer in KINDS for name in launcher_environment.names_of(trainer)),
     launcher_environment.PROFILER,
     *tokenization.ENVIRONMENT,
     *re.findall(r'"(WANDB_\w+)"', sources("relayrun/monitoring")),

@@ -62,6 +62,7 @@ def flags_of(path: Path, variables: Mapping[str, str], hints: Mapping[str, str])
     except Unreadable as error:
         where = f"{path}:{line_of(text, error.at)}"
         raise ConfigError(error.words, where=where, hint="`megatron_lm.args` takes any flag verbatim") from None
+    _refuse_no_bash(path, text)  # behind what is said better here
     if not found:
         raise ConfigError(
             "this file has no array of flags", where=path, hint="write NAME_ARGS=( --flag value ... ), as launchers do"
@@ -93,6 +94,24 @@ def _read(path: Path) -> str:
             line = line_of(text, text.index(control))
             raise ConfigError(f"holds {what}", where=f"{path}:{line}", hint="dos2unix takes carriage returns away")
     return text
+
+
+def _refuse_no_bash(path: Path, text: str) -> None:
+    """Raise ConfigError where Bash itself finds an error in the script; it reads it, and runs nothing (-n)."""
+    command = [_bash(path), "--noprofile", "--norc", "-n"]
+    done = subprocess.run(command, input=text.encode(), env={}, capture_output=True, timeout=SECONDS, check=False)
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()[0]
+        found = re.fullmatch(r".*?: line (\d+): (.*)", said)
+        where, message = (f"{path}:{found[1]}", found[2]) if found is not None else (str(path), said)
+        raise ConfigError(f"this is no Bash: {message}", where=where, hint="mend it, or use megatron_lm.args")
+
+
+def _bash(path: Path) -> str:
+    bash = shutil.which("bash")
+    if bash is None:
+        raise ConfigError("there is no bash to expand the arrays", where=path, hint="use megatron_lm.args")
+    return bash
 
 
 class _Body:
@@ -225,14 +244,11 @@ class _Body:
 
 def _expanded(path: Path, found: list[Array], names: list[str], variables: Mapping[str, str]) -> dict[str, list[str]]:
     """The words of each array, by Bash. Raises ConfigError where that fails."""
-    bash = shutil.which("bash")
-    if bash is None:
-        raise ConfigError("there is no bash to expand the arrays", where=path, hint="use megatron_lm.args")
     lines = ["set -f -u", f"enable -n {_BUILTINS}"]  # -f: no patterns, since nobody knows in which folder
     lines += [f"{array.name}{array.operator}({array.body}\n)" for array in found]
     lines += [f'printf \'%s\\0\' "${{#{name}[@]}}" "${{{name}[@]}}"' for name in names]
     # restricted: no output to files, no program by its path, and none is on this PATH
-    command = [bash, "--noprofile", "--norc", "-r"]
+    command = [_bash(path), "--noprofile", "--norc", "-r"]
     environment = {**variables, "PATH": "/nonexistent", "LC_ALL": "C.UTF-8"}
     try:
         done = subprocess.run(

@@ -156,6 +156,8 @@ class _Script:
             if self.open or not self.command:
                 where = f"inside of what {self.open[-1]!r} ends" if self.open else "behind another word"
                 raise Unreadable(start, f"{match[1]} stands {where}: whether it counts is known by running the script")
+            if end < len(self.text) and self.text[end] not in " \t\n;&|":
+                raise Unreadable(end, f"{match[1]} goes on behind its last parenthesis")
             self.found.append(Array(match[1], match[2], self.text[body : end - 1], body))
         self.at = end
 

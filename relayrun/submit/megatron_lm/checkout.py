@@ -37,8 +37,8 @@ class Checkout:
         path = Path(folder)
         if not (path / ARGUMENTS).is_file():
             raise ConfigError(
-                f"this is no checkout of Megatron-LM: it has no {ARGUMENTS}",
-                where=f"megatron_lm.dir {path}",
+                f"{path} is no checkout of Megatron-LM: it has no {ARGUMENTS}",
+                where="megatron_lm.dir",
                 hint="set it, or MEGATRON_LM_DIR in the launcher, to a checkout of Megatron-LM",
             )
         return cls(path)

@@ -105,10 +105,22 @@ def merged(layers: Iterable[Sequence[Flag | Removal]]) -> Merged:
                 for other in others
                 if other is not None
             ]
-            if before is not None and before.values != entry.values:
+            if before is not None and not same(before.values, entry.values):
                 notes.append(f"{entry.text} of {entry.source} holds over {before.text} of {before.source}")
             holding[entry.name] = entry
     return Merged(flags=list(holding.values()), notes=notes)
+
+
+def same(values: Sequence[str], others: Sequence[str]) -> bool:
+    """Whether a parser takes words for the same: numbers count by their value."""
+    return [_number_or_text(value) for value in values] == [_number_or_text(other) for other in others]
+
+
+def _number_or_text(word: str) -> float | str:
+    try:
+        return float(word)
+    except ValueError:
+        return word
 
 
 def of_words(words: Sequence[tuple[str, str]], *, where: str) -> list[Flag]:

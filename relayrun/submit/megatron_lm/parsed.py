@@ -118,7 +118,7 @@ def _refusals(
         name = word.partition("=")[0]
         if name in known:
             continue
-        near = nearest(name, known)
+        near = nearest(name, known, most=1)
         found.append(
             Refusal(
                 words=f"this checkout ({checkout.version}) has no flag {name}{'; ' + near if near else ''}",

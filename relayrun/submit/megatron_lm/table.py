@@ -7,14 +7,14 @@ checkouts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
 from relayrun.config.rampup import BatchSizes
 from relayrun.config.schema import MegatronConfig
-from relayrun.errors import ConfigError
+from relayrun.errors import ConfigError, together
 from relayrun.submit.megatron_lm.checkout import Checkout
 from relayrun.submit.megatron_lm.flag import Flag
 
@@ -185,6 +185,7 @@ TABLE: tuple[Row, ...] = (
     _value("training.global_batch_size", "global-batch-size"),
     Row("training.rampup_batch_size", "rampup-batch-size", _rampup, "--rampup-batch-size START INCREMENT SAMPLES"),
     _value("training.steps", "train-iters"),
+    _value("training.stop_after", "exit-interval"),
     _value("training.seed", "seed"),
     Row("training.eval_steps", "eval-iters", _eval_iters, "--eval-iters N, 0 without validation data"),
     Row("training.eval_interval", "eval-interval", _eval_interval, "--eval-interval N, with validation data"),
@@ -306,19 +307,24 @@ def flags_of(config: MegatronConfig, checkout: Checkout) -> list[Flag]:
 
 
 def refuse_unlike(config: MegatronConfig) -> None:
-    """Raise ConfigError for a setting that Megatron-LM has nothing for, where it is not at its default."""
+    """Raise ConfigError for settings that Megatron-LM has nothing for, where they are not at their defaults."""
+    if errors := list(_unlike(config)):
+        raise together(errors, "settings cannot be said to Megatron-LM")
+
+
+def _unlike(config: MegatronConfig) -> Iterator[ConfigError]:
     for setting, (possible, why) in WITHOUT.items():
         section, _, name = setting.partition(".")
         settings = getattr(config, section)
         if settings is not None and (value := getattr(settings, name)) not in possible:
-            raise ConfigError(
+            yield ConfigError(
                 f"{value!r} has no meaning for trainer megatron-lm: {why}",
                 where=setting,
                 hint="leave it out, or train with trainer: native",
             )
     training, data = config.training, config.data
     if training is not None and training.loss_mean == "sample":
-        raise ConfigError(
+        yield ConfigError(
             "Megatron-LM takes the mean over a micro-batch or over tokens, never over samples",
             where="training.loss_mean",
             hint="set micro_batch or token",
@@ -326,11 +332,11 @@ def refuse_unlike(config: MegatronConfig) -> None:
     if data is None:
         return
     if data.split and data.validation:
-        raise ConfigError(
+        yield ConfigError(
             "Megatron-LM takes validation data by a split or by paths, not both", where="data.split", hint="leave one"
         )
     for name, source in data.sources.items():
         if source.order not in (None, "window", "megatron", "mock") or (source.options and not data.mock_data):
-            raise ConfigError(
+            yield ConfigError(
                 "Megatron-LM has an order of its own", where=f"data.mixture.{name}", hint="leave out order and options"
             )

@@ -9,23 +9,22 @@ from pathlib import Path
 NSYS_TRACE = "nvtx,cudnn,cublas,cuda"
 
 
-def nsys_command(folder: Path) -> list[str]:
+def nsys_command(folder: Path, options: Sequence[str] = ()) -> list[str]:
     """What stands before the program of each rank; a file a rank, named by its node and its number.
 
-    Recorded is what lies between cudaProfilerStart and Stop, which `--profile` calls on the chosen ranks.
+    Recorded is what lies between cudaProfilerStart and Stop, which `--profile` calls on the chosen ranks. `options`:
+    further ones, `--NAME=VALUE`, which take the place of those that are here by default.
     """
-    return [
-        "nsys",
-        "profile",
-        "-s",
-        "none",
+    own = [
+        "--sample=none",
         f"--trace={NSYS_TRACE}",
         f"--output={folder}/nsys-trace-hostname-%h-procid-%q{{SLURM_PROCID}}.nsys-rep",
-        "--force-overwrite",
-        "true",
+        "--force-overwrite=true",
         "--capture-range=cudaProfilerApi",
         "--capture-range-end=stop",
     ]
+    given = {option.partition("=")[0] for option in options}
+    return ["nsys", "profile", *(option for option in own if option.partition("=")[0] not in given), *options]
 
 
 def wandb_flags(words: Sequence[str], *, project: str, name: str, folder: Path) -> list[str]:
