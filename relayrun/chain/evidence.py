@@ -9,6 +9,7 @@ from pathlib import Path
 
 from relayrun.chain import nodes
 from relayrun.chain.log import PREFIX
+from relayrun.files import last_bytes
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.records import Failure
 
@@ -55,9 +56,7 @@ def tail(log: str | None, *, since: int = 0) -> str:
     if log is None:
         return ""
     try:
-        with open(log, "rb") as file:
-            file.seek(max(since, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            return file.read().decode("utf-8", errors="replace")
+        return last_bytes(log, TAIL_BYTES, since=since).decode("utf-8", errors="replace")
     except OSError:
         return ""
 

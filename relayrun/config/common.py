@@ -19,7 +19,7 @@ class CommonConfig(Section):
     project: Annotated[str, Field(pattern=NAME)]
     """Name of the project: the first part of the run's name, the W&B project, and a folder below logs/runs."""
     name: Annotated[str, Field(pattern=NAME)]
-    """Name of the run within its project."""
+    """Name of the run within its project. `{nodes}` in it becomes the number of nodes."""
     run_dir: Line | None = None
     """Directory of the run; default: logs/runs/<project>/<name>."""
     trainer: TrainerName = "native"

@@ -26,6 +26,7 @@ from relayrun.config.schema import (
     CommonConfig,
     Data,
     DataSource,
+    Job,
     MegatronConfig,
     RunConfig,
     trainers_with,
@@ -33,6 +34,9 @@ from relayrun.config.schema import (
 from relayrun.config.training import LOSS_MEAN_BEFORE
 from relayrun.config.yamlfile import LocatedSettings, Location
 from relayrun.errors import ConfigError, nearest, nearest_path
+
+NODES = "{nodes}"
+"""What stands in a run's name for the number of nodes of its jobs."""
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> CommonConfig:
@@ -65,6 +69,7 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> LocatedSettings:
     settings.merge(_overrides(of_cluster))  # they hold over the cluster's file, whichever is named first
     sites.insert_job_defaults(settings)
     _insert_notify_defaults(settings)
+    _insert_nodes(settings)
     mixture.insert(settings, root)
     return settings
 
@@ -235,6 +240,14 @@ def _insert_notify_defaults(settings: LocatedSettings) -> None:
     merged.merge(LocatedSettings({"notify": own}, kept))
     settings.values["notify"] = merged.values["notify"]
     settings.places.update(merged.places)
+
+
+def _insert_nodes(settings: LocatedSettings) -> None:
+    """Put the number of nodes in the place of `{nodes}` in the run's name: another size of the job is another run."""
+    name, job = settings.values.get("name"), settings.values.get("job")
+    nodes = job.get("nodes", Job.model_fields["nodes"].default) if isinstance(job, dict) else None
+    if isinstance(name, str) and isinstance(nodes, int):
+        settings.values["name"] = name.replace(NODES, str(nodes))
 
 
 def _explain(detail: Any, settings: LocatedSettings, kind: type[CommonConfig]) -> str:

@@ -150,15 +150,19 @@ class RunConfig(CommonConfig):
     def _check_attention(self) -> None:
         """What the two implementations of attention can do. Raises ValueError."""
         context, tensor = self.parallel.context_parallel_size, self.parallel.tensor_model_parallel_size
-        masked = self.data.reset_attention_mask
-        if self.training.transformer_impl == "transformer_engine" and masked:
-            raise ValueError("data.reset_attention_mask needs the local attention; set training.transformer_impl=local")
         if context == 1:
             return
-        if self.training.transformer_impl == "local" or masked or self.data.eod_mask_loss:
+        documents = self.data.reset_attention_mask
+        if self.training.transformer_impl == "transformer_engine" and documents:
             raise ValueError(
-                "parallel.context_parallel_size above 1 needs the attention of TransformerEngine, and so neither "
-                "training.transformer_impl=local nor data.reset_attention_mask nor data.eod_mask_loss"
+                "data.reset_attention_mask with parallel.context_parallel_size above 1 needs the local attention; "
+                "set training.transformer_impl=local"
+            )
+        heads = self.model.num_attention_heads
+        if heads % (tensor * context) and (documents or self.training.transformer_impl == "local"):
+            raise ValueError(
+                f"model.num_attention_heads {heads} is no multiple of tensor x context parallel size "
+                f"{tensor} x {context}: the local attention gives each of these ranks a part of the heads"
             )
         parts = 2 * context * (tensor if self.parallel.sequence_parallel else 1)
         if self.training.seq_length % parts:

@@ -98,8 +98,8 @@ def audit(run: Run) -> Audited:
         if begin is not None and attempt.data.is_file():
             revision, state = begin.config_revision, read_json(attempt.data)
             break
+    config = compose.native(compose.read_resolved(run.config_revision(revision)))  # another trainer's has no manifest
     manifest = Manifest.read(run.manifest)
-    config = compose.native(compose.read_resolved(run.config_revision(revision)))
     order = training_order(config, manifest)
     progress = Progress(config.training.batch_sizes)
     if state is not None:

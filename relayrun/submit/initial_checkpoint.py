@@ -45,12 +45,12 @@ def _native(config: RunConfig, run: Run) -> Durable:
     single = (folder / "metadata.json").is_file()
     found = _folder(folder, config, wanted) if single else _run(name, config, wanted)
     iteration = 0 if settings.finetune else found.iteration
-    if iteration >= config.training.steps:
-        steps = config.training.steps
+    if iteration >= config.training.end_iteration:
+        name = "steps" if config.training.stop_after is None else "stop_after"
         raise ConfigError(
-            f"{found.path} stands at iteration {iteration}, and training.steps is {steps}",
+            f"{found.path} stands at iteration {iteration}, and training.{name} is {config.training.end_iteration}",
             where="checkpoint.load",
-            hint="raise training.steps, or set checkpoint.finetune=true to count from 0",
+            hint=f"raise training.{name}, or set checkpoint.finetune=true to count from 0",
         )
     return Durable(iteration=iteration, path=found.path)
 

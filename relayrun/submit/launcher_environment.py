@@ -35,7 +35,7 @@ OVERRIDES = {
 """Name in the run config of each setting. An empty setting leaves the config's own value."""
 
 OF_TRAINERS = {
-    "megatron-lm": {"MEGATRON_LM_DIR": "megatron_lm.dir"},
+    "megatron-lm": {"MEGATRON_LM_DIR": "megatron_lm.dir", "ARGS_FILE": "megatron_lm.args_file"},
     "command": {"TRAINING_STEPS": "command.steps"},
 }
 """Settings that a foreign trainer has besides those of OVERRIDES whose sections it has, or under another name."""
@@ -61,6 +61,7 @@ _TEXTS = frozenset(
         "MIXTURE",
         "DATASET_CACHE_DIR",
         "MEGATRON_LM_DIR",
+        "ARGS_FILE",
     }
 )
 _OTHER_FORM = {"DATASETS": "data.mixture=null", "MIXTURE": "data.datasets=[]"}

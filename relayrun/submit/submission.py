@@ -143,6 +143,7 @@ def _prepared(config: CommonConfig, intent: Intent, given: LocatedSettings | Non
         _refuse_while_live(run)
         owner.refuse_another(run, take_over=intent.take_over, now=time.time())
         state.refuse_after_end(run, resume=intent.resume)
+        state.check_stop_after(config, run)
         state.check_time_limit(config, make_plan(config, run, places.CODE, revision=0), run)
         state.refuse_other_trainer(config, run)
         if isinstance(config, RunConfig):
@@ -232,6 +233,7 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
         job_name=job_name(config.project, config.name, run.path),
         scheduler=cluster.scheduler,
         total_steps=total_steps(config, settings),
+        stop_after=config.training.stop_after if isinstance(config, RunConfig) else None,
         config_revision=revision,
         submitted_after_attempt=max(run.attempt_numbers(), default=0),
         owner=os.geteuid(),

@@ -65,7 +65,10 @@ class Trainer(Protocol):
         """What a rank of this attempt executes, without what the cluster puts before it."""
 
     def environment(self, begin: AttemptStart) -> dict[str, str]:
-        """Variables of every rank of this attempt, besides those of the chain."""
+        """Variables of every rank of this attempt, besides those of the chain.
+
+        PYTHONPATH: folders that come before all others.
+        """
 
     def follow(self, begin: AttemptStart, *, signal_ranks: Callable[[Signals], None]) -> Observing | None:
         """Who writes the records of this attempt; None where the program writes them itself."""

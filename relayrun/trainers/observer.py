@@ -11,7 +11,6 @@ job's `begin` where the whole job was lost.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,9 +23,7 @@ from relayrun.rundir.lead import SAVES, STEPS, lead_of, percentile
 from relayrun.rundir.records import AttemptStart, Commit, Heartbeat, Outcome, OutcomeName, Started
 from relayrun.rundir.run import Run
 from relayrun.trainers.base import FoundCheckpoint, ObservedStep, Program
-from relayrun.trainers.remove_old import remove_old
-
-log = logging.getLogger(__name__)
+from relayrun.trainers.retention import Retention
 
 LOOK_SECONDS = 1.0
 """Between two looks; a save that begins and ends between them takes less."""
@@ -38,7 +35,7 @@ class Observer:
     Args:
         leave: asks the program to save and leave, by a signal or what else it hears. `attempts/N/stop` says why; it is
             written behind it, so that a kill in between asks again.
-        keep_last: how many of the run's newest checkpoints stay when a new one has come; None: all.
+        retention: removes old checkpoints; None: they all stay, or the program removes them itself.
     """
 
     def __init__(
@@ -49,14 +46,14 @@ class Observer:
         program: Program,
         *,
         leave: Callable[[], None],
-        keep_last: int | None = None,
+        retention: Retention | None = None,
     ) -> None:
         self._run = run
         self._attempt = attempt
         self._begin = begin
         self._program = program
         self._leave = leave
-        self._keep_last = keep_last
+        self._retention = retention
         self._files: dict[str, dict[str, int]] = {}
         """What lay in a checkpoint at the look before, as long as more may come."""
         self._iteration = begin.base_iteration
@@ -80,6 +77,8 @@ class Observer:
             self._obey_save()
         finally:  # whatever of its files cannot be read
             self._obey_leave()
+        if self._retention is not None:  # last: what cannot be removed keeps nothing else from being done
+            self._retention.look(self._program.checkpoints(), saving=self._program.saving() is not None)
 
     def conclude(self, exit_code: int | None) -> None:
         """Record what is left, and how the program ended, as far as that is known. Raises OSError.
@@ -108,6 +107,8 @@ class Observer:
         Outcome(outcome=outcome, reason=words, iteration=self._committed, time=now).write(self._attempt.outcome)
         if exit_trigger is not None:  # behind the outcome: what is acknowledged has come
             triggers.acknowledge(self._run, exit_trigger, iteration=self._committed, result=f"{outcome}: {words}")
+        if outcome == "done" and self._retention is not None:
+            self._retention.finish(self._program.checkpoints())
 
     def _take_up(self) -> None:
         """Go on where an observer before this one was killed."""
@@ -207,11 +208,6 @@ class Observer:
             result = f"saved iteration {checkpoint.iteration}"
             triggers.acknowledge(self._run, self._save_asked, iteration=checkpoint.iteration, result=result)
             self._save_asked = None
-        if self._keep_last is not None:
-            try:
-                remove_old(self._run, keep_last=self._keep_last)
-            except OSError as error:
-                log.warning("old checkpoints not removed: %s", error)
 
     def _heartbeat(self, phase: str, *, moved: bool) -> None:
         """Written where the program moved, and then alone: who does not move must look as if it did not."""

@@ -32,7 +32,7 @@ for iteration in range(start + 1, int(last) + 1):
         os.makedirs(path)
         with open(os.path.join(path, "state"), "w") as file:
             file.write(str(iteration))
-        if iteration == int(crash):
+        if iteration == int(crash) and not resume:
             os.kill(os.getpid(), 9)
         with open(os.path.join(folder, "latest"), "w") as file:
             file.write(f"step-{iteration}")
@@ -96,4 +96,4 @@ def test_a_program_that_no_rank_can_start_ends_the_chain_with_its_name(config: P
     main(["submit", str(config), "--set", "command.run=[no-such-program]", "--set", "job.setup=['true']"])
     (end,) = ends(Run(tmp_path / "run"))
     assert end.cause == "fatal"
-    assert end.reason.startswith("no-such-program is not found on any rank"), end
+    assert end.reason.startswith("fatal: no-such-program is not found on any rank"), end

@@ -17,6 +17,7 @@ from relayrun.rundir.records import AttemptStart, Heartbeat, Outcome, Started
 from relayrun.rundir.run import Run
 from relayrun.trainers.base import Ending, FoundCheckpoint, ObservedStep
 from relayrun.trainers.observer import Observer
+from relayrun.trainers.retention import Retention
 from tests.history import began
 
 
@@ -90,7 +91,8 @@ class Scene:
         assert begin is not None
         if change:
             begin = AttemptStart.of({**begin.__dict__, **change})
-        return Observer(self.run, self.attempt, begin, script or self.script, leave=self._leave, keep_last=keep_last)
+        retention = None if keep_last is None else Retention(self.run, self.attempt, begin, keep_last=keep_last)
+        return Observer(self.run, self.attempt, begin, script or self.script, leave=self._leave, retention=retention)
 
     def _leave(self) -> None:
         self.left += 1
@@ -349,7 +351,7 @@ def test_it_is_asked_to_leave_also_where_its_files_cannot_be_read(scene: Scene) 
 
 
 def on_disk(scene: Scene) -> list[str]:
-    return sorted(path.name for path in scene.run.checkpoints.iterdir())
+    return sorted(path.name for path in scene.run.checkpoints.iterdir() if path.name != ".removing")
 
 
 def test_old_checkpoints_go_where_that_is_asked_for_and_what_others_removed_does_not_count(scene: Scene) -> None:
@@ -361,11 +363,13 @@ def test_old_checkpoints_go_where_that_is_asked_for_and_what_others_removed_does
     shutil.rmtree(scene.run.checkpoints / "iter_0000004")  # by the program itself
     scene.script.saved.remove(4)
     assert durable(scene.run).iteration == 3
-    (scene.run.checkpoints / ".removing-iter_0000002").mkdir()  # of a process that was killed
+    (scene.run.checkpoints / ".removing" / "iter_0000002").mkdir(parents=True, exist_ok=True)  # of a killed process
     (scene.run.checkpoints / "final").mkdir()  # nothing has it on record
     scene.script.save(5)
     scene.observer.look()
     assert on_disk(scene) == ["final", "iter_0000003", "iter_0000005"]
+    scene.observer.look()
+    assert list((scene.run.checkpoints / ".removing").glob("*")) == []
 
 
 def test_of_a_checkpoint_that_is_a_link_the_link_alone_is_removed(scene: Scene, tmp_path: Path) -> None:

@@ -111,6 +111,22 @@ def test_a_name_may_come_with_modules_and_a_container_hides_what_it_holds(tmp_pa
     assert found.words == "/opt/python runs in a container: what it holds is not known from here"
 
 
+def test_what_the_script_imports_is_asked_of_its_python(tmp_path: Path) -> None:
+    path = command(tmp_path)
+    (tmp_path / "beside.py").write_text("")
+    script = "import json, no_such.part\nfrom beside import x\ntry:\n    import maybe\nexcept ImportError:\n    pass\n"
+    (tmp_path / "train.py").write_text(script)
+    words = f"{sys.executable} has no no_such, which {tmp_path}/train.py imports"
+    assert bad(path) == [("error", "command.packages", words)]
+    assert bad(path, "job.setup=[source venv/bin/activate]") == [("warning", "command.packages", words)]
+    (tmp_path / "train.py").write_text("import beside\nimport json\n")
+    assert bad(path) == []
+    (tmp_path / "python3").write_text("#!/bin/sh\necho it is broken >&2\nexit 3\n")
+    (tmp_path / "python3").chmod(0o755)
+    broken = f"{tmp_path}/python3 does not start: it is broken"
+    assert bad(path, f"cluster.python={tmp_path}/python3") == [("error", "command.python", broken)]
+
+
 def test_a_line_of_setup_and_a_placeholder_are_refused_for_a_command_too(tmp_path: Path) -> None:
     found = bad(command(tmp_path, resume=["--data=/set/this"]), "job.setup=['if true']")
     assert {name for level, name, _ in found if level == "error"} == {"job.options"}

@@ -71,12 +71,17 @@ def test_load_names_a_run_or_a_folder_whatever_is_in_it() -> None:
 
 def test_every_launcher_offers_the_same_settings_and_all_of_them_are_read() -> None:
     launchers = sorted((Path(__file__).resolve().parents[2] / "launchers").glob("submit-*.sh"))
-    assert len(launchers) == 5
-    offered = [re.findall(r'^export (\w+)="\$\{\1:-', path.read_text(encoding="utf-8"), re.M) for path in launchers]
-    assert offered == [offered[0]] * len(launchers)
-    assert set(offered[0]) - set(launcher_environment.OVERRIDES) == {"CONFIG", launcher_environment.PROFILER}
-    given_otherwise = {"RUN_DIR", "CLUSTER", "TOKENIZER"}  # by the config, unless the environment has them
-    assert set(launcher_environment.OVERRIDES) - set(offered[0]) == given_otherwise
+    by_trainer: dict[str, list[list[str]]] = {}
+    for path in launchers:
+        offered = re.findall(r'^export (\w+)="\$\{\1:-', path.read_text(encoding="utf-8"), re.M)
+        by_trainer.setdefault("megatron-lm" if "-megatron-" in path.name else "native", []).append(offered)
+    assert {trainer: len(each) for trainer, each in by_trainer.items()} == {"native": 5, "megatron-lm": 2}
+    for trainer, each in by_trainer.items():
+        assert each == [each[0]] * len(each)
+        names = set(launcher_environment.names_of(trainer))
+        assert set(each[0]) - names == {"CONFIG", launcher_environment.PROFILER}
+        given_otherwise = {"RUN_DIR", "CLUSTER", "TOKENIZER"}  # by the config, unless the environment has them
+        assert names - set(each[0]) == given_otherwise
 
 
 def test_a_run_is_as_large_as_the_job_that_it_begins_in() -> None:

@@ -10,8 +10,8 @@ from typing import Any, Literal, Protocol
 from relayrun.config.schema import CommonConfig
 from relayrun.monitoring.trackers import wandb_files
 from relayrun.monitoring.trackers.points import Point
-from relayrun.monitoring.trackers.streams import Stream
 from relayrun.rundir.run import Run
+from relayrun.rundir.streams import Stream
 
 Mode = Literal["online", "offline"]
 

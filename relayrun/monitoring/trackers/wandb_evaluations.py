@@ -11,9 +11,9 @@ import fcntl
 from relayrun.config.schema import CommonConfig
 from relayrun.monitoring.trackers import wandb_files
 from relayrun.monitoring.trackers.sinks import Mode, client_settings
-from relayrun.monitoring.trackers.streams import read_streams
 from relayrun.rundir import evaluations
 from relayrun.rundir.run import Run
+from relayrun.rundir.streams import read_streams
 
 
 def tell(run: Run, config: CommonConfig, mode: Mode) -> None:

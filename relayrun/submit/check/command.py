@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import re
 import shutil
@@ -14,6 +15,27 @@ from relayrun.trainers.command.trainer import PLACEHOLDERS
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _PYTHON = re.compile(r"python[\d.]*")
+
+
+def python_and_script(config: CommandConfig) -> tuple[str, str] | None:
+    """Return the Python and the script that a command begins with, both as they are found here; else None."""
+    words = command_words(config, config.command.run)
+    found = shutil.which(words[0])
+    script = words[1] if len(words) > 1 else ""
+    if found is None or not _PYTHON.fullmatch(Path(found).name) or not script.endswith(".py"):
+        return None
+    return (found, script) if Path(script).is_file() else None
+
+
+def imports(script: str) -> tuple[str, ...]:
+    """Return the packages that a script imports whatever happens: none of a `try`, an `if` or a function."""
+    try:
+        tree = ast.parse(Path(script).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ()  # the program itself says it better
+    names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom) and not node.level]
+    return tuple(dict.fromkeys(name.partition(".")[0] for name in names if name))
 
 
 def look(config: CommandConfig, findings: Findings, *, contained: bool) -> None:

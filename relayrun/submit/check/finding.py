@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from relayrun.config.schema import KINDS, CommonConfig
 from relayrun.config.yamlfile import LocatedSettings
-from relayrun.errors import ConfigError, RelayrunError, SeveralErrors
+from relayrun.errors import ConfigError, RelayrunError, together
 
 Level = Literal["ok", "warning", "error"]
 
@@ -106,12 +106,10 @@ class Findings:
         return [finding for finding in self.all if finding.level == "warning"]
 
     def raise_errors(self) -> None:
-        """Raise what was found: the error itself where it is the only one, else SeveralErrors."""
+        """Raise what was found, all in one error."""
         errors = [finding.error for finding in self.errors if finding.error is not None]
-        if len(errors) == 1:
-            raise errors[0]
         if errors:
-            raise SeveralErrors(errors)
+            raise together(errors)
 
     def _add(
         self,

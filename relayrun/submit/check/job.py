@@ -9,9 +9,17 @@ from relayrun.submit.check.finding import Findings
 
 
 def look(config: CommonConfig, findings: Findings) -> None:
-    """Look at options that sbatch does not have, and at lines that Bash cannot read."""
+    """Look at options that sbatch does not have, at lines that Bash cannot read, and at what a site file guesses."""
     with findings.catching("job.options"):
         check_job(config)
+    if config.cluster.not_checked:
+        findings.warn(
+            "job.site",
+            f"the site file of {config.cluster.name} was written without having read in the site's documentation: "
+            + "; ".join(config.cluster.not_checked),
+            setting="cluster.not_checked",
+            remedy="ask the site's documentation, or sinfo, and take out of cluster.not_checked what is right",
+        )
 
 
 def check_job(config: CommonConfig) -> None:

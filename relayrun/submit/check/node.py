@@ -45,8 +45,9 @@ def look(config: CommonConfig, findings: Findings) -> None:
     """Look at the ranks' Python or program, the batch script's, the modules, and at packages that settings need."""
     if isinstance(config, CommandConfig):
         command.look(config, findings, contained=in_container(config))
+        _script(config, findings)
     elif isinstance(config, MegatronConfig):
-        megatron_lm.look(config, findings)
+        megatron_lm.look(config, findings, contained=in_container(config))
         _ranks(config, OF_MEGATRON_LM, findings)
     elif isinstance(config, RunConfig):
         _ranks(config, _names(config), findings)
@@ -59,7 +60,7 @@ def look(config: CommonConfig, findings: Findings) -> None:
 
 
 def _packages(config: RunConfig, findings: Findings) -> None:
-    if config.parallel.context_parallel_size > 1 or config.training.transformer_impl == "transformer_engine":
+    if config.training.transformer_impl == "transformer_engine":
         with findings.catching("node.transformer_engine", ok="TransformerEngine is there, or declared"):
             _check_transformer_engine(config)
     with findings.catching("node.evaluation"):
@@ -115,6 +116,33 @@ def _ranks(config: CommonConfig, names: Sequence[str], findings: Findings) -> No
         )
     else:
         findings.ok("node.python", f"{python} is Python {version[0]}.{version[1]} and has what the ranks import")
+
+
+def _script(config: CommandConfig, findings: Findings) -> None:
+    """Whether the Python of a command starts, and has what its script imports before anything else."""
+    found = command.python_and_script(config)
+    if found is None or in_container(config):
+        return
+    python, script = found
+    setting, names = "command.run", command.imports(script)
+    answer = _ask(python, names, os.pathsep.join([str(Path(script).parent), _search_path(config)]))
+    changed = config.cluster.modules or config.job.setup
+    how = findings.warn if changed else findings.refuse
+    if answer is None:
+        findings.warn("command.python", f"{python} gave no answer within {SECONDS:.0f} s", setting=setting)
+    elif isinstance(answer, str):
+        how("command.python", f"{python} does not start: {answer}", setting=setting, value=python)
+    elif answer["missing"]:
+        how(
+            "command.packages",
+            f"{python} has no {', '.join(answer['missing'])}, which {script} imports",
+            setting=setting,
+            value=python,
+            remedy="install it there, or name the Python that has it in command.run; {python} is cluster.python"
+            + ("; the modules or lines of job.setup may bring it" if changed else ""),
+        )
+    else:
+        findings.ok("command.packages", f"{python} has what {script} imports")
 
 
 def _names(config: RunConfig) -> list[str]:
@@ -230,12 +258,9 @@ def _check_transformer_engine(config: RunConfig) -> None:
     cluster = config.cluster
     here = cluster.python is None and importlib.util.find_spec("transformer_engine") is not None
     if not (cluster.transformer_engine or here):
-        what = "parallel.context_parallel_size above 1"
-        if config.training.transformer_impl == "transformer_engine":
-            what = "training.transformer_impl=transformer_engine"
         raise ConfigError(
-            f"{what} needs TransformerEngine, which this Python does not have and cluster {cluster.name!r} does not "
-            "declare",
+            "training.transformer_impl=transformer_engine needs TransformerEngine, which this Python does not have "
+            f"and cluster {cluster.name!r} does not declare",
             where=f"configs/clusters/{cluster.name}.yaml",
             hint="set transformer_engine: true there if the ranks' container has it",
         )

@@ -13,7 +13,7 @@ from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
 from relayrun.submit import owner
-from relayrun.submit.check import data, job, node, place, settings, slurm, state, storage, tracking
+from relayrun.submit.check import data, job, node, notify, place, settings, slurm, state, storage, tracking
 from relayrun.submit.check.finding import Findings
 from relayrun.submit.check.state import Intent
 from relayrun.submit.check.usage import Usage
@@ -73,6 +73,7 @@ def report(
     if plan.scheduler == "slurm" and script is not None:
         slurm.look(plan, script, findings)
     tracking.look(config, findings)
+    notify.look(config, findings)
     return Report(config=config, run=run, plan=plan, findings=findings, manifest=manifest, usage=used, forecast=future)
 
 

@@ -56,6 +56,8 @@ def look(
         refuse_while_live(run, former, scheduler, without=history.abandoned(former, run))
     with findings.catching("run.state", ok="the chain has not ended, or goes on with --resume"):
         refuse_after_end(run, resume=intent.resume)
+    with findings.catching("run.stop_after"):
+        check_stop_after(config, run)
     with findings.catching("run.owner"):
         owner.refuse_another(run, take_over=intent.take_over, now=time.time())
     if isinstance(config, RunConfig) and manifest is not None:
@@ -111,14 +113,27 @@ def refuse_after_end(run: Run, *, resume: bool) -> None:
 def refuse_other_trainer(config: CommonConfig, run: Run) -> None:
     """Raise ConfigError where the run has checkpoints of another trainer, which this one cannot go on from."""
     revisions = run.revisions()
-    if not revisions or durable(run).path is None:
+    if not revisions:
         return
     before = compose.read_resolved(run.config_revision(revisions[-1])).trainer
-    if before != config.trainer:
+    if before != config.trainer and durable(run).path is not None:
         raise ConfigError(
             f"this run has checkpoints of trainer {before}, and trainer {config.trainer} reads others",
             where="trainer",
             hint="give the run another name",
+        )
+
+
+def check_stop_after(config: CommonConfig, run: Run) -> None:
+    """Raise a ConfigError where the run has made the iteration durable at which it is to stop."""
+    if not isinstance(config, RunConfig):
+        return
+    stop, reached = config.training.stop_after, durable(run).iteration
+    if stop is not None and reached >= stop:
+        raise ConfigError(
+            f"the run stands at iteration {reached} already, and would stop after iteration {stop}",
+            where="training.stop_after",
+            hint="raise it, or set training.stop_after=null to go on to the last step",
         )
 
 

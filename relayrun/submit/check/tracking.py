@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from relayrun.config.schema import CommonConfig, RunConfig
+from relayrun.config.schema import CommonConfig, MegatronConfig, RunConfig
 from relayrun.monitoring.trackers.sinks import wandb_mode
 from relayrun.submit.check.finding import Findings
 
@@ -25,7 +25,7 @@ def look(config: CommonConfig, findings: Findings, environment: Mapping[str, str
             value="(not shown)",
             remedy="take it out, and export WANDB_API_KEY in the environment that submits",
         )
-    if not isinstance(config, RunConfig):
+    if not isinstance(config, RunConfig | MegatronConfig):
         findings.ok(name, f"W&B is the program's own affair: nothing is sent for a run of trainer {config.trainer}")
         return
     environment = {**environment, **config.cluster.environment}

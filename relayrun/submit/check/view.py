@@ -172,9 +172,31 @@ def _plan(report: Report) -> Iterator[tuple[str, str]]:
 
 def _foreign_plan(report: Report) -> Iterator[tuple[str, str]]:
     """What is known of a run whose program is not relayrun's own."""
+    yield "trainer", report.config.trainer
+    yield "a rank executes", shlex.join(rank_command(report))
+    steps = report.plan.total_steps
+    yield "steps", "until the program ends with exit code 0" if steps is None else f"{steps:,}"
+    yield "checkpoints", f"below {report.run.checkpoints}; their size is not known before there is one"
+    yield "time, node hours", "not known: how fast the program is shows when it runs"
+
+
+def as_comment(report: Report) -> list[str]:
+    """What the ranks execute, and what was given for that and does not hold, as lines of a comment: a flag a line."""
+    lines = ["what a rank executes:"]
+    for word in rank_command(report):
+        if word.startswith("--") or len(lines) == 1:
+            lines.append(f"  {shlex.quote(word)}")
+        else:
+            lines[-1] += f" {shlex.quote(word)}"
+    lines += [finding.words for finding in report.findings.all if finding.name == "megatron_lm.args"]
+    return [f"# {line}" for line in lines]
+
+
+def rank_command(report: Report) -> list[str]:
+    """What a rank of the run's next attempt executes, as far as it is known before: the words of a command line."""
     trainer = trainer_of(report.plan, report.run)
     begin = AttemptStart(
-        attempt=1,
+        attempt=max(report.run.attempt_numbers(), default=0) + 1,
         job_id="",
         job_name=report.plan.job_name,
         nodes="",
@@ -185,12 +207,7 @@ def _foreign_plan(report: Report) -> Iterator[tuple[str, str]]:
         job_end_time=None,
         lead=report.plan.lead,
     )
-    yield "trainer", report.config.trainer
-    yield "a rank executes", shlex.join([*report.plan.command_prefix, *trainer.command(begin)])
-    steps = report.plan.total_steps
-    yield "steps", "until the program ends with exit code 0" if steps is None else f"{steps:,}"
-    yield "checkpoints", f"below {report.run.checkpoints}; their size is not known before there is one"
-    yield "time, node hours", "not known: how fast the program is shows when it runs"
+    return [*report.plan.command_prefix, *trainer.command(begin)]
 
 
 def _time(future: Forecast) -> str:

@@ -16,12 +16,14 @@ from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lineage import Durable, is_own
 from relayrun.rundir.records import AttemptStart, Record
 from relayrun.rundir.run import Run
+from relayrun.trainers import wandb
 from relayrun.trainers.base import Observing
 from relayrun.trainers.command.checkpoints import CheckpointRule
 from relayrun.trainers.command.program import CommandProgram
 from relayrun.trainers.command.progress import LogPattern
 from relayrun.trainers.logs import logs_of
 from relayrun.trainers.observer import Observer
+from relayrun.trainers.retention import Retention
 
 PLACEHOLDERS = ("run_dir", "checkpoints", "iteration", "checkpoint")
 """What an attempt fills in where it stands in braces."""
@@ -105,9 +107,7 @@ class Command:
         found = {
             client.FOLDER: str(attempt.client),
             client.STOP: str(attempt.stop),
-            "WANDB_RUN_ID": begin.job_name,
-            "WANDB_RESUME": "allow",
-        }
+        } | wandb.variables(self._run)
         return found if begin.base_path is None else found | {client.CHECKPOINT: begin.base_path}
 
     def follow(self, begin: AttemptStart, *, signal_ranks: Callable[[Signals], None]) -> Observing | None:
@@ -134,7 +134,13 @@ class Command:
             asked_to_leave=attempt.stop.exists,
         )
         leave = (lambda: None) if self.leave_signal is None else partial(signal_ranks, self.leave_signal)
-        return Observer(self._run, attempt, begin, program, leave=leave, keep_last=settings.keep_last)
+        return Observer(self._run, attempt, begin, program, leave=leave, retention=self._retention(begin))
+
+    def _retention(self, begin: AttemptStart) -> Retention | None:
+        if self._settings.keep_last is None:
+            return None
+        attempt = self._run.attempt(begin.attempt)
+        return Retention(self._run, attempt, begin, keep_last=self._settings.keep_last)
 
     def _rule(self) -> CheckpointRule | None:
         settings = self._settings
