@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
+from relayrun import client
 from relayrun.config import compose, yamlfile
 from relayrun.files import read_lines
 from relayrun.rundir.run import Run
@@ -41,31 +44,50 @@ def config(folder: Path, name: str, *, last: int, pace: list[str], **sections: d
 
 
 class Uncut:
-    """An example that runs to its end by itself, without a chain."""
+    """An example that runs to its end by itself, without a chain: one rank in this process, several in their own."""
 
     def __init__(self, folder: Path, name: str, last: int) -> None:
         self.folder = folder / f"{name}-uncut"
         (self.folder / "word").mkdir(parents=True)
-        script = [str(FOLDER / f"{name}.py"), str(self.folder), str(last)]
-        if RANKS[name] > 1:
-            script = ["-m", "torch.distributed.run", f"--nproc-per-node={RANKS[name]}", "--standalone", *script]
+        self._words = [str(FOLDER / f"{name}.py"), str(self.folder), str(last)]
+        self._process = self._start() if name != "plain" else None
+
+    def losses(self) -> dict[int, float]:
+        """The loss of each iteration, when it has ended."""
+        out = ""
+        if self._process is None:
+            self._run_here()
+        else:
+            out, err = self._process.communicate()
+            assert self._process.returncode == 0, err
+        said = self.folder / "word/steps.jsonl"
+        if said.exists():
+            return losses(said)
+        return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+)/\d+ loss (\S+)$", out, re.M)}
+
+    def _start(self) -> subprocess.Popen[str]:
+        several = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
         surroundings = {key: value for key, value in os.environ.items() if not key.startswith("RELAYRUN_")}
-        self._process = subprocess.Popen(
-            [sys.executable, *script],
-            env=surroundings | {"RELAYRUN_CLIENT": str(self.folder / "word"), "OMP_NUM_THREADS": "1"},
+        return subprocess.Popen(
+            [sys.executable, *(several if "ddp" in self._words[0] else []), *self._words],
+            env=surroundings | {client.FOLDER: str(self.folder / "word"), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
 
-    def losses(self) -> dict[int, float]:
-        """The loss of each iteration, when it has ended."""
-        out, err = self._process.communicate()
-        assert self._process.returncode == 0, err
-        said = self.folder / "word/steps.jsonl"
-        if said.exists():
-            return losses(said)
-        return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+)/\d+ loss (\S+)$", out, re.M)}
+    def _run_here(self) -> None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with (
+                mock.patch.dict(os.environ, {client.FOLDER: str(self.folder / "word")}),
+                mock.patch.object(sys, "argv", self._words),
+                torch.random.fork_rng(),
+            ):
+                runpy.run_path(self._words[0], run_name="__main__")
+        finally:
+            torch.set_num_threads(threads)
 
 
 def losses(path: Path) -> dict[int, float]:

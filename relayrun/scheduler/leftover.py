@@ -16,6 +16,8 @@ from collections.abc import Mapping
 MARK = "RELAYRUN_RANKS"
 """Environment variable that tells one start of ranks from every other one."""
 
+GRACE = 1.0
+"""Seconds in which they may end by themselves: some tidy up behind a program, as Python's resource tracker does."""
 PATIENCE = 10.0
 """Seconds for which processes are looked for that do not end; one that waits for a disk cannot."""
 
@@ -23,12 +25,12 @@ PATIENCE = 10.0
 def end(environment: Mapping[str, str | None]) -> list[str]:
     """SIGKILL every process of this machine whose environment has all these variables; return their command lines.
 
-    A variable with None may have any value.
+    Those that end by themselves within GRACE are none of them. A variable with None may have any value.
     """
     ended: dict[int, str] = {}
-    deadline = time.monotonic() + PATIENCE
-    while (found := _processes(environment)) and time.monotonic() < deadline:
-        for pid, command in found.items():
+    begun = time.monotonic()
+    while (found := _processes(environment)) and time.monotonic() < begun + GRACE + PATIENCE:
+        for pid, command in found.items() if time.monotonic() > begun + GRACE else ():
             ended.setdefault(pid, command)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from relayrun.config import compose
 from relayrun.files import read_lines
 from relayrun.rundir.run import Run
+from relayrun.submit.trainer_settings import trainer_settings
+from tests.chain.test_local_chain import ends, logs, run_chain
 from tests.command_examples import (
     LAST_CHECKPOINT,
     NAMES,
-    ROOT,
     Uncut,
     assert_same_checkpoints,
     config,
@@ -23,7 +23,8 @@ from tests.command_examples import (
     left_over,
     losses,
 )
-from tests.workspace import ends
+
+from .conftest import MakeRun
 
 pytestmark = pytest.mark.slow
 
@@ -31,27 +32,24 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name == "plain" else pytest.param(name, marks=pytest.mark.long) for name in NAMES]
 )
-def test_an_example_that_is_killed_goes_on_as_if_it_had_not_been(name: str, tmp_path: Path) -> None:
+def test_an_example_that_is_killed_goes_on_as_if_it_had_not_been(name: str, make_run: MakeRun, tmp_path: Path) -> None:
     last = 20
     pace = ["--save-at=5", "--hold-at=12", f"--held={tmp_path / 'held'}"]
-    path = config(tmp_path, name, last=last, pace=pace, cluster={"name": "local", "scheduler": "local"})
-    run = Run(tmp_path / name)
+    made = compose.load(config(tmp_path, name, last=last, pace=pace))
     uncut = Uncut(tmp_path, name, last)
-    chain = subprocess.Popen(
-        [sys.executable, "-m", "relayrun.cli", "submit", path],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+    settings = trainer_settings(made, Run(tmp_path / "run"))
+    run, plan = make_run(
+        total_steps=last, trainer="command", trainer_settings=settings, ntasks_per_node=1, time_limit=3600
     )
-    while not ((tmp_path / "held").exists() and list(read_lines(run.attempt(1).commits))):
-        assert chain.poll() is None, chain.communicate()[0]
+    chain = threading.Thread(target=run_chain, args=(run, plan))
+    chain.start()
+    while not ((tmp_path / "held").exists() and any(read_lines(run.attempt(1).commits))):
+        assert chain.is_alive(), logs(run)
         time.sleep(0.05)
     kill_a_rank(run, name)
-    said, _ = chain.communicate()
+    chain.join()
     records = ends(run)
-    assert [end.cause for end in records] == ["failed", "done"], said
+    assert [end.cause for end in records] == ["failed", "done"], logs(run)
     assert records[0].durable_iteration == 5
     assert run.stop.read_text().startswith(f"the last iteration, {last}, is durable")
     assert losses(run.metrics_view) == uncut.losses()

@@ -44,7 +44,8 @@ def test_examples_that_are_cut_twice_and_killed_once_are_as_uncut(cluster: TestC
     runs = {name: Run(tmp_path / name) for name in NAMES}
     for name in NAMES:  # all at once: they wait more than they compute
         job = JOB | {"nodes": 2} if name == "ddp" else JOB  # torchrun over two nodes, a rank on each
-        path = config(tmp_path, name, last=LAST, pace=["--seconds=1"], cluster=SLURM, job=job, chain=CHAIN)
+        pace = ["--seconds=1", f"--fast-when={tmp_path / name}-killed"]
+        path = config(tmp_path, name, last=LAST, pace=pace, cluster=SLURM, job=job, chain=CHAIN)
         path.write_text(path.read_text().replace("--nproc-per-node=2", "--nproc-per-node=1"))
         cluster.run([sys.executable, "-m", "relayrun.cli", "submit", path], cwd=ROOT)
     waiting = set(NAMES)
@@ -54,6 +55,7 @@ def test_examples_that_are_cut_twice_and_killed_once_are_as_uncut(cluster: TestC
             attempt = runs[name].attempt(3)
             if any(read_lines(attempt.metrics)):
                 kill_a_rank(runs[name], name)
+                (tmp_path / f"{name}-killed").touch()  # what is to be cut and killed has been
                 waiting.remove(name)
         return not waiting
 

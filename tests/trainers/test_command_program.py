@@ -226,6 +226,14 @@ def test_a_program_that_ends_before_its_last_iteration_is_not_done(tmp_path: Pat
     assert done.outcome == "done"
 
 
+@pytest.mark.parametrize("exit_code", [0, 143])
+def test_a_program_that_is_asked_to_leave_at_its_last_iteration_is_done(tmp_path: Path, exit_code: int) -> None:
+    save(tmp_path / "checkpoints", 10)
+    checkpoints = rule(tmp_path / "checkpoints")
+    ending = program(tmp_path, rule=checkpoints, total_steps=10, asked_to_leave=lambda: True).ending(exit_code)
+    assert ending == Ending(outcome="done", words="the last iteration, 10, is saved")
+
+
 @pytest.mark.parametrize(
     ("asked", "base", "said", "outcome"),
     [

@@ -102,12 +102,14 @@ class CommandProgram:
             return None
         asked = self._asked_to_leave()
         saved = max((checkpoint.iteration for checkpoint in self.checkpoints()), default=0)
-        if exit_code != 0:
-            if asked and saved > self._base and saved >= self._newest:
-                return Ending(outcome="left", words=f"it was asked to leave (exit code {exit_code})")
+        if exit_code != 0 and not (asked and saved > self._base and saved >= self._newest):
             return None
+        if self._total_steps is not None and saved >= self._total_steps:  # also where it was asked at the last moment
+            return Ending(outcome="done", words=f"the last iteration, {saved}, is saved")
+        if exit_code != 0:
+            return Ending(outcome="left", words=f"it was asked to leave (exit code {exit_code})")
         if asked:
             return Ending(outcome="left", words="it was asked to leave")
-        if self._total_steps is not None and saved < self._total_steps:
+        if self._total_steps is not None:
             return Ending(outcome="left", words=f"{ENDED_BY_ITSELF}, before iteration {self._total_steps}")
         return Ending(outcome="done", words=ENDED_BY_ITSELF)
