@@ -162,8 +162,8 @@ def fatal_reason(
     if exit_code in NOT_STARTED and not began and not failures and _no_task_started(log, ntasks):
         what = "is not found" if exit_code == 127 else "cannot be executed"
         return (
-            f"{program} {what} on any rank (exit code {exit_code}); see cluster.python and cluster.command_prefix "
-            "in the config"
+            f"{program} {what} on any rank (exit code {exit_code}); see cluster.python and cluster.command_prefix, "
+            "or command.run, in the config"
         )
     return None
 

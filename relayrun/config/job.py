@@ -175,6 +175,8 @@ class Cluster(Section):
 
     name: Annotated[str, Field(pattern=NAME)]
     """Name of the site."""
+    not_checked: list[Line] = []
+    """What of its site file could not be read in the site's documentation. `relayrun check` names it."""
     scheduler: Literal["slurm", "local"]
     """`slurm`, or `local` for jobs one after the other on this machine."""
     job: dict[str, Any] = {}

@@ -108,7 +108,8 @@ class Training(Section):
     the same versions, is exact; slower. On CPUs a resume is exact without. See docs/exactness.md."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers of TransformerEngine, or local ones: attention on torch's SDPA (flash on GPUs) and torch's fused norms.
-    auto: TransformerEngine on a GPU where it is installed, except with data.reset_attention_mask."""
+    auto: TransformerEngine on a GPU where it is installed, except with data.reset_attention_mask, whose documents torch
+    attends to in one call of a kernel for sequences of any length."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """What is computed again in the backward pass instead of being kept. full: all but the inputs of the layers.
     selective: `recompute_modules` of every layer."""
@@ -281,7 +282,8 @@ class Parallel(Section):
     sequence_parallel: bool = False
     """Split norms and dropout over the tensor-parallel ranks by sequence."""
     context_parallel_size: Positive = 1
-    """Split every sequence over this many ranks; needs TransformerEngine's attention."""
+    """Split every sequence over this many ranks. Without TransformerEngine, and with data.reset_attention_mask,
+    attention splits heads in its place: their number is a multiple of tensor x context parallel size."""
     use_distributed_optimizer: bool = False
     """Split the optimizer's state over the data-parallel ranks."""
     overlap_grad_reduce: bool = False

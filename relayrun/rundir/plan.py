@@ -71,7 +71,7 @@ class Plan(Record):
     srun_options: list[str]
     command_prefix: list[str]
     program: list[str]
-    """What a rank executes; `--attempt N` is put behind it."""
+    """What a rank of the native trainer executes; `--attempt N` is put behind it."""
     environment: dict[str, str]
     modules: list[str]
     setup: list[str] = field(default_factory=list)

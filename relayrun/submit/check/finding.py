@@ -6,13 +6,14 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from relayrun.config.schema import RunConfig
+from relayrun.config.schema import KINDS, CommonConfig
 from relayrun.config.yamlfile import LocatedSettings
 from relayrun.errors import ConfigError, RelayrunError, together
 
 Level = Literal["ok", "warning", "error"]
 
-_SETTING = re.compile(rf"(?:{'|'.join(RunConfig.model_fields)})(?:\.[\w-]+)*")
+_SECTIONS = dict.fromkeys(name for kind in KINDS.values() for name in kind.model_fields)
+_SETTING = re.compile(rf"(?:{'|'.join(_SECTIONS)})(?:\.[\w-]+)*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class Finding:
 class Findings:
     """All findings of one look, in the order in which they were made."""
 
-    def __init__(self, config: RunConfig, given: LocatedSettings | None = None) -> None:
+    def __init__(self, config: CommonConfig, given: LocatedSettings | None = None) -> None:
         """`given`: what was written, and in which file and line, where that is known."""
         self._values = config.model_dump(mode="json")
         self._given = given
