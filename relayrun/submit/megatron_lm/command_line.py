@@ -75,6 +75,7 @@ def command_line(config: MegatronConfig, run: Run) -> CommandLine:
         total_steps=int(steps.values[0]),
         load_flags=_load_flags(config),
         profile=config.debug.profile,
+        nsys_options=config.debug.nsys_options,
         log_nccl=config.debug.log_nccl,
         wandb_project=config.project,
         wandb_name=config.name,

@@ -185,6 +185,7 @@ TABLE: tuple[Row, ...] = (
     _value("training.global_batch_size", "global-batch-size"),
     Row("training.rampup_batch_size", "rampup-batch-size", _rampup, "--rampup-batch-size START INCREMENT SAMPLES"),
     _value("training.steps", "train-iters"),
+    _value("training.stop_after", "exit-interval"),  # its first multiple; the chain then ends
     _value("training.seed", "seed"),
     Row("training.eval_steps", "eval-iters", _eval_iters, "--eval-iters N, 0 without validation data"),
     Row("training.eval_interval", "eval-interval", _eval_interval, "--eval-interval N, with validation data"),

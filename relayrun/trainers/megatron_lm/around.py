@@ -9,23 +9,23 @@ from pathlib import Path
 NSYS_TRACE = "nvtx,cudnn,cublas,cuda"
 
 
-def nsys_command(folder: Path) -> list[str]:
+def nsys_command(folder: Path, options: Sequence[str] = ()) -> list[str]:
     """What stands before the program of each rank; a file a rank, named by its node and its number.
 
-    Recorded is what lies between cudaProfilerStart and Stop, which `--profile` calls on the chosen ranks.
+    Recorded is what lies between cudaProfilerStart and Stop, which `--profile` calls on the chosen ranks. `options`:
+    further ones, `--NAME=VALUE`, which take the place of those that are here by default.
     """
-    return [
-        "nsys",
-        "profile",
-        "-s",
-        "none",
-        f"--trace={NSYS_TRACE}",
-        f"--output={folder}/nsys-trace-hostname-%h-procid-%q{{SLURM_PROCID}}.nsys-rep",
-        "--force-overwrite",
-        "true",
-        "--capture-range=cudaProfilerApi",
-        "--capture-range-end=stop",
-    ]
+    own = {
+        "--sample": ["-s", "none"],
+        "--trace": [f"--trace={NSYS_TRACE}"],
+        "--output": [f"--output={folder}/nsys-trace-hostname-%h-procid-%q{{SLURM_PROCID}}.nsys-rep"],
+        "--force-overwrite": ["--force-overwrite", "true"],
+        "--capture-range": ["--capture-range=cudaProfilerApi"],
+        "--capture-range-end": ["--capture-range-end=stop"],
+    }
+    given = {option.partition("=")[0] for option in options}
+    kept = (word for name, words in own.items() if name not in given for word in words)
+    return ["nsys", "profile", *kept, *options]
 
 
 def wandb_flags(words: Sequence[str], *, project: str, name: str, folder: Path) -> list[str]:

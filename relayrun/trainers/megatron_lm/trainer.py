@@ -41,6 +41,7 @@ class MegatronSettings(Record):
     """Flags of attempts that begin with another run's checkpoint: --finetune, given for ever, begins anew for ever."""
     profile: str | None = None
     """`nsys`: nsys stands around every rank."""
+    nsys_options: list[str] = field(default_factory=list)
     log_nccl: bool = False
     wandb_project: str | None = None
     """W&B's project, where W&B is on in the job; None: `run` says it."""
@@ -102,7 +103,9 @@ class MegatronTrainer:
             words += around.wandb_flags(words, project=project, name=name, folder=self._run.path)
         elif _has(words, "--wandb-project") and not _has(words, "--wandb-save-dir"):  # else among the checkpoints
             words += ["--wandb-save-dir", str(self._run.path)]
-        return [*around.nsys_command(self._profiles(begin.attempt)), *words] if settings.profile == "nsys" else words
+        if settings.profile != "nsys":
+            return words
+        return [*around.nsys_command(self._profiles(begin.attempt), settings.nsys_options), *words]
 
     def environment(self, begin: AttemptStart) -> dict[str, str]:
         """The checkout first on the path, where NCCL writes its log if it is to write one, and W&B's names."""
