@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping
 
 from relayrun.config.notify import VARIABLE
-from relayrun.config.schema import RunConfig
+from relayrun.config.schema import CommonConfig
 from relayrun.submit.check.finding import Findings
 
 
-def look(config: RunConfig, findings: Findings, environment: Mapping[str, str] = os.environ) -> None:
+def look(config: CommonConfig, findings: Findings, environment: Mapping[str, str] = os.environ) -> None:
     """Warn of a `${VARIABLE}` that this environment, which the jobs inherit, and `cluster.environment` do not set."""
     name = "notify.variables"
     environment = {**environment, **config.cluster.environment}
