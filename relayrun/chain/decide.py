@@ -105,7 +105,7 @@ def at_end(facts: EndFacts) -> Decision:
     """Whether the successor goes on, goes on later, or must not start."""
     if facts.outcome == "done" and facts.total_steps is None:
         return Decision(action="stop", reason=facts.outcome_reason)
-    if facts.outcome == "done" and (all_done := _all_done(facts)) is not None:
+    if facts.outcome in ("done", "saved") and (all_done := _all_done(facts)) is not None:
         return Decision(action="stop", reason=all_done)
     if facts.outcome == "exit":
         return Decision(action="stop", reason=facts.outcome_reason)

@@ -39,6 +39,7 @@ def expand(paths: Sequence[str], *, listed: bool = True) -> list[str]:
     """Return every prefix that folders, prefixes, or patterns (`*`, `?`, `[..]`) of either lead to, each once.
 
     They come in the order of `paths`, sorted where one path leads to several; without `listed`, sorted all together.
+    What a pattern matches beside shards, such as a folder of logs, is left out.
     Raises InputError as `find_prefixes`, and for paths that lead to nothing.
     """
     found: list[tuple[list[Path], set[str]]] = []
@@ -70,6 +71,8 @@ def _matches(path: str) -> tuple[list[Path], set[str]]:
         return [Path(path).absolute()], set()
     files = set(glob.glob(path)) | {match for suffix in SUFFIXES for match in glob.glob(path + suffix)}
     below = [Path(match).absolute() for match in files if os.path.isdir(match)]
+    if glob.has_magic(path):  # `dump-0/*` means its shards, and not the logs beside them
+        below = [folder for folder in below if any(_walk(os.fspath(folder), set()))]
     shards = {os.path.abspath(match[:-4]) for match in files if match.endswith(SUFFIXES) and os.path.isfile(match)}
     if not below and not shards:
         usual = "give a folder, a shard without its suffix, or a pattern of either"

@@ -44,7 +44,7 @@ from relayrun.submit import code_snapshot, initial_checkpoint, notice_policy, ow
 from relayrun.submit.check import state
 from relayrun.submit.check.report import Report, report
 from relayrun.submit.check.state import Intent
-from relayrun.submit.trainer_settings import total_steps, trainer_settings
+from relayrun.submit.trainer_settings import stop_after, total_steps, trainer_settings
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +234,7 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
         job_name=job_name(config.project, config.name, run.path),
         scheduler=cluster.scheduler,
         total_steps=total_steps(config, settings),
-        stop_after=config.training.stop_after if isinstance(config, RunConfig) else None,
+        stop_after=stop_after(config),
         config_revision=revision,
         submitted_after_attempt=max(run.attempt_numbers(), default=0),
         owner=os.geteuid(),

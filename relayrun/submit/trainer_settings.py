@@ -34,6 +34,12 @@ def total_steps(config: CommonConfig, settings: dict[str, Any]) -> int | None:
     return int(settings["total_steps"])
 
 
+def stop_after(config: CommonConfig) -> int | None:
+    """Return the iteration before the last one at which the run is to stop; None where it is to go on."""
+    training = config.training if isinstance(config, RunConfig | MegatronConfig) else None
+    return None if training is None else training.stop_after
+
+
 def command_settings(config: CommandConfig) -> CommandSettings:
     """Return what the chain needs to know of a program of the user's own."""
     command = config.command

@@ -17,6 +17,8 @@ from relayrun.shards.indexed import ShardWriter
 from relayrun.submit import launcher_environment
 from relayrun.submit.megatron_lm import flag
 from relayrun.submit.megatron_lm.command_line import command_line
+from relayrun.submit.trainer_settings import stop_after
+from relayrun.trainers.megatron_lm import around
 from relayrun.trainers.megatron_lm.trainer import MegatronTrainer
 from tests.megatron_lm import seed_launcher
 from tests.megatron_lm.seed_launcher import EDITS, NODES
@@ -182,6 +184,31 @@ def test_nsys_stands_around_the_program_with_the_same_options(
     name = "nsys-trace-hostname-%h-procid-%q{SLURM_PROCID}.nsys-rep"
     seed[seed.index(output)] = f"--output={run.debug_of(1)}/profile/{name}"
     assert ours[: len(seed)] == seed
+
+
+def test_options_of_nsys_take_the_place_of_those_that_are_there(tmp_path: Path) -> None:
+    usual = around.nsys_command(tmp_path)
+    given = around.nsys_command(tmp_path, ["--trace=cuda", "--gpu-metrics-devices=all", "--force-overwrite=false"])
+    assert "--trace=nvtx,cudnn,cublas,cuda" in usual
+    left_out = {"--trace=nvtx,cudnn,cublas,cuda", "--force-overwrite", "true"}
+    kept = [word for word in usual if word not in left_out]
+    assert given == [*kept, "--trace=cuda", "--gpu-metrics-devices=all", "--force-overwrite=false"]
+
+
+def test_a_run_that_stops_early_keeps_its_train_iters(tmp_path: Path, data: Path, checkout: Path) -> None:
+    config = ROOT / "configs/runs/megatron-llama3-8b.yaml"
+    block = {"MEGATRON_LM_DIR": str(checkout), "DATASETS": str(data)}
+    overrides = launcher_environment.overrides(block, trainer=compose.trainer_of(config))
+    found = compose.load(config, [*overrides, f"run_dir={tmp_path / 'run'}", "training.stop_after=200"])
+    assert isinstance(found, MegatronConfig)
+    assert stop_after(found) == 200
+    line = command_line(found, Run(tmp_path / "run"))
+    flags = {name: line.merged.find(name) for name in ("exit-interval", "train-iters")}
+    assert {name: each.values for name, each in flags.items() if each is not None} == {
+        "exit-interval": ("200",),
+        "train-iters": ("500",),
+    }
+    assert line.settings.total_steps == 500
 
 
 @pytest.mark.parametrize("size", NODES)

@@ -1,6 +1,5 @@
 """The page for those who come from the Megatron-LM launchers: all that is there is named, and what takes its place
-exists. Where MEGATRON_CHECKOUTS names the fork (see tests/golden/test_megatron_checkouts.py), the list below is
-compared with its files."""
+exists. Where MEGATRON_LM_DIR (or MEGATRON_CHECKOUTS) names the fork, the list below is compared with its files."""
 
 from __future__ import annotations
 
@@ -224,13 +223,13 @@ def test_a_name_that_stands_for_nothing_is_found(cell: str) -> None:
 
 
 def fork() -> Path | None:
-    """The checkout of the fork, if MEGATRON_CHECKOUTS names it."""
-    checkouts = map(Path, filter(None, os.environ.get("MEGATRON_CHECKOUTS", "").split(":")))
+    """The checkout of the fork, if a variable names it."""
+    named = [os.environ.get("MEGATRON_LM_DIR", ""), *os.environ.get("MEGATRON_CHECKOUTS", "").split(":")]
+    checkouts = map(Path, filter(None, named))
     return next((checkout for checkout in checkouts if (checkout / "submit-llama3-8b.sh").is_file()), None)
 
 
-@pytest.mark.long
-@pytest.mark.skipif(fork() is None, reason="MEGATRON_CHECKOUTS names no checkout of the swiss-ai fork")
+@pytest.mark.skipif(fork() is None, reason="needs MEGATRON_LM_DIR: a checkout of swiss-ai's fork")
 def test_the_list_is_that_of_the_stored_launchers() -> None:
     root = fork()
     assert root is not None

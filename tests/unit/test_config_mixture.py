@@ -159,6 +159,11 @@ def test_paths_may_be_folders_shards_and_patterns(tmp_path: Path) -> None:
 
     assert found("a") == ["a/s0", "a/s1"]
     assert found("web*") == found("web0", "web1") == found("web[01]") == ["web0", "web1"]
+    (tmp_path / "a/logs/stats").mkdir(parents=True)
+    (tmp_path / "a/logs/stats/00000.json").write_text("{}")
+    assert found("a/*") == ["a/s0", "a/s1"]
+    with pytest.raises(InputError, match="leads to no folder and to no shard"):
+        found("a/l*")
     assert found("a/s*", "b") == ["a/s0", "a/s1", "b/x/s0"]
     assert found("[ab]", "web0", "web?") == ["a/s0", "a/s1", "b/x/s0", "web0", "web1"]
     assert found("b", "web1", "a/s1", "web0", "a/s0") == ["b/x/s0", "web1", "a/s1", "web0", "a/s0"]

@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from relayrun import cli
+from relayrun import cli, files
 from relayrun.chain import nodes
 from relayrun.errors import RunDirError
 from relayrun.files import append_line
@@ -121,10 +123,20 @@ def test_steps_beyond_the_base_of_the_next_attempt_do_not_count(run: Run) -> Non
     assert (found.iteration, found.loss, found.tokens_per_second) == (10, 9.0, 1000.0)
 
 
-def test_only_the_end_of_long_metrics_is_read(run: Run) -> None:
+def test_only_the_end_of_long_metrics_is_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     steps(run, 2, 11, 2000)
-    assert run.attempt(2).metrics.stat().st_size > 2 * run_status.TAIL_BYTES
+    assert run.attempt(2).metrics.stat().st_size > 2 * files.BLOCK
+    read: list[str] = []
+    blocks = files._blocks_backwards
+
+    def counted(file: Any, at: int) -> Iterator[tuple[int, bytes]]:
+        for block in blocks(file, at):
+            read.append(str(file.name))
+            yield block
+
+    monkeypatch.setattr(files, "_blocks_backwards", counted)
     assert run_status.gather(run, RUNNING, now=NOW).iteration == 2000
+    assert read.count(str(run.attempt(2).metrics)) == 1
 
 
 def test_a_scheduler_that_does_not_answer_is_a_fact_like_others(run: Run) -> None:

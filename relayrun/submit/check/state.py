@@ -24,6 +24,7 @@ from relayrun.shards.manifest import Manifest
 from relayrun.slurmtime import format_time
 from relayrun.submit import initial_checkpoint, owner
 from relayrun.submit.check.finding import Findings
+from relayrun.submit.trainer_settings import stop_after
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +127,7 @@ def refuse_other_trainer(config: CommonConfig, run: Run) -> None:
 
 def check_stop_after(config: CommonConfig, run: Run) -> None:
     """Raise a ConfigError where the run has made the iteration durable at which it is to stop."""
-    if not isinstance(config, RunConfig):
-        return
-    stop, reached = config.training.stop_after, durable(run).iteration
+    stop, reached = stop_after(config), durable(run).iteration
     if stop is not None and reached >= stop:
         raise ConfigError(
             f"the run stands at iteration {reached} already, and would stop after iteration {stop}",
