@@ -92,8 +92,8 @@ class Watch:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a mask is handed down, and the job waits for it
         while alive(batch_pid):
             self.look(batch_pid)
-            if select.select([leaving], [], [], POLL_SECONDS)[0]:
-                break
+            if select.select([leaving], [], [], POLL_SECONDS)[0] and signal.SIGTERM in os.read(leaving, 1024):
+                break  # another signal is a duty's own
         self._messenger.finish()
         self._try("the merged views", self._follow_to_the_end)
 

@@ -67,7 +67,7 @@ def main() -> int:
     model = yamlfile.read(places.shared(f"configs/models/llama-{options.size}.yaml")).values["model"]
     overrides = [*(f"model.{name}={json.dumps(value)}" for name, value in model.items()), *options.overrides]
     config_file = places.shared("configs/runs") / ("demo-slurm.yaml" if options.slurm else "demo.yaml")
-    config = compose.load(config_file, overrides)
+    config = compose.native(compose.load(config_file, overrides))
     run = Run(Path(config.run_dir or ""))
     clear_former(run, f"{config.project}/{config.name}")
 

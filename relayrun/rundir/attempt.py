@@ -125,6 +125,11 @@ class Attempt:
         return self.path / "client"
 
     @property
+    def data_paths(self) -> Path:
+        """The shards of a run with Megatron-LM, where they are too many for a command line."""
+        return self.path / "data_paths"
+
+    @property
     def guard_log(self) -> Path:
         """What the guard of a job in requeue mode said; see `chain.guard`."""
         return self.path / "guard.log"

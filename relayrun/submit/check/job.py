@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from relayrun.config.schema import RunConfig
+from relayrun.config.schema import CommonConfig, RunConfig
 from relayrun.config.setup_lines import check_setup
 from relayrun.scheduler import sbatch_options
 from relayrun.submit.check.finding import Findings
 
 
-def look(config: RunConfig, findings: Findings) -> None:
+def look(config: CommonConfig, findings: Findings) -> None:
     """Look at options that sbatch does not have, at lines that Bash cannot read, and at what a site file guesses."""
     with findings.catching("job.options"):
         check_job(config)
@@ -22,10 +22,10 @@ def look(config: RunConfig, findings: Findings) -> None:
         )
 
 
-def check_job(config: RunConfig) -> None:
+def check_job(config: CommonConfig) -> None:
     """Raise ConfigError for an option that sbatch does not have, and for lines of a job that Bash cannot read."""
     check_setup(config.job.setup, where="job.setup")
     if config.cluster.scheduler == "slurm":
         sbatch_options.check(config.job.sbatch, where="job.sbatch")
-        if config.evaluation is not None:
+        if isinstance(config, RunConfig) and config.evaluation is not None:
             sbatch_options.check(config.evaluation.job.sbatch, where="evaluation.job.sbatch")
