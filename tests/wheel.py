@@ -30,7 +30,9 @@ def build(folder: Path) -> Path:
         if not name.startswith(("tests/", "docs/", "benchmarks/")) and (ROOT / name).is_file():
             (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / "tree" / name)
-    pip(["wheel", "--no-deps", "--no-build-isolation", "--no-index", f"--wheel-dir={folder}", str(folder / "tree")])
+    # what pip calls, without three starts of it
+    code = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, folder], cwd=folder / "tree", check=True, stdout=subprocess.DEVNULL)
     return next(folder.glob("*.whl"))
 
 
@@ -92,6 +94,15 @@ def install(wheel: Path, folder: Path, extra: str = "") -> Installed:
     installed = Installed(folder / "env", folder / "home")
     installed.home.mkdir(parents=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", installed.folder], check=True)
-    pip([f"--python={installed.folder / 'bin/python'}", "install", "--no-deps", "--no-index", str(wheel)])
+    pip(
+        [
+            f"--python={installed.folder / 'bin/python'}",
+            "install",
+            "--no-deps",
+            "--no-index",
+            "--no-compile",
+            str(wheel),
+        ]
+    )
     installed.link_packages([extra] if extra else [])
     return installed

@@ -30,6 +30,8 @@ class AttemptRow:
     seconds: float | None
     tokens_per_second: float | None
     """Mean speed over the attempt's iterations, weighted by tokens."""
+    trained: bool = True
+    """False where it ended before its first iteration; `first_iteration` and `last_iteration` are then its base."""
     start_time: float = 0.0
     """Seconds since 1970."""
     commits: tuple[tuple[float, int], ...] = ()
@@ -83,6 +85,7 @@ def _attempt(run: Run, number: int) -> AttemptRow | None:
         tokens=tokens,
         seconds=end.end_time - begin.start_time if end else None,
         tokens_per_second=tokens / seconds if tokens and seconds else None,
+        trained=bool(steps),
         start_time=begin.start_time,
         commits=tuple((commit.time, commit.iteration) for commit in attempt.read_commits()),
     )
@@ -98,7 +101,7 @@ def attempts_table(report: Report) -> Table:
             str(row.number),
             row.cause,
             row.reason,
-            f"{row.first_iteration}–{row.last_iteration}",
+            f"{row.first_iteration}–{row.last_iteration}" if row.trained else "none",
             "" if row.durable_iteration is None else str(row.durable_iteration),
             f"{row.tokens:,}",
             "" if row.seconds is None else f"{row.seconds:.0f}",
@@ -135,7 +138,7 @@ def write_png(report: Report, path: Path) -> None:
     loss.plot(report.iterations, report.losses, linewidth=1.1, label="training loss")
     for name, points in report.validation.items():
         loss.plot([point[0] for point in points], [point[1] for point in points], "o-", markersize=4, label=name)
-    for row in report.attempts:
+    for row in filter(lambda row: row.trained, report.attempts):
         loss.axvspan(
             row.first_iteration - 0.5, row.last_iteration + 0.5, color=_colour(row), alpha=0.12, linewidth=0, zorder=0
         )
@@ -156,13 +159,13 @@ def _draw_relay(report: Report, axes: Any) -> None:
         end = last if row.seconds is None else row.start_time + row.seconds
         left, width = (row.start_time - begin) / scale, (end - row.start_time) / scale
         axes.barh(place, width, left=left, height=0.55, color=_colour(row), alpha=0.35)
-        axes.text(left, place, f" {row.number}: {row.cause}", va="center", fontsize=7)
+        axes.text(left + width, place, f"  {row.number}: {row.cause}", va="center", fontsize=7)
         times = [(time - begin) / scale for time, _ in row.commits]
         axes.plot(times, [place] * len(times), "o", color=_colour(row), markersize=4)
         if times and place + 1 < len(report.attempts):  # the baton
             start = (report.attempts[place + 1].start_time - begin) / scale
             axes.plot([times[-1], start], [place, place + 1], color="0.6", linewidth=0.8, zorder=0)
-    axes.set(xlabel=unit, yticks=[], ylim=(len(report.attempts) - 0.4, -0.6), xlim=(0, None))
+    axes.set(xlabel=unit, yticks=[], ylim=(len(report.attempts) - 0.4, -0.6), xlim=(0, 1.1 * (last - begin) / scale))
     axes.set_title("attempts, and the checkpoints that they handed on", fontsize=9, loc="left")
 
 

@@ -2,8 +2,7 @@
 
 The law: a running job that is looked after, a queued successor, or STOP. What was acknowledged or recorded holds. A
 program that fails is called again, by the batch script or by the job that Slurm starts in its place, and must then come
-to where the undisturbed one came. `make test` takes a twentieth of the cases, another one each day; `make test-long`
-all.
+to where the undisturbed one came. `make test` takes a twentieth of the cases, each day another; `make test-long` all.
 """
 
 from __future__ import annotations

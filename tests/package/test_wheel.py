@@ -44,6 +44,7 @@ def test_the_base_alone_submits_looks_and_makes_a_project_from_an_empty_folder(b
     refused = base.run(*next_three[2], cwd=project, code=1).stderr
     assert "torch" in refused
     assert "cluster.python" in refused
+    assert "pip install 'relayrun[train]'" in refused
     ranks = f"cluster.python={sys.executable}"
     base.run(*next_three[1], "--set", ranks, cwd=project)
     mocked = ["--set", "data.mock_data=true", "--set", ranks, "--dry-run"]

@@ -83,16 +83,22 @@ class Team:
             assert re.search(r"^error: ", done.stderr, re.M), done  # behind warnings, if there are any
         return done.stdout + done.stderr
 
+    def stand_in(self, name: str, *program: str) -> Path:
+        """A Python of the ranks that is the stand-in program with these options."""
+        path = self.folder / name
+        asked = f'[[ "$1" != -c ]] || exec "{self.python}" "$@"\n'  # by the check of a submit
+        words = " ".join(program)
+        path.write_text(
+            f'#!/bin/bash\n{asked}shift 2\nexec "{self.python}" "{self.folder}/relay_program.py" "$@" {words}\n'
+        )
+        path.chmod(0o755)
+        return path
+
     def config(self, name: str, *program: str, real: bool = False, steps: int = 1000, **sections: Any) -> Path:
         """A run config whose directory is `runs/NAME`; its ranks are the stand-in program, or real ones."""
         python = self.python
         if not real:
-            python = str(self.folder / f"{name}-program")
-            words = " ".join([f"--steps={steps}", *program])
-            asked = f'[[ "$1" != -c ]] || exec "{self.python}" "$@"\n'  # by the check of a submit
-            text = f'{asked}shift 2\nexec "{self.python}" "{self.folder}/relay_program.py" "$@" {words}\n'
-            Path(python).write_text(f"#!/bin/bash\n{text}")
-            Path(python).chmod(0o755)
+            python = str(self.stand_in(f"{name}-program", f"--steps={steps}", *program))
         cluster = {
             "name": "test",
             "scheduler": "slurm",

@@ -111,7 +111,8 @@ def _ranks(config: CommonConfig, names: Sequence[str], findings: Findings) -> No
             f"{python} has no {', '.join(missing)}, which the ranks import",
             setting=setting,
             value=python,
-            remedy="install it there, set cluster.python to the Python that has it, or PYTHONPATH in "
+            remedy="install it there (pip install 'relayrun[train]'), set cluster.python to the Python that has it, or "
+            "PYTHONPATH in "
             "cluster.environment" + ("; the modules may bring it" if cluster.modules else ""),
         )
     else:
