@@ -194,16 +194,17 @@ class Scheduler(Protocol):
         """What stands before a program that a job outside the chain starts once, on so many processors."""
 
 
+FOREIGN = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SINFO_", "SACCT_", "SACCTMGR_", "RELAYRUN_")
+"""What the names of variables begin with that a surrounding job has, or that change what Slurm's commands answer."""
+
+
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Without the variables of the surrounding job, which would give a new job wrong defaults.
 
-    PYTHONPATH is the user's again: the supervisor runs with another one, and a new job would inherit it.
+    Nor with a person's defaults for Slurm's commands: with SQUEUE_STATES=RUNNING no job would wait. PYTHONPATH is the
+    user's again: the supervisor runs with another one, and a new job would inherit it.
     """
-    kept = {
-        name: value
-        for name, value in environment.items()
-        if name == "SLURM_CONF" or not name.startswith(("SLURM_", "SBATCH_", "SRUN_", "RELAYRUN_"))
-    }
+    kept = {name: value for name, value in environment.items() if name == "SLURM_CONF" or not name.startswith(FOREIGN)}
     if USER_PYTHONPATH in environment:
         kept.pop("PYTHONPATH", None)
         kept |= {"PYTHONPATH": environment[USER_PYTHONPATH]} if environment[USER_PYTHONPATH] else {}

@@ -229,6 +229,7 @@ def test_a_job_has_a_log_though_its_log_folder_is_away(make_run: MakeRun, tmp_pa
 SLURM_COMMANDS = """#!/bin/bash
 folder="{folder}"
 echo "${{0##*/}} $*" >>"$folder/asked"
+[[ -z "${{SQUEUE_STATES:-}}" ]] || echo "${{0##*/}}" >>"$folder/misled"
 case "${{0##*/}} $*" in
   squeue*%k*) cat "$folder/comment" 2>/dev/null ;;
   squeue*-fallback*) [[ ! -e "$folder/refused-with-fallback.case" ]] || echo 9 ;;
@@ -306,7 +307,12 @@ def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: st
     (tmp_path / "script").write_text(script)
     done = subprocess.run(
         ["bash", tmp_path / "script"],
-        env={"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n0"},
+        env={
+            "PATH": f"{folder}:/usr/bin:/bin",
+            "SLURM_JOB_ID": "7",
+            "SLURMD_NODENAME": "n0",
+            "SQUEUE_STATES": "RUNNING",
+        },
         capture_output=True,
         text=True,
     )
@@ -318,6 +324,7 @@ def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: st
         assert "StartTime=now+30" in orders
     else:
         assert "requeue" not in orders
+    assert set((folder / "misled").read_text().split() if (folder / "misled").exists() else ()) == set()
     assert ("the fallback job 9 goes on" in done.stderr) == (what == "refused-with-fallback")
     reasons = {
         "cancelled": "while Slurm ended the job",

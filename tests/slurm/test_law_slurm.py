@@ -306,6 +306,20 @@ def test_a_submission_that_is_queued_and_reported_as_failed_is_not_repeated(
 
 
 @pytest.mark.long
+def test_a_persons_defaults_for_squeue_hide_no_job(cluster: TestCluster, make_run: MakeRun) -> None:  # noqa: F811
+    """Variables that a login shell exports, and sbatch hands on."""
+    run, plan = make_run("--steps=60", total_steps=60, **ONE_NODE)
+    (run.path.parent / "logs").mkdir()
+    job = cluster.sbatch([run.job_script], env={"SQUEUE_STATES": "RUNNING", "SQUEUE_PARTITION": "high"})
+    wait_for_iteration(cluster, run)
+    assert len(pending(cluster, plan)) == 1
+    cluster.run(["scancel", "--signal=USR2", "--batch", job])
+    wait_for_end(cluster, run, plan)  # which refuses more than one pending job
+    assert [end.cause for end in ends(run)] == ["saved", "done"], logs(run)
+    assert run.attempt_numbers() == [1, 2]
+
+
+@pytest.mark.long
 def test_a_limit_of_one_submitted_job_makes_the_job_queue_itself_again(
     cluster: TestCluster,
     make_run: MakeRun,  # noqa: F811

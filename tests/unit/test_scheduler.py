@@ -71,6 +71,7 @@ def test_a_new_job_inherits_nothing_from_the_surrounding_one() -> None:
         "SLURM_JOB_ID": "1",
         "SBATCH_PARTITION": "x",
         "SRUN_CPUS_PER_TASK": "2",
+        "SQUEUE_STATES": "RUNNING",
         "RELAYRUN_RUN_DIR": "r",
         "SLURM_CONF": "/etc/slurm.conf",
         "PATH": "/bin",
