@@ -10,12 +10,13 @@ from pydantic import ValidationError
 
 from relayrun import places
 from relayrun.config import yamlfile
-from relayrun.config.schema import Model, RunConfig
+from relayrun.config.schema import CommonConfig, MegatronConfig, Model, RunConfig
 from relayrun.errors import ConfigError, InputError, RelayrunError
 from relayrun.export.checkpoint_source import find_checkpoint
 from relayrun.rundir.find import find_run
 from relayrun.rundir.lineage import BEGINNING, Durable, durable, is_own
 from relayrun.rundir.run import Run
+from relayrun.trainers.megatron_lm import checkpoints
 
 _ITERATION = re.compile(r"(?P<name>.+):(?P<iteration>\d+)")
 _FOLDER = re.compile(r"iter_(\d+)")
@@ -23,11 +24,17 @@ FREE = frozenset({"hidden_dropout", "attention_dropout", "init_method_std"})
 """Settings of a model that its weights do not depend on."""
 
 
-def find_initial_checkpoint(config: RunConfig, run: Run) -> Durable:
+def find_initial_checkpoint(config: CommonConfig, run: Run) -> Durable:
     """The checkpoint and the iteration to begin with; BEGINNING where the config names none.
 
     Raises ConfigError or InputError if it is not there, is torn, or is of another model.
     """
+    if isinstance(config, RunConfig):
+        return _native(config, run)
+    return _megatron_lm(config, run) if isinstance(config, MegatronConfig) else BEGINNING
+
+
+def _native(config: RunConfig, run: Run) -> Durable:
     settings = config.checkpoint
     if settings.load is None or is_own(run, durable(run)):
         return BEGINNING
@@ -38,14 +45,47 @@ def find_initial_checkpoint(config: RunConfig, run: Run) -> Durable:
     single = (folder / "metadata.json").is_file()
     found = _folder(folder, config, wanted) if single else _run(name, config, wanted)
     iteration = 0 if settings.finetune else found.iteration
-    if iteration >= config.training.steps:
-        steps = config.training.steps
+    if iteration >= config.training.end_iteration:
+        name = "steps" if config.training.stop_after is None else "stop_after"
         raise ConfigError(
-            f"{found.path} stands at iteration {iteration}, and training.steps is {steps}",
+            f"{found.path} stands at iteration {iteration}, and training.{name} is {config.training.end_iteration}",
             where="checkpoint.load",
-            hint="raise training.steps, or set checkpoint.finetune=true to count from 0",
+            hint=f"raise training.{name}, or set checkpoint.finetune=true to count from 0",
         )
     return Durable(iteration=iteration, path=found.path)
+
+
+def _megatron_lm(config: MegatronConfig, run: Run) -> Durable:
+    """A checkpoint of Megatron-LM: of another run here, of a folder with its tracker, or a folder by itself."""
+    settings = config.checkpoint
+    if settings is None or settings.load is None or is_own(run, durable(run)):
+        return BEGINNING
+    if settings.finetune:
+        raise ConfigError(
+            "with trainer megatron-lm it is not counted from 0",
+            where="checkpoint.finetune",
+            hint="give the checkout's own flags in megatron_lm.args: finetune and pretrained-checkpoint",
+        )
+    match = _ITERATION.fullmatch(settings.load)
+    name, wanted = (match["name"], int(match["iteration"])) if match else (settings.load, None)
+    folder = Path(os.path.expanduser(name))
+    folder = folder if folder.is_absolute() else places.project(run.path) / folder
+    if not folder.is_dir() or (folder / "plan.json").is_file():
+        folder = find_run(name).checkpoints
+    single = _FOLDER.fullmatch(folder.name)
+    if single is not None and wanted is None:
+        folder, wanted = folder.parent, int(single[1])
+    found = {iteration: path for iteration, path in checkpoints.every(folder) if checkpoints.fault(path) is None}
+    newest = checkpoints.tracked(folder) if wanted is None else wanted
+    if newest is None or newest not in found:
+        raise InputError(
+            "there is no checkpoint of Megatron-LM here"
+            if newest is None
+            else f"there is no whole checkpoint of iteration {newest} here",
+            where=f"checkpoint.load: {folder}",
+            hint=f"whole ones: {', '.join(map(str, sorted(found))) or 'none'}",
+        )
+    return Durable(iteration=newest, path=str(found[newest]))
 
 
 def _folder(folder: Path, config: RunConfig, wanted: int | None) -> Durable:

@@ -34,6 +34,8 @@ class FoundCheckpoint:
 
     iteration: int
     path: str
+    may_change: bool = False
+    """Whether that is known from outside alone: it counts once two looks in a row have found the same files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class Ending:
     """How the program says that it ended."""
 
     outcome: Literal["done", "left", "fatal"]
-    """`done`: it has trained all it was to train. `left`: it obeyed, and saved. `fatal`: it would fail again."""
+    """`done`: it has trained all it was to train. `left`: it says that it saved. `fatal`: it would fail again."""
     words: str
 
 

@@ -67,6 +67,7 @@ class Retention:
         self._remove(None)
 
     def _take_away(self, found: Sequence[FoundCheckpoint]) -> None:
+        found = [checkpoint for checkpoint in found if os.path.lexists(checkpoint.path)]  # a program may remove its own
         if len(found) <= self._keep_last or self._run.attempt_numbers()[-1] != self._attempt.number:
             return
         own = {commit.iteration for commit in self._attempt.read_commits()}

@@ -32,7 +32,11 @@ STANDARD_LIBRARY_ONLY = (
 )
 HEAVY = ("training", "export")
 """Packages that may import torch and megatron-core; and so may:"""
-HEAVY_MODULES = (PACKAGE / "data" / "order" / "megatron.py", *(PACKAGE / "gpucheck" / "programs").glob("*.py"))
+HEAVY_MODULES = (
+    PACKAGE / "data" / "order" / "megatron.py",
+    *(PACKAGE / "gpucheck" / "programs").glob("*.py"),
+    *(PACKAGE / "submit" / "megatron_lm" / "programs").glob("*.py"),
+)
 
 _MODULE = re.compile(r"(relayrun(?:\.\w+)+)(?::\w+)?")
 

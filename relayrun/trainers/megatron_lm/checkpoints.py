@@ -37,6 +37,12 @@ def folder_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
+def iteration_of(name: str) -> int | None:
+    """The iteration that a folder's name tells; None where it is no checkpoint's."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
 def tracked(folder: Path) -> int | None:
     """The iteration that the tracker names; None where there is no tracker, or it names no iteration."""
     try:

@@ -46,6 +46,11 @@ _LEFT = re.compile(r"exiting program (after receiving \w+|after [\d.]+ minutes|a
 CANNOT = "An error has been detected; Canceling pending scheduled jobs."
 """What swiss-ai prints before a failed check of its data is raised."""
 
+_REFUSED = re.compile(
+    r"\.py: error: ((?:unrecognized arguments|argument --|ambiguous option|the following arguments are required).*)"
+)
+"""What argparse prints of flags that it does not know, or whose values it cannot read, with the end of each rank."""
+
 
 def dialect_of(checkout: Path) -> Dialect:
     """Which dialect a checkout speaks, by the text of its arguments. Raises OSError where that cannot be read."""
@@ -174,4 +179,6 @@ def _ending(line: str) -> Ending | None:
         return Ending(outcome="left", words=left[1].removeprefix("after receiving "))
     if CANNOT in line:
         return Ending(outcome="fatal", words="Megatron-LM refuses its data (see the log): it would do so again")
+    if (refused := _REFUSED.search(line)) is not None:
+        return Ending(outcome="fatal", words=f"Megatron-LM refuses its flags: {refused[1]}")
     return None

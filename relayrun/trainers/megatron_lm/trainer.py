@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from signal import Signals
 
-from relayrun.errors import RunDirError
+from relayrun.files import write_atomic
 from relayrun.rundir.lineage import Durable, is_own
 from relayrun.rundir.records import AttemptStart, Record
 from relayrun.rundir.run import Run
-from relayrun.rundir.streams import record_streams
+from relayrun.trainers import wandb
 from relayrun.trainers.base import Observing
 from relayrun.trainers.logs import logs_of
-from relayrun.trainers.megatron_lm import checkout, checkpoints
+from relayrun.trainers.megatron_lm import around, checkout, checkpoints
+from relayrun.trainers.megatron_lm.checkpoints import iteration_of
+from relayrun.trainers.megatron_lm.long_data import shortened
 from relayrun.trainers.megatron_lm.program import Dialect, MegatronLM
 from relayrun.trainers.observer import Observer
 from relayrun.trainers.retention import Retention
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +37,14 @@ class MegatronSettings(Record):
     """How many of the newest checkpoints stay; None: all. Megatron-LM removes none."""
     keep_every: int | None = None
     """Checkpoints of multiples of it stay for good; None: none do."""
+    load_flags: list[str] = field(default_factory=list)
+    """Flags of attempts that begin with another run's checkpoint: --finetune, given for ever, begins anew for ever."""
+    profile: str | None = None
+    """`nsys`: nsys stands around every rank."""
+    log_nccl: bool = False
+    wandb_project: str | None = None
+    """W&B's project, where W&B is on in the job; None: `run` says it."""
+    wandb_name: str | None = None
 
 
 class MegatronTrainer:
@@ -60,6 +67,12 @@ class MegatronTrainer:
         """
         self._run.checkpoints.mkdir(exist_ok=True)
         self._run.attempt(attempt).client.mkdir(exist_ok=True)
+        record = self._run.attempt(attempt)
+        _, paths = shortened(self._settings.run, str(record.data_paths))
+        if paths is not None:
+            write_atomic(record.data_paths, paths)
+        if self._settings.profile == "nsys":
+            self._profiles(attempt).mkdir(parents=True, exist_ok=True)
         own = base.iteration if is_own(self._run, base) else 0
         said = checkpoints.prepare(self._run.checkpoints, base=own, attempt=attempt)
         if self._settings.dir is not None:
@@ -71,27 +84,32 @@ class MegatronTrainer:
 
     def command(self, begin: AttemptStart) -> list[str]:
         """The program with its flags and the folders of this attempt."""
-        folder = str(self._run.checkpoints)
+        settings, folder = self._settings, str(self._run.checkpoints)
+        words, _ = shortened(settings.run, str(self._run.attempt(begin.attempt).data_paths))
+        words += ["--save", folder]
         base = Durable(iteration=begin.base_iteration, path=begin.base_path)
-        load = folder if base.path is None or is_own(self._run, base) else str(Path(base.path).parent)
-        words = [*self._settings.run, "--save", folder, "--load", load]
-        if load != folder:
-            words += ["--ckpt-step", str(begin.base_iteration)]
+        if base.path is None or is_own(self._run, base):
+            words += ["--load", folder]
+        else:
+            path = Path(base.path)
+            iteration = iteration_of(path.name)  # with --finetune the run counts from 0
+            step = base.iteration if iteration is None else iteration
+            words += ["--load", str(path.parent), "--ckpt-step", str(step), *settings.load_flags]
         if self._dialect is Dialect.SWISS_AI:
             words += ["--trigger-path", str(self._triggers(begin))]
-        if _has(words, "--wandb-project") and not _has(words, "--wandb-save-dir"):  # else among the checkpoints
+        if settings.wandb_project is not None and settings.wandb_name is not None:
+            project, name = settings.wandb_project, settings.wandb_name
+            words += around.wandb_flags(words, project=project, name=name, folder=self._run.path)
+        elif _has(words, "--wandb-project") and not _has(words, "--wandb-save-dir"):  # else among the checkpoints
             words += ["--wandb-save-dir", str(self._run.path)]
-        return words
+        return [*around.nsys_command(self._profiles(begin.attempt)), *words] if settings.profile == "nsys" else words
 
     def environment(self, begin: AttemptStart) -> dict[str, str]:
-        """The checkout first on the path, and W&B's names: all attempts are one run there, up to a rewind."""
-        del begin
+        """The checkout first on the path, where NCCL writes its log if it is to write one, and W&B's names."""
         found = {} if self._settings.dir is None else {"PYTHONPATH": self._settings.dir}
-        try:
-            found |= {"WANDB_RUN_ID": record_streams(self._run)[-1].id, "WANDB_RESUME": "allow"}
-        except RunDirError as error:  # no attempt fails for it: W&B begins another run
-            log.warning("%s: %s", self._run.streams, error.message)
-        return found
+        if self._settings.log_nccl:
+            found |= around.nccl_log(self._run.debug_of(begin.attempt))
+        return found | wandb.variables(self._run)
 
     def follow(self, begin: AttemptStart, *, signal_ranks: Callable[[Signals], None]) -> Observing | None:
         """An observer of its log and its checkpoints."""
@@ -124,6 +142,9 @@ class MegatronTrainer:
             keep_every=self._settings.keep_every,
             tracked=partial(checkpoints.tracked, self._run.checkpoints),
         )
+
+    def _profiles(self, attempt: int) -> Path:
+        return self._run.debug_of(attempt) / "profile"
 
     def _triggers(self, begin: AttemptStart) -> Path:
         """A folder of this attempt's: swiss-ai touches `exit` in it at the end, and needs it to be there."""
