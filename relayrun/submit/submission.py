@@ -151,7 +151,8 @@ def _prepared(config: CommonConfig, intent: Intent, given: LocatedSettings | Non
             config = _freeze_data(run, _with_loss_mean(run, config), found.manifest, accept=intent.accept_data_change)
         base = initial_checkpoint.find_initial_checkpoint(config, run)
         root = code_snapshot.snapshot(run, places.CODE) if _takes_snapshot(config) else places.CODE
-        plan = make_plan(config, run, root, revision=_add_revision(run, config), base=base)
+        revision = _add_revision(run, config)
+        plan = make_plan(_with_checkout_snapshot(run, config), run, root, revision=revision, base=base)
         triggers.create_folder(run, config.chain.triggers_group)
         if config.chain.triggers_group is not None and (barrier := triggers.barrier(run)) is not None:
             log.warning(
@@ -292,6 +293,14 @@ def log_folder(run: Run | None = None) -> Path:
     """Where the jobs of every run of a project write their logs: of the project that the run directory lies in, or
     else of the working directory's."""
     return places.project(run.path if run is not None else None) / "logs" / "slurm" / "training"
+
+
+def _with_checkout_snapshot(run: Run, config: CommonConfig) -> CommonConfig:
+    """The config with a copy of its checkout of Megatron-LM, where `debug.backup_codebase` asks for one."""
+    if not isinstance(config, MegatronConfig) or not config.debug.backup_codebase:
+        return config
+    copy = code_snapshot.snapshot_of_checkout(run, Path(config.megatron_lm.dir))
+    return config.model_copy(update={"megatron_lm": config.megatron_lm.model_copy(update={"dir": str(copy)})})
 
 
 def _takes_snapshot(config: CommonConfig) -> bool:

@@ -50,8 +50,8 @@ def _of_the_chain(config: MegatronConfig, line: CommandLine, findings: Findings)
     if line.merged.find("profile") is not None and line.checkout.dialect is Dialect.SWISS_AI:
         findings.warn(
             "megatron_lm.profile",
-            "with --profile this checkout takes no signal: an attempt that is to leave does not save, and goes on from "
-            "its last checkpoint",
+            "with --profile this checkout takes no signal: relayrun asks it by its own files; where Slurm alone asks, "
+            "the attempt does not save, and the next one goes on from its last checkpoint",
             setting="debug.profile",
             remedy="profile in a run of its own, with checkpoint.interval below what may be lost",
         )

@@ -66,8 +66,8 @@ class MegatronTrainer:
         The attempt gets its trigger folder, and the state of the checkout goes on record.
         """
         self._run.checkpoints.mkdir(exist_ok=True)
-        self._run.attempt(attempt).client.mkdir(exist_ok=True)
         record = self._run.attempt(attempt)
+        record.client.mkdir(exist_ok=True)
         _, paths = shortened(self._settings.run, str(record.data_paths))
         if paths is not None:
             write_atomic(record.data_paths, paths)
