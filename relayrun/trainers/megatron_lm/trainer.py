@@ -129,7 +129,8 @@ class MegatronTrainer:
             program.wait_inside_step()
             signal_ranks(self.leave_signal)
 
-        return Observer(self._run, attempt, begin, program, leave=leave, retention=self._retention(begin))
+        kept = self._retention(begin)
+        return Observer(self._run, attempt, begin, program, leave=leave, retention=kept, ask_again=True)
 
     def _retention(self, begin: AttemptStart) -> Retention | None:
         if self._settings.keep_last is None:
