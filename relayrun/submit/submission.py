@@ -152,7 +152,7 @@ def _prepared(config: CommonConfig, intent: Intent, given: LocatedSettings | Non
         base = initial_checkpoint.find_initial_checkpoint(config, run)
         root = code_snapshot.snapshot(run, places.CODE) if _takes_snapshot(config) else places.CODE
         revision = _add_revision(run, config)
-        plan = make_plan(_with_snapshot(config, run), run, root, revision=revision, base=base)
+        plan = make_plan(_with_checkout_snapshot(run, config), run, root, revision=revision, base=base)
         triggers.create_folder(run, config.chain.triggers_group)
         if config.chain.triggers_group is not None and (barrier := triggers.barrier(run)) is not None:
             log.warning(
@@ -295,18 +295,18 @@ def log_folder(run: Run | None = None) -> Path:
     return places.project(run.path if run is not None else None) / "logs" / "slurm" / "training"
 
 
-def _takes_snapshot(config: CommonConfig) -> bool:
-    """Whether the jobs run a copy of the code: if they are to, and wherever the code is an installed package, which an
-    upgrade would change under queued jobs."""
-    return config.debug.backup_codebase or not places.is_checkout()
-
-
-def _with_snapshot(config: CommonConfig, run: Run) -> CommonConfig:
-    """The config that the jobs go by: with a copy of the checkout of Megatron-LM, if they are to run a copy."""
+def _with_checkout_snapshot(run: Run, config: CommonConfig) -> CommonConfig:
+    """The config with a copy of its checkout of Megatron-LM, where `debug.backup_codebase` asks for one."""
     if not isinstance(config, MegatronConfig) or not config.debug.backup_codebase:
         return config
     copy = code_snapshot.snapshot_of_checkout(run, Path(config.megatron_lm.dir))
     return config.model_copy(update={"megatron_lm": config.megatron_lm.model_copy(update={"dir": str(copy)})})
+
+
+def _takes_snapshot(config: CommonConfig) -> bool:
+    """Whether the jobs run a copy of the code: if they are to, and wherever the code is an installed package, which an
+    upgrade would change under queued jobs."""
+    return config.debug.backup_codebase or not places.is_checkout()
 
 
 def _prepare_evaluations(config: CommonConfig, plan: Plan, run: Run) -> None:

@@ -28,6 +28,9 @@ from relayrun.trainers.retention import Retention
 LOOK_SECONDS = 1.0
 """Between two looks; a save that begins and ends between them takes less."""
 
+STEPS_TO_OBEY = 2
+"""A program that has been asked to leave, and makes so many steps more, has not heard it."""
+
 
 class Observer:
     """Follows one attempt.
@@ -36,6 +39,8 @@ class Observer:
         leave: asks the program to save and leave, by a signal or what else it hears. `attempts/N/stop` says why; it is
             written behind it, so that a kill in between asks again.
         retention: removes old checkpoints; None: they all stay, or the program removes them itself.
+        ask_again: ask once more when the program trains on, whoever asked it: a signal that comes before it has a
+            handler, or while Slurm's controller is away, is lost. For programs that a second one does not harm.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class Observer:
         *,
         leave: Callable[[], None],
         retention: Retention | None = None,
+        ask_again: bool = False,
     ) -> None:
         self._run = run
         self._attempt = attempt
@@ -54,6 +60,9 @@ class Observer:
         self._program = program
         self._leave = leave
         self._retention = retention
+        self._ask_again = ask_again
+        self._asked_at: int | None = None
+        """The iteration at which it was known that the program had been asked to leave."""
         self._files: dict[str, dict[str, int]] = {}
         """What lay in a checkpoint at the look before, as long as more may come."""
         self._iteration = begin.base_iteration
@@ -236,8 +245,13 @@ class Observer:
             triggers.acknowledge(self._run, asked, iteration=self._committed, result=f"refused: {why_not}")
 
     def _obey_leave(self) -> None:
-        """Nobody asks twice: who finds `attempts/N/stop` knows that the program has been asked."""
+        """Who finds `attempts/N/stop` knows that the program has been asked; the ranks of one that heard it leave."""
         if self._attempt.stop.exists():
+            if self._asked_at is None:
+                self._asked_at = self._iteration
+            elif self._ask_again and self._iteration >= self._asked_at + STEPS_TO_OBEY:
+                self._leave()
+                self._asked_at = self._iteration
             return
         begin = self._begin
         exit_trigger = triggers.look(self._run, "exit")

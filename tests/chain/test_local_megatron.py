@@ -91,9 +91,18 @@ def rank_pids(run: Run) -> dict[int, int]:
     return found
 
 
-def test_a_run_in_two_jobs_gives_every_printed_digit_of_the_uncut_one(make_run: MakeRun, tmp_path: Path) -> None:
-    """swiss-ai, in `make test`. Losses, gradient norms, one W&B run, what is kept, the trigger folder, the record."""
-    checkout = checkout_of(Dialect.SWISS_AI)
+@pytest.mark.parametrize(
+    "dialect",
+    [
+        pytest.param(Dialect.SWISS_AI, id="swiss-ai"),  # in `make test`
+        pytest.param(Dialect.NVIDIA, id="nvidia", marks=pytest.mark.long),
+    ],
+)
+def test_a_run_in_two_jobs_gives_every_printed_digit_of_the_uncut_one(
+    make_run: MakeRun, tmp_path: Path, dialect: Dialect
+) -> None:
+    """Losses, gradient norms, what is kept, the files that `.metadata` names, the trigger folder, the record."""
+    checkout = checkout_of(dialect)
     whole, whole_plan = make_run(folder="whole", **plan(checkout, tmp_path, steps=12))
     run, made = make_run(**plan(checkout, tmp_path, steps=12, slow="5:2", settings={"keep_last": 1}))
     run_chain(whole, whole_plan)

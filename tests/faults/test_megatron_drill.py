@@ -15,6 +15,7 @@ import pytest
 
 from relayrun.drill.table import FAULTS, Fault
 from relayrun.rundir.run import Run
+from relayrun.trainers.megatron_lm import checkpoints
 from relayrun.trainers.megatron_lm.program import Dialect
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.chain.test_local_chain import run_chain
@@ -58,6 +59,8 @@ ROWS = [
 BY_NAME = {fault.name: fault for fault in FAULTS}
 SAYS = {"ranks 1 did not answer": "no progress for"}
 """What is said of a program that nobody asks for its stacks."""
+CAUSES = {"preempted": ("saved|failed", "done"), "preempted-requeue": ("saved|failed", "done")}
+"""Slurm preempts with SIGTERM, which ends a program that leaves on another signal: it goes on from its checkpoint."""
 FAILS = {"crash-loop": "0"}
 """At which iteration of an attempt a program fails, for rows whose hook has it raise."""
 
@@ -117,6 +120,8 @@ def test_a_chain_survives_or_stops_with_a_reason(
     environment = {"MASTER_ADDR": "127.0.0.1"} | ({"MEGATRON_ON_CPU_FAIL": FAILS[name]} if name in FAILS else {})
     on_slurm = {key: SLURM[key] for key in ("scheduler", "nodes", "ntasks_per_node")}
     settings = on_slurm | {"fallback_job": True, "auto_requeue": True} | changes(fault)
+    if "python3" in fault.commands:
+        settings["host_python"] = "python3"
     slow = "12:1.5" if name.startswith("node-lost") else "12:0.5"
     values = plan(checkout, tmp_path, steps=STEPS, interval=10, slow=slow, environment=environment, **settings)
     run, _ = make_run(**values)
@@ -125,15 +130,19 @@ def test_a_chain_survives_or_stops_with_a_reason(
     paths = f"{tmp_path / 'bin'}:{cluster.env['PATH']}" if fault.commands else cluster.env["PATH"]
     cluster.sbatch([run.job_script], env={"PATH": paths})
     try:
-        fault.act(MegatronStage(cluster, run, tmp_path))
+        stage = MegatronStage(cluster, run, tmp_path)
+        if name == "latest-torn":  # its folder is there before its files are
+            stage.wait(lambda: checkpoints.tracked(run.checkpoints) == 20, 150)
+        fault.act(stage)
         wait_for_end(cluster, run, timeout=1200)
     finally:
         cluster.down()
     records = ends(run)
     said = "\n".join([record.reason for record in records] + [run.stop.read_text() if run.stop.exists() else ""])
     causes = [record.cause for record in records]
-    assert len(causes) == len(fault.causes), said + logs(run)
-    assert all(cause in wanted.split("|") for cause, wanted in zip(causes, fault.causes, strict=True)), said + logs(run)
+    expected = CAUSES.get(name, fault.causes)
+    assert len(causes) == len(expected), said + logs(run)
+    assert all(cause in wanted.split("|") for cause, wanted in zip(causes, expected, strict=True)), said + logs(run)
     assert SAYS.get(fault.says, fault.says) in said
     assert fault.logged in logs(run)
     if fault.commands:

@@ -235,6 +235,27 @@ def test_the_exit_trigger_asks_once_and_is_answered_behind_the_outcome(scene: Sc
     assert triggers.look(scene.run, "exit") is None
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_program_that_trains_on_has_not_heard_it_and_is_asked_again(scene: Scene, again: bool) -> None:
+    """The batch script writes why it asks, and its signal may be lost: before a handler is there, say."""
+    begin = scene.attempt.read_begin()
+    assert begin is not None
+    scene.observer = Observer(scene.run, scene.attempt, begin, scene.script, leave=scene._leave, ask_again=again)
+    scene.script.step(1)
+    scene.attempt.stop.write_text("SIGUSR2\n")
+    scene.observer.look()
+    scene.script.step(2)
+    scene.observer.look()
+    assert scene.left == 0
+    scene.script.step(3)
+    scene.observer.look()
+    scene.observer.look()
+    assert scene.left == again
+    scene.script.step(4, 5)
+    scene.observer.look()
+    assert scene.left == 2 * again
+
+
 def test_the_save_trigger_is_answered_when_a_checkpoint_has_come(scene: Scene) -> None:
     triggers.touch(scene.run, "save")
     scene.observer.look()

@@ -17,7 +17,7 @@ def look(config: MegatronConfig, findings: Findings, *, contained: bool) -> None
     with findings.catching("megatron_lm.flags"):
         line = command_line(config, Run(Path(config.run_dir or "")))
         _flags(config, line, findings, contained=contained)
-        _log_interval(line, findings)
+        _of_the_chain(config, line, findings)
 
 
 def _flags(config: MegatronConfig, line: CommandLine, findings: Findings, *, contained: bool) -> None:
@@ -41,7 +41,16 @@ def _flags(config: MegatronConfig, line: CommandLine, findings: Findings, *, con
         findings.ok(name, f"{version}: its own parser takes all {number}")
 
 
-def _log_interval(line: CommandLine, findings: Findings) -> None:
+def _of_the_chain(config: MegatronConfig, line: CommandLine, findings: Findings) -> None:
+    """What the chain could not do with these flags."""
+    if line.merged.find("profile") is not None and line.checkout.dialect is Dialect.SWISS_AI:
+        findings.warn(
+            "megatron_lm.profile",
+            "with --profile this checkout takes no signal: relayrun asks it by its own files; where Slurm alone asks, "
+            "the attempt does not save, and the next one goes on from its last checkpoint",
+            setting="debug.profile",
+            remedy="profile in a run of its own, with checkpoint.interval below what may be lost",
+        )
     interval = line.merged.find("log-interval")
     if interval is not None and interval.values != ("1",):
         findings.warn(

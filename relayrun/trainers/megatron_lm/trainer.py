@@ -68,8 +68,8 @@ class MegatronTrainer:
         The attempt gets its trigger folder, and the state of the checkout goes on record.
         """
         self._run.checkpoints.mkdir(exist_ok=True)
-        self._run.attempt(attempt).client.mkdir(exist_ok=True)
         record = self._run.attempt(attempt)
+        record.client.mkdir(exist_ok=True)
         _, paths = shortened(self._settings.run, str(record.data_paths))
         if paths is not None:
             write_atomic(record.data_paths, paths)
@@ -133,7 +133,8 @@ class MegatronTrainer:
             program.wait_inside_step()
             signal_ranks(self.leave_signal)
 
-        return Observer(self._run, attempt, begin, program, leave=leave, retention=self._retention(begin))
+        kept = self._retention(begin)
+        return Observer(self._run, attempt, begin, program, leave=leave, retention=kept, ask_again=True)
 
     def _retention(self, begin: AttemptStart) -> Retention | None:
         if self._settings.keep_last is None:

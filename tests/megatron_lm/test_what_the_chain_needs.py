@@ -1,0 +1,53 @@
+"""What a submit tells the chain of Megatron-LM besides its flags: where its code lies, and which checkpoints stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayrun.config import compose
+from relayrun.rundir.plan import Plan
+from relayrun.submit import submission
+from relayrun.trainers.megatron_lm.trainer import MegatronSettings
+from tests.unit.test_trainer_configs import MEGATRON, written
+
+from .stand_in import stand_in
+
+
+@pytest.fixture(autouse=True)
+def _logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "log_folder", lambda _: tmp_path / "logs")
+
+
+def submitted(folder: Path, checkout: Path, **sections: Any) -> MegatronSettings:
+    """The settings of the trainer in the plan of a submitted run."""
+    own = MEGATRON["megatron_lm"] | {"dir": str(checkout)}
+    config = compose.load(written(folder, MEGATRON | {"megatron_lm": own} | sections))
+    return MegatronSettings.of(Plan.load(submission.submit(config).run).trainer_settings)
+
+
+def test_the_checkout_itself_and_all_checkpoints_where_nothing_else_is_asked_for(tmp_path: Path) -> None:
+    checkout = stand_in(tmp_path / "Megatron-LM")
+    settings = submitted(tmp_path, checkout)
+    assert settings.dir == str(checkout)
+    assert settings.run[1] == str(checkout / "pretrain_gpt.py")
+    assert (settings.keep_last, settings.keep_every) == (None, None)
+
+
+def test_the_section_of_checkpoints_says_which_stay(tmp_path: Path) -> None:
+    checkout = stand_in(tmp_path / "Megatron-LM")
+    settings = submitted(tmp_path, checkout, checkpoint={"interval": 5, "keep_last": 2, "keep_every": 50})
+    assert (settings.keep_last, settings.keep_every) == (2, 50)
+
+
+def test_a_copy_of_the_checkout_is_what_the_ranks_run(tmp_path: Path) -> None:
+    checkout = stand_in(tmp_path / "Megatron-LM")
+    settings = submitted(tmp_path, checkout, debug={"backup_codebase": True})
+    copy = tmp_path / "run" / "code" / "megatron-lm" / "0001"
+    assert settings.dir == str(copy)
+    assert settings.run[1] == str(copy / "pretrain_gpt.py")
+    text = (copy / "megatron" / "training" / "arguments.py").read_text()
+    assert text == (checkout / "megatron" / "training" / "arguments.py").read_text()
+    assert str(checkout) in (tmp_path / "run" / "config" / "0001.yaml").read_text()  # a resume takes it again
