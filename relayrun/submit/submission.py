@@ -146,7 +146,7 @@ def _prepared(config: RunConfig, intent: Intent, given: LocatedSettings | None =
         state.refuse_after_end(run, resume=intent.resume)
         state.check_time_limit(config, make_plan(config, run, places.CODE, revision=0), run)
         config = _freeze_data(run, _with_loss_mean(run, config), manifest, accept=intent.accept_data_change)
-        base = initial_checkpoint.find_initial_checkpoint(config, run)
+        base = initial_checkpoint.find_initial_checkpoint(config, run, manifest, tell=log.warning)
         root = code_snapshot.snapshot(run, places.CODE) if _takes_snapshot(config) else places.CODE
         plan = make_plan(config, run, root, revision=_add_revision(run, config), base=base)
         triggers.create_folder(run, config.chain.triggers_group)

@@ -44,7 +44,9 @@ def look(
     with findings.catching("run.time_limit", ok="the time limit leaves time to train in"):
         check_time_limit(config, plan, run)
     with findings.catching("run.initial_checkpoint"):
-        initial_checkpoint.find_initial_checkpoint(config, run)
+        initial_checkpoint.find_initial_checkpoint(
+            config, run, manifest, tell=lambda words: findings.warn("run.initial_checkpoint", words)
+        )
     if not run.plan.exists():
         findings.ok("run.state", "this run has not been submitted yet")
         return
