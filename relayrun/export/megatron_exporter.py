@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +72,11 @@ def write(source: CheckpointSource, folder: Path) -> Exported:
         "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
     }
     if "optimizer" in common:
-        adam = optimizer_state.find(reader, common["optimizer"])
+        found = optimizer_state.find(reader, common["optimizer"])
+        adam = replace(found, groups=found.with_defaults())
         precision = config.training.resolved_precision
-        plain = optimizer_state.AdamState(
-            reader=reader,
-            groups=adam.with_defaults(),
-            step=adam.step,
-            main=adam.main if precision == "bf16" else None,
-            form=None,
-        )
-        plain.copy_into(contents, weights, distributed=False)
-        state["optimizer"] = plain.plain(distributed=False, precision=precision)
+        adam.copy_into(contents, weights, distributed=False, precision=precision)
+        state["optimizer"] = adam.plain(distributed=False, precision=precision)
         state["opt_param_scheduler"] = megatron_arguments.schedule(config, position)
         if adam.form is not None:
             notes.append("the optimizer's state is in the plain form: load it without --use-distributed-optimizer")

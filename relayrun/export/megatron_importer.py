@@ -57,7 +57,7 @@ def import_megatron(
         contents.add_extra_states(model.num_layers)
         common: dict[str, Any] = {"iteration": 0}
         if adam is not None:
-            adam.copy_into(contents, weights, distributed=kind)
+            adam.copy_into(contents, weights, distributed=kind, precision=checkpoint.precision)
             common = {
                 "optimizer": adam.plain(distributed=kind, precision=checkpoint.precision),
                 "layout": LAYOUT,

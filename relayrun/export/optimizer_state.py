@@ -55,14 +55,15 @@ class AdamState:
     form: str | None
     """That of a distributed optimizer; None: plain."""
 
-    def copy_into(self, contents: Contents, weights: Mapping[str, tuple[int, ...]], *, distributed: bool) -> None:
+    def copy_into(
+        self, contents: Contents, weights: Mapping[str, tuple[int, ...]], *, distributed: bool, precision: str
+    ) -> None:
         """Add the tensors in another kind. `weights`: shapes by key. Raises InputError if one is not there."""
         found = set(self.reader.tensors)
         names = {f"{PREFIX}{name}.": f"{PREFIX}{name}." for name in MOMENTS}
-        if self.main is not None:
-            names[f"{PREFIX}{self.main}."] = f"{PREFIX}{'param' if distributed else 'fp32_param'}."
-        elif distributed:
-            names[""] = f"{PREFIX}param."
+        if distributed or precision == "bf16":  # a plain optimizer has the weights themselves where these are fp32
+            source = "" if self.main is None else f"{PREFIX}{self.main}."
+            names[source] = f"{PREFIX}{'param' if distributed else 'fp32_param'}."
         for key, size in weights.items():
             for source, target in names.items():
                 if source + key not in found:
