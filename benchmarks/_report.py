@@ -141,6 +141,28 @@ SECTIONS: dict[str, list[Row]] = {
         Row("seconds lost standing still", "lost_seconds_sync", ".2f"),
         Row("seconds of a copy in memory of as many bytes", "memcpy_seconds", ".2f"),
     ],
+    "documents": [
+        *(
+            Row(
+                f"CPU time of one mask over ours, a row of 8,192 tokens as {count} document{'s' * (count > 1)}",
+                f"documents.{count}.masked_over_ours",
+                ".1f",
+                least=8 if count == 64 else None,
+            )
+            for count in (1, 4, 16, 64)
+        ),
+        *(
+            Row(f"CPU seconds of a layer, {count} document{'s' * (count > 1)}", f"documents.{count}.cpu_seconds", ".3f")
+            for count in (1, 4, 16, 64)
+        ),
+        Row(
+            "memory of a row of 32,768 tokens in 64 documents, over that of one document",
+            "memory_over_one_document",
+            ".2f",
+            most=1.2,
+        ),
+        Row("load of the machine meanwhile", "load_average", ".1f"),
+    ],
     "checksums": [
         Row("CPU time that checksums add to that of a save", "hashing_over_save", ".3f", most=0.05),
         Row("of it, in the copy, where the values are hashed", "hashing_in_the_copy_over_save", ".3f"),

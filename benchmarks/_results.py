@@ -18,6 +18,15 @@ RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("relayrun", "torch", "megatron-core", "numpy", "pyarrow", "datatrove", "tokenizers")
 
 
+def as_installed() -> dict[str, str]:
+    """The environment of a command whose start is measured: this code, and bytecode is kept, as where it is installed.
+
+    The first call compiles what has no bytecode yet; do not count it.
+    """
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {"PYTHONPATH": str(RESULTS.parents[1])}
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Smallest, median and largest of the rounds."""
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}

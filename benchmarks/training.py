@@ -30,7 +30,7 @@ from typing import Any
 import _results
 import numpy as np
 
-from relayrun import ROOT
+from relayrun import places
 from relayrun.config import compose, yamlfile
 from relayrun.config.schema import Model, RunConfig
 from relayrun.errors import RelayrunError, run_main
@@ -291,7 +291,7 @@ def gpu(folder: Path) -> dict[str, Any]:
 
 
 def model_1b() -> Model:
-    path = ROOT / "configs" / "models" / "llama3-1b.yaml"
+    path = places.shared("configs/models/llama3-1b.yaml")
     return Model.model_validate(yamlfile.read(path).values["model"])
 
 

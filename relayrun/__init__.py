@@ -21,6 +21,7 @@ What lies where. A package imports only packages that stand below it in this lis
     config          the settings of a run, and how they are composed
     slurmtime       durations as Slurm writes them
     places          the code, the files that belong to it, and the project
+    masking         what looks like a secret
     client          what a foreign program may say to the chain, and hear; one file that may be copied
     files           files that survive a kill
     errors          every error that is raised on purpose

@@ -5,10 +5,9 @@
     ├── InputError           a file or folder that was given is missing, torn or of the wrong kind
     ├── RunDirError          the run directory is damaged, or refuses what was asked of it
     ├── SchedulerError       Slurm (or the local scheduler) refused or could not be reached
-    ├── FatalTrainingError   training cannot go on, and another attempt would fail in the same way
-    └── SeveralErrors        all that one look found, each an error of its own
+    └── FatalTrainingError   training cannot go on, and another attempt would fail in the same way
 
-An error says what is wrong, where, and what to do: all of what is wrong in the same way (`together`), the nearest name
+An error says what is wrong, where, and what to do: all of what is wrong at once (`together`), the nearest name
 where one is unknown (`nearest`), and whose a place is that is closed (`whose`). What goes wrong without ending the
 program is a warning: modules give it to `logging.getLogger(__name__)`, and every program calls `log_to_stderr` once.
 """
@@ -66,10 +65,18 @@ MOST_NAMED = 10
 """How many errors of one kind are named; the others are counted."""
 
 
-def together(errors: Sequence[RelayrunError], what: str) -> RelayrunError:
-    """One error for all of them, each named up to `MOST_NAMED`; a single one as it is. `what`: `shards are damaged`."""
+def together(errors: Sequence[RelayrunError], what: str | None = None) -> RelayrunError:
+    """One error for all of them; a single one as it is.
+
+    `what`, as in `shards are damaged`: they are of one kind, each is named, up to `MOST_NAMED`, and a remedy is told
+    once. None: they are of several kinds, and each is told in full.
+    """
     if len(errors) == 1:
         return errors[0]
+    if what is None:
+        joined = RelayrunError("\nerror: ".join(map(str, errors)))
+        joined.parts = list(errors)
+        return joined
     lines = [str(RelayrunError(error.message, where=error.where)) for error in errors[:MOST_NAMED]]
     if len(errors) > MOST_NAMED:
         lines.append(f"and {len(errors) - MOST_NAMED:,} more")
@@ -200,14 +207,6 @@ def missing_extra(error: ModuleNotFoundError) -> RelayrunError | None:
     return RelayrunError(
         f"this needs {name}, which is not installed in {sys.prefix}", hint=f"pip install 'relayrun[{EXTRAS[name]}]'"
     )
-
-
-class SeveralErrors(RelayrunError):
-    """All that one look found, each an error of its own."""
-
-    def __init__(self, errors: Sequence[RelayrunError]) -> None:
-        self.errors = tuple(errors)
-        super().__init__("\nerror: ".join(map(str, errors)))
 
 
 class _StderrLines(logging.Handler):

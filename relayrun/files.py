@@ -264,6 +264,13 @@ def last_lines(path: str | os.PathLike[str], count: int) -> tuple[bytes, int]:
     return b"".join(text.splitlines(keepends=True)[-count:] if count else []), size
 
 
+def last_bytes(path: str | os.PathLike[str], most: int, *, since: int = 0) -> bytes:
+    """The end of a file, at most so many bytes, and nothing before byte `since`. Raises OSError."""
+    with open(path, "rb") as file:
+        file.seek(max(since, file.seek(0, os.SEEK_END) - most))
+        return file.read()
+
+
 def read_lines_backwards(
     path: str | os.PathLike[str], *, end: int | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -311,6 +318,15 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
+
+
+def free_space(path: str | os.PathLike[str]) -> int:
+    """Bytes that this user may still write to the file system on which a path lies, or would lie."""
+    place = os.path.abspath(path)
+    while not os.path.lexists(place):
+        place = os.path.dirname(place)
+    found = os.statvfs(place)
+    return found.f_bavail * found.f_frsize
 
 
 def free_name(folder: Path, name: str) -> Path:

@@ -1,4 +1,4 @@
-"""README.md's commands, and a copy of the repository in which they can be run."""
+"""Commands of pages, and a copy of the repository in which they can be run."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from relayrun.demo.corpus import train_tokenizer
+from relayrun.tokenization.train_tokenizer import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-KINDS = ("bash", "bash make", "bash slurm")
 
 
 def blocks(kind: str, text: str = README) -> list[str]:
-    """Code blocks of one kind: `bash` runs here, `bash slurm` on a cluster, `bash make` is what CI runs."""
+    """Code blocks of one kind.
+
+    `bash` runs here, `bash install` before it in an empty folder, `bash slurm` on a cluster; CI runs `bash make`.
+    """
     return re.findall(rf"^```{kind}\n(.*?)^```$", text, re.M | re.S)
 
 

@@ -1,5 +1,6 @@
 """A stand-in for the W&B service on the loopback interface: what the real client (0.31) asks of it for runs that begin
-and are resumed. It keeps the history lines of each run, by the offsets that the client names. Nothing of the network is
+and are resumed. It keeps the lines of each run's history and system metrics, by the offsets that the client names, and
+its files. Nothing of the network is
 proven by it; what the client sends, and in which order, is."""
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
+from urllib.parse import quote, unquote
 
-HISTORY, SUMMARY = "wandb-history.jsonl", "wandb-summary.json"
+HISTORY, SUMMARY, EVENTS = "wandb-history.jsonl", "wandb-summary.json", "wandb-events.jsonl"
 
 
 class WandBService:
@@ -20,6 +22,9 @@ class WandBService:
         self.lines: dict[str, list[str]] = {}
         self.buckets: dict[str, dict[str, Any]] = {}
         self.summaries: dict[str, dict[str, Any]] = {}
+        self.events: dict[str, list[str]] = {}
+        self.uploads: dict[str, dict[str, bytes]] = {}
+        """Content of every file that was sent, by run and name."""
         service = self
 
         class Handler(_Handler):
@@ -68,7 +73,10 @@ class WandBService:
             }
             return {"upsertBucket": {"bucket": bucket, "inserted": True}}
         if operation == "CreateRunFiles":
-            files = [{"name": file, "uploadUrl": f"{self.url}/upload"} for file in variables["files"]]
+            run = variables["run"]
+            files = [
+                {"name": file, "uploadUrl": f"{self.url}/upload/{run}/{quote(file)}"} for file in variables["files"]
+            ]
             return {"createRunFiles": {"runID": "x", "uploadHeaders": [], "files": files}}
         return {}
 
@@ -86,7 +94,7 @@ class WandBService:
             "summaryMetrics": lines[-1] if lines else "{}",
             "historyLineCount": len(lines),
             "logLineCount": 0,
-            "eventsLineCount": 0,
+            "eventsLineCount": len(self.events.get(name, [])),
             "historyTail": json.dumps(lines[-1:]),
             "eventsTail": "[]",
             "wandbConfig": '{"t": 1}',
@@ -97,6 +105,9 @@ class WandBService:
         if HISTORY in files:
             kept = self.lines.setdefault(run_id, [])
             kept[files[HISTORY]["offset"] :] = files[HISTORY]["content"]
+        if EVENTS in files:
+            kept = self.events.setdefault(run_id, [])
+            kept[files[EVENTS]["offset"] :] = files[EVENTS]["content"]
         if SUMMARY in files:
             self.summaries[run_id] = json.loads(files[SUMMARY]["content"][-1])
 
@@ -125,7 +136,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply({"exitcode": None, "limits": {}})
 
     def do_PUT(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        _, _, run, name = self.path.split("/", 3)
+        self.service.uploads.setdefault(run, {})[unquote(name)] = content
         self._reply({})
 
     def _reply(self, value: dict[str, Any], code: int = 200) -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,19 @@ class Installed:
     def packages(self) -> Path:
         return self.folder / f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 
+    def link_packages(self, extras: Iterable[str]) -> None:
+        """Link what relayrun's base and these extras ask for, from the environment that the tests run in."""
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        asked = [
+            *project["dependencies"],
+            *(text for name in extras for text in project["optional-dependencies"][name]),
+        ]
+        for name in closure(Requirement(text).name for text in asked):
+            distribution = importlib.metadata.distribution(name)
+            for top in {Path(file).parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+                if not (self.packages / top).exists():
+                    (self.packages / top).symlink_to(Path(str(distribution.locate_file(top))))
+
     def run(self, *command: str | Path, cwd: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
         """Run a program of the environment with nothing of the tests' own around it."""
         given = {"PATH": f"{self.folder / 'bin'}:/usr/bin:/bin", "HOME": str(self.home), "COLUMNS": "200"}
@@ -74,18 +88,10 @@ def pip(arguments: list[str]) -> None:
 
 
 def install(wheel: Path, folder: Path, extra: str = "") -> Installed:
-    """A clean environment: the wheel, and links to the packages that its own metadata ask for."""
+    """A clean environment: the wheel, and links to the packages that it asks for."""
     installed = Installed(folder / "env", folder / "home")
     installed.home.mkdir(parents=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", installed.folder], check=True)
     pip([f"--python={installed.folder / 'bin/python'}", "install", "--no-deps", "--no-index", str(wheel)])
-    own = importlib.metadata.Distribution.at(next(installed.packages.glob("relayrun-*.dist-info")))
-    asked = [Requirement(text) for text in own.requires or ()]
-    names = {each.name for each in asked if each.marker is None or (extra and each.marker.evaluate({"extra": extra}))}
-    for name in closure(names):
-        distribution = importlib.metadata.distribution(name)
-        for top in {Path(file).parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
-            source = Path(str(distribution.locate_file(top)))
-            if not (installed.packages / top).exists():
-                (installed.packages / top).symlink_to(source)
+    installed.link_packages([extra] if extra else [])
     return installed

@@ -16,6 +16,12 @@ within() { # seconds, command
   return "${code:-124}"
 }
 
+# One of Slurm's commands, for two minutes at most. Slurm sends SIGTERM to every process of a job that it ends or queues
+# again. This one does not heed it: `timeout` would hand it on.
+slurm() { # command
+  timeout --signal=KILL 120 bash -c 'trap "" TERM USR2; exec "$@"' bash "$@"
+}
+
 # Whole or not at all.
 write_stop() { # reason
   local -r temporary="${RELAYRUN_RUN_DIR}/.STOP-${SLURM_JOB_ID:-local}"
@@ -28,7 +34,7 @@ write_stop() { # reason
 # The reason, where people look: the job's log and comment, and STOP if the run directory takes it.
 give_up() { # reason, comment
   echo "[relayrun $(date +%FT%T)] the chain ends: $1" >&2
-  [[ -z "${SLURM_JOB_ID:-}" ]] || timeout 120 scontrol update "JobId=${SLURM_JOB_ID}" "Comment=$2"
+  [[ -z "${SLURM_JOB_ID:-}" ]] || slurm scontrol update "JobId=${SLURM_JOB_ID}" "Comment=$2"
   within 60 write_stop "$1"
   within 30 tell_people
   exit 1
@@ -43,7 +49,7 @@ tell_people() {
 # What Slurm says of a question; it is asked until it answers or the job is at its limit.
 asked_of_slurm() { # the question
   local answer
-  until answer="$(timeout 120 "$@")"; do
+  until answer="$(slurm "$@")"; do
     sleep 30
   done
   printf '%s' "${answer}"
@@ -55,7 +61,7 @@ cancelled_successor() {
   successor="$(sed -n 's/.*"job_id": "\([0-9]*\)".*/\1/p' "${attempt_dir:-/nowhere}/successor.json" 2>/dev/null)"
   [[ -n "${successor}" ]] || return
   if grep -q '"cancelled": true' "${attempt_dir}/successor.json" ||
-    [[ "$(timeout 120 squeue --noheader --states=all --jobs="${successor}" --format=%T 2>/dev/null)" == CANCELLED ]]; then
+    [[ "$(slurm squeue --noheader --states=all --jobs="${successor}" --format=%T 2>/dev/null)" == CANCELLED ]]; then
     printf '%s' "${successor}"
   fi
 }
@@ -64,6 +70,15 @@ cancelled_successor() {
 requeued() { # job
   [[ "$(asked_of_slurm scontrol show job --oneliner "$1")" =~ \ Restarts=([0-9]+) ]] &&
     ((BASH_REMATCH[1] > ${SLURM_RESTART_COUNT:-0}))
+}
+
+# Slurm answers, and does not queue this job again: a site may let nobody change a job.
+not_taken() { # what failed, comment
+  local waits
+  waits="$(asked_of_slurm squeue --noheader --me --name="${RELAYRUN_JOB_NAME}-fallback" --states=PENDING --format=%i)"
+  [[ -n "${waits}" ]] || give_up "$1, and Slurm does not queue the job again" "$2"
+  echo "[relayrun $(date +%FT%T)] Slurm does not queue this job again; the fallback job ${waits%%$'\n'*} goes on" >&2
+  exit 1
 }
 
 # Queue this job again, later each time, unless another waits behind it, or a person has ended the chain.
@@ -78,7 +93,7 @@ again() { # what failed, exit code
   [[ "${RELAYRUN_AUTO_REQUEUE}" == true ]] || give_up "${what}" "${marker}1@${node}"
   [[ -n "${SLURM_JOB_ID:-}" ]] || exit 75 # whoever runs the local queue does what follows
 
-  local comment failed=0 nodes="" others given exclude delay successor state
+  local comment failed=0 refused=0 nodes="" others given exclude delay successor state taken
   comment="$(asked_of_slurm squeue --noheader --jobs="${job}" --format=%k)"
   if [[ "${comment}" =~ ^"${marker}"([0-9]+)@(.*)$ ]]; then
     failed="${BASH_REMATCH[1]}" nodes="${BASH_REMATCH[2]:+${BASH_REMATCH[2]},}"
@@ -91,7 +106,7 @@ again() { # what failed, exit code
   given="$(asked_of_slurm squeue --noheader --jobs="${job}" --format=%x)"
   exclude="${nodes%,}"
   [[ -z "${given}" || "${given}" == "(null)" ]] || exclude="${given},${exclude}"
-  timeout 120 sbatch --test-only --exclude="${exclude}" "$0" 2>/dev/null || exclude=""
+  slurm sbatch --test-only --exclude="${exclude}" "$0" 2>/dev/null || exclude=""
 
   while :; do # as long as the job lasts: a controller may be away for hours
     others="$(asked_of_slurm squeue --noheader --me --name="${RELAYRUN_JOB_NAME}" --states=PENDING --format=%i)"
@@ -107,12 +122,19 @@ again() { # what failed, exit code
     [[ "${state}" =~ ^RUNNING|\ (0:00|INVALID)$ ]] || give_up "${what}, while Slurm ended the job" "${comment}"
     ((failed < RELAYRUN_MAX_FAILED_BEGINS)) || give_up "${what}, ${failed} times in a row" "${comment}"
     echo "[relayrun $(date +%FT%T)] job ${job} queues itself again, not before ${delay} s from now" >&2
-    # one process: with the second order Slurm ends this script; at its time limit a job takes no first one
-    printf '%s\n' "update JobId=${job} Requeue=1 Comment=${comment}" "requeue ${job}" \
-      "update JobId=${job} StartTime=now+${delay} Comment=${comment}${exclude:+ ExcNodeList=${exclude}}" |
-      timeout 120 scontrol
-    ! requeued "${job}" || exit 1
-    sleep 30
+    # first what counts the tries, so that they end; at its time limit a job takes no change before it is queued again
+    printf '%s\n' "update JobId=${job} Requeue=1" "update JobId=${job} Comment=${comment}" | slurm scontrol
+    taken="${comment}"
+    [[ "${state}" != RUNNING* ]] || taken="$(asked_of_slurm squeue --noheader --jobs="${job}" --format=%k)"
+    if [[ "${taken}" == "${comment}" ]]; then
+      # one process: with the first order Slurm ends this script
+      printf '%s\n' "requeue ${job}" \
+        "update JobId=${job} StartTime=now+${delay} Comment=${comment}${exclude:+ ExcNodeList=${exclude}}" |
+        slurm scontrol
+      ! requeued "${job}" || exit 1
+    fi
+    ((++refused < 10)) || not_taken "${what}" "${comment}"
+    sleep "$((refused < 3 ? 2 : 30))"
   done
 }
 trap 'again "the batch script" $?' EXIT

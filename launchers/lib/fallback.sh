@@ -4,16 +4,29 @@
 #
 # Needs what again.sh and log.sh need, RELAYRUN_ROOT, RELAYRUN_HOST_PYTHON.
 
-no_fallback() {
+# Slurm ends this job, or is about to: at the time limit it takes no comment any more. One whose node goes to a job with
+# more rights comes back; one that somebody cancels does not.
+ended() {
+  trap '' TERM USR2
+  if [[ "$(slurm scontrol show job --oneliner "${SLURM_JOB_ID}")" =~ \ PreemptTime=[0-9] ]]; then
+    slurm scontrol requeue "${SLURM_JOB_ID}"
+    ! requeued "${SLURM_JOB_ID}" || exit 1
+  fi
   give_up "a job of the chain failed, and the fallback job ${SLURM_JOB_ID} could not queue another one; see its log" \
     "relayrun:fallback-failed"
 }
-trap no_fallback TERM # the time limit
+
+look() {
+  trap '' TERM USR2 # not cut short between two orders
+  PYTHONSAFEPATH=1 PYTHONPATH="${RELAYRUN_ROOT}" exec "${RELAYRUN_HOST_PYTHON}" -m relayrun.chain fallback \
+    --run-dir "${RELAYRUN_RUN_DIR}"
+}
+
+trap ended USR2 TERM
 
 pause=5
 while :; do # as long as the job lasts: a controller or a file system may be away
-  PYTHONSAFEPATH=1 PYTHONPATH="${RELAYRUN_ROOT}" "${RELAYRUN_HOST_PYTHON}" -m relayrun.chain fallback \
-    --run-dir "${RELAYRUN_RUN_DIR}" &
+  look &
   wait "$!" && exit 0
   sleep "${pause}" &
   wait "$!"

@@ -49,6 +49,7 @@ class BeginFacts:
     """The reason in STOP, where the chain was stopped."""
     durable_iteration: int
     total_steps: int | None
+    stop_after: int | None = None
     exit_trigger: str | None
     """Who touched triggers/exit."""
     predecessor_cancelled: bool
@@ -74,6 +75,7 @@ class EndFacts:
     base_iteration: int
     durable_iteration: int
     total_steps: int | None
+    stop_after: int | None = None
     failed_attempts: int
     """Attempts in a row before this one without durable progress."""
     max_failed_attempts: int
@@ -86,8 +88,8 @@ def at_begin(facts: BeginFacts) -> Decision:
     """Whether to start the ranks."""
     if facts.stopped is not None:
         return Decision(action="stop", reason=facts.stopped)
-    if facts.total_steps is not None and facts.durable_iteration >= facts.total_steps:
-        return Decision(action="stop", reason=done_words(facts.durable_iteration))
+    if (reason := _all_done(facts)) is not None:
+        return Decision(action="stop", reason=reason)
     if facts.exit_trigger is not None:
         return Decision(action="stop", reason=f"exit trigger by {facts.exit_trigger}, before this job began")
     if facts.predecessor_cancelled:
@@ -103,8 +105,8 @@ def at_end(facts: EndFacts) -> Decision:
     """Whether the successor goes on, goes on later, or must not start."""
     if facts.outcome == "done" and facts.total_steps is None:
         return Decision(action="stop", reason=facts.outcome_reason)
-    if facts.outcome == "done" and facts.total_steps is not None and facts.durable_iteration >= facts.total_steps:
-        return Decision(action="stop", reason=done_words(facts.durable_iteration))
+    if facts.outcome == "done" and (all_done := _all_done(facts)) is not None:
+        return Decision(action="stop", reason=all_done)
     if facts.outcome == "exit":
         return Decision(action="stop", reason=facts.outcome_reason)
     if facts.outcome == "fatal":
@@ -148,9 +150,24 @@ def done_words(iteration: int) -> str:
     return f"the last iteration, {iteration}, is durable"
 
 
+def stop_after_words(iteration: int) -> str:
+    """The reason of a chain that went as far as `training.stop_after` asks."""
+    return f"iteration {iteration} is durable, and training.stop_after ends the run there"
+
+
 def is_done(reason: str) -> bool:
     """Whether a chain that ended for this reason has done all it was asked for."""
-    return reason == ENDED_BY_ITSELF or re.fullmatch(done_words(0).replace("0", r"\d+"), reason) is not None
+    words = (done_words(0), stop_after_words(0))
+    return reason == ENDED_BY_ITSELF or any(re.fullmatch(text.replace("0", r"\d+"), reason) for text in words)
+
+
+def _all_done(facts: BeginFacts | EndFacts) -> str | None:
+    """Why nothing is left to do; None where something is."""
+    if facts.total_steps is not None and facts.durable_iteration >= facts.total_steps:
+        return done_words(facts.durable_iteration)
+    if facts.stop_after is not None and facts.durable_iteration >= facts.stop_after:
+        return stop_after_words(facts.durable_iteration)
+    return None
 
 
 def _without_outcome(facts: EndFacts) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from relayrun.chain import nodes
 from relayrun.chain.log import PREFIX
+from relayrun.files import last_bytes
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.records import Failure
 
@@ -55,9 +56,7 @@ def tail(log: str | None, *, since: int = 0) -> str:
     if log is None:
         return ""
     try:
-        with open(log, "rb") as file:
-            file.seek(max(since, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            return file.read().decode("utf-8", errors="replace")
+        return last_bytes(log, TAIL_BYTES, since=since).decode("utf-8", errors="replace")
     except OSError:
         return ""
 
@@ -163,8 +162,8 @@ def fatal_reason(
     if exit_code in NOT_STARTED and not began and not failures and _no_task_started(log, ntasks):
         what = "is not found" if exit_code == 127 else "cannot be executed"
         return (
-            f"{program} {what} on any rank (exit code {exit_code}); see cluster.python and cluster.command_prefix "
-            "in the config"
+            f"{program} {what} on any rank (exit code {exit_code}); see cluster.python and cluster.command_prefix, "
+            "or command.run, in the config"
         )
     return None
 

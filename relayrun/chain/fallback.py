@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from relayrun.chain.log import log
+from relayrun.chain.render import FALLBACK_SECONDS
 from relayrun.errors import SchedulerError
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
-from relayrun.scheduler.base import FallbackOrder, Job, Scheduler
+from relayrun.scheduler import gres
+from relayrun.scheduler.base import FallbackJobs, FallbackOrder, Job, Scheduler
 from relayrun.scheduler.choose import for_plan
+from relayrun.slurmtime import parse_time
 
 
 def put_behind(run: Run, plan: Plan, job_id: str, *, options: Mapping[str, str | None], failed_begins: int = 0) -> None:
@@ -23,18 +26,57 @@ def put_behind(run: Run, plan: Plan, job_id: str, *, options: Mapping[str, str |
 
     `failed_begins`: how often in a row the jobs before it could not begin.
     """
-    jobs = for_plan(plan, run, patience=0).fallback_jobs
+    scheduler = for_plan(plan, run, patience=0)
+    jobs = scheduler.fallback_jobs
     if not plan.fallback_job or jobs is None:
         return
     order = FallbackOrder(job_id=job_id, failed_begins=failed_begins)
     try:
-        waiting = [job.id for job in jobs.live(plan.fallback_job_name) if job.state == "PENDING"]
-        if waiting:
-            jobs.move(waiting[0], order)
-        else:
-            jobs.queue(run.fallback_script, name=plan.fallback_job_name, order=order, options=options)
+        former = [job.id for job in _waiting(plan, jobs)]
+        if former and _moved(jobs, former[0], order):
+            return
+        given = {name: value for name, value in options.items() if value is not None}
+        jobs.queue(
+            run.fallback_script,
+            name=plan.fallback_job_name,
+            order=order,
+            options=_options_of_the_chain(plan, given),
+            limit=_limit(plan, given),
+        )
+        for job in _waiting(plan, jobs) if former else []:
+            if job.id in former:
+                scheduler.cancel(job.id)
     except SchedulerError as error:
         log(f"no fallback job behind job {job_id}: {error.message}")
+
+
+def _waiting(plan: Plan, jobs: FallbackJobs) -> list[Job]:
+    return [job for job in jobs.live(plan.fallback_job_name) if job.state == "PENDING"]
+
+
+def _moved(jobs: FallbackJobs, job_id: str, order: FallbackOrder) -> bool:
+    """Let the fallback job that waits stand behind another job; return whether it does."""
+    try:
+        jobs.move(job_id, order)
+    except SchedulerError as error:  # a site may let nobody change a job; or it has just started
+        log(f"fallback job {job_id} stays as it is, and another one is queued: {error.message}")
+        return False
+    return True
+
+
+def _options_of_the_chain(plan: Plan, given: Mapping[str, str]) -> dict[str, str | None]:
+    """All that the chain's jobs ask of sbatch: `given`, read back from one of them, wins over the plan."""
+    planned = {"nodes": str(plan.nodes), "cpus-per-task": str(plan.cpus_per_task), **plan.sbatch_options}
+    return planned | gres.in_the_same_way(given, plan.sbatch_options)
+
+
+def _limit(plan: Plan, given: Mapping[str, str]) -> int:
+    """Seconds that the fallback job may take: no more than a job of the chain, so that its partition allows them."""
+    try:
+        asked = parse_time(given["time"])
+    except (KeyError, ValueError):  # the plan's; or UNLIMITED
+        asked = plan.time_limit
+    return min(FALLBACK_SECONDS, asked)
 
 
 def withdraw(plan: Plan, scheduler: Scheduler, *, anyone: bool = False) -> list[str]:

@@ -33,11 +33,12 @@ def look(run: Run) -> int:
     if jobs is None or not plan.fallback_job or stop_reason(run) is not None or take_over.happened(plan, own):
         return 0
     order = jobs.order(own)
-    live = scheduler.jobs(plan)
+    live = [job for job in scheduler.jobs(plan) if job.state != "COMPLETING"]  # such a one carries nothing on
     if live:
         last = next((job for job in live if job.state == "PENDING"), live[-1])
         known = scheduler.query(last.id)
-        fallback.put_behind(run, plan, last.id, options=known.options if known else plan.sbatch_options)
+        options, failed_begins = (known.options, known.failed_begins) if known else (plan.sbatch_options, 0)
+        fallback.put_behind(run, plan, last.id, options=options, failed_begins=failed_begins)
         return 0
     failed = scheduler.query(order.job_id)
     reason = _why_it_ends(run, scheduler, order, failed)
@@ -86,13 +87,16 @@ def _queue_next(
     try:
         job_id = scheduler.submit(plan, run.job_script, options=elsewhere, delay=delay)
     except SchedulerError:
-        if not tried or scheduler.jobs(plan):  # queued all the same: the next look finds it
+        if not tried or successor.waiting(plan, scheduler, own=""):  # queued all the same: the next look finds it
             raise
-        tried = ""  # there are no other nodes
+        tried, elsewhere = "", options  # there are no other nodes
         job_id = scheduler.submit(plan, run.job_script, options=options, delay=delay)
     log(f"job {order.job_id} failed and left no successor; job {job_id} goes on, not before {delay} s from now")
-    jobs.count_failed_begins(job_id, count, tried)
-    fallback.put_behind(run, plan, job_id, options=options, failed_begins=count)
+    fallback.put_behind(run, plan, job_id, options=elsewhere, failed_begins=count)
+    try:
+        jobs.count_failed_begins(job_id, count, tried)
+    except SchedulerError as error:  # a site may let nobody change a job; the new fallback job knows the count
+        log(f"job {job_id} does not know how often the jobs before it failed: {error.message}")
 
 
 def _tried_nodes(scheduler: Scheduler, failed: Job | None) -> str:

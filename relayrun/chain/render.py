@@ -19,6 +19,9 @@ from relayrun.slurmtime import format_time
 FALLBACK_SECONDS = 600
 """The time limit of the fallback job: for a controller or a file system that is away for some minutes."""
 
+LAST_WORDS = 60
+"""Seconds before that at which it gives up: at the limit Slurm takes no comment any more."""
+
 
 def job_script(plan: Plan, run: Run) -> str:
     """The sbatch script of a run."""
@@ -64,15 +67,18 @@ def job_script(plan: Plan, run: Run) -> str:
 
 def fallback_script(plan: Plan, run: Run) -> str:
     """The sbatch script of a run's fallback job; where it may run is on the command line."""
+    limit = min(FALLBACK_SECONDS, plan.time_limit)
     options: dict[str, str | None] = {
         "job-name": plan.fallback_job_name,
-        "time": format_time(min(FALLBACK_SECONDS, plan.time_limit)),
+        "time": format_time(limit),
         "nodes": "1",
-        "ntasks": "1",
+        "ntasks-per-node": "1",
         "cpus-per-task": "1",
         "output": "/dev/null",  # as in the chain's jobs
         "requeue": None,
     }
+    if limit >= 5 * LAST_WORDS:  # Slurm may send it a minute early
+        options["signal"] = f"B:USR2@{LAST_WORDS}"
     lines = [
         *_header(plan, options),
         "set -euo pipefail",

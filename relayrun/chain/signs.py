@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from relayrun.chain.watch import read_heartbeats
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 
@@ -31,7 +30,7 @@ def of_life(run: Run, plan: Plan, *, now: float) -> Sign | None:
     begin = None if attempt is None else attempt.read_begin()
     if attempt is None or begin is None or attempt.read_end() is not None:
         return None
-    beats = [beat.time for beat in read_heartbeats(attempt)]
+    beats = [beat.time for beat in attempt.read_heartbeats()]
     patience = max(plan.hang_timeout, 0.0 if beats else plan.start_timeout)
     age = now - max(begin.start_time, *beats, 0.0)
     return Sign(attempt=attempt.number, job_id=begin.job_id, age=age, patience=patience) if age < patience else None

@@ -85,6 +85,7 @@ def _begin(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
             stopped=stop_reason(run),
             durable_iteration=base.iteration,
             total_steps=plan.total_steps,
+            stop_after=plan.stop_after,
             exit_trigger=None if trigger is None else trigger.user,
             predecessor_cancelled=cancelled,
             verdict=verdict,
@@ -283,6 +284,7 @@ def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled:
         base_iteration=started.base_iteration,
         durable_iteration=now.iteration,
         total_steps=plan.total_steps,
+        stop_after=plan.stop_after,
         failed_attempts=failed_attempts(run, plan) - 1,  # it counts this one too, as long as it has no end
         max_failed_attempts=plan.max_failed_attempts,
         auto_requeue=plan.auto_requeue,
@@ -340,12 +342,18 @@ def _why_failed(
         failures,
         exit_code=exit_code,
         ntasks=_ranks(plan, started),
-        began=any(attempt.heartbeats.glob("*.json")),
-        worked_before=any(run.attempt(number).started.exists() for number in earlier),
-        program=[*plan.command_prefix, *plan.program][0],
+        # an observer's heartbeat is there whether the program is or not
+        began=_trained(attempt) or (plan.trainer == "native" and any(attempt.heartbeats.glob("*.json"))),
+        worked_before=any(_trained(run.attempt(number)) for number in earlier),
+        program=[*plan.command_prefix, *trainer_of(plan, run).command(started)][0],
     )
     words = [evidence.failure_words(log_text, failures), start_time.shortage(attempt, now=time.time())]
-    return "; ".join(filter(None, words if not attempt.started.exists() else words[:1])), fatal
+    return "; ".join(filter(None, words if not _trained(attempt) else words[:1])), fatal
+
+
+def _trained(attempt: Attempt) -> bool:
+    """Whether an attempt came as far as its first step, as rank 0 says, or an observer has seen."""
+    return attempt.started.exists() or attempt.metrics.exists()
 
 
 def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> tuple[bool, str | None]:
@@ -375,6 +383,8 @@ def _environment(
     """The text of job.env: defaults that every rank needs, then the site's own, which win."""
     leave = trainer.leave_signal
     launch = scheduler.rank_launch(plan, job, leave_signal=leave)
+    own = trainer.environment(begin)
+    path = [*filter(None, own.get("PYTHONPATH", "").split(":")), *render.search_path(plan)]
     environment = {
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": job.options.get("cpus-per-task", str(plan.cpus_per_task)),
@@ -382,9 +392,9 @@ def _environment(
         "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         **launch.environment,
-        **trainer.environment(begin),
+        **own,
         **plan.environment,
-        "PYTHONPATH": ":".join(dict.fromkeys([*render.search_path(plan), *user_python_path(os.environ)])),
+        "PYTHONPATH": ":".join(dict.fromkeys([*path, *user_python_path(os.environ)])),
     }
     return render.attempt_environment(
         environment=environment,

@@ -10,7 +10,6 @@ stacks; who does not answer is named.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
@@ -22,8 +21,7 @@ from relayrun.chain import evaluations, evidence, successor
 from relayrun.chain.guard import alive
 from relayrun.chain.log import log
 from relayrun.chain.messenger import Messenger
-from relayrun.errors import RunDirError, SchedulerError
-from relayrun.rundir.attempt import Attempt
+from relayrun.errors import SchedulerError
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Hang, Heartbeat
 from relayrun.rundir.run import Run
@@ -94,8 +92,8 @@ class Watch:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a mask is handed down, and the job waits for it
         while alive(batch_pid):
             self.look(batch_pid)
-            if select.select([leaving], [], [], POLL_SECONDS)[0]:
-                break
+            if select.select([leaving], [], [], POLL_SECONDS)[0] and signal.SIGTERM in os.read(leaving, 1024):
+                break  # another signal is a duty's own
         self._messenger.finish()
         self._try("the merged views", self._follow_to_the_end)
 
@@ -146,7 +144,7 @@ class Watch:
         if self.attempt.outcome.exists():
             self._look_for_leaving()
             return
-        beats = read_heartbeats(self.attempt)
+        beats = self.attempt.read_heartbeats()
         if beats != self._seen:
             self._seen, self._changed = beats, time.monotonic()
             return
@@ -256,12 +254,3 @@ class Watch:
         job = self.scheduler.query(own)
         if job is not None:
             self.scheduler.settle(job, followed=True, log=evidence.own_log())
-
-
-def read_heartbeats(attempt: Attempt) -> list[Heartbeat]:
-    """The newest sign of life of every node, by name; one that cannot be read is no sign."""
-    found = []
-    for path in sorted(attempt.heartbeats.glob("*.json")):
-        with contextlib.suppress(RunDirError, OSError):
-            found.append(Heartbeat.read(path))
-    return [beat for beat in found if beat is not None]

@@ -29,6 +29,7 @@ COMMANDS = {
     "gpu-check": ("gpu_check", "what this machine's GPUs do with relayrun, in eight minutes"),
     "completion": ("completion", "a script that completes commands, options, runs and settings in a shell"),
     "status": ("status", "where a run stands; without RUN: all runs"),
+    "report": ("report", "what the attempts of a run did, and its loss; with --png as a picture"),
     "logs": ("logs", "what the jobs of a run wrote; with -f also what they add"),
     "notify": ("notify", "test whether those who are told of a run can be reached; send what was not sent"),
     "save": ("control", "write a checkpoint and go on"),
@@ -42,6 +43,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `relayrun` command. Only the module of the command that is asked for is imported."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     return run_main(lambda: _run(arguments))
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options of a command line; `run` is the function to call with them. Exits where they are wrong."""
+    parser = argparse.ArgumentParser(prog="relayrun", description="Language-model pretraining as a relay of Slurm jobs")
+    parser.add_argument("--version", action="version", version=f"relayrun {relayrun.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    asked = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for name, (module, words) in COMMANDS.items():
+        command = commands.add_parser(name, help=words)
+        if name == asked:
+            importlib.import_module(f"relayrun.cli.{module}").add_arguments(command)
+    return parser.parse_args(arguments)
 
 
 def as_program(command: ModuleType, description: str | None) -> int:
@@ -58,13 +72,5 @@ def as_program(command: ModuleType, description: str | None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="relayrun", description="Language-model pretraining as a relay of Slurm jobs")
-    parser.add_argument("--version", action="version", version=f"relayrun {relayrun.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    asked = next((argument for argument in arguments if not argument.startswith("-")), None)
-    for name, (module, words) in COMMANDS.items():
-        command = commands.add_parser(name, help=words)
-        if name == asked:
-            importlib.import_module(f"relayrun.cli.{module}").add_arguments(command)
-    options = parser.parse_args(arguments)
+    options = parse(arguments)
     return int(options.run(options))

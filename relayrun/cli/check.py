@@ -9,6 +9,7 @@ from typing import Any
 
 from relayrun.cli.diff import differences
 from relayrun.config import compose
+from relayrun.config.schema import RunConfig
 from relayrun.config.yamlfile import LocatedSettings
 from relayrun.errors import ConfigError
 from relayrun.submit import submission
@@ -64,11 +65,16 @@ def check(given: LocatedSettings, intent: Intent, *, json: bool = False, launche
 def dry_run(given: LocatedSettings, intent: Intent) -> int:
     """Print the job script that a submit would write, and on standard error what the check found but is not fine.
 
+    Behind it stands, as a comment, what the ranks of a foreign trainer execute.
+
     Returns 1 where a submit would refuse. Raises RelayrunError where there is no job to print.
     """
     config = compose.validate(given)
     print(submission.dry_run(config), end="", flush=True)
-    findings = submission.report_on(config, given=given, intent=intent).findings
+    report = submission.report_on(config, given=given, intent=intent)
+    if not isinstance(config, RunConfig):
+        print(*view.as_comment(report), sep="\n", flush=True)
+    findings = report.findings
     for finding in findings.warnings:
         log.warning("%s", finding.line)
     findings.raise_errors()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.config import compose, yamlfile
-from relayrun.config.schema import RunConfig
+from relayrun.config.schema import CommonConfig
 from relayrun.config.yamlfile import LocatedSettings, Location
 from relayrun.errors import ConfigError, nearest_path
 from relayrun.rundir.find import find_run
@@ -49,7 +49,7 @@ def origin(given: LocatedSettings, location: Location) -> str:
     return (given.place(location) or "").removeprefix(f"{Path.cwd()}/")
 
 
-def read(name: str, overrides: list[str]) -> tuple[RunConfig, LocatedSettings | None]:
+def read(name: str, overrides: list[str]) -> tuple[CommonConfig, LocatedSettings | None]:
     """The config that a file, or RUN[:REVISION], means, and of a file where its values stand. Raises RelayrunError."""
     if Path(name).is_file():
         given = compose.read_settings(Path(name), overrides)

@@ -8,7 +8,7 @@ from typing import Any
 
 from relayrun.cli import config
 from relayrun.config import yamlfile
-from relayrun.config.schema import RunConfig
+from relayrun.config.schema import CommonConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
-def differences(one: RunConfig, other: RunConfig) -> list[str]:
+def differences(one: CommonConfig, other: CommonConfig) -> list[str]:
     """Return `name: value -> value` for each setting that differs."""
     first, second = (dict(_flat(each.model_dump(mode="json"))) for each in (one, other))
     names = [name for name in dict.fromkeys([*first, *second]) if first.get(name) != second.get(name)]

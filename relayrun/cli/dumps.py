@@ -6,12 +6,23 @@ import argparse
 import os
 import typing
 
-from relayrun.cli import dump_size, merge_shards, prepare_dumps, reshard, submit_dumps, tokenize
+from relayrun.cli import (
+    dump_size,
+    example_text,
+    merge_shards,
+    prepare_dumps,
+    reshard,
+    submit_dumps,
+    tokenize,
+    train_tokenizer,
+)
 from relayrun.tokenization.dumps import status, tune
 from relayrun.tokenization.options import EngineName, TokenizeOptions
 from relayrun.tokenization.pool import one_thread
 
 MODULES = (
+    ("example", "text that every machine has, to try things with", example_text),
+    ("tokenizer", "train a tokenizer on a dataset's text", train_tokenizer),
     ("shuffle", "shuffle a dataset globally, into parquet files of even size", reshard),
     ("prepare", "split a dataset into dumps, one job each", prepare_dumps),
     ("submit", "tokenize all dumps of a YAML config, as Slurm jobs or on this machine", submit_dumps),
@@ -19,7 +30,7 @@ MODULES = (
     ("merge", "the shards of a folder as one shard", merge_shards),
     ("size", "bytes of a dump's files", dump_size),
 )
-"""Subcommands with a program of their own in scripts/ or launchers/: name, help, module."""
+"""Subcommands in modules of their own, most of them also programs in scripts/ or launchers/: name, help, module."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ import textwrap
 
 from relayrun.config import describe
 from relayrun.config.describe import Setting
-from relayrun.submit.launcher_environment import OVERRIDES
+from relayrun.submit.launcher_environment import OF_TRAINERS, OVERRIDES
 
 WIDTH = 118
 
@@ -34,7 +34,8 @@ def run(options: argparse.Namespace) -> int:
 def in_full(setting: Setting) -> str:
     """A paragraph on one setting."""
     lines = [f"{setting.name}: {setting.type}, {_default(setting)}", *_wrapped(setting.words)]
-    variables = [variable for variable, name in OVERRIDES.items() if name == setting.name]
+    tables = (OVERRIDES, *OF_TRAINERS.values())
+    variables = [variable for table in tables for variable, name in table.items() if name == setting.name]
     if variables:
         lines.append(f"  In the launchers: {variables[0]}")
     if setting.name.partition(".")[0] == "job" and setting.name not in ("job.sbatch", "job.setup"):

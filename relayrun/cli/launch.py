@@ -29,18 +29,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Make this job the first of a chain, with the settings of the environment; print the run directory."""
-    settings = launcher_environment.overrides(os.environ)
+    file = places.project() / options.config
+    settings = launcher_environment.overrides(os.environ, trainer=compose.trainer_of(file))
     flag = partial(launcher_environment.flag, os.environ)
     resume, accept, take_over = flag("RESUME"), flag("ACCEPT_DATA_CHANGE"), flag("TAKE_OVER")
     if options.dry_run or options.check is not None:
-        given = compose.read_settings(places.project() / options.config, settings)
+        given = compose.read_settings(file, settings)
         intent = Intent(resume=resume, accept_data_change=accept, take_over=take_over)
         if options.dry_run:
             return check.dry_run(given, intent)
         return check.check(given, intent, launcher=options.check.absolute())
     job = launcher_environment.job_overrides(os.environ)
     log.info("as this job was submitted, whatever the config says: %s", ", ".join(job))
-    config = compose.load(places.project() / options.config, [*settings, *job])
+    config = compose.load(file, [*settings, *job])
     print(
         submission.adopt_job(
             config,

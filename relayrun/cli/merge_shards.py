@@ -21,6 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folders of shards, in the order in which they are to follow",
     )
     parser.add_argument("--output-prefix", required=True, metavar="P", help="gets P.bin, P.idx and P.record.json")
+    parser.add_argument(
+        "--multimodal", action="store_true", help="the indices hold a mode of every sequence, as Megatron's may"
+    )
     parser.set_defaults(run=run)
 
 
@@ -28,6 +31,6 @@ def run(options: argparse.Namespace) -> int:
     """Merge the token shards of a folder into one, byte by byte. Raises RelayrunError."""
     check_outputs({"--output-prefix": options.output_prefix})
     prefixes = find_prefixes(options.input, listed=True)
-    shard = merge(prefixes, options.output_prefix)
+    shard = merge(prefixes, options.output_prefix, multimodal=options.multimodal)
     print(f"{len(prefixes):,} shards, {shard.documents:,} documents, {shard.tokens:,} tokens: {shard.prefix}")
     return 0

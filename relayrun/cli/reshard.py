@@ -52,8 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(given: argparse.Namespace) -> int:
     """Shuffle a dataset globally, into parquet files of even size. Raises RelayrunError."""
     check_outputs({"--output-folder": given.output_folder, "--temp-dir": given.temp_dir})
-    if given.stage == "check":
-        return 0
     if given.memory_limit >= 2:
         # Arrow's allocator keeps what it has: to give pages back and clear them again costs CPU time. What it keeps
         # too much is some 150 MB, which a small limit has no room for.
@@ -79,6 +77,9 @@ def run(given: argparse.Namespace) -> int:
     if given.stage:
         from relayrun.shuffle.tasks import ReshardTask
 
+        if given.stage == "check":
+            ReshardTask(options, task=0, tasks=int(os.environ.get("NODES", "1"))).check()
+            return 0
         if "SLURM_PROCID" not in os.environ:
             raise RelayrunError("--stage is for the tasks of a Slurm job step", hint="submit_reshard.sh starts them")
         task, tasks = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])

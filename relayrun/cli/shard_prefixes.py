@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     paths = [Path(path.strip()) for value in arguments.paths for path in value.split(",") if path.strip()]
     if not paths:
         arguments.error("-p/--paths names no folder")
-    prefixes = find_prefixes(paths)
+    prefixes = find_prefixes(paths, listed=True)
     if arguments.json:
         output = json.dumps(prefixes) + "\n"
     elif arguments.null:

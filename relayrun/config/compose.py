@@ -1,4 +1,4 @@
-"""From YAML files and `--set` overrides to one RunConfig.
+"""From YAML files and `--set` overrides to one config, of the class of its trainer.
 
 A run config may `include` other files (paths from its own folder, in order, later ones win, its own
 settings win over all) and names its cluster, a file of `configs/clusters/`. Every error names the file,
@@ -20,18 +20,42 @@ from pydantic import BaseModel, ValidationError
 from relayrun import places
 from relayrun.config import mixture, sites, yamlfile
 from relayrun.config.notify import may_be_repeated
-from relayrun.config.schema import DataSource, RunConfig
+from relayrun.config.schema import (
+    KINDS,
+    CommandConfig,
+    CommonConfig,
+    Data,
+    DataSource,
+    Job,
+    MegatronConfig,
+    RunConfig,
+    trainers_with,
+)
 from relayrun.config.training import LOSS_MEAN_BEFORE
 from relayrun.config.yamlfile import LocatedSettings, Location
-from relayrun.errors import ConfigError, nearest_path
+from relayrun.errors import ConfigError, nearest, nearest_path
+
+NODES = "{nodes}"
+"""What stands in a run's name for the number of nodes of its jobs."""
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load(path: Path, overrides: Sequence[str] = ()) -> CommonConfig:
     """Compose and check the run config at `path`; `overrides` are `name.name=value` texts.
 
     Paths in the result are absolute. Raises ConfigError.
     """
     return validate(read_settings(path, overrides))
+
+
+def native(config: CommonConfig) -> RunConfig:
+    """Return the config of a run of the native trainer. Raises ConfigError for another one's."""
+    if not isinstance(config, RunConfig):
+        raise ConfigError(
+            f"{config.project}/{config.name} is a run of trainer {config.trainer}, and this is for the native one",
+            where="trainer",
+            hint="use what that program itself has for it",
+        )
+    return config
 
 
 def read_settings(path: Path, overrides: Sequence[str] = ()) -> LocatedSettings:
@@ -45,57 +69,98 @@ def read_settings(path: Path, overrides: Sequence[str] = ()) -> LocatedSettings:
     settings.merge(_overrides(of_cluster))  # they hold over the cluster's file, whichever is named first
     sites.insert_job_defaults(settings)
     _insert_notify_defaults(settings)
+    _insert_nodes(settings)
     mixture.insert(settings, root)
     return settings
 
 
-def validate(settings: LocatedSettings) -> RunConfig:
+def validate(settings: LocatedSettings) -> CommonConfig:
     """Check composed settings against the schema and make their paths absolute, from `settings.root`.
 
     Raises ConfigError.
     """
-    root = settings.root or places.project()
+    kind = _kind(settings)
     try:
-        config = RunConfig.model_validate(settings.values)
+        config = kind.model_validate(settings.values)
     except ValidationError as error:
-        lines = [_explain(detail, settings) for detail in error.errors()]
-        remedies = list(dict.fromkeys(_remedy(detail, settings) for detail in error.errors()))
+        details = _that_count(error.errors())
+        lines = [_explain(detail, settings, kind) for detail in details]
+        remedies = list(dict.fromkeys(_remedy(detail, settings, kind) for detail in details))
         raise ConfigError("\n       ".join(lines), hint="\n     ".join(remedies)) from None
-    data = config.data
-    evaluation = config.evaluation
-    if evaluation is not None and evaluation.include_path is not None:
-        evaluation = evaluation.model_copy(update={"include_path": _absolute(evaluation.include_path, root)})
-    return config.model_copy(
-        update={
-            "evaluation": evaluation,
-            "run_dir": _absolute(config.run_dir or f"logs/runs/{config.project}/{config.name}", root),
-            "data": data.model_copy(
-                update={
-                    "tokenizer": _absolute_or_name(data.tokenizer, root),
-                    "datasets": [_absolute(folder, root) for folder in data.datasets],
-                    "mixture": {name: _absolute_source(source, root) for name, source in data.mixture.items()},
-                    "data_cache_dir": _absolute(data.data_cache_dir, root) if data.data_cache_dir else None,
-                    "validation": {
-                        name: [_absolute(folder, root) for folder in folders]
-                        for name, folders in data.validation.items()
-                    },
-                }
-            ),
-        }
-    )
+    return _with_absolute_paths(config, settings.root or places.project())
 
 
-def dump(config: RunConfig) -> str:
+def trainer_of(path: Path) -> str:
+    """Return the trainer that the run config at `path` names. Raises ConfigError."""
+    return _trainer(_kind(_read_with_includes(path, ())))
+
+
+def _kind(settings: LocatedSettings) -> type[CommonConfig]:
+    """The class of the trainer that settings name. Raises ConfigError for one that there is not."""
+    trainer = settings.values.get("trainer", "native")
+    kind = KINDS.get(trainer) if isinstance(trainer, str) else None
+    if kind is None:
+        place = settings.place(("trainer",))
+        raise ConfigError(
+            f"there is no trainer {trainer!r}; there are: {', '.join(KINDS)}",
+            where=": ".join(filter(None, (place, "trainer"))),
+            hint=nearest(str(trainer), KINDS) or "name one of them",
+        )
+    return kind
+
+
+def dump(config: CommonConfig) -> str:
     """A resolved config as YAML text; reading it gives the same config."""
     return yamlfile.dump(config.model_dump(mode="json"))
 
 
-def read_resolved(path: Path) -> RunConfig:
+def read_resolved(path: Path) -> CommonConfig:
     """Read a config revision that `dump` wrote; what an earlier version did not name is what it did then."""
     settings = yamlfile.read(path)
     if isinstance(training := settings.values.get("training"), dict):
         training.setdefault("loss_mean", LOSS_MEAN_BEFORE)
     return validate(settings)
+
+
+def _with_absolute_paths(config: CommonConfig, root: Path) -> CommonConfig:
+    changes: dict[str, Any] = {
+        "run_dir": _absolute(config.run_dir or f"logs/runs/{config.project}/{config.name}", root)
+    }
+    if isinstance(config, RunConfig | MegatronConfig) and config.data is not None:
+        changes["data"] = _absolute_data(config.data, root)
+    if isinstance(config, RunConfig) and config.evaluation is not None and config.evaluation.include_path is not None:
+        path = _absolute(config.evaluation.include_path, root)
+        changes["evaluation"] = config.evaluation.model_copy(update={"include_path": path})
+    if isinstance(config, MegatronConfig):
+        own = config.megatron_lm
+        file = None if own.args_file is None else _absolute(own.args_file, root)
+        changes["megatron_lm"] = own.model_copy(update={"dir": _absolute(own.dir, root), "args_file": file})
+    if isinstance(config, CommandConfig):
+        words = {
+            name: [_absolute_file(word, root) for word in getattr(config.command, name)] for name in ("run", "resume")
+        }
+        changes["command"] = config.command.model_copy(update=words)
+    return config.model_copy(update=changes)
+
+
+def _absolute_data(data: Data, root: Path) -> Data:
+    return data.model_copy(
+        update={
+            "tokenizer": _absolute_or_name(data.tokenizer, root),
+            "datasets": [_absolute(folder, root) for folder in data.datasets],
+            "mixture": {name: _absolute_source(source, root) for name, source in data.mixture.items()},
+            "data_cache_dir": _absolute(data.data_cache_dir, root) if data.data_cache_dir else None,
+            "validation": {
+                name: [_absolute(folder, root) for folder in folders] for name, folders in data.validation.items()
+            },
+        }
+    )
+
+
+def _absolute_file(word: str, root: Path) -> str:
+    """A word of a command: the path of a file below `root`, such as `examples/train.py`, whole; another as it is."""
+    looks_like_one = ("/" in word or Path(word).suffix != "") and not word.startswith("-")
+    return _absolute(word, root) if looks_like_one and Path(_absolute(word, root)).is_file() else word
 
 
 def _absolute(path: str, root: Path) -> str:
@@ -177,7 +242,15 @@ def _insert_notify_defaults(settings: LocatedSettings) -> None:
     settings.places.update(merged.places)
 
 
-def _explain(detail: Any, settings: LocatedSettings) -> str:
+def _insert_nodes(settings: LocatedSettings) -> None:
+    """Put the number of nodes in the place of `{nodes}` in the run's name: another size of the job is another run."""
+    name, job = settings.values.get("name"), settings.values.get("job")
+    nodes = job.get("nodes", Job.model_fields["nodes"].default) if isinstance(job, dict) else None
+    if isinstance(name, str) and isinstance(nodes, int):
+        settings.values["name"] = name.replace(NODES, str(nodes))
+
+
+def _explain(detail: Any, settings: LocatedSettings, kind: type[CommonConfig]) -> str:
     location: Location = tuple(str(part) for part in detail["loc"])
     name = ".".join(location)
     place = settings.place(location)
@@ -185,9 +258,11 @@ def _explain(detail: Any, settings: LocatedSettings) -> str:
         place = place.partition("=")[0]
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "extra_forbidden":
-        names = _fields_at(location[:-1])
+        names = _fields_at(location[:-1], kind)
         near = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
         message = "unknown setting; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}")
+        if others := _of_other_trainers(location):
+            message = f"only a run of trainer {' or '.join(others)} has this; this one's trainer is {_trainer(kind)}"
     elif detail["type"] == "missing":
         message = "this setting is missing"
     elif "input" in detail and not isinstance(detail["input"], dict) and may_be_repeated(location):
@@ -196,28 +271,47 @@ def _explain(detail: Any, settings: LocatedSettings) -> str:
     return f"{prefix}{name}: {message}" if name else f"{prefix}{message}"
 
 
+def _that_count(details: Sequence[Any]) -> list[Any]:
+    """The errors without sections that are missing, where one of another trainer is there: `trainer` is wrong then."""
+    forbidden = (tuple(detail["loc"]) for detail in details if detail["type"] == "extra_forbidden")
+    if not any(_of_other_trainers(location) for location in forbidden):
+        return list(details)
+    return [detail for detail in details if detail["type"] != "missing"]
+
+
+def _of_other_trainers(location: Location) -> list[str]:
+    """The trainers whose runs have the section or setting that another one's run has not."""
+    return trainers_with(location[0]) if len(location) == 1 else []
+
+
+def _trainer(kind: type[CommonConfig]) -> str:
+    return str(kind.model_fields["trainer"].default)
+
+
 _SETTING = re.compile(r"\b[a-z_]+(?:\.[a-z_0-9]+)+\b")
 """A setting's name in a message."""
 
 
-def _remedy(detail: Any, settings: LocatedSettings) -> str:
+def _remedy(detail: Any, settings: LocatedSettings, kind: type[CommonConfig]) -> str:
     """What to do about an error of the schema."""
     location: Location = tuple(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
+        if others := _of_other_trainers(location):
+            return f"leave it out, or set trainer to {' or '.join(others)}"
         return "rename it, or leave it out; `relayrun explain` lists all settings"
     if not location:  # several settings do not fit together
         names = {tuple(name.split(".")) for name in _SETTING.findall(detail["msg"])}
-        known = sorted(name for name in names if name[-1] in _fields_at(name[:-1]))
+        known = sorted(name for name in names if name[-1] in _fields_at(name[:-1], kind))
         places = [f"{'.'.join(name)} ({settings.place(name) or 'by default'})" for name in known]
         return f"change {' or '.join(places)}" if places else "`relayrun explain` says what the settings mean"
-    while len(location) > 1 and location[-1] not in _fields_at(location[:-1]):
+    while len(location) > 1 and location[-1] not in _fields_at(location[:-1], kind):
         location = location[:-1]
     return f"`relayrun explain {'.'.join(location)}` says what it takes"
 
 
-def _fields_at(location: Location) -> list[str]:
+def _fields_at(location: Location, kind: type[CommonConfig]) -> list[str]:
     """Names of the settings of the section at `location`."""
-    section: Any = RunConfig
+    section: Any = kind
     for part in location:
         field = section.model_fields.get(part)
         if field is None:

@@ -74,9 +74,10 @@ class Data(Section):
     max_epochs: Annotated[float, Field(gt=0)] = 100.0
     """How often a data set may be read until the last step. A submit refuses more; above 4 it warns (docs/check.md)."""
     reset_position_ids: bool = False
-    """Positions start at 0 after each end of document. Rotary positions are relative: no effect on a Llama."""
+    """Positions start at 0 after each end of document. Rotary positions are relative: with reset_attention_mask this
+    changes rounding alone."""
     reset_attention_mask: bool = False
-    """A token sees only its own document."""
+    """A token sees only its own document. No mask is made: time and memory fall with the documents' lengths."""
     eod_mask_loss: bool = False
     """What follows an end of document is not predicted: its loss does not count."""
     mock_data: bool = False

@@ -13,12 +13,12 @@ import inspect
 import itertools
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel
 
-from relayrun.config.schema import RunConfig
+from relayrun.config.schema import KINDS, CommonConfig, trainers_with
 from relayrun.config.section import Section
 from relayrun.errors import ConfigError
 
@@ -34,7 +34,7 @@ class Setting:
     default: str | None
     """Its default as YAML writes it; None where it must be given, and for a section."""
     words: str
-    """What its docstring says; empty where the name says it all."""
+    """What its docstring says, and which trainers' runs have the section where not all do."""
 
     @property
     def is_section(self) -> bool:
@@ -42,8 +42,20 @@ class Setting:
 
 
 def settings() -> list[Setting]:
-    """Every setting and section of a run config, in the order of the schema."""
-    return list(_settings(RunConfig, ""))
+    """Every setting and section of a run config, in the order of the schema; first what runs of all trainers have."""
+    found: dict[str, Setting] = {}
+    kinds: list[type[CommonConfig]] = [CommonConfig, *KINDS.values()]
+    for kind in kinds:
+        for setting in _settings(kind, ""):
+            found.setdefault(setting.name, setting)
+    return [_with_trainers(setting) for setting in found.values()]
+
+
+def _with_trainers(setting: Setting) -> Setting:
+    trainers = trainers_with(setting.name)
+    if "." in setting.name or len(trainers) == len(KINDS):
+        return setting
+    return replace(setting, words=f"{setting.words} Of runs with trainer {' or '.join(trainers)}.")
 
 
 def find(name: str) -> list[Setting]:
@@ -67,11 +79,15 @@ def json_schema() -> dict[str, Any]:
 
     A file may leave out what others that it includes give, so nothing is required in it.
     """
-    schema = RunConfig.model_json_schema()
-    sections = {section.__name__: section for section in _sections(RunConfig)}
-    for name, part in {**schema.get("$defs", {}), "RunConfig": schema}.items():
+    schema = CommonConfig.model_json_schema()
+    for kind in KINDS.values():
+        own = kind.model_json_schema()
+        schema["$defs"] |= own["$defs"]
+        schema["properties"] = own["properties"] | schema["properties"]
+    sections = {section.__name__: section for kind in KINDS.values() for section in _sections(kind)}
+    for name, part in {**schema["$defs"], "CommonConfig": schema}.items():
         part.pop("required", None)
-        words = _docstrings(sections[name])
+        words = _docstrings(sections.get(name, CommonConfig))
         for field, described in part.get("properties", {}).items():
             if field in words:
                 described["description"] = words[field]
@@ -90,6 +106,13 @@ def json_schema() -> dict[str, Any]:
         "anyOf": [{"type": ["string", "null"]}, mixture],
         "description": mixture.get("description", ""),
     }
+    schema["allOf"] = [
+        {
+            "if": {"properties": {"trainer": {"const": trainer}}, "required": ["trainer"]},
+            "then": {"properties": {name: False for name in properties if name not in {*kind.model_fields, "include"}}},
+        }
+        for trainer, kind in KINDS.items()
+    ]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "relayrun run config"}
 
 

@@ -46,6 +46,10 @@ class Tracking(Section):
     """Write event files into the run directory's `tensorboard` folder."""
 
 
+NSYS_OPTIONS_OF_RELAYRUN = ("--output", "--capture-range", "--capture-range-end")
+"""Options of nsys that say where the files go and what is recorded, which other settings decide."""
+
+
 class Debug(Section):
     """What helps to find out what is wrong; files go to debug/<attempt>/ of the run directory."""
 
@@ -59,10 +63,23 @@ class Debug(Section):
     """The last iteration that is profiled."""
     profile_ranks: list[NonNegative] = [0]
     """Ranks that are profiled."""
+    nsys_options: list[Annotated[Line, Field(pattern=r"^--[a-z0-9-]+(=.*)?$")]] = []
+    """Further options of `nsys profile`, each `--NAME=VALUE`; one that relayrun gives itself takes the place of its:
+    --trace=nvtx,cudnn,cublas,cuda and --sample=none."""
     backup_codebase: bool = False
     """Every attempt runs the code as it was at the submit, uncommitted changes included."""
     memory_interval: NonNegative = 60
     """Seconds between lines of memory_logging-<node>.txt; 0: none."""
+
+    @model_validator(mode="after")
+    def _own_options_of_nsys(self) -> Self:
+        for option in self.nsys_options:
+            if (name := option.partition("=")[0]) in NSYS_OPTIONS_OF_RELAYRUN:
+                raise ValueError(
+                    f"nsys_options: {name} is relayrun's own; profile_step_start, profile_step_end and "
+                    "profile_ranks say what is recorded"
+                )
+        return self
 
     @model_validator(mode="after")
     def _steps(self) -> Self:
@@ -158,6 +175,8 @@ class Cluster(Section):
 
     name: Annotated[str, Field(pattern=NAME)]
     """Name of the site."""
+    not_checked: list[Line] = []
+    """What of its site file could not be read in the site's documentation. `relayrun check` names it."""
     scheduler: Literal["slurm", "local"]
     """`slurm`, or `local` for jobs one after the other on this machine."""
     job: dict[str, Any] = {}

@@ -14,7 +14,8 @@ EVENTS: tuple[Event, ...] = ("stopped", "failed", "hang", "stalled", "anomaly", 
 
 HINT = "secrets come from the environment alone: export it as a variable where you submit, and write ${VARIABLE} for it"
 
-_VARIABLE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
+VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+"""What stands in a URL for a variable of the environment; its group is the name."""
 _PUBLIC = ("mailto", "mailtos", "json", "jsons", "http", "https", "ntfy", "ntfys")
 """Schemes of URLs that may have no secret part."""
 _SECRET_NAME = re.compile(
@@ -48,7 +49,7 @@ class NotifyTarget(Section):
         what = next(filter(None, map(_secret_argument, self.command)), what)
         if what is not None:
             raise ValueError(f"holds {what}; {HINT}")
-        if self.url is not None and not _VARIABLE.match(self.url) and "://" not in self.url:
+        if self.url is not None and not VARIABLE.match(self.url) and "://" not in self.url:
             raise ValueError("is no URL; write SCHEME://..., or ${VARIABLE} for one that the environment holds")
         return self
 
@@ -74,7 +75,7 @@ def secret_in(url: str) -> str | None:
     scheme, _, rest = url.partition("://")
     if _WEBHOOK.match(rest) and "$" not in rest:
         return "the address of a chat's webhook, which is its key"
-    bare = _VARIABLE.sub("$", rest)
+    bare = VARIABLE.sub("$", rest)
     if _KNOWN.search(url):
         return "a token"
     address, _, query = bare.partition("?")

@@ -1,35 +1,43 @@
 """What a run is: all its settings, and the rules between them.
 
 Every setting stands with its unit, its default and what it is called elsewhere in the section that it belongs to:
-`training.py`, `data.py` and `job.py` beside this file. A field name is the one that Megatron or Slurm use, where they
-have one. Unknown names are errors; `relayrun.config.compose` turns them into one that names the file, the line and the
-nearest valid name.
+`training.py`, `data.py` and `job.py` beside this file. `common.py` has what every run has, whatever its trainer;
+`megatron_lm.py` and `command.py` have what runs of foreign programs have. A field name is the one that Megatron or
+Slurm use, where they have one. Unknown names are errors; `relayrun.config.compose` turns them into one that names the
+file, the line and the nearest valid name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Self
+from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
+from relayrun.config.command import CommandConfig
+from relayrun.config.common import CommonConfig
 from relayrun.config.data import MOCK_ORDER, Data, DataSource
 from relayrun.config.job import Chain, Cluster, Debug, Evaluation, EvaluationJob, Job, Tracking
+from relayrun.config.megatron_lm import MegatronConfig
 from relayrun.config.notify import Notify
-from relayrun.config.section import NAME, Line, Section
+from relayrun.config.section import Section
 from relayrun.config.training import Checkpoint, Model, Optimizer, Parallel, Training
 
 __all__ = [
+    "KINDS",
     "MOCK_ORDER",
     "Chain",
     "Checkpoint",
     "Cluster",
+    "CommandConfig",
+    "CommonConfig",
     "Data",
     "DataSource",
     "Debug",
     "Evaluation",
     "EvaluationJob",
     "Job",
+    "MegatronConfig",
     "Model",
     "Notify",
     "Optimizer",
@@ -41,33 +49,20 @@ __all__ = [
 ]
 
 
-class RunConfig(Section):
-    """All settings of one run. Raises pydantic's ValidationError where one is wrong, or two contradict each other."""
+class RunConfig(CommonConfig):
+    """All settings of one run of the native trainer.
 
-    project: Annotated[str, Field(pattern=NAME)]
-    """Name of the project: the first part of the run's name, the W&B project, and a folder below logs/runs."""
-    name: Annotated[str, Field(pattern=NAME)]
-    """Name of the run within its project."""
-    run_dir: Line | None = None
-    """Directory of the run; default: logs/runs/<project>/<name>."""
+    Raises pydantic's ValidationError where one is wrong, or two contradict each other.
+    """
+
+    trainer: Literal["native"] = "native"
     model: Model
     data: Data
     training: Training
     optimizer: Optimizer
     checkpoint: Checkpoint
     parallel: Parallel = Parallel()
-    chain: Chain = Chain()
-    tracking: Tracking = Tracking()
-    debug: Debug = Debug()
-    notify: Notify = Notify()
-    job: Job
     evaluation: Evaluation | None = None
-    cluster: Cluster
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of one job."""
-        return self.job.nodes * self.job.ntasks_per_node
 
     @property
     def virtual_stages(self) -> int:
@@ -155,15 +150,19 @@ class RunConfig(Section):
     def _check_attention(self) -> None:
         """What the two implementations of attention can do. Raises ValueError."""
         context, tensor = self.parallel.context_parallel_size, self.parallel.tensor_model_parallel_size
-        masked = self.data.reset_attention_mask
-        if self.training.transformer_impl == "transformer_engine" and masked:
-            raise ValueError("data.reset_attention_mask needs the local attention; set training.transformer_impl=local")
         if context == 1:
             return
-        if self.training.transformer_impl == "local" or masked or self.data.eod_mask_loss:
+        documents = self.data.reset_attention_mask
+        if self.training.transformer_impl == "transformer_engine" and documents:
             raise ValueError(
-                "parallel.context_parallel_size above 1 needs the attention of TransformerEngine, and so neither "
-                "training.transformer_impl=local nor data.reset_attention_mask nor data.eod_mask_loss"
+                "data.reset_attention_mask with parallel.context_parallel_size above 1 needs the local attention; "
+                "set training.transformer_impl=local"
+            )
+        heads = self.model.num_attention_heads
+        if heads % (tensor * context) and (documents or self.training.transformer_impl == "local"):
+            raise ValueError(
+                f"model.num_attention_heads {heads} is no multiple of tensor x context parallel size "
+                f"{tensor} x {context}: the local attention gives each of these ranks a part of the heads"
             )
         parts = 2 * context * (tensor if self.parallel.sequence_parallel else 1)
         if self.training.seq_length % parts:
@@ -225,3 +224,16 @@ class RunConfig(Section):
         if optimizer.min_lr > optimizer.lr:
             raise ValueError(f"optimizer.min_lr {optimizer.min_lr} is above optimizer.lr {optimizer.lr}")
         return self
+
+
+KINDS: dict[str, type[CommonConfig]] = {
+    "native": RunConfig,
+    "megatron-lm": MegatronConfig,
+    "command": CommandConfig,
+}
+"""The class of configs of each trainer."""
+
+
+def trainers_with(section: str) -> list[str]:
+    """The trainers whose runs have this section, or this setting outside of sections."""
+    return [trainer for trainer, kind in KINDS.items() if section in kind.model_fields]

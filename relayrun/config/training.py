@@ -79,6 +79,10 @@ class Training(Section):
 
     steps: Positive
     """Iterations (optimizer steps) until the run is done."""
+    stop_after: Positive | None = None
+    """Iteration after which the run saves and its chain ends; the learning rate, and all else that `steps` decides,
+    goes its way as if nothing had happened. To go on, raise it or set it to null, and resume. Megatron's exit_interval
+    stops at every multiple instead."""
     micro_batch_size: Positive
     """Samples that one data-parallel rank runs at a time."""
     global_batch_size: Positive
@@ -104,7 +108,8 @@ class Training(Section):
     the same versions, is exact; slower. On CPUs a resume is exact without. See docs/exactness.md."""
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     """Layers of TransformerEngine, or local ones: attention on torch's SDPA (flash on GPUs) and torch's fused norms.
-    auto: TransformerEngine on a GPU where it is installed, except with data.reset_attention_mask."""
+    auto: TransformerEngine on a GPU where it is installed, except with data.reset_attention_mask, whose documents torch
+    attends to in one call of a kernel for sequences of any length."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """What is computed again in the backward pass instead of being kept. full: all but the inputs of the layers.
     selective: `recompute_modules` of every layer."""
@@ -141,6 +146,11 @@ class Training(Section):
     """Hooks of your own in the order of their calls, each `module:Class` or `{hook: module:Class, options: {...}}`."""
 
     @property
+    def end_iteration(self) -> int:
+        """The iteration at which the chain ends."""
+        return self.stop_after or self.steps
+
+    @property
     def batch_sizes(self) -> BatchSizes:
         return BatchSizes(self.global_batch_size, self.rampup_batch_size)
 
@@ -162,6 +172,12 @@ class Training(Section):
                 where="training.precision",
                 hint="set bf16; or fp32, if that is meant: it is many times slower on a GPU",
             )
+
+    @model_validator(mode="after")
+    def _stop(self) -> Self:
+        if self.stop_after is not None and self.stop_after > self.steps:
+            raise ValueError(f"stop_after {self.stop_after} lies behind the last of steps {self.steps}")
+        return self
 
     @model_validator(mode="after")
     def _recompute(self) -> Self:
@@ -266,7 +282,8 @@ class Parallel(Section):
     sequence_parallel: bool = False
     """Split norms and dropout over the tensor-parallel ranks by sequence."""
     context_parallel_size: Positive = 1
-    """Split every sequence over this many ranks; needs TransformerEngine's attention."""
+    """Split every sequence over this many ranks. Without TransformerEngine, and with data.reset_attention_mask,
+    attention splits heads in its place: their number is a multiple of tensor x context parallel size."""
     use_distributed_optimizer: bool = False
     """Split the optimizer's state over the data-parallel ranks."""
     overlap_grad_reduce: bool = False

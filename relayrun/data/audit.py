@@ -98,8 +98,8 @@ def audit(run: Run) -> Audited:
         if begin is not None and attempt.data.is_file():
             revision, state = begin.config_revision, read_json(attempt.data)
             break
+    config = compose.native(compose.read_resolved(run.config_revision(revision)))  # another trainer's has no manifest
     manifest = Manifest.read(run.manifest)
-    config = compose.read_resolved(run.config_revision(revision))
     order = training_order(config, manifest)
     progress = Progress(config.training.batch_sizes)
     if state is not None:
@@ -107,7 +107,7 @@ def audit(run: Run) -> Audited:
         progress = Progress.resume(state["progress"], config.training.batch_sizes)
     datasets: dict[str, Dataset] = {name: part.dataset for name, part in order.parts.items()}
     for number in reversed(revisions):
-        past = config if number == revision else compose.read_resolved(run.config_revision(number))
+        past = config if number == revision else compose.native(compose.read_resolved(run.config_revision(number)))
         for name, source in past.data.sources.items():
             if (identity := source.identity(name)) in order.schedule.names and identity not in datasets:
                 datasets[identity] = make_dataset(past, manifest, name)

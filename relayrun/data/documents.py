@@ -24,6 +24,15 @@ def document_starts(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.i
     return starts
 
 
+def lengths(inputs: npt.NDArray[np.int64], eod: int) -> list[list[int]]:
+    """Tokens of each document, row by row: `reset_attention_mask`. `inputs` is int64 [batch, sequence]."""
+    rows = []
+    for row in inputs:
+        ends = np.flatnonzero(row[:-1] == eod) + 1
+        rows.append(np.diff(ends, prepend=0, append=len(row)).tolist())
+    return rows
+
+
 def positions(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.int64]:
     """Positions that start at 0 in each document, int64 [batch, sequence]: `reset_position_ids`."""
     result: npt.NDArray[np.int64] = np.arange(inputs.shape[1]) - document_starts(inputs, eod)

@@ -32,6 +32,7 @@ from relayrun.monitoring.follow import Follower
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.scheduler.choose import for_plan
+from relayrun.tokenization.train_tokenizer import train_tokenizer
 
 OUTPUT = places.CODE / "demo-output"
 MARKER = OUTPUT / ".made-by-relayrun-demo"
@@ -66,7 +67,7 @@ def main() -> int:
     model = yamlfile.read(places.shared(f"configs/models/llama-{options.size}.yaml")).values["model"]
     overrides = [*(f"model.{name}={json.dumps(value)}" for name, value in model.items()), *options.overrides]
     config_file = places.shared("configs/runs") / ("demo-slurm.yaml" if options.slurm else "demo.yaml")
-    config = compose.load(config_file, overrides)
+    config = compose.native(compose.load(config_file, overrides))
     run = Run(Path(config.run_dir or ""))
     clear_former(run, f"{config.project}/{config.name}")
 
@@ -74,7 +75,7 @@ def main() -> int:
     made = corpus.build_corpus(OUTPUT / "text", megabytes=options.megabytes)
     console.print(str(made))
     headline("2. tokenizer: byte-level BPE, trained on this text")
-    tokenizer = corpus.train_tokenizer([OUTPUT / "text" / name for name in ("docs", "code")], OUTPUT / "tokenizer")
+    tokenizer = train_tokenizer([OUTPUT / "text" / name for name in ("docs", "code")], OUTPUT / "tokenizer")
     console.print(str(tokenizer))
 
     headline("3. tokens: dumps, tokenized with datatrove as jobs")

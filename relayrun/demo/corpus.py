@@ -1,4 +1,4 @@
-"""The demo's text and its tokenizer: documentation and sources of Python and of the installed packages.
+"""Text that every machine has, for the demo and the tutorial: documentation and sources of Python and its packages.
 
 Three folders of parquet files (snappy, columns `text` and `path`, the path relative to the library):
 
@@ -25,11 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from relayrun.errors import ConfigError, InputError
-from relayrun.files import replaced_folder, write_atomic, write_json
+from relayrun.files import replaced_folder, write_json
 
-BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
-SPECIAL = (BEGIN, END)
-SAMPLE = 8_000_000  # characters that the tokenizer is trained on
 SETS = ("docs", "code", "heldout")
 RECORD = "corpus.json"
 DOCS_SHARE = 0.6
@@ -140,49 +137,6 @@ def build_corpus(
     return Corpus(**made)
 
 
-def train_tokenizer(folders: Sequence[Path], output: Path, *, vocabulary_size: int = 4096) -> Path:
-    """Train a byte-level BPE on the parquet files below `folders`; return `output`.
-
-    `output` becomes a folder that `transformers.AutoTokenizer.from_pretrained` opens: tokenizer.json
-    and its two settings files, with BEGIN as token 0 and END as token 1. It adds neither to a text.
-    The training text is the first SAMPLE characters of the documents, an equal share a folder; the same
-    files give the same tokenizer, whatever the number of threads (a test compares the bytes).
-    Raises ConfigError if the vocabulary is too small for the 256 bytes, InputError if there is no text.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
-    if vocabulary_size < 256 + len(SPECIAL):
-        raise ConfigError(f"a byte-level vocabulary needs {256 + len(SPECIAL)} entries or more, not {vocabulary_size}")
-    sample: list[str] = []
-    for folder in folders:
-        left = share = SAMPLE // len(folders)
-        for text in _texts(folder):
-            sample.append(text[:20_000])  # no long document outweighs the others
-            left -= len(sample[-1])
-            if left <= 0:
-                break
-        if left == share:
-            raise InputError("no parquet files with text below this folder", where=folder)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary_size,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(sample, trainer)
-    output.mkdir(parents=True, exist_ok=True)
-    names = {"bos_token": BEGIN, "eos_token": END}
-    write_json(output / "special_tokens_map.json", names)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    write_json(output / "tokenizer_config.json", settings | names)
-    write_atomic(output / "tokenizer.json", tokenizer.to_str(pretty=True))
-    return output
-
-
 def learnable(text: str) -> bool:
     """Whether a text is language or code, rather than data: decided by its lines and its characters."""
     if "\0" in text or UNBROKEN.search(text) or max(map(len, text.split("\n"))) > 2000:
@@ -284,14 +238,6 @@ def _read(path: str) -> str | None:
             return file.read().removeprefix("\ufeff")
     except (OSError, UnicodeDecodeError):
         return None
-
-
-def _texts(folder: Path) -> Iterator[str]:
-    """The texts of the parquet files below a folder, in the order of their names."""
-    import pyarrow.parquet as pq
-
-    for file in sorted(folder.rglob("*.parquet")):
-        yield from pq.read_table(file, columns=["text"])["text"].to_pylist()
 
 
 def _write_parquet(folder: Path, documents: Sequence[tuple[str, str]], *, parts: int) -> None:

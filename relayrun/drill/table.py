@@ -142,6 +142,15 @@ FAULTS: tuple[Fault, ...] = (
         says="module load no/such failed",
     ),
     Fault(
+        name="setup-fails",
+        what="a line of job.setup that fails",
+        expect="stopped",
+        causes=("fatal",),
+        config={"job": {"setup": ["ls /no/such/site"]}},
+        says="job.setup failed (exit code 2) at: ls /no/such/site",
+        long=True,
+    ),
+    Fault(
         name="python-missing",
         what="a Python that no node has",
         expect="stopped",

@@ -62,7 +62,7 @@ def find_checkpoint(run: Run, iteration: int | None = None) -> CheckpointSource:
     numbers = run.revisions()
     if not numbers:
         raise RunDirError("this run has no config", where=run.config)
-    config = compose.read_resolved(run.config_revision(_revision(run, iteration) or numbers[-1]))
+    config = compose.native(compose.read_resolved(run.config_revision(_revision(run, iteration) or numbers[-1])))
     return CheckpointSource(
         run=run, iteration=iteration, folder=folder, config=config, manifest=Manifest.read(run.manifest)
     )

@@ -59,7 +59,7 @@ def evaluate(run: Run, iteration: int, attempt: int) -> Result | None:
         if (attempt, iteration) not in [(number, commit.iteration) for number, commit in evaluations.due(run)]:
             raise InputError("this checkpoint does not count any more, or is not to be evaluated", where=folder.path)
         checkpoint = find_checkpoint(run, iteration)
-        settings = compose.read_resolved(run.config_revision(run.revisions()[-1])).evaluation
+        settings = compose.native(compose.read_resolved(run.config_revision(run.revisions()[-1]))).evaluation
         if settings is None:
             raise InputError("this run's config has no section `evaluation`", where=run.config)
         keep = settings.keep_exported

@@ -24,7 +24,7 @@ from relayrun.export import llama, megatron_arguments, optimizer_state
 from relayrun.export.checkpoint_source import CheckpointSource
 from relayrun.export.contents import Contents
 from relayrun.export.reader import CheckpointReader
-from relayrun.training.checkpoint.megatron_folder import TRACKER
+from relayrun.trainers.megatron_lm.checkpoints import TRACKER
 from relayrun.training.model.size import flops_per_token, padded
 
 

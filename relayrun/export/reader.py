@@ -9,6 +9,7 @@ nothing of it is run.
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ from relayrun.errors import InputError
 from relayrun.training.checkpoint.checksums import INDEX, Damaged
 from relayrun.training.checkpoint.metadata import METADATA
 from relayrun.training.checkpoint.reader import CheckedReader
+
+log = logging.getLogger(__name__)
 
 WEIGHTS = ("embedding.", "decoder.", "output_layer.")
 """How the keys of a language model's weights begin; the rest is the optimizer's and the run's."""
@@ -51,6 +54,8 @@ class CheckpointReader:
             raise InputError(
                 f"this checkpoint is damaged: {error.message}", where=folder, hint="export another iteration"
             ) from None
+        if not reader.checked:
+            log.warning("%s was saved without checksums: its bytes are taken as they are", folder)
         metadata = reader.metadata
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._reader = reader

@@ -194,8 +194,8 @@ def _save(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
 def _attention(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
     names = {
         "whole": "whole sequences",
-        "packed_masked": "packed documents, masked",
-        "packed_varlen": "packed documents, varlen_attn",
+        "packed": "packed documents",
+        "packed_masked": "packed documents, with a mask",
     }
     for name, words in names.items():
         one = figures.get(name)

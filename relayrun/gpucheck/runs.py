@@ -99,7 +99,7 @@ def start(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]]) ->
 
 def config(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     """The config of a training run of the check, as a submit would check it. Raises ConfigError."""
-    return compose.load(_write(setup, name, sections), setup.overrides)
+    return compose.native(compose.load(_write(setup, name, sections), setup.overrides))
 
 
 def composed(setup: Setup, made: Mapping[str, Any]) -> RunConfig:
@@ -107,7 +107,7 @@ def composed(setup: Setup, made: Mapping[str, Any]) -> RunConfig:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(yamlfile.dump(dict(made)))
         file.flush()
-        return compose.load(Path(file.name), setup.overrides)
+        return compose.native(compose.load(Path(file.name), setup.overrides))
 
 
 def train(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]], *, steps: int) -> Run:

@@ -27,7 +27,7 @@ from email.policy import SMTP
 from typing import Any
 from urllib.parse import SplitResult, parse_qs, quote, unquote, urlsplit
 
-from relayrun.monitoring.secrets import masked
+from relayrun.masking import masked
 from relayrun.rundir.notices import Target
 
 LIMIT = 15.0

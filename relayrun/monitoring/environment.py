@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from relayrun.config.schema import RunConfig
+from relayrun.masking import masked
 from relayrun.monitoring.gpus import gpus
-from relayrun.monitoring.secrets import masked
 from relayrun.rundir.records import AttemptStart
 
 SHOWN = re.compile(

@@ -28,15 +28,15 @@ class Follower:
             return
         self._next = now + self._seconds
         lines = self._new_lines()
-        steps = [line for line in lines if "loss" in line]
+        steps = [line for line in lines if "validation" not in line]
         if steps:
             last = steps[-1]
             speeds = [line["tokens_per_second"] for line in steps if "tokens_per_second" in line]
             speed = f"  {sum(speeds) / len(speeds):,.0f} tokens/s" if speeds else ""
             of = f"/{self._total}" if self._total else ""
+            loss = f"  loss {last['loss']:.3f}" if "loss" in last else ""  # a foreign program need not say it
             print(
-                f"{time.strftime('%H:%M:%S')} attempt {self._attempt}  iteration {last['iteration']}{of}  "
-                f"loss {last['loss']:.3f}{speed}",
+                f"{time.strftime('%H:%M:%S')} attempt {self._attempt}  iteration {last['iteration']}{of}{loss}{speed}",
                 file=sys.stderr,
                 flush=True,
             )

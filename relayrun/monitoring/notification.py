@@ -6,7 +6,7 @@ import re
 import time
 import unicodedata
 
-from relayrun.monitoring.secrets import masked
+from relayrun.masking import masked
 from relayrun.rundir.notices import WORDS, Message, NoticePolicy
 
 SUBJECT = 160

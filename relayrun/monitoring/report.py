@@ -1,4 +1,4 @@
-"""The report of a run: a table of its attempts, the loss curve in the terminal and as PNG.
+"""The report of a run: a table of its attempts, the loss curve in the terminal, the relay and its loss as PNG.
 
 Everything is read from the run directory's records; nothing is measured here.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from relayrun.files import read_lines
+from relayrun.files import read_lines, whole_file
 from relayrun.rundir import views
 from relayrun.rundir.run import Run
 
@@ -30,6 +30,10 @@ class AttemptRow:
     seconds: float | None
     tokens_per_second: float | None
     """Mean speed over the attempt's iterations, weighted by tokens."""
+    start_time: float = 0.0
+    """Seconds since 1970."""
+    commits: tuple[tuple[float, int], ...] = ()
+    """When a checkpoint was durable, in seconds since 1970, and its iteration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,8 @@ def _attempt(run: Run, number: int) -> AttemptRow | None:
         tokens=tokens,
         seconds=end.end_time - begin.start_time if end else None,
         tokens_per_second=tokens / seconds if tokens and seconds else None,
+        start_time=begin.start_time,
+        commits=tuple((commit.time, commit.iteration) for commit in attempt.read_commits()),
     )
 
 
@@ -119,25 +125,49 @@ def terminal_curve(report: Report, *, width: int = 90, height: int = 20) -> str:
 
 
 def write_png(report: Report, path: Path) -> None:
-    """Draw the loss curve into a PNG file; each attempt has its own shade of background."""
-    import matplotlib
+    """Draw the relay, a bar for each attempt and a point for each durable checkpoint, and the loss below it, as PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 4.5), dpi=130)
-    axes.plot(report.iterations, report.losses, linewidth=1.1, label="training loss")
+    figure = Figure(figsize=(9, 6.5), dpi=130, layout="constrained")
+    relay, loss = figure.subplots(2, 1, height_ratios=(min(3.0, 0.6 + 0.3 * len(report.attempts)), 3.0))
+    _draw_relay(report, relay)
+    loss.plot(report.iterations, report.losses, linewidth=1.1, label="training loss")
     for name, points in report.validation.items():
-        axes.plot([point[0] for point in points], [point[1] for point in points], "o-", markersize=4, label=name)
+        loss.plot([point[0] for point in points], [point[1] for point in points], "o-", markersize=4, label=name)
     for row in report.attempts:
-        shade = "0.93" if row.number % 2 else "1.0"
-        axes.axvspan(row.first_iteration - 0.5, row.last_iteration + 0.5, color=shade, zorder=0)
-        axes.annotate(f"attempt {row.number}", (row.first_iteration, axes.get_ylim()[1]), fontsize=7, va="bottom")
-    axes.set_xlabel("iteration")
-    axes.set_ylabel("nats per token")
-    axes.legend(loc="upper right")
-    figure.tight_layout()
-    temporary = path.with_name(f".tmp-{path.name}")
-    figure.savefig(temporary, format="png")
-    pyplot.close(figure)
-    temporary.replace(path)
+        loss.axvspan(
+            row.first_iteration - 0.5, row.last_iteration + 0.5, color=_colour(row), alpha=0.12, linewidth=0, zorder=0
+        )
+    loss.set(xlabel="iteration", ylabel="nats per token")
+    loss.legend(loc="upper right")
+    with whole_file(path) as temporary:
+        FigureCanvasAgg(figure).print_png(temporary)
+
+
+def _draw_relay(report: Report, axes: Any) -> None:
+    """Draw when each attempt ran, and what it handed on."""
+    begin = min(row.start_time for row in report.attempts)
+    last = max(
+        max([row.start_time + (row.seconds or 0.0), *(time for time, _ in row.commits)]) for row in report.attempts
+    )
+    scale, unit = next((each for each in _UNITS if last - begin >= 2 * each[0]), (1.0, "seconds"))
+    for place, row in enumerate(report.attempts):
+        end = last if row.seconds is None else row.start_time + row.seconds
+        left, width = (row.start_time - begin) / scale, (end - row.start_time) / scale
+        axes.barh(place, width, left=left, height=0.55, color=_colour(row), alpha=0.35)
+        axes.text(left, place, f" {row.number}: {row.cause}", va="center", fontsize=7)
+        times = [(time - begin) / scale for time, _ in row.commits]
+        axes.plot(times, [place] * len(times), "o", color=_colour(row), markersize=4)
+        if times and place + 1 < len(report.attempts):  # the baton
+            start = (report.attempts[place + 1].start_time - begin) / scale
+            axes.plot([times[-1], start], [place, place + 1], color="0.6", linewidth=0.8, zorder=0)
+    axes.set(xlabel=unit, yticks=[], ylim=(len(report.attempts) - 0.4, -0.6), xlim=(0, None))
+    axes.set_title("attempts, and the checkpoints that they handed on", fontsize=9, loc="left")
+
+
+_UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
+
+
+def _colour(row: AttemptRow) -> str:
+    return f"C{(row.number - 1) % 10}"

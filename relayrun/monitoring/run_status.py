@@ -7,23 +7,19 @@
 from __future__ import annotations
 
 import fcntl
-import json
-import os
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from relayrun.chain import fallback, nodes, signs
 from relayrun.chain.failed_attempts import failed_attempts
-from relayrun.chain.watch import read_heartbeats
 from relayrun.errors import RunDirError, SchedulerError, user_name
-from relayrun.files import read_lines
+from relayrun.files import read_lines, read_lines_backwards
 from relayrun.monitoring import unsent
 from relayrun.monitoring.remaining import Past, Remaining, remaining
 from relayrun.rundir import evaluations, quarantine, triggers
-from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.evaluations import Result, Submitted
 from relayrun.rundir.lineage import Durable, Lineage
 from relayrun.rundir.plan import Plan
@@ -47,8 +43,6 @@ PLANNED = ("done", "saved", "exit")
 
 PATIENCE = 5.0
 """Seconds for which a controller that does not answer is asked again."""
-
-TAIL_BYTES = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +262,7 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
         if now - strike.time < nodes.EXPIRE_SECONDS:
             counts[strike.node] = counts.get(strike.node, 0) + 1
     failures = [line for number, _ in begun for line in read_lines(run.attempt(number).failed_saves)]
-    beats = read_heartbeats(run.attempt(number)) if running and number is not None else []
+    beats = run.attempt(number).read_heartbeats() if running and number is not None else []
     end_time = begin.job_end_time if begin is not None and running else None
     late, why_late = unsent.not_sent(run, now=now)
     return RunStatus(
@@ -355,7 +349,7 @@ def _remaining(
             )
         )
     iteration = max(durable.iteration, step.get("iteration", 0) if running else 0)
-    total, nodes = plan.total_steps, plan.nodes
+    total, nodes = plan.end_iteration, plan.nodes
     if total is None:
         return None
     return remaining(past, iteration=iteration, total=total, nodes=nodes, running=running, now=now)
@@ -383,7 +377,7 @@ def _state(run: Run, plan: Plan, queue: Queue, stop: str | None, last_end: End |
         return "unknown"
     if any(job.state == "PENDING" and job.id not in queue.abandoned for job in queue.jobs):
         return "queued"
-    if queue.fallback_jobs:  # it is about to queue a job, or waits for room itself
+    if any(not history.for_ever(queue.reasons.get(job.id)) for job in queue.fallback_jobs):  # it waits for room
         return "queued"
     planned = not plan.auto_requeue and last_end is not None and last_end.cause in PLANNED
     newest = last_end is not None and last_end.attempt > plan.submitted_after_attempt
@@ -403,6 +397,10 @@ def _submit_under_way(run: Run) -> bool:
 
 def _why_broken(run: Run, plan: Plan, queue: Queue, begin: AttemptStart | None, last_end: End | None) -> str:
     """Which job died, how and where. `begin` and `last_end` are the newest attempt's."""
+    if queue.fallback_jobs:
+        waits = queue.fallback_jobs[0].id
+        died = _why_broken(run, plan, replace(queue, fallback_jobs=[]), begin, last_end)
+        return f"{died}; the fallback job {waits} never starts: {queue.reasons[waits]}"
     job = queue.last_job
     if queue.abandoned:
         return f"job {', '.join(queue.abandoned)} waits, and nobody runs the queue: the terminal that did has gone"
@@ -457,28 +455,8 @@ def _last_step(run: Run, begun: list[tuple[int, AttemptStart]]) -> dict[str, Any
     limit = float("inf")
     for number, begin in reversed(begun):
         line: dict[str, Any]
-        for line in reversed(_tail(run.attempt(number))):
-            if begin.base_iteration < line.get("iteration", 0) <= limit and "loss" in line:
+        for _, line in read_lines_backwards(run.attempt(number).metrics):
+            if begin.base_iteration < line.get("iteration", 0) <= limit and "validation" not in line:
                 return line
         limit = min(limit, begin.base_iteration)
     return {}
-
-
-def _tail(attempt: Attempt) -> list[dict[str, Any]]:
-    """The last whole lines of an attempt's metrics; of months of them, not all are read."""
-    try:
-        with open(attempt.metrics, "rb") as file:
-            start = max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES)
-            file.seek(start)
-            text = file.read()
-    except FileNotFoundError:
-        return []
-    found: list[dict[str, Any]] = []
-    for line in text[: text.rfind(b"\n") + 1].splitlines()[1 if start else 0 :]:
-        try:
-            value = json.loads(line)
-        except ValueError:  # what a killed writer left
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found

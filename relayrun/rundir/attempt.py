@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from relayrun.errors import RunDirError
 from relayrun.files import append_line, read_lines
-from relayrun.rundir.records import AttemptStart, Commit, End, Record
+from relayrun.rundir.records import AttemptStart, Commit, End, Heartbeat, Record
 
 R = TypeVar("R", bound=Record)
 
@@ -123,6 +125,11 @@ class Attempt:
         return self.path / "client"
 
     @property
+    def data_paths(self) -> Path:
+        """The shards of a run with Megatron-LM, where they are too many for a command line."""
+        return self.path / "data_paths"
+
+    @property
     def guard_log(self) -> Path:
         """What the guard of a job in requeue mode said; see `chain.guard`."""
         return self.path / "guard.log"
@@ -166,6 +173,14 @@ class Attempt:
     def append_commit(self, commit: Commit) -> None:
         """Put a published checkpoint on record: from here on it counts."""
         append_line(self.commits, asdict(commit))
+
+    def read_heartbeats(self) -> list[Heartbeat]:
+        """The newest sign of life of every node, by name; one that cannot be read is no sign."""
+        found = []
+        for path in sorted(self.heartbeats.glob("*.json")):
+            with contextlib.suppress(RunDirError, OSError):
+                found.append(Heartbeat.read(path))
+        return [beat for beat in found if beat is not None]
 
     def _once(self, kind: type[R], path: Path) -> R | None:
         try:

@@ -196,8 +196,13 @@ def durable(run: Run) -> Durable:
 
 
 def is_own(run: Run, base: Durable) -> bool:
-    """Whether this run made the checkpoint; a run may begin with one of another run, or of a conversion."""
-    return base.path is not None and Path(os.path.realpath(base.path)).parent == Path(os.path.realpath(run.checkpoints))
+    """Whether this run made the checkpoint; a run may begin with one of another run, or of a conversion.
+
+    What lies in its folder is its own, also where that is a link: a person may have moved a checkpoint to another disk.
+    """
+    if base.path is None:
+        return False
+    return os.path.realpath(os.path.dirname(base.path)) == os.path.realpath(run.checkpoints)
 
 
 def commit_of(path: str | os.PathLike[str]) -> Commit | None:

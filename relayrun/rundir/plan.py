@@ -34,6 +34,8 @@ class Plan(Record):
     scheduler: Literal["slurm", "local"]
     total_steps: int | None
     """The last iteration; None: the program itself ends when it is done."""
+    stop_after: int | None = None
+    """An iteration before the last one at which the chain ends."""
     config_revision: int
     submitted_after_attempt: int
     """Highest attempt at the last explicit submit; older attempts no longer count as failed ones."""
@@ -69,7 +71,7 @@ class Plan(Record):
     srun_options: list[str]
     command_prefix: list[str]
     program: list[str]
-    """What a rank executes; `--attempt N` is put behind it."""
+    """What a rank of the native trainer executes; `--attempt N` is put behind it."""
     environment: dict[str, str]
     modules: list[str]
     setup: list[str] = field(default_factory=list)
@@ -120,6 +122,11 @@ class Plan(Record):
     def fallback_job_name(self) -> str:
         """Slurm's name for the fallback job; another one than the chain's, whose singletons it must not hold up."""
         return f"{self.job_name}-fallback"
+
+    @property
+    def end_iteration(self) -> int | None:
+        """The iteration at which the chain ends; None: the program itself ends when it is done."""
+        return self.total_steps if self.stop_after is None else self.stop_after
 
     @property
     def ntasks(self) -> int:

@@ -79,7 +79,7 @@ class Run:
 
     @property
     def streams(self) -> Path:
-        """Under which ids the run is told to W&B and TensorBoard; see `monitoring.trackers.streams`."""
+        """Under which ids the run is told to W&B and TensorBoard; see `rundir.streams`."""
         return self.path / "streams.json"
 
     @property

@@ -102,8 +102,14 @@ class FallbackJobs(Protocol):
     def live(self, name: str, *, anyone: bool = False) -> list[Job]:
         """Those of this name that wait or run: this user's, or `anyone`'s."""
 
-    def queue(self, script: Path, *, name: str, order: FallbackOrder, options: Mapping[str, str | None]) -> str:
-        """Queue `script` as one of them, where the job with these options may run; return its id."""
+    def queue(
+        self, script: Path, *, name: str, order: FallbackOrder, options: Mapping[str, str | None], limit: int
+    ) -> str:
+        """Queue `script` as one of them, where the job with these options may run; return its id.
+
+        `limit`: seconds that it may take. It is small; but where a small one is refused it asks for all that is in
+        `options`.
+        """
 
     def move(self, job_id: str, order: FallbackOrder) -> None:
         """Let one that has not started wait for another job's failure."""

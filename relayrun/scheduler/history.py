@@ -63,6 +63,17 @@ def pending_reasons(plan: Plan) -> dict[str, str]:
     return {job_id: reason for job_id, _, reason in rows if reason not in ("", "None")}
 
 
+def for_ever(reason: str | None) -> bool:
+    """Whether a job that waits for this reason, in Slurm's word, never starts unless a person changes something."""
+    return re.fullmatch(_FOR_EVER, reason or "") is not None
+
+
+_FOR_EVER = (
+    r"QOSMin\w+|Partition(Node|Time)Limit|DependencyNeverSatisfied|BadConstraints|JobHeld(User|Admin)|ReservationDeleted"
+    r"|Invalid(Account|QOS)|AccountNotAllowed|QOSNotAllowed"
+)
+
+
 def others_are_hidden() -> bool:
     """Whether Slurm shows everybody their own jobs alone (PrivateData=jobs)."""
     found = re.search(r"^PrivateData\s*=\s*(\S*)", _ask(["scontrol", "show", "config"]) or "", re.M)

@@ -25,6 +25,7 @@ from relayrun.errors import SchedulerError
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason, write_stop
+from relayrun.scheduler import leftover
 from relayrun.scheduler.auxiliary import Auxiliary
 from relayrun.scheduler.base import BEGIN_BACKOFF, LIVE_STATES, MAX_FAILED_BEGINS, Job, RankLaunch
 from relayrun.scheduler.local_queue import JOB_ID_VARIABLE, LocalJob, LocalQueue, signal_group
@@ -251,6 +252,7 @@ class LocalScheduler:
         finally:
             signal_group(process, signal.SIGKILL)
             code = process.wait()
+            leftover.end({JOB_ID_VARIABLE: job.id, "RELAYRUN_RUN_DIR": str(self._run.path), leftover.MARK: None})
             if state == "COMPLETED" and code:
                 state = "FAILED"
             job = self._patiently(

@@ -16,9 +16,14 @@ from typing import Protocol
 from relayrun.errors import SchedulerError
 from relayrun.scheduler.base import FallbackOrder, Job
 from relayrun.scheduler.job_text import BEGIN_FAILED, COMMENT
+from relayrun.scheduler.slurm_command import NoAnswerError
+from relayrun.slurmtime import format_time
 
-OPTIONS = ("partition", "account", "qos", "reservation")
-"""Options of the chain's jobs that its fallback job has too: where it may run, and who pays."""
+OPTIONS = ("partition", "account", "qos", "reservation", "constraint", "exclude")
+"""Options of the chain's jobs that its fallback job always has: where it may run, and who pays."""
+
+OF_THE_TIME = ("time", "time-min", "begin", "deadline")
+"""Options of the chain's jobs that it never has."""
 
 
 class Commands(Protocol):
@@ -46,10 +51,20 @@ class SlurmFallbackJobs:
     def live(self, name: str, *, anyone: bool = False) -> list[Job]:
         return self._slurm.jobs_named(name, anyone=anyone)
 
-    def queue(self, script: Path, *, name: str, order: FallbackOrder, options: Mapping[str, str | None]) -> str:
-        given = [f"--{option}={options[option]}" for option in OPTIONS if options.get(option)]
-        arguments = [f"--job-name={name}", f"--dependency=afternotok:{order.job_id}", "--kill-on-invalid-dep=yes"]
-        return self._slurm.submit_once([*arguments, *given, str(script)], name=name, comment=_comment(order))
+    def queue(
+        self, script: Path, *, name: str, order: FallbackOrder, options: Mapping[str, str | None], limit: int
+    ) -> str:
+        time = f"--time={format_time(limit)}"
+        first = [f"--job-name={name}", f"--dependency=afternotok:{order.job_id}", "--kill-on-invalid-dep=yes", time]
+        small = _words({option: options[option] for option in OPTIONS if options.get(option)})
+        whole = _words({option: value for option, value in options.items() if option not in OF_THE_TIME})
+        try:  # a partition may have a least number of nodes, and sbatch take a job that waits there for ever
+            self._slurm.order(["sbatch", "--test-only", time, *small, str(script)])
+            return self._slurm.submit_once([*first, *small, str(script)], name=name, comment=_comment(order))
+        except NoAnswerError:
+            raise
+        except SchedulerError:  # a site may demand GPUs, or several nodes, of every job
+            return self._slurm.submit_once([*first, *whole, str(script)], name=name, comment=_comment(order))
 
     def move(self, job_id: str, order: FallbackOrder) -> None:
         changes = [f"Dependency=afternotok:{order.job_id}", f"Comment={_comment(order)}"]
@@ -64,6 +79,10 @@ class SlurmFallbackJobs:
 
     def count_failed_begins(self, job_id: str, count: int, nodes: str) -> None:
         self._slurm.order(["scontrol", "update", f"JobId={job_id}", f"Comment={BEGIN_FAILED}{count}@{nodes}"])
+
+
+def _words(options: Mapping[str, str | None]) -> list[str]:
+    return [f"--{option}" if value is None else f"--{option}={value}" for option, value in options.items()]
 
 
 _ORDER = re.compile(rf"{COMMENT}starts-only-if-job=(\d+)-fails,failed-begins=(\d+)")

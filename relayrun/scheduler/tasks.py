@@ -4,7 +4,8 @@
 
 Starts PROGRAM once per rank with srun's variables (SLURM_PROCID, SLURM_LOCALID, SLURM_NTASKS) and a free
 MASTER_PORT. Like `srun --kill-on-bad-exit`: the first rank that fails ends the others. SIGUSR1, SIGUSR2 and
-SIGTERM are handed on to every rank, SIGQUIT as SIGKILL. A rank dies with its starter.
+SIGTERM are handed on to every rank, SIGQUIT as SIGKILL. A rank dies with its starter. What ranks have started, and
+left behind, is ended like a step's processes on Slurm; see `scheduler.leftover`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 from relayrun.files import write_atomic
+from relayrun.scheduler import leftover
 
 KILL_SECONDS = 2.0
 """From SIGTERM to SIGKILL for the ranks that are left when one has failed."""
@@ -50,11 +52,16 @@ def start_tasks(ntasks: int, command: Sequence[str]) -> int:
 
     for handled in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGQUIT):
         signal.signal(handled, forward)
-    shared = os.environ | {
-        "SLURM_NTASKS": str(ntasks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    mark = {leftover.MARK: f"{os.getpid()}-{time.time_ns()}"}
+    shared = (
+        os.environ
+        | mark
+        | {
+            "SLURM_NTASKS": str(ntasks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
+    )
     for number in range(ntasks):
         ranks.append(  # noqa: PERF401 - one by one: a signal may come between two starts
             subprocess.Popen(
@@ -77,6 +84,8 @@ def start_tasks(ntasks: int, command: Sequence[str]) -> int:
         if kill_at is not None and time.monotonic() > kill_at:
             forward(signal.SIGKILL, None)
         time.sleep(0.05)
+    for command_line in leftover.end(mark):
+        print(f"error: a process that the ranks left behind is ended: {command_line}", file=sys.stderr)
     return first_failure or max(_exit_code(rank.returncode) for rank in ranks)
 
 

@@ -3,8 +3,9 @@
 Layout of the .idx, little-endian, as `megatron/core/datasets/indexed_dataset.py` (megatron-core 0.16.1)
 reads it: 9 bytes magic, u64 version = 1, u8 dtype code, u64 sequences S, u64 entries of the document
 index D, then S int32 lengths (tokens), S int64 offsets (bytes into the .bin), D int64 document bounds
-(indices of sequences, the first is 0, the last is S). We write one sequence per document, so D = S + 1, and
-none for a document without tokens, as Megatron-LM's `preprocess_data.py` does: then D is greater.
+(indices of sequences, the first is 0, the last is S); a multimodal one ends with S int8 modes. We write one sequence
+per document, so D = S + 1, and none for a document without tokens, as Megatron-LM's `preprocess_data.py` does: then D
+is greater.
 """
 
 from __future__ import annotations
@@ -54,11 +55,14 @@ class Shard:
     tokens: int
     bin_bytes: int
     idx_bytes: int
+    multimodal: bool = False
+    """Whether the index says of every sequence which kind of data it is."""
 
     @classmethod
-    def open(cls, prefix: str | os.PathLike[str]) -> Shard:
+    def open(cls, prefix: str | os.PathLike[str], *, multimodal: bool = False) -> Shard:
         """Read the header of PREFIX.idx (34 bytes) and the sizes of both files.
 
+        `multimodal`: its index ends with the mode of each sequence, as Megatron writes it with that option.
         Raises InputError if a file is missing, is not an index, or is shorter than its header says.
         """
         prefix = os.fspath(prefix)
@@ -78,7 +82,13 @@ class Shard:
         _, version, code, sequences, bounds = HEADER.unpack(header)
         if version != 1 or code not in CODES:
             raise InputError(f"unknown index version {version} or token type {code}", where=prefix + ".idx", hint=hint)
-        wanted = HEADER.size + 12 * sequences + 8 * bounds
+        wanted = HEADER.size + (13 if multimodal else 12) * sequences + 8 * bounds
+        if idx_bytes != wanted and bounds and idx_bytes == wanted + (-sequences if multimodal else sequences):
+            raise InputError(
+                "the index has no modes of sequences" if multimodal else "the index has modes of sequences: multimodal",
+                where=prefix + ".idx",
+                hint="merge without --multimodal" if multimodal else "only merge_datasets.py --multimodal takes it",
+            )
         if idx_bytes != wanted or bounds == 0:
             raise InputError(
                 f"index is torn: {idx_bytes} bytes, its header asks for {wanted}", where=prefix + ".idx", hint=hint
@@ -103,6 +113,7 @@ class Shard:
             tokens=tokens,
             bin_bytes=bin_bytes,
             idx_bytes=idx_bytes,
+            multimodal=multimodal,
         )
 
     @property
@@ -125,6 +136,11 @@ class Shard:
         return np.memmap(
             self.prefix + ".idx", np.dtype("<i8"), "r", HEADER.size + 12 * self.sequences, (self.documents + 1,)
         )
+
+    def modes(self) -> npt.NDArray[np.int8]:
+        """Mode of each sequence of a multimodal shard, shape [sequences], memory-mapped."""
+        place = HEADER.size + 12 * self.sequences + 8 * (self.documents + 1)
+        return np.memmap(self.prefix + ".idx", np.int8, "r", place, (self.sequences,))
 
     def ids(self) -> npt.NDArray[np.generic]:
         """All token ids, shape [tokens], memory-mapped."""

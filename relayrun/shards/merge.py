@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,15 +30,68 @@ _PIECE = 1 << 20
 """Bytes that are read, hashed and passed on at a time: they stay in the processor's cache."""
 
 
-def merge(prefixes: Sequence[str], output: str | os.PathLike[str]) -> Shard:
+def merge(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal: bool = False) -> Shard:
     """Write the shards `prefixes`, in this order, as the shard `output`; return it.
 
+    `multimodal`: their indices hold a mode of every sequence, and so does the result's.
     Nothing stands under the final names before the shard is whole. Raises InputError for a torn shard, for one that is
     not what its record says, for token types or tokenizers (by their records) that differ, or if `output` exists or is
     one of the inputs. Warns where the record cannot name a tokenizer, because not every input does.
     """
     target = os.path.abspath(output)
-    shards = [Shard.open(prefix) for prefix in prefixes]
+    inputs = look(prefixes, target, multimodal=multimodal)
+    shards, known, dtype = inputs.shards, inputs.records, inputs.shards[0].dtype
+    Path(target).parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with DirectFile(target + ".bin.tmp") as out:
+            digest = xxhash.xxh3_128()
+            for shard, record in zip(shards, known, strict=True):
+                _append(shard, {} if record is None else record.xxh3_128, out, digest)
+            os.fsync(out.fileno())
+        bounds, sequences = [np.zeros(1, np.int64)], 0
+        for shard in shards:
+            bounds.append(np.asarray(shard.bounds())[1:] + sequences)
+            sequences += shard.sequences
+        lengths = np.concatenate([np.asarray(shard.lengths()) for shard in shards])
+        index = index_bytes(lengths, np.concatenate(bounds), dtype)
+        if multimodal:
+            index += b"".join(np.asarray(shard.modes()).tobytes() for shard in shards)
+        with open(target + ".idx.tmp", "wb") as file:
+            file.write(index)
+            file.flush()
+            os.fsync(file.fileno())
+        sums = {"bin": digest.hexdigest(), "idx": xxhash.xxh3_128_hexdigest(index)}
+        own = ShardRecord(made=inputs.made, xxh3_128=sums, largest_id=_largest_id(shards, known))
+        write_own_record(target, own, merged=[os.path.abspath(prefix) for prefix in prefixes])
+    except BaseException:
+        for suffix in (".bin.tmp", ".idx.tmp", OWN_RECORD):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(target + suffix)
+        raise
+    os.replace(target + ".bin.tmp", target + ".bin")
+    os.replace(target + ".idx.tmp", target + ".idx")
+    fsync_directory(Path(target).parent)
+    return Shard.open(target, multimodal=multimodal)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The shards of a merge, the record of each that has one, and the tokenizer that all of them have on record."""
+
+    shards: list[Shard]
+    records: list[ShardRecord | None]
+    made: MadeBy | None
+
+    @property
+    def bytes(self) -> int:
+        """The size of the shard that they become, about."""
+        return sum(shard.tokens * shard.dtype.itemsize + shard.idx_bytes for shard in self.shards)
+
+
+def look(prefixes: Sequence[str], output: str | os.PathLike[str], *, multimodal: bool = False) -> Inputs:
+    """Look at the inputs of a merge and the place of its output; no token is read. Raises InputError as `merge`."""
+    target = os.path.abspath(output)
+    shards = [Shard.open(prefix, multimodal=multimodal) for prefix in prefixes]
     if not shards:
         raise InputError("there is no shard to merge")
     for suffix in (".bin", ".idx"):
@@ -53,36 +107,7 @@ def merge(prefixes: Sequence[str], output: str | os.PathLike[str]) -> Shard:
         )
     records, real_path = Records(), RealPath()
     known = [records.of(real_path(prefix + ".bin").removesuffix(".bin")) for prefix in prefixes]
-    made = _one_tokenizer(prefixes, known, target)
-    Path(target).parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with DirectFile(target + ".bin.tmp") as out:
-            digest = xxhash.xxh3_128()
-            for shard, record in zip(shards, known, strict=True):
-                _append(shard, {} if record is None else record.xxh3_128, out, digest)
-            os.fsync(out.fileno())
-        bounds, sequences = [np.zeros(1, np.int64)], 0
-        for shard in shards:
-            bounds.append(np.asarray(shard.bounds())[1:] + sequences)
-            sequences += shard.sequences
-        lengths = np.concatenate([np.asarray(shard.lengths()) for shard in shards])
-        index = index_bytes(lengths, np.concatenate(bounds), dtype)
-        with open(target + ".idx.tmp", "wb") as file:
-            file.write(index)
-            file.flush()
-            os.fsync(file.fileno())
-        sums = {"bin": digest.hexdigest(), "idx": xxhash.xxh3_128_hexdigest(index)}
-        own = ShardRecord(made=made, xxh3_128=sums, largest_id=_largest_id(shards, known))
-        write_own_record(target, own, merged=[os.path.abspath(prefix) for prefix in prefixes])
-    except BaseException:
-        for suffix in (".bin.tmp", ".idx.tmp", OWN_RECORD):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(target + suffix)
-        raise
-    os.replace(target + ".bin.tmp", target + ".bin")
-    os.replace(target + ".idx.tmp", target + ".idx")
-    fsync_directory(Path(target).parent)
-    return Shard.open(target)
+    return Inputs(shards, known, _one_tokenizer(prefixes, known, target))
 
 
 def _one_tokenizer(prefixes: Sequence[str], records: Sequence[ShardRecord | None], target: str) -> MadeBy | None:

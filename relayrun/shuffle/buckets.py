@@ -5,7 +5,7 @@ rows of a range of keys; the rows of bucket 0 in the order of their keys, then t
 shuffle. A part is a run of the input files, scattered by one thread into one file:
 
     part-3.arrow    segments: the rows of one bucket among those that were in memory at a time, as a message of Arrow
-    part-3.npz      where the segments lie; how many rows fell into every bin (a bucket has `BINS`); mean lengths
+    part-3.npz      where the segments lie; how many rows fell into every bin (a bucket has `BINS`); lengths of texts
 
 Parts in their order, segments in theirs, and rows in theirs are in the order of the input, so that a stable sort
 gives rows of equal keys one order, whatever the parts and the buckets.

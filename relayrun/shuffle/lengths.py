@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -11,22 +10,54 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-_MOST_POINTS = 500
+_STRETCHES = 256
+"""At least so many stretches of a part or file are told apart, where it has as many rows; at most twice as many."""
+_POINTS = 200
+"""Points of a panel, where there are as many rows: the same in both, whatever was read or written at a time."""
 
 
-@dataclass
 class Lengths:
-    """Number and mean length in bytes of the texts of every stretch, in the order in which they come."""
+    """Lengths in bytes of the texts of a part or file, in the order in which they come, as totals of equal stretches.
 
-    stretches: list[tuple[int, float]] = field(default_factory=list)
+    A stretch is one row at first, and twice as long whenever there are too many of them. So the memory is bounded, and
+    what comes out does not depend on how many rows come at a time.
+    """
+
+    def __init__(self) -> None:
+        self._each = 1
+        self._totals: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._rest_rows = self._rest_total = 0
+        """Rows and bytes of the last stretch, which is not complete."""
 
     def add(self, texts: pa.ChunkedArray) -> None:
-        if len(texts):
-            self.stretches.append((len(texts), float(pc.mean(pc.binary_length(texts)).as_py() or 0)))
+        """Take the texts that come next; one that is missing has no length."""
+        sums = np.cumsum(pc.fill_null(pc.binary_length(texts), 0).to_numpy(), dtype=np.int64)
+        if not sums.size:
+            return
+        while self._totals.size + (self._rest_rows + sums.size) // self._each >= 2 * _STRETCHES:
+            self._double()
+        ends = np.arange(self._each - self._rest_rows, sums.size + 1, self._each)
+        if ends.size:
+            at_ends = self._rest_total + sums[ends - 1]
+            self._totals = np.concatenate([self._totals, np.diff(at_ends, prepend=0)])
+            self._rest_rows = sums.size - int(ends[-1])
+            self._rest_total += int(sums[-1] - at_ends[-1])
+        else:
+            self._rest_rows += sums.size
+            self._rest_total += int(sums[-1])
+
+    def _double(self) -> None:
+        if self._totals.size % 2:  # the first half of a longer stretch
+            self._rest_rows += self._each
+            self._rest_total += int(self._totals[-1])
+            self._totals = self._totals[:-1]
+        self._totals, self._each = self._totals[::2] + self._totals[1::2], 2 * self._each
 
     def array(self) -> npt.NDArray[np.float64]:
-        """Shape [stretches, 2]."""
-        return np.array(self.stretches, np.float64).reshape(-1, 2)
+        """Rows and bytes of every stretch, shape [stretches, 2]."""
+        found = np.stack([np.full(self._totals.size, self._each), self._totals], axis=1)
+        rest = np.array([[self._rest_rows, self._rest_total]])[: 1 if self._rest_rows else 0]
+        return np.concatenate([found, rest]).astype(np.float64)
 
 
 def draw(before: Sequence[npt.NDArray[np.float64]], after: Sequence[npt.NDArray[np.float64]], file: Path) -> None:
@@ -35,17 +66,24 @@ def draw(before: Sequence[npt.NDArray[np.float64]], after: Sequence[npt.NDArray[
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
+    panels = figure.subplots(1, 2, sharex=True, sharey=True)
     for panel, title, parts in zip(panels, ("before", "after"), (before, after), strict=True):
-        panel.scatter(*_points(np.concatenate(parts)), s=4)
-        panel.set(title=title, xlabel="row", xlim=(0, None), ylim=(0, None))
+        rows, means, mean = points(np.concatenate(parts))
+        panel.scatter(rows, means, s=8)
+        panel.axhline(mean, color="0.5", linewidth=1, linestyle="--")
+        panel.set(title=f"{title}; dashed: the mean of all, {mean:,.0f}", xlabel="row", xlim=(0, None), ylim=(0, None))
     panels[0].set_ylabel("mean length of text, bytes")
     FigureCanvasAgg(figure).print_png(file)
 
 
-def _points(stretches: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Where stretches end, in rows, and their mean lengths; neighbours are one point where there are too many."""
-    rows, means = stretches.T
-    starts = np.arange(0, rows.size, -(-rows.size // _MOST_POINTS))
-    counts = np.add.reduceat(rows, starts)
-    return np.cumsum(counts), np.add.reduceat(rows * means, starts) / counts
+def points(
+    stretches: npt.NDArray[np.float64],
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], float]:
+    """Middles, in rows, and mean lengths of equal shares of the dataset, and the mean length of all its texts.
+
+    Where a share ends inside a stretch, the stretch's bytes are split by rows.
+    """
+    rows, sizes = (np.concatenate([[0.0], np.cumsum(column)]) for column in stretches.T)
+    edges = np.linspace(0, rows[-1], min(int(rows[-1]), _POINTS) + 1)
+    means = np.diff(np.interp(edges, rows, sizes)) / np.diff(edges)
+    return (edges[:-1] + edges[1:]) / 2, means, float(sizes[-1] / rows[-1])

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -33,8 +34,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from relayrun.errors import InputError, RelayrunError
-from relayrun.files import fsync_directory, read_json, write_atomic, write_json
+from relayrun.errors import InputError, RelayrunError, refuse_unwritable
+from relayrun.files import free_space, fsync_directory, read_json, write_atomic, write_json
 from relayrun.shuffle.lengths import draw
 from relayrun.shuffle.output import file_name
 from relayrun.shuffle.reshard import (
@@ -48,8 +49,11 @@ from relayrun.shuffle.reshard import (
     write_files,
     write_first,
 )
+from relayrun.tokenization.dumps.look import look_at_files
 from relayrun.tokenization.readers import stores
 from relayrun.tokenization.readers.rows import RowFile
+
+log = logging.getLogger(__name__)
 
 _OF_THE_BYTES = ("dataset_folder", "column", "seed", "file_size", "row_group_size", "compression", "on_error")
 
@@ -80,6 +84,30 @@ class ReshardTask:
             "finish": self._finish,
         }
         return does[stage]()
+
+    def check(self) -> None:
+        """Look at what the job would stop at, before it is queued; nothing is written. Raises RelayrunError.
+
+        A shuffle that has begun goes on with what is there, so nothing is looked at again.
+        """
+        if self.building.exists() or self._is_named():
+            return
+        plan = make_plan(self.options, tasks=self.tasks)
+        refuse_unwritable(self.work)
+        lines = [file.path for file in plan.files if file.rows is None]  # parquet's columns are in its footer
+        skips = self.options.on_error == "skip-line"
+        look_at_files(lines, self.options.column, skip_lines=skips, what="files cannot be shuffled")
+        needed, free = sum(file.size for file in plan.files), free_space(self.work)
+        if needed <= free:
+            return
+        error = InputError(
+            f"the rows take {needed / 1e9:,.1f} GB unpacked, and {free / 1e9:,.1f} GB are free",
+            where="--temp-dir",
+            hint="make room, or name a folder on another file system",
+        )
+        if not lines:
+            raise error
+        log.warning("%s", error)  # what lines take is estimated
 
     def _is_named(self) -> bool:
         return self.output.exists() and (self.work / "plan.json").exists() and not self.building.exists()

@@ -7,6 +7,7 @@ code/0001/          the files, below the same names
 code/0001.sha256    of all of them: a later submit of the same code takes the same snapshot
 code/0001.commit    the commit of the checkout
 code/0001.diff      what was changed since, for its owner alone
+code/megatron-lm/   the same of the checkout of Megatron-LM that the ranks run, where they do
 
 Files that look like secrets by their name are left out, unless git knows them; files that hold a token are for their
 owner alone; tokens in the difference are masked. Each is said. Nothing becomes wider than the umask.
@@ -26,7 +27,7 @@ from pathlib import Path
 
 from relayrun import __version__
 from relayrun.files import remove_leftovers, temporary_prefix, umask, write_atomic
-from relayrun.monitoring.secrets import is_secret_name, masked
+from relayrun.masking import is_secret_name, masked
 from relayrun.rundir.run import Run
 
 log = logging.getLogger(__name__)
@@ -40,15 +41,30 @@ PARTS = ("relayrun", "launchers", "scripts", "configs")
 
 def snapshot(run: Run, root: Path) -> Path:
     """Copy the code in `root`, uncommitted and new files included, and return the copy's folder."""
-    run.code.mkdir(exist_ok=True)
-    remove_leftovers(run.code)
-    files = _files(root, run.path)
+    return _take(run.code, root, _files(root, run.path))
+
+
+def snapshot_of_checkout(run: Run, root: Path) -> Path:
+    """Copy a checkout of another program, Megatron-LM, in the same way, and return the copy's folder.
+
+    Where git does not say which files are code, all are taken that are no secrets and not large.
+    """
+    names = _names(root, run.path) if (root / ".git").exists() else _all_names(root, run.path)
+    folder = run.code / "megatron-lm"
+    folder.mkdir(parents=True, exist_ok=True)
+    return _take(folder, root, {name: root / name for name in sorted(names)})
+
+
+def _take(folder: Path, root: Path, files: Mapping[str, Path]) -> Path:
+    """Copy the files to the next number in `folder`; return the newest one where that holds the same."""
+    folder.mkdir(exist_ok=True)
+    remove_leftovers(folder)
     digest = _digest(files)
-    known = sorted(path for path in run.code.iterdir() if path.name.isdecimal())
+    known = sorted(path for path in folder.iterdir() if path.name.isdecimal())
     if known and _read(known[-1].with_suffix(".sha256")) == digest:
         return known[-1]
-    target = run.code / f"{int(known[-1].name) + 1 if known else 1:04}"
-    copied = Path(tempfile.mkdtemp(dir=run.code, prefix=temporary_prefix()))
+    target = folder / f"{int(known[-1].name) + 1 if known else 1:04}"
+    copied = Path(tempfile.mkdtemp(dir=folder, prefix=temporary_prefix()))
     try:
         for name, source in files.items():
             (copied / name).parent.mkdir(parents=True, exist_ok=True)
@@ -118,6 +134,18 @@ def _names(root: Path, without: Path) -> Iterator[str]:
         if not path.is_file() or path.is_relative_to(without):
             continue
         if _is_secret(root, name):
+            continue
+        if path.stat().st_size > LARGEST:
+            log.warning("not in the snapshot, too large for code: %s", path)
+        else:
+            yield name
+
+
+def _all_names(root: Path, without: Path) -> Iterator[str]:
+    """Every file below `root`, relative to it; nothing below the folder `without`, what is large, or a secret."""
+    for path in _code(root):
+        name = str(path.relative_to(root))
+        if path.is_relative_to(without) or _is_secret(root, name):
             continue
         if path.stat().st_size > LARGEST:
             log.warning("not in the snapshot, too large for code: %s", path)

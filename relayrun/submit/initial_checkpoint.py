@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from relayrun import places
 from relayrun.config import yamlfile
-from relayrun.config.schema import Model, RunConfig
+from relayrun.config.schema import CommonConfig, MegatronConfig, Model, RunConfig
 from relayrun.errors import ConfigError, InputError, RelayrunError
 from relayrun.export import megatron_settings
 from relayrun.export.checkpoint_source import find_checkpoint
@@ -19,6 +19,7 @@ from relayrun.rundir.find import find_run
 from relayrun.rundir.lineage import BEGINNING, Durable, durable, is_own
 from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
+from relayrun.trainers.megatron_lm import checkpoints
 from relayrun.training.checkpoint import megatron_folder
 from relayrun.training.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.training.model.size import padded
@@ -32,13 +33,19 @@ PADDING = FREE | {"make_vocab_size_divisible_by"}
 
 
 def find_initial_checkpoint(
-    config: RunConfig, run: Run, manifest: Manifest | None, tell: Callable[[str], None] = lambda words: None
+    config: CommonConfig, run: Run, manifest: Manifest | None, tell: Callable[[str], None] = lambda words: None
 ) -> Durable:
     """The checkpoint and the iteration to begin with; BEGINNING where the config names none.
 
     `manifest`: None where the data could not be looked at. `tell` is called with what of the checkpoint is left behind.
     Raises ConfigError or InputError if it is not there, is torn, or is of another model.
     """
+    if isinstance(config, RunConfig):
+        return _native(config, run, manifest, tell)
+    return _megatron_lm(config, run) if isinstance(config, MegatronConfig) else BEGINNING
+
+
+def _native(config: RunConfig, run: Run, manifest: Manifest | None, tell: Callable[[str], None]) -> Durable:
     settings = config.checkpoint
     if settings.load is None or is_own(run, durable(run)):
         return BEGINNING
@@ -47,20 +54,53 @@ def find_initial_checkpoint(
     folder = Path(os.path.expanduser(name))
     folder = folder if folder.is_absolute() else places.project(run.path) / folder
     if (megatron := megatron_folder.find(folder, wanted)) is not None:
-        found = _megatron(megatron, config, manifest, tell)
+        found = _as_it_lies(megatron, config, manifest, tell)
     elif (folder / "metadata.json").is_file():
         found = _folder(folder, config, wanted)
     else:
         found = _run(name, config, wanted)
     iteration = 0 if settings.finetune else found.iteration
-    if iteration >= config.training.steps:
-        steps = config.training.steps
+    if iteration >= config.training.end_iteration:
+        name = "steps" if config.training.stop_after is None else "stop_after"
         raise ConfigError(
-            f"{found.path} stands at iteration {iteration}, and training.steps is {steps}",
+            f"{found.path} stands at iteration {iteration}, and training.{name} is {config.training.end_iteration}",
             where="checkpoint.load",
-            hint="raise training.steps, or set checkpoint.finetune=true to count from 0",
+            hint=f"raise training.{name}, or set checkpoint.finetune=true to count from 0",
         )
     return Durable(iteration=iteration, path=found.path)
+
+
+def _megatron_lm(config: MegatronConfig, run: Run) -> Durable:
+    """A checkpoint of Megatron-LM: of another run here, of a folder with its tracker, or a folder by itself."""
+    settings = config.checkpoint
+    if settings is None or settings.load is None or is_own(run, durable(run)):
+        return BEGINNING
+    if settings.finetune:
+        raise ConfigError(
+            "with trainer megatron-lm it is not counted from 0",
+            where="checkpoint.finetune",
+            hint="give the checkout's own flags in megatron_lm.args: finetune and pretrained-checkpoint",
+        )
+    match = _ITERATION.fullmatch(settings.load)
+    name, wanted = (match["name"], int(match["iteration"])) if match else (settings.load, None)
+    folder = Path(os.path.expanduser(name))
+    folder = folder if folder.is_absolute() else places.project(run.path) / folder
+    if not folder.is_dir() or (folder / "plan.json").is_file():
+        folder = find_run(name).checkpoints
+    single = _FOLDER.fullmatch(folder.name)
+    if single is not None and wanted is None:
+        folder, wanted = folder.parent, int(single[1])
+    found = {iteration: path for iteration, path in checkpoints.every(folder) if checkpoints.fault(path) is None}
+    newest = checkpoints.tracked(folder) if wanted is None else wanted
+    if newest is None or newest not in found:
+        raise InputError(
+            "there is no checkpoint of Megatron-LM here"
+            if newest is None
+            else f"there is no whole checkpoint of iteration {newest} here",
+            where=f"checkpoint.load: {folder}",
+            hint=f"whole ones: {', '.join(map(str, sorted(found))) or 'none'}",
+        )
+    return Durable(iteration=newest, path=str(found[newest]))
 
 
 def _folder(folder: Path, config: RunConfig, wanted: int | None) -> Durable:
@@ -113,10 +153,10 @@ def _run(name: str, config: RunConfig, wanted: int | None) -> Durable:
     return Durable(iteration=found.iteration, path=str(found.folder))
 
 
-def _megatron(
+def _as_it_lies(
     found: MegatronCheckpoint, config: RunConfig, manifest: Manifest | None, tell: Callable[[str], None]
 ) -> Durable:
-    """A folder of Megatron-LM, as it lies."""
+    """A checkpoint of Megatron-LM for relayrun's own trainer."""
     settings, there = config.checkpoint, found.args.get("padded_vocab_size")
     differences = []
     if manifest is not None and there:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from relayrun.config.schema import KINDS, trainers_with
 from relayrun.errors import ConfigError
 
 OVERRIDES = {
@@ -33,11 +34,14 @@ OVERRIDES = {
 }
 """Name in the run config of each setting. An empty setting leaves the config's own value."""
 
+OF_TRAINERS = {
+    "megatron-lm": {"MEGATRON_LM_DIR": "megatron_lm.dir", "ARGS_FILE": "megatron_lm.args_file"},
+    "command": {"TRAINING_STEPS": "command.steps"},
+}
+"""Settings that a foreign trainer has besides those of OVERRIDES whose sections it has, or under another name."""
+
 PROFILER = "NSYS_PROFILER"
 """Switch for `debug.profile=nsys`; false leaves the config's own value."""
-
-MEGATRON_LM_DIR = "MEGATRON_LM_DIR"
-"""Setting of launchers that train with a checkout of Megatron-LM. It is refused: the installed megatron-core trains."""
 
 JOB = {
     "SLURM_JOB_NUM_NODES": "job.nodes",
@@ -47,31 +51,56 @@ JOB = {
 """What Slurm tells a job of the options that it was submitted with, and the settings that say the same."""
 
 _TEXTS = frozenset(
-    {"PROJECT_NAME", "EXP_NAME", "RUN_DIR", "LOAD", "CLUSTER", "TOKENIZER", "MIXTURE", "DATASET_CACHE_DIR"}
+    {
+        "PROJECT_NAME",
+        "EXP_NAME",
+        "RUN_DIR",
+        "LOAD",
+        "CLUSTER",
+        "TOKENIZER",
+        "MIXTURE",
+        "DATASET_CACHE_DIR",
+        "MEGATRON_LM_DIR",
+        "ARGS_FILE",
+    }
 )
 _OTHER_FORM = {"DATASETS": "data.mixture=null", "MIXTURE": "data.datasets=[]"}
 """The config may have its data in the other form; a setting replaces it."""
 
 
-def overrides(environment: Mapping[str, str]) -> list[str]:
+def names_of(trainer: str) -> dict[str, str]:
+    """Return the settings that a run of this trainer has, with their names in its config."""
+    sections = KINDS[trainer].model_fields
+    common = {setting: name for setting, name in OVERRIDES.items() if name.partition(".")[0] in sections}
+    return common | OF_TRAINERS.get(trainer, {})
+
+
+def overrides(environment: Mapping[str, str], *, trainer: str = "native") -> list[str]:
     """The `name=value` overrides of a settings block.
 
-    Raises ConfigError for MEGATRON_LM_DIR, and where a switch is neither true nor false.
+    Raises ConfigError for a setting that a run of this trainer has not, and where a switch is neither true nor false.
     """
-    if value := environment.get(MEGATRON_LM_DIR, ""):
-        raise ConfigError(
-            f"{MEGATRON_LM_DIR}={value}: relayrun trains with the megatron-core package that is "
-            "installed, not with a checkout",
-            where="settings block",
-            hint="leave it empty; to change the code, edit relayrun and set BACKUP_CODEBASE=true",
-        )
-    given = {setting: value for setting in OVERRIDES if (value := environment.get(setting, "")) != ""}
+    names = names_of(trainer)
+    given = {setting: value for setting in names if (value := environment.get(setting, "")) != ""}
+    _refuse_others(environment, names, trainer)
     if "MIXTURE" in given:  # the other one may be what somebody wrote into the block
         given.pop("DATASETS", None)
     replaced = [override for setting, override in _OTHER_FORM.items() if setting in given]
     if flag(environment, PROFILER):
         replaced.append("debug.profile=nsys")
-    return replaced + [f"{OVERRIDES[setting]}={_yaml(setting, value)}" for setting, value in given.items()]
+    return replaced + [f"{names[setting]}={_yaml(setting, value)}" for setting, value in given.items()]
+
+
+def _refuse_others(environment: Mapping[str, str], names: Mapping[str, str], trainer: str) -> None:
+    every = {**OVERRIDES, **{setting: name for own in OF_TRAINERS.values() for setting, name in own.items()}}
+    for setting, name in every.items():
+        if setting not in names and (value := environment.get(setting, "")) != "":
+            others = " or ".join(trainers_with(name.partition(".")[0]))
+            raise ConfigError(
+                f"{setting}={value}: only a run of trainer {others} has {name}; this one's trainer is {trainer}",
+                where="settings block",
+                hint=f"leave it empty, or let CONFIG name a run of trainer {others}",
+            )
 
 
 def job_overrides(environment: Mapping[str, str]) -> list[str]:

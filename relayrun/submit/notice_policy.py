@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 import time
 
-from relayrun.config.schema import RunConfig
+from relayrun.config.schema import CommonConfig
 from relayrun.rundir import notices
 from relayrun.rundir.notices import NoticePolicy, Target
 from relayrun.rundir.run import Run
 
 
-def prepare(config: RunConfig, run: Run) -> None:
+def prepare(config: CommonConfig, run: Run) -> None:
     """Write the policy; none where the config names nobody."""
     if config.notify.targets:
         notices.write_policy(run, make(config))
@@ -19,7 +19,7 @@ def prepare(config: RunConfig, run: Run) -> None:
         notices.policy_path(run).unlink(missing_ok=True)
 
 
-def make(config: RunConfig) -> NoticePolicy:
+def make(config: CommonConfig) -> NoticePolicy:
     """The policy of a config, as of now. It holds the names of variables, never their values."""
     settings = config.notify
     targets = [

@@ -82,7 +82,7 @@ def make(folder: Path, *, cluster: str) -> dict[str, bool]:
         raise InputError("this is no folder", where=folder)
     name = folder.absolute().name
     made = _write(folder, _files(name if re.fullmatch(NAME, name) else "my-project", cluster))
-    config = compose.load(folder / RUN)
+    config = compose.native(compose.load(folder / RUN))
     return made | _write(folder, {LAUNCHER: launcher_text(config, RUN)})
 
 

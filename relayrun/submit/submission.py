@@ -23,7 +23,7 @@ from relayrun import places
 from relayrun.chain import decide, fallback, render
 from relayrun.config import compose, determinism
 from relayrun.config.sbatch import script_options
-from relayrun.config.schema import Job, RunConfig
+from relayrun.config.schema import CommonConfig, Job, MegatronConfig, RunConfig
 from relayrun.config.yamlfile import LocatedSettings
 from relayrun.data.evolution import weights_of
 from relayrun.errors import RunDirError
@@ -44,6 +44,7 @@ from relayrun.submit import code_snapshot, initial_checkpoint, notice_policy, ow
 from relayrun.submit.check import state
 from relayrun.submit.check.report import Report, report
 from relayrun.submit.check.state import Intent
+from relayrun.submit.trainer_settings import total_steps, trainer_settings
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class Submitted:
 
 
 def submit(
-    config: RunConfig,
+    config: CommonConfig,
     *,
     resume: bool = False,
     accept_data_change: bool = False,
@@ -86,7 +87,7 @@ def queue_first(run: Run, plan: Plan) -> str:
 
 
 def adopt_job(
-    config: RunConfig,
+    config: CommonConfig,
     *,
     host_python: str | None = None,
     resume: bool = False,
@@ -106,7 +107,7 @@ def adopt_job(
         return run  # Slurm starts a requeued job with the launcher again; it was adopted the first time
     nodes = config.job.model_copy(update={"nodes": job.num_nodes})
     cluster = config.cluster.model_copy(update={"host_python": host_python or config.cluster.host_python})
-    config = RunConfig.model_validate(config.model_copy(update={"job": nodes, "cluster": cluster}).model_dump())
+    config = type(config).model_validate(config.model_copy(update={"job": nodes, "cluster": cluster}).model_dump())
     intent = Intent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
     with _prepared(config, intent) as (run, plan):
         scheduler.adopt(job, plan)  # under the lock: a second first job sees this one
@@ -115,7 +116,7 @@ def adopt_job(
 
 
 def report_on(
-    config: RunConfig, *, given: LocatedSettings | None = None, intent: Intent, launcher: Path | None = None
+    config: CommonConfig, *, given: LocatedSettings | None = None, intent: Intent, launcher: Path | None = None
 ) -> Report:
     """Look at all that a submit would look at, and at what Slurm says; nothing is written or queued.
 
@@ -128,7 +129,7 @@ def report_on(
 
 
 @contextmanager
-def _prepared(config: RunConfig, intent: Intent, given: LocatedSettings | None = None) -> Iterator[tuple[Run, Plan]]:
+def _prepared(config: CommonConfig, intent: Intent, given: LocatedSettings | None = None) -> Iterator[tuple[Run, Plan]]:
     """The run directory made or brought up to date, and locked. After an error it is as before, STOP too."""
     run = Run(Path(config.run_dir or ""))
     # the run's state is looked at under the lock, and Slurm by the scheduler
@@ -137,16 +138,18 @@ def _prepared(config: RunConfig, intent: Intent, given: LocatedSettings | None =
     found.findings.raise_errors()
     for finding in found.findings.warnings:
         log.warning("%s", finding.line)
-    manifest = found.manifest
-    assert manifest is not None  # without data there is an error
     log_folder(run).mkdir(parents=True, exist_ok=True)
     with _locked(run) as made, _undone_on_error(run, made):
         _refuse_while_live(run)
         owner.refuse_another(run, take_over=intent.take_over, now=time.time())
         state.refuse_after_end(run, resume=intent.resume)
+        state.check_stop_after(config, run)
         state.check_time_limit(config, make_plan(config, run, places.CODE, revision=0), run)
-        config = _freeze_data(run, _with_loss_mean(run, config), manifest, accept=intent.accept_data_change)
-        base = initial_checkpoint.find_initial_checkpoint(config, run, manifest, tell=log.warning)
+        state.refuse_other_trainer(config, run)
+        if isinstance(config, RunConfig):
+            assert found.manifest is not None  # without data there is an error
+            config = _freeze_data(run, _with_loss_mean(run, config), found.manifest, accept=intent.accept_data_change)
+        base = initial_checkpoint.find_initial_checkpoint(config, run, found.manifest, tell=log.warning)
         root = code_snapshot.snapshot(run, places.CODE) if _takes_snapshot(config) else places.CODE
         plan = make_plan(config, run, root, revision=_add_revision(run, config), base=base)
         triggers.create_folder(run, config.chain.triggers_group)
@@ -212,22 +215,25 @@ def _acknowledge_stale(run: Run) -> None:
             triggers.acknowledge(run, old, iteration=durable(run).iteration, result="stale: touched before this submit")
 
 
-def make_plan(config: RunConfig, run: Run, root: Path, *, revision: int, base: Durable = BEGINNING) -> Plan:
+def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base: Durable = BEGINNING) -> Plan:
     """Return what the supervisor needs of a config.
 
-    The jobs run the code in `root`; a run without checkpoints begins with `base`.
+    The jobs run the code in `root`; a run without checkpoints begins with `base`. Raises ConfigError where the
+    settings of a foreign trainer cannot be made.
     """
+    settings = trainer_settings(config, run)
     time_limit = parse_time(config.job.time)
     fixed = None if config.chain.lead == "auto" else float(config.chain.lead)
     lead = first_lead(time_limit) if fixed is None else fixed
     signal_lead = config.chain.signal_lead
     job, cluster = config.job, config.cluster
-    container = cluster.container.with_mounts([str(root), str(run.path)])
+    container = cluster.container.with_mounts([str(root), str(run.path), *_mounts(config)])
     return Plan(
         run=f"{config.project}/{config.name}",
         job_name=job_name(config.project, config.name, run.path),
         scheduler=cluster.scheduler,
-        total_steps=config.training.steps,
+        total_steps=total_steps(config, settings),
+        stop_after=config.training.stop_after if isinstance(config, RunConfig) else None,
         config_revision=revision,
         submitted_after_attempt=max(run.attempt_numbers(), default=0),
         owner=os.geteuid(),
@@ -248,16 +254,27 @@ def make_plan(config: RunConfig, run: Run, root: Path, *, revision: int, base: D
         sbatch_options=sbatch_options(job),
         srun_options=[*cluster.srun_options, *container.srun_options],
         command_prefix=[*container.command, *cluster.command_prefix],
-        program=[cluster.python or sys.executable, "-m", "relayrun.training", f"--run-dir={run.path}"],
-        environment=determinism.variables(config) | cluster.environment,
+        program=_native_program(config, run) if isinstance(config, RunConfig) else [],
+        environment=(determinism.variables(config) if isinstance(config, RunConfig) else {}) | cluster.environment,
         modules=cluster.modules,
         setup=job.setup,
+        trainer=config.trainer,
+        trainer_settings=settings,
         host_python=sys.executable if cluster.scheduler == "local" else cluster.host_python,
         package_root=str(root),
         log_folder=str(log_folder(run)),
         load_path=base.path,
         load_iteration=base.iteration,
     )
+
+
+def _native_program(config: RunConfig, run: Run) -> list[str]:
+    return [config.cluster.python or sys.executable, "-m", "relayrun.training", f"--run-dir={run.path}"]
+
+
+def _mounts(config: CommonConfig) -> list[str]:
+    """Folders that a container must show besides relayrun's code and the run's directory."""
+    return [config.megatron_lm.dir] if isinstance(config, MegatronConfig) else []
 
 
 def sbatch_options(job: Job) -> dict[str, str | None]:
@@ -277,15 +294,15 @@ def log_folder(run: Run | None = None) -> Path:
     return places.project(run.path if run is not None else None) / "logs" / "slurm" / "training"
 
 
-def _takes_snapshot(config: RunConfig) -> bool:
+def _takes_snapshot(config: CommonConfig) -> bool:
     """Whether the jobs run a copy of the code: if they are to, and wherever the code is an installed package, which an
     upgrade would change under queued jobs."""
     return config.debug.backup_codebase or not places.is_checkout()
 
 
-def _prepare_evaluations(config: RunConfig, plan: Plan, run: Run) -> None:
+def _prepare_evaluations(config: CommonConfig, plan: Plan, run: Run) -> None:
     """Write the policy and the job of evaluations; none where the config has none any more."""
-    if config.evaluation is None:
+    if not isinstance(config, RunConfig) or config.evaluation is None:
         run.evaluation_policy.unlink(missing_ok=True)
         return
     run.evaluations.mkdir(exist_ok=True)
@@ -328,7 +345,7 @@ def evaluation_script(config: RunConfig, plan: Plan, run: Run) -> str:
     )
 
 
-def dry_run(config: RunConfig) -> str:
+def dry_run(config: CommonConfig) -> str:
     """Return the job script that a submit would write; nothing is written or queued. Raises RelayrunError."""
     run = Run(Path(config.run_dir or ""))
     root = run.code / "0001" if _takes_snapshot(config) else places.CODE
@@ -365,6 +382,8 @@ def _freeze_data(run: Run, config: RunConfig, found: Manifest, *, accept: bool) 
     if evolved.manifest != Manifest.read(run.manifest):
         evolved.manifest.write(run.manifest)
     before = compose.read_resolved(run.config_revision(run.revisions()[-1]))
+    if not isinstance(before, RunConfig):  # it was another trainer's, before the first checkpoint
+        return evolved.config
     if durable(run).path is not None and weights_of(evolved.config) != weights_of(before):
         consumed = line(run)[-1].consumed_samples
         log.info("the mixture changes: its phase begins where the next attempt resumes, now sample %s", consumed)
@@ -376,14 +395,15 @@ def _with_loss_mean(run: Run, config: RunConfig) -> RunConfig:
     training, revisions = config.training, run.revisions()
     mean = training.resolved_loss_mean
     if revisions:
-        before = compose.read_resolved(run.config_revision(revisions[-1])).training.resolved_loss_mean
+        former = compose.read_resolved(run.config_revision(revisions[-1]))
+        before = former.training.resolved_loss_mean if isinstance(former, RunConfig) else mean
         mean = training.loss_mean or before
         if mean != before and config.data.eod_mask_loss:
             log.warning("training.loss_mean was %s and is %s from the next attempt on", before, mean)
     return config.model_copy(update={"training": training.model_copy(update={"loss_mean": mean})})
 
 
-def _add_revision(run: Run, config: RunConfig) -> int:
+def _add_revision(run: Run, config: CommonConfig) -> int:
     """Write the config as a new revision, unless it is the newest one already."""
     run.config.mkdir(exist_ok=True)
     revisions = run.revisions()

@@ -34,6 +34,8 @@ class FoundCheckpoint:
 
     iteration: int
     path: str
+    may_change: bool = False
+    """Whether that is known from outside alone: it counts once two looks in a row have found the same files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class Ending:
     """How the program says that it ended."""
 
     outcome: Literal["done", "left", "fatal"]
-    """`done`: it has trained all it was to train. `left`: it obeyed, and saved. `fatal`: it would fail again."""
+    """`done`: it has trained all it was to train. `left`: it says that it saved. `fatal`: it would fail again."""
     words: str
 
 
@@ -63,7 +65,10 @@ class Trainer(Protocol):
         """What a rank of this attempt executes, without what the cluster puts before it."""
 
     def environment(self, begin: AttemptStart) -> dict[str, str]:
-        """Variables of every rank of this attempt, besides those of the chain."""
+        """Variables of every rank of this attempt, besides those of the chain.
+
+        PYTHONPATH: folders that come before all others.
+        """
 
     def follow(self, begin: AttemptStart, *, signal_ranks: Callable[[Signals], None]) -> Observing | None:
         """Who writes the records of this attempt; None where the program writes them itself."""

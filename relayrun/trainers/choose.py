@@ -18,7 +18,7 @@ def trainer_of(plan: Plan, run: Run) -> Trainer:
             case "native":
                 return Native(plan)
             case "command":
-                return Command(run, CommandSettings.of(plan.trainer_settings))
+                return Command(run, CommandSettings.of(plan.trainer_settings), total_steps=plan.total_steps)
             case "megatron-lm":
                 return MegatronTrainer(run, MegatronSettings.of(plan.trainer_settings))
     except (TypeError, ValueError) as error:

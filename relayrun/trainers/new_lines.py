@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +12,16 @@ LINE_BYTES = 1 << 16
 
 CHUNK = 1 << 20
 
+_END = re.compile(rb"[\r\n]")
+"""A progress bar ends its lines with a carriage return alone, and may never write another end."""
+
 
 class NewLines:
-    """Whole lines of a file, each given once, from byte `offset` on. What has no end of line yet is kept for later."""
+    """Whole lines of a file, each given once, from byte `offset` on; empty ones are left out.
+
+    What has no end of line yet is kept for later, and what never gets one is never given: half a number is another
+    number. A file that has become shorter is read from its beginning.
+    """
 
     def __init__(self, path: str | os.PathLike[str], *, offset: int = 0) -> None:
         self._path = Path(path)
@@ -27,10 +35,12 @@ class NewLines:
         except FileNotFoundError:
             return
         with file:
+            if os.fstat(file.fileno()).st_size < self._offset:
+                self._offset, self._rest = 0, b""
             file.seek(self._offset)
             while chunk := file.read(CHUNK):
                 self._offset += len(chunk)
-                *lines, rest = (self._rest + chunk).split(b"\n")
+                *lines, rest = _END.split(self._rest + chunk)
                 self._rest = rest[:LINE_BYTES]
-                for line in lines:
-                    yield line[:LINE_BYTES].decode("utf-8", errors="replace").rstrip("\r")
+                for line in filter(None, lines):
+                    yield line[:LINE_BYTES].decode("utf-8", errors="replace")

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from relayrun.files import append_line, read_lines_backwards, sizes, write_atomic, write_json
 from relayrun.rundir import triggers
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lead import SAVES, STEPS, lead_of, percentile
-from relayrun.rundir.records import AttemptStart, Commit, Heartbeat, Outcome, OutcomeName
+from relayrun.rundir.records import AttemptStart, Commit, Heartbeat, Outcome, OutcomeName, Started
 from relayrun.rundir.run import Run
 from relayrun.trainers.base import FoundCheckpoint, ObservedStep, Program
+from relayrun.trainers.retention import Retention
 
 LOOK_SECONDS = 1.0
 """Between two looks; a save that begins and ends between them takes less."""
@@ -34,6 +35,7 @@ class Observer:
     Args:
         leave: asks the program to save and leave, by a signal or what else it hears. `attempts/N/stop` says why; it is
             written behind it, so that a kill in between asks again.
+        retention: removes old checkpoints; None: they all stay, or the program removes them itself.
     """
 
     def __init__(
@@ -44,13 +46,19 @@ class Observer:
         program: Program,
         *,
         leave: Callable[[], None],
+        retention: Retention | None = None,
     ) -> None:
         self._run = run
         self._attempt = attempt
         self._begin = begin
         self._program = program
         self._leave = leave
+        self._retention = retention
+        self._files: dict[str, dict[str, int]] = {}
+        """What lay in a checkpoint at the look before, as long as more may come."""
         self._iteration = begin.base_iteration
+        self._said: tuple[int, float] | None = None
+        """The iteration that it said last, and when that was seen (monotonic); None: it has said none."""
         self._samples: dict[int, int] = {}
         """Samples consumed with the iterations whose checkpoints may still come."""
         self._steps: deque[float] = deque(maxlen=STEPS)
@@ -64,16 +72,20 @@ class Observer:
 
     def look(self) -> None:
         """Record what is new; ask the program to save or leave where that is due. Raises OSError."""
-        self._record()
-        self._obey_save()
-        self._obey_leave()
+        try:
+            self._record()
+            self._obey_save()
+        finally:  # whatever of its files cannot be read
+            self._obey_leave()
+        if self._retention is not None:  # last: what cannot be removed keeps nothing else from being done
+            self._retention.look(self._program.checkpoints(), saving=self._program.saving() is not None)
 
     def conclude(self, exit_code: int | None) -> None:
         """Record what is left, and how the program ended, as far as that is known. Raises OSError.
 
         `exit_code`: of all ranks together; None where nobody saw it.
         """
-        self._record()
+        self._record(gone=True)
         if self._attempt.outcome.exists():
             return
         ending = self._program.ending(exit_code)
@@ -95,6 +107,8 @@ class Observer:
         Outcome(outcome=outcome, reason=words, iteration=self._committed, time=now).write(self._attempt.outcome)
         if exit_trigger is not None:  # behind the outcome: what is acknowledged has come
             triggers.acknowledge(self._run, exit_trigger, iteration=self._committed, result=f"{outcome}: {words}")
+        if outcome == "done" and self._retention is not None:
+            self._retention.finish(self._program.checkpoints())
 
     def _take_up(self) -> None:
         """Go on where an observer before this one was killed."""
@@ -105,22 +119,62 @@ class Observer:
             self._committed = max(self._committed, commit.iteration)
             self._saves.append(commit.seconds)
 
-    def _record(self) -> None:
-        for step in self._program.steps():
-            self._record_step(step)
+    def _record(self, *, gone: bool = False) -> None:
+        """Record what is new. `gone`: the ranks have gone, and nothing more can come."""
+        moved = self._record_steps(self._program.steps())
         saving = self._program.saving()
-        if saving is not None and (self._save_begun is None or self._save_begun[0] != saving):
-            self._save_begun = (saving, time.monotonic())
+        self._time_save(saving)
         for checkpoint in self._program.checkpoints():
-            if checkpoint.iteration > self._committed:
+            if checkpoint.iteration <= self._committed:
+                continue
+            if gone or self._is_settled(checkpoint):
                 self._commit(checkpoint)
+            else:
+                saving = checkpoint.iteration
+                self._time_save(saving)
         if saving is None:
             self._save_begun = None
-        self._heartbeat("save" if saving is not None else "step" if self._steps else "start")
+        self._heartbeat("save" if saving is not None else "step" if self._said else "start", moved=moved)
 
-    def _record_step(self, step: ObservedStep) -> None:
-        if step.seconds is not None:
-            self._steps.append(step.seconds)
+    def _record_steps(self, steps: Sequence[ObservedStep]) -> bool:
+        """Return whether it moved: whether it said another iteration than before, were it a lower one.
+
+        One that it repeats is no sign of life: a progress bar writes itself anew where nothing moves.
+        """
+        moved = False
+        now = time.monotonic()
+        rising = sum(step.iteration > self._iteration for step in steps)
+        measured = None if self._said is None or not rising else (now - self._said[1]) / rising
+        for step in steps:
+            self._record_step(step, measured)
+            if self._said is None or self._said[0] != step.iteration:
+                moved, self._said = True, (step.iteration, now)
+        if self._said is not None and not self._attempt.started.exists():
+            begun = self._begin.start_time  # nothing is known of the start's parts
+            over = Started(process=begun, imported=begun, initialised=begun, loaded=time.time())
+            over.write(self._attempt.started)
+        return moved
+
+    def _time_save(self, saving: int | None) -> None:
+        if saving is not None and (self._save_begun is None or self._save_begun[0] != saving):
+            self._save_begun = (saving, time.monotonic())
+
+    def _is_settled(self, checkpoint: FoundCheckpoint) -> bool:
+        """Whether no file of a checkpoint has come or grown since the look before.
+
+        A program's ranks write side by side: the file that one of them writes last need not be the last one.
+        """
+        if not checkpoint.may_change:
+            return True
+        now = sizes(checkpoint.path)
+        before, self._files[checkpoint.path] = self._files.get(checkpoint.path), now
+        return before == now
+
+    def _record_step(self, step: ObservedStep, measured: float | None) -> None:
+        """`measured`: the seconds between two steps as they were seen, for a program that does not say them."""
+        seconds = step.seconds if step.seconds is not None else measured
+        if seconds is not None and (step.seconds is not None or step.iteration > self._iteration):
+            self._steps.append(seconds)
         if step.consumed_samples is not None:
             self._samples[step.iteration] = step.consumed_samples
         if step.iteration <= self._iteration:  # recorded by the observer before
@@ -149,14 +203,16 @@ class Observer:
         self._committed = checkpoint.iteration
         self._saves.append(seconds)
         self._samples = {n: samples for n, samples in self._samples.items() if n > checkpoint.iteration}
+        self._files.pop(checkpoint.path, None)
         if self._save_asked is not None:
             result = f"saved iteration {checkpoint.iteration}"
             triggers.acknowledge(self._run, self._save_asked, iteration=checkpoint.iteration, result=result)
             self._save_asked = None
 
-    def _heartbeat(self, phase: str) -> None:
-        """Written where the program came further, and then alone: who does not move must look as if it did not."""
-        if self._beat is not None and (self._beat.iteration, self._beat.phase) == (self._iteration, phase):
+    def _heartbeat(self, phase: str, *, moved: bool) -> None:
+        """Written where the program moved, and then alone: who does not move must look as if it did not."""
+        beat = self._beat
+        if beat is not None and not moved and (beat.iteration, beat.phase) == (self._iteration, phase):
             return
         self._beat = Heartbeat(
             node="program",

@@ -90,7 +90,7 @@ def main(flag: SignalFlag) -> int:
         from relayrun.config import compose
         from relayrun.training.reporting import debugging
 
-        config = compose.read_resolved(run.config_revision(begin.config_revision))
+        config = compose.native(compose.read_resolved(run.config_revision(begin.config_revision)))
         debug = run.debug_of(attempt.number)
         debugging.enter_nsys(config.debug, debug / "profile", rank)
         if config.debug.log_nccl:

@@ -212,15 +212,16 @@ class Training:
         Raises LeaveFailed if the last save did not work, FatalTrainingError on a loss that is no number.
         """
         self.model.train_mode(True)
-        steps = self.config.training.steps
+        steps, end = self.config.training.steps, self.config.training.end_iteration
         if self.config.training.manual_gc_interval:
             gc.disable()  # else each rank stops at another time, and all wait for each
         gc.freeze()  # what set-up made stays: collections, of which every save has one, look at the rest alone
         while True:
             agreed = self.saver.look()
             at = self.position.iteration
-            if at >= steps:
-                return self._leave("done", f"iteration {at} of {steps} reached")
+            if at >= end:
+                stopped = ", where training.stop_after ends the run" if end < steps else ""
+                return self._leave("done", f"iteration {at} of {steps} reached{stopped}")
             if self.config.training.manual_gc_interval and at % self.config.training.manual_gc_interval == 0:
                 gc.collect()
             if agreed.leave is not None:

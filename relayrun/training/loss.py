@@ -46,23 +46,30 @@ def loss_function(
     alone has them, [batch]; None: each counts once. The report is float64 [2]: total and count of a `LossSum`.
     """
 
+    def over_context(values: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks that share these samples, each with its part of their tokens."""
+        if context_size > 1:
+            torch.distributed.all_reduce(values, group=parallel_state.get_context_parallel_group())
+        return values
+
     def by_sample(losses: torch.Tensor) -> Result:
+        # the part that this rank has in each sample's mean
         if mask is None:
-            samples = losses.float().mean(dim=1)
+            samples = losses.float().mean(dim=1) / context_size
         else:
-            samples = (losses.float() * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-        total = (samples.sum() if weights is None else (samples * weights).sum()).detach().double()
-        if context_size > 1:  # this rank has as many tokens of each sample as every other one
-            torch.distributed.all_reduce(total, group=parallel_state.get_context_parallel_group())
-            total /= context_size
+            samples = (losses.float() * mask).sum(dim=1) / over_context(mask.sum(dim=1)).clamp(min=1)
+        total = over_context((samples.sum() if weights is None else (samples * weights).sum()).detach().double())
         count = total.new_tensor(float(len(samples))) if weights is None else weights.double().sum()
-        # megatron-core multiplies by the size of the context again, and takes the mean over micro-batches
-        return samples.mean() / context_size, torch.stack([total, count])
+        # megatron-core multiplies by the size of the context, and takes the mean over micro-batches
+        return samples.mean(), torch.stack([total, count])
 
     def by_token(losses: torch.Tensor) -> Result:
         assert mask is not None
         counted = mask if weights is None else mask * weights[:, None]
-        report = torch.stack([(losses.detach().double() * counted).sum(), counted.double().sum()])
-        return (losses.float() * mask).sum(), mask.sum().to(torch.int), report
+        report = over_context(torch.stack([(losses.detach().double() * counted).sum(), counted.double().sum()]))
+        total, count = (losses.float() * mask).sum(), mask.sum()
+        if mean == "micro_batch":  # the mean over all ranks' tokens, of which megatron-core takes the mean over ranks
+            total, count = total * context_size, over_context(count)
+        return total, count.to(torch.int), report
 
     return by_sample if mask is None or mean == "sample" else by_token

@@ -7,7 +7,8 @@
 #
 # Exports a run's newest checkpoint to Hugging Face's form as a Slurm job, without a GPU:
 #   sbatch scripts/conversion/do-convert.sh RUN DIR [options of `relayrun export hf`]
-# DIR must not exist. Account, partition and the like: options of sbatch.
+# DIR must not exist. Account, partition and the like: options of sbatch. The run's environment, modules, job.setup,
+# container, command prefix and Python hold, as in its own jobs; PYTHON=... names another Python.
 set -euo pipefail
 
 run="${1:?RUN: a run directory, or project/name below logs/runs}"
@@ -20,5 +21,14 @@ self="${BASH_SOURCE[0]}"
 # Slurm puts the arguments behind the path
 self="${self%%/scripts/conversion/do-convert.sh*}/scripts/conversion/do-convert.sh"
 root="$(cd "$(dirname "${self}")/../.." && pwd)"
-PYTHONSAFEPATH=1 PYTHONPATH="${root}" exec "${PYTHON:-${root}/.venv/bin/python}" -m relayrun.cli \
-  export hf "${run}" --output "${output}" "$@"
+export PYTHONSAFEPATH=1 PYTHONPATH="${root}"
+outside="${PYTHON:-${root}/.venv/bin/python}"
+command -v "${outside}" >/dev/null || outside=python3 # the run's own Python may be one of a container
+run_command=() run_python=()
+surroundings="$(mktemp)"
+"${outside}" -m relayrun.export.surroundings "${run}" >"${surroundings}"
+# shellcheck source=/dev/null
+source "${surroundings}"
+rm -f "${surroundings}"
+[[ -z "${PYTHON:-}" && ${#run_python[@]} != 0 ]] || run_python=("${outside}")
+exec "${run_command[@]}" "${run_python[@]}" -m relayrun.cli export hf "${run}" --output "${output}" "$@"

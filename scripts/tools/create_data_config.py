@@ -4,7 +4,7 @@
     create_data_config.py -p data/mixture,data/extra            one line, separated by spaces
     create_data_config.py -p data/mixture --json > prefixes.json
 
-Links are followed, the order is sorted, and the paths are absolute.
+Links are followed, and the paths are absolute. Folders come in the order given, the shards of each sorted.
 """
 
 import sys

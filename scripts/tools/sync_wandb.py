@@ -15,8 +15,8 @@ from relayrun.errors import InputError, RunDirError, run_main
 from relayrun.monitoring.trackers import wandb_evaluations
 from relayrun.monitoring.trackers.points import PointReader
 from relayrun.monitoring.trackers.sinks import WandB
-from relayrun.monitoring.trackers.streams import record_streams
 from relayrun.rundir import find
+from relayrun.rundir.streams import record_streams
 
 
 def main() -> int:

@@ -27,6 +27,10 @@ class FakeSlurm:
         """Job name in the header of every script."""
         self.limit = 99
         """The most jobs that may be queued or run."""
+        self.unchangeable = False
+        """Whether nobody may change a job."""
+        self.demanded = ""
+        """The option that a job must have, but for those of the chain, in whose script it stands."""
 
     def jobs(self) -> Jobs:
         return json.loads(self.file.read_text()) if self.file.exists() else {}  # type: ignore[no-any-return]
@@ -99,10 +103,15 @@ class FakeSlurm:
             self._known(exclude, "sbatch: error: Batch job submission failed: Invalid node name specified")
             if sum(job["state"] in LIVE for job in jobs.values()) >= self.limit:
                 raise RefusedError("sbatch: error: QOSMaxSubmitJobPerUserLimit")
+            if self.demanded and self.demanded not in options and name != self.name:
+                raise RefusedError("sbatch: error: Batch job submission failed: Unspecified error")
             after = options.get("dependency", "").removeprefix("singleton").removeprefix("afternotok:")
             if after and after not in jobs:
                 raise RefusedError("sbatch: error: Batch job submission failed: Job dependency problem")
-            return self.add(name, comment=comment, delay=delay, exclude=exclude, after=after) + "\n"
+            if "test-only" in options:
+                return ""
+            further = {"options": options} if after else {}
+            return self.add(name, comment=comment, delay=delay, exclude=exclude, after=after, **further) + "\n"
         if program == "squeue":
             if "steps" in options:
                 return f"{options['jobs']}.0\n"
@@ -139,6 +148,8 @@ class FakeSlurm:
         assert rest[0] == "update", command
         fields = dict(word.partition("=")[::2] for word in rest[1:])
         job_id = fields["JobId"]
+        if self.unchangeable:
+            raise RefusedError(f"Access/permission denied for job {job_id}")
         if jobs[job_id]["state"] not in ("PENDING", "RUNNING"):
             raise RefusedError(f"Job has already finished for job {job_id}")
         if jobs[job_id]["state"] != "PENDING" and {"StartTime", "ExcNodeList", "Dependency"} & set(fields):

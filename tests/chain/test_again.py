@@ -231,6 +231,7 @@ folder="{folder}"
 echo "${{0##*/}} $*" >>"$folder/asked"
 case "${{0##*/}} $*" in
   squeue*%k*) cat "$folder/comment" 2>/dev/null ;;
+  squeue*-fallback*) [[ ! -e "$folder/refused-with-fallback.case" ]] || echo 9 ;;
   squeue*PENDING*)
     [[ -e "$folder/answers" ]] || exit 1
     cat "$folder/pending" 2>/dev/null ;;
@@ -241,7 +242,15 @@ case "${{0##*/}} $*" in
     [[ ! -e "$folder/preempted.case" && ! (-e "$folder/slow-kill.case" && -e "$folder/orders") ]] ||
       echo "JobId=7 Requeue=1 Restarts=1 BatchFlag=1" ;;
   "scontrol show"*) ;;
-  scontrol*) cat >>"$folder/orders" ;;
+  scontrol*)
+    while read -r order; do
+      [[ ! -e "$folder/refused.case" && ! -e "$folder/refused-with-fallback.case" ]] || exit 1
+      echo "$order" >>"$folder/orders"
+      case "$order" in
+        *Comment=*) sed "s/.*Comment=//; s/ .*//" <<<"$order" >"$folder/comment" ;;
+        requeue*) kill -TERM $$ $PPID ;; # as Slurm does, to every process of a job that it queues again
+      esac
+    done ;;
 esac
 exit 0
 """
@@ -249,16 +258,31 @@ exit 0
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "what", ["alone", "successor", "cancelled", "cancelled-successor", "silent", "limit", "slow-kill", "preempted"]
+    "what",
+    [
+        "alone",
+        "successor",
+        "cancelled",
+        "cancelled-successor",
+        "silent",
+        "limit",
+        "slow-kill",
+        "preempted",
+        "refused",
+        "refused-with-fallback",
+    ],
 )
 def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: str) -> None:
-    """Slurm may be silent for a while, a person may act meanwhile, and Slurm brings back what it is told to."""
+    """Slurm may be silent for a while, a person may act meanwhile, and Slurm brings back what it is told to.
+
+    Or it lets nobody change a job: then tries are not counted, and the job must not come back for ever.
+    """
     run, _plan = make_run()
     folder = tmp_path / "slurm"
     folder.mkdir()
     for name in ("squeue", "scontrol", "sbatch", "sleep"):
         text = SLURM_COMMANDS.format(folder=folder)
-        if what == "slow-kill" and name == "sleep":
+        if what in ("slow-kill", "refused", "refused-with-fallback") and name == "sleep":
             text = "#!/bin/bash\n"  # Slurm leaves the script for longer than it sleeps
         elif name == "sleep":  # the second question is answered; and nothing comes after an order but the end
             text = f'#!/bin/bash\ntouch "{folder}/answers"\n[[ ! -e "{folder}/orders" ]] || kill -KILL $PPID\n'
@@ -294,6 +318,11 @@ def test_again_asks_before_it_queues(make_run: MakeRun, tmp_path: Path, what: st
         assert "StartTime=now+30" in orders
     else:
         assert "requeue" not in orders
-    reasons = {"cancelled": "while Slurm ended the job", "cancelled-successor": "the successor, job 8, was cancelled"}
+    assert ("the fallback job 9 goes on" in done.stderr) == (what == "refused-with-fallback")
+    reasons = {
+        "cancelled": "while Slurm ended the job",
+        "cancelled-successor": "the successor, job 8, was cancelled",
+        "refused": "and Slurm does not queue the job again",
+    }
     assert reasons.get(what, "") in (stop_reason(run) or "")
     assert (stop_reason(run) is not None) == (what in reasons)

@@ -2,7 +2,8 @@
 
 The law: a running job that is looked after, a queued successor, or STOP. What was acknowledged or recorded holds. A
 program that fails is called again, by the batch script or by the job that Slurm starts in its place, and must then come
-to where the undisturbed one came. `make test` takes a tenth of the cases, another one each day; `make test-long` all.
+to where the undisturbed one came. `make test` takes a twentieth of the cases, another one each day; `make test-long`
+all.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from .exhaustion import FAULTS, KILL, Fault, Reached, run_child
 from .fake_slurm import FakeSlurm
 
 
-def tenth() -> int:
-    """Which tenth of the cases is tried today."""
-    return int(time.time() // 86_400) % 10
+def twentieth() -> int:
+    """Which twentieth of the cases is tried today."""
+    return int(time.time() // 86_400) % 20
 
 
 @dataclass(frozen=True)
@@ -115,10 +116,10 @@ def stage(tmp_path: Path) -> Stage:
 
 
 def cases(calls: list[str], everything: bool) -> Iterator[tuple[int, Fault]]:
-    today = tenth()
+    today = twentieth()
     for number in range(len(calls)):
         for index, fault in enumerate(FAULTS):
-            if everything or (number * len(FAULTS) + index) % 10 == today:
+            if everything or (number * len(FAULTS) + index) % 20 == today:
                 yield number, fault
 
 
@@ -154,7 +155,7 @@ def exhaust(
 
 
 EVERYTHING = pytest.mark.parametrize(
-    "everything", [False, pytest.param(True, marks=pytest.mark.long)], ids=["a-tenth", "all"]
+    "everything", [False, pytest.param(True, marks=pytest.mark.long)], ids=["a-twentieth", "all"]
 )
 
 

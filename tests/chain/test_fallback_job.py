@@ -18,7 +18,7 @@ from relayrun.scheduler.base import MAX_FAILED_BEGINS
 from relayrun.scheduler.job_text import parse_job
 
 from .exhaustion import KILL, Reached, run_child
-from .test_exhaustion import EVERYTHING, Stage, exhaust, fresh_begin, stage, tenth  # noqa: F401 - a fixture
+from .test_exhaustion import EVERYTHING, Stage, exhaust, fresh_begin, stage, twentieth  # noqa: F401 - a fixture
 
 
 def run_fallback_job(stage: Stage) -> Reached | None:  # noqa: F811
@@ -39,7 +39,7 @@ def test_the_batch_script_is_killed_inside_begin(stage: Stage, everything: bool)
     assert undisturbed.code == 0, undisturbed.output
     wanted, wrong, count = stage.state(), [], 0
     for number, call in enumerate(undisturbed.calls):
-        if not everything and number % 10 != tenth():
+        if not everything and number % 20 != twentieth():
             continue
         count += 1
         stage.reset()
@@ -162,6 +162,56 @@ def test_a_first_job_that_is_cancelled_ends_the_chain(stage: Stage) -> None:  # 
     assert stop_reason(stage.run) == "job 1, which was to go on, was cancelled"
 
 
+def test_a_job_that_still_ends_is_nobody_who_goes_on(stage: Stage) -> None:  # noqa: F811
+    """Its epilog takes long, and it ended well: a fallback job behind it would never start."""
+    assert fresh_begin(stage).code == 0
+    (waiting,) = stage.slurm.pending()
+    stage.slurm.set("1", state="COMPLETING")
+    ended(stage, waiting, "FAILED")
+    assert stop_reason(stage.run) is None
+    (following,) = stage.slurm.pending()
+    assert list(stage.slurm.fallback_jobs().values()) == [following]
+
+
+def test_a_site_that_lets_nobody_change_a_job(stage: Stage) -> None:  # noqa: F811
+    """Another fallback job takes the place of the one that cannot be moved, and the failed tries are counted."""
+    stage.slurm.unchangeable = True
+    assert fresh_begin(stage).code == 0
+    (job,) = stage.slurm.pending()
+    assert list(stage.slurm.fallback_jobs().values()) == [job]
+    stage.slurm.set("1", state="FAILED")
+    tries = 0
+    while stop_reason(stage.run) is None:
+        tries += 1
+        ended(stage, job, "FAILED")
+        if stop_reason(stage.run) is None:
+            (job,) = stage.slurm.pending()
+            assert list(stage.slurm.fallback_jobs().values()) == [job]
+    assert tries == MAX_FAILED_BEGINS
+    assert not stage.slurm.fallback_jobs()
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_what_it_takes_over_from_the_jobs_of_the_chain(stage: Stage, small: bool) -> None:  # noqa: F811
+    """Where it may run; and all that they ask for, where a site refuses a small job."""
+    given: dict[str, str | None] = {"gres": "gpu:4", "exclusive": None, "constraint": "fast", "time-min": "30"}
+    replace(Plan.load(stage.run), sbatch_options=given, nodes=2).write(stage.run.plan)
+    if not small:
+        stage.slurm.demanded = "gres"
+    stage.slurm.set("1", state="FAILED")
+    (old,) = stage.slurm.start_fallback_jobs()
+    reached = run_child(lambda: fallback_job.look(stage.run), stage.run_path, stage.slurm, job=old)
+    assert reached.code == 0, reached.output
+    (new,) = stage.slurm.fallback_jobs()
+    asked = stage.slurm.jobs()[new]["options"]
+    assert asked["constraint"] == "fast"
+    assert asked["time"] == "0-00:10:00"
+    assert "time-min" not in asked
+    further = {name: asked.get(name) for name in ("gres", "exclusive", "nodes")}
+    expected = {"gres": "gpu:4", "exclusive": "", "nodes": "1"}  # as the job had that failed
+    assert further == (dict.fromkeys(expected) if small else expected)
+
+
 def test_it_leaves_a_chain_alone_that_has_ended_or_changed_hands(stage: Stage) -> None:  # noqa: F811
     stage.run.stop.write_text("stopped by ann\n")
     ended(stage, "1", "FAILED")
@@ -196,24 +246,42 @@ def test_a_chain_of_the_version_before_has_none(stage: Stage) -> None:  # noqa: 
     assert list(stage.slurm.fallback_jobs().values()) == ["1"]  # untouched
 
 
-def test_its_script_ends_with_a_reason_where_nothing_works(stage: Stage, tmp_path: Path) -> None:  # noqa: F811
-    """The last of its lines, with a Python that is away and SIGTERM at the time limit."""
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        (signal.SIGUSR2, ""),  # before the time limit
+        (signal.SIGTERM, "PreemptTime=None Restarts=0"),  # somebody cancels it
+        (signal.SIGTERM, "PreemptTime=2026-11-21T04:48:32 Restarts=1"),  # a job with more rights takes its node
+    ],
+)
+def test_its_script_ends_with_a_reason_where_nothing_works(
+    stage: Stage,  # noqa: F811
+    tmp_path: Path,
+    number: signal.Signals,
+    shown: str,
+) -> None:
+    """The last of its lines, with a Python that is away."""
     plan = replace(Plan.load(stage.run), host_python="/nowhere/python3", log_folder=str(tmp_path / "logs"))
     script = tmp_path / "fallback.sbatch"
     script.write_text(render.fallback_script(plan, stage.run))
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
-    scontrol.write_text(f'#!/bin/bash\necho "$@" >>{tmp_path}/said\n')
+    scontrol.write_text(f'#!/bin/bash\necho "$@" >>{tmp_path}/said\n[[ $1 != show ]] || echo "JobId=7 {shown} x=y"\n')
     scontrol.chmod(0o755)
     environment = os.environ | {"PATH": f"{scontrol.parent}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     with subprocess.Popen(["bash", script], env=environment) as process:
         log = tmp_path / "logs" / f"{plan.fallback_job_name}-7.err"
         while not (log.exists() and "/nowhere/python3" in log.read_text()):
             time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         assert process.wait() == 1
-    assert (stop_reason(stage.run) or "").startswith("a job of the chain failed, and the fallback job 7 could not")
-    assert (tmp_path / "said").read_text() == "update JobId=7 Comment=relayrun:fallback-failed\n"
+    said = (tmp_path / "said").read_text()
+    if "Restarts=1" in shown:  # Slurm brings it back
+        assert stop_reason(stage.run) is None
+        assert "requeue 7\n" in said
+    else:
+        assert (stop_reason(stage.run) or "").startswith("a job of the chain failed, and the fallback job 7 could not")
+        assert said.endswith("update JobId=7 Comment=relayrun:fallback-failed\n")
 
 
 def test_a_comment_that_was_emptied_is_none() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from relayrun.chain import supervisor, watch
 from relayrun.chain.failed_attempts import failed_attempts
-from relayrun.chain.watch import Watch, read_heartbeats
+from relayrun.chain.watch import Watch
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.rundir import triggers
 from relayrun.rundir.plan import Plan
@@ -215,7 +215,7 @@ def test_a_heartbeat_that_cannot_be_read_is_no_sign_of_life(run: Run) -> None:
     beats = run.attempt(4).heartbeats
     (beats / "n0.json").write_text("torn")
     Heartbeat(node="n1", iteration=1, phase="step", time=0.0, step_p95=None, save_p95=None).write(beats / "n1.json")
-    assert [beat.node for beat in read_heartbeats(run.attempt(4))] == ["n1"]
+    assert [beat.node for beat in run.attempt(4).read_heartbeats()] == ["n1"]
 
 
 def test_ranks_that_hang_are_ended_though_nothing_can_be_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

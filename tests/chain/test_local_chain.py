@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain import supervisor
+from relayrun.chain import decide, supervisor
 from relayrun.files import read_lines
 from relayrun.rundir import triggers
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import AttemptStart, End
 from relayrun.rundir.run import Run
+from relayrun.rundir.stop import stop_reason
 from relayrun.scheduler.local import LocalScheduler
 
 from .conftest import MakeRun
@@ -59,6 +60,24 @@ def test_a_run_goes_through_as_many_jobs_as_its_time_limit_asks_for(make_run: Ma
     assert [line["iteration"] for line in read_lines(run.metrics_view)] == list(range(1, 41))
     bases = [AttemptStart.read(run.attempt(n).begin) for n in run.attempt_numbers()]
     assert [begin.base_iteration for begin in bases if begin] == [0, *(r.durable_iteration for r in records[:-1])]
+
+
+def test_a_chain_ends_where_stop_after_says_and_goes_on_when_it_is_raised(make_run: MakeRun) -> None:
+    run, plan = make_run("--steps=3", "--step-seconds=0.01", stop_after=3)
+    run_chain(run, plan)
+    assert [record.cause for record in ends(run)] == ["done"]
+    reason = "iteration 3 is durable, and training.stop_after ends the run there"
+    assert stop_reason(run) == reason
+    assert decide.is_done(reason)
+    run.stop.unlink()
+    run_chain(run, plan)  # a job that a person queues by hand finds nothing to do
+    assert stop_reason(run) == reason
+    assert [number for number in run.attempt_numbers() if run.attempt(number).begin.exists()] == [1]
+    run.stop.unlink()
+    run, plan = make_run("--steps=5", "--step-seconds=0.01", total_steps=5, submitted_after_attempt=1)
+    run_chain(run, plan)
+    assert stop_reason(run) == "the last iteration, 5, is durable"
+    assert [line["iteration"] for line in read_lines(run.metrics_view)] == [1, 2, 3, 4, 5]
 
 
 def test_the_signal_asks_to_leave_where_the_deadline_inside_does_not(make_run: MakeRun) -> None:

@@ -100,6 +100,8 @@ def test_the_copy_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         notes=None,
         group=None,
         scan_history=lambda **_options: [{"_step": 1, "_timestamp": 1e9, "loss": 2.0}],
+        history=lambda **_options: [],
+        files=list,
     )
     monkeypatch.setattr(wandb, "Api", lambda: SimpleNamespace(run=lambda path: asked.append(path) or source))
     monkeypatch.chdir(tmp_path)

@@ -1,20 +1,34 @@
-"""Every command of the README runs."""
+"""README.md and docs/tutorial.md word for word: every command, in this order, from an empty folder and HOME."""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.readme import KINDS, README, ROOT, blocks, checkout, tokenize
+from relayrun import cli
+from relayrun.rundir.run import Run
+from tests.readme import README, ROOT, blocks
+from tests.wheel import Installed, build
+from tests.workspace import ends, steps
+
+TUTORIAL = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+CHAIN = (ROOT / "docs/chain.md").read_text(encoding="utf-8")
+PAGES = {"README.md": README, "tutorial.md": TUTORIAL, "chain.md": CHAIN}
+KINDS = ("bash install", "bash", "bash slurm", "bash make")
 
 
-def test_every_block_is_of_a_kind_that_is_run() -> None:
-    fences = re.findall(r"^```(\w.*)$", README, re.M)
-    assert set(fences) == set(KINDS)
-    assert len(fences) == sum(len(blocks(kind)) for kind in KINDS)
+@pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
+def test_every_block_is_of_a_kind_that_is_run(page: str) -> None:
+    fences = re.findall(r"^```(\w.*)$", page, re.M)
+    assert set(fences) <= set(KINDS)
+    assert len(fences) == sum(len(blocks(kind, page)) for kind in KINDS)
 
 
 def test_make_commands_are_targets() -> None:
@@ -31,15 +45,93 @@ def test_links_lead_somewhere() -> None:
             assert (page.parent / link).exists(), f"{page}: {link}"
 
 
-@pytest.mark.slow
-def test_the_way_from_parquet_to_a_run(tmp_path: Path) -> None:
-    environment = checkout(tmp_path)
-    tokenize(tmp_path, environment, "my-code")
-    script = "set -euo pipefail\n" + "\n".join(blocks("bash"))
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1000
-    )
-    assert done.returncode == 0, done.stderr
-    assert "plan of my-project/my-run" in done.stdout
-    assert "submit would take this" in done.stdout
-    assert (tmp_path / "logs/runs/my-project/my-run/checkpoints/iter_0000040").is_dir()
+def test_the_table_of_the_readme_has_commands_of_the_tutorial() -> None:
+    (table,) = re.findall(r"^## Half an hour$(.*?)^## ", README, re.M | re.S)
+    commands = [
+        command for line in table.splitlines() if line.startswith("|") for command in re.findall("`(.+?)`", line)
+    ]
+    assert len(commands) == 11
+    places = [TUTORIAL.index(command) for command in commands]
+    assert places == sorted(places)
+
+
+def commands_of(page: str) -> Iterator[list[str]]:
+    """The words of every call of relayrun in the blocks of a page."""
+    text = "\n".join(block for kind in KINDS for block in blocks(kind, page)).replace("\\\n", " ")
+    for line in text.splitlines():
+        if line.strip().startswith("relayrun "):
+            yield shlex.split(line, comments=True)[1:]
+
+
+@pytest.mark.parametrize(
+    "words", [each for page in PAGES.values() for each in commands_of(page)], ids=lambda words: " ".join(words)
+)
+def test_every_command_has_these_options(words: list[str]) -> None:
+    """Without running it, what the long tests below do."""
+    assert callable(cli.parse(words).run)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("wheel"))
+
+
+def run_word_for_word(folder: Path, wheel: Path, install: str, rest: list[str]) -> str:
+    """Run an install block and other blocks as one shell would; return what it printed.
+
+    pip finds the wheel in a folder. The packages that the wheel asks for are links, made when the environment is there.
+    """
+    home, programs = folder / "home", folder / "programs"
+    home.mkdir()
+    programs.mkdir()
+    (programs / "python3").symlink_to(os.path.realpath(sys.executable))
+    work = folder / "work"
+    work.mkdir()
+    environment = {
+        "PATH": f"{programs}:/usr/bin:/bin",
+        "HOME": str(home),
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(wheel.parent),
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "COLUMNS": "120",
+    }
+
+    def bash(script: str) -> str:
+        command = ["bash", "-c", f"set -euxo pipefail\n{script}"]
+        done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+        return done.stdout
+
+    first, others = install.split("\n", 1)
+    bash(first)
+    Installed(work / ".venv", home).link_packages(["train", "tokenize"])
+    return bash("\n".join([others, *rest]))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_the_first_run_of_the_readme_and_the_page_about_chains(tmp_path: Path, wheel: Path) -> None:
+    (install,) = blocks("bash install")
+    out = run_word_for_word(tmp_path, wheel, install, [*blocks("bash"), *blocks("bash", CHAIN)])
+    assert "plan of my-project/my-run" in out
+    assert "attempts of my-run" in out
+    run = Run(tmp_path / "work/my-project/logs/runs/my-project/my-run")
+    assert (run.checkpoints / "iter_0000040").is_dir()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_the_tutorial(tmp_path: Path, wheel: Path) -> None:
+    (install,) = blocks("bash install", TUTORIAL)
+    out = run_word_for_word(tmp_path, wheel, install, blocks("bash", TUTORIAL))
+    project = tmp_path / "work/my-project"
+    run = Run(project / "logs/runs/my-project/first")
+    causes = [end.cause for end in ends(run)]
+    assert set(causes) == {"saved", "done"}  # a chain, and its continuation
+    assert causes.count("done") == 2
+    assert sorted(steps(run)) == list(range(1, 281))
+    assert "logits of megatron-core and transformers on" in out
+    assert "def main(" in out
+    assert "iteration 280" in (project / "models/first/README.md").read_text(encoding="utf-8")
+    for picture in (project / "data/docs/lengths.png", project / "first.png"):
+        assert picture.read_bytes().startswith(b"\x89PNG")

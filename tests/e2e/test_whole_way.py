@@ -11,11 +11,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from relayrun.config import yamlfile
-from relayrun.demo.corpus import build_corpus, train_tokenizer
+from relayrun.demo.corpus import build_corpus
 from relayrun.files import read_lines
 from relayrun.rundir.run import Run
 from relayrun.shards.indexed import Shard
 from relayrun.tokenization.readers.inputs import read_paths_file
+from relayrun.tokenization.train_tokenizer import train_tokenizer
 from tests.workspace import CONFIG, ends, steps
 
 pytestmark = pytest.mark.slow

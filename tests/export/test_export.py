@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from relayrun.cli import main
+from relayrun.export.reader import CheckpointReader
+from relayrun.training.checkpoint import checksums
 from tests.export.models import LLAMA3, Imported, make_hf, make_run, write_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -309,3 +311,16 @@ def test_the_torch_format_holds_the_model_of_one_rank(tmp_path: Path, imported: 
         )
         assert torch.equal(state["model"]["output_layer.weight"][:300], original["lm_head.weight"])
         assert not state["model"]["output_layer.weight"][300:].any()
+
+
+def test_a_checkpoint_without_hashes_is_exported_with_a_warning(
+    tmp_path: Path, imported: Imported, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder,) = imported.run.checkpoints.glob("iter_*")
+    copy = tmp_path / folder.name
+    shutil.copytree(folder, copy)
+    CheckpointReader(copy)
+    assert caplog.messages == []
+    (copy / checksums.INDEX).unlink()
+    CheckpointReader(copy)
+    assert caplog.messages == [f"{copy} was saved without checksums: its bytes are taken as they are"]

@@ -280,7 +280,7 @@ def test_the_folder_must_hold_the_iteration(exported: Path, tmp_path: Path) -> N
     (torn / "iter_0000007/common.pt").unlink()
     with pytest.raises(InputError, match=r"there is no common\.pt in it"):
         megatron_folder.find(torn)
-    (torn / megatron_folder.TRACKER).write_text("seven")
+    (torn / "latest_checkpointed_iteration.txt").write_text("seven")
     with pytest.raises(InputError, match="names no iteration: 'seven'"):
         megatron_folder.find(torn)
     assert megatron_folder.find(tmp_path) is None

@@ -40,7 +40,7 @@ from relayrun.tokenization.identity import ids_fingerprint
 from relayrun.tokenization.options import TokenizeOptions
 from tests.history import began
 from tests.unit.test_submission_refusals import ordinary_user
-from tests.workspace import Workspace
+from tests.workspace import CONFIG, Workspace
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = Path(__file__).parent / "errors"
@@ -274,6 +274,23 @@ def options(*given: str) -> Provoke:
     return lambda place: place.with_settings(*given)
 
 
+def foreign(trainer: str = "command", **sections: Any) -> Provoke:
+    """A run of a trainer that is not the native one, with these sections."""
+
+    def provoke(place: Place) -> int:
+        (place.folder / "train.py").write_text("")
+        own = {"run": [sys.executable, str(place.folder / "train.py"), "{checkpoints}"]}
+        values: dict[str, Any] = {name: CONFIG[name] for name in ("project", "name", "job", "cluster")}
+        values |= {"run_dir": str(place.folder / "run"), "trainer": trainer} | sections
+        if trainer == "command":
+            values["command"] = own | sections.get("command", {})
+        path = place.folder / "run.yaml"
+        path.write_text(yamlfile.dump(values), encoding="utf-8")
+        return place.submit(path)
+
+    return provoke
+
+
 DOCUMENT = {"a.jsonl": '{"text": "x"}\n'}
 
 CASES = [
@@ -327,6 +344,17 @@ CASES = [
     Case("revision-unknown", lambda place: main(["config", f"{place.begun().path}:9"]), kept=["plan.json"]),
     Case("iteration-unknown", no_such_iteration, kept=["plan.json"]),
     Case("include-missing", text("include: [modell.yaml]\n"), line=True),
+    # trainers
+    Case("trainer-unknown", foreign("megatron"), line=True),
+    Case("section-of-another-trainer", foreign(model=CONFIG["model"]), line=True),
+    Case("trainer-forgotten", text("command: {run: [train.py]}\n"), line=True),
+    Case("program-missing", foreign(command={"run": ["/no/such/program"]}), line=True),
+    Case("program-with-blanks", foreign(command={"run": ["python train.py"]}), line=True),
+    Case("progress-without-iteration", foreign(command={"progress": "loss (.*)"}), line=True),
+    Case("pattern-without-iteration", foreign(command={"checkpoint": {"pattern": "step"}}), line=True),
+    Case("signal-unknown", foreign(command={"leave_signal": "USR2"}), line=True),
+    Case("checkpoint-where-none-is", foreign(command={"run": ["/bin/true", "{checkpoint}"]}), line=True),
+    Case("checkout-missing", foreign("megatron-lm", megatron_lm={"dir": "/no/checkout"})),
     # types
     Case("steps-no-number", settings(training={"steps": "many"}), line=True),
     Case("steps-zero", settings(training={"steps": 0}), line=True),

@@ -15,6 +15,7 @@ BEGIN = st.builds(
     stopped=st.none() | st.just("done"),
     durable_iteration=ITERATIONS,
     total_steps=st.integers(1, 50),
+    stop_after=st.none() | st.integers(1, 50),
     exit_trigger=st.none() | st.just("ann"),
     predecessor_cancelled=st.booleans(),
     failed_attempts=st.integers(0, 10),
@@ -31,6 +32,7 @@ END = st.builds(
     base_iteration=ITERATIONS,
     durable_iteration=ITERATIONS,
     total_steps=st.integers(1, 50),
+    stop_after=st.none() | st.integers(1, 50),
     failed_attempts=st.integers(0, 10),
     max_failed_attempts=st.integers(1, 5),
     auto_requeue=st.booleans(),
@@ -43,6 +45,7 @@ def test_begin_stops_for_every_reason(facts: BeginFacts) -> None:
     must_stop = (
         facts.stopped is not None
         or facts.durable_iteration >= facts.total_steps
+        or (facts.stop_after is not None and facts.durable_iteration >= facts.stop_after)
         or facts.exit_trigger is not None
         or facts.predecessor_cancelled
         or facts.verdict is not None

@@ -74,7 +74,7 @@ def test_jobs_cut_by_their_time_limit_equal_the_uninterrupted_run(cluster: TestC
     reference = workspace.run("whole")
     assert [end.cause for end in ends(reference)] == ["done"]
     # A job makes 35 steps and then few, so that 120 take at least three, however fast the machine is; of its two
-    # minutes it has one, which is enough for some steps, however slow the machine is
+    # minutes, the least that Slurm's clock of whole minutes allows, it has 40 s: some steps, however slow it is
     slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "slow-after=35:3"}}
     submit(
         cluster,
@@ -83,7 +83,7 @@ def test_jobs_cut_by_their_time_limit_equal_the_uninterrupted_run(cluster: TestC
             training=training | {"hooks": [slow]},
             job=TWO_NODES | {"time": "2"},
             cluster=SLURM,
-            chain={"lead": 60, "signal_lead": 1},
+            chain={"lead": 80, "signal_lead": 1},
             checkpoint={"interval": 211},
         ),
     )

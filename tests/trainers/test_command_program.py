@@ -4,10 +4,15 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from relayrun.files import sizes
-from relayrun.trainers.base import Ending
+from relayrun.trainers.base import ENDED_BY_ITSELF, Ending
 from relayrun.trainers.command.checkpoints import CheckpointRule
 from relayrun.trainers.command.program import CommandProgram
+from relayrun.trainers.command.progress import LogPattern
+
+PROGRESS = LogPattern(re.compile(r"step (?P<iteration>\d+) loss (?P<loss>\S+)"))
 
 
 def rule(folder: Path, whole_when: str | None = "state.json") -> CheckpointRule:
@@ -27,8 +32,11 @@ def program(tmp_path: Path, **change: object) -> CommandProgram:
     settings: dict[str, object] = {
         "client": tmp_path / "client",
         "folder": tmp_path / "checkpoints",
+        "base": 0,
+        "total_steps": None,
         "logs": [],
         "progress": None,
+        "progress_file": None,
         "rule": None,
         "save": None,
         "asked_to_leave": lambda: False,
@@ -68,9 +76,9 @@ def test_what_lies_beyond_the_base_is_moved_away(tmp_path: Path) -> None:
 def test_steps_by_the_log_or_by_the_client(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("of before: step 9\nstep 1 loss 2.5\nstep 1 loss 2.5\nstep 2 loss nan\nstep two\n")
-    progress = re.compile(r"step (?P<iteration>\d+) loss (?P<loss>\S+)")
-    by_log = program(tmp_path, logs=[(str(log), 18)], progress=progress)
-    assert [(step.iteration, dict(step.metrics)) for step in by_log.steps()] == [(1, {"loss": 2.5}), (2, {})]
+    by_log = program(tmp_path, logs=[(str(log), 18)], progress=PROGRESS)
+    said = [(1, {"loss": 2.5}), (1, {"loss": 2.5}), (2, {})]
+    assert [(step.iteration, dict(step.metrics)) for step in by_log.steps()] == said
     assert by_log.steps() == []
 
     (tmp_path / "client").mkdir()
@@ -96,6 +104,101 @@ def test_checkpoints_by_the_client_lie_in_the_folder_of_the_run(tmp_path: Path) 
     assert [found.iteration for found in program(tmp_path).checkpoints()] == [5]
 
 
+def iterations(found: CommandProgram) -> list[int]:
+    return [step.iteration for step in found.steps()]
+
+
+def test_a_line_that_is_cut_in_two_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("step 1 loss 2.5\nstep 1")
+    seen = program(tmp_path, logs=[(str(log), 0)], progress=PROGRESS)
+    assert iterations(seen) == [1]
+    with log.open("a") as file:
+        file.write("2 loss 1.2")
+    assert iterations(seen) == []
+    with log.open("a") as file:
+        file.write("5\n")
+    (step,) = seen.steps()
+    assert (step.iteration, dict(step.metrics)) == (12, {"loss": 1.25})
+
+
+def test_a_progress_bar_that_never_ends_its_line_tells_of_its_steps(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    bars = [f"\r{n}%|\u2588\u2588 | {n}/100 [00:0{n}<01:00,  1.00it/s]" for n in range(1, 6)]
+    log.write_text("".join(bars), encoding="utf-8")
+    bar = LogPattern(re.compile(r"\| (?P<iteration>\d+)/100 \["))
+    seen = program(tmp_path, logs=[(str(log), 0)], progress=bar)
+    assert iterations(seen) == [1, 2, 3, 4]  # the newest may be half a line
+    with log.open("a", encoding="utf-8") as file:
+        file.write(bars[0].replace("1/", "6/"))
+    assert iterations(seen) == [5]
+
+
+def test_what_is_no_text_hides_no_step(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"\xff\xfe\x00step 1 loss 2\n\xc3(step 2 loss 1\n")
+    assert iterations(program(tmp_path, logs=[(str(log), 0)], progress=PROGRESS)) == [1, 2]
+
+
+def test_a_pattern_that_would_take_for_ever_on_a_line_passes_over_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = tmp_path / "log"
+    slow = f"step {'a' * 60}!\n"
+    log.write_text("step 1 a\n" + slow + "step 2 a\n" + slow * 1000)
+    pattern = LogPattern(re.compile(r"step (?P<iteration>\d+)|step (a+)+$"))
+    seen = program(tmp_path, logs=[(str(log), 0)], progress=pattern)
+    assert iterations(seen) == [1, 2]
+    assert len(caplog.records) == 1
+    assert "takes too long on a line of the log" in caplog.text
+    with log.open("a") as file:
+        file.write("step 3 a\n")
+    assert iterations(seen) == [3]
+
+
+def test_steps_of_a_file_of_json_lines(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    lines: list[object] = [
+        {"step": 1, "loss": 2.5, "eta": "soon", "lr": None, "nan": float("nan"), "ok": True},
+        {"global_step": 2, "loss": 2.0, "epoch": 0.5},
+        {"iteration": float("inf")},
+        {"iteration": 10**400},
+        {"loss": 3.0},
+        [],
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines) + "[" * 50_000 + "\n")
+    found = program(tmp_path, progress_file=(file, 0)).steps()
+    assert [(step.iteration, dict(step.metrics)) for step in found] == [
+        (1, {"loss": 2.5}),
+        (2, {"loss": 2.0, "epoch": 0.5}),
+    ]
+    assert program(tmp_path, progress_file=(file, file.stat().st_size)).steps() == []
+
+
+def test_a_file_that_holds_half_of_its_json_makes_nothing_whole(tmp_path: Path) -> None:
+    path = save(tmp_path, 10)
+    for text in ("", '{"step": ', "[" * 100_000):
+        (path / "state.json").write_text(text)
+        assert rule(tmp_path).whole() == []
+        assert rule(tmp_path).under_way() == 10
+    (path / "state.json").write_text("[]\n")
+    assert [found.iteration for found in rule(tmp_path).whole()] == [10]
+    assert rule(tmp_path).under_way() is None
+
+
+def tracked(folder: Path) -> CheckpointRule:
+    return CheckpointRule(folder=folder, pattern="checkpoint-{iteration}", whole_when=None, tracker="latest")
+
+
+@pytest.mark.parametrize("torn", ["", "garbage", "\u00ff", "/", "checkpoint-", "-1", "1e400", "\u0661"])
+def test_a_tracker_that_is_torn_names_the_base_again(tmp_path: Path, torn: str) -> None:
+    save(tmp_path, 5)
+    (tmp_path / "latest").write_text(torn)
+    assert tracked(tmp_path).whole() == []
+    tracked(tmp_path).prepare(base=5, attempt=2)
+    assert [found.iteration for found in tracked(tmp_path).whole()] == [5]
+
+
 def test_a_good_exit_code_is_an_end_on_purpose(tmp_path: Path) -> None:
     assert program(tmp_path).ending(0) == Ending(outcome="done", words="the program ended by itself, with exit code 0")
     left = program(tmp_path, asked_to_leave=lambda: True).ending(0)
@@ -110,3 +213,79 @@ def test_it_is_asked_for_a_checkpoint(tmp_path: Path) -> None:
     program(tmp_path, save=lambda: asked.append(1)).ask_to_save()
     assert (tmp_path / "client" / "save").exists()
     assert asked == [1]
+
+
+def test_a_program_that_ends_before_its_last_iteration_is_not_done(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoints", 5)
+    early = program(tmp_path, rule=rule(tmp_path / "checkpoints"), total_steps=10).ending(0)
+    assert early is not None
+    assert (early.outcome, early.words) == ("left", f"{ENDED_BY_ITSELF}, before iteration 10")
+    save(tmp_path / "checkpoints", 10)
+    done = program(tmp_path, rule=rule(tmp_path / "checkpoints"), total_steps=10).ending(0)
+    assert done is not None
+    assert done.outcome == "done"
+
+
+@pytest.mark.parametrize(
+    ("asked", "base", "said", "outcome"),
+    [
+        (True, 5, 10, "left"),  # as torchrun, and most that a signal ends
+        (False, 5, 10, None),  # nobody asked: a crash
+        (True, 5, 11, None),  # what it said last is not saved
+        (True, 10, 10, None),  # it saved nothing in this attempt
+    ],
+)
+def test_another_exit_code_is_one_on_purpose_where_it_was_asked_and_has_saved(
+    tmp_path: Path, asked: bool, base: int, said: int, outcome: str | None
+) -> None:
+    save(tmp_path / "checkpoints", 10)
+    (tmp_path / "log").write_text(f"step {said} loss 1\n")
+    found = program(
+        tmp_path,
+        rule=rule(tmp_path / "checkpoints"),
+        base=base,
+        logs=[(str(tmp_path / "log"), 0)],
+        progress=PROGRESS,
+        asked_to_leave=lambda: asked,
+    )
+    found.steps()
+    ending = found.ending(143)
+    assert (None if ending is None else ending.outcome) == outcome
+
+
+@pytest.mark.parametrize("text", ["10", "checkpoint-10\n", "/elsewhere/checkpoint-10"])
+def test_a_tracker_names_the_newest_whole_one(text: str, tmp_path: Path) -> None:
+    for iteration in (5, 10, 15):
+        save(tmp_path, iteration, whole=iteration != 5)
+    tracked = CheckpointRule(folder=tmp_path, pattern="checkpoint-{iteration}", whole_when=None, tracker="latest")
+    assert tracked.whole() == []  # nothing is named yet
+    (tmp_path / "latest").write_text(text)
+    assert [found.iteration for found in tracked.whole()] == [5, 10]
+    assert program(tmp_path, rule=tracked).saving() == 15
+    both = CheckpointRule(folder=tmp_path, pattern="checkpoint-{iteration}", whole_when="state.json", tracker="latest")
+    assert [found.iteration for found in both.whole()] == [10]
+
+    moved, set_back = tracked.prepare(base=5, attempt=2)[-2:]
+    assert "checkpoint-15 (latest does not name it) moved to" in moved
+    assert set_back == f"{tmp_path / 'latest'} named iteration 10; it names 5 now"
+    assert (tmp_path / "latest").read_text().strip() == text.strip().replace("10", "5")
+    assert [found.iteration for found in tracked.whole()] == [5]
+    assert tracked.prepare(base=5, attempt=3) == []
+    tracked.prepare(base=0, attempt=4)
+    assert not (tmp_path / "latest").exists()
+    assert tracked.prepare(base=0, attempt=5) == []
+
+
+def test_a_tracker_may_be_a_link_and_may_be_lost(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    save(tmp_path, 10)
+    tracked = CheckpointRule(folder=tmp_path, pattern="checkpoint-{iteration}", whole_when=None, tracker="latest")
+    (tmp_path / "latest").symlink_to("checkpoint-10")
+    assert [found.iteration for found in tracked.whole()] == [5, 10]
+    tracked.prepare(base=5, attempt=2)
+    assert (tmp_path / "latest").readlink() == Path("checkpoint-5")
+    (tmp_path / "latest").unlink()
+    assert tracked.prepare(base=5, attempt=3) == [f"{tmp_path / 'latest'} named iteration None; it names 5 now"]
+    assert [found.iteration for found in tracked.whole()] == [5]
+    (tmp_path / "latest").write_text("no checkpoint")
+    assert tracked.whole() == []

@@ -1,18 +1,55 @@
 from __future__ import annotations
 
+import os
+import pickle
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from relayrun.files import sizes
 from relayrun.trainers.megatron_lm import checkpoints
+from relayrun.trainers.megatron_lm.files import Unreadable, least_sizes
+
+
+@dataclass(frozen=True)
+class Index:
+    """The key of a block, as torch has it."""
+
+    fqn: str
+
+
+@dataclass
+class Info:
+    """Where a block lies, as torch has it."""
+
+    relative_path: str
+    offset: int
+    length: int
+
+
+@dataclass
+class Metadata:
+    """What torch writes into `.metadata`, as far as it matters here."""
+
+    state_dict_metadata: dict[str, Any]
+    storage_data: dict[Index, Info]
+
+
+BLOCKS = [Info("__0_0.distcp", 0, 7), Info("__0_0.distcp", 7, 5), Info("__1_0.distcp", 0, 12)]
 
 
 def save(folder: Path, iteration: int, *, without: str = "", track: bool = True) -> Path:
     """A checkpoint as Megatron leaves it; `without`: a file that is missing."""
     path = folder / checkpoints.folder_name(iteration)
     path.mkdir(parents=True)
-    for name in (*checkpoints.DISTRIBUTED, "__0_0.distcp"):
+    for name in (*checkpoints.DISTRIBUTED, "__0_0.distcp", "__1_0.distcp"):
         if name != without:
-            (path / name).write_text(name)
+            (path / name).write_text(f"{name:12}")
+    if without != checkpoints.METADATA:
+        metadata = Metadata({}, {Index(str(number)): block for number, block in enumerate(BLOCKS)})
+        (path / checkpoints.METADATA).write_bytes(pickle.dumps(metadata))
     if track:
         (folder / checkpoints.TRACKER).write_text(str(iteration))
     return path
@@ -69,4 +106,54 @@ def test_sizes_are_of_every_file(tmp_path: Path) -> None:
     (path / "more").mkdir()
     (path / "more" / "file").write_text("12345")
     assert sizes(path)["more/file"] == 5
-    assert len(sizes(path)) == 5
+    assert len(sizes(path)) == 6
+
+
+def test_every_file_that_the_metadata_names_must_be_there_in_its_length(tmp_path: Path) -> None:
+    path = save(tmp_path, 5)
+    assert checkpoints.fault(path) is None
+    os.truncate(path / "__0_0.distcp", 11)
+    assert checkpoints.fault(path) == "__0_0.distcp has 11 bytes, not 12"
+    (path / "__0_0.distcp").unlink()
+    assert checkpoints.fault(path) == "__0_0.distcp is missing"
+    assert checkpoints.whole(tmp_path) == []
+    assert [found.iteration for found in checkpoints.whole(tmp_path, known={5})] == [5]
+
+
+def test_a_metadata_that_is_torn_at_any_byte_is_no_metadata(tmp_path: Path) -> None:
+    path = save(tmp_path, 5) / checkpoints.METADATA
+    data = path.read_bytes()
+    for length in range(1, len(data)):
+        path.write_bytes(data[:length])
+        with pytest.raises(Unreadable):
+            least_sizes(path)
+    assert (checkpoints.fault(path.parent) or "").startswith(".metadata cannot be read")
+
+
+def test_records_of_another_form_name_no_file(tmp_path: Path) -> None:
+    """A torch to come may write them in another way: then names and the tracker decide, as for other formats."""
+    path = tmp_path / ".metadata"
+    path.write_bytes(pickle.dumps({"blocks": 3}))
+    assert least_sizes(path) == {}
+
+
+class Harm:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_what_somebody_has_made_up_runs_nothing(tmp_path: Path) -> None:
+    path = tmp_path / ".metadata"
+    path.write_bytes(pickle.dumps(Metadata({"x": Harm(tmp_path / "harm")}, {Index("0"): BLOCKS[0]})))
+    assert least_sizes(path) == {"__0_0.distcp": 7}
+    assert not (tmp_path / "harm").exists()
+
+
+def test_torchs_own_format_is_whole_without_the_files_of_megatron(tmp_path: Path) -> None:
+    path = save(tmp_path, 5)
+    for name in ("common.pt", "metadata.json"):
+        (path / name).unlink()
+    assert checkpoints.fault(path) is None

@@ -26,7 +26,7 @@ def test_a_line_of_progress(line: str, milliseconds: float) -> None:
     assert step is not None
     assert (step.iteration, step.consumed_samples, step.seconds) == (20, 80, milliseconds / 1000)
     metrics = dict(step.metrics)
-    assert metrics.pop("tokens_sec_gpu", 4356.4) == 4356.4
+    assert metrics.pop("tokens_per_second_per_gpu", 4356.4) == 4356.4
     assert metrics == {
         "model_tflops_per_gpu": 0.0,
         "lr": 9.99955e-4,

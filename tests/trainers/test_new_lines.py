@@ -33,3 +33,12 @@ def test_a_line_without_end_takes_no_memory(tmp_path: Path) -> None:
     found = list(lines.read())
     assert [len(line) for line in found] == [LINE_BYTES, 6]
     assert found[1] == "next \N{REPLACEMENT CHARACTER}"
+
+
+def test_a_file_that_is_emptied_is_read_from_its_beginning(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"one\ntwo\nthr")
+    lines = NewLines(log)
+    assert list(lines.read()) == ["one", "two"]
+    log.write_bytes(b"four\n")
+    assert list(lines.read()) == ["four"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +12,12 @@ import pytest
 from relayrun.files import read_lines
 from relayrun.rundir import triggers
 from relayrun.rundir.attempt import Attempt
-from relayrun.rundir.records import AttemptStart, Heartbeat, Outcome
+from relayrun.rundir.lineage import durable, is_own
+from relayrun.rundir.records import AttemptStart, Heartbeat, Outcome, Started
 from relayrun.rundir.run import Run
 from relayrun.trainers.base import Ending, FoundCheckpoint, ObservedStep
 from relayrun.trainers.observer import Observer
+from relayrun.trainers.retention import Retention
 from tests.history import began
 
 
@@ -29,6 +32,7 @@ class Script:
         self.end: Ending | None = None
         self.asked = 0
         self.refuses: str | None = None
+        self.may_change = False
         self._given = 0
 
     def steps(self) -> Sequence[ObservedStep]:
@@ -36,7 +40,10 @@ class Script:
         return new
 
     def checkpoints(self) -> Sequence[FoundCheckpoint]:
-        return [FoundCheckpoint(iteration=number, path=str(self._path(number))) for number in self.saved]
+        return [
+            FoundCheckpoint(iteration=number, path=str(self._path(number)), may_change=self.may_change)
+            for number in self.saved
+        ]
 
     def saving(self) -> int | None:
         return self.under_way
@@ -79,12 +86,13 @@ class Scene:
         self.left = 0
         self.observer = self.observe()
 
-    def observe(self, script: Script | None = None, **change: object) -> Observer:
+    def observe(self, script: Script | None = None, *, keep_last: int | None = None, **change: object) -> Observer:
         begin = self.attempt.read_begin()
         assert begin is not None
         if change:
             begin = AttemptStart.of({**begin.__dict__, **change})
-        return Observer(self.run, self.attempt, begin, script or self.script, leave=self._leave)
+        retention = None if keep_last is None else Retention(self.run, self.attempt, begin, keep_last=keep_last)
+        return Observer(self.run, self.attempt, begin, script or self.script, leave=self._leave, retention=retention)
 
     def _leave(self) -> None:
         self.left += 1
@@ -126,6 +134,21 @@ def test_steps_and_checkpoints_become_the_records_of_the_native_trainer(scene: S
     assert (commit.iteration, commit.consumed_samples, commit.files, commit.checksum) == (2, 8, {"weights": 5}, None)
     assert commit.seconds > 0
     assert scene.beat().save_p95 == commit.seconds
+
+
+def test_the_start_is_over_with_the_first_step(scene: Scene) -> None:
+    """So the end of the attempt does not say that its time limit was too short to start in."""
+    scene.observer.look()
+    assert not scene.attempt.started.exists()
+    before = time.time()
+    scene.script.step(1)
+    scene.observer.look()
+    started = Started.read(scene.attempt.started)
+    assert started is not None
+    assert started.loaded >= before
+    scene.script.step(2)
+    scene.observer.look()
+    assert Started.read(scene.attempt.started) == started
 
 
 def test_a_program_that_stands_still_has_no_heartbeat(scene: Scene) -> None:
@@ -252,3 +275,120 @@ def test_the_lead_follows_what_steps_and_saves_take(scene: Scene) -> None:
     scene.script.save(1)
     observer.look()
     assert scene.left == 1
+
+
+def test_a_checkpoint_into_which_files_still_come_is_recorded_when_they_have_come(scene: Scene) -> None:
+    scene.script.may_change = True
+    scene.script.save(2)
+    scene.observer.look()
+    assert (scene.attempt.read_commits(), scene.beat().phase) == ([], "save")
+    late = scene.run.checkpoints / "iter_0000002/rng_state_1.pth"  # another rank's
+    late.write_text("1")
+    scene.observer.look()
+    late.write_text("123")
+    scene.observer.look()
+    assert scene.attempt.read_commits() == []
+    scene.observer.look()
+    (commit,) = scene.attempt.read_commits()
+    assert commit.files == {"rng_state_1.pth": 3, "weights": 5}
+    assert scene.beat().phase == "start"
+
+
+def test_nothing_more_comes_when_the_ranks_have_gone(scene: Scene) -> None:
+    scene.script.may_change = True
+    scene.script.save(2)
+    scene.observer.conclude(0)
+    assert [commit.iteration for commit in scene.attempt.read_commits()] == [2]
+
+
+def test_a_program_whose_steps_go_back_lives(scene: Scene) -> None:
+    """As one that goes back by itself, or counts each attempt from 1: the iterations that are new are recorded."""
+    scene.script.step(4, 5)
+    scene.observer.look()
+    for iteration in (3, 4, 5):
+        before = scene.beat()
+        scene.script.step(iteration)
+        scene.observer.look()
+        assert scene.beat() != before
+        assert scene.beat().iteration == 5
+    scene.script.step(6)
+    scene.observer.look()
+    assert scene.lines() == [4, 5, 6]
+
+
+def test_an_iteration_that_is_said_again_is_no_sign_of_life(scene: Scene) -> None:
+    """A progress bar writes itself anew every ten seconds, also where nothing moves."""
+    scene.script.step(5)
+    scene.observer.look()
+    before = scene.beat()
+    scene.script.step(5, 5)
+    scene.observer.look()
+    assert scene.beat() == before
+
+
+def test_the_time_of_a_step_is_seen_where_the_program_does_not_say_it(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("relayrun.trainers.observer.time.monotonic", lambda: now)
+    for iterations in ((1,), (2, 3), (4,)):
+        scene.script.said += [ObservedStep(iteration=iteration) for iteration in iterations]
+        scene.observer.look()
+        now += 8.0
+    assert scene.beat().step_p95 == 8.0
+    assert "step_seconds" not in list(read_lines(scene.attempt.metrics))[-1]
+
+
+def test_it_is_asked_to_leave_also_where_its_files_cannot_be_read(scene: Scene) -> None:
+    def away() -> Sequence[FoundCheckpoint]:
+        raise OSError("stale file handle")
+
+    scene.script.checkpoints = away  # type: ignore[method-assign]
+    triggers.touch(scene.run, "exit")
+    with pytest.raises(OSError, match="stale"):
+        scene.observer.look()
+    assert scene.left == 1
+
+
+def on_disk(scene: Scene) -> list[str]:
+    return sorted(path.name for path in scene.run.checkpoints.iterdir() if path.name != ".removing")
+
+
+def test_old_checkpoints_go_where_that_is_asked_for_and_what_others_removed_does_not_count(scene: Scene) -> None:
+    scene.observer = scene.observe(keep_last=2)
+    for iteration in (1, 2, 3, 4):
+        scene.script.save(iteration)
+        scene.observer.look()
+    assert on_disk(scene) == ["iter_0000003", "iter_0000004"]
+    shutil.rmtree(scene.run.checkpoints / "iter_0000004")  # by the program itself
+    scene.script.saved.remove(4)
+    assert durable(scene.run).iteration == 3
+    (scene.run.checkpoints / ".removing" / "iter_0000002").mkdir(parents=True, exist_ok=True)  # of a killed process
+    (scene.run.checkpoints / "final").mkdir()  # nothing has it on record
+    scene.script.save(5)
+    scene.observer.look()
+    assert on_disk(scene) == ["final", "iter_0000003", "iter_0000005"]
+    scene.observer.look()
+    assert list((scene.run.checkpoints / ".removing").glob("*")) == []
+
+
+def test_of_a_checkpoint_that_is_a_link_the_link_alone_is_removed(scene: Scene, tmp_path: Path) -> None:
+    scene.observer = scene.observe(keep_last=1)
+    scene.script.save(1)
+    scene.observer.look()
+    moved = tmp_path / "archive"
+    (scene.run.checkpoints / "iter_0000001").rename(moved)
+    (scene.run.checkpoints / "iter_0000001").symlink_to(moved)
+    assert durable(scene.run).iteration == 1
+    assert is_own(scene.run, durable(scene.run))  # the run does not begin anew
+    scene.script.save(2)
+    scene.observer.look()
+    assert on_disk(scene) == ["iter_0000002"]
+    assert (moved / "weights").exists()
+
+
+def test_without_that_the_program_alone_removes_checkpoints(scene: Scene) -> None:
+    for iteration in (1, 2, 3, 4):
+        scene.script.save(iteration)
+        scene.observer.look()
+    assert len(on_disk(scene)) == 4

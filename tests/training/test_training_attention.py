@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -37,8 +39,8 @@ def inputs(groups: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
 
-def with_gradients(attention: Any, parts: list[torch.Tensor], visible: torch.Tensor | None) -> list[torch.Tensor]:
-    out = attention(*parts, visible)
+def with_gradients(attend: Any, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    out = attend(*parts)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     return [out.detach(), *torch.autograd.grad((out.double() * weights).sum(), parts)]
 
@@ -47,28 +49,37 @@ def by_formula(parts: list[torch.Tensor], visible: torch.Tensor) -> list[torch.T
     """softmax(QK'/sqrt(d)) V in float64, each head with the key-value head of its group."""
     exact = [part.detach().double().requires_grad_() for part in parts]
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any) -> torch.Tensor:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         group = torch.arange(HEADS) // (HEADS // key.shape[2])
         scores = torch.einsum("sbhc,tbhc->bhst", query, key[:, :, group]) / CHANNELS**0.5
         weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
         return torch.einsum("bhst,tbhc->sbhc", weights, value[:, :, group]).reshape(SEQUENCE, BATCH, -1)
 
-    return with_gradients(attend, exact, None)
+    return with_gradients(attend, exact)
+
+
+DOCUMENTS = ((50, 1, 141), (SEQUENCE,))
+"""Lengths of the documents in each row."""
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1.5e-2)])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
 @pytest.mark.parametrize("groups", [1, 2, 8])
 def test_output_and_gradients_are_those_of_the_formula(
-    attention: Any, groups: int, masked: bool, dtype: torch.dtype, tolerance: float
+    attention: Any, groups: int, documents: Any, dtype: torch.dtype, tolerance: float
 ) -> None:
     """Within the rounding of the type; twice the same bits."""
     parts = inputs(groups, dtype)
-    before = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).tril()
-    starts = torch.tensor([50, 120]).view(BATCH, 1, 1, 1)  # two documents in each sample
-    at = torch.arange(SEQUENCE)
-    visible = before & ((at[:, None] < starts) | (at >= starts)) if masked else before.expand(BATCH, 1, -1, -1)
-    found, again = (with_gradients(attention, parts, visible if masked else None) for _ in range(2))
+    visible = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).tril().expand(BATCH, 1, -1, -1)
+    packed = None
+    if documents is not None:
+        from relayrun.training.model.documents import Documents
+
+        packed = Documents(lengths=documents, device=torch.device("cpu"))
+        number = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in documents])
+        visible = visible & (number[:, None, :, None] == number[:, None, None, :])
+    attend = partial(attention, packed_seq_params=packed)
+    found, again = (with_gradients(attend, parts) for _ in range(2))
     for ours, repeated, right in zip(found, again, by_formula(parts, visible), strict=True):
         assert torch.equal(ours, repeated)
         assert ((ours.double() - right).norm() / right.norm()).item() < tolerance
@@ -84,7 +95,7 @@ def test_keys_and_values_are_kept_for_the_backward_pass_once_a_group(attention: 
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        attention(*inputs(groups), None)
+        attention(*inputs(groups))
     token = 4 * (2 * HEADS * CHANNELS + 2 * groups * CHANNELS + HEADS)
     assert sum(kept.values()) == SEQUENCE * BATCH * token
 
@@ -108,5 +119,85 @@ def test_on_a_gpu_groups_are_shared_where_a_kernel_takes_them_and_spread_for_the
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
     for groups in (2, HEADS):
-        attention(*(part.detach().to("meta") for part in inputs(groups)), None)
+        attention(*(part.detach().to("meta") for part in inputs(groups)))
     assert calls == [(2, 2, True) if usable else (HEADS, HEADS, False), (HEADS, HEADS, False)]
+
+
+def test_a_kernel_for_any_length_gets_all_documents_in_one_call(
+    attention: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU: a stand-in with the arguments of torch's function, which attends to one document at a time."""
+    from relayrun.training.model import varlen
+    from relayrun.training.model.documents import Documents
+
+    calls = []
+
+    def varlen_attn(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_seq_q: torch.Tensor,
+        cu_seq_k: torch.Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        window_size: tuple[int, int] = (-1, -1),
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        assert window_size == (-1, 0)
+        assert cu_seq_q is cu_seq_k
+        assert max_q == max_k == max(length for row in DOCUMENTS for length in row)
+        calls.append(cu_seq_q.tolist())
+        outs = []
+        for begin, end in pairwise(cu_seq_q.tolist()):
+            one = (part[begin:end].transpose(0, 1)[None] for part in (query, key, value))
+            out = torch.nn.functional.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=enable_gqa)
+            outs.append(out[0].transpose(0, 1))
+        return torch.cat(outs)
+
+    packed = Documents(lengths=DOCUMENTS, device=torch.device("cpu"))
+    attend = partial(attention, packed_seq_params=packed)
+    right = with_gradients(attend, inputs(2))
+    monkeypatch.setattr(varlen, "usable", lambda _query: True)
+    monkeypatch.setattr(varlen, "function", lambda: varlen_attn)
+    found = with_gradients(attend, inputs(2))
+    assert calls == [[0, 50, 51, SEQUENCE, 2 * SEQUENCE]]
+    for one, other in zip(found, right, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_transformer_engine_gets_documents_in_its_own_format() -> None:
+    """Without TransformerEngine: a stand-in for megatron-core's class around its attention."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from relayrun.training.model.document_attention import document_attention
+    from relayrun.training.model.documents import Documents
+
+    class Stand:
+        def forward(
+            self,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: torch.Tensor | None,
+            attn_mask_type: AttnMaskType,
+            attention_bias: torch.Tensor | None = None,
+            packed_seq_params: PackedSeqParams | None = None,
+        ) -> torch.Tensor:
+            if packed_seq_params is None:
+                assert attn_mask_type is AttnMaskType.causal
+                return query.flatten(2)
+            assert attn_mask_type is AttnMaskType.padding_causal
+            assert packed_seq_params.qkv_format == "thd"
+            assert packed_seq_params.cu_seqlens_q.tolist() == [0, 50, 51, SEQUENCE, 2 * SEQUENCE]
+            assert packed_seq_params.max_seqlen_kv == SEQUENCE
+            assert key.shape == value.shape == (BATCH * SEQUENCE, 2, CHANNELS)
+            return query.flatten(1)
+
+    attend = document_attention(Stand)()
+    parts = inputs(2)
+    packed = Documents(lengths=DOCUMENTS, device=torch.device("cpu"))
+    for given in (None, packed):
+        out = attend.forward(*parts, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=given)
+        assert torch.equal(out, parts[0].flatten(2))

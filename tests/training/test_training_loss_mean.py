@@ -20,6 +20,7 @@ SETTINGS: dict[str, tuple[int, dict[str, int], tuple[int, ...]]] = {
     "DP1": (1, {}, (1, 2, 4)),
     "DP2": (2, {}, (1, 4)),
     "PP2": (2, {"pipeline_model_parallel_size": 2}, (2,)),
+    "CP2": (2, {"context_parallel_size": 2}, (1, 4)),
 }
 """Ranks, the section `parallel`, and micro-batch sizes, by name of the layout."""
 
@@ -77,6 +78,8 @@ def test_of_micro_batches_the_gradient_does_and_the_reported_loss_does_not(layou
             assert found[f"micro_batch/{size}/{what}"] == pytest.approx(float(found[f"token/1/{what}"]), rel=1e-6)
     assert distance(gradients(found, "micro_batch", 1), gradients(found, "micro_batch", 4)) > 1e-2
     assert abs(found["sample/1/loss"] - found["token/1/loss"]) > 1e-3
+    for shared in layouts["CP2"]:  # the same micro-batches, each on two ranks
+        assert distance(gradients(shared, "micro_batch", 4), gradients(found, "micro_batch", 4)) < 2e-6
     two = layouts["DP2"][0]  # one micro-batch on each rank: the two of a single one
     assert distance(gradients(two, "micro_batch", 4), gradients(found, "micro_batch", 4)) < 2e-6
 

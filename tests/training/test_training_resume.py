@@ -71,3 +71,25 @@ def test_three_attempts_equal_the_uninterrupted_run_to_the_last_bit(
     name = f"iter_{STEPS:07}"
     tensors = assert_same_bytes(whole.run.checkpoints / name, pieces.run.checkpoints / name)
     assert tensors > 3 * 18  # weight and two moments of each parameter, and the generators
+
+
+@pytest.mark.slow
+def test_a_run_that_stops_early_goes_on_as_if_it_had_not(harness: Callable[..., Any], trained: Any) -> None:
+    """`trained`: twelve iterations in one piece."""
+    made = harness(
+        training={"steps": 12, "stop_after": 5},
+        checkpoint={"interval": 4, "keep_last": 10},
+        parallel={"use_distributed_optimizer": True},
+    )
+    outcome = made.train().outcome
+    assert (outcome.outcome, outcome.iteration) == ("done", 5)
+    assert outcome.reason == "iteration 5 of 12 reached, where training.stop_after ends the run"
+    assert [commit.iteration for commit in made.attempts[0].commits] == [4, 5]
+    del made.config["training"]["stop_after"]
+    assert made.train().outcome.reason == "iteration 12 of 12 reached"
+    expected, found = trained.attempts[0].steps(), made.attempts[0].steps() | made.attempts[1].steps()
+    assert sorted(found) == sorted(expected)
+    for iteration, step in found.items():
+        for name in ("loss", "grad_norm", "lr"):
+            assert step[name].hex() == expected[iteration][name].hex(), (iteration, name)
+    assert_same_bytes(trained.run.checkpoint(12), made.run.checkpoint(12))

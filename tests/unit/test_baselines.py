@@ -152,11 +152,16 @@ def test_a_baseline_recomputes_layers_because_it_must(size: str) -> None:
     [
         (["parallel.context_parallel_size=3"], "128 ranks .* no multiple of tensor x pipeline x context .* 4 x 8 x 3"),
         (["parallel.context_parallel_size=2", "training.seq_length=8200"], "8200 is no multiple of 16: each of the 2"),
-        (["parallel.context_parallel_size=2", "training.transformer_impl=local"], "needs the attention of Transformer"),
-        (["parallel.context_parallel_size=2", "data.reset_attention_mask=true"], "needs the attention of Transformer"),
-        (["parallel.context_parallel_size=2", "data.eod_mask_loss=true"], "needs the attention of TransformerEngine"),
         (
-            ["training.transformer_impl=transformer_engine", "data.reset_attention_mask=true"],
+            ["parallel.context_parallel_size=32", "training.transformer_impl=local", "job.nodes=256"],
+            "num_attention_heads 64 is no multiple of tensor x context parallel size 4 x 32",
+        ),
+        (
+            [
+                "parallel.context_parallel_size=2",
+                "training.transformer_impl=transformer_engine",
+                "data.reset_attention_mask=true",
+            ],
             "needs the local attention",
         ),
     ],
@@ -166,17 +171,15 @@ def test_what_an_attention_cannot_do_is_refused_by_its_rule(overrides: list[str]
         compose.load(ROOT / "configs" / "runs" / "llama3-70b.yaml", overrides)
 
 
-def test_context_parallel_is_refused_before_submission_unless_the_cluster_has_transformer_engine() -> None:
-    overrides = ["parallel.context_parallel_size=2", "data.mock_data=true", "cluster.transformer_engine=false"]
-    config = compose.load(ROOT / "configs" / "runs" / "llama3-70b.yaml", overrides)
-    assert config.data_parallel_size == 2
-    with pytest.raises(ConfigError, match="context_parallel_size above 1 needs TransformerEngine, which this"):
+def test_transformer_engine_is_refused_before_submission_unless_the_cluster_has_it() -> None:
+    overrides = ["training.transformer_impl=transformer_engine", "data.mock_data=true"]
+    config = compose.load(
+        ROOT / "configs" / "runs" / "llama3-70b.yaml", [*overrides, "cluster.transformer_engine=false"]
+    )
+    with pytest.raises(ConfigError, match="transformer_impl=transformer_engine needs TransformerEngine, which this"):
         of_config(config).raise_errors()
     declared = config.cluster.model_copy(update={"transformer_engine": True})
     of_config(config.model_copy(update={"cluster": declared})).raise_errors()
-    forced = ["training.transformer_impl=transformer_engine", "data.mock_data=true", "cluster.transformer_engine=false"]
-    with pytest.raises(ConfigError, match="transformer_impl=transformer_engine needs TransformerEngine"):
-        of_config(compose.load(ROOT / "configs" / "runs" / "llama3-70b.yaml", forced)).raise_errors()
 
 
 def test_a_token_costs_six_flops_per_parameter_and_the_causal_half_of_attention() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.config import compose
-from relayrun.errors import RelayrunError, SeveralErrors
+from relayrun.errors import RelayrunError, parts_of
 from relayrun.files import append_line, write_json
 from relayrun.rundir.run import Run
 from relayrun.shards.indexed import ShardWriter
@@ -88,9 +88,9 @@ def test_all_errors_are_found_with_file_line_value_and_remedy(
     assert errors["settings.sense"]["where"] == "--set optimizer.lr=3"
     assert errors["settings.sense"]["value"] == 3
     assert all(each["remedy"] for each in errors.values())
-    with pytest.raises(SeveralErrors) as refused:
+    with pytest.raises(RelayrunError) as refused:
         submission.submit(compose.load(path, changes[1::2]))
-    assert len(refused.value.errors) == 3
+    assert len(parts_of(refused.value)) == 3
     assert all(each["words"] in str(refused.value) for each in errors.values())
     assert not (workspace.folder / "run").exists()
     assert main(["submit", str(path), *changes, "--dry-run"]) == 1
@@ -275,6 +275,26 @@ def test_a_key_in_the_config_is_refused_and_not_shown(workspace: Workspace, caps
     shown = capsys.readouterr()
     assert "a key stands in the config" in shown.out
     assert "0123456789" not in shown.out + shown.err
+
+
+def test_a_variable_of_a_target_that_is_not_set_is_a_warning(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    targets = {
+        "ann": {"url": "mailto://${SMTP_USER}:${SMTP_PASSWORD}@mail?to=a@b.c"},
+        "me": {"command": ["tell", "$X"]},
+    }
+    path = workspace.config("run", notify={"targets": targets})
+    monkeypatch.setenv("SMTP_USER", "ann")
+    monkeypatch.delenv("SMTP_PASSWORD", raising=False)
+    finding = named(looked(path), "notify.variables")
+    assert finding.level == "warning"
+    assert finding.words == "SMTP_PASSWORD not set in this environment: nothing could be sent to 'ann'"
+    assert finding.setting == "notify.targets.ann"
+    monkeypatch.setenv("SMTP_PASSWORD", "a secret")
+    found = [each for each in looked(path) if each.name == "notify.variables"]
+    assert [each.level for each in found] == ["ok"]
+    assert not [each for each in looked(workspace.config("other")) if each.name == "notify.variables"]
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:

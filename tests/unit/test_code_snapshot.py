@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from relayrun.files import read_json, umask
+from relayrun.masking import masked
 from relayrun.monitoring.environment import code, without_secrets
-from relayrun.monitoring.secrets import masked
 from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
-from relayrun.submit.code_snapshot import LARGEST, snapshot
+from relayrun.submit.code_snapshot import LARGEST, snapshot, snapshot_of_checkout
 from tests.readme import break_code, copy_tracked
 from tests.workspace import Workspace, ends, steps
 
@@ -224,3 +224,33 @@ def test_a_checkout_that_breaks_under_a_running_chain_does_not_break_its_next_jo
     assert begin is not None
     assert begin.base_iteration > 0
     assert "code/0001" in (run.debug_of(2) / "compute_environment.txt").read_text()
+
+
+def test_a_checkout_of_megatron_lm_is_taken_whole_and_once(
+    checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_dir(tmp_path / "run")
+    taken = snapshot_of_checkout(run, checkout)
+    assert taken == run.code / "megatron-lm" / "0001"
+    assert (taken / "package/kept.py").read_text() == (checkout / "package/kept.py").read_text()
+    assert snapshot_of_checkout(run, checkout) == taken
+    (checkout / "package/changed.py").write_text("newer\n")
+    assert snapshot_of_checkout(run, checkout).name == "0002"
+    assert "newer" in (taken.parent / "0002.diff").read_text()
+
+
+def test_of_a_folder_without_git_everything_is_taken_but_secrets_and_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "Megatron-LM"
+    for name in ("pretrain_gpt.py", "megatron/core/datasets/Makefile", "megatron/core/__pycache__/x.pyc", ".env"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("x")
+    (root / "tokens.bin").write_bytes(bytes((1 << 20) + 1))
+    taken = snapshot_of_checkout(run_dir(root / "run"), root)
+    found = {str(path.relative_to(taken)) for path in taken.rglob("*") if path.is_file()}
+    assert found == {"pretrain_gpt.py", "megatron/core/datasets/Makefile"}
+    assert taken.with_suffix(".commit").read_text().startswith("unknown")
+    said = capsys.readouterr().err
+    assert "too large for code" in said
+    assert "its name is that of a secret" in said

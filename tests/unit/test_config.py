@@ -131,6 +131,25 @@ def test_modules_that_cannot_be_recomputed_are_refused(run_yaml: Path, modules: 
     assert "recompute_num_layers needs" in error_of(run_yaml, overrides[0], "training.recompute_num_layers=1")
 
 
+def test_a_name_takes_the_number_of_nodes(run_yaml: Path, tmp_path: Path) -> None:
+    assert compose.load(run_yaml, ["name=a-{nodes}-nodes"]).name == "a-1-nodes"
+    config = compose.load(run_yaml, ["name=a-{nodes}-nodes", "job.nodes=4", "training.global_batch_size=16"])
+    assert config.name == "a-4-nodes"
+    assert config.run_dir is not None
+    assert config.run_dir.endswith("logs/runs/demo/a-4-nodes")
+    revision = tmp_path / "resolved.yaml"
+    revision.write_text(compose.dump(config))
+    assert compose.load(revision, ["job.nodes=2"]).name == "a-4-nodes"  # a resume on other nodes is the same run
+    assert "name: String should match pattern" in error_of(run_yaml, "name=a-{node}")
+
+
+def test_a_run_stops_before_its_last_step_or_at_it(run_yaml: Path) -> None:
+    assert compose.load(run_yaml).training.end_iteration == 4
+    assert compose.load(run_yaml, ["training.stop_after=3"]).training.end_iteration == 3
+    assert compose.load(run_yaml, ["training.stop_after=3"]).lr_steps(lambda samples: samples) == (0, 4)
+    assert "stop_after 5 lies behind the last of steps 4" in error_of(run_yaml, "training.stop_after=5")
+
+
 def test_includes_are_merged_in_order_and_loops_are_named(run_yaml: Path, tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("optimizer: {lr: 1.0, weight_decay: 0.5}\n")
     run_yaml.write_text("include: [base.yaml]\n" + RUN)

@@ -68,6 +68,50 @@ def test_the_short_form_names_data_sets_by_their_paths(workspace: Workspace) -> 
     assert load(workspace, "data.mixture='/data/web,1'", "data.datasets=[]").data.mixture["web"].weight == 1.0
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch, while megatron-core imports it
+@pytest.mark.parametrize("text", ["0.3 /data/web/s0 .7\n/data/code/s0\n", "/data/web/s0 /data/code/s0", "/data/web/s0"])
+def test_a_file_of_megatrons_data_args_path_means_what_megatron_reads_in_it(workspace: Workspace, text: str) -> None:
+    from megatron.core.datasets.utils import get_blend_from_list
+
+    file = workspace.folder / "data-args.txt"
+    file.write_text(text)
+    blend = get_blend_from_list(text.split())
+    assert blend is not None
+    prefixes, weights = blend
+    mixture = load_mixture(workspace, str(file)).data.mixture
+    if weights is None:
+        assert {name: (source.path, source.weight) for name, source in mixture.items()} == {"train": (prefixes, 1.0)}
+    else:
+        assert [source.path for source in mixture.values()] == prefixes
+        assert [source.weight for source in mixture.values()] == weights
+        assert list(mixture) == ["data-web-s0", "data-code-s0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "data-args.txt: names no prefix"),
+        ("0.3 /a 0.7", "weights and prefixes do not alternate"),
+        ("/a 0.3 /b 0.7", "weights and prefixes do not alternate"),
+        ("0.3 /a 0 0", "weights and prefixes do not alternate"),
+        ("0.3 /a/b 0.7 /a-b", "two prefixes have the name 'a-b'"),
+        ("0 /a 1 /b", "greater than 0"),
+    ],
+)
+def test_a_file_of_data_args_that_means_nothing_is_refused(workspace: Workspace, text: str, said: str) -> None:
+    file = workspace.folder / "data-args.txt"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_mixture(workspace, str(file))
+    assert said in str(caught.value)
+
+
+def test_a_mapping_is_one_whatever_its_file_is_called(workspace: Workspace) -> None:
+    file = workspace.folder / "mixture.txt"
+    file.write_text("# two of them\nweb: {path: /w, weight: 1}\ncode: {path: /c, weight: 1}\n")
+    assert list(load_mixture(workspace, str(file)).data.mixture) == ["web", "code"]
+
+
 @pytest.mark.parametrize(
     ("mixture", "said"),
     [

@@ -161,6 +161,51 @@ def test_without_nsys_every_rank_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     debugging.enter_nsys(Debug(profile="nsys"), tmp_path, 0)
 
 
+def test_nsys_traces_what_the_earlier_system_traced_and_takes_options(tmp_path: Path) -> None:
+    """The command is run, by a nsys that writes down its arguments and then runs the program."""
+    nsys = tmp_path / "bin" / "nsys"
+    nsys.parent.mkdir()
+    nsys.write_text(
+        '#!/bin/bash\nwhile [[ $1 != *python* ]]; do echo "$1"; shift; done >"$ASKED"\nexec "$@"\n', encoding="utf-8"
+    )
+    nsys.chmod(0o755)
+    program = (
+        "import sys; from pathlib import Path; from relayrun.config.schema import Debug\n"
+        "from relayrun.training.reporting import debugging\n"
+        "options = ['--trace=cuda,osrt', '--gpu-metrics-devices=all'] if sys.argv[1:] else []\n"
+        "debugging.enter_nsys(Debug(profile='nsys', nsys_options=options), Path('profile'), 0)\n"
+        "print('trained')"
+    )
+    (tmp_path / "program.py").write_text(program, encoding="utf-8")
+    environment = os.environ | {"PATH": f"{nsys.parent}:{os.environ['PATH']}", "ASKED": str(tmp_path / "asked")}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+
+    def asked(*arguments: str) -> list[str]:
+        command = [sys.executable, "program.py", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout == "trained\n"
+        return (tmp_path / "asked").read_text(encoding="utf-8").split()
+
+    usual = asked()
+    assert usual == [
+        "profile",
+        "--sample=none",
+        "--trace=nvtx,cudnn,cublas,cuda",
+        "--output=profile/rank-0000",
+        "--force-overwrite=true",
+        "--capture-range=cudaProfilerApi",
+        "--capture-range-end=stop",
+    ]
+    given = ["--trace=cuda,osrt", "--gpu-metrics-devices=all"]
+    assert asked("with options") == [option for option in usual if not option.startswith("--trace")] + given
+
+
+@pytest.mark.parametrize("option", ["--capture-range=none", "--output=x", "-t cuda", "cuda"])
+def test_options_of_nsys_that_are_no_options_or_relayruns_own_are_refused(option: str) -> None:
+    with pytest.raises(ValueError, match="nsys_options"):
+        Debug(profile="nsys", nsys_options=[option])
+
+
 def test_profiled_iterations_are_in_order() -> None:
     with pytest.raises(ValueError, match="profile_step_end 3 is before profile_step_start 10"):
         Debug(profile="torch", profile_step_end=3)

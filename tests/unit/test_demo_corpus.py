@@ -13,8 +13,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from relayrun.demo.corpus import BEGIN, END, Corpus, build_corpus, docstrings, learnable, topics, train_tokenizer
+from relayrun.demo.corpus import Corpus, build_corpus, docstrings, learnable, topics
 from relayrun.errors import ConfigError, InputError
+from relayrun.tokenization.train_tokenizer import BEGIN, END, train_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -148,7 +149,7 @@ def test_the_tokenizer_opens_with_transformers_and_gives_the_text_back(corpus: C
 
 def test_the_tokenizer_is_the_same_whatever_the_threads_and_hash_seed(corpus: Corpus, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from relayrun.demo.corpus import train_tokenizer\n"
+        "import sys; from pathlib import Path; from relayrun.tokenization.train_tokenizer import train_tokenizer\n"
         "train_tokenizer([Path(sys.argv[1])], Path(sys.argv[2]))"
     )
     for number in ("1", "2"):
@@ -158,7 +159,7 @@ def test_the_tokenizer_is_the_same_whatever_the_threads_and_hash_seed(corpus: Co
 
 
 def test_a_tokenizer_without_text_or_room_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no parquet files with text"):
+    with pytest.raises(InputError, match="no file with text below this folder"):
         train_tokenizer([tmp_path], tmp_path / "t")
     with pytest.raises(ConfigError, match="258 entries or more, not 256"):
         train_tokenizer([tmp_path], tmp_path / "t", vocabulary_size=256)

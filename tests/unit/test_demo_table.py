@@ -1,4 +1,4 @@
-"""The table in the README is one that `make demo` prints: its form is rendered again from its own numbers."""
+"""The table in docs/chain.md is one that `make demo` prints: its form is rendered again from its own numbers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from relayrun.monitoring import report
 from relayrun.monitoring.report import AttemptRow, Report, attempts_table
 from relayrun.places import CODE as ROOT
 from relayrun.rundir.run import Run
-from tests.readme import README
+
+PAGE = (ROOT / "docs/chain.md").read_text(encoding="utf-8")
 
 
 def shown() -> str:
-    (text,) = re.findall(r"^```\n( +attempts of .*?)^```$", README, re.M | re.S)
+    (text,) = re.findall(r"^```\n( +attempts of .*?)^```$", PAGE, re.M | re.S)
     return str(text)
 
 

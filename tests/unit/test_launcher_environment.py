@@ -37,10 +37,17 @@ def test_the_debugging_switches_have_their_names() -> None:
         launcher_environment.overrides({"NSYS_PROFILER": "1"})
 
 
-def test_a_checkout_of_megatron_lm_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="MEGATRON_LM_DIR=/x: relayrun trains with the megatron-core package"):
-        launcher_environment.overrides({"MEGATRON_LM_DIR": "/x"})
+def test_a_setting_goes_by_what_the_runs_of_a_trainer_have() -> None:
+    given = {"MEGATRON_LM_DIR": "/x y", "MBS": "2"}
+    found = launcher_environment.overrides(given, trainer="megatron-lm")
+    assert found == ["training.micro_batch_size=2", "megatron_lm.dir='/x y'"]
+    with pytest.raises(ConfigError, match="MEGATRON_LM_DIR=/x y: only a run of trainer megatron-lm has megatron_lm"):
+        launcher_environment.overrides(given)
     assert launcher_environment.overrides({"MEGATRON_LM_DIR": ""}) == []
+    given = {"TRAINING_STEPS": "40", "EXP_NAME": "mine", "MBS": ""}
+    assert launcher_environment.overrides(given, trainer="command") == ["name='mine'", "command.steps=40"]
+    with pytest.raises(ConfigError, match=r"MBS=2: only a run of trainer native or megatron-lm has training\.micro"):
+        launcher_environment.overrides({"MBS": "2"}, trainer="command")
 
 
 def test_resume_is_true_or_false() -> None:
@@ -64,12 +71,17 @@ def test_load_names_a_run_or_a_folder_whatever_is_in_it() -> None:
 
 def test_every_launcher_offers_the_same_settings_and_all_of_them_are_read() -> None:
     launchers = sorted((Path(__file__).resolve().parents[2] / "launchers").glob("submit-*.sh"))
-    assert len(launchers) == 5
-    offered = [re.findall(r'^export (\w+)="\$\{\1:-', path.read_text(encoding="utf-8"), re.M) for path in launchers]
-    assert offered == [offered[0]] * len(launchers)
-    assert set(offered[0]) - set(launcher_environment.OVERRIDES) == {"CONFIG", launcher_environment.PROFILER}
-    given_otherwise = {"RUN_DIR", "CLUSTER", "TOKENIZER"}  # by the config, unless the environment has them
-    assert set(launcher_environment.OVERRIDES) - set(offered[0]) == given_otherwise
+    by_trainer: dict[str, list[list[str]]] = {}
+    for path in launchers:
+        offered = re.findall(r'^export (\w+)="\$\{\1:-', path.read_text(encoding="utf-8"), re.M)
+        by_trainer.setdefault("megatron-lm" if "-megatron-" in path.name else "native", []).append(offered)
+    assert {trainer: len(each) for trainer, each in by_trainer.items()} == {"native": 5, "megatron-lm": 2}
+    for trainer, each in by_trainer.items():
+        assert each == [each[0]] * len(each)
+        names = set(launcher_environment.names_of(trainer))
+        assert set(each[0]) - names == {"CONFIG", launcher_environment.PROFILER}
+        given_otherwise = {"RUN_DIR", "CLUSTER", "TOKENIZER"}  # by the config, unless the environment has them
+        assert names - set(each[0]) == given_otherwise
 
 
 def test_a_run_is_as_large_as_the_job_that_it_begins_in() -> None:

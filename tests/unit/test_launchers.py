@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from relayrun.config import compose
-from relayrun.config.schema import RunConfig
+from relayrun.config.schema import CommonConfig, RunConfig
 from relayrun.slurmtime import parse_time
-from relayrun.submit import launcher_environment, submission
-from relayrun.submit.launcher_environment import OVERRIDES, PROFILER
+from relayrun.submit import submission
+from relayrun.submit.launcher_environment import PROFILER, job_overrides, names_of, overrides
+from tests.megatron_lm.stand_in import stand_in
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = sorted((ROOT / "launchers").glob("submit-*.sh"))
@@ -45,10 +46,16 @@ def environment(launcher: Path, tmp_path: Path, **settings: str) -> dict[str, st
     return dict(line.split("=", 1) for line in done.stdout.split("\0") if line)
 
 
-def launched(launcher: Path, tmp_path: Path, **settings: str) -> RunConfig:
+def launched(launcher: Path, tmp_path: Path, **settings: str) -> CommonConfig:
     """The config of the run that a launcher would begin."""
     found = environment(launcher, tmp_path, **settings)
-    return compose.load(ROOT / found["CONFIG"], launcher_environment.overrides(found))
+    config = ROOT / found["CONFIG"]
+    return compose.load(config, overrides(found, trainer=compose.trainer_of(config)))
+
+
+def native(config: CommonConfig) -> RunConfig:
+    assert isinstance(config, RunConfig)
+    return config
 
 
 @pytest.fixture
@@ -67,7 +74,8 @@ def edit(path: Path, *changes: tuple[str, str]) -> None:
     path.write_text(text)
 
 
-def batch(config: RunConfig) -> tuple[int, int]:
+def batch(config: CommonConfig) -> tuple[int, int]:
+    config = native(config)
     return config.training.micro_batch_size, config.training.global_batch_size
 
 
@@ -84,7 +92,7 @@ def test_what_is_typed_into_the_block_holds_over_the_yaml_and_the_environment_ov
     edit(launcher, ('"${MBS:-}"', '"${MBS:-2}"'), ('"${GBS:-}"', "512"))  # a plain value is typed as often
     found = launched(launcher, tmp_path, CONFIG=str(config))
     assert batch(found) == (2, 512)
-    assert found.training.steps == 5000
+    assert native(found).training.steps == 5000
     assert batch(launched(launcher, tmp_path, CONFIG=str(config), MBS="4")) == (4, 512)
 
 
@@ -106,13 +114,24 @@ def test_a_launcher_with_another_config_begins_that_run(tmp_path: Path) -> None:
     assert found == compose.load(ROOT / "configs/runs/llama3-70b.yaml")
 
 
+def test_a_launchers_name_takes_the_nodes_that_sbatch_was_told(tmp_path: Path) -> None:
+    launcher = ROOT / "launchers/submit-llama3-8b.sh"
+    settings = {"EXP_NAME": "llama3-8b-{nodes}-nodes"}
+    assert launched(launcher, tmp_path, **settings).name == "llama3-8b-16-nodes"
+    found = environment(launcher, tmp_path, **settings)
+    job = job_overrides({"SLURM_JOB_NUM_NODES": "8"})
+    config = compose.load(ROOT / found["CONFIG"], [*overrides(found), *job])
+    assert config.name == "llama3-8b-8-nodes"
+
+
 @every_launcher
 def test_an_untouched_block_sets_nothing(launcher: Path, tmp_path: Path) -> None:
-    assert launcher_environment.overrides(environment(launcher, tmp_path)) == []
+    trainer = compose.trainer_of(run_config(launcher))
+    assert overrides(environment(launcher, tmp_path), trainer=trainer) == []
     assert launched(launcher, tmp_path) == compose.load(run_config(launcher))
 
 
-def setting(config: RunConfig, path: str) -> Any:
+def setting(config: CommonConfig, path: str) -> Any:
     """A setting by its name with dots."""
     value: Any = config
     for part in path.split("."):
@@ -126,14 +145,15 @@ def stale(launcher: Path, path: Path) -> list[str]:
     A value that is shown, typed into its line, must change nothing; `none` stands for what the config leaves out.
     """
     config, wrong = compose.load(path), []
+    names = names_of(config.trainer)
     for name, _, shown in SETTING.findall(launcher.read_text()):
         if name == PROFILER:
             true = shown == ("true" if config.debug.profile == "nsys" else "false")
         elif shown == NONE:
-            true = not setting(config, OVERRIDES[name])
+            true = not setting(config, names[name])
         else:
-            given = launcher_environment.overrides({name: shown})
-            true = setting(config, OVERRIDES[name]) not in (None, [], {}) and compose.load(path, given) == config
+            given = overrides({name: shown}, trainer=config.trainer)
+            true = setting(config, names[name]) not in (None, [], {}) and compose.load(path, given) == config
         if not true:
             wrong.append(name)
     return wrong
@@ -177,8 +197,11 @@ ELSEWHERE = {"job-name", "output", "error", "open-mode"}
 
 
 @every_launcher
-def test_the_header_asks_for_what_the_yaml_says(launcher: Path) -> None:
-    config = compose.load(run_config(launcher))
+def test_the_header_asks_for_what_the_yaml_says(launcher: Path, tmp_path: Path) -> None:
+    of_site: list[str] = []
+    if compose.trainer_of(run_config(launcher)) == "megatron-lm":
+        of_site = [f"megatron_lm.dir={stand_in(tmp_path / 'checkout')}", "data.mock_data=true"]
+    config = compose.load(run_config(launcher), of_site)
     asked, rendered = header(launcher.read_text()), header(submission.dry_run(config))
     assert without(asked, ELSEWHERE) == without(rendered, ELSEWHERE | config.job.placement.keys())
 

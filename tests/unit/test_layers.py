@@ -25,13 +25,18 @@ STANDARD_LIBRARY_ONLY = (
     "rundir",
     "slurmtime",
     "places",
+    "masking",
     "client",
     "files",
     "errors",
 )
 HEAVY = ("training", "export")
 """Packages that may import torch and megatron-core; and so may:"""
-HEAVY_MODULES = (PACKAGE / "data" / "order" / "megatron.py", *(PACKAGE / "gpucheck" / "programs").glob("*.py"))
+HEAVY_MODULES = (
+    PACKAGE / "data" / "order" / "megatron.py",
+    *(PACKAGE / "gpucheck" / "programs").glob("*.py"),
+    *(PACKAGE / "submit" / "megatron_lm" / "programs").glob("*.py"),
+)
 
 _MODULE = re.compile(r"(relayrun(?:\.\w+)+)(?::\w+)?")
 

@@ -63,6 +63,35 @@ def test_a_merge_is_the_bytes_of_megatrons_own(shards: list[str], tmp_path: Path
     assert record["merged"] == shards
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch, while megatron-core imports it
+def test_a_multimodal_merge_is_the_bytes_of_megatrons_own(tmp_path: Path) -> None:
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefixes = []
+    for number in range(2):
+        prefix = tmp_path / f"part{number}"
+        builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16, multimodal=True)
+        for document in range(3):
+            for mode in range(document + 1):
+                builder.add_item(torch.tensor([number, document, mode]), mode=mode)
+            builder.end_document()
+        builder.finalize(f"{prefix}.idx")
+        prefixes.append(str(prefix))
+    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16, multimodal=True)
+    for prefix in prefixes:
+        builder.add_index(prefix)
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    merged = merge(prefixes, tmp_path / "ours", multimodal=True)
+    assert np.asarray(merged.modes()).tolist() == 2 * [0, 0, 1, 0, 1, 2]
+    for suffix in (".bin", ".idx"):
+        assert Path(merged.prefix + suffix).read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+    with pytest.raises(InputError, match=r"the index has modes of sequences: multimodal(?s:.*)--multimodal"):
+        merge(prefixes, tmp_path / "plain")
+    with pytest.raises(InputError, match=r"the index has no modes of sequences(?s:.*)without --multimodal"):
+        merge([write_shard(tmp_path / "text" / "s", [[1, EOD]])], tmp_path / "other", multimodal=True)
+
+
 def test_shards_that_do_not_fit_together_are_refused_and_leave_nothing(shards: list[str], tmp_path: Path) -> None:
     wide = write_shard(tmp_path / "wide", [[1, EOD]], np.int32)
     with pytest.raises(InputError, match="wide: token types differ: int32 here, uint16 in"):

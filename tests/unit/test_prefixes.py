@@ -117,8 +117,8 @@ def test_blanks_are_refused_in_one_line() -> None:
 
 def test_the_door_prints_one_line_json_or_null(tmp_path: Path) -> None:
     a, b = shard(tmp_path / "a" / "s"), shard(tmp_path / "b" / "s")
-    assert run("-p", "b,  a", cwd=tmp_path).stdout == f"{a} {b}\n".encode()
-    assert run("--paths", "b", "-p", "a,", cwd=tmp_path).stdout == f"{a} {b}\n".encode()
+    assert run("-p", "b,  a", cwd=tmp_path).stdout == f"{b} {a}\n".encode()  # a list keeps its order
+    assert run("--paths", "b", "-p", "a,", cwd=tmp_path).stdout == f"{b} {a}\n".encode()
     spaced = shard(tmp_path / "c" / "with blank")
     refused = run("-p", "a,c", cwd=tmp_path)
     assert (refused.returncode, refused.stdout) == (1, b"")

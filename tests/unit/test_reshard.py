@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from relayrun.errors import RelayrunError
 from relayrun.shuffle import buckets
 from relayrun.shuffle import reshard as module
 from relayrun.shuffle.buckets import keys
+from relayrun.shuffle.lengths import Lengths, points
 from relayrun.shuffle.reshard import ReshardOptions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -330,3 +332,34 @@ def test_the_door(data: Path, tmp_path: Path) -> None:
     )
     assert stage.returncode == 1
     assert stage.stderr.startswith("error: --stage is for the tasks of a Slurm job step\n")
+
+
+@pytest.mark.parametrize("count", [1, 7, 300, 1000, 5001])
+@pytest.mark.parametrize("at_a_time", [1, 37, 5001])
+def test_the_picture_has_the_same_points_whatever_comes_at_a_time(count: int, at_a_time: int) -> None:
+    """A small dataset in one row group was a single dot."""
+    sizes = np.random.default_rng(0).integers(0, 90, count)
+    texts = pa.chunked_array([["x" * size for size in sizes.tolist()]])
+    lengths, whole = Lengths(), Lengths()
+    whole.add(texts)
+    for start in range(0, count, at_a_time):
+        lengths.add(texts.slice(start, at_a_time))
+    found = lengths.array()
+    assert found.tolist() == whole.array().tolist()
+    assert len(found) >= min(count, 256)
+    assert found.sum(axis=0).tolist() == [count, sizes.sum()]
+    where, means, mean = points(found)
+    assert len(where) == len(means) == min(count, 200)
+    assert mean == pytest.approx(sizes.mean())
+    if count <= 200:
+        assert means.tolist() == pytest.approx(sizes.tolist())
+    else:
+        ends = np.linspace(0, count, 201)
+        shares = [sizes[int(a) : int(b)].mean() for a, b in itertools.pairwise(ends)]
+        assert np.corrcoef(means, shares)[0, 1] > 0.8
+
+
+def test_a_missing_text_has_no_length() -> None:
+    lengths = Lengths()
+    lengths.add(pa.chunked_array([pa.nulls(2, pa.string()), ["abc"]]))
+    assert lengths.array().tolist() == [[1, 0], [1, 0], [1, 3]]

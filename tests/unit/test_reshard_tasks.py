@@ -83,6 +83,32 @@ def test_any_number_of_tasks_gives_the_bytes_of_one_process(
     assert not list((tmp_path / "temp").iterdir())
 
 
+def test_a_job_that_would_stop_is_not_queued(
+    options: ReshardOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def check(**changes: Any) -> None:
+        ReshardTask(reshard.replace(options, **changes), task=0, tasks=2).check()
+
+    check()
+    with pytest.raises(InputError, match="no column 'content'"):
+        check(column="content")
+    with pytest.raises(InputError, match="no such"):
+        check(dataset_folder=str(tmp_path / "date"))
+    monkeypatch.setattr(tasks, "free_space", lambda _: 1000)
+    with pytest.raises(InputError, match=r"--temp-dir: the rows take \S+ GB unpacked, and 0\.0 GB are free"):
+        check()
+    lines = tmp_path / "lines"
+    lines.mkdir()
+    (lines / "a.jsonl").write_text('{"text": "x"}\n' * 200)
+    check(dataset_folder=str(lines))
+    assert "GB are free" in caplog.text  # an estimate is a warning
+    (lines / "b.jsonl").write_text('{"body": "x"}\n')
+    with pytest.raises(InputError, match=r"b\.jsonl"):
+        check(dataset_folder=str(lines))
+    assert not (tmp_path / "temp").exists()
+    assert not (tmp_path / "out").exists()
+
+
 def kill_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> None:
     """Die in this call of the function."""
     function: Callable[..., Any] = getattr(owner, name)

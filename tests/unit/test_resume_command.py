@@ -9,10 +9,14 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.config import compose
+from relayrun.errors import ConfigError
+from relayrun.rundir.lineage import durable
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason, write_stop
 from relayrun.scheduler.local import LocalScheduler
+from relayrun.submit.check import state
+from tests.history import make_history
 from tests.workspace import Workspace
 
 
@@ -62,6 +66,16 @@ def test_a_dry_run_writes_nothing(submitted: Run, capsys: pytest.CaptureFixture[
     assert "#SBATCH" in capsys.readouterr().out
     assert sorted(submitted.path.rglob("*")) == before
     assert stop_reason(submitted) is not None
+
+
+def test_a_run_that_stands_where_it_is_to_stop_is_refused(tmp_path: Path) -> None:
+    made = make_history(tmp_path / "history", lines=30, attempts=3)
+    reached = durable(made).iteration
+    path = Workspace.make(tmp_path).config("run", training={"steps": 1000})
+    with pytest.raises(ConfigError, match=f"training.stop_after: the run stands at iteration {reached} already"):
+        state.check_stop_after(compose.load(path, [f"training.stop_after={reached}"]), made)
+    state.check_stop_after(compose.load(path, [f"training.stop_after={reached + 1}"]), made)
+    state.check_stop_after(compose.load(path), made)
 
 
 def test_a_run_that_there_is_not_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ import yaml
 from relayrun.cli import main
 from relayrun.config import compose
 from relayrun.submit import submission
+from relayrun.submit.check import report
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = ROOT / "configs/clusters"
@@ -84,6 +85,15 @@ def test_a_site_file_names_its_sources_and_leaves_the_account_to_the_user(name: 
     assert "Not tried there by relayrun's authors" in words
     assert "The account is yours" in words or "Account and QOS are yours" in words
     assert "account" not in yaml.safe_load(text)["job"]
+
+
+def test_the_check_says_what_could_not_be_read_of_a_site(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(RUN.format(root=ROOT, name="juwels-booster", folder=tmp_path))
+    for overrides, said in (([], 1), (["cluster.not_checked=[]"], 0)):
+        config = compose.load(tmp_path / "run.yaml", overrides)
+        found = [each for each in report.of_config(config).warnings if each.name == "job.site"]
+        assert len(found) == said
+        assert all("the name of the partition, booster; that GPUs" in each.words for each in found)
 
 
 def test_the_definition_file_of_alps_holds_the_variables_of_its_site_file() -> None:

@@ -103,6 +103,15 @@ def test_a_fallback_job_goes_on_with_a_chain_that_has_no_other(run: Run) -> None
     assert status(run, Queue(fallback_jobs=[waits])).state == "stopped"
 
 
+def test_a_fallback_job_that_never_starts_goes_on_with_nothing(run: Run) -> None:
+    """Slurm takes a job for which its QOS demands more nodes, and lets it wait."""
+    waits = Job(id="8", name="j-fallback", state="PENDING")
+    found = status(run, Queue(last_job=DIED, fallback_jobs=[waits], reasons={"8": "QOSMinNode"}))
+    assert found.state == "broken"
+    assert "job 7" in (found.broken or "")
+    assert (found.broken or "").endswith("the fallback job 8 never starts: QOSMinNode")
+
+
 def test_a_predecessor_that_does_not_leave_is_no_running_chain(run: Run) -> None:
     """A slow epilog keeps it COMPLETING for as long as it likes."""
     completing = Job(id="7", name="j", state="COMPLETING")

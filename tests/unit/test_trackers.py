@@ -18,9 +18,9 @@ from relayrun.files import append_line
 from relayrun.monitoring.trackers import feed, sinks, wandb_files
 from relayrun.monitoring.trackers.points import Point, PointReader, Rewound
 from relayrun.monitoring.trackers.sinks import highest_event
-from relayrun.monitoring.trackers.streams import record_streams
 from relayrun.rundir.records import AttemptStart, Outcome
 from relayrun.rundir.run import Run
+from relayrun.rundir.streams import record_streams
 from relayrun.training.reporting import trackers
 from tests.history import began
 

@@ -11,10 +11,10 @@ import pytest
 
 from relayrun.config import compose
 from relayrun.monitoring.trackers import wandb_files
-from relayrun.monitoring.trackers.streams import record_streams
 from relayrun.rundir import evaluations
 from relayrun.rundir.evaluations import Result
 from relayrun.rundir.run import Run
+from relayrun.rundir.streams import record_streams
 from tests.wandb_service import WandBService
 from tests.workspace import Workspace
 

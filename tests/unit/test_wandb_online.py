@@ -14,10 +14,10 @@ import pytest
 
 from relayrun.config import compose
 from relayrun.files import append_line
-from relayrun.monitoring.trackers.streams import record_streams
 from relayrun.monitoring.trackers.wandb_files import history, offline_files
 from relayrun.rundir.records import Outcome
 from relayrun.rundir.run import Run
+from relayrun.rundir.streams import record_streams
 from tests.history import began
 from tests.wandb_service import WandBService
 from tests.workspace import Workspace

@@ -1,22 +1,22 @@
 """Which kernel torch picks for attention as training calls it, and its speed, forward and backward.
 
-Whole sequences go through `CausalAttention`, the module of a training run. For packed documents it is given a mask, as
-`data.reset_attention_mask` does; beside it stands torch's kernel for documents of any length (`varlen_attn`), where
-this torch and this device have it. FLOPs are those of the pairs that a causal model looks at, backward 2.5 times
-forward: 3.5 x 2 x 2 x channels x heads x sum of length² / 2.
+Whole sequences and documents (`data.reset_attention_mask`) go through `CausalAttention`, the module of a training run;
+beside it stands one call with a mask over the documents. FLOPs are those of the pairs that a causal model looks at,
+backward 2.5 times forward: 3.5 x 2 x 2 x channels x heads x sum of length² / 2.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as functional
 from megatron.core.transformer import TransformerConfig
 
 from relayrun.gpucheck.programs.common import Program, seconds_of, wait_for
 from relayrun.training.model.attention import CausalAttention
+from relayrun.training.model.documents import Documents
 
 PREFIXES = (
     "aten::_scaled_dot_product_",
@@ -54,6 +54,11 @@ class Shape:
             self.tensor(*rows, self.groups, self.channels),
             self.tensor(*rows, self.groups, self.channels),
         )
+
+    def documents(self) -> Documents:
+        """As training hands them to the attention."""
+        rows = self.lengths.view(self.batch, -1).tolist()
+        return Documents(lengths=rows, device=self.device)
 
     def mask(self) -> torch.Tensor:
         """[batch, 1, sequence, sequence], true where a token (row) may see another: within its document, before it."""
@@ -114,37 +119,17 @@ def kernels(action: Callable[[], object], device: torch.device) -> dict[str, Any
     return {"operations": operations, "kernels": [{"name": name[:120], "seconds": value} for name, value in longest]}
 
 
-def varlen_options(known: Iterable[str], grouped: bool) -> tuple[dict[str, Any], bool]:
-    """Return how to ask for causal attention, by the names of the function's arguments, which changed between versions.
-
-    Also whether it takes groups of keys and values as they are; else there has to be one for every head.
-    """
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    takes = "enable_gqa" in known
-    return causal | ({"enable_gqa": True} if takes and grouped else {}), takes
-
-
-def varlen(shape: Shape) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:
-    """Attend by torch's kernel for documents of any length. Raises RuntimeError with the reason where there is none."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        raise RuntimeError(f"torch {torch.__version__} has no torch.nn.attention.varlen") from None
-    if shape.device.type != "cuda":
-        raise RuntimeError("it has no kernel for CPUs")
-    options, grouped = varlen_options(inspect.signature(varlen_attn).parameters, shape.groups != shape.heads)
-    tokens = shape.sequence * shape.batch
-    groups = shape.groups if grouped else shape.heads
-    query = shape.tensor(tokens, shape.heads, shape.channels)
-    key, value = (shape.tensor(tokens, groups, shape.channels) for _ in range(2))
-    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), shape.lengths.cumsum(0)]).to(shape.device, torch.int32)
-    longest = int(shape.lengths.max())
+def masked(shape: Shape) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:
+    """Attend with one mask of [sequence, sequence], as was usual before kernels for documents of any length."""
+    query, key, value = inputs = shape.inputs()
+    mask, repeat = shape.mask(), shape.heads // shape.groups
 
     def forward() -> torch.Tensor:
-        out = varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
-        return out[0] if isinstance(out, tuple) else out
+        own = query.permute(1, 2, 0, 3)
+        others = (part.permute(1, 2, 0, 3).repeat_interleave(repeat, dim=1) for part in (key, value))
+        return functional.scaled_dot_product_attention(own, *others, attn_mask=mask)
 
-    return forward, (query, key, value)
+    return forward, inputs
 
 
 def main() -> None:
@@ -155,14 +140,14 @@ def main() -> None:
     figures: dict[str, Any] = {"shape": dict(program.setup.sizes.attention), "type": str(shape.dtype)}
     whole = torch.full((shape.batch,), shape.sequence)
 
-    def through_module(mask: torch.Tensor | None) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:
+    def through_module(documents: Documents | None) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:
         inputs = shape.inputs()
-        return lambda: attend(*inputs, mask), inputs
+        return lambda: attend(*inputs, packed_seq_params=documents), inputs
 
     ways: dict[str, tuple[Callable[[], tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]], torch.Tensor]] = {
         "whole": (lambda: through_module(None), whole),
-        "packed_masked": (lambda: through_module(shape.mask()), shape.lengths),
-        "packed_varlen": (lambda: varlen(shape), shape.lengths),
+        "packed": (lambda: through_module(shape.documents()), shape.lengths),
+        "packed_masked": (lambda: masked(shape), shape.lengths),
     }
     for name, (make, lengths) in ways.items():
         try:

@@ -30,7 +30,7 @@ class Trainer:
     """The model of a training run, whose micro-batch may change."""
 
     def __init__(self, program: Program) -> None:
-        self._config = compose.read_resolved(Path(program.options.config))
+        self._config = compose.native(compose.read_resolved(Path(program.options.config)))
         self._ranks = parallel.start(self._config)
         self._vocabulary = self._config.data.mock_vocabulary_size
         self._model = Model(self._config, self._ranks, self._vocabulary)

@@ -24,9 +24,9 @@ from relayrun.config import compose
 from relayrun.errors import RunDirError, run_main
 from relayrun.monitoring.trackers.points import PointReader, Rewound
 from relayrun.monitoring.trackers.sinks import Sink, TensorBoard, WandB, wandb_mode
-from relayrun.monitoring.trackers.streams import Stream, record_streams
 from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
+from relayrun.rundir.streams import Stream, record_streams
 
 log = logging.getLogger(__name__)
 

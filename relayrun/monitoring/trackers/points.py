@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from relayrun.monitoring.trackers.streams import Stream
 from relayrun.rundir import views
 from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
+from relayrun.rundir.streams import Stream
 
 SPEED = frozenset(
     [

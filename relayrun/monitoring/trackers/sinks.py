@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from relayrun.config.schema import RunConfig
+from relayrun.config.schema import CommonConfig
 from relayrun.monitoring.trackers import wandb_files
 from relayrun.monitoring.trackers.points import Point
-from relayrun.monitoring.trackers.streams import Stream
 from relayrun.rundir.run import Run
+from relayrun.rundir.streams import Stream
 
 Mode = Literal["online", "offline"]
 
@@ -101,7 +101,7 @@ class WandB(Sink):
     node, and nothing of the environment shall reach a file.
     """
 
-    def __init__(self, run: Run, stream: Stream, config: RunConfig, mode: Mode) -> None:
+    def __init__(self, run: Run, stream: Stream, config: CommonConfig, mode: Mode) -> None:
         import wandb
 
         for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):  # homes may be full or not there
@@ -137,7 +137,7 @@ class WandB(Sink):
         wandb.teardown()  # waits until the client has written the end of its file
 
 
-def _shown(config: RunConfig, stream: Stream) -> dict[str, Any]:
+def _shown(config: CommonConfig, stream: Stream) -> dict[str, Any]:
     """The config as W&B shows it, without the variables that a site sets."""
     values = config.model_dump(mode="json")
     del values["cluster"]["environment"]

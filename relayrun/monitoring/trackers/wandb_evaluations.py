@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import fcntl
 
-from relayrun.config.schema import RunConfig
+from relayrun.config.schema import CommonConfig
 from relayrun.monitoring.trackers import wandb_files
 from relayrun.monitoring.trackers.sinks import Mode, client_settings
-from relayrun.monitoring.trackers.streams import read_streams
 from relayrun.rundir import evaluations
 from relayrun.rundir.run import Run
+from relayrun.rundir.streams import read_streams
 
 
-def tell(run: Run, config: RunConfig, mode: Mode) -> None:
+def tell(run: Run, config: CommonConfig, mode: Mode) -> None:
     """Send what W&B lacks of the results. Raises whatever the client raises."""
     streams = read_streams(run)
     results = sorted((r for r in evaluations.results(run) if r.status == "done"), key=lambda result: result.time)

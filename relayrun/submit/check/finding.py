@@ -6,13 +6,14 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from relayrun.config.schema import RunConfig
+from relayrun.config.schema import KINDS, CommonConfig
 from relayrun.config.yamlfile import LocatedSettings
-from relayrun.errors import ConfigError, RelayrunError, SeveralErrors
+from relayrun.errors import ConfigError, RelayrunError, together
 
 Level = Literal["ok", "warning", "error"]
 
-_SETTING = re.compile(rf"(?:{'|'.join(RunConfig.model_fields)})(?:\.[\w-]+)*")
+_SECTIONS = dict.fromkeys(name for kind in KINDS.values() for name in kind.model_fields)
+_SETTING = re.compile(rf"(?:{'|'.join(_SECTIONS)})(?:\.[\w-]+)*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class Finding:
 class Findings:
     """All findings of one look, in the order in which they were made."""
 
-    def __init__(self, config: RunConfig, given: LocatedSettings | None = None) -> None:
+    def __init__(self, config: CommonConfig, given: LocatedSettings | None = None) -> None:
         """`given`: what was written, and in which file and line, where that is known."""
         self._values = config.model_dump(mode="json")
         self._given = given
@@ -105,12 +106,10 @@ class Findings:
         return [finding for finding in self.all if finding.level == "warning"]
 
     def raise_errors(self) -> None:
-        """Raise what was found: the error itself where it is the only one, else SeveralErrors."""
+        """Raise what was found, all in one error."""
         errors = [finding.error for finding in self.errors if finding.error is not None]
-        if len(errors) == 1:
-            raise errors[0]
         if errors:
-            raise SeveralErrors(errors)
+            raise together(errors)
 
     def _add(
         self,

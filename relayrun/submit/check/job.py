@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from relayrun.config.schema import RunConfig
+from relayrun.config.schema import CommonConfig, RunConfig
 from relayrun.config.setup_lines import check_setup
 from relayrun.scheduler import sbatch_options
 from relayrun.submit.check.finding import Findings
 
 
-def look(config: RunConfig, findings: Findings) -> None:
-    """Look at options that sbatch does not have, and at lines that Bash cannot read."""
+def look(config: CommonConfig, findings: Findings) -> None:
+    """Look at options that sbatch does not have, at lines that Bash cannot read, and at what a site file guesses."""
     with findings.catching("job.options"):
         check_job(config)
+    if config.cluster.not_checked:
+        findings.warn(
+            "job.site",
+            f"the site file of {config.cluster.name} was written without having read in the site's documentation: "
+            + "; ".join(config.cluster.not_checked),
+            setting="cluster.not_checked",
+            remedy="ask the site's documentation, or sinfo, and take out of cluster.not_checked what is right",
+        )
 
 
-def check_job(config: RunConfig) -> None:
+def check_job(config: CommonConfig) -> None:
     """Raise ConfigError for an option that sbatch does not have, and for lines of a job that Bash cannot read."""
     check_setup(config.job.setup, where="job.setup")
     if config.cluster.scheduler == "slurm":
         sbatch_options.check(config.job.sbatch, where="job.sbatch")
-        if config.evaluation is not None:
+        if isinstance(config, RunConfig) and config.evaluation is not None:
             sbatch_options.check(config.evaluation.job.sbatch, where="evaluation.job.sbatch")

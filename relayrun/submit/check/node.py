@@ -14,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from relayrun import places
-from relayrun.config.schema import RunConfig
+from relayrun.config.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
 from relayrun.errors import ConfigError
+from relayrun.submit.check import command, megatron_lm
 from relayrun.submit.check.finding import Findings
 
 OLDEST = (3, 11)
 """Python of the batch script and of the ranks, at least."""
 NEEDED = ("torch", "megatron.core", "pydantic", "yaml", "numpy")
 """What the ranks import."""
+OF_MEGATRON_LM = ("torch", "numpy")
+"""What any checkout of Megatron-LM imports, at least."""
 CONTAINER = ("--container-image", "--environment", "--container-name")
 """Options of srun with which the ranks see another file system than this program does."""
 SECONDS = 60.0
@@ -38,33 +41,45 @@ json.dump({"version": list(sys.version_info[:2]), "missing": [n for n in sys.arg
 """
 
 
-def look(config: RunConfig, findings: Findings) -> None:
-    """Look at the ranks' Python, the batch script's, the modules, and at packages that settings need."""
-    _ranks(config, findings)
+def look(config: CommonConfig, findings: Findings) -> None:
+    """Look at the ranks' Python or program, the batch script's, the modules, and at packages that settings need."""
+    if isinstance(config, CommandConfig):
+        command.look(config, findings, contained=in_container(config))
+        _script(config, findings)
+    elif isinstance(config, MegatronConfig):
+        megatron_lm.look(config, findings, contained=in_container(config))
+        _ranks(config, OF_MEGATRON_LM, findings)
+    elif isinstance(config, RunConfig):
+        _ranks(config, _names(config), findings)
     if config.cluster.scheduler == "slurm":
         _host(config, findings)
     if config.cluster.modules:
         _modules(config, findings)
-    if config.parallel.context_parallel_size > 1 or config.training.transformer_impl == "transformer_engine":
+    if isinstance(config, RunConfig):
+        _packages(config, findings)
+
+
+def _packages(config: RunConfig, findings: Findings) -> None:
+    if config.training.transformer_impl == "transformer_engine":
         with findings.catching("node.transformer_engine", ok="TransformerEngine is there, or declared"):
             _check_transformer_engine(config)
     with findings.catching("node.evaluation"):
         _check_evaluation(config)
 
 
-def in_container(config: RunConfig) -> bool:
+def in_container(config: CommonConfig) -> bool:
     """Whether the ranks see other files than this program does."""
     return any(option.startswith(CONTAINER) for option in config.cluster.srun_options)
 
 
-def _ranks(config: RunConfig, findings: Findings) -> None:
+def _ranks(config: CommonConfig, names: Sequence[str], findings: Findings) -> None:
     cluster = config.cluster
     setting = "cluster.python"
     if in_container(config):
         findings.ok("node.python", "the ranks run in a container: what it holds is not known from here")
         return
     if cluster.python is None:
-        missing = [name for name in _names(config) if not _is_here(name)]
+        missing = [name for name in names if not _is_here(name)]
         version = list(sys.version_info[:2])
         python = sys.executable
     else:
@@ -75,7 +90,7 @@ def _ranks(config: RunConfig, findings: Findings) -> None:
             words = "there is no such program here" if not os.path.exists(python) else "this cannot be executed"
             how("node.python", f"{python}: {words}", setting=setting, remedy="give the Python of the ranks")
             return
-        answer = _ask(found, tuple(_names(config)), _search_path(config))
+        answer = _ask(found, tuple(names), _search_path(config))
         if answer is None:
             findings.warn("node.python", f"{python} gave no answer within {SECONDS:.0f} s", setting=setting)
             return
@@ -103,6 +118,33 @@ def _ranks(config: RunConfig, findings: Findings) -> None:
         findings.ok("node.python", f"{python} is Python {version[0]}.{version[1]} and has what the ranks import")
 
 
+def _script(config: CommandConfig, findings: Findings) -> None:
+    """Whether the Python of a command starts, and has what its script imports before anything else."""
+    found = command.python_and_script(config)
+    if found is None or in_container(config):
+        return
+    python, script = found
+    setting, names = "command.run", command.imports(script)
+    answer = _ask(python, names, os.pathsep.join([str(Path(script).parent), _search_path(config)]))
+    changed = config.cluster.modules or config.job.setup
+    how = findings.warn if changed else findings.refuse
+    if answer is None:
+        findings.warn("command.python", f"{python} gave no answer within {SECONDS:.0f} s", setting=setting)
+    elif isinstance(answer, str):
+        how("command.python", f"{python} does not start: {answer}", setting=setting, value=python)
+    elif answer["missing"]:
+        how(
+            "command.packages",
+            f"{python} has no {', '.join(answer['missing'])}, which {script} imports",
+            setting=setting,
+            value=python,
+            remedy="install it there, or name the Python that has it in command.run; {python} is cluster.python"
+            + ("; the modules or lines of job.setup may bring it" if changed else ""),
+        )
+    else:
+        findings.ok("command.packages", f"{python} has what {script} imports")
+
+
 def _names(config: RunConfig) -> list[str]:
     """What the ranks import: packages, and modules of a user's own."""
     own = [entry.hook for entry in config.training.hooks]
@@ -110,7 +152,7 @@ def _names(config: RunConfig) -> list[str]:
     return [*NEEDED, *dict.fromkeys(path.partition(":")[0].partition(".")[0] for path in own)]
 
 
-def _search_path(config: RunConfig) -> str:
+def _search_path(config: CommonConfig) -> str:
     given = config.cluster.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     return os.pathsep.join([str(places.CODE), *filter(None, given.split(os.pathsep))])
 
@@ -154,7 +196,7 @@ def _run(command: Sequence[str], environment: dict[str, str]) -> subprocess.Comp
         return error.strerror or str(error)
 
 
-def _host(config: RunConfig, findings: Findings) -> None:
+def _host(config: CommonConfig, findings: Findings) -> None:
     """The batch script's Python runs on a node; the same name here is all that can be asked."""
     setting, python = "cluster.host_python", config.cluster.host_python
     found = shutil.which(python)
@@ -177,7 +219,7 @@ def _host(config: RunConfig, findings: Findings) -> None:
         findings.ok("node.host_python", f"{python} is Python {'.'.join(map(str, answer['version']))} here")
 
 
-def _modules(config: RunConfig, findings: Findings) -> None:
+def _modules(config: CommonConfig, findings: Findings) -> None:
     names, setting = config.cluster.modules, "cluster.modules"
     script = 'type module >/dev/null 2>&1 || exit 99; for name in "$@"; do module is-avail "${name}" || exit 1; done'
     done = _run(["bash", "-lc", script, "bash", *names], {})
@@ -216,12 +258,9 @@ def _check_transformer_engine(config: RunConfig) -> None:
     cluster = config.cluster
     here = cluster.python is None and importlib.util.find_spec("transformer_engine") is not None
     if not (cluster.transformer_engine or here):
-        what = "parallel.context_parallel_size above 1"
-        if config.training.transformer_impl == "transformer_engine":
-            what = "training.transformer_impl=transformer_engine"
         raise ConfigError(
-            f"{what} needs TransformerEngine, which this Python does not have and cluster {cluster.name!r} does not "
-            "declare",
+            "training.transformer_impl=transformer_engine needs TransformerEngine, which this Python does not have "
+            f"and cluster {cluster.name!r} does not declare",
             where=f"configs/clusters/{cluster.name}.yaml",
             hint="set transformer_engine: true there if the ranks' container has it",
         )

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from relayrun.config.schema import RunConfig
+from relayrun.config.schema import CommonConfig, MegatronConfig, RunConfig
 from relayrun.config.writable import protected
 from relayrun.errors import InputError
 from relayrun.rundir.run import Run
@@ -25,7 +25,7 @@ WRITTEN = (
 """Variables that name a folder into which libraries of the ranks write."""
 
 
-def look(config: RunConfig, run: Run, log_folder: Path, findings: Findings) -> None:
+def look(config: CommonConfig, run: Run, log_folder: Path, findings: Findings) -> None:
     """Look at every path that a job of the run writes, links followed, and at the folder of the logs."""
     read_only = config.cluster.read_only_paths
     count = 0
@@ -50,7 +50,7 @@ def look(config: RunConfig, run: Run, log_folder: Path, findings: Findings) -> N
         check_log_folder(log_folder)
 
 
-def written_paths(config: RunConfig, run: Run, log_folder: Path) -> Iterator[tuple[str | None, Path]]:
+def written_paths(config: CommonConfig, run: Run, log_folder: Path) -> Iterator[tuple[str | None, Path]]:
     """Every path that a job of the run writes, and the setting that names it.
 
     What lies in the run directory is named where it is a link to another place.
@@ -68,8 +68,9 @@ def written_paths(config: RunConfig, run: Run, log_folder: Path) -> Iterator[tup
         run.path / "wandb",
     )
     yield from ((None, path) for path in inside if path.is_symlink())
-    if config.data.data_cache_dir is not None:
-        yield "data.data_cache_dir", Path(config.data.data_cache_dir)
+    data = config.data if isinstance(config, RunConfig | MegatronConfig) else None
+    if data is not None and data.data_cache_dir is not None:
+        yield "data.data_cache_dir", Path(data.data_cache_dir)
     yield None, log_folder
     for name in WRITTEN:
         if (folder := config.cluster.environment.get(name, "")).startswith("/"):

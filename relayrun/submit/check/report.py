@@ -6,14 +6,14 @@ import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from relayrun.config.schema import RunConfig
+from relayrun.config.schema import CommonConfig, RunConfig
 from relayrun.config.yamlfile import LocatedSettings
 from relayrun.errors import RelayrunError
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
 from relayrun.submit import owner
-from relayrun.submit.check import data, job, node, place, settings, slurm, state, storage, tracking
+from relayrun.submit.check import data, job, node, notify, place, settings, slurm, state, storage, tracking
 from relayrun.submit.check.finding import Findings
 from relayrun.submit.check.state import Intent
 from relayrun.submit.check.usage import Usage
@@ -27,19 +27,19 @@ ROOM = 0.9
 class Report:
     """What a check found."""
 
-    config: RunConfig
+    config: CommonConfig
     run: Run
     plan: Plan
     findings: Findings
     manifest: Manifest | None
-    """The run's data, without editions; None where they could not be read."""
+    """The run's data, without editions; None where they could not be read, and for a trainer that reads its own."""
     usage: list[Usage] = field(default_factory=list)
     forecast: Forecast | None = None
-    """None where the size of the vocabulary is not known."""
+    """None where the size of the vocabulary is not known, and for a foreign trainer."""
 
 
 def report(
-    config: RunConfig,
+    config: CommonConfig,
     plan: Plan,
     run: Run,
     *,
@@ -57,12 +57,12 @@ def report(
     place.look(config, run, log_folder, findings)
     with findings.catching("place.run_dir", ok=f"run directory {run.path}"):
         owner.refuse_unwritable(run)
-    manifest = data.look(config, run, findings)
+    manifest = data.look(config, run, findings) if isinstance(config, RunConfig) else None
     used: list[Usage] = []
     future: Forecast | None = None
     if intent is not None:
         state.look(config, plan, run, manifest, intent, findings)
-    if manifest is not None:
+    if isinstance(config, RunConfig) and manifest is not None:
         used = data.look_at_usage(_with_editions(config, run, manifest), run, manifest, findings)
         with findings.catching("run.lineage"):
             future = forecast(config, plan, run, manifest.vocabulary_size)
@@ -73,10 +73,11 @@ def report(
     if plan.scheduler == "slurm" and script is not None:
         slurm.look(plan, script, findings)
     tracking.look(config, findings)
+    notify.look(config, findings)
     return Report(config=config, run=run, plan=plan, findings=findings, manifest=manifest, usage=used, forecast=future)
 
 
-def of_config(config: RunConfig, given: LocatedSettings | None = None) -> Findings:
+def of_config(config: CommonConfig, given: LocatedSettings | None = None) -> Findings:
     """Look at what the config alone, and this machine's Pythons, tell."""
     findings = Findings(config, given)
     settings.look(config, findings)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relayrun.config import determinism
-from relayrun.config.schema import RunConfig
+from relayrun.config.schema import CommonConfig, MegatronConfig, RunConfig
 from relayrun.submit.check.finding import Findings
 
 PLACEHOLDER = re.compile(r"/set/|CHANGE[_-]?ME\b|<[a-z][a-z _-]*>$", re.IGNORECASE)
@@ -71,9 +71,18 @@ LONG_WARMUP = 0.5
 """Share of the run above which a warm-up is a warning."""
 
 
-def look(config: RunConfig, findings: Findings) -> None:
+def look(config: CommonConfig, findings: Findings) -> None:
     """Look at every setting by itself, and at pairs that make no sense together."""
     _placeholders(config, findings)
+    if isinstance(config, RunConfig):
+        _native(config, findings)
+    elif isinstance(config, MegatronConfig):
+        for each in RANGES:
+            _range(config, each, findings)
+        _ranks(config, findings)
+
+
+def _native(config: RunConfig, findings: Findings) -> None:
     before = len(findings.all)
     for each in RANGES:
         _range(config, each, findings)
@@ -92,16 +101,18 @@ def look(config: RunConfig, findings: Findings) -> None:
     _layout(config, findings)
 
 
-def placeholders(config: RunConfig) -> list[tuple[str, str]]:
+def placeholders(config: CommonConfig) -> list[tuple[str, str]]:
     """Name and value of every setting that still holds the text that stands for a value."""
+    data = config.data if isinstance(config, RunConfig | MegatronConfig) else None
+    made_up = data is not None and data.mock_data
     return [
         (name, value)
         for name, value in _texts(config.model_dump(mode="json"))
-        if PLACEHOLDER.match(value) and not (config.data.mock_data and name.startswith("data."))
+        if PLACEHOLDER.match(value) and not (made_up and name.startswith("data."))
     ]
 
 
-def _placeholders(config: RunConfig, findings: Findings) -> None:
+def _placeholders(config: CommonConfig, findings: Findings) -> None:
     found = placeholders(config)
     for name, value in found:
         findings.refuse(
@@ -127,9 +138,12 @@ def _texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, value
 
 
-def _range(config: RunConfig, each: Range, findings: Findings) -> None:
-    section, _, field = each.setting.partition(".")
-    value = getattr(getattr(config, section), field)
+def _range(config: RunConfig | MegatronConfig, each: Range, findings: Findings) -> None:
+    name, _, field = each.setting.partition(".")
+    section = getattr(config, name)
+    if section is None:
+        return
+    value = getattr(section, field)
     if not _within(value, each.possible) or (each.possible[0] is not None and value == each.possible[0]):
         findings.refuse(
             "settings.sense",
@@ -184,7 +198,7 @@ def _warmup(config: RunConfig, findings: Findings) -> None:
         )
 
 
-def _ranks(config: RunConfig, findings: Findings) -> None:
+def _ranks(config: RunConfig | MegatronConfig, findings: Findings) -> None:
     job = config.job
     if job.gpus_per_node and job.ntasks_per_node != job.gpus_per_node:
         what = "share a GPU" if job.ntasks_per_node > job.gpus_per_node else "leave GPUs idle"

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from relayrun.config import compose
-from relayrun.config.schema import RunConfig
+from relayrun.config.schema import CommonConfig, RunConfig
 from relayrun.data.evolution import Evolved, evolve
 from relayrun.errors import ConfigError, RunDirError
 from relayrun.rundir.lead import SAVES
@@ -38,11 +38,13 @@ class Intent:
 
 
 def look(
-    config: RunConfig, plan: Plan, run: Run, manifest: Manifest | None, intent: Intent, findings: Findings
+    config: CommonConfig, plan: Plan, run: Run, manifest: Manifest | None, intent: Intent, findings: Findings
 ) -> None:
     """Look at what the run's records, and its jobs, would make a submit refuse. `plan`: the config's."""
     with findings.catching("run.time_limit", ok="the time limit leaves time to train in"):
         check_time_limit(config, plan, run)
+    with findings.catching("run.trainer"):
+        refuse_other_trainer(config, run)
     with findings.catching("run.initial_checkpoint"):
         initial_checkpoint.find_initial_checkpoint(
             config, run, manifest, tell=lambda words: findings.warn("run.initial_checkpoint", words)
@@ -56,14 +58,16 @@ def look(
         refuse_while_live(run, former, scheduler, without=history.abandoned(former, run))
     with findings.catching("run.state", ok="the chain has not ended, or goes on with --resume"):
         refuse_after_end(run, resume=intent.resume)
+    with findings.catching("run.stop_after"):
+        check_stop_after(config, run)
     with findings.catching("run.owner"):
         owner.refuse_another(run, take_over=intent.take_over, now=time.time())
-    if manifest is not None:
+    if isinstance(config, RunConfig) and manifest is not None:
         with findings.catching("run.data", ok="the data are those that the run began with, or changes that it takes"):
             evolved(config, run, manifest, accept=intent.accept_data_change)
 
 
-def check_time_limit(config: RunConfig, plan: Plan, run: Run) -> None:
+def check_time_limit(config: CommonConfig, plan: Plan, run: Run) -> None:
     """Raise a ConfigError where leaving, or what start and save took in earlier attempts, needs the whole job.time."""
     limit = f"job.time ({plan.time_limit} s)"
     for name, seconds in (("lead", plan.lead), ("signal_lead", float(plan.signal_lead))):
@@ -108,12 +112,40 @@ def refuse_after_end(run: Run, *, resume: bool) -> None:
         )
 
 
+def refuse_other_trainer(config: CommonConfig, run: Run) -> None:
+    """Raise ConfigError where the run has checkpoints of another trainer, which this one cannot go on from."""
+    revisions = run.revisions()
+    if not revisions:
+        return
+    before = compose.read_resolved(run.config_revision(revisions[-1])).trainer
+    if before != config.trainer and durable(run).path is not None:
+        raise ConfigError(
+            f"this run has checkpoints of trainer {before}, and trainer {config.trainer} reads others",
+            where="trainer",
+            hint="give the run another name",
+        )
+
+
+def check_stop_after(config: CommonConfig, run: Run) -> None:
+    """Raise a ConfigError where the run has made the iteration durable at which it is to stop."""
+    if not isinstance(config, RunConfig):
+        return
+    stop, reached = config.training.stop_after, durable(run).iteration
+    if stop is not None and reached >= stop:
+        raise ConfigError(
+            f"the run stands at iteration {reached} already, and would stop after iteration {stop}",
+            where="training.stop_after",
+            hint="raise it, or set training.stop_after=null to go on to the last step",
+        )
+
+
 def evolved(config: RunConfig, run: Run, found: Manifest, *, accept: bool) -> Evolved | None:
     """The run's data with what the config changes of them; None where the run has no data yet. Raises InputError."""
     revisions = run.revisions()
     if not run.manifest.exists() or not revisions:
         return None
     frozen = Manifest.read(run.manifest)
-    past = [compose.read_resolved(run.config_revision(number)) for number in reversed(revisions)]
+    every = (compose.read_resolved(run.config_revision(number)) for number in reversed(revisions))
+    past = [each for each in every if isinstance(each, RunConfig)]  # before its first checkpoint a run may change it
     trained = durable(run).path is not None
     return evolve(frozen=frozen, history=past, found=found, config=config, accept=accept, trained=trained)

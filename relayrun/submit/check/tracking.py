@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from relayrun.config.schema import RunConfig
+from relayrun.config.schema import CommonConfig, MegatronConfig, RunConfig
 from relayrun.monitoring.trackers.sinks import wandb_mode
 from relayrun.submit.check.finding import Findings
 
@@ -14,7 +14,7 @@ KEY = re.compile(r"(?:local-)?[0-9a-f]{40}|wandb_v1_[A-Za-z0-9_]{40,}")
 """Forms of W&B's keys: 40 hexadecimal digits, of an own server with `local-` in front, and the longer new ones."""
 
 
-def look(config: RunConfig, findings: Findings, environment: Mapping[str, str] = os.environ) -> None:
+def look(config: CommonConfig, findings: Findings, environment: Mapping[str, str] = os.environ) -> None:
     """Look at W&B's variables, of this environment and of `cluster.environment`."""
     name = "tracking.wandb"
     if "WANDB_API_KEY" in config.cluster.environment:
@@ -25,6 +25,9 @@ def look(config: RunConfig, findings: Findings, environment: Mapping[str, str] =
             value="(not shown)",
             remedy="take it out, and export WANDB_API_KEY in the environment that submits",
         )
+    if not isinstance(config, RunConfig | MegatronConfig):
+        findings.ok(name, f"W&B is the program's own affair: nothing is sent for a run of trainer {config.trainer}")
+        return
     environment = {**environment, **config.cluster.environment}
     key, mode = environment.get("WANDB_API_KEY", ""), wandb_mode(environment)
     if mode == "offline":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -13,10 +14,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from relayrun.config.schema import RunConfig
+from relayrun.rundir.records import AttemptStart
 from relayrun.submit.check.finding import Finding, Findings, counted
 from relayrun.submit.check.report import Report
 from relayrun.submit.forecast.forecast import Forecast, in_bytes
 from relayrun.submit.forecast.saves import HOUR
+from relayrun.trainers.choose import trainer_of
 
 COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
 
@@ -126,6 +130,9 @@ def _plan(report: Report) -> Iterator[tuple[str, str]]:
     gpus = f", {job.gpus_per_node} GPUs each" if job.gpus_per_node else ""
     size = f"{counted(job.nodes, 'node')}{gpus}, {counted(job.ntasks_per_node, 'rank')} a node"
     yield "jobs", f"{size}, {job.time} each, on {config.cluster.name}"
+    if not isinstance(config, RunConfig):
+        yield from _foreign_plan(report)
+        return
     if future is None:
         yield "model", "its size depends on the tokenizer, which could not be read"
         return
@@ -161,6 +168,46 @@ def _plan(report: Report) -> Iterator[tuple[str, str]]:
         f"{in_bytes(checkpoint.kept_bytes)}, and at most {in_bytes(checkpoint.most_bytes)} lie there at a time",
     )
     yield "save interval", _save_interval(future)
+
+
+def _foreign_plan(report: Report) -> Iterator[tuple[str, str]]:
+    """What is known of a run whose program is not relayrun's own."""
+    yield "trainer", report.config.trainer
+    yield "a rank executes", shlex.join(rank_command(report))
+    steps = report.plan.total_steps
+    yield "steps", "until the program ends with exit code 0" if steps is None else f"{steps:,}"
+    yield "checkpoints", f"below {report.run.checkpoints}; their size is not known before there is one"
+    yield "time, node hours", "not known: how fast the program is shows when it runs"
+
+
+def as_comment(report: Report) -> list[str]:
+    """What the ranks execute, and what was given for that and does not hold, as lines of a comment: a flag a line."""
+    lines = ["what a rank executes:"]
+    for word in rank_command(report):
+        if word.startswith("--") or len(lines) == 1:
+            lines.append(f"  {shlex.quote(word)}")
+        else:
+            lines[-1] += f" {shlex.quote(word)}"
+    lines += [finding.words for finding in report.findings.all if finding.name == "megatron_lm.args"]
+    return [f"# {line}" for line in lines]
+
+
+def rank_command(report: Report) -> list[str]:
+    """What a rank of the run's next attempt executes, as far as it is known before: the words of a command line."""
+    trainer = trainer_of(report.plan, report.run)
+    begin = AttemptStart(
+        attempt=max(report.run.attempt_numbers(), default=0) + 1,
+        job_id="",
+        job_name=report.plan.job_name,
+        nodes="",
+        config_revision=report.plan.config_revision,
+        base_iteration=report.plan.load_iteration,
+        base_path=report.plan.load_path,
+        start_time=0.0,
+        job_end_time=None,
+        lead=report.plan.lead,
+    )
+    return [*report.plan.command_prefix, *trainer.command(begin)]
 
 
 def _time(future: Forecast) -> str:

@@ -87,7 +87,7 @@ def forecast(config: RunConfig, plan: Plan, run: Run, vocabulary_size: int) -> F
     count = parameters(config.model, size)
     newest = next((counted.commit for counted in Lineage(run).backwards() if counted.published), None)
     done, consumed = (0, 0) if newest is None else (newest.iteration, newest.consumed_samples)
-    samples = training.batch_sizes.consumed_by(training.steps)
+    samples = training.batch_sizes.consumed_by(training.end_iteration)
     left = max(0, samples - consumed)
     each = flops_per_token(config.model, size, training.seq_length)
     memory = config.cluster.gpu_memory_gb
@@ -105,7 +105,7 @@ def forecast(config: RunConfig, plan: Plan, run: Run, vocabulary_size: int) -> F
         vocabulary_size=size,
         memory=memory_bytes(config, vocabulary_size),
         gpu_memory=None if memory is None else memory * 1e9,
-        steps=training.steps,
+        steps=training.end_iteration,
         steps_done=done,
         tokens=samples * training.seq_length,
         tokens_left=left * training.seq_length,

@@ -75,7 +75,7 @@ def checkpoint_size(config: RunConfig, parameters: int, run: Run) -> CheckpointS
     newest = next((counted.commit for counted in Lineage(run).backwards() if counted.commit.files), None)
     if newest is not None:
         size, source = sum(newest.files.values()), f"as checkpoint {newest.iteration} of this run"
-    steps, settings = config.training.steps, config.checkpoint
+    steps, settings = config.training.end_iteration, config.checkpoint
     saves = -(-steps // settings.interval)
     last = min(saves, settings.keep_last)
     kept = last

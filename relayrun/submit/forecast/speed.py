@@ -97,6 +97,7 @@ def _trained_last(run: Run) -> float:
 def _newest_config(run: Run) -> RunConfig | None:
     try:
         revisions = run.revisions()
-        return compose.read_resolved(run.config_revision(revisions[-1])) if revisions else None
+        newest = compose.read_resolved(run.config_revision(revisions[-1])) if revisions else None
+        return newest if isinstance(newest, RunConfig) else None
     except (RelayrunError, OSError):
         return None

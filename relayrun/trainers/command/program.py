@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from relayrun.files import read_lines
 from relayrun.trainers.base import ENDED_BY_ITSELF, Ending, FoundCheckpoint, ObservedStep
 from relayrun.trainers.command.checkpoints import CheckpointRule
+from relayrun.trainers.command.progress import LogPattern, json_step
 from relayrun.trainers.new_lines import NewLines
 
 
@@ -23,9 +20,11 @@ class CommandProgram:
     Args:
         client: the folder of `relayrun.client`.
         folder: of the run's checkpoints; what the program says of others does not count.
+        base: the iteration that the attempt went on from.
+        total_steps: the last iteration; None: it has done all when it ends by itself.
         logs: files with what the ranks print, each with the bytes that it had before the attempt.
-        progress: a regular expression with a group `iteration`, and others whose numbers are metrics; None: it says
-            its steps through the client.
+        progress: finds its iterations in the logs; None: nothing does.
+        progress_file: a file of JSON lines, with its bytes before the attempt; None: there is none.
         rule: its checkpoints; None: it says them through the client.
         save: asks it for a checkpoint besides the client's file; None: nothing else does.
         asked_to_leave: whether somebody has asked it to save and leave.
@@ -36,16 +35,24 @@ class CommandProgram:
         *,
         client: Path,
         folder: Path,
+        base: int,
+        total_steps: int | None,
         logs: Sequence[tuple[str, int]],
-        progress: re.Pattern[str] | None,
+        progress: LogPattern | None,
+        progress_file: tuple[Path, int] | None,
         rule: CheckpointRule | None,
         save: Callable[[], None] | None,
         asked_to_leave: Callable[[], bool],
     ) -> None:
         self._client = client
         self._folder = folder
-        self._said = NewLines(client / "steps.jsonl")
-        self._lines = [NewLines(path, offset=offset) for path, offset in logs]
+        self._base = base
+        self._total_steps = total_steps
+        self._json = [NewLines(client / "steps.jsonl")]
+        if progress_file is not None:
+            path, offset = progress_file
+            self._json.append(NewLines(path, offset=offset))
+        self._logs = [NewLines(path, offset=offset) for path, offset in logs]
         self._progress = progress
         self._rule = rule
         self._save = save
@@ -53,16 +60,13 @@ class CommandProgram:
         self._newest = 0
 
     def steps(self) -> list[ObservedStep]:
-        """The iterations that it has said since the last call, rising; from its beginning for the first call."""
-        found = [_told(line) for line in self._said.read()]
+        """The iterations that it has said since the last call, as it said them; from its beginning for the first."""
+        found = [step for lines in self._json for line in lines.read() if (step := json_step(line)) is not None]
         if self._progress is not None:
-            found += [_matched(self._progress, line) for lines in self._lines for line in lines.read()]
-        rising = []
-        for step in found:
-            if step is not None and step.iteration > self._newest:
-                rising.append(step)
-                self._newest = step.iteration
-        return rising
+            for lines in self._logs:
+                found += self._progress.steps(lines.read())
+        self._newest = max([self._newest, *(step.iteration for step in found)])
+        return found
 
     def checkpoints(self) -> list[FoundCheckpoint]:
         """Every whole checkpoint that is there now, rising."""
@@ -70,66 +74,40 @@ class CommandProgram:
             return self._rule.whole()
         said: dict[int, str] = {}
         for entry in read_lines(self._client / "checkpoints.jsonl"):
-            with contextlib.suppress(ValueError, TypeError, KeyError):
+            with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
                 iteration, path = int(entry["iteration"]), str(entry["path"])
                 if Path(path).exists() and os.path.realpath(os.path.dirname(path)) == os.path.realpath(self._folder):
                     said[iteration] = path
         return [FoundCheckpoint(iteration=iteration, path=said[iteration]) for iteration in sorted(said)]
 
     def saving(self) -> int | None:
-        """The newest checkpoint that has a name and is not whole."""
-        if self._rule is None:
-            return None
-        torn = [iteration for iteration, path in self._rule.every() if not self._rule.is_whole(path)]
-        return torn[-1] if torn else None
+        """The newest checkpoint that has a name, where it is not whole."""
+        return None if self._rule is None else self._rule.under_way()
 
-    def ask_to_save(self) -> None:
+    def ask_to_save(self) -> str | None:
         """Leave word for the client, and do what else the settings say."""
         self._client.mkdir(exist_ok=True)
         (self._client / "save").touch()
         if self._save is not None:
             self._save()
+        return None
 
     def ending(self, exit_code: int | None) -> Ending | None:
-        """A program that ends well has done all it had to do, or was asked to leave; no other end is on purpose."""
-        if exit_code != 0:
+        """A program that ends well has done all it had to do, or was asked to leave.
+
+        Many end with another exit code than 0 when they have done what a signal asked for. That is on purpose too where
+        all that it said it has done is saved.
+        """
+        if exit_code is None:
             return None
-        if self._asked_to_leave():
+        asked = self._asked_to_leave()
+        saved = max((checkpoint.iteration for checkpoint in self.checkpoints()), default=0)
+        if exit_code != 0:
+            if asked and saved > self._base and saved >= self._newest:
+                return Ending(outcome="left", words=f"it was asked to leave (exit code {exit_code})")
+            return None
+        if asked:
             return Ending(outcome="left", words="it was asked to leave")
+        if self._total_steps is not None and saved < self._total_steps:
+            return Ending(outcome="left", words=f"{ENDED_BY_ITSELF}, before iteration {self._total_steps}")
         return Ending(outcome="done", words=ENDED_BY_ITSELF)
-
-
-def _told(line: str) -> ObservedStep | None:
-    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-        entry: dict[str, Any] = json.loads(line)
-        metrics = {str(name): float(value) for name, value in entry["metrics"].items()}
-        seconds, samples = metrics.pop("step_seconds", None), metrics.pop("consumed_samples", None)
-        return ObservedStep(
-            iteration=int(entry["iteration"]),
-            seconds=seconds,
-            consumed_samples=None if samples is None else int(samples),
-            metrics=metrics,
-        )
-    return None
-
-
-def _matched(progress: re.Pattern[str], line: str) -> ObservedStep | None:
-    found = progress.search(line)
-    if found is None:
-        return None
-    groups = found.groupdict()
-    metrics: dict[str, float] = {}
-    for name, text in groups.items():
-        with contextlib.suppress(ValueError, TypeError):
-            if math.isfinite(value := float(text)):
-                metrics[name] = value
-    iteration = metrics.pop("iteration", None)
-    if iteration is None:
-        return None
-    seconds, samples = metrics.pop("step_seconds", None), metrics.pop("consumed_samples", None)
-    return ObservedStep(
-        iteration=int(iteration),
-        seconds=seconds,
-        consumed_samples=None if samples is None else int(samples),
-        metrics=metrics,
-    )

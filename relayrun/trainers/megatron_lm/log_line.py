@@ -20,6 +20,7 @@ NAMES = {
     "learning rate": "lr",
     "global batch size": "global_batch_size",
     "throughput per GPU (TFLOP/s/GPU)": "model_tflops_per_gpu",
+    "tokens/sec/gpu": "tokens_per_second_per_gpu",
 }
 """Megatron's names of what `metrics.jsonl` has under a name of its own."""
 

@@ -17,10 +17,10 @@ from typing import Any
 
 from relayrun.config.rampup import BatchSizes
 from relayrun.errors import InputError
+from relayrun.trainers.megatron_lm.checkpoints import TRACKER
 from relayrun.training.checkpoint import inert_pickle
 from relayrun.training.checkpoint.inert_pickle import Unreadable, is_inert
 
-TRACKER = "latest_checkpointed_iteration.txt"
 _COMMON = "common.pt"
 _NAME = re.compile(r"iter_(\d{7,})")
 

@@ -4,6 +4,9 @@ megatron-core's DotProductAttention keeps scores and probabilities of [batch, he
 every layer. torch picks a flash kernel, on GPUs and on CPUs, which keeps none: memory grows with the
 sequence, not with its square. With attention dropout on a CPU torch has no such kernel and computes the
 matrix after all.
+
+Documents (`data.reset_attention_mask`) are attended to one by one, without a mask: on GPUs in one call of torch's
+kernel for sequences of any length, elsewhere one after the other. The time falls with their lengths.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ from megatron.core.transformer.module import MegatronModule
 from torch.backends import cuda
 from torch.backends.cuda import SDPAParams
 
+from relayrun.training.model import heads, varlen
+from relayrun.training.model.documents import Documents
+
 
 class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
     """A `core_attention` for megatron-core's layer specs; the arguments are those it passes."""
@@ -27,63 +33,72 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         self._scale = softmax_scale
         self._dropout = config.attention_dropout
         self._forked = config.sequence_parallel
+        self._context_size = config.context_parallel_size
 
     def forward(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        visible: torch.Tensor | None,
+        attention_mask: torch.Tensor | None = None,
         *_: Any,
+        packed_seq_params: Documents | None = None,
         **__: Any,
     ) -> torch.Tensor:
         """Attend with query [sequence, batch, heads, channels] to key and value [sequence, batch, groups, channels].
 
-        Returns [sequence, batch, heads * channels]. Heads and groups are those of this tensor-parallel rank.
-
-        `visible` [batch, 1, sequence, sequence] is true where a token (row) may see another; None: all before
-        it. With it torch has no flash kernel for GPUs and takes a memory-efficient one.
+        Returns [sequence, batch, heads * channels]. Heads and groups are those of this tensor-parallel rank, the
+        sequence is this context-parallel rank's part of it. A token sees those before it in its row, or in its document
+        with `packed_seq_params`, which speak of whole rows. There is no mask.
         """
-        sequence, batch, heads, channels = query.shape
+        assert attention_mask is None
+        if self._context_size > 1:
+            query, key, value = heads.gather_sequence(query, key, value)
         dropout = self._dropout if self.training else 0.0
-        query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         # Heads are split over tensor-parallel ranks: each its own masks. With sequence parallel whole layers are within
         # such a fork already; recomputed, they have its state but not its name, and a second fork would draw anew.
         if dropout and not self._forked:
             with get_cuda_rng_tracker().fork():
-                out = self._attend(query, key, value, visible, dropout)
+                out = self._attend(query, key, value, packed_seq_params, dropout)
         else:
-            out = self._attend(query, key, value, visible, dropout)
-        return out.permute(2, 0, 1, 3).reshape(sequence, batch, heads * channels)
+            out = self._attend(query, key, value, packed_seq_params, dropout)
+        if self._context_size > 1:
+            out = heads.scatter_sequence(out)
+        return out.flatten(2)
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, dropout: float
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents | None, dropout: float
     ) -> torch.Tensor:
+        """All as in `forward`, over whole rows; returns [sequence, batch, heads, channels]."""
+        if documents is not None and not dropout and varlen.usable(query):
+            return varlen.attend(query, key, value, documents, scale=self._scale)
+        query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        if documents is None:
+            return self._causal(query, key, value, dropout).permute(2, 0, 1, 3)
+        rows = []
+        for row, lengths in enumerate(documents.lengths):
+            parts = (part[row : row + 1].split(list(lengths), dim=2) for part in (query, key, value))
+            rows.append(torch.cat([self._causal(*each, dropout) for each in zip(*parts, strict=True)], dim=2))
+        return torch.cat(rows).permute(2, 0, 1, 3)
+
+    def _causal(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
+        """One call of torch's kernel for [batch, heads or groups, sequence, channels]."""
         repeat = query.shape[1] // key.shape[1]
-        shared = repeat > 1 and _kernel_takes_groups(query, key, value, visible, dropout)
+        shared = repeat > 1 and _kernel_takes_groups(query, key, value, dropout)
         if repeat > 1 and not shared:
             key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
         return functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=visible,
-            dropout_p=dropout,
-            is_causal=visible is None,
-            scale=self._scale,
-            enable_gqa=shared,
+            query, key, value, dropout_p=dropout, is_causal=True, scale=self._scale, enable_gqa=shared
         )
 
 
-def _kernel_takes_groups(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, dropout: float
-) -> bool:
+def _kernel_takes_groups(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
     """Whether torch reads keys and values of groups as they are, all [batch, heads or groups, sequence, channels].
 
-    The flash kernel of CPUs does. Of those for GPUs flash does, which takes neither masks nor fp32, and the
-    memory-efficient one only in some versions of torch. Where none does, torch would fall back to the whole matrix.
+    The flash kernel of CPUs does. Of those for GPUs flash does, which does not take fp32, and the memory-efficient one
+    only in some versions of torch. Where none does, torch would fall back to the whole matrix.
     """
     if key.device.type == "cpu":
         return True
-    asked = SDPAParams(query, key, value, visible, dropout, visible is None, True)
+    asked = SDPAParams(query, key, value, None, dropout, True, True)
     return cuda.can_use_flash_attention(asked) or cuda.can_use_efficient_attention(asked)

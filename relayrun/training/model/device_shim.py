@@ -95,6 +95,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("device") == "cuda":
             kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)  # for copies to a GPU
         return factory(*args, **kwargs)
 
     return make

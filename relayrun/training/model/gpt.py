@@ -29,6 +29,7 @@ from relayrun.errors import ConfigError
 from relayrun.training import parallel
 from relayrun.training.loss import LossSum, Result, loss_function
 from relayrun.training.model import layers
+from relayrun.training.model.documents import Documents, Positions
 from relayrun.training.model.size import flops_per_token, padded
 from relayrun.training.parallel import Ranks
 
@@ -79,6 +80,8 @@ class Model:
             overlap_grad_reduce=config.parallel.overlap_grad_reduce,
             overlap_param_gather=config.parallel.overlap_param_gather,
         )
+        self._restarted: list[Positions] = []
+        """Rotary embeddings that are told the positions of each micro-batch; none where these do not restart."""
         parallel.seed_weights(ranks, config.training.seed)
         parts = [self._build(config, transformer, stage) for stage in range(ranks.virtual_stages)]
         parallel.seed_dropout(ranks, config.training.seed)
@@ -111,6 +114,9 @@ class Model:
             rope_scaling_factor=config.model.rope_scaling_factor or 1.0,
             vp_stage=stage if self._ranks.virtual_stages > 1 else None,
         )
+        if config.data.reset_position_ids:
+            gpt.rotary_pos_emb = Positions(gpt.rotary_pos_emb)
+            self._restarted.append(gpt.rotary_pos_emb)
         gpt.model_type = ModelType.encoder_or_decoder  # the schedules ask for it
         gpt.to(self._ranks.device)
         return Float16Module(transformer, gpt) if self.dtype is torch.bfloat16 else gpt  # type: ignore[no-any-return]
@@ -184,15 +190,16 @@ class Model:
         parts = {
             "input_ids": tokens[:, :-1].contiguous(),
             "position_ids": self._position_ids(batch.tokens[:, :-1]),
-            "attention_mask": self._visible(batch.tokens[:, :-1]),
             "labels": tokens[:, 1:].contiguous(),
         }
+        if self._data.eod_mask_loss:
+            parts["loss_mask"] = torch.from_numpy(documents.loss_mask(batch.tokens[:, :-1], self._eod)).to(device)
         if self._ranks.context_size > 1:  # two parts of the sequence for each rank, so that all have as much to attend
             parts = get_batch_on_this_cp_rank(parts)
-        loss = ddp(**parts)
-        mask = None
-        if self._data.eod_mask_loss:
-            mask = torch.from_numpy(documents.loss_mask(batch.tokens[:, :-1], self._eod)).to(device)
+        mask = parts.pop("loss_mask", None)
+        for positions in self._restarted:
+            positions.at(parts["position_ids"])
+        loss = ddp(**parts, attention_mask=None, packed_seq_params=self._documents(batch.tokens[:, :-1]))
         context = self._ranks.context_size
         return loss, loss_function(self._loss_mean, mask=mask, weights=weights, context_size=context)
 
@@ -201,13 +208,11 @@ class Model:
             return self._positions.expand(len(inputs), -1)
         return torch.from_numpy(documents.positions(inputs, self._eod)).to(self._ranks.device)
 
-    def _visible(self, inputs: npt.NDArray[np.int64]) -> torch.Tensor | None:
-        """[batch, 1, sequence, sequence], true where a token (row) may see another; None: all before it."""
+    def _documents(self, inputs: npt.NDArray[np.int64]) -> Documents | None:
+        """What a token may see; None: all before it."""
         if not self._data.reset_attention_mask:
             return None
-        starts = torch.from_numpy(documents.document_starts(inputs, self._eod)).to(self._ranks.device)
-        at = self._positions
-        return ((at >= starts[:, :, None]) & (at <= at[:, None])).unsqueeze(1)
+        return Documents(lengths=documents.lengths(inputs, self._eod), device=self._ranks.device)
 
 
 def _eod(data: Data, eod: int | None) -> int:

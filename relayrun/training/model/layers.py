@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from relayrun.config.schema import RunConfig
 from relayrun.errors import FatalTrainingError
 from relayrun.training.model.attention import CausalAttention
+from relayrun.training.model.document_attention import document_attention
 from relayrun.training.model.norm import FinalNorm, RMSNorm
 
 Implementation = Literal["local", "transformer_engine"]
@@ -28,26 +29,25 @@ Implementation = Literal["local", "transformer_engine"]
 def implementation(config: RunConfig) -> Implementation:
     """What `training.transformer_impl` comes to here. Raises FatalTrainingError if TransformerEngine is missing."""
     wanted = config.training.transformer_impl
-    if wanted == "auto" and config.parallel.context_parallel_size == 1:
+    if wanted == "auto":
         usable = HAVE_TE and torch.cuda.is_available() and not config.data.reset_attention_mask
         return "transformer_engine" if usable else "local"
-    if wanted != "local" and not HAVE_TE:
-        why = "context parallelism needs its attention" if wanted == "auto" else "training.transformer_impl asks for it"
+    if wanted == "transformer_engine" and not HAVE_TE:
         raise FatalTrainingError(
-            f"TransformerEngine is not installed where the ranks run, and {why}",
-            hint="use a container that has it, or set parallel.context_parallel_size=1 and "
-            "training.transformer_impl=local",
+            "TransformerEngine is not installed where the ranks run, and training.transformer_impl asks for it",
+            hint="use a container that has it, or set training.transformer_impl=local",
         )
-    return "local" if wanted == "local" else "transformer_engine"
+    return wanted
 
 
 def block_spec(chosen: Implementation, transformer: TransformerConfig, stage: int) -> TransformerBlockSubmodules:
     """The layers of one virtual stage of this rank, and the norm behind the last."""
     layer: ModuleSpec
     if chosen == "transformer_engine":
-        from megatron.core.extensions.transformer_engine import TENorm
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
 
         layer, norm = get_gpt_layer_with_transformer_engine_spec(), TENorm
+        layer.submodules.self_attention.submodules.core_attention = document_attention(TEDotProductAttention)
     else:
         layer, norm = get_gpt_layer_local_spec(normalization="RMSNorm"), FinalNorm
         parts = layer.submodules

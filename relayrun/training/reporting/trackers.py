@@ -16,8 +16,8 @@ from collections.abc import Callable
 from relayrun.config.schema import RunConfig
 from relayrun.errors import RelayrunError
 from relayrun.monitoring.trackers.sinks import wandb_mode
-from relayrun.monitoring.trackers.streams import record_streams
 from relayrun.rundir.run import Run
+from relayrun.rundir.streams import record_streams
 from relayrun.training.hooks import Hook
 
 LEAVE_SECONDS = 5.0

@@ -1,4 +1,4 @@
-"""The README's commands for a cluster, on a cluster."""
+"""The commands of docs/launchers.md, on a cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from relayrun.rundir.run import Run
 from relayrun.shards.indexed import Shard
-from tests.readme import blocks, checkout, tokenize
+from tests.readme import ROOT, blocks, checkout, tokenize
 from tests.workspace import ends
 
 from .cluster import TestCluster
@@ -32,7 +32,7 @@ def test_dumps_and_a_chain_as_jobs(cluster: TestCluster, tmp_path: Path) -> None
         cwd=tmp_path,
         env=environment | {"PATH": cluster.env["PATH"]},
     )
-    tokenization, training = blocks("bash slurm")
+    training, tokenization = blocks("bash slurm", (ROOT / "docs/launchers.md").read_text(encoding="utf-8"))
     environment = environment | {"PATH": cluster.env["PATH"]}
     cluster.run(["bash", "-euo", "pipefail", "-c", tokenization], cwd=tmp_path, env=environment)
     cluster.wait_until(lambda: not cluster.queue(), timeout=360)

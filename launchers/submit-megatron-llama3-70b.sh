@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=relayrun-megatron-llama3-70b
+#SBATCH --time=00:19:59
+#SBATCH --nodes=32
+#SBATCH --ntasks-per-node=4
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=72
+#SBATCH --exclusive
+#
+# The backstop of the chain's own clock: to the batch script alone (B:), which asks the ranks to save and leave.
+# Slurm sends it up to 60 s early.
+#SBATCH --signal=B:SIGUSR2@240
+#
+# After a node failure the queued successor goes on; the same job coming back would make two.
+#SBATCH --no-requeue
+set -euo pipefail
+
+# Settings. An empty one is as in the YAML that CONFIG names; behind the # stands what that says. To set one, write it
+# behind :- or give it in the environment: MBS=4 sbatch launchers/submit-megatron-llama3-70b.sh.
+# The environment holds over this block, and both over the YAML. Nodes, time and such: the #SBATCH lines hold.
+export CONFIG="${CONFIG:-configs/runs/megatron-llama3-70b.yaml}"
+export DATASETS="${DATASETS:-}"                   # /set/data.datasets; folders of .bin/.idx shards, separated by commas
+export MIXTURE="${MIXTURE:-}"                     # none; instead of DATASETS: a mixture file, or PATH*,0.3;PATH*,0.7 (docs/data-order.md)
+export MBS="${MBS:-}"                             # 1; sequences of a rank at a time
+export GBS="${GBS:-}"                             # 1024; sequences of an iteration
+export SEQ_LEN="${SEQ_LEN:-}"                     # 8192; tokens
+export TRAINING_STEPS="${TRAINING_STEPS:-}"       # 500; iterations
+export CHECKPOINT_STEPS="${CHECKPOINT_STEPS:-}"   # 250; iterations
+export AUTO_JOB_REQUEUE="${AUTO_JOB_REQUEUE:-}"   # false; a successor behind every job; costs node hours unattended
+export LOG_NCCL="${LOG_NCCL:-}"                   # false; these three: docs/monitoring.md
+export NSYS_PROFILER="${NSYS_PROFILER:-}"         # false
+export MOCK_DATA="${MOCK_DATA:-}"                 # false
+export MEGATRON_LM_DIR="${MEGATRON_LM_DIR:-}"     # /set/megatron_lm.dir; the checkout whose pretrain_gpt.py trains
+export ARGS_FILE="${ARGS_FILE:-}"                 # none; a launcher with arrays NAME_ARGS=(--flag value ...), which hold over the YAML
+export DATASET_CACHE_DIR="${DATASET_CACHE_DIR:-}" # none; indices of the data; by default in the run directory
+export BACKUP_CODEBASE="${BACKUP_CODEBASE:-}"     # false; jobs run a copy of the checkout
+export TENSORBOARD="${TENSORBOARD:-}"             # true; event files in the run directory; W&B is on by WANDB_API_KEY
+export LOAD="${LOAD:-}"                           # none; begin with the checkpoint of another run, RUN[:ITERATION]
+export PROJECT_NAME="${PROJECT_NAME:-}"           # relayrun
+export EXP_NAME="${EXP_NAME:-}"                   # megatron-llama3-70b
+
+# In a job this file is a copy in Slurm's spool; Slurm knows where it was submitted from.
+self="${BASH_SOURCE[0]}"
+[[ -z "${SLURM_JOB_ID:-}" ]] || self="$(scontrol show job "${SLURM_JOB_ID}" | sed -n 's/^ *Command=//p')"
+# shellcheck source=lib/launch.sh
+source "$(dirname "${self}")/lib/launch.sh"

@@ -1,0 +1,38 @@
+"""What the config of every run has, whatever its ranks execute."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from relayrun.config.job import Chain, Cluster, Debug, Job, Tracking
+from relayrun.config.notify import Notify
+from relayrun.config.section import NAME, Line, Section
+
+TrainerName = Literal["native", "megatron-lm", "command"]
+
+
+class CommonConfig(Section):
+    """The settings of a run that do not depend on its trainer. Each trainer has a class of its own below this one."""
+
+    project: Annotated[str, Field(pattern=NAME)]
+    """Name of the project: the first part of the run's name, the W&B project, and a folder below logs/runs."""
+    name: Annotated[str, Field(pattern=NAME)]
+    """Name of the run within its project. `{nodes}` in it becomes the number of nodes."""
+    run_dir: Line | None = None
+    """Directory of the run; default: logs/runs/<project>/<name>."""
+    trainer: TrainerName = "native"
+    """What the ranks execute. `native`: relayrun's own training program. `megatron-lm`: a checkout of Megatron-LM.
+    `command`: a program of your own. It decides which sections a run has."""
+    chain: Chain = Chain()
+    tracking: Tracking = Tracking()
+    debug: Debug = Debug()
+    notify: Notify = Notify()
+    job: Job
+    cluster: Cluster
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one job."""
+        return self.job.nodes * self.job.ntasks_per_node

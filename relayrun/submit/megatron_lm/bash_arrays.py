@@ -1,0 +1,259 @@
+"""The flags in the Bash arrays of a launcher: taken out as text, looked at, and expanded by Bash. Nothing else runs.
+
+    NETWORK_SIZE_ARGS=(
+      --num-layers 32                      # comments and quotes are as in Bash
+      --max-position-embeddings $SEQ_LEN   # a variable of the settings block
+    )
+
+An array may hold words, quotes and variables that are known (`variables`), with `${NAME:-default}`, and arithmetic of
+numbers. Whatever could run something or change something is refused with its line before Bash sees any of it. Bash then
+gets the arrays alone, in an empty environment with those variables, restricted, and without any program to call.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from relayrun.errors import ConfigError, nearest
+from relayrun.submit.megatron_lm import flag
+from relayrun.submit.megatron_lm.bash_text import (
+    META,
+    Array,
+    Unreadable,
+    arrays,
+    end_of_line,
+    line_of,
+    skip_parentheses,
+)
+from relayrun.submit.megatron_lm.flag import Flag
+
+LARGEST = 1 << 20
+"""Bytes of a script; no launcher comes near."""
+
+SECONDS = 20.0
+"""For which Bash may expand; `{1..1000000000}` would take all memory."""
+
+PER_JOB = frozenset({"SLURM_JOB_ID", "SLURM_JOBID", "DEBUG_DIR", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_NODELIST"})
+"""Variables of launchers that have a value in a job alone."""
+
+_BUILTINS = "kill eval source . command builtin exec trap read mapfile readarray cd pushd popd enable"
+"""Builtins that the arrays could not call anyway."""
+
+_NAME = re.compile(r"\$([A-Za-z_]\w*)")
+_BRACED = re.compile(r"\$\{([A-Za-z_]\w*)(?:\[[@*]\])?(\}|:?[-+])")
+_NUMBERS = re.compile(r"[\w\s()+*/%-]*")
+
+
+def flags_of(path: Path, variables: Mapping[str, str], hints: Mapping[str, str]) -> list[Flag]:
+    """The flags of all arrays NAME_ARGS of the script at `path`, in its order.
+
+    `variables`: the only ones that the arrays may name. `hints`: what gives a variable its value, by its name.
+    Raises ConfigError, which names the line.
+    """
+    text = _read(path)
+    try:
+        found = arrays(text)
+        for array in found:
+            _Body(text, array, variables, hints, {each.name for each in found}).check()
+    except Unreadable as error:
+        where = f"{path}:{line_of(text, error.at)}"
+        raise ConfigError(error.words, where=where, hint="`megatron_lm.args` takes any flag verbatim") from None
+    if not found:
+        raise ConfigError(
+            "this file has no array of flags", where=path, hint="write NAME_ARGS=( --flag value ... ), as launchers do"
+        )
+    names = list(dict.fromkeys(array.name for array in found))
+    words = _expanded(path, found, names, variables)
+    lines = {name: f"{path}:{line_of(text, array.at)}" for array in reversed(found) for name in [array.name]}
+    return [
+        each
+        for name in names
+        for each in flag.of_words([(word, f"{name} in {lines[name]}") for word in words[name]], where=lines[name])
+    ]
+
+
+def _read(path: Path) -> str:
+    try:
+        if path.stat().st_size > LARGEST:
+            raise ConfigError("too large for a launcher", where=path, hint="name the Bash file that holds the arrays")
+        raw = path.read_bytes()
+        text = raw.decode()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot be read: {error.strerror}", where=f"megatron_lm.args_file {path}", hint="name a file that exists"
+        ) from None
+    except UnicodeDecodeError:
+        raise ConfigError("is no text in UTF-8", where=path, hint="name the Bash file that holds the arrays") from None
+    for control, what in (("\0", "a NUL byte"), ("\r", "a carriage return, as Windows ends lines")):
+        if control in text:
+            line = line_of(text, text.index(control))
+            raise ConfigError(f"holds {what}", where=f"{path}:{line}", hint="dos2unix takes carriage returns away")
+    return text
+
+
+class _Body:
+    """What stands between the parentheses of one array."""
+
+    def __init__(
+        self, text: str, array: Array, variables: Mapping[str, str], hints: Mapping[str, str], names: set[str]
+    ) -> None:
+        self._text = text
+        self._at = array.at
+        self._end = array.at + len(array.body)
+        self._variables = variables
+        self._hints = hints
+        self._names = names
+
+    def check(self) -> None:
+        """Raises Unreadable for all but words, quotes and variables that are known."""
+        word = False  # whether a word has begun
+        while self._at < self._end:
+            char = self._text[self._at]
+            if char in " \t\n":
+                self._at, word = self._at + 1, False
+            elif char == "#" and not word:
+                self._at = end_of_line(self._text, self._at)
+            elif self._text.startswith(("<(", ">("), self._at):
+                self._refuse("a process substitution")
+            elif char in META:
+                self._refuse(f"an unquoted {char!r}")
+            elif char == "[" and not word:
+                self._refuse("an unquoted '[', which may begin an index that Bash evaluates,")
+            else:
+                word = True
+                self._one()
+        if self._at != self._end:
+            raise Unreadable(self._at, "a quote or an expansion goes on behind the end of the array")
+
+    def _one(self, *, quoted: bool = False) -> None:
+        """Pass over one character, or the quote or expansion that begins with it."""
+        text, at = self._text, self._at
+        char = text[at]
+        if char == "\\":
+            self._at += 2
+        elif char == "`":
+            self._refuse("a command substitution")
+        elif text.startswith(("<(", ">("), at) and not quoted:
+            self._refuse("a process substitution")
+        elif char == "'" and not quoted:
+            self._at = text.index("'", at + 1) + 1
+        elif char == '"' and not quoted:
+            self._at += 1
+            while text[self._at] != '"':
+                self._one(quoted=True)
+            self._at += 1
+        elif char == "$":
+            self._dollar(quoted=quoted)
+        else:
+            self._at += 1
+
+    def _dollar(self, *, quoted: bool) -> None:
+        text, at = self._text, self._at
+        if text.startswith("$((", at):
+            self._arithmetic()
+        elif text.startswith("$(", at):
+            self._refuse("a command substitution")
+        elif text.startswith("$[", at):
+            self._refuse("arithmetic in brackets")
+        elif (braced := _BRACED.match(text, at)) is not None:
+            self._braced(braced, quoted=quoted)
+        elif text.startswith("${", at):
+            self._refuse("an expansion that is none of ${NAME}, ${NAME[@]}, ${NAME:-default} and ${NAME:+other}")
+        elif (plain := _NAME.match(text, at)) is not None:
+            self._known(plain[1])
+            self._at = plain.end()
+        elif text.startswith("$'", at) and not quoted:
+            self._at += 2
+            while text[self._at] != "'":
+                self._at += 2 if text[self._at] == "\\" else 1
+            self._at += 1
+        elif text.startswith('$"', at) and not quoted:
+            self._refuse("a text to be translated")
+        elif re.match(r"\$[\d@*#?$!_-]", text[at : at + 2]):
+            self._refuse(f"{text[at : at + 2]}, which only a running script has,")
+        else:
+            self._at += 1
+
+    def _braced(self, match: re.Match[str], *, quoted: bool) -> None:
+        name, end = match[1], match[2]
+        if end == "}":
+            self._known(name)
+            self._at = match.end()
+            return
+        self._at = match.end()  # what stands behind :- is looked at whether it is needed or not
+        while self._text[self._at] != "}":
+            if quoted and self._text[self._at] in "'\"":  # versions of Bash differ in what that means
+                self._refuse("a quote inside of a quoted ${...}")
+            self._one(quoted=quoted)
+        self._at += 1
+
+    def _arithmetic(self) -> None:
+        """Numbers and variables that are numbers: a name's value would be evaluated, whatever it holds."""
+        end = skip_parentheses(self._text, self._at + 1)
+        inner = self._text[self._at + 3 : end - 2]
+        names = re.findall(r"[A-Za-z_]\w*", inner)
+        if not self._text[:end].endswith("))") or not _NUMBERS.fullmatch(inner) or re.search(r"\+\+|--", inner):
+            self._refuse("arithmetic other than + - * / % of numbers and variables")
+        for name in names:
+            self._known(name)
+            if name in self._names or not re.fullmatch(r"\d+", self._variables.get(name, "")):
+                self._refuse(f"arithmetic with {name}, which is no number,")
+        self._at = end
+
+    def _known(self, name: str) -> None:
+        if name in self._variables or name in self._names:
+            return
+        if name in PER_JOB:
+            raise Unreadable(self._at, f"${name} has a value in a job alone; the chain gives what depends on it itself")
+        if name in self._hints:
+            raise Unreadable(self._at, f"${name} has no value: set {self._hints[name]}, or write the value itself")
+        near = nearest(name, self._variables) if self._variables else ""
+        raise Unreadable(
+            self._at,
+            f"${name} is no variable of the settings block{'; ' + near if near else ''}; no other line of this file "
+            "runs, so write the value itself",
+        )
+
+    def _refuse(self, what: str) -> None:
+        line = self._text[self._text.rfind("\n", 0, self._at) + 1 : end_of_line(self._text, self._at)].strip()
+        raise Unreadable(self._at, f"{what} must not stand in an array of flags: {line}")
+
+
+def _expanded(path: Path, found: list[Array], names: list[str], variables: Mapping[str, str]) -> dict[str, list[str]]:
+    """The words of each array, by Bash. Raises ConfigError where that fails."""
+    bash = shutil.which("bash")
+    if bash is None:
+        raise ConfigError("there is no bash to expand the arrays", where=path, hint="use megatron_lm.args")
+    lines = ["set -f -u", f"enable -n {_BUILTINS}"]  # -f: no patterns, since nobody knows in which folder
+    lines += [f"{array.name}{array.operator}({array.body}\n)" for array in found]
+    lines += [f'printf \'%s\\0\' "${{#{name}[@]}}" "${{{name}[@]}}"' for name in names]
+    # restricted: no output to files, no program by its path, and none is on this PATH
+    command = [bash, "--noprofile", "--norc", "-r"]
+    environment = {**variables, "PATH": "/nonexistent", "LC_ALL": "C.UTF-8"}
+    try:
+        done = subprocess.run(
+            command,
+            input="\n".join(lines).encode() + b"\n",
+            env=environment,
+            capture_output=True,
+            timeout=SECONDS,
+            check=False,
+            cwd="/",
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"the arrays were not expanded within {SECONDS:.0f} s", where=path, hint="write their words out"
+        ) from None
+    if done.returncode or done.stderr:
+        said = re.sub(r"^bash: (line \d+: )?", "", done.stderr.decode(errors="replace").strip()).splitlines()
+        raise ConfigError(
+            f"bash cannot expand the arrays: {said[0] if said else f'exit code {done.returncode}'}",
+            where=path,
+            hint="`bash -n FILE` says where a script is no Bash",
+        )
+    rest = iter(done.stdout.decode(errors="replace").split("\0"))
+    return {name: [next(rest) for _ in range(int(next(rest)))] for name in names}

@@ -1,0 +1,167 @@
+"""What a checkout of Megatron-LM is: its dialect, its version, and the flags that its text names.
+
+Flags stand in `add_argument` of megatron/training/arguments.py (and of the programs' own arguments), and since 2025
+also as the fields of dataclasses that `ArgumentGroupFactory` turns into flags. Both are read as text, without running
+anything; what a checkout makes at run time is not seen, so only its own parser can refuse a flag.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from relayrun.errors import ConfigError
+from relayrun.trainers.megatron_lm.program import Dialect, dialect_of
+
+ARGUMENTS = Path("megatron", "training", "arguments.py")
+
+_DECLARED = ("megatron/post_training/arguments.py", "megatron/inference/arguments.py")
+"""Other files with arguments of training programs, where a checkout has them."""
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """A folder with Megatron-LM's training programs."""
+
+    folder: Path
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Checkout:
+        """Raises ConfigError where there is none."""
+        path = Path(folder)
+        if not (path / ARGUMENTS).is_file():
+            raise ConfigError(
+                f"this is no checkout of Megatron-LM: it has no {ARGUMENTS}",
+                where=f"megatron_lm.dir {path}",
+                hint="set it, or MEGATRON_LM_DIR in the launcher, to a checkout of Megatron-LM",
+            )
+        return cls(path)
+
+    @cached_property
+    def dialect(self) -> Dialect:
+        return dialect_of(self.folder)
+
+    @cached_property
+    def version(self) -> str:
+        """The version for people: `swiss-ai, core 0.11.0rc0, commit 81d44dbe`."""
+        return ", ".join(filter(None, (self.dialect.value, self._core, self._commit)))
+
+    @cached_property
+    def flags(self) -> frozenset[str]:
+        """The flags that the text of the checkout names, without dashes."""
+        files = [self.folder / ARGUMENTS, *(self.folder / name for name in _DECLARED)]
+        files += self.folder.glob("pretrain_*.py")
+        return frozenset(name for file in files for name in self._declared(file))
+
+    def says(self, text: str) -> bool:
+        """Whether a text stands in the checkout's arguments or in the configs that they are made from."""
+        files = [self.folder / ARGUMENTS, *(self.folder / "megatron" / "training").glob("*_config.py")]
+        return any(text in _text(path) for path in files)
+
+    @property
+    def _core(self) -> str | None:
+        text = _text(self.folder / "megatron" / "core" / "package_info.py")
+        parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) *= *['\"]?([\w.]*)['\"]?$", text, re.M))
+        if not {"MAJOR", "MINOR", "PATCH"} <= parts.keys():
+            return None
+        return f"core {parts['MAJOR']}.{parts['MINOR']}.{parts['PATCH']}{parts.get('PRE_RELEASE', '')}"
+
+    @property
+    def _commit(self) -> str | None:
+        if not (self.folder / ".git").exists():
+            return None
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            command = ["git", "-C", str(self.folder), "rev-parse", "--short=8", "HEAD"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+            return f"commit {done.stdout.strip()}"
+        return None
+
+    def declared_in(self, file: Path) -> frozenset[str]:
+        """The flags that one file of the checkout names."""
+        return frozenset(self._declared(file))
+
+    def _declared(self, file: Path) -> Iterator[str]:
+        """The flags that a file's calls of `add_argument` and `ArgumentGroupFactory` name."""
+        tree = _tree(file)
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called == "add_argument":
+                boolean = any("BooleanOptionalAction" in ast.unparse(each.value) for each in node.keywords)
+                for text in _flags(node.args):
+                    yield from (text, f"no-{text}") if boolean else (text,)
+            elif called == "ArgumentGroupFactory" and node.args and isinstance(node.args[0], ast.Name):
+                yield from self._fields(node.args[0].id, set())
+
+    def _fields(self, name: str, seen: set[str]) -> Iterator[str]:
+        """The flags that the fields of a dataclass of this name become, its base classes' too."""
+        if name in seen:
+            return
+        seen.add(name)
+        for node in self._classes.get(name, ()):
+            for base in node.bases:
+                if isinstance(base, ast.Name):
+                    yield from self._fields(base.id, seen)
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    yield from _of_field(field.target.id, field.value)
+
+    @cached_property
+    def _classes(self) -> dict[str, list[ast.ClassDef]]:
+        """The dataclasses of the checkout's configs by name."""
+        found: dict[str, list[ast.ClassDef]] = {}
+        for path in sorted((self.folder / "megatron").rglob("*config.py")):
+            for node in _tree(path).body:
+                if isinstance(node, ast.ClassDef):
+                    found.setdefault(node.name, []).append(node)
+        return found
+
+
+def _of_field(name: str, value: ast.expr | None) -> Iterator[str]:
+    """The flags of one field: those that its metadata name, or its own name with dashes."""
+    plain = name.replace("_", "-")
+    named = (
+        [
+            text
+            for node in ast.walk(value)
+            if isinstance(node, ast.Dict)
+            for key, item in zip(node.keys, node.values, strict=True)
+            if isinstance(key, ast.Constant) and key.value == "arg_names" and isinstance(item, ast.List)
+            for text in _flags(item.elts)
+        ]
+        if value is not None
+        else []
+    )
+    if named:
+        yield from named
+    elif isinstance(value, ast.Constant) and value.value is True:
+        yield from (f"no-{plain}", f"disable-{plain}")
+    else:
+        yield plain
+
+
+def _flags(nodes: list[ast.expr]) -> list[str]:
+    """The flags among constants, without dashes."""
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [text.removeprefix("--") for text in texts if text.startswith("--")]
+
+
+def _text(path: Path) -> str:
+    """A file's text; empty where it cannot be read."""
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def _tree(path: Path) -> ast.Module:
+    """A file's syntax; empty where it cannot be read, or is not Python of this version."""
+    with contextlib.suppress(SyntaxError, ValueError):
+        return ast.parse(_text(path))
+    return ast.Module(body=[], type_ignores=[])

@@ -1,0 +1,203 @@
+"""From a run config to what the ranks of a run with Megatron-LM execute: `MegatronSettings`, for plan.json."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from relayrun.config.schema import CommonConfig, MegatronConfig
+from relayrun.errors import ConfigError
+from relayrun.rundir.run import Run
+from relayrun.submit.launcher_environment import names_of
+from relayrun.submit.megatron_lm import bash_arrays, data_paths, flag, table
+from relayrun.submit.megatron_lm.checkout import Checkout
+from relayrun.submit.megatron_lm.flag import Flag, Merged, Removal
+from relayrun.trainers.megatron_lm.long_data import too_long
+from relayrun.trainers.megatron_lm.trainer import MegatronSettings
+
+ARGS = "megatron_lm.args"
+
+OF_THE_CHAIN = {
+    "save": "every run has a folder of its own, which `run_dir` names",
+    "load": "a run goes on from its own folder; `checkpoint.load` names what a new one begins with",
+    "ckpt-step": "a run goes on from its newest checkpoint; `checkpoint.load: RUN:ITERATION` names another one",
+    "trigger-path": "the chain's triggers lie in the run directory: `relayrun save`, `relayrun stop`",
+    "exit-signal": "the chain asks the ranks to save and leave by a signal of its own",
+}
+"""Flags that an attempt decides, and why nobody else does."""
+
+_SAME_AS = {"save": "CKPT_DIR", "load": "CKPT_DIR", "trigger-path": "TRIGGER_DIR"}
+"""Variables of a launcher with which those flags say what holds anyway."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandLine:
+    """What the ranks execute, and what is to be said of it."""
+
+    settings: MegatronSettings
+    checkout: Checkout
+    merged: Merged
+    notes: list[str]
+    """What was given and does not hold, one sentence each."""
+
+
+def command_line(config: MegatronConfig, run: Run) -> CommandLine:
+    """The command of a run, from settings, `args_file` and `args`. Raises ConfigError or InputError."""
+    own = config.megatron_lm
+    checkout = Checkout.open(own.dir)
+    variables = variables_of(config, run)
+    notes: list[str] = []
+    from_file: Sequence[Flag] = []
+    if own.args_file is not None:
+        file = Path(own.args_file)
+        from_file = bash_arrays.flags_of(file, variables, hints=names_of(config.trainer))
+        from_file = _without_folders(from_file, variables, notes)
+    from_args = flag.of_args(dict(own.args), checkout.flags, source=ARGS)
+    for entry in from_args:
+        _refuse_of_the_chain(entry)
+    merged = flag.merged([_of_settings(config, run, checkout), from_file, from_args])
+    steps = merged.find("train-iters")
+    if steps is None or len(steps.values) != 1 or not steps.values[0].isdecimal():
+        raise ConfigError(
+            "the chain must know the last iteration, and no flag says it: --train-iters",
+            where="training.steps",
+            hint="set training.steps (TRAINING_STEPS), or train-iters in megatron_lm.args",
+        )
+    _refuse_blanks(merged)
+    settings = MegatronSettings(
+        run=[python_of(config), str(checkout.folder / own.program), *merged.words],
+        dialect=checkout.dialect.value,
+        total_steps=int(steps.values[0]),
+        load_flags=_load_flags(config),
+        profile=config.debug.profile,
+        log_nccl=config.debug.log_nccl,
+        wandb_project=config.project,
+        wandb_name=config.name,
+    )
+    return CommandLine(settings=settings, checkout=checkout, merged=merged, notes=[*notes, *merged.notes])
+
+
+def python_of(config: MegatronConfig) -> str:
+    """The Python of the ranks."""
+    return config.cluster.python or sys.executable
+
+
+def _of_settings(config: MegatronConfig, run: Run, checkout: Checkout) -> list[Flag]:
+    """Everything that is not of `args_file` or `args`."""
+    found = table.flags_of(config, checkout)
+    if config.data is not None:
+        found += data_paths.flags_of(config.data)
+        if config.data.data_cache_dir is None and not config.data.mock_data:
+            # Megatron's own is beside the data, which may be read-only
+            found.append(Flag(name="data-cache-path", values=(str(run.path / "data_cache"),), source="run_dir"))
+    found += [Flag(name=name, values=tuple(values), source="the chain") for name, *values in table.ALWAYS]
+    if "exit-signal" in checkout.flags:  # rank.sh has it ignored in a rank's children, which SIGTERM would end
+        found.append(Flag(name="exit-signal", values=("SIGUSR2",), source="the chain"))
+    if config.tracking.tensorboard:
+        found.append(Flag(name="tensorboard-dir", values=(str(run.tensorboard),), source="tracking.tensorboard"))
+    debug = config.debug
+    if debug.profile is not None:
+        steps = ("profile-step-start", debug.profile_step_start), ("profile-step-end", debug.profile_step_end)
+        found.append(Flag(name="profile", source="debug.profile"))
+        for name, step in steps:
+            found.append(Flag(name=name, values=(str(step),), source=f"debug.{name.replace('-', '_')}"))
+        ranks = tuple(map(str, debug.profile_ranks))
+        found.append(Flag(name="profile-ranks", values=ranks, source="debug.profile_ranks"))
+        if debug.profile == "torch":
+            found.append(Flag(name="use-pytorch-profiler", source="debug.profile"))
+    return found
+
+
+def _load_flags(config: MegatronConfig) -> list[str]:
+    """What belongs to `checkpoint.load` alone: given for ever, each attempt would begin anew."""
+    checkpoint = config.checkpoint
+    if checkpoint is None:
+        return []
+    names = {"finetune": checkpoint.finetune, "no-load-optim": checkpoint.no_load_optim}
+    return [f"--{name}" for name, given in names.items() if given]
+
+
+def _without_folders(flags: Sequence[Flag], variables: Mapping[str, str], notes: list[str]) -> list[Flag]:
+    """The flags of a launcher without those that an attempt decides, where they say what holds anyway.
+
+    Raises ConfigError where they say something else.
+    """
+    kept = []
+    for entry in flags:
+        name = _SAME_AS.get(entry.name)
+        if name is not None and entry.values == (variables[name],):
+            notes.append(f"{entry.text} of {entry.source} is left out: {OF_THE_CHAIN[entry.name]}")
+            continue
+        _refuse_of_the_chain(entry)
+        kept.append(entry)
+    return kept
+
+
+def _refuse_of_the_chain(entry: Flag | Removal) -> None:
+    if (why := OF_THE_CHAIN.get(entry.name)) is not None:
+        raise ConfigError(f"--{entry.name} is the chain's: {why}", where=entry.source, hint="leave it out")
+    if isinstance(entry, Removal) and entry.name == "exit-signal-handler":
+        raise ConfigError(
+            "without --exit-signal-handler no attempt saves before its job ends", where=entry.source, hint="leave it"
+        )
+
+
+def _refuse_blanks(merged: Merged) -> None:
+    """Megatron-LM splits a file of prefixes at blanks."""
+    for entry in merged.flags:
+        if entry.name.endswith("data-path") and too_long(entry.values):
+            for value in entry.values:
+                if value.split() != [value]:
+                    raise ConfigError(
+                        f"{value!r} holds a blank, and so many prefixes go to Megatron-LM in a file that it splits "
+                        "at blanks",
+                        where=entry.source,
+                        hint="rename the folder, or make a link to it without a blank",
+                    )
+
+
+def variables_of(config: MegatronConfig, run: Run) -> dict[str, str]:
+    """The variables of a launcher that the arrays of `args_file` may name, with the values that they have here."""
+    job = config.job
+    named = names_of(config.trainer).items()
+    found = {variable: text for variable, setting in named if (text := _text_of(config, setting))}
+    folders = {
+        "PROJECT_DIR": run.path.parent,
+        "EXP_DIR": run.path,
+        "CKPT_DIR": run.checkpoints,
+        "TRIGGER_DIR": run.triggers,
+        "LOGGING_DIR": run.path,
+        "TENSORBOARD_DIR": run.tensorboard,
+    }
+    found |= {name: str(folder) for name, folder in folders.items()}
+    ranks = str(config.world_size)
+    found |= {
+        "SLURM_NNODES": str(job.nodes),
+        "SLURM_JOB_NUM_NODES": str(job.nodes),
+        "SLURM_NTASKS": ranks,
+        "SLURM_NPROCS": ranks,
+        "WORLD_SIZE": ranks,
+        "SLURM_NTASKS_PER_NODE": str(job.ntasks_per_node),
+        "SLURM_CPUS_PER_TASK": str(job.cpus_per_task),
+    }
+    if job.gpus_per_node:
+        found["SLURM_GPUS_PER_NODE"] = str(job.gpus_per_node)
+    owner = pwd.getpwuid(os.geteuid())
+    return found | {"USER": owner.pw_name, "HOME": owner.pw_dir}
+
+
+def _text_of(config: CommonConfig, setting: str) -> str:
+    """A setting as a launcher's variable holds it; empty where it has no value."""
+    value: Any = config
+    for part in setting.split("."):
+        value = getattr(value, part, None)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return "" if value is None or isinstance(value, dict) or not isinstance(value, str | int | float) else str(value)

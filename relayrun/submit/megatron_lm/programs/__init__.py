@@ -1,0 +1,1 @@
+"""Programs that another Python runs: the ranks', which may have no relayrun."""

@@ -1,0 +1,99 @@
+"""Give flags to the parser of a checkout of Megatron-LM, and print what it says as JSON. Started as a file.
+
+Standard input is `{"words": [...]}`. The parser is taken at the moment at which the checkout is about to use it, so
+that nothing behind it runs: no model, no process group, no GPU. Printed is `{"flags": [...], "unknown": [...],
+"errors": [...]}` behind a line `MARK`, or `{"unavailable": "why"}` where the checkout cannot be imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any, NoReturn
+
+MARK = "relayrun: flags"
+
+
+class Taken(BaseException):
+    """The parser, at the moment of its use. No program catches this."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self.parser = parser
+
+
+class Refused(Exception):
+    """What a parser says of a flag."""
+
+
+def main() -> None:
+    """Read the words of a command from standard input, and say what the parser makes of them, as JSON."""
+    words = json.load(sys.stdin)["words"]
+    standard_output = os.dup(1)
+    os.dup2(2, 1)  # what is printed at import
+    try:
+        found = parse(taken(), words)
+    except Exception as error:
+        found = {"unavailable": f"{type(error).__name__}: {error}".splitlines()[0]}
+    with os.fdopen(standard_output, "w") as output:
+        output.write(f"{MARK}\n{json.dumps(found)}\n")
+
+
+def taken() -> argparse.ArgumentParser:
+    """The parser of the checkout on the path. Raises what its import raises."""
+    parse_args, parse_known_args = argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_known_args
+
+    def take(self: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
+        raise Taken(self)
+
+    from megatron.training.arguments import parse_args as parse_arguments
+
+    sys.argv = ["pretrain.py"]
+    argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_known_args = take  # type: ignore[method-assign]
+    try:
+        parse_arguments()
+    except Taken as error:
+        return error.parser
+    finally:
+        argparse.ArgumentParser.parse_args = parse_args  # type: ignore[method-assign]
+        argparse.ArgumentParser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+    raise RuntimeError("megatron.training.arguments.parse_args uses no argparse")
+
+
+def parse(parser: argparse.ArgumentParser, words: list[str]) -> dict[str, Any]:
+    """What the parser says of each flag with its values: the first word that it refuses does not hide the others."""
+    flags = sorted({name.removeprefix("--") for name in parser._option_string_actions if name.startswith("--")})
+
+    def error(message: str) -> NoReturn:
+        raise Refused(message)
+
+    parser.error = error  # type: ignore[method-assign]
+    for action in parser._actions:
+        action.required = False
+    unknown: list[str] = []
+    errors: list[str] = []
+    for group in grouped(words):
+        try:
+            _, rest = parser.parse_known_args(group)
+        except (Refused, SystemExit) as refused:
+            errors.append(str(refused))
+        except Exception as failed:
+            errors.append(f"{group[0]}: {type(failed).__name__}: {failed}")
+        else:
+            unknown += [rest[0]] if rest else []
+    return {"flags": flags, "unknown": unknown, "errors": errors}
+
+
+def grouped(words: list[str]) -> list[list[str]]:
+    """Each flag with the words behind it."""
+    groups: list[list[str]] = []
+    for word in words:
+        if word.startswith("--") or not groups:
+            groups.append([])
+        groups[-1].append(word)
+    return groups
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""Which setting becomes which flag of Megatron-LM: one table, and the settings that have none, with the reason.
+
+Every setting of the sections model, training, optimizer, checkpoint, parallel and data stands here once, which a test
+holds. What a setting says is said to Megatron-LM also where it is Megatron's own default: defaults differ between
+checkouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from relayrun.config.rampup import BatchSizes
+from relayrun.config.schema import MegatronConfig
+from relayrun.errors import ConfigError
+from relayrun.submit.megatron_lm.checkout import Checkout
+from relayrun.submit.megatron_lm.flag import Flag
+
+Values = tuple[str, ...] | None
+"""The words behind a flag; empty for a flag alone, None for no flag."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a row may look at besides its own setting."""
+
+    config: MegatronConfig
+    checkout: Checkout
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting and a flag that it becomes."""
+
+    setting: str
+    """`section.name`; `section` alone for what every run with that section has."""
+    flag: str
+    how: Callable[[Any, Given], Values]
+    words: str
+    """How the flag is written, for people."""
+
+
+def _value(setting: str, flag: str) -> Row:
+    """The setting's value behind the flag; no flag for null."""
+    return Row(setting, flag, lambda value, _: None if value is None else (str(value),), f"--{flag} VALUE")
+
+
+def _switch(setting: str, flag: str) -> Row:
+    """The flag alone where the setting is true."""
+    return Row(setting, flag, lambda value, _: () if value else None, f"--{flag} where true")
+
+
+def _where(setting: str, flag: str, is_value: object) -> Row:
+    """The flag alone where the setting has this value."""
+    return Row(setting, flag, lambda value, _: () if value == is_value else None, f"--{flag} where {is_value}")
+
+
+def _always(section: str, flag: str, *values: str) -> Row:
+    """The same words for every run with the section."""
+    return Row(section, flag, lambda _value, _given: values, " ".join([f"--{flag}", *values]))
+
+
+def _rampup(value: Any, given: Given) -> Values:
+    if value is None:
+        return None
+    if len(value) == 3 and all(isinstance(each, int) for each in value):
+        return tuple(map(str, value))
+    raise ConfigError(
+        "Megatron-LM knows a ramp of the form [start, increment, samples] only",
+        where="training.rampup_batch_size",
+        hint="write it in that form, or train with trainer: native",
+    )
+
+
+def _evaluates(given: Given) -> bool:
+    """Whether there are validation data; where `data` says nothing of them, whether somebody wants evaluations."""
+    data, training = given.config.data, given.config.training
+    if data is None:
+        return training is not None and training.eval_interval > 0
+    return bool(data.split or data.validation)
+
+
+def _eval_iters(value: int, given: Given) -> Values:
+    return (str(value if _evaluates(given) else 0),)
+
+
+def _eval_interval(value: int, given: Given) -> Values:
+    """0 is after the last iteration only, at which Megatron-LM evaluates anyway."""
+    assert given.config.training is not None
+    return (str(value or given.config.training.steps),) if _evaluates(given) else None
+
+
+def _transformer_impl(value: str, given: Given) -> Values:
+    """`auto` leaves the choice to Megatron-LM."""
+    return None if value == "auto" else (value,)
+
+
+def _recompute_method(value: Any, given: Given) -> Values:
+    assert given.config.training is not None
+    return ("uniform" if given.config.training.recompute_num_layers is None else "block",) if value == "full" else None
+
+
+def _recompute_num_layers(value: int | None, given: Given) -> Values:
+    """Null is every layer: each a unit of its own."""
+    assert given.config.training is not None
+    return (str(value or 1),) if given.config.training.recompute_granularity == "full" else None
+
+
+def _iterations(tokens: int | None, steps: int | None, given: Given) -> int | None:
+    """Iterations that are given as such, or as tokens: the last of them ends with the iteration that trains on it."""
+    if tokens is None:
+        return steps
+    training = given.config.training
+    if training is None:
+        raise ConfigError(
+            "tokens become iterations by the batch size and the sequence length of the section training",
+            where="optimizer",
+            hint="give the section training, or iterations",
+        )
+    return BatchSizes(training.global_batch_size, training.rampup_batch_size).reaches(-(-tokens // training.seq_length))
+
+
+def _warmup(value: int, given: Given) -> Values:
+    assert given.config.optimizer is not None
+    return (str(_iterations(given.config.optimizer.lr_warmup_tokens, value, given)),)
+
+
+def _decay(value: int | None, given: Given) -> Values:
+    assert given.config.optimizer is not None
+    iterations = _iterations(given.config.optimizer.lr_decay_tokens, value, given)
+    return None if iterations is None else (str(iterations),)
+
+
+def _wsd_style(value: str, given: Given) -> Values:
+    """The checkout's name of the style, `1-sqrt` or `minus_sqrt`."""
+    assert given.config.optimizer is not None
+    if given.config.optimizer.lr_decay_style != "WSD":
+        return None
+    if value in ("minus_sqrt", "1-sqrt"):
+        return ("1-sqrt" if given.checkout.says("1-sqrt") else "minus_sqrt",)
+    return (value,)
+
+
+def _split(value: float, given: Given) -> Values:
+    """Training, validation and test data in per cent; sets that are given by path are not split."""
+    assert given.config.data is not None
+    if given.config.data.validation:
+        return None
+    held_out = (Decimal(str(value)) * 100).normalize()
+    return (f"{100 - held_out:f},{held_out:f},0",)
+
+
+TABLE: tuple[Row, ...] = (
+    # model
+    _value("model.num_layers", "num-layers"),
+    _value("model.hidden_size", "hidden-size"),
+    _value("model.ffn_hidden_size", "ffn-hidden-size"),
+    _value("model.num_attention_heads", "num-attention-heads"),
+    _always("model", "group-query-attention"),
+    _value("model.num_query_groups", "num-query-groups"),
+    _always("model", "position-embedding-type", "rope"),
+    _value("model.rotary_base", "rotary-base"),
+    Row(
+        "model.rope_scaling_factor",
+        "use-rope-scaling",
+        lambda value, _: None if value is None else (),
+        "--use-rope-scaling, where there is a factor",
+    ),
+    _value("model.rope_scaling_factor", "rope-scaling-factor"),
+    _value("model.make_vocab_size_divisible_by", "make-vocab-size-divisible-by"),
+    _always("model", "normalization", "RMSNorm"),
+    _value("model.norm_epsilon", "norm-epsilon"),
+    _always("model", "swiglu"),
+    _always("model", "disable-bias-linear"),
+    _switch("model.untie_embeddings_and_output_weights", "untie-embeddings-and-output-weights"),
+    _value("model.attention_dropout", "attention-dropout"),
+    _value("model.hidden_dropout", "hidden-dropout"),
+    _value("model.init_method_std", "init-method-std"),
+    # training
+    _value("training.seq_length", "seq-length"),
+    _value("training.seq_length", "max-position-embeddings"),
+    _value("training.micro_batch_size", "micro-batch-size"),
+    _value("training.global_batch_size", "global-batch-size"),
+    Row("training.rampup_batch_size", "rampup-batch-size", _rampup, "--rampup-batch-size START INCREMENT SAMPLES"),
+    _value("training.steps", "train-iters"),
+    _value("training.seed", "seed"),
+    Row("training.eval_steps", "eval-iters", _eval_iters, "--eval-iters N, 0 without validation data"),
+    Row("training.eval_interval", "eval-interval", _eval_interval, "--eval-interval N, with validation data"),
+    _where("training.precision", "bf16", "bf16"),
+    _switch("training.deterministic", "deterministic-mode"),
+    Row("training.transformer_impl", "transformer-impl", _transformer_impl, "--transformer-impl VALUE; none for auto"),
+    _value("training.recompute_granularity", "recompute-granularity"),
+    Row("training.recompute_granularity", "recompute-method", _recompute_method, "--recompute-method, with full"),
+    Row("training.recompute_num_layers", "recompute-num-layers", _recompute_num_layers, "--recompute-num-layers N"),
+    Row(
+        "training.recompute_modules",
+        "recompute-modules",
+        lambda value, _: None if value is None else tuple(value),
+        "--recompute-modules A B",
+    ),
+    Row("training.manual_gc_interval", "manual-gc", lambda value, _: () if value else None, "--manual-gc above 0"),
+    Row(
+        "training.manual_gc_interval",
+        "manual-gc-interval",
+        lambda value, _: (str(value),) if value else None,
+        "--manual-gc-interval N above 0",
+    ),
+    _where("training.loss_mean", "calculate-per-token-loss", "token"),
+    # optimizer
+    _always("optimizer", "optimizer", "adam"),
+    _value("optimizer.lr", "lr"),
+    _value("optimizer.min_lr", "min-lr"),
+    _value("optimizer.lr_decay_style", "lr-decay-style"),
+    Row("optimizer.lr_warmup_steps", "lr-warmup-iters", _warmup, "--lr-warmup-iters N"),
+    Row("optimizer.lr_decay_steps", "lr-decay-iters", _decay, "--lr-decay-iters N"),
+    _value("optimizer.lr_wsd_decay_steps", "lr-wsd-decay-iters"),
+    Row("optimizer.lr_wsd_decay_style", "lr-wsd-decay-style", _wsd_style, "--lr-wsd-decay-style VALUE, with WSD"),
+    # settings hold over what a checkpoint says, as natively: TRAINING_STEPS may be raised on a resume
+    _always("optimizer", "override-opt_param-scheduler"),
+    _value("optimizer.weight_decay", "weight-decay"),
+    _value("optimizer.adam_beta1", "adam-beta1"),
+    _value("optimizer.adam_beta2", "adam-beta2"),
+    _value("optimizer.adam_eps", "adam-eps"),
+    _value("optimizer.clip_grad", "clip-grad"),
+    # checkpoint
+    _value("checkpoint.interval", "save-interval"),
+    _always("checkpoint", "ckpt-format", "torch_dist"),
+    _switch("checkpoint.async_save", "async-save"),
+    # parallel
+    _value("parallel.tensor_model_parallel_size", "tensor-model-parallel-size"),
+    _switch("parallel.sequence_parallel", "sequence-parallel"),
+    _value("parallel.pipeline_model_parallel_size", "pipeline-model-parallel-size"),
+    _value("parallel.num_layers_per_virtual_pipeline_stage", "num-layers-per-virtual-pipeline-stage"),
+    _value("parallel.context_parallel_size", "context-parallel-size"),
+    _switch("parallel.use_distributed_optimizer", "use-distributed-optimizer"),
+    _switch("parallel.overlap_grad_reduce", "overlap-grad-reduce"),
+    _switch("parallel.overlap_param_gather", "overlap-param-gather"),
+    # data; the shards themselves: `data_paths`
+    _always("data", "tokenizer-type", "HuggingFaceTokenizer"),
+    _value("data.tokenizer", "tokenizer-model"),
+    Row("data.split", "split", _split, "--split 100,0,0"),
+    _value("data.data_cache_dir", "data-cache-path"),
+    _switch("data.reset_position_ids", "reset-position-ids"),
+    _switch("data.reset_attention_mask", "reset-attention-mask"),
+    _switch("data.eod_mask_loss", "eod-mask-loss"),
+    _switch("data.mock_data", "mock-data"),
+)
+
+ALWAYS: tuple[tuple[str, ...], ...] = (
+    ("log-interval", "1"),
+    ("log-progress",),
+    ("log-throughput",),
+    ("exit-signal-handler",),
+)
+"""What the chain needs of every run: it counts the lines of iterations, and asks for a save by a signal."""
+
+ELSEWHERE = {
+    "optimizer.lr_warmup_tokens": "becomes `--lr-warmup-iters`",
+    "optimizer.lr_decay_tokens": "becomes `--lr-decay-iters`",
+    "checkpoint.keep_last": "the chain deletes older checkpoints",
+    "checkpoint.keep_every": "the chain deletes older checkpoints",
+    "checkpoint.load": "the first attempt begins with it: `--load` and `--ckpt-step`",
+    "checkpoint.finetune": "`--finetune` for the attempts that begin with checkpoint.load",
+    "checkpoint.no_load_optim": "`--no-load-optim` for the attempts that begin with checkpoint.load",
+    "data.datasets": "becomes `--data-path PREFIX ...`, with `--data-args-path` above 100 kB",
+    "data.mixture": "becomes `--data-path WEIGHT PREFIX ...`, with `--data-args-path` above 100 kB",
+    "data.validation": "becomes `--train-data-path` and `--valid-data-path`",
+}
+"""Settings that hold, but not by a flag of their own in `TABLE`."""
+
+WITHOUT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "training.threads": ((0,), "set OMP_NUM_THREADS in cluster.environment"),
+    "training.on_nan": (("stop",), "Megatron-LM ends with a traceback; --no-check-for-nan-in-loss-and-grad goes on"),
+    "training.on_spike": (("ignore",), "Megatron-LM can leave out no update"),
+    "training.spike_window": ((128,), "it belongs to on_spike"),
+    "training.spike_threshold": ((10.0,), "it belongs to on_spike"),
+    "training.max_skips": ((10,), "it belongs to on_spike"),
+    "training.max_rewinds": ((3,), "it belongs to on_spike"),
+    "training.hooks": (([],), "its loop calls no hooks"),
+    "checkpoint.writer_threads": ((2,), "Megatron-LM writes two files a rank"),
+    "checkpoint.no_load_data": ((False,), "its position in the data is the iteration"),
+    "data.allow_other_tokenizer": ((False,), "nothing compares the shards' tokenizer with the run's"),
+    "data.order": (("window", "megatron"), "Megatron-LM has an order of its own"),
+    "data.max_epochs": ((100.0,), "nothing counts how often Megatron-LM reads its data"),
+    "data.mock_vocabulary_size": ((128_256,), "Megatron-LM makes its own mock data"),
+}
+"""Settings that Megatron-LM has nothing for: the values that may stand there all the same, and why no other may."""
+
+
+def flags_of(config: MegatronConfig, checkout: Checkout) -> list[Flag]:
+    """The flags that the settings become, without data and folders. Raises ConfigError for what cannot be said."""
+    refuse_unlike(config)
+    given = Given(config, checkout)
+    found = []
+    for row in TABLE:
+        section, _, name = row.setting.partition(".")
+        settings = getattr(config, section)
+        if settings is None:
+            continue
+        values = row.how(getattr(settings, name) if name else None, given)
+        if values is not None:
+            found.append(Flag(name=row.flag, values=values, source=row.setting))
+    return found
+
+
+def refuse_unlike(config: MegatronConfig) -> None:
+    """Raise ConfigError for a setting that Megatron-LM has nothing for, where it is not at its default."""
+    for setting, (possible, why) in WITHOUT.items():
+        section, _, name = setting.partition(".")
+        settings = getattr(config, section)
+        if settings is not None and (value := getattr(settings, name)) not in possible:
+            raise ConfigError(
+                f"{value!r} has no meaning for trainer megatron-lm: {why}",
+                where=setting,
+                hint="leave it out, or train with trainer: native",
+            )
+    training, data = config.training, config.data
+    if training is not None and training.loss_mean == "sample":
+        raise ConfigError(
+            "Megatron-LM takes the mean over a micro-batch or over tokens, never over samples",
+            where="training.loss_mean",
+            hint="set micro_batch or token",
+        )
+    if data is None:
+        return
+    if data.split and data.validation:
+        raise ConfigError(
+            "Megatron-LM takes validation data by a split or by paths, not both", where="data.split", hint="leave one"
+        )
+    for name, source in data.sources.items():
+        if source.order not in (None, "window", "megatron", "mock") or (source.options and not data.mock_data):
+            raise ConfigError(
+                "Megatron-LM has an order of its own", where=f"data.mixture.{name}", hint="leave out order and options"
+            )

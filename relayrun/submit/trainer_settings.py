@@ -1,0 +1,55 @@
+"""What a config tells its trainer: from its sections to `trainer_settings` of plan.json."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from relayrun.config.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
+from relayrun.rundir.run import Run
+from relayrun.submit.megatron_lm.command_line import command_line
+from relayrun.trainers.command.trainer import CommandSettings
+
+
+def trainer_settings(config: CommonConfig, run: Run) -> dict[str, Any]:
+    """Return the settings of the config's trainer, as its class in `relayrun.trainers` reads them; {} for native.
+
+    Raises ConfigError, and InputError where data that a command names are not there.
+    """
+    if isinstance(config, CommandConfig):
+        return asdict(command_settings(config))
+    if isinstance(config, MegatronConfig):
+        return asdict(command_line(config, run).settings)
+    return {}
+
+
+def total_steps(config: CommonConfig, settings: dict[str, Any]) -> int | None:
+    """Return the run's last iteration; None where only its program knows it. `settings`: those of its trainer."""
+    if isinstance(config, RunConfig):
+        return config.training.steps
+    if isinstance(config, CommandConfig):
+        return config.command.steps
+    return int(settings["total_steps"])
+
+
+def command_settings(config: CommandConfig) -> CommandSettings:
+    """Return what the chain needs to know of a program of the user's own."""
+    command = config.command
+    return CommandSettings(
+        run=command_words(config, command.run),
+        resume=command_words(config, command.resume),
+        progress=command.progress,
+        progress_file=command.progress_file,
+        save_signal=command.save_signal,
+        save_file=command.save_file,
+        leave_signal=command.leave_signal,
+        leave_file=command.leave_file,
+        **command.checkpoint.model_dump(),
+    )
+
+
+def command_words(config: CommandConfig, words: Sequence[str]) -> list[str]:
+    """Return words of a command with `{python}` filled in; what an attempt decides is filled in by the trainer."""
+    return [word.replace("{python}", config.cluster.python or sys.executable) for word in words]

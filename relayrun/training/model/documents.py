@@ -1,0 +1,70 @@
+"""Which tokens of a micro-batch form a document, as megatron-core hands it through its layers.
+
+megatron-core's layers pass `packed_seq_params` on to the core attention. Given in the format `sbhd` they change nothing
+on the way: tensors keep the shape [sequence, batch, ...], whatever the documents are, and so do the messages between
+pipeline stages. (In its format `thd` the rotary embedding asks the GPU for the lengths, twice a layer.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+
+@dataclass
+class Documents(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no types
+    """The documents of a micro-batch: a token sees those of its own document up to itself."""
+
+    lengths: Sequence[Sequence[int]] = field(kw_only=True)
+    """Tokens of each document, row by row; those of a row make up the whole sequence."""
+    device: torch.device = field(kw_only=True)
+    qkv_format: str = "sbhd"
+
+    def __post_init__(self) -> None:
+        # the rotary embedding is made for so many positions: of a row, since documents go on counting in it
+        self.max_seqlen_q = self.max_seqlen_kv = sum(self.lengths[0])
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(max(row) for row in self.lengths)
+
+    @cached_property
+    def bounds(self) -> torch.Tensor:
+        """Where documents begin and the last one ends when rows stand behind each other; int32 [documents + 1]."""
+        flat = torch.tensor([0, *(length for row in self.lengths for length in row)], dtype=torch.int32)
+        return flat.cumsum(0, dtype=torch.int32).to(self.device, non_blocking=True)
+
+
+class Positions(torch.nn.Module):
+    """A rotary embedding for positions that differ from row to row, in the place of megatron-core's.
+
+    Its own embedding gives position i to the i-th token of every row, whatever `position_ids` says.
+    """
+
+    def __init__(self, rotary: torch.nn.Module) -> None:
+        super().__init__()
+        self._rotary = rotary
+        self._ids: torch.Tensor | None = None
+
+    def at(self, position_ids: torch.Tensor) -> None:
+        """Let the next forward pass have these positions, int64 [batch, sequence]: of this context-parallel rank."""
+        self._ids = position_ids
+
+    def get_rotary_seq_len(self, *arguments: Any, **named: Any) -> int:
+        """As the embedding within; what it says is not needed."""
+        length: int = self._rotary.get_rotary_seq_len(*arguments, **named)  # type: ignore[operator]
+        return length
+
+    def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+        """Return angles for the positions set, [sequence, batch, 1, channels]."""
+        assert self._ids is not None
+        frequencies: torch.Tensor = self._rotary.inv_freq  # type: ignore[assignment]
+        frequencies = frequencies.to(self._ids.device)
+        angles = self._ids.T.to(frequencies.dtype)[:, :, None] * frequencies
+        return torch.cat((angles, angles), dim=-1)[:, :, None, :]

@@ -1,0 +1,246 @@
+"""Real checkouts of Megatron-LM under the chain, on one machine: two ranks over gloo; see `tests.checkouts`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from relayrun.files import read_lines
+from relayrun.monitoring.trackers import wandb_files
+from relayrun.rundir import triggers
+from relayrun.rundir.lineage import durable
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
+from relayrun.rundir.streams import read_streams
+from relayrun.trainers.megatron_lm import checkpoints
+from relayrun.trainers.megatron_lm.files import least_sizes
+from relayrun.trainers.megatron_lm.program import Dialect
+from tests.chain.test_local_chain import ends, logs, run_chain
+from tests.checkouts import checkout_of, plan
+from tests.workspace import steps
+
+from .conftest import MakeRun
+
+pytestmark = pytest.mark.slow
+
+BOTH = pytest.mark.parametrize("dialect", list(Dialect), ids=lambda dialect: dialect.value)
+CUT = {"time_limit": 240, "lead": 60.0, "signal_lead": 1}
+"""180 s for the start and twelve quick iterations, however busy the machine is, and no more than 28 slow ones; then
+60 s for the save."""
+
+
+def kept(run: Run) -> list[int]:
+    return [iteration for iteration, _ in checkpoints.every(run.checkpoints)]
+
+
+def named_and_there(checkpoint: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of its files as its `.metadata` has them, and on disk."""
+    return least_sizes(checkpoint / ".metadata"), {
+        path.name: path.stat().st_size for path in checkpoint.glob("*.distcp")
+    }
+
+
+def wait(condition: Callable[[], object], seconds: float = 600) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def reached(run: Run, iteration: int, attempt: int = 1) -> bool:
+    return any(line["iteration"] >= iteration for line in read_lines(run.attempt(attempt).metrics))
+
+
+@contextmanager
+def running(run: Run, made: Plan) -> Iterator[None]:
+    """The chain beside the test; it is over at the end."""
+    chain = threading.Thread(target=run_chain, args=(run, made))
+    chain.start()
+    try:
+        yield
+    finally:
+        chain.join(1200)
+    assert not chain.is_alive()
+
+
+def job_pid(run: Run, number: int = 1) -> int:
+    return int(json.loads((run.path / "local" / f"job-{number:04}.json").read_text())["pid"])
+
+
+def rank_pids(run: Run) -> dict[int, int]:
+    """The ranks' own processes, not what they spawned."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            variables = dict(item.partition(b"=")[::2] for item in (entry / "environ").read_bytes().split(b"\0"))
+            parent = int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
+            starter = b"relayrun.scheduler.tasks" in Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if str(run.checkpoints).encode() in words and b"RANK" in variables and starter:
+            found[int(variables[b"RANK"])] = int(entry.name)
+    return found
+
+
+def test_a_run_in_two_jobs_gives_every_printed_digit_of_the_uncut_one(make_run: MakeRun, tmp_path: Path) -> None:
+    """swiss-ai, in `make test`. Losses, gradient norms, one W&B run, what is kept, the trigger folder, the record."""
+    checkout = checkout_of(Dialect.SWISS_AI)
+    whole, whole_plan = make_run(folder="whole", **plan(checkout, tmp_path, steps=12))
+    run, made = make_run(**plan(checkout, tmp_path, steps=12, slow="5:2", settings={"keep_last": 1}))
+    run_chain(whole, whole_plan)
+    with running(run, made):
+        wait(lambda: reached(run, 6))
+        os.kill(job_pid(run), signal.SIGUSR2)
+    assert [end.cause for end in ends(whole)] == ["done"], logs(whole)
+    assert [end.cause for end in ends(run)] == ["saved", "done"], logs(run)
+    assert steps(run) == steps(whole)
+    assert sorted(steps(run)) == list(range(1, 13))
+    assert "Traceback" not in logs(run)
+    assert kept(run) == [12]
+    named, there = named_and_there(run.checkpoint(12))
+    assert named == there
+    assert len(named) == 4
+    line = next(read_lines(run.metrics_view))
+    assert {"loss", "grad_norm", "lr", "step_seconds", "consumed_samples", "global_batch_size"} <= line.keys()
+    text = (run.debug_of(2) / "compute_environment.txt").read_text()
+    assert str(checkout) in text
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+@BOTH
+def test_three_attempts_cut_by_a_real_time_limit(make_run: MakeRun, tmp_path: Path, dialect: Dialect) -> None:
+    checkout = checkout_of(dialect)
+    whole, whole_plan = make_run(folder="whole", **plan(checkout, tmp_path, steps=100))
+    run_chain(whole, whole_plan)
+    flags = ["--wandb-project", "tests", "--wandb-exp-name", "chain"]
+    run, made = make_run(
+        **plan(
+            checkout,
+            tmp_path,
+            *flags,
+            steps=100,
+            interval=7,
+            slow="12:6",
+            settings={"keep_last": 2},
+            environment={"WANDB_MODE": "offline", "WANDB_SILENT": "true"},
+            **CUT,
+        )
+    )
+    run_chain(run, made)
+    assert [end.cause for end in ends(whole)] == ["done"], logs(whole)
+    records = ends(run)
+    assert len(records) >= 3, logs(run)
+    assert [end.cause for end in records] == ["saved"] * (len(records) - 1) + ["done"], logs(run)
+    assert records[0].reason == "time limit near"
+    assert steps(run) == steps(whole)
+    assert sorted(steps(run)) == list(range(1, 101))
+    assert durable(run).iteration == 100
+    assert kept(run) == [98, 100]
+    named, there = named_and_there(run.checkpoint(98))
+    assert named == there
+    assert named
+    (stream,) = read_streams(run)
+    files = wandb_files.offline_files(run.path / "wandb", stream.id)
+    assert len(files) == len(records)  # one run there
+    told = [row["_step"] for path in files for row in wandb_files.history(path) if "lm loss" in row]
+    assert told == list(range(1, 101))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@BOTH
+def test_triggers_save_and_exit(make_run: MakeRun, tmp_path: Path, dialect: Dialect) -> None:
+    checkout = checkout_of(dialect)
+    run, made = make_run(**plan(checkout, tmp_path, steps=10_000, slow="5:2"))
+    with running(run, made):
+        wait(lambda: reached(run, 6))
+        triggers.touch(run, "save")
+        wait((run.triggers / "save.done").exists)
+        answer = json.loads((run.triggers / "save.done").read_text())["result"]
+        saved = durable(run).iteration
+        triggers.touch(run, "exit")
+    if dialect is Dialect.SWISS_AI:
+        assert answer == f"saved iteration {saved}"
+        assert saved > 5
+    else:
+        assert answer.startswith("refused: this Megatron-LM has no way")
+    assert [end.cause for end in ends(run)] == ["exit"], logs(run)
+    assert "exit trigger by" in run.stop.read_text()
+    assert durable(run).iteration > saved
+    assert (run.triggers / "exit.done").exists()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_swiss_ai_with_its_profiler_saves_and_leaves_by_its_own_files(make_run: MakeRun, tmp_path: Path) -> None:
+    """--profile switches its signal handler off; what it would profile never comes here, for want of CUDA."""
+    checkout = checkout_of(Dialect.SWISS_AI)
+    flags = ["--profile", "--profile-step-start", "9000", "--profile-step-end", "9001"]
+    run, made = make_run(**plan(checkout, tmp_path, *flags, steps=10_000, slow="5:2"))
+    with running(run, made):
+        wait(lambda: reached(run, 6))
+        triggers.touch(run, "exit")
+    assert [end.cause for end in ends(run)] == ["exit"], logs(run)
+    assert durable(run).iteration >= 6
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@BOTH
+def test_a_rank_killed_and_a_torn_checkpoint_that_the_tracker_names(
+    make_run: MakeRun, tmp_path: Path, dialect: Dialect
+) -> None:
+    """The chain goes on from the checkpoint before, to the same digits; the torn one is in quarantine."""
+    checkout = checkout_of(dialect)
+    whole, whole_plan = make_run(folder="whole", **plan(checkout, tmp_path, steps=20))
+    run_chain(whole, whole_plan)
+    run, made = make_run(**plan(checkout, tmp_path, steps=20, interval=5, slow="11:2"))
+    with running(run, made):
+        wait(lambda: durable(run).iteration >= 10 and reached(run, 12))
+        os.kill(rank_pids(run)[1], signal.SIGKILL)
+        torn = next(run.checkpoint(10).glob("__1_*.distcp"))
+        os.truncate(torn, torn.stat().st_size - 1)
+    assert [end.cause for end in ends(run)] == ["failed", "done"], logs(run)
+    begin = run.attempt(2).read_begin()
+    assert begin is not None
+    assert begin.base_iteration == 5
+    assert "names 5 now" in logs(run)
+    assert [path.name for path in (run.checkpoints / ".quarantine").iterdir()] == ["iter_0000010-0002"]
+    assert steps(run) == steps(whole)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@BOTH
+def test_a_crash_loop_stops(make_run: MakeRun, tmp_path: Path, dialect: Dialect) -> None:
+    checkout = checkout_of(dialect)
+    failing = {"MEGATRON_ON_CPU_FAIL": "2"}
+    run, made = make_run(**plan(checkout, tmp_path, steps=20, environment=failing, max_failed_attempts=2))
+    run_chain(run, made)
+    assert [end.cause for end in ends(run)] == ["failed", "failed"], logs(run)
+    assert run.stop.read_text().startswith("2 attempts in a row without a new durable iteration")
+    assert "the test wants this program to fail" in run.stop.read_text()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@BOTH
+def test_a_rank_that_stands_still_is_ended_and_followed(make_run: MakeRun, tmp_path: Path, dialect: Dialect) -> None:
+    checkout = checkout_of(dialect)
+    run, made = make_run(**plan(checkout, tmp_path, steps=20, interval=5, slow="11:2", hang_timeout=20.0))
+    with running(run, made):
+        wait(lambda: reached(run, 12))
+        os.kill(rank_pids(run)[1], signal.SIGSTOP)
+    assert [end.cause for end in ends(run)] == ["hang", "done"], logs(run)
+    assert "no progress for" in ends(run)[0].reason
+    assert durable(run).iteration == 20

@@ -1,0 +1,127 @@
+"""Real checkouts of Megatron-LM under the chain, on CPUs.
+
+`MEGATRON_LM_DIR` names one, `MEGATRON_CHECKOUTS=A:B` several. A test asks for a dialect; where no checkout of it is
+named, the test says so and is skipped. Checkouts are run as they are: Megatron-LM itself builds its C++ helper in them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relayrun.shards.indexed import ShardWriter
+from relayrun.trainers.megatron_lm.program import Dialect, dialect_of
+
+HERE = Path(__file__).resolve().parent
+VOCABULARY = 250
+
+ENVIRONMENT = {
+    "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",  # make asks python3 for pybind11
+    "CUDA_HOME": str(HERE / "cuda"),
+    "TORCHDYNAMO_DISABLE": "1",
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",  # common.pt holds objects of Megatron's own
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(HERE / "site"),
+}
+"""Variables of the ranks."""
+
+ON_CPUS = """
+    --distributed-backend gloo --transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion
+    --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion --no-bias-swiglu-fusion
+    --no-bias-dropout-fusion --attention-backend unfused
+"""
+
+TINY = """
+    --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --group-query-attention
+    --num-query-groups 2 --max-position-embeddings 64 --seq-length 64 --position-embedding-type rope
+    --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
+    --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2
+    --attention-dropout 0 --hidden-dropout 0 --seed 28 --eval-iters 0 --eval-interval 1000 --split 100,0,0
+    --tokenizer-type NullTokenizer --ckpt-format torch_dist --exit-signal-handler --log-interval 1 --log-throughput
+"""
+"""A model of a few thousand weights, without dropout: under stand-ins for CUDA its random numbers are the CPU's."""
+
+
+def checkout_of(dialect: Dialect) -> Path:
+    """The first checkout named in the environment that speaks this dialect, ready to run; skips where there is none."""
+    names = [os.environ.get("MEGATRON_LM_DIR", ""), *os.environ.get("MEGATRON_CHECKOUTS", "").split(":")]
+    for name in filter(None, names):
+        if dialect_of(Path(name)) is dialect:
+            _build(Path(name))
+            return Path(name).resolve()
+    pytest.skip(
+        f"it needs a checkout of Megatron-LM in the dialect {dialect.value}: set MEGATRON_LM_DIR to one, "
+        "or MEGATRON_CHECKOUTS to several, with : between"
+    )
+
+
+@cache
+def _build(checkout: Path) -> None:
+    """Have the helper made once: programs that start side by side would write it at the same time."""
+    folder = checkout / "megatron" / "core" / "datasets"
+    with open(Path(tempfile.gettempdir()) / f"relayrun-checkout-{os.geteuid()}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.run(["make", "-C", str(folder)], env=os.environ | ENVIRONMENT, check=True, capture_output=True)
+
+
+def make_shard(folder: Path) -> Path:
+    """A shard of random documents; returns its prefix."""
+    folder.mkdir(exist_ok=True)
+    generator = np.random.default_rng(1)
+    lengths = generator.integers(20, 200, 400)
+    with_end = generator.integers(0, VOCABULARY, lengths.sum())
+    writer = ShardWriter(folder / "toy", np.uint16)
+    writer.add(with_end, lengths)
+    writer.finish()
+    return folder / "toy"
+
+
+def command(checkout: Path, *flags: str, data: Path, steps: int, interval: int) -> list[str]:
+    """What a rank executes: the checkout's own pretrain_gpt.py, without the folders that an attempt decides."""
+    words = [sys.executable, str(HERE / "on_cpu.py"), str(checkout / "pretrain_gpt.py")]
+    words += [*ON_CPUS.split(), *TINY.split(), "--vocab-size", str(VOCABULARY + 5)]
+    words += ["--data-path", str(data), "--data-cache-path", str(data.parent / "cache")]
+    words += ["--train-iters", str(steps), "--save-interval", str(interval)]
+    if dialect_of(checkout) is Dialect.NVIDIA:
+        words += ["--exit-signal", "SIGUSR2"]
+    return [*words, *flags]
+
+
+def plan(
+    checkout: Path,
+    folder: Path,
+    *flags: str,
+    steps: int,
+    interval: int = 1000,
+    slow: str = "",
+    environment: dict[str, str] | None = None,
+    settings: dict[str, Any] | None = None,
+    **changes: Any,
+) -> dict[str, Any]:
+    """What `make_run` takes for a run of this checkout on two ranks.
+
+    `slow`: as MEGATRON_ON_CPU_SLOW. `settings`: further ones of the trainer.
+    """
+    data = folder / "data" / "toy"
+    if not data.with_suffix(".bin").exists():
+        make_shard(data.parent)
+    words = command(checkout, *flags, data=data, steps=steps, interval=interval)
+    trainer_settings = {
+        "run": words,
+        "dialect": dialect_of(checkout).value,
+        "total_steps": steps,
+        "dir": str(checkout),
+        **(settings or {}),
+    }
+    variables = ENVIRONMENT | ({"MEGATRON_ON_CPU_SLOW": slow} if slow else {}) | (environment or {})
+    values = {"total_steps": steps, "environment": variables, "time_limit": 1200, "lead": 60.0}
+    return values | {"trainer": "megatron-lm", "trainer_settings": trainer_settings} | changes

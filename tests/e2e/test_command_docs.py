@@ -1,0 +1,70 @@
+"""Every command of docs/command.md runs, and its configs are some."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from relayrun.config import compose
+from relayrun.config.schema import CommandConfig
+from relayrun.rundir.lineage import durable
+from relayrun.rundir.run import Run
+from tests.readme import ROOT, copy_tracked
+
+PAGE = (ROOT / "docs/command.md").read_text(encoding="utf-8")
+EXAMPLES = ROOT / "examples/command"
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```$", PAGE, re.M | re.S)
+
+
+def test_every_block_has_a_test_and_the_page_is_short() -> None:
+    assert PAGE.count("```") == 2 * sum(len(blocks(kind)) for kind in ("bash", "yaml", "python"))
+    assert len(PAGE.splitlines()) <= 150
+
+
+def test_the_configs_of_the_page_are_some(tmp_path: Path) -> None:
+    whole, part = blocks("yaml")
+    assert whole == (EXAMPLES / "plain.yaml").read_text(encoding="utf-8")
+    (tmp_path / "run.yaml").write_text(f"include: ['{EXAMPLES / 'plain.yaml'}']\n{part}", encoding="utf-8")
+    config = compose.load(tmp_path / "run.yaml")
+    assert isinstance(config, CommandConfig)
+    assert config.command.checkpoint.whole_when == "trainer_state.json"
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_has_a_config_that_finds_it(path: Path) -> None:
+    config = compose.load(path)
+    assert isinstance(config, CommandConfig)
+    assert str(EXAMPLES / f"{path.stem}.py") in config.command.run
+
+
+def test_what_the_page_says_of_the_client_is_there() -> None:
+    loop, agreeing = blocks("python")
+    compile(loop, "loop", "exec")
+    compile(agreeing, "agreeing", "exec")
+    script = (EXAMPLES / "plain.py").read_text(encoding="utf-8")
+    (imported,) = re.findall(r"^from relayrun.client import .*$", loop, re.M)
+    assert imported in script
+    for line in agreeing.splitlines():
+        assert line.replace("dist.", "") in (EXAMPLES / "ddp.py").read_text(encoding="utf-8").replace("dist.", "")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_commands_of_the_page(tmp_path: Path) -> None:
+    copy_tracked(tmp_path)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {"PATH": path, "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+    script = "set -euo pipefail\n" + "\n".join(blocks("bash"))
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = Run(tmp_path / "logs/runs/my-project/plain")
+    assert durable(run).iteration == 200
+    assert "the last iteration, 200, is durable" in done.stdout

@@ -1,0 +1,145 @@
+"""Rows of the drill around real checkouts of Megatron-LM on a real Slurm: those whose fault comes from outside.
+
+The program need not know of a fault for the chain to survive it. Faults inside a save that relayrun's own program
+stages, and those that a hook injects, have no place here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayrun.drill.table import FAULTS, Fault
+from relayrun.rundir.run import Run
+from relayrun.trainers.megatron_lm.program import Dialect
+from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
+from tests.chain.test_local_chain import run_chain
+from tests.checkouts import checkout_of, plan
+from tests.slurm.conftest import MakeCluster
+from tests.slurm.test_chain import SLURM, logs
+from tests.slurm.test_megatron_slurm import ranks
+from tests.workspace import ends, steps
+
+from .test_drill import SlurmStage, wait_for_end, write_commands
+
+pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(3000)]
+
+STEPS = 40
+ROWS = [
+    "rank-killed",
+    "batch-script-killed",
+    "batch-script-killed-requeue",
+    "crash-loop",
+    "rank-stopped",
+    "latest-torn",
+    "tracker-missing",
+    "cancelled",
+    "cancelled-unseen",
+    "preempted",
+    "preempted-requeue",
+    "node-lost",
+    "controller-down-at-submission",
+    "controller-down-at-exit",
+    "supervisor-missing",
+    "watch-killed",
+    "watch-blind",
+    "end-killed",
+    "begin-killed",
+    "batch-script-killed-at-begin",
+    "successor-cancelled",
+    "view-unreadable",
+    "take-over-refused",
+    "module-missing",
+]
+BY_NAME = {fault.name: fault for fault in FAULTS}
+SAYS = {"ranks 1 did not answer": "no progress for"}
+"""What is said of a program that nobody asks for its stacks."""
+FAILS = {"crash-loop": "0"}
+"""At which iteration of an attempt a program fails, for rows whose hook has it raise."""
+
+
+class MegatronStage(SlurmStage):
+    """A stage whose ranks are Megatron-LM's."""
+
+    def rank_pids(self) -> dict[int, int]:
+        return ranks(self.run)
+
+
+def changes(fault: Fault) -> dict[str, Any]:
+    """What a row changes of a run config, in the plan."""
+    found: dict[str, Any] = {}
+    for section, values in fault.config.items():
+        for name, value in values.items():
+            if (section, name) == ("job", "partition"):
+                found["sbatch_options"] = {"partition": value}
+            elif name == "hang_timeout":
+                found[name] = 30.0  # no step of a busy machine takes as long
+            else:
+                found[name] = value
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Dialect, MakeRun], Run]:
+    """The undisturbed run of a dialect, on one machine, made when it is first needed."""
+    made: dict[Dialect, Run] = {}
+
+    def get(dialect: Dialect, make: MakeRun) -> Run:
+        if dialect not in made:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            whole = plan(checkout_of(dialect), folder, steps=STEPS, log_folder=str(folder / "logs"))
+            run, found = make(folder=str(folder / "run"), **whole)
+            run_chain(run, found)
+            assert [end.cause for end in ends(run)] == ["done"]
+            made[dialect] = run
+        return made[dialect]
+
+    return get
+
+
+@pytest.mark.parametrize("dialect", list(Dialect), ids=lambda dialect: dialect.value)
+@pytest.mark.parametrize("name", ROWS)
+def test_a_chain_survives_or_stops_with_a_reason(
+    name: str,
+    dialect: Dialect,
+    make_cluster: MakeCluster,
+    make_run: MakeRun,  # noqa: F811
+    reference: Callable[[Dialect, MakeRun], Run],
+    tmp_path: Path,
+) -> None:
+    fault, checkout = BY_NAME[name], checkout_of(dialect)
+    whole = reference(dialect, make_run) if fault.expect == "resumed" else None
+    cluster = make_cluster(grace=60, node_timeout=10 if name.startswith("node-lost") else 120)
+    environment = {"MASTER_ADDR": "127.0.0.1"} | ({"MEGATRON_ON_CPU_FAIL": FAILS[name]} if name in FAILS else {})
+    on_slurm = {key: SLURM[key] for key in ("scheduler", "nodes", "ntasks_per_node")}
+    settings = on_slurm | {"fallback_job": True, "auto_requeue": True} | changes(fault)
+    slow = "12:1.5" if name.startswith("node-lost") else "12:0.5"
+    values = plan(checkout, tmp_path, steps=STEPS, interval=10, slow=slow, environment=environment, **settings)
+    run, _ = make_run(**values)
+    write_commands(cluster, fault, tmp_path)
+    (tmp_path / "logs").mkdir(exist_ok=True)
+    paths = f"{tmp_path / 'bin'}:{cluster.env['PATH']}" if fault.commands else cluster.env["PATH"]
+    cluster.sbatch([run.job_script], env={"PATH": paths})
+    try:
+        fault.act(MegatronStage(cluster, run, tmp_path))
+        wait_for_end(cluster, run, timeout=1200)
+    finally:
+        cluster.down()
+    records = ends(run)
+    said = "\n".join([record.reason for record in records] + [run.stop.read_text() if run.stop.exists() else ""])
+    causes = [record.cause for record in records]
+    assert len(causes) == len(fault.causes), said + logs(run)
+    assert all(cause in wanted.split("|") for cause, wanted in zip(causes, fault.causes, strict=True)), said + logs(run)
+    assert SAYS.get(fault.says, fault.says) in said
+    assert fault.logged in logs(run)
+    if fault.commands:
+        assert os.path.exists(tmp_path / "provoked")
+    if whole is None:
+        assert run.stop.exists()
+    else:
+        assert sorted(steps(run)) == list(range(1, STEPS + 1))
+        assert steps(run) == steps(whole)

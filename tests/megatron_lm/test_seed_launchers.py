@@ -1,0 +1,226 @@
+"""launchers/submit-megatron-*.sh start what the earlier system's launchers start, flag for flag."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relayrun.config import compose
+from relayrun.config.schema import MegatronConfig
+from relayrun.rundir.records import AttemptStart
+from relayrun.rundir.run import Run
+from relayrun.shards.indexed import ShardWriter
+from relayrun.submit import launcher_environment
+from relayrun.submit.megatron_lm import flag
+from relayrun.submit.megatron_lm.command_line import command_line
+from relayrun.trainers.megatron_lm.trainer import MegatronTrainer
+from tests.megatron_lm import seed_launcher
+from tests.megatron_lm.seed_launcher import EDITS, NODES
+from tests.megatron_lm.stand_in import stand_in
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Words = tuple[str, ...] | None
+"""The words behind a flag; None: the flag is not there."""
+
+Differences = dict[str, tuple[Words, Words]]
+"""Flags that differ: the earlier launcher's words and ours."""
+Compare = Callable[..., Differences]
+
+SAID = "Megatron-LM's default, said: defaults differ between checkouts"
+DIFFERENCES: dict[str, tuple[Words, Words, str]] = {
+    "norm-epsilon": (None, ("1e-05",), SAID),
+    "adam-eps": (None, ("1e-08",), SAID),
+    "override-opt_param-scheduler": (None, (), "TRAINING_STEPS may be raised on a resume; without it that ends a job"),
+}
+"""Flags that differ in every run: the earlier launcher's words, ours, and why."""
+
+OF_8B: dict[str, tuple[Words, Words, str]] = {"context-parallel-size": (None, ("1",), SAID)}
+PROFILED: dict[str, tuple[Words, Words, str]] = {
+    "profile-step-start": (None, ("10",), SAID),
+    "profile-step-end": (None, ("12",), SAID),
+    "profile-ranks": (None, ("0",), SAID),
+}
+
+
+def our_words(size: str, folder: Path, environment: dict[str, str]) -> tuple[list[str], dict[str, str], Run]:
+    """What our launcher's run gives to each rank of attempt 1, its variables, and its run."""
+    config = ROOT / f"configs/runs/megatron-llama3-{size}.yaml"
+    overrides = launcher_environment.overrides(environment, trainer=compose.trainer_of(config))
+    found = compose.load(config, [*overrides, f"run_dir={folder / 'run'}"])
+    assert isinstance(found, MegatronConfig)
+    run = Run(Path(found.run_dir or ""))
+    trainer = MegatronTrainer(run, command_line(found, run).settings)
+    begin = AttemptStart(
+        attempt=1,
+        job_id="7",
+        job_name="n",
+        nodes="n1",
+        config_revision=1,
+        base_iteration=0,
+        base_path=None,
+        start_time=0.0,
+        job_end_time=None,
+        lead=1.0,
+    )
+    words = [*found.cluster.command_prefix, *trainer.command(begin)]
+    return words, trainer.environment(begin), run
+
+
+def flags(words: list[str]) -> dict[str, tuple[str, ...]]:
+    """The flags behind the program."""
+    program = next(number for number, word in enumerate(words) if word.endswith("/pretrain_gpt.py"))
+    return {each.name: each.values for each in flag.of_words([(word, "") for word in words[program + 1 :]], where="")}
+
+
+def number(word: str) -> str | float:
+    try:
+        return float(word)
+    except ValueError:
+        return word
+
+
+def differences(seed: dict[str, tuple[str, ...]], ours: dict[str, tuple[str, ...]]) -> Differences:
+    """Flags with what stands behind them in both, where that is not the same; numbers count by their value."""
+    return {
+        name: (seed.get(name), ours.get(name))
+        for name in sorted(seed | ours)
+        if name not in seed or name not in ours or [*map(number, seed[name])] != [*map(number, ours[name])]
+    }
+
+
+def without_reasons(allowed: dict[str, tuple[Words, Words, str]]) -> Differences:
+    return {name: (theirs, ours) for name, (theirs, ours, _) in allowed.items()}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A folder with the two shards that the earlier launcher's stand-in finds."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("PREFIX_A", "PREFIX_B"):
+        writer = ShardWriter(folder / name, np.uint16)
+        writer.add(np.arange(10, dtype=np.uint16), [10])
+        writer.finish()
+    return folder
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    return stand_in(tmp_path / "checkout")
+
+
+@pytest.fixture
+def compared(tmp_path: Path, data: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def compare(size: str, words: list[str], **environment: str) -> Differences:
+        block = {
+            "MEGATRON_LM_DIR": str(checkout),
+            "DATASETS": str(data),
+            "DATASET_CACHE_DIR": "/cache",
+            "PROJECT_NAME": "Megatron-Clariden",
+            "EXP_NAME": f"llama3-{size}-{NODES[size]}-nodes",
+            **environment,
+        }
+        ours, _, run = our_words(size, tmp_path, block)
+        here = {
+            "PREFIX_A": str(data / "PREFIX_A"),
+            "PREFIX_B": str(data / "PREFIX_B"),
+            "SITE/user/datasets/cache": "/cache",
+        }
+        seed = flags([here.get(word, word) for word in words])
+        found = differences(seed, flags(ours))
+        folder = f"SITE/user/Megatron-LM/logs/Meg-Runs/Megatron-Clariden/llama3-{size}-{NODES[size]}-nodes"
+        places = {
+            "save": (f"{folder}/checkpoints", run.checkpoints),
+            "load": (f"{folder}/checkpoints", run.checkpoints),
+            "tensorboard-dir": (f"{folder}/logging/tensorboard", run.tensorboard),
+            # of the attempt's own: the program removes `save`, and touches `exit` when it is done
+            "trigger-path": (f"{folder}/triggers", run.attempt(1).client),
+        }
+        for name, (theirs, our) in places.items():
+            assert found.pop(name) == ((theirs,), (str(our),))
+        return found
+
+    return compare
+
+
+def allowed(size: str) -> Differences:
+    return without_reasons(DIFFERENCES | (OF_8B if size == "8b" else {}))
+
+
+@pytest.mark.parametrize("size", NODES)
+@pytest.mark.parametrize("edited", ["as it stands", "sizes"])
+def test_the_same_flags_but_for_those_listed(size: str, edited: str, compared: Compare) -> None:
+    found = compared(size, seed_launcher.stored(size)[edited], **EDITS[edited])
+    for name, (theirs, ours) in found.items():
+        print(f"--{name}: earlier {theirs}, here {ours}: {(DIFFERENCES | OF_8B).get(name, ('', '', 'NOT LISTED'))[2]}")
+    assert found == allowed(size)
+
+
+@pytest.mark.parametrize("size", NODES)
+def test_mock_data(size: str, compared: Compare) -> None:
+    found = compared(size, seed_launcher.stored(size)["MOCK_DATA"], MOCK_DATA="true", DATASET_CACHE_DIR="")
+    assert found == allowed(size)
+
+
+@pytest.mark.parametrize("size", NODES)
+def test_nsys_stands_around_the_program_with_the_same_options(
+    size: str, tmp_path: Path, data: Path, checkout: Path, compared: Compare
+) -> None:
+    words = seed_launcher.stored(size)["NSYS_PROFILER"]
+    assert compared(size, words, NSYS_PROFILER="true") == allowed(size) | without_reasons(PROFILED)
+    block = {"MEGATRON_LM_DIR": str(checkout), "DATASETS": str(data), "NSYS_PROFILER": "true"}
+    ours, _, run = our_words(size, tmp_path, block)
+    seed = words[2 : words.index("python3")]
+    output = next(word for word in seed if word.startswith("--output="))
+    # nsys itself fills in the names of node and rank: no shell stands around it here
+    name = "nsys-trace-hostname-%h-procid-%q{SLURM_PROCID}.nsys-rep"
+    seed[seed.index(output)] = f"--output={run.debug_of(1)}/profile/{name}"
+    assert ours[: len(seed)] == seed
+
+
+@pytest.mark.parametrize("size", NODES)
+def test_wandb_where_the_job_has_a_key(
+    size: str, tmp_path: Path, compared: Compare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = seed_launcher.stored(size)["W&B"]
+    assert {"wandb-project", "wandb-exp-name", "wandb-save-dir"} <= compared(size, words).keys()
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    name = f"llama3-{size}-{NODES[size]}-nodes"
+    folder = f"SITE/user/Megatron-LM/logs/Meg-Runs/Megatron-Clariden/{name}/logging"
+    assert compared(size, words) == allowed(size) | {
+        "wandb-exp-name": ((f"{name}-7",), (name,)),  # one run in W&B over all jobs, not one a job
+        "wandb-save-dir": ((folder,), (str(tmp_path / "run"),)),
+    }
+
+
+@pytest.mark.parametrize("size", NODES)
+def test_nccl_writes_a_file_of_each_process(
+    size: str, tmp_path: Path, data: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_DEBUG", raising=False)
+    seed = dict(word.partition("=")[::2] for word in seed_launcher.stored(size)["LOG_NCCL"][2:4])
+    assert list(seed) == ["NCCL_DEBUG", "NCCL_DEBUG_FILE"]
+    block = {"MEGATRON_LM_DIR": str(checkout), "DATASETS": str(data), "LOG_NCCL": "true"}
+    _, variables, run = our_words(size, tmp_path, block)
+    # NCCL itself fills in node and process; the earlier one's file is named by node, local rank and rank
+    assert variables == {
+        "NCCL_DEBUG": seed["NCCL_DEBUG"],
+        "NCCL_DEBUG_FILE": f"{run.debug_of(1)}/nccl-info-hostname-%h-pid-%p.txt",
+    }
+
+
+@pytest.mark.skipif("MEGATRON_LM_DIR" not in os.environ, reason="needs MEGATRON_LM_DIR: a checkout of swiss-ai's fork")
+@pytest.mark.parametrize("size", NODES)
+def test_what_is_stored_is_what_the_launchers_of_the_checkout_start(size: str) -> None:
+    checkout = Path(os.environ["MEGATRON_LM_DIR"])
+    if not (checkout / f"submit-llama3-{size}.sh").is_file():
+        pytest.skip(f"{checkout} has no launchers: it is not swiss-ai's fork")
+    assert seed_launcher.every(checkout, size) == seed_launcher.stored(size)

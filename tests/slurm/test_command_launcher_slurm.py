@@ -1,0 +1,94 @@
+"""A program of the user's own from a Bash launcher, on a real Slurm: the first job prepares it, the chain goes on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from relayrun.config import yamlfile
+from relayrun.files import read_lines
+from relayrun.rundir import triggers
+from relayrun.rundir.lineage import durable
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
+from tests.workspace import ends
+
+from .cluster import ROOT, TestCluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.long]
+
+PROGRAM = """
+import os, signal, sys, time
+asked = []
+signal.signal(signal.SIGUSR2, lambda *_: asked.append(1))
+folder, last, *resume = sys.argv[1:]
+iteration = int(open(os.path.join(resume[0], "state")).read()) if resume else 0
+while iteration < int(last):
+    iteration += 1
+    time.sleep(0.1)
+    print(f"step {iteration} loss={1 / iteration:.4f}", flush=True)
+    leave = bool(asked)
+    if os.environ["RANK"] == "0" and (leave or iteration % 20 == 0):
+        path = os.path.join(folder, f"step-{iteration}")
+        os.makedirs(path + ".new", exist_ok=True)
+        with open(os.path.join(path + ".new", "state"), "w") as file:
+            file.write(str(iteration))
+        os.rename(path + ".new", path)
+    if leave:
+        break
+"""
+
+
+def test_a_command_goes_on_from_its_launcher_to_its_exit(cluster: TestCluster, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    run, path = Run(tmp_path / "run"), tmp_path / "run.yaml"
+    site = {"name": "test", "scheduler": "slurm", "host_python": getattr(sys, "_base_executable", "python3")}
+    values = {
+        "project": "tests",
+        "name": "own",
+        "run_dir": str(run.path),
+        "trainer": "command",
+        "command": {
+            "run": ["{python}", str(tmp_path / "train.py"), "{checkpoints}", "100000"],
+            "resume": ["{checkpoint}"],
+            "checkpoint": {"pattern": "step-{iteration}"},
+            "progress": r"step (?P<iteration>\d+) loss=(?P<loss>\S+)",
+        },
+        "chain": {"auto_requeue": True},
+        "job": {"time": "7"},
+        "cluster": site | {"environment": {"MASTER_ADDR": "127.0.0.1"}},  # pretended nodes have no addresses
+    }
+    path.write_text(yamlfile.dump(values), encoding="utf-8")
+    settings = {"CONFIG": str(path), "TRAINING_STEPS": "100000", "PYTHON": sys.executable}
+    launcher = ROOT / "launchers/submit-demo.sh"  # two nodes with a rank each
+    first = cluster.sbatch(["--time=7", launcher], cwd=tmp_path, env=settings | {"HOST_PYTHON": site["host_python"]})
+
+    def trains(attempt: int) -> None:
+        cluster.wait_until(lambda: any(read_lines(run.attempt(attempt).metrics)), timeout=360, interval=0.2)
+
+    trains(1)
+    plan = Plan.load(run)
+    assert (plan.trainer, plan.total_steps, plan.ntasks) == ("command", 100000, 2)
+    begin = run.attempt(1).read_begin()
+    assert begin is not None
+    assert begin.job_id == first
+    cluster.run(["scancel", "--signal=USR2", "--batch", first])  # the header's backstop
+    trains(2)
+    cut = run.attempt(1).read_end()
+    assert cut is not None
+    assert cut.cause == "saved"
+    second = run.attempt(2).read_begin()
+    assert second is not None
+    assert second.base_iteration == cut.durable_iteration > 0
+    triggers.touch(run, "exit")
+
+    def over() -> bool:
+        return not any(job.name == plan.job_name for job in cluster.queue())
+
+    cluster.wait_until(over, timeout=300, interval=0.5)
+    assert [end.cause for end in ends(run)] == ["saved", "exit"]
+    assert durable(run).iteration > cut.durable_iteration
+    lines = [line["iteration"] for line in read_lines(run.metrics_view)]
+    assert lines == list(range(1, durable(run).iteration + 1))

@@ -1,0 +1,61 @@
+"""Processes that the ranks of a local job leave behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from relayrun.scheduler import leftover, tasks
+
+WORKER = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)  # as torchrun starts its workers
+with open(sys.argv[1] + ".new", "w") as file:
+    file.write(str(child.pid))
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def gone(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_what_a_killed_rank_had_started_ends_with_the_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)}
+    handlers[signal.SIGQUIT] = signal.getsignal(signal.SIGQUIT)
+    try:
+        code = tasks.start_tasks(1, [sys.executable, "-c", WORKER, str(tmp_path / "child")])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert code == 128 + signal.SIGKILL
+    assert gone(int((tmp_path / "child").read_text()))
+    assert "a process that the ranks left behind is ended: sleep 1000" in capfd.readouterr().err
+
+
+def test_others_are_left_alone() -> None:
+    environment = os.environ | {"RELAYRUN_TEST": f"{os.getpid()}-a"}
+    process = subprocess.Popen(["sleep", "1000"], env=environment)
+    try:
+        while b"RELAYRUN_TEST" not in Path(f"/proc/{process.pid}/environ").read_bytes():  # before its exec
+            time.sleep(0.01)
+        assert leftover.end({"RELAYRUN_TEST": f"{os.getpid()}-b"}) == []
+        assert leftover.end({"RELAYRUN_TEST": f"{os.getpid()}-a", "RELAYRUN_OTHER": None}) == []
+        assert process.poll() is None
+        assert leftover.end({"RELAYRUN_TEST": None}) == ["sleep 1000"]
+        assert process.wait(60) == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.wait()
