@@ -105,7 +105,7 @@ def _inert(module: str, name: str) -> Any:
     return _Named(name.rpartition(".")[2], (Inert,), {"origin": f"{module}.{name}"})
 
 
-def _member(owner: Any, name: Any) -> Inert:
+def _member(owner: Any, name: Any) -> Any:
     """What Python 3.11 writes for a member of an enumeration: getattr(class, name)."""
     if not (isinstance(owner, type) and issubclass(owner, Inert) and isinstance(name, str)):
         raise pickle.UnpicklingError("it asks for an attribute of something that is no class of its own")
