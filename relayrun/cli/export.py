@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from relayrun.config.writable import check_outputs
+from relayrun.errors import InputError
+from relayrun.export import megatron_source
 from relayrun.export.checkpoint_source import CheckpointSource, find_checkpoint
 from relayrun.export.target import check_target, parse_size
 from relayrun.rundir.find import find_run
+from relayrun.training.checkpoint import megatron_folder
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -18,11 +22,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     formats = parser.add_subparsers(dest="format", required=True)
     hf = formats.add_parser("hf", help="a folder for Hugging Face transformers")
     torch = formats.add_parser("torch", help="Megatron's plain torch format, tensor- and pipeline-parallel size 1")
-    for command in (hf, torch):
-        command.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
-        command.add_argument("--iteration", type=int, metavar="N", help="default: the newest whole checkpoint")
+    megatron = formats.add_parser("megatron", help="a folder that Megatron-LM goes on from with --load (torch_dist)")
+    for command in (hf, torch, megatron):
+        command.add_argument(
+            "name",
+            metavar="RUN",
+            help="run directory, or project/name below logs/runs"
+            + ("; RUN:N for iteration N" if command is megatron else "; or a checkpoint folder of Megatron-LM"),
+        )
+        command.add_argument(
+            "--iteration", "--ckpt-step", type=int, metavar="N", help="default: the newest whole checkpoint"
+        )
         command.add_argument("--output", type=Path, required=True, metavar="DIR", help="must not exist")
+    for command in (hf, torch):
         command.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: that of the checkpoint's weights")
+        command.add_argument(
+            "--tokenizer",
+            "--hf-tokenizer",
+            metavar="PATH",
+            help="of a checkpoint of Megatron-LM; default: the one that its arguments name",
+        )
     hf.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file of weights (default: 5GB)")
     hf.add_argument("--test-logits", action="store_true", help="compare its logits with megatron-core's")
     hf.add_argument("--readme", action="store_true", help="write a model card from the run's records")
@@ -32,8 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="transformer_engine",
         help="whose names the weights get",
     )
+    torch.add_argument("--optimizer", action="store_true", help="with Adam's moments and the schedule")
     hf.set_defaults(run=export_hf)
     torch.set_defaults(run=export_torch)
+    megatron.set_defaults(run=export_megatron)
 
 
 def export_hf(options: argparse.Namespace) -> int:
@@ -75,8 +96,33 @@ def export_torch(options: argparse.Namespace) -> int:
     from relayrun.export.folder import new_folder
 
     with new_folder(options.output) as folder:
-        parameters = torch_format.write(source, folder, dtype=options.dtype, transformer_impl=options.transformer_impl)
+        parameters = torch_format.write(
+            source,
+            folder,
+            dtype=options.dtype,
+            transformer_impl=options.transformer_impl,
+            with_optimizer=options.optimizer,
+        )
     print(f"iteration {source.iteration}: {parameters:,} parameters: {Path(options.output).absolute()}")
+    return 0
+
+
+def export_megatron(options: argparse.Namespace) -> int:
+    """Write a folder that Megatron-LM loads. Raises RelayrunError."""
+    check_outputs({"--output": options.output})
+    match = re.fullmatch(r"(?P<name>.+):(?P<iteration>\d+)", options.name)
+    name, iteration = (match["name"], int(match["iteration"])) if match else (options.name, options.iteration)
+    source = find_checkpoint(find_run(name), iteration)
+    check_target(options.output)
+    from relayrun.export import megatron_exporter  # torch: seconds
+    from relayrun.export.folder import new_folder
+
+    with new_folder(options.output) as folder:
+        made = megatron_exporter.write(source, folder)
+    what = "weights, optimizer and schedule" if made.optimizer else "weights"
+    print(f"iteration {source.iteration}: {made.parameters:,} parameters ({what}): {Path(options.output).absolute()}")
+    for note in made.notes:
+        print(f"note: {note}")
     return 0
 
 
@@ -85,6 +131,12 @@ def _looked_at(options: argparse.Namespace) -> CheckpointSource:
 
     Raises RelayrunError.
     """
+    folder = Path(options.name).expanduser()
+    if (found := megatron_folder.find(folder, options.iteration)) is not None:
+        check_target(options.output)
+        return megatron_source.source(found, options.tokenizer)
+    if options.tokenizer is not None:
+        raise InputError("a run has a tokenizer of its own", where=options.name, hint="leave out --tokenizer")
     source = find_checkpoint(find_run(options.name), options.iteration)
     check_target(options.output)
     if not source.config.data.mock_data:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from relayrun.cli.export import DTYPES
 from relayrun.config.writable import check_outputs
 from relayrun.errors import InputError, nearest_path
 from relayrun.export.target import check_target
+from relayrun.training.checkpoint import megatron_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun import`."""
-    hf = parser.add_subparsers(dest="format", required=True).add_parser("hf", help="a Llama of Hugging Face")
+    formats = parser.add_subparsers(dest="format", required=True)
+    hf = formats.add_parser("hf", help="a Llama of Hugging Face")
     hf.add_argument("folder", type=Path, metavar="DIR", help="with config.json and *.safetensors")
     hf.add_argument("--output", type=Path, required=True, metavar="CKPT", help="must not exist")
     hf.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: that of the folder's weights")
@@ -24,7 +27,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="as in the model section of the run that starts from it (default: 128)",
     )
-    parser.set_defaults(run=import_hf)
+    hf.set_defaults(run=import_hf)
+    megatron = formats.add_parser("megatron", help="a checkpoint folder of Megatron-LM (torch_dist)")
+    megatron.add_argument("folder", metavar="DIR[:ITERATION]", help="default: the iteration that its tracker names")
+    megatron.add_argument("--output", type=Path, required=True, metavar="CKPT", help="must not exist")
+    megatron.add_argument(
+        "--use-distributed-optimizer",
+        action=argparse.BooleanOptionalAction,
+        help="as parallel.use_distributed_optimizer of the run that starts from it (default: as it was)",
+    )
+    megatron.add_argument("--weights-only", action="store_true", help="leave the optimizer and the iteration behind")
+    megatron.set_defaults(run=import_megatron)
 
 
 def import_hf(options: argparse.Namespace) -> int:
@@ -44,4 +57,32 @@ def import_hf(options: argparse.Namespace) -> int:
         f"{made.vocabulary} tokens, padded to {made.padded_vocabulary}: {output}\n"
         f"the model section for a run config: {output / 'model.yaml'}"
     )
+    return 0
+
+
+def import_megatron(options: argparse.Namespace) -> int:
+    """Write a checkpoint from a folder of Megatron-LM. Raises RelayrunError."""
+    output: Path = options.output.absolute()
+    check_outputs({"--output": output})
+    check_target(output)
+    match = re.fullmatch(r"(?P<name>.+):(?P<iteration>\d+)", options.folder)
+    name, iteration = (match["name"], int(match["iteration"])) if match else (options.folder, None)
+    folder = Path(name).expanduser()
+    found = megatron_folder.find(folder, iteration)
+    if found is None:
+        hint = nearest_path(folder) or "give a folder with latest_checkpointed_iteration.txt, or one of its iter_*"
+        raise InputError("this is no checkpoint folder of Megatron-LM (torch_dist)", where=folder, hint=hint)
+    from relayrun.export import megatron_importer  # torch: seconds
+
+    made = megatron_importer.import_megatron(
+        found, output, distributed=options.use_distributed_optimizer, weights_only=options.weights_only
+    )
+    what = (
+        f"iteration {made.iteration}, {made.consumed_samples} samples, weights and optimizer"
+        if made.optimizer
+        else "weights alone"
+    )
+    print(f"{what}: {output}\nsections for a run config: {output / 'run.yaml'}")
+    for words in made.not_taken:
+        print(f"not taken: {words}")
     return 0

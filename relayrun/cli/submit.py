@@ -18,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun submit`, also those of launchers/submit.py."""
     parser.add_argument("config", type=Path, help="run config, for example configs/runs/demo.yaml")
     parser.add_argument(
-        "--load", metavar="RUN[:ITERATION]", help="begin with another run's checkpoint, or a checkpoint's folder"
+        "--load",
+        metavar="RUN[:ITERATION]",
+        help="begin with another run's checkpoint, or a folder, also of Megatron-LM",
     )
     parser.add_argument("--resume", action="store_true", help="go on although the chain of this run has ended")
     add_changes(parser)

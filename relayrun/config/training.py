@@ -253,8 +253,8 @@ class Checkpoint(Section):
     writer_threads: Positive = 2
     """Files that each rank writes at a time."""
     load: str | None = None
-    """What a run without a checkpoint of its own goes on from: another run (its directory, or PROJECT/NAME) or the
-    folder of a checkpoint; `:ITERATION` behind a run takes another than its newest."""
+    """What a run without a checkpoint of its own goes on from: another run (its directory, or PROJECT/NAME), the
+    folder of a checkpoint, or one of Megatron-LM with its checkpoints; `:ITERATION` takes another than the newest."""
     finetune: bool = False
     """Take only the weights of `load`: iterations, optimizer, random numbers and data begin anew."""
     no_load_optim: bool = False

@@ -13,6 +13,7 @@ from relayrun.data import audit
 from relayrun.errors import InputError
 from relayrun.export.checkpoint_source import CheckpointSource
 from relayrun.rundir import evaluations, lineage, views
+from relayrun.rundir.run import Run
 from relayrun.training.model.size import parameters
 
 MEANS: dict[LossMean, str] = {
@@ -28,8 +29,9 @@ PACKAGES = ("torch", "megatron-core", "transformers", "safetensors")
 def text(source: CheckpointSource, *, dtype: str) -> str:
     """Return the model card of an exported checkpoint as Markdown; `dtype` is that of its files.
 
-    Raises InputError if the run has no ledger.
+    Raises InputError if the run has no ledger, or there is no run.
     """
+    run = _run(source)
     config, model = source.config, source.config.model
     vocabulary = source.manifest.vocabulary_size
     lines = [
@@ -68,11 +70,11 @@ def text(source: CheckpointSource, *, dtype: str) -> str:
         "",
         "## Data",
         "",
-        *_data(source),
+        *_data(source, run),
         "",
         "## Training",
         "",
-        *_training(source),
+        *_training(source, run),
         "",
         "## Versions",
         "",
@@ -88,10 +90,10 @@ def _scaling(factor: float | None) -> str:
     return "" if factor is None else f", Llama 3.1's scaling by {factor:g}"
 
 
-def _data(source: CheckpointSource) -> list[str]:
+def _data(source: CheckpointSource, run: Run) -> list[str]:
     consumed = consumed_samples(source)
     length = source.config.training.seq_length
-    ledger = audit.ledger(replace(audit.audit(source.run), consumed_samples=consumed))
+    ledger = audit.ledger(replace(audit.audit(run), consumed_samples=consumed))
     rows = [
         (
             row.dataset,
@@ -115,9 +117,9 @@ def _data(source: CheckpointSource) -> list[str]:
     ]
 
 
-def _training(source: CheckpointSource) -> list[str]:
+def _training(source: CheckpointSource, run: Run) -> list[str]:
     config = source.config
-    metrics = [line for line in views.merged_metrics(source.run) if line["iteration"] <= source.iteration]
+    metrics = [line for line in views.merged_metrics(run) if line["iteration"] <= source.iteration]
     losses = [line for line in metrics if "loss" in line]
     validation = next((line for line in reversed(metrics) if "validation" in line), None)
     rows = [
@@ -129,7 +131,7 @@ def _training(source: CheckpointSource) -> list[str]:
             f"Adam, learning rate {config.optimizer.lr:g} ({config.optimizer.lr_decay_style}), "
             f"weight decay {config.optimizer.weight_decay:g}",
         ),
-        ("attempts", f"{len(source.run.attempt_numbers())}"),
+        ("attempts", f"{len(run.attempt_numbers())}"),
     ]
     if config.data.eod_mask_loss:
         rows.append(("loss", f"without what follows an end of document; {MEANS[config.training.resolved_loss_mean]}"))
@@ -142,7 +144,7 @@ def _training(source: CheckpointSource) -> list[str]:
             (f"loss on {name}", f"{loss:.4f} nats per token at iteration {validation['iteration']:,}")
             for name, loss in validation["validation"].items()
         ]
-    for result in evaluations.results(source.run):
+    for result in evaluations.results(run):
         if result.iteration == source.iteration and result.status == "done":
             program = result.settings.get("program", "")
             rows += [
@@ -155,7 +157,7 @@ def _training(source: CheckpointSource) -> list[str]:
 
 def consumed_samples(source: CheckpointSource) -> int:
     """Samples that the checkpoint was trained on. Raises InputError if no record says."""
-    for commit in lineage.line(source.run):
+    for commit in lineage.line(_run(source)):
         if commit.iteration == source.iteration and commit.consumed_samples >= 0:
             return commit.consumed_samples
     raise InputError(
@@ -163,6 +165,12 @@ def consumed_samples(source: CheckpointSource) -> int:
         where=source.folder,
         hint="export it without --readme",
     )
+
+
+def _run(source: CheckpointSource) -> Run:
+    if source.run is None:
+        raise InputError("this checkpoint has no records of a run", where=source.folder, hint="leave out --readme")
+    return source.run
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

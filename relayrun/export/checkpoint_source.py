@@ -21,7 +21,8 @@ from relayrun.tokenization.options import TokenizeOptions
 class CheckpointSource:
     """One checkpoint of a run, with what an export needs of the run."""
 
-    run: Run
+    run: Run | None
+    """None for a checkpoint of another program, which has no records of a run (`megatron_source`)."""
     iteration: int
     folder: Path
     config: RunConfig

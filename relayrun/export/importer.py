@@ -6,37 +6,28 @@ Tensors are read and written one at a time. Beside the files of every checkpoint
 
 from __future__ import annotations
 
-import io
 import json
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from relayrun.config import yamlfile
 from relayrun.config.schema import Model
 from relayrun.errors import InputError
 from relayrun.export import llama
+from relayrun.export.contents import Contents
 from relayrun.export.folder import new_folder
 from relayrun.export.huggingface import DTYPES
 from relayrun.export.llama import Piece
-from relayrun.files import read_json, write_json
+from relayrun.files import read_json
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
 from relayrun.tokenization.options import TokenizeOptions
-from relayrun.training.checkpoint import checksums
-from relayrun.training.checkpoint.writer import ThreadedWriter
 from relayrun.training.model.size import padded
 
-EXTRA_STATE = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
-"""Modules for which megatron-core keeps an object per layer, empty without fp8; and one for the norm behind them."""
 EMBEDDINGS = "model.embed_tokens.weight"
 
 
@@ -111,31 +102,15 @@ def import_hf(folder: Path, output: Path, *, dtype: str = "auto", divisible_by: 
     rows = min(rows, size)
     of = weights.read(EMBEDDINGS).dtype if dtype == "auto" else DTYPES[dtype]
     with new_folder(output) as made:
-        planner = _Planner()
+        contents = Contents()
         for piece in llama.pieces(model, rows):
-            planner.add_piece(piece, llama.megatron_shapes(model, size)[piece.key], of, weights)
-        for layer in range(model.num_layers):
-            for module in EXTRA_STATE:
-                planner.add_empty_object(f"decoder.layers.{module}._extra_state/shard_{layer}_{model.num_layers}")
-        planner.add_empty_object("decoder.final_layernorm._extra_state/shard_0_1")
-        with warnings.catch_warnings():  # that this is one process, as it shall be
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            writer = ThreadedWriter(made, 1)
-            state_dict_saver.save({}, storage_writer=writer, planner=planner, no_dist=True)
-        torch.save({"iteration": 0}, made / "common.pt")
-        backends = {
-            "sharded_backend": "torch_dist",
-            "sharded_backend_version": 1,
-            "common_backend": "torch",
-            "common_backend_version": 1,
-        }
-        write_json(made / "metadata.json", backends)
+            _add_piece(contents, piece, llama.megatron_shapes(model, size)[piece.key], of, weights)
+        contents.add_extra_states(model.num_layers)
+        written = contents.write(made, {"iteration": 0})
         (made / "model.yaml").write_text(
             f"# the model of {folder.absolute()}\n" + yamlfile.dump({"model": model.model_dump(mode="json")})
         )
-        written = writer.written
-        files = checksums.write_blocks(made, 0, 0, written.blocks, written.sizes) | written.files
-        checksums.write_index(made, 0, files)
+        written.add_checksums(0)
     return Imported(model=model, vocabulary=rows, padded_vocabulary=size)
 
 
@@ -210,52 +185,15 @@ def _tokenizer_size(folder: Path) -> int | None:
     return load_tokenizer(TokenizeOptions(tokenizer=str(folder), append_eod="no")).size
 
 
-class _Planner(DefaultSavePlanner):
-    """Tells torch's writer what there is, and makes each tensor when its turn comes."""
+def _add_piece(contents: Contents, piece: Piece, size: tuple[int, ...], dtype: torch.dtype, weights: Weights) -> None:
+    """`size`: of the whole tensor in the checkpoint."""
+    part = (1, *size[1:]) if piece.layer is not None else size
+    start = (piece.layer or 0, *[0] * (len(size) - 1))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._items: list[WriteItem] = []
-        self._make: dict[MetadataIndex, Callable[[], torch.Tensor | io.BytesIO]] = {}
+    def make() -> torch.Tensor:
+        tensor = piece.join([weights.read(name)[: shape[0]] for name, shape in piece.shapes.items()]).to(dtype)
+        if piece.rows is not None and piece.rows < size[0]:
+            tensor = torch.cat([tensor, tensor.new_zeros(size[0] - piece.rows, *size[1:])])
+        return tensor.reshape(part).contiguous()
 
-    def add_piece(self, piece: Piece, size: tuple[int, ...], dtype: torch.dtype, weights: Weights) -> None:
-        """`size`: of the whole tensor in the checkpoint."""
-        part = (1, *size[1:]) if piece.layer is not None else size
-        offsets = torch.Size([piece.layer or 0] + [0] * (len(size) - 1))
-
-        def make() -> torch.Tensor:
-            tensor = piece.join([weights.read(name)[: shape[0]] for name, shape in piece.shapes.items()]).to(dtype)
-            if piece.rows is not None and piece.rows < size[0]:
-                tensor = torch.cat([tensor, tensor.new_zeros(size[0] - piece.rows, *size[1:])])
-            return tensor.reshape(part).contiguous()
-
-        index = MetadataIndex(piece.key, offsets)
-        data = TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(part)),
-            properties=TensorProperties(dtype=dtype),
-            size=torch.Size(size),
-        )
-        self._items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
-        self._make[index] = make
-
-    def add_empty_object(self, key: str) -> None:
-        def make() -> io.BytesIO:
-            buffer = io.BytesIO()
-            torch.save([None], buffer)
-            return buffer
-
-        index = MetadataIndex(key)
-        self._items.append(WriteItem(index=index, type=WriteItemType.BYTE_IO))
-        self._make[index] = make
-
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan(self._items)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return create_default_global_save_plan(all_plans)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        return self._make[write_item.index]()
+    contents.add_tensor(piece.key, size=size, start=start, part=part, dtype=dtype, make=make)

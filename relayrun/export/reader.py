@@ -8,14 +8,17 @@ nothing of it is run.
 
 from __future__ import annotations
 
+import io
 import logging
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from relayrun.errors import InputError
@@ -30,7 +33,7 @@ WEIGHTS = ("embedding.", "decoder.", "output_layer.")
 
 
 class CheckpointReader:
-    """The weights of the checkpoint in `folder`."""
+    """The weights of the checkpoint in `folder`, and whatever else it holds."""
 
     def __init__(self, folder: Path, checksum: str | None = None) -> None:
         """Open a checkpoint. `checksum`: that of its commit, None where no run knows it.
@@ -59,13 +62,44 @@ class CheckpointReader:
         self._tensors = {
             key: value
             for key, value in metadata.state_dict_metadata.items()
-            if isinstance(value, TensorStorageMetadata) and key.startswith(WEIGHTS)
+            if isinstance(value, TensorStorageMetadata)
         }
+        self._objects = {key for key in metadata.state_dict_metadata if key not in self._tensors}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the weights, by key."""
-        return {key: tuple(value.size) for key, value in self._tensors.items()}
+        return {key: tuple(value.size) for key, value in self._tensors.items() if key.startswith(WEIGHTS)}
+
+    @property
+    def tensors(self) -> list[str]:
+        """Keys of all tensors, those of the optimizer's state too."""
+        return [*self._tensors]
+
+    @property
+    def objects(self) -> set[str]:
+        """Keys of all that is no tensor."""
+        return self._objects
+
+    def common(self) -> dict[str, Any]:
+        """Return the plain values of the checkpoint, by name. Raises InputError."""
+        try:
+            return self._reader.common()
+        except Damaged as error:
+            raise InputError(f"this checkpoint is damaged: {error.message}", where=self.folder) from None
+
+    def size(self, key: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return tuple(self._tensors[key].size)
+
+    def dtype_of(self, key: str) -> torch.dtype:
+        """Return the type of a tensor."""
+        dtype: torch.dtype = self._tensors[key].properties.dtype
+        return dtype
+
+    def blocks(self, key: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Return where each block of a tensor begins, and its shape."""
+        return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self._tensors[key].chunks]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -92,6 +126,34 @@ class CheckpointReader:
         except (OSError, RuntimeError, EOFError, ValueError) as error:
             raise InputError(f"{key} cannot be read: {str(error).partition(chr(10))[0]}", where=self.folder) from None
         return part
+
+    def read_object(self, key: str) -> Any:
+        """Read what is no tensor; values and tensors alone. Raises InputError."""
+        index = MetadataIndex(key)
+        item = ReadItem(
+            type=LoadItemType.BYTE_IO,
+            dest_index=index,
+            dest_offsets=torch.Size((0,)),
+            storage_index=index,
+            storage_offsets=torch.Size((0,)),
+            lengths=torch.Size((0,)),
+        )
+        found = _Object()
+        try:
+            self._reader.read_data(LoadPlan([item]), found).wait()
+            packed = torch.load(found.data, map_location="cpu", weights_only=True)
+        except (Damaged, OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+            raise InputError(f"{key} cannot be read: {str(error).partition(chr(10))[0]}", where=self.folder) from None
+        return packed[0] if isinstance(packed, list) and len(packed) == 1 else packed
+
+
+class _Object(DefaultLoadPlanner):
+    """Keeps the bytes of one object."""
+
+    data: io.BytesIO
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.data = value
 
 
 class _Into(DefaultLoadPlanner):

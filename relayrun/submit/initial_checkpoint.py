@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -12,26 +13,36 @@ from relayrun import places
 from relayrun.config import yamlfile
 from relayrun.config.schema import CommonConfig, MegatronConfig, Model, RunConfig
 from relayrun.errors import ConfigError, InputError, RelayrunError
+from relayrun.export import megatron_settings
 from relayrun.export.checkpoint_source import find_checkpoint
 from relayrun.rundir.find import find_run
 from relayrun.rundir.lineage import BEGINNING, Durable, durable, is_own
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
+from relayrun.shards.manifest import Manifest
 from relayrun.trainers.megatron_lm import checkpoints
+from relayrun.training.checkpoint import megatron_folder
+from relayrun.training.checkpoint.megatron_folder import MegatronCheckpoint
+from relayrun.training.model.size import padded
 
 _ITERATION = re.compile(r"(?P<name>.+):(?P<iteration>\d+)")
 _FOLDER = re.compile(r"iter_(\d+)")
 FREE = frozenset({"hidden_dropout", "attention_dropout", "init_method_std"})
 """Settings of a model that its weights do not depend on."""
+PADDING = FREE | {"make_vocab_size_divisible_by"}
+"""The same, where the padded vocabulary itself is compared: Megatron-LM's padding depends on its layout."""
 
 
-def find_initial_checkpoint(config: CommonConfig, run: Run) -> Durable:
+def find_initial_checkpoint(
+    config: CommonConfig, run: Run, manifest: Manifest | None, tell: Callable[[str], None] = lambda words: None
+) -> Durable:
     """The checkpoint and the iteration to begin with; BEGINNING where the config names none.
 
+    `manifest`: None where the data could not be looked at. `tell` is called with what of the checkpoint is left behind.
     Raises ConfigError or InputError if it is not there, is torn, or is of another model.
     """
     if isinstance(config, RunConfig):
-        return _native(config, run)
+        return _native(config, run, manifest, tell)
     return _judged(_megatron_lm(config, run), config) if isinstance(config, MegatronConfig) else BEGINNING
 
 
@@ -58,7 +69,7 @@ def _judged(found: Durable, config: MegatronConfig) -> Durable:
     return found
 
 
-def _native(config: RunConfig, run: Run) -> Durable:
+def _native(config: RunConfig, run: Run, manifest: Manifest | None, tell: Callable[[str], None]) -> Durable:
     settings = config.checkpoint
     if settings.load is None or is_own(run, durable(run)):
         return BEGINNING
@@ -66,8 +77,12 @@ def _native(config: RunConfig, run: Run) -> Durable:
     name, wanted = (match["name"], int(match["iteration"])) if match else (settings.load, None)
     folder = Path(os.path.expanduser(name))
     folder = folder if folder.is_absolute() else places.project(run.path) / folder
-    single = (folder / "metadata.json").is_file()
-    found = _folder(folder, config, wanted) if single else _run(name, config, wanted)
+    if (megatron := megatron_folder.find(folder, wanted)) is not None:
+        found = _as_it_lies(megatron, config, manifest, tell)
+    elif (folder / "metadata.json").is_file():
+        found = _folder(folder, config, wanted)
+    else:
+        found = _run(name, config, wanted)
     iteration = 0 if settings.finetune else found.iteration
     if iteration >= config.training.end_iteration:
         name = "steps" if config.training.stop_after is None else "stop_after"
@@ -116,12 +131,13 @@ def _folder(folder: Path, config: RunConfig, wanted: int | None) -> Durable:
         )
     beside = folder / "model.yaml"
     if beside.is_file():
-        _same_model(_model(beside), config, folder)
-        if not config.checkpoint.finetune:
+        model, iteration = _model(beside)
+        _same_model(model, config, folder)
+        if iteration is None and not config.checkpoint.finetune:
             raise ConfigError(
                 f"{folder} holds weights alone", where="checkpoint.load", hint="set checkpoint.finetune=true"
             )
-        return Durable(iteration=0, path=str(folder))
+        return Durable(iteration=iteration or 0, path=str(folder))
     match = _FOLDER.fullmatch(folder.name)
     if match is None:
         raise ConfigError(
@@ -132,9 +148,12 @@ def _folder(folder: Path, config: RunConfig, wanted: int | None) -> Durable:
     return Durable(iteration=int(match[1]), path=str(folder))
 
 
-def _model(path: Path) -> Model:
+def _model(path: Path) -> tuple[Model, int | None]:
+    """The model of an import, and its iteration where it holds more than weights."""
     try:
-        return Model.model_validate(yamlfile.read(path).values.get("model"))
+        values = yamlfile.read(path).values
+        iteration = values.get("iteration")
+        return Model.model_validate(values.get("model")), iteration if isinstance(iteration, int) else None
     except ValidationError as error:
         raise InputError(
             f"this is not the model section of an import: {error.errors()[0]['msg']}", where=path
@@ -152,11 +171,59 @@ def _run(name: str, config: RunConfig, wanted: int | None) -> Durable:
     return Durable(iteration=found.iteration, path=str(found.folder))
 
 
-def _same_model(other: Model, config: RunConfig, folder: Path) -> None:
+def _as_it_lies(
+    found: MegatronCheckpoint, config: RunConfig, manifest: Manifest | None, tell: Callable[[str], None]
+) -> Durable:
+    """A checkpoint of Megatron-LM for relayrun's own trainer."""
+    settings, there = config.checkpoint, found.args.get("padded_vocab_size")
+    differences = []
+    if manifest is not None and there:
+        vocabulary = padded(manifest.vocabulary_size, config.model.make_vocab_size_divisible_by)
+        if there != vocabulary:
+            differences.append(f"the padded vocabulary is {there} there and {vocabulary} here")
+    _same_model(megatron_settings.model(found), config, found.folder, free=PADDING, differences=differences)
+    with_optimizer = not (settings.finetune or settings.no_load_optim)
+    fault = found.optimizer_fault()
+    if with_optimizer and fault is not None:
+        raise ConfigError(
+            f"{found.folder}: {fault}",
+            where="checkpoint.load",
+            hint="set checkpoint.no_load_optim=true to begin with its weights alone",
+        )
+    here = {
+        "parallel.use_distributed_optimizer": config.parallel.use_distributed_optimizer,
+        "training.precision": config.training.resolved_precision,
+    }
+    for name, value in megatron_settings.fixed(found).items():
+        if with_optimizer and here[name] != value:
+            raise ConfigError(
+                f"{found.folder} was saved with {name} {value}, and it is {here[name]} here",
+                where="checkpoint.load",
+                hint="set it as it was; `relayrun import megatron` writes the other kind, "
+                "checkpoint.no_load_optim=true begins with the weights alone",
+            )
+    left = None if with_optimizer else "checkpoint.finetune or no_load_optim is set"
+    for words in megatron_settings.not_taken(found, optimizer=left):
+        tell(f"{found.folder}: not taken: {words}")
+    return Durable(iteration=found.iteration, path=str(found.folder))
+
+
+def _same_model(
+    other: Model,
+    config: RunConfig,
+    folder: Path,
+    *,
+    free: frozenset[str] = FREE,
+    differences: Sequence[str] = (),
+) -> None:
+    """Raise ConfigError, naming all differences, unless weights of the one model are some of the other."""
     differences = [
-        f"{name} is {getattr(other, name)} there and {value} here"
-        for name, value in config.model.model_dump().items()
-        if name not in FREE and getattr(other, name) != value
+        *(
+            f"{name} is {getattr(other, name)} there and {value} here"
+            for name, value in config.model.model_dump().items()
+            if name not in free and getattr(other, name) != value
+        ),
+        *differences,
     ]
     if differences:
         raise ConfigError(

@@ -149,7 +149,7 @@ def _prepared(config: CommonConfig, intent: Intent, given: LocatedSettings | Non
         if isinstance(config, RunConfig):
             assert found.manifest is not None  # without data there is an error
             config = _freeze_data(run, _with_loss_mean(run, config), found.manifest, accept=intent.accept_data_change)
-        base = initial_checkpoint.find_initial_checkpoint(config, run)
+        base = initial_checkpoint.find_initial_checkpoint(config, run, found.manifest, tell=log.warning)
         root = code_snapshot.snapshot(run, places.CODE) if _takes_snapshot(config) else places.CODE
         revision = _add_revision(run, config)
         plan = make_plan(_with_checkout_snapshot(run, config), run, root, revision=revision, base=base)

@@ -9,6 +9,7 @@ from relayrun.rundir.run import Run
 from relayrun.submit.check.finding import Findings, counted
 from relayrun.submit.megatron_lm.command_line import CommandLine, command_line, python_of
 from relayrun.submit.megatron_lm.parsed import parsed
+from relayrun.trainers.megatron_lm.program import Dialect
 
 
 def look(config: MegatronConfig, findings: Findings, *, contained: bool) -> None:

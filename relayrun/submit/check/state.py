@@ -47,7 +47,9 @@ def look(
     with findings.catching("run.trainer"):
         refuse_other_trainer(config, run)
     with findings.catching("run.initial_checkpoint"):
-        initial_checkpoint.find_initial_checkpoint(config, run)
+        initial_checkpoint.find_initial_checkpoint(
+            config, run, manifest, tell=lambda words: findings.warn("run.initial_checkpoint", words)
+        )
     if not run.plan.exists():
         findings.ok("run.state", "this run has not been submitted yet")
         return

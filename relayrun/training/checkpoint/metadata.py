@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 from relayrun.errors import InputError
 from relayrun.training.checkpoint.checksums import Damaged
@@ -38,10 +39,16 @@ ALLOWED = {
         "_MEM_FORMAT_ENCODING",
     },
     _TORCH + "planner": {"BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
-    "megatron.core.dist_checkpointing.strategies.torch": {"MCoreMetadata", "MCoreSavePlan"},
 }
 """Records of values, and what makes them: nothing here opens, imports or calls anything that a pickle gives it.
-Those of the planner and of megatron-core stand in checkpoints that Megatron-LM wrote."""
+Those of the planner stand in checkpoints that Megatron-LM wrote."""
+
+_OF_MEGATRON = {
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): SavePlan,
+}
+"""Records that add fields to torch's. torch's take these as well, and megatron-core, which takes seconds to import, is
+not needed to read them."""
 
 
 class Refused(InputError):
@@ -65,6 +72,8 @@ class _Records(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
+        if (record := _OF_MEGATRON.get((module, name))) is not None:
+            return record
         if name not in ALLOWED.get(module, ()):
             raise _NotAllowed(f"it names {module}.{name}, which is no part of a checkpoint")
         try:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from relayrun.training.checkpoint import megatron_state
 from relayrun.training.checkpoint.checksums import Damaged, open_checksums
 from relayrun.training.checkpoint.metadata import METADATA, Refused, ends, parse_metadata, refused
 
@@ -59,13 +60,16 @@ class CheckedReader(FileSystemReader):
         return self._sums is not None
 
     def common(self) -> dict[str, Any]:
-        """The plain values of the checkpoint, by name. Raises Damaged."""
-        found = self._unpacked(
-            COMMON, lambda: torch.load(io.BytesIO(self._common), map_location="cpu", weights_only=True)
-        )
+        """The plain values of the checkpoint, by name; of one of Megatron-LM, what they come to. Raises Damaged."""
+        found = self._unpacked(COMMON, self._plain_values)
         if not isinstance(found, dict):
             raise refused(f"{COMMON} holds {type(found).__name__}", self.folder)
         return found
+
+    def _plain_values(self) -> Any:
+        if (found := megatron_state.translated(self._common, self.folder)) is not None:
+            return found
+        return torch.load(io.BytesIO(self._common), map_location="cpu", weights_only=True)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """As torch asks for it."""

@@ -273,7 +273,8 @@ class Checkpointer:
             iteration = common["progress"]["iteration"]
             return Progress(sizes, iteration=iteration, legs=[Leg(iteration, 0, sizes)])
         try:
-            self._order.resume(common["data"])
+            if common["data"] is not None:  # Megatron-LM's say no more than how many samples were read
+                self._order.resume(common["data"])
         except FatalTrainingError as error:
             if not foreign:
                 raise

@@ -1,0 +1,191 @@
+"""A file of `torch.save` as values, read without running or importing anything that it names.
+
+Megatron-LM lays its arguments into `common.pt`: an argparse.Namespace, with enumerations and types of its own classes.
+A pickle of such things names functions to be called. Here a name becomes an inert record of that name, and a call
+becomes a record of its arguments, whatever they are; only a Namespace, a few containers and tensors are made. So a
+file of any origin can be read, also where neither torch nor the program that wrote it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_CONTAINERS = {"set": set, "frozenset": frozenset, "slice": slice}
+MOST_BYTES = 1 << 30
+"""The largest file that is read: arguments and a schedule take a few kilobytes."""
+
+
+class Unreadable(ValueError):
+    """A file that is no whole file of `torch.save`."""
+
+
+class _Named(type):
+    """Something that the file names: `str` has the name."""
+
+    origin: str
+
+    def __str__(cls) -> str:
+        return cls.origin
+
+    __repr__ = __str__
+
+
+class Inert(metaclass=_Named):
+    """What a call of something that the file names was to give; it can do nothing. `str` has the name.
+
+    The name itself, where nothing calls it, is a class of this kind: see `is_inert`.
+    """
+
+    origin = ""
+    """Module and name."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
+        made = object.__new__(cls)
+        made.arguments = args
+        made.state = None
+        made.items = []
+        return made
+
+    arguments: tuple[Any, ...]
+    """What it was called with."""
+    state: Any
+    items: list[Any]
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items.append((key, value))
+
+    def append(self, item: Any) -> None:
+        """Take an item of a list."""
+        self.items.append(item)
+
+    def extend(self, items: Sequence[Any]) -> None:
+        """Take the items of a list."""
+        self.items.extend(items)
+
+    def __str__(self) -> str:
+        inside = ", ".join(str(each) for each in self.arguments)
+        return f"{self.origin}({inside})" if self.arguments else self.origin
+
+    __repr__ = __str__
+
+
+def is_inert(value: Any) -> bool:
+    """Whether this is no value, but the record of something that the file names."""
+    return isinstance(value, (Inert, _Named))
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as bytes, without torch."""
+
+    dtype: str
+    """As `float32`."""
+    shape: tuple[int, ...]
+    data: bytes
+    """Its values in row-major order; nothing where it is a view of another form."""
+
+
+@dataclass(frozen=True)
+class _Storage:
+    dtype: str
+    data: bytes
+
+
+def _inert(module: str, name: str) -> Any:
+    return _Named(name.rpartition(".")[2], (Inert,), {"origin": f"{module}.{name}"})
+
+
+def _member(owner: Any, name: Any) -> Any:
+    """What Python 3.11 writes for a member of an enumeration: getattr(class, name)."""
+    if not (isinstance(owner, type) and issubclass(owner, Inert) and isinstance(name, str)):
+        raise pickle.UnpicklingError("it asks for an attribute of something that is no class of its own")
+    return _inert(*_parts(f"{owner.origin}.{name}"))()
+
+
+def _parts(origin: str) -> tuple[str, str]:
+    module, _, name = origin.rpartition(".")
+    return module, name
+
+
+_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1}
+_SIZES |= {"uint8": 1, "bool": 1}
+_STORAGES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "BFloat16Storage": "bfloat16",
+    "HalfStorage": "float16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+}
+
+
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> StoredTensor:
+    shape = tuple(size.arguments[0]) if isinstance(size, Inert) else tuple(size)
+    if not isinstance(storage, _Storage) or not all(isinstance(each, int) and each >= 0 for each in (offset, *shape)):
+        raise pickle.UnpicklingError("it holds a tensor of a kind that is not known")
+    count = 1
+    wanted: list[int] = []
+    for length in reversed(shape):
+        wanted.insert(0, count)
+        count *= length
+    item = _SIZES[storage.dtype]
+    plain = tuple(wanted) == tuple(stride) or count <= 1
+    data = storage.data[offset * item : (offset + count) * item] if plain else b""
+    return StoredTensor(dtype=storage.dtype, shape=shape, data=data)
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, archive: zipfile.ZipFile, root: str) -> None:
+        self._archive, self._root = archive, root
+        super().__init__(io.BytesIO(archive.read(f"{root}/data.pkl")))
+
+    def find_class(self, module: str, name: str) -> Any:
+        match module, name:
+            case "argparse", "Namespace":
+                return argparse.Namespace
+            case "collections", "OrderedDict":
+                return OrderedDict
+            case (("builtins" | "__builtin__"), _) if name in _CONTAINERS:
+                return _CONTAINERS[name]
+            case (("builtins" | "__builtin__"), "getattr"):
+                return _member
+            case "torch._utils", "_rebuild_tensor_v2":
+                return _tensor
+        return _inert(module, name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind, storage, key, *_ = pid
+        dtype = _STORAGES.get(storage.__name__) if isinstance(storage, type) else None
+        if kind != "storage" or dtype is None or not str(key).isalnum():
+            raise pickle.UnpicklingError("it holds a tensor of a kind that is not known")
+        return _Storage(dtype, self._archive.read(f"{self._root}/data/{key}"))
+
+
+def read(data: bytes) -> Any:
+    """Return what a file of `torch.save` with this content holds. Raises Unreadable."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if sum(info.file_size for info in archive.infolist()) > MOST_BYTES:
+                raise Unreadable(f"it holds more than {MOST_BYTES} bytes")
+            names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            if len(names) != 1:
+                raise Unreadable("it is no file of torch.save")
+            return _Reader(archive, names[0].removesuffix("/data.pkl")).load()
+    except Unreadable:
+        raise
+    except (Exception, RecursionError) as error:  # whatever flipped bytes make of a pickle
+        raise Unreadable(f"{type(error).__name__}: {error}") from None

@@ -1,0 +1,181 @@
+"""A training that moves between checkouts of Megatron-LM and relayrun's own trainer goes on as if it had stayed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from relayrun.config import yamlfile
+from relayrun.files import read_lines
+from relayrun.rundir.run import Run
+from relayrun.scheduler.tasks import free_port
+from relayrun.trainers.megatron_lm.program import Dialect
+from tests.checkouts import ENVIRONMENT, HERE, ON_CPUS, checkout_of, command, make_shard
+from tests.export.models import write_tokenizer
+from tests.export.trained import tensors
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(3600)]
+
+ROOT = Path(__file__).resolve().parents[2]
+TOLERANCE = 1e-5
+_LINE = re.compile(r"iteration +(\d+)/.*lm loss: (\S+)")
+
+
+def run(words: list[str], environment: dict[str, str], folder: Path) -> str:
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+def megatron(dialect: Dialect, folder: Path, *flags: str, data: Path, steps: int, load: Path) -> dict[int, float]:
+    """Losses by iteration as one rank prints them; checkpoints in `folder`."""
+    checkout = checkout_of(dialect)
+    folder.mkdir()
+    words = command(checkout, *flags, data=data, steps=steps, interval=10)
+    words += ["--save", str(folder), "--load", str(load), "--lr-decay-iters", "40", "--override-opt_param-scheduler"]
+    if dialect is Dialect.SWISS_AI:
+        words += ["--trigger-path", str(folder)]
+    losses = {int(number): float(loss) for number, loss in _LINE.findall(run(words, ranks(checkout), checkout))}
+    if dialect is Dialect.NVIDIA:  # its second line of a start is the mean of two iterations
+        first = min(losses)
+        losses[first + 1] = 2 * losses[first + 1] - losses[first]
+    return losses
+
+
+def ranks(checkout: Path) -> dict[str, str]:
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    alone |= {"MASTER_PORT": str(free_port()), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return os.environ | ENVIRONMENT | alone | {"PYTHONPATH": f"{checkout}:{HERE / 'site'}"}
+
+
+def native(folder: Path, load: str, *, data: Path, tokenizer: Path, steps: int = 20) -> Run:
+    """A run of relayrun's own trainer that begins with `load` and has ended."""
+    folder.mkdir()
+    values = {
+        "project": "tests",
+        "name": "border",
+        "run_dir": str(folder / "run"),
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "ffn_hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
+            "rotary_base": 10000,
+        },
+        "data": {"tokenizer": str(tokenizer), "datasets": [str(data.parent)], "order": "megatron"},
+        "training": {
+            "steps": steps,
+            "micro_batch_size": 2,
+            "global_batch_size": 4,
+            "seq_length": 64,
+            "seed": 28,
+            "threads": 1,
+            "precision": "fp32",
+        },
+        "optimizer": {
+            "lr": 1e-3,
+            "min_lr": 1e-4,
+            "lr_warmup_steps": 2,
+            "lr_decay_steps": 40,
+            "weight_decay": 0.01,
+            "adam_beta2": 0.999,
+        },
+        "checkpoint": {"interval": 10, "load": load},
+        "job": {"time": "30", "ntasks_per_node": 1},
+        "cluster": {"name": "local", "scheduler": "local"},
+    }
+    (folder / "run.yaml").write_text(yamlfile.dump(values), encoding="utf-8")
+    run([sys.executable, "launchers/submit.py", str(folder / "run.yaml")], dict(os.environ), ROOT)
+    return Run(folder / "run")
+
+
+def relayrun(*words: str | Path) -> str:
+    return run([sys.executable, "-m", "relayrun.cli", *map(str, words)], dict(os.environ), ROOT)
+
+
+def within(reference: dict[int, float], losses: dict[int, float], iterations: range) -> None:
+    assert [*losses] == [*iterations]
+    for iteration in iterations:
+        assert abs(losses[iteration] - reference[iteration]) < TOLERANCE, iteration
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(Dialect.SWISS_AI, Dialect.NVIDIA), (Dialect.NVIDIA, Dialect.SWISS_AI)],
+    ids=["swiss-ai-to-nvidia", "nvidia-to-swiss-ai"],
+)
+def test_a_training_moves_from_one_fork_to_relayrun_and_to_the_other(
+    tmp_path: Path, first: Dialect, then: Dialect
+) -> None:
+    """The first way with `--load` of the folder as it lies, the other with a copy."""
+    checkout_of(then)
+    data, tokenizer = make_shard(tmp_path / "data"), write_tokenizer(tmp_path / "tokenizer.json", 256)
+    stayed = megatron(first, tmp_path / "stayed", data=data, steps=30, load=tmp_path / "stayed")
+    load = f"{tmp_path / 'stayed'}:10"
+    if first is Dialect.NVIDIA:
+        said = relayrun("import", "megatron", load, "--output", tmp_path / "copy")
+        assert "iteration 10, 40 samples, weights and optimizer" in said
+        load = str(tmp_path / "copy")
+    here = native(tmp_path / "native", load, data=data, tokenizer=tokenizer)
+    losses = {line["iteration"]: line["loss"] for line in read_lines(here.metrics_view) if "loss" in line}
+    within(stayed, losses, range(11, 21))
+    relayrun("export", "megatron", f"{here.path}:20", "--output", tmp_path / "out")
+    moved = megatron(then, tmp_path / "moved", data=data, steps=30, load=tmp_path / "out")
+    within(stayed, moved, range(21, 31))
+    ends = [tensors(tmp_path / name / "iter_0000030") for name in ("stayed", "moved")]
+    assert ends[0].keys() == ends[1].keys()
+    assert sum(key.startswith("optimizer.state.exp_avg") for key in ends[0]) == 18
+    for key, tensor in ends[0].items():
+        assert torch.allclose(tensor, ends[1][key], rtol=1e-3, atol=1e-5), key
+
+
+def test_the_plain_torch_format_is_that_of_the_forks_own_script(tmp_path: Path) -> None:
+    """The weights; and with the optimizer the fork goes on as if nothing had happened."""
+    checkout = checkout_of(Dialect.SWISS_AI)
+    data, tokenizer = make_shard(tmp_path / "data"), write_tokenizer(tmp_path / "tokenizer.json", 256)
+    stayed = megatron(Dialect.SWISS_AI, tmp_path / "stayed", data=data, steps=30, load=tmp_path / "stayed")
+    here = native(tmp_path / "native", f"{tmp_path / 'stayed'}:10", data=data, tokenizer=tokenizer)
+    relayrun("export", "megatron", here.path, "--output", tmp_path / "out")
+    words = [sys.executable, str(HERE / "on_cpu.py"), str(checkout / "scripts/conversion/torchdist_2_torch.py")]
+    words += [*ON_CPUS.split(), "--tokenizer-type", "NullTokenizer", "--vocab-size", "255", "--use-checkpoint-args"]
+    words += ["--load", str(tmp_path / "out"), "--ckpt-convert-save", str(tmp_path / "theirs")]
+    run(words, ranks(checkout), checkout)
+    relayrun("export", "torch", here.path, "--optimizer", "--transformer-impl", "local", "--output", tmp_path / "ours")
+    models = []
+    for folder in (tmp_path / "theirs/torch", tmp_path / "ours"):
+        state = read_plain(folder / "iter_0000020/mp_rank_00/model_optim_rng.pt", checkout)
+        models.append({name: tensor for name, tensor in state["model"].items() if isinstance(tensor, torch.Tensor)})
+    assert models[0].keys() == models[1].keys()
+    for name, tensor in models[0].items():
+        assert tensor.dtype == models[1][name].dtype, name
+        assert torch.equal(tensor, models[1][name]), name
+    moved = megatron(
+        Dialect.SWISS_AI,
+        tmp_path / "moved",
+        "--ckpt-format",
+        "torch",
+        "--no-load-rng",
+        data=data,
+        steps=30,
+        load=tmp_path / "ours",
+    )
+    within(stayed, moved, range(21, 31))
+
+
+def read_plain(path: Path, checkout: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The weights of a file in the plain format. The fork's holds its own enumerations, so that it reads the file."""
+    script = (
+        "import sys, torch; found = torch.load(sys.argv[1], map_location='cpu', weights_only=False)['model']; "
+        "torch.save({'model': {k: v for k, v in found.items() if isinstance(v, torch.Tensor)}}, sys.argv[2])"
+    )
+    target = path.with_suffix(".tensors")
+    run([sys.executable, "-c", script, str(path), str(target)], ranks(checkout), checkout)
+    found: dict[str, dict[str, torch.Tensor]] = torch.load(target, weights_only=True)
+    return found
