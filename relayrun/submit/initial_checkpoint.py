@@ -43,30 +43,7 @@ def find_initial_checkpoint(
     """
     if isinstance(config, RunConfig):
         return _native(config, run, manifest, tell)
-    return _judged(_megatron_lm(config, run), config) if isinstance(config, MegatronConfig) else BEGINNING
-
-
-def _judged(found: Durable, config: MegatronConfig) -> Durable:
-    """The checkpoint that Megatron-LM is to begin with.
-
-    Raises ConfigError where nothing is left to train, and for another trainer's run: it only looks like Megatron-LM's.
-    """
-    if found.path is None:
-        return found
-    run = Run(Path(found.path).parents[1])
-    if run.plan.is_file() and (trainer := Plan.load(run).trainer) != "megatron-lm":
-        raise ConfigError(
-            f"{run.path} is a run of trainer {trainer}, whose checkpoints Megatron-LM cannot load",
-            where="checkpoint.load",
-            hint="export it to a checkpoint of Megatron-LM first (docs/export.md)",
-        )
-    if config.training is not None and found.iteration >= config.training.steps:
-        raise ConfigError(
-            f"{found.path} stands at iteration {found.iteration}, and training.steps is {config.training.steps}",
-            where="checkpoint.load",
-            hint="raise training.steps, or set checkpoint.finetune=true to count from 0",
-        )
-    return found
+    return _megatron_lm(config, run) if isinstance(config, MegatronConfig) else BEGINNING
 
 
 def _native(config: RunConfig, run: Run, manifest: Manifest | None, tell: Callable[[str], None]) -> Durable:
@@ -110,6 +87,21 @@ def _megatron_lm(config: MegatronConfig, run: Run) -> Durable:
         folder, wanted = folder.parent, int(single[1])
     found = {iteration: path for iteration, path in checkpoints.every(folder) if checkpoints.fault(path) is None}
     newest = checkpoints.tracked(folder) if wanted is None else wanted
+    other = Run(folder.parent)
+    if other.plan.is_file() and (trainer := Plan.load(other).trainer) != "megatron-lm":  # they only look like its own
+        raise ConfigError(
+            f"{other.path} is a run of trainer {trainer}, whose checkpoints Megatron-LM cannot load",
+            where="checkpoint.load",
+            hint="export it to a checkpoint of Megatron-LM first (docs/export.md)",
+        )
+    if config.training is not None and newest is not None and not settings.finetune:
+        steps = config.training.steps
+        if newest >= steps:
+            raise ConfigError(
+                f"{folder} stands at iteration {newest}, and training.steps is {steps}",
+                where="checkpoint.load",
+                hint="raise training.steps, or set checkpoint.finetune=true to count from 0",
+            )
     if newest is None or newest not in found:
         raise InputError(
             "there is no checkpoint of Megatron-LM here"

@@ -10,9 +10,8 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.config import compose
-from relayrun.errors import ConfigError
-from relayrun.rundir.run import Run
-from relayrun.submit.initial_checkpoint import find_initial_checkpoint
+from relayrun.submit import submission
+from relayrun.submit.check.state import Intent
 from relayrun.trainers.megatron_lm import checkpoints
 from tests.history import make_history
 from tests.unit.test_trainer_configs import MEGATRON, written
@@ -36,10 +35,11 @@ def save(folder: Path, iteration: int) -> Path:
     return rank.parent
 
 
-def begins(path: Path, load: object, *overrides: str) -> tuple[int, str | None]:
+def refused(path: Path, load: object, *overrides: str) -> list[str]:
+    """What a submit would refuse of a checkpoint to begin with."""
     config = compose.load(path, [f"checkpoint.load={load}", *overrides])
-    found = find_initial_checkpoint(config, Run(path.parent / "run"))
-    return found.iteration, found.path
+    found = submission.report_on(config, intent=Intent()).findings.errors
+    return [finding.words for finding in found if finding.name == "run.initial_checkpoint"]
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_what_no_plan_can_be_made_of_is_an_error_and_for_programs_a_finding(
 def test_a_checkpoint_behind_the_last_step_is_refused_but_not_its_weights(tmp_path: Path) -> None:
     path = written(tmp_path, MEGATRON, megatron_lm=checkout(tmp_path), checkpoint={"interval": 5}, training=TRAINING)
     newest = save(tmp_path / "theirs", 10)
-    with pytest.raises(ConfigError, match=r"stands at iteration 10, and training\.steps is 10"):
-        begins(path, newest.parent)
-    assert begins(path, newest.parent, "checkpoint.finetune=true") == (0, str(newest))
+    (words,) = refused(path, newest.parent)
+    assert words == f"{newest.parent} stands at iteration 10, and training.steps is 10"
+    assert refused(path, newest.parent, "checkpoint.finetune=true") == []
 
 
 def test_a_native_run_is_not_taken_for_a_checkpoint_of_megatron_lm(tmp_path: Path) -> None:
@@ -71,5 +71,5 @@ def test_a_native_run_is_not_taken_for_a_checkpoint_of_megatron_lm(tmp_path: Pat
     native = make_history(tmp_path / "native", lines=30, attempts=1)
     save(native.checkpoints, 20)
     for load in (native.path, native.checkpoints, native.checkpoint(20)):
-        with pytest.raises(ConfigError, match="native is a run of trainer native, whose checkpoints Megatron-LM"):
-            begins(path, load)
+        (words,) = refused(path, load)
+        assert words == f"{native.path} is a run of trainer native, whose checkpoints Megatron-LM cannot load"
