@@ -125,9 +125,9 @@ def masked(shape: Shape) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor
     mask, repeat = shape.mask(), shape.heads // shape.groups
 
     def forward() -> torch.Tensor:
-        own = query.permute(1, 2, 0, 3)
-        others = (part.permute(1, 2, 0, 3).repeat_interleave(repeat, dim=1) for part in (key, value))
-        return functional.scaled_dot_product_attention(own, *others, attn_mask=mask)
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
     return forward, inputs
 

@@ -77,8 +77,11 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
             return self._causal(query, key, value, dropout).permute(2, 0, 1, 3)
         rows = []
         for row, lengths in enumerate(documents.lengths):
-            parts = (part[row : row + 1].split(list(lengths), dim=2) for part in (query, key, value))
-            rows.append(torch.cat([self._causal(*each, dropout) for each in zip(*parts, strict=True)], dim=2))
+            queries, keys, values = (
+                torch.split(part[row : row + 1], list(lengths), dim=2) for part in (query, key, value)
+            )
+            each = zip(queries, keys, values, strict=True)
+            rows.append(torch.cat([self._causal(q, k, v, dropout) for q, k, v in each], dim=2))
         return torch.cat(rows).permute(2, 0, 1, 3)
 
     def _causal(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
