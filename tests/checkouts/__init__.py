@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from relayrun.rundir.run import Run
 from relayrun.shards.indexed import ShardWriter
 from relayrun.trainers.megatron_lm.program import Dialect, dialect_of
+from tests.workspace import steps
 
 HERE = Path(__file__).resolve().parent
 VOCABULARY = 250
@@ -125,3 +127,20 @@ def plan(
     variables = ENVIRONMENT | ({"MEGATRON_ON_CPU_SLOW": slow} if slow else {}) | (environment or {})
     values = {"total_steps": steps, "environment": variables, "time_limit": 1200, "lead": 60.0}
     return values | {"trainer": "megatron-lm", "trainer_settings": trainer_settings} | changes
+
+
+def as_one_attempt(run: Run, whole: Run) -> dict[int, tuple[str, str]]:
+    """Loss and gradient norm of every iteration of `run`, to be compared with those of the uncut run.
+
+    NVIDIA's second line of an attempt has the mean loss of its first two iterations. Where it is that of the uncut
+    run's two, to the last printed digit but one, the uncut run's loss stands there.
+    """
+    found, uncut = steps(run), steps(whole)
+    for number in run.attempt_numbers():
+        begin = run.attempt(number).read_begin()
+        second = 2 if begin is None else begin.base_iteration + 2
+        if {second, second - 1} <= uncut.keys() and second in found and second > 2:
+            mean = (float.fromhex(uncut[second - 1][0]) + float.fromhex(uncut[second][0])) / 2
+            if abs(float.fromhex(found[second][0]) - mean) < 2e-6:
+                found[second] = (uncut[second][0], found[second][1])
+    return found
