@@ -172,7 +172,7 @@ def test_a_run_of_megatron_lm_begins_with_a_checkpoint_of_megatron_lm(tmp_path: 
 
     def begins(load: str) -> tuple[int, str | None]:
         config = compose.load(path, [f"checkpoint.load={load}"])
-        found = submission.initial_checkpoint.find_initial_checkpoint(config, Run(tmp_path / "run"))
+        found = submission.initial_checkpoint.find_initial_checkpoint(config, Run(tmp_path / "run"), None)
         return found.iteration, found.path
 
     folder = tmp_path / "theirs"

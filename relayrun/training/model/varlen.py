@@ -1,4 +1,4 @@
-"""torch's kernel for sequences of any length (`torch.nn.attention.varlen`): all documents in one call, on GPUs."""
+"""The kernel of torch for sequences of any length (`torch.nn.attention.varlen`): all documents in one call, on GPUs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def options(known: Iterable[str], *, grouped: bool) -> tuple[dict[str, Any], boo
 
 @cache
 def function() -> Callable[..., Any] | None:
-    """torch's function; None where this torch has none."""
+    """The function of this torch; None where it has none."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
