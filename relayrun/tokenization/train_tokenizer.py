@@ -9,6 +9,7 @@ from pathlib import Path
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import write_atomic, write_json
 from relayrun.tokenization.dumps.split import find_files
+from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.readers import stores
 from relayrun.tokenization.readers.columns import read_column
 from relayrun.tokenization.readers.formats import SUFFIXES
@@ -22,8 +23,12 @@ _LONGEST = 20_000
 _BATCH_BYTES = 1 << 20
 
 
+COLUMN: str = TokenizeOptions.default("column")
+"""The column of the text, where none is named."""
+
+
 def train_tokenizer(
-    folders: Sequence[str | os.PathLike[str]], output: Path, *, column: str = "text", vocabulary_size: int = 4096
+    folders: Sequence[str | os.PathLike[str]], output: Path, *, column: str = COLUMN, vocabulary_size: int = 4096
 ) -> Path:
     """Train a byte-level BPE on the data files below `folders` (local ones or URLs); return `output`.
 

@@ -414,8 +414,8 @@ CASES = [
     Case("batch-and-ranks", settings(training={"global_batch_size": 7}), line=True),
     Case("layers-and-pipeline", layout(parallel={"pipeline_model_parallel_size": 3}, ranks=3), line=True),
     Case(
-        "context-parallel-alone",
-        settings(parallel={"context_parallel_size": 2}),
+        "transformer-engine-missing",
+        settings(training={"transformer_impl": "transformer_engine"}),
     ),
     Case("window-too-long", settings(training={"seq_length": 100_000})),
     # Slurm

@@ -318,20 +318,24 @@ def test_nsys_takes_a_users_options(tmp_path: Path) -> None:
 def test_a_backup_of_the_code_is_what_the_ranks_run(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.code.mkdir(parents=True)
-    config = submission._with_snapshot(loaded(tmp_path, debug={"backup_codebase": True}), run)
+    config = submission._with_checkout_snapshot(run, loaded(tmp_path, debug={"backup_codebase": True}))
     assert isinstance(config, MegatronConfig)
     copy = run.code / "megatron-lm/0001"
     found = command_line(config, run).settings
     assert (found.run[1], found.dir) == (str(copy / "pretrain_gpt.py"), str(copy))
     assert (copy / "megatron/training/arguments.py").is_file()
     plain = loaded(tmp_path)
-    assert submission._with_snapshot(plain, run) is plain
+    assert submission._with_checkout_snapshot(run, plain) is plain
 
 
 def test_a_run_may_stop_before_its_last_iteration(tmp_path: Path) -> None:
     found = line(tmp_path, args={}, training=TRAINING | {"stop_after": 40}, checkpoint={"interval": 5, "keep_last": 2})
     assert values(found, "train-iters", "exit-interval") == [("100",), ("40",)]
-    assert (found.settings.total_steps, found.settings.keep_last, found.settings.keep_every) == (40, 2, None)
+    assert (found.settings.total_steps, found.settings.keep_last, found.settings.keep_every) == (
+        TRAINING["steps"],
+        2,
+        None,
+    )
 
 
 def test_too_many_shards_for_a_command_line_lie_in_a_file(tmp_path: Path) -> None:

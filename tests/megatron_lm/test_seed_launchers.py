@@ -190,7 +190,7 @@ def test_options_of_nsys_take_the_place_of_those_that_are_there(tmp_path: Path) 
     usual = around.nsys_command(tmp_path)
     given = around.nsys_command(tmp_path, ["--trace=cuda", "--gpu-metrics-devices=all", "--force-overwrite=false"])
     assert "--trace=nvtx,cudnn,cublas,cuda" in usual
-    left_out = {"--trace=nvtx,cudnn,cublas,cuda", "--force-overwrite", "true"}
+    left_out = {"--trace=nvtx,cudnn,cublas,cuda", "--force-overwrite=true"}
     kept = [word for word in usual if word not in left_out]
     assert given == [*kept, "--trace=cuda", "--gpu-metrics-devices=all", "--force-overwrite=false"]
 

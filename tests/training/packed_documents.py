@@ -31,7 +31,7 @@ from relayrun.training.model.gpt import MicroBatch, Model  # noqa: E402
 VOCABULARY, LENGTH, EOD, STEPS = 64, 96, 5, 30
 SECTIONS: dict[str, Any] = json.loads(settings)
 MULTIPLE = 2 * SECTIONS.get("parallel", {}).get("context_parallel_size", 1)
-"""Of which a document's length must be one to be a sequence of its own."""
+"""A document whose length is no multiple of it cannot be a sequence of its own."""
 CUTS = [
     [[LENGTH], [MULTIPLE, LENGTH - MULTIPLE]],  # the whole window; the shortest document
     [[8, 16, 32, 40], [4] * 24],

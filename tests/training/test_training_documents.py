@@ -51,7 +51,7 @@ def run(folder: Path, ranks: int, sections: dict[str, Any]) -> dict[str, Any]:
     "layout", [name if name in IN_EVERY_TEST else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
 )
 def test_documents_together_are_documents_apart(tmp_path: Path, layout: str) -> None:
-    """Of one token, of the whole window and in between, with fresh weights and with ones that have learnt."""
+    """They have one token, the whole window and what lies between, and weights that are fresh or have learnt."""
     found = run(tmp_path, *LAYOUTS[layout])
     for weights in ("fresh", "sharp"):
         assert found[weights]["error"] < 1e-6

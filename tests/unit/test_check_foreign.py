@@ -178,7 +178,7 @@ def test_a_run_of_megatron_lm_begins_with_a_checkpoint_of_megatron_lm(tmp_path: 
     folder = tmp_path / "theirs"
     assert begins(str(folder)) == (10, str(folder / "iter_0000010"))
     finetuned = compose.load(path, [f"checkpoint.load={folder}", "checkpoint.finetune=true"])
-    found = submission.initial_checkpoint.find_initial_checkpoint(finetuned, Run(tmp_path / "run"))
+    found = submission.initial_checkpoint.find_initial_checkpoint(finetuned, Run(tmp_path / "run"), None)
     assert (found.iteration, found.path) == (0, str(folder / "iter_0000010"))  # the run counts from 0
     assert begins(f"{folder}:5") == begins(str(folder / "iter_0000005")) == (5, str(folder / "iter_0000005"))
     with pytest.raises(InputError, match="iteration 7 here") as error:

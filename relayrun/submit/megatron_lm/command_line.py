@@ -69,11 +69,10 @@ def command_line(config: MegatronConfig, run: Run) -> CommandLine:
             hint="set training.steps (TRAINING_STEPS), or train-iters in megatron_lm.args",
         )
     _refuse_blanks(merged)
-    stop = None if config.training is None else config.training.stop_after  # which `--exit-interval` obeys
     settings = MegatronSettings(
         run=[python_of(config), str(checkout.folder / own.program), *merged.words],
         dialect=checkout.dialect.value,
-        total_steps=min(int(steps.values[0]), stop) if stop is not None else int(steps.values[0]),
+        total_steps=int(steps.values[0]),
         dir=str(checkout.folder),
         keep_last=None if config.checkpoint is None else config.checkpoint.keep_last,
         keep_every=None if config.checkpoint is None else config.checkpoint.keep_every,
