@@ -30,12 +30,14 @@ from relayrun.training.model.gpt import MicroBatch, Model  # noqa: E402
 
 VOCABULARY, LENGTH, EOD, STEPS = 64, 96, 5, 30
 SECTIONS: dict[str, Any] = json.loads(settings)
-MULTIPLE = 2 * SECTIONS.get("parallel", {}).get("context_parallel_size", 1)
+LAYOUT = SECTIONS.get("parallel", {})
+PARTS = 2 * LAYOUT["context_parallel_size"] if "context_parallel_size" in LAYOUT else 1
+MULTIPLE = PARTS * (LAYOUT["tensor_model_parallel_size"] if LAYOUT.get("sequence_parallel") else 1)
 """A document whose length is no multiple of it cannot be a sequence of its own."""
 CUTS = [
     [[LENGTH], [MULTIPLE, LENGTH - MULTIPLE]],  # the whole window; the shortest document
-    [[8, 16, 32, 40], [4] * 24],
-] + ([] if MULTIPLE > 2 else [[[1, 1, 93, 1], [2, 57, 5, 32]], [[1] * LENGTH, [13, 31, 52]]])
+    [[8, 16, 32, 40], [max(4, MULTIPLE)] * (LENGTH // max(4, MULTIPLE))],
+] + ([] if MULTIPLE > 1 else [[[1, 1, 93, 1], [2, 57, 5, 32]], [[1] * LENGTH, [13, 31, 52]]])
 """Lengths of the documents in the rows of a micro-batch, for each micro-batch."""
 
 
@@ -106,7 +108,9 @@ def apart(model: Model, batches: list[np.ndarray]) -> tuple[float, list[torch.Te
 def sharpen(model: Model, batches: list[np.ndarray]) -> None:
     for _ in range(STEPS):
         _, found = together(model, batches)
-        norm = torch.stack([part.norm() for part in found]).norm()
+        square = torch.stack([part.norm() for part in found]).square().sum()
+        torch.distributed.all_reduce(square)  # ranks that hold the same weights must change them alike
+        norm = square.sqrt()
         with torch.no_grad():
             parameters = [p for chunk in model.chunks for p in chunk.parameters()]
             for parameter, part in zip(parameters, found, strict=True):
