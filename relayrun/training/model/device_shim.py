@@ -26,6 +26,7 @@ def install() -> None:
         _factories()
         _random()
         _type_names()
+        _compiled()
 
 
 def _devices() -> None:
@@ -89,6 +90,19 @@ def _type_names() -> None:
         return original(self, dtype, non_blocking, **kwargs)
 
     _replace(torch.Tensor, "type", type_)
+
+
+def _compiled() -> None:
+    """The parts of the fused loss run as they are written: for CPUs a compiler would have to be there, and take longer
+    than the runs that go there.
+
+    fusions/fused_cross_entropy.py has them compiled by torch on first use.
+    """
+    from megatron.core.fusions import fused_cross_entropy
+
+    for name, function in vars(fused_cross_entropy).copy().items():
+        if original := getattr(function, "_torchdynamo_orig_callable", None):
+            _replace(fused_cross_entropy, name, original)
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -28,10 +28,11 @@ from relayrun.data import documents
 from relayrun.errors import ConfigError
 from relayrun.training import parallel
 from relayrun.training.loss import LossSum, Result, loss_function
-from relayrun.training.model import layers
+from relayrun.training.model import layers, weight_gradients
 from relayrun.training.model.documents import Documents, Positions
 from relayrun.training.model.size import flops_per_token, padded
 from relayrun.training.parallel import Ranks
+from relayrun.training.timers import Timers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +74,11 @@ class Model:
         self.batches_multiple = ranks.pipeline_size if ranks.virtual_stages > 1 else 1
         """`run` takes a multiple of this many micro-batches."""
         self._overlap_param_gather = config.parallel.overlap_param_gather
+        self.timers = Timers(config.tracking.timing_log_level, ranks.device)
         transformer = _transformer_config(config, ranks, self.dtype)
+        transformer.timers = self.timers if self.timers.level else None
         ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
+            grad_reduce_in_fp32=config.optimizer.main_grads_dtype == "fp32",
             use_distributed_optimizer=config.parallel.use_distributed_optimizer,
             overlap_grad_reduce=config.parallel.overlap_grad_reduce,
             overlap_param_gather=config.parallel.overlap_param_gather,
@@ -95,6 +98,8 @@ class Model:
         if config.parallel.overlap_grad_reduce:  # gradients are reduced with the last micro-batch alone
             hooks = [chunk.no_sync for chunk in self.chunks]
             transformer.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
+            if config.parallel.defer_embedding_wgrad_compute and ranks.is_last_stage:
+                transformer.finalize_model_grads_func = weight_gradients.reduced_last(self.chunks[-1])
         self._positions = torch.arange(self.seq_length, device=ranks.device)
 
     def _build(self, config: RunConfig, transformer: TransformerConfig, stage: int) -> torch.nn.Module:
@@ -227,7 +232,9 @@ def _eod(data: Data, eod: int | None) -> int:
 
 
 def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> TransformerConfig:
-    model = config.model
+    model, defers = config.model, config.parallel.defer_embedding_wgrad_compute
+    if defers:
+        weight_gradients.install(say=ranks.rank == 0)
     on_gpu = ranks.device.type == "cuda"
     recompute, some_layers = config.training.recompute_granularity, config.training.recompute_num_layers
     return TransformerConfig(
@@ -264,6 +271,13 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=on_gpu,
         finalize_model_grads_func=finalize_model_grads,
+        cross_entropy_loss_fusion=config.training.cross_entropy_loss_fusion,
+        cross_entropy_fusion_impl=config.training.cross_entropy_fusion_impl,
+        # deferred gradients of weights are added to the buffer where they are computed
+        gradient_accumulation_fusion=defers,
+        defer_embedding_wgrad_compute=defers,
+        wgrad_deferral_limit=config.parallel.wgrad_deferral_limit,
+        overlap_p2p_comm_warmup_flush=config.parallel.overlap_p2p_communication_warmup_flush,
         # sums of gradients, divided once, by the tokens that count in the global batch
         calculate_per_token_loss=config.data.eod_mask_loss and config.training.resolved_loss_mean == "token",
         deterministic_mode=config.training.deterministic,
