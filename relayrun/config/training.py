@@ -351,6 +351,11 @@ class Parallel(Section):
             )
         if self.wgrad_deferral_limit and not self.defer_embedding_wgrad_compute:
             raise ValueError("wgrad_deferral_limit needs defer_embedding_wgrad_compute")
+        if self.wgrad_deferral_limit == 1:
+            raise ValueError(
+                "wgrad_deferral_limit 1: megatron-core cannot compute the rest of a single micro-batch; set 2 or more, "
+                "or 0 for all"
+            )
         if self.overlap_p2p_communication_warmup_flush and not self.virtual_stages:
             raise ValueError("overlap_p2p_communication_warmup_flush needs num_layers_per_virtual_pipeline_stage")
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):

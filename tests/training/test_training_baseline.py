@@ -33,7 +33,7 @@ TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PIPELINE = {"pipeline_model_parallel_size": 2}
 VIRTUAL = PIPELINE | {"num_layers_per_virtual_pipeline_stage": 1}
 FLUSH = {"overlap_p2p_communication_warmup_flush": True}
-DEFERRED = {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": 1}
+DEFERRED = {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": 2}
 
 
 def settings(

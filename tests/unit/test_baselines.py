@@ -268,6 +268,22 @@ def test_the_peak_of_a_gpu_is_known_by_its_name() -> None:
         ),
         (["training.deterministic=true"], "set training.cross_entropy_loss_fusion=false"),
         (["parallel.defer_embedding_wgrad_compute=true"], "it needs pipeline_model_parallel_size above 1"),
+        (
+            [
+                "parallel.pipeline_model_parallel_size=2",
+                "parallel.defer_embedding_wgrad_compute=true",
+                "parallel.wgrad_deferral_limit=1",
+            ],
+            "cannot compute the rest of a single micro-batch; set 2 or more",
+        ),
+        (
+            [
+                "parallel.pipeline_model_parallel_size=2",
+                "parallel.defer_embedding_wgrad_compute=true",
+                "training.global_batch_size=32",
+            ],
+            "32 is one micro-batch per iteration and rank: parallel.defer_embedding_wgrad_compute needs two",
+        ),
         (["parallel.wgrad_deferral_limit=22"], "wgrad_deferral_limit needs defer_embedding_wgrad_compute"),
         (
             ["parallel.overlap_p2p_communication_warmup_flush=true"],

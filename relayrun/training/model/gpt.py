@@ -123,6 +123,8 @@ class Model:
             gpt.rotary_pos_emb = Positions(gpt.rotary_pos_emb)
             self._restarted.append(gpt.rotary_pos_emb)
         gpt.model_type = ModelType.encoder_or_decoder  # the schedules ask for it
+        if config.parallel.defer_embedding_wgrad_compute:
+            weight_gradients.defer_output_layer_alone(gpt)
         gpt.to(self._ranks.device)
         return Float16Module(transformer, gpt) if self.dtype is torch.bfloat16 else gpt  # type: ignore[no-any-return]
 

@@ -7,6 +7,7 @@ alone, which add a product of matrices to a buffer.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import logging
 import sys
@@ -43,6 +44,19 @@ def install(*, say: bool) -> None:
     layers._grad_accum_fusion_available = True
 
 
+def defer_output_layer_alone(model: torch.nn.Module) -> None:
+    """Let the other linear layers of a GPTModel compute their gradients at once.
+
+    megatron-core's local ones ask the config that all share, and have nowhere to keep what they would defer.
+    """
+    at_once = copy.copy(model.config)
+    at_once.defer_embedding_wgrad_compute = False
+    for name, module in model.named_modules():
+        if isinstance(module, layers.ColumnParallelLinear) and name != "output_layer":
+            module.config = at_once
+
+
+@torch.no_grad()
 def add_product(inputs: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:
     """Add to the gradient of a weight, [out, in]: of inputs [tokens, in] and the outputs' gradient [tokens, out]."""
     total.add_(gradient.t().matmul(inputs))
