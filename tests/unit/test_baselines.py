@@ -332,9 +332,15 @@ def test_a_ramp_that_cannot_be_is_refused_and_its_stage_named(ramp: str, message
         compose.load(ROOT / "configs" / "runs" / "llama3-8b.yaml", [f"training.rampup_batch_size={ramp}"])
 
 
+NOTHING_DEFERRED = ["parallel.defer_embedding_wgrad_compute=false", "parallel.wgrad_deferral_limit=0"]
+
+
 def test_a_stage_without_enough_micro_batches_for_the_pipeline_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"stage 1 of 3: .*: 1 micro-batches per iteration and rank are no"):
-        compose.load(ROOT / "configs" / "runs" / "llama3-70b.yaml", ["training.rampup_batch_size=[[4, 100], [8, 200]]"])
+        compose.load(
+            ROOT / "configs" / "runs" / "llama3-70b.yaml",
+            ["training.rampup_batch_size=[[4, 100], [8, 200]]", *NOTHING_DEFERRED],
+        )
 
 
 def test_a_ramp_comes_back_from_a_config_revision(tmp_path: Path) -> None:
