@@ -135,7 +135,8 @@ class RunConfig(CommonConfig):
                 )
             if self.parallel.defer_embedding_wgrad_compute and part.size // batch == 1:
                 raise ValueError(
-                    f"{what} is one micro-batch per iteration and rank: parallel.defer_embedding_wgrad_compute needs two"
+                    f"{what} is one micro-batch per iteration and rank: "
+                    "parallel.defer_embedding_wgrad_compute needs two"
                 )
             if self.parallel.virtual_stages and part.size // batch % pipeline:
                 raise ValueError(
