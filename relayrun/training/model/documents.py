@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -41,15 +41,22 @@ class Documents(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no 
         return flat.cumsum(0, dtype=torch.int32).to(self.device, non_blocking=True)
 
 
+@lru_cache(maxsize=8)
+def whole_rows(batch: int, sequence: int, device: torch.device) -> Documents:
+    """Return rows that are one document each, as a kernel for documents wants them."""
+    return Documents(lengths=[[sequence]] * batch, device=device)
+
+
 class Positions(torch.nn.Module):
     """A rotary embedding for positions that differ from row to row, in the place of megatron-core's.
 
     Its own embedding gives position i to the i-th token of every row, whatever `position_ids` says.
     """
 
-    def __init__(self, rotary: torch.nn.Module) -> None:
+    def __init__(self, rotary: torch.nn.Module, *, interleaved: bool = False) -> None:
         super().__init__()
         self._rotary = rotary
+        self._interleaved = interleaved
         self._ids: torch.Tensor | None = None
 
     def at(self, position_ids: torch.Tensor) -> None:
@@ -67,4 +74,5 @@ class Positions(torch.nn.Module):
         frequencies: torch.Tensor = self._rotary.inv_freq  # type: ignore[assignment]
         frequencies = frequencies.to(self._ids.device)
         angles = self._ids.T.to(frequencies.dtype)[:, :, None] * frequencies
-        return torch.cat((angles, angles), dim=-1)[:, :, None, :]
+        angles = angles.repeat_interleave(2, dim=-1) if self._interleaved else torch.cat((angles, angles), dim=-1)
+        return angles[:, :, None, :]
