@@ -110,8 +110,8 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
             shape = begin - first, end - begin
             if shape not in masks:
                 masks[shape] = _within(window, *shape, device=query.device)
-            seen = (part[:, :, first:end] for part in (key, value))
-            outs.append(self._call(query[:, :, begin:end], *seen, dropout, masks[shape]))
+            own, keys, values = query[:, :, begin:end], key[:, :, first:end], value[:, :, first:end]
+            outs.append(self._call(own, keys, values, dropout, masks[shape]))
         return torch.cat(outs, dim=2)
 
     def _call(
