@@ -14,6 +14,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
+from relayrun.config import expert_layout
 from relayrun.config.command import CommandConfig
 from relayrun.config.common import CommonConfig
 from relayrun.config.data import MOCK_ORDER, Data, DataSource
@@ -171,6 +172,11 @@ class RunConfig(CommonConfig):
                 f"{context} context-parallel ranks takes two parts of it"
                 + (", which sequence_parallel splits again" if parts > 2 * context else "")
             )
+
+    @model_validator(mode="after")
+    def _experts(self) -> Self:
+        expert_layout.check(self)
+        return self
 
     @model_validator(mode="after")
     def _evaluated_checkpoints(self) -> Self:
