@@ -23,6 +23,7 @@ from relayrun.config.megatron_lm import MegatronConfig
 from relayrun.config.notify import Notify
 from relayrun.config.section import Section
 from relayrun.config.training import Checkpoint, Model, Optimizer, Parallel, Training
+from relayrun.config.transformer import NEEDS_TRANSFORMER_ENGINE
 
 __all__ = [
     "KINDS",
@@ -176,6 +177,19 @@ class RunConfig(CommonConfig):
     @model_validator(mode="after")
     def _experts(self) -> Self:
         expert_layout.check(self)
+        return self
+
+    @model_validator(mode="after")
+    def _transformer_engine(self) -> Self:
+        given = self.model.transformer.model_dump()
+        needs = sorted(NEEDS_TRANSFORMER_ENGINE & set(given))
+        if needs and self.training.transformer_impl != "transformer_engine":
+            raise ValueError(
+                f"model.transformer.{needs[0]} needs layers of TransformerEngine; set "
+                "training.transformer_impl=transformer_engine, or leave it out"
+            )
+        if "fp8" in given and self.training.resolved_precision != "bf16":
+            raise ValueError("model.transformer.fp8 keeps all but products in bf16; set training.precision=bf16")
         return self
 
     @model_validator(mode="after")

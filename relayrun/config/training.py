@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from relayrun.config.rampup import BatchSizes
 from relayrun.config.section import Fraction, NonNegative, Positive, Section
+from relayrun.config.transformer import Transformer
 from relayrun.errors import ConfigError
 
 LossMean = Literal["micro_batch", "sample", "token"]
@@ -17,7 +18,8 @@ LOSS_MEAN_BEFORE: LossMean = "sample"
 
 
 class Model(Section):
-    """A Llama: RMSNorm, SwiGLU, rotary positions, grouped-query attention (arXiv 2407.21783)."""
+    """A Llama: RMSNorm, SwiGLU, rotary positions, grouped-query attention (arXiv 2407.21783); and what `transformer`
+    makes of it."""
 
     num_layers: Positive
     """Transformer layers."""
@@ -26,13 +28,15 @@ class Model(Section):
     ffn_hidden_size: Positive
     """Width of the feed-forward layers (SwiGLU has three matrices of it)."""
     num_attention_heads: Positive
-    """Query heads; a head has hidden_size / num_attention_heads channels."""
+    """Query heads; a head has hidden_size / num_attention_heads channels, or transformer.kv_channels."""
     num_query_groups: Positive
     """Key-value heads; equal to num_attention_heads for plain multi-head attention."""
     rotary_base: Positive = 500_000
     """Base of the rotary frequencies."""
     rope_scaling_factor: Annotated[float, Field(ge=1)] | None = None
     """Llama 3.1's stretching of the low rotary frequencies, over an original context of 8,192; None: none."""
+    rotary_percent: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The part of a head's channels that is rotated, the first ones; 1: all."""
     norm_epsilon: float = 1e-5
     """Added to the mean square in RMSNorm."""
     init_method_std: float = 0.02
@@ -45,13 +49,22 @@ class Model(Section):
     """The output layer has weights of its own, not those of the embedding."""
     make_vocab_size_divisible_by: Positive = 128
     """The vocabulary is padded to a multiple of this, however the model is split: a checkpoint fits every layout."""
+    transformer: Transformer = Transformer()
+
+    @property
+    def head_channels(self) -> int:
+        """Channels of a head."""
+        return self.transformer.kv_channels or self.hidden_size // self.num_attention_heads
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:
-        if self.hidden_size % self.num_attention_heads:
+        own_heads = self.transformer.kv_channels or self.transformer.multi_latent_attention
+        if self.hidden_size % self.num_attention_heads and not own_heads:
             raise ValueError(
-                f"hidden_size {self.hidden_size} is no multiple of num_attention_heads {self.num_attention_heads}"
+                f"hidden_size {self.hidden_size} is no multiple of num_attention_heads {self.num_attention_heads}; "
+                "or set transformer.kv_channels"
             )
+        self.transformer.check_layers(self.num_layers)
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is no multiple of "

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as functional
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.enums import ModelType
@@ -28,7 +27,7 @@ from relayrun.data import documents
 from relayrun.errors import ConfigError
 from relayrun.training import parallel
 from relayrun.training.loss import LossSum, Result, loss_function
-from relayrun.training.model import layers
+from relayrun.training.model import arguments, layers
 from relayrun.training.model.documents import Documents, Positions
 from relayrun.training.model.size import flops_per_token, padded
 from relayrun.training.parallel import Ranks
@@ -109,6 +108,7 @@ class Model:
             post_process=parallel_state.is_pipeline_last_stage(**virtual),
             share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
             position_embedding_type="rope",
+            rotary_percent=config.model.rotary_percent,
             rotary_base=config.model.rotary_base,
             rope_scaling=config.model.rope_scaling_factor is not None,
             rope_scaling_factor=config.model.rope_scaling_factor or 1.0,
@@ -230,17 +230,14 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
     model = config.model
     on_gpu = ranks.device.type == "cuda"
     recompute, some_layers = config.training.recompute_granularity, config.training.recompute_num_layers
-    return TransformerConfig(
+    return arguments.transformer_class(model)(
+        **arguments.of_transformer(model, on_gpu=on_gpu),
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
-        normalization="RMSNorm",
         layernorm_epsilon=model.norm_epsilon,
-        gated_linear_unit=True,
-        activation_func=functional.silu,
-        add_bias_linear=False,
         init_method_std=model.init_method_std,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
@@ -261,7 +258,6 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
         recompute_num_layers=(some_layers or 1) if recompute == "full" else None,
         use_cpu_initialization=not on_gpu,
         # compiled by torch on first use; on a CPU that takes longer than the runs that go there
-        bias_activation_fusion=on_gpu,
         bias_dropout_fusion=on_gpu,
         finalize_model_grads_func=finalize_model_grads,
         # sums of gradients, divided once, by the tokens that count in the global batch

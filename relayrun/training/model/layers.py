@@ -15,13 +15,16 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from relayrun.config.schema import RunConfig
 from relayrun.errors import FatalTrainingError
+from relayrun.training.model.activations import XieluMLP, within_its_layer
 from relayrun.training.model.attention import CausalAttention
 from relayrun.training.model.document_attention import document_attention
-from relayrun.training.model.norm import FinalNorm, RMSNorm
+from relayrun.training.model.norm import Norm, NormWithState
 
 Implementation = Literal["local", "transformer_engine"]
 
@@ -42,16 +45,61 @@ def implementation(config: RunConfig) -> Implementation:
 
 def block_spec(chosen: Implementation, transformer: TransformerConfig, stage: int) -> TransformerBlockSubmodules:
     """The layers of one virtual stage of this rank, and the norm behind the last."""
-    layer: ModuleSpec
     if chosen == "transformer_engine":
-        from megatron.core.extensions.transformer_engine import TEDotProductAttention, TENorm
+        from megatron.core.extensions.transformer_engine import TENorm
 
-        layer, norm = get_gpt_layer_with_transformer_engine_spec(), TENorm
-        layer.submodules.self_attention.submodules.core_attention = document_attention(TEDotProductAttention)
+        layer, norm = _transformer_engine_layer, TENorm
     else:
-        layer, norm = get_gpt_layer_local_spec(normalization="RMSNorm"), FinalNorm
-        parts = layer.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-        parts.self_attention.submodules.core_attention = CausalAttention
-    layers = get_num_layers_to_build(transformer, vp_stage=stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
+        layer, norm = _local_layer, NormWithState
+    first = get_transformer_layer_offset(transformer, vp_stage=stage)
+    count = get_num_layers_to_build(transformer, vp_stage=stage)
+    experts = [_has_experts(transformer, number) for number in range(first, first + count)]
+    # one object for all layers of a kind
+    kinds = {kind: layer(transformer, transformer.num_moe_experts if kind else None) for kind in set(experts)}
+    return TransformerBlockSubmodules(layer_specs=[kinds[kind] for kind in experts], layer_norm=norm)
+
+
+def _has_experts(transformer: TransformerConfig, layer: int) -> bool:
+    """Whether a layer, counted from 0, is one of `moe_layer_freq`."""
+    pattern = transformer.moe_layer_freq
+    if transformer.num_moe_experts is None:
+        return False
+    return layer % pattern == 0 if isinstance(pattern, int) else bool(pattern[layer])
+
+
+def _transformer_engine_layer(transformer: TransformerConfig, experts: int | None) -> ModuleSpec:
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    layer: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=experts, moe_grouped_gemm=transformer.moe_grouped_gemm, **_of_attention(transformer)
+    )
+    layer.submodules.self_attention.submodules.core_attention = document_attention(TEDotProductAttention)
+    return _with_own_activation(layer, transformer)
+
+
+def _local_layer(transformer: TransformerConfig, experts: int | None) -> ModuleSpec:
+    layer: ModuleSpec = get_gpt_layer_local_spec(
+        num_experts=experts,
+        moe_grouped_gemm=transformer.moe_grouped_gemm,
+        normalization="RMSNorm",  # without it megatron-core says that Apex is not installed
+        **_of_attention(transformer),
+    )
+    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        if getattr(attention, name, None) is WrappedTorchNorm:
+            setattr(attention, name, NormWithState)
+    attention.core_attention = CausalAttention
+    return _with_own_activation(layer, transformer)
+
+
+def _of_attention(transformer: TransformerConfig) -> dict[str, bool]:
+    """What megatron-core's functions that make layer specs ask of attention."""
+    names = ("qk_layernorm", "qk_l2_norm", "multi_latent_attention")
+    return {name: getattr(transformer, name) for name in names}
+
+
+def _with_own_activation(layer: ModuleSpec, transformer: TransformerConfig) -> ModuleSpec:
+    if transformer.activation_func is within_its_layer:
+        layer.submodules.mlp.module = XieluMLP
+    return layer

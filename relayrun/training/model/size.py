@@ -1,4 +1,4 @@
-"""How many parameters a Llama has and what a token costs, by counting; without torch."""
+"""How many parameters a model has and what a token costs, by counting; without torch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,59 @@ from dataclasses import dataclass
 from relayrun.config.schema import Model, RunConfig
 
 
-def parameters(model: Model, vocabulary_size: int) -> int:
-    """Parameters of the whole model with a vocabulary of this (padded) size.
+@dataclass(frozen=True)
+class Count:
+    """Parameters of a part of the model, of one layer."""
 
-    Per layer: query, key, value and output projections, the three matrices of SwiGLU, two norms.
-    """
-    hidden = model.hidden_size
-    key_values = hidden * model.num_query_groups // model.num_attention_heads
-    layer = 2 * hidden * hidden + 2 * hidden * key_values + 3 * hidden * model.ffn_hidden_size + 2 * hidden
+    products: int
+    """Those of matrices, which every token is multiplied with."""
+    others: int
+    """Those of norms, biases and activations."""
+
+    @property
+    def total(self) -> int:
+        return self.products + self.others
+
+
+def attention(model: Model) -> Count:
+    """Count attention's projections to queries, keys, values and (with a gate) weights of its output, and back."""
+    transformer, hidden = model.transformer, model.hidden_size
+    queries = model.num_attention_heads * model.head_channels
+    into = queries * (2 if transformer.attention_output_gate else 1) + 2 * model.num_query_groups * model.head_channels
+    biases = into if transformer.add_bias_linear or transformer.add_qkv_bias else 0
+    biases += hidden if transformer.add_bias_linear else 0
+    norms = 2 * model.head_channels * _of_norm(model) if transformer.qk_layernorm else 0
+    return Count(hidden * into + queries * hidden, biases + norms)
+
+
+def feed_forward(model: Model, width: int) -> Count:
+    """Count a feed-forward layer of this width: three matrices with a gate, as in SwiGLU, else two."""
+    transformer, hidden = model.transformer, model.hidden_size
+    into = width * (2 if transformer.gated_linear_unit else 1)
+    biases = into + hidden if transformer.add_bias_linear else 0
+    return Count(hidden * into + width * hidden, biases + (2 if transformer.activation_func == "xielu" else 0))
+
+
+def layers(model: Model) -> Count:
+    """Count all layers, each with two norms."""
+    parts = attention(model), feed_forward(model, model.ffn_hidden_size)
+    norms = 2 * model.hidden_size * _of_norm(model)
+    return Count(
+        model.num_layers * sum(part.products for part in parts),
+        model.num_layers * (sum(part.others for part in parts) + norms),
+    )
+
+
+def _of_norm(model: Model) -> int:
+    """Parameters of a norm for each channel."""
+    return 2 if model.transformer.normalization == "LayerNorm" else 1
+
+
+def parameters(model: Model, vocabulary_size: int) -> int:
+    """Parameters of the whole model with a vocabulary of this (padded) size: layers, embeddings and the last norm."""
     embeddings = 2 if model.untie_embeddings_and_output_weights else 1
-    return model.num_layers * layer + embeddings * vocabulary_size * hidden + hidden
+    last = model.hidden_size * _of_norm(model)
+    return layers(model).total + embeddings * vocabulary_size * model.hidden_size + last
 
 
 def padded(size: int, multiple: int) -> int:
@@ -27,14 +70,21 @@ def padded(size: int, multiple: int) -> int:
 def flops_per_token(model: Model, vocabulary_size: int, seq_length: int) -> float:
     """Model FLOPs of one token, forward and backward: what the mathematics needs, recomputation not counted.
 
-    6 x (parameters in matrix products: all but the embedding lookup and the norms) + 6 x layers x hidden x
-    sequence for attention, whose mask is causal, so that half of the scores count (PaLM, arXiv 2204.02311,
-    appendix B, counts them all: 12).
+    6 x (parameters in matrix products: not the embedding lookup, norms, biases) + 12 x channels of all heads x the
+    tokens that a token sees on average, summed over layers: half of the sequence, since half of the scores are masked
+    (PaLM, arXiv 2204.02311, appendix B, counts them all), or those of a sliding window.
     """
-    norms = (2 * model.num_layers + 1) * model.hidden_size
-    lookup = vocabulary_size * model.hidden_size if model.untie_embeddings_and_output_weights else 0
-    products = parameters(model, vocabulary_size) - norms - lookup
-    return 6.0 * products + 6.0 * model.num_layers * model.hidden_size * seq_length
+    products = layers(model).products + vocabulary_size * model.hidden_size
+    heads = model.num_attention_heads * model.head_channels
+    return 6.0 * products + 12.0 * heads * sum(_seen(model, layer, seq_length) for layer in range(model.num_layers))
+
+
+def _seen(model: Model, layer: int, seq_length: int) -> float:
+    """Tokens that a token of a sequence sees on average in a layer, counted from 0."""
+    window = model.transformer.window_of(layer)
+    if window is None or window + 1 >= seq_length:
+        return seq_length / 2
+    return (window + 1) * (1 - window / (2 * seq_length))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +106,11 @@ def memory_bytes(config: RunConfig, vocabulary_size: int) -> Memory:
     """Estimate the memory of the fullest GPU, by formula: flash attention, SwiGLU in one kernel, sequence parallel.
 
     Per parameter in bf16: 2 (weights) + 4 (gradients), and 12 (fp32 weights, two moments) over the data-parallel ranks
-    with the distributed optimizer; in fp32 4 + 4, and 8. Kept for the backward pass, per token and layer: 8 hidden
-    (inputs and outputs of two norms, q, k and v as if spread over all heads, attention's output) + 3 ffn, over the
-    tensor-parallel ranks; of a recomputed layer its input. A pipeline of p stages in v parts holds
-    p (1 + (p - 1) / (p v)) micro-batches (arXiv 2104.04473 and 2205.05198). The loss: logits, twice in fp32, and their
-    gradient.
+    with the distributed optimizer; in fp32 4 + 4, and 8. Kept for the backward pass, per token and layer: 4 hidden
+    (inputs and outputs of two norms) + 4 x channels of all heads (q, k and v as if spread over them, attention's
+    output) + 3 ffn (2 without a gate), over the tensor-parallel ranks; of a recomputed layer its input. A pipeline of p
+    stages in v parts holds p (1 + (p - 1) / (p v)) micro-batches (arXiv 2104.04473 and 2205.05198). The loss: logits,
+    twice in fp32, and their gradient.
     """
     model, parallel, training = config.model, config.parallel, config.training
     vocabulary_size = padded(vocabulary_size, model.make_vocab_size_divisible_by)
@@ -75,7 +125,9 @@ def memory_bytes(config: RunConfig, vocabulary_size: int) -> Memory:
     tokens = training.seq_length * training.micro_batch_size / tensor / parallel.context_parallel_size
     bf16 = training.resolved_precision == "bf16"
     width, fixed, divided = (2, 6, 12) if bf16 else (4, 8, 8)
-    layer = width * (8 * model.hidden_size + 3 * model.ffn_hidden_size) * tokens
+    heads = model.num_attention_heads * model.head_channels
+    matrices = 3 if model.transformer.gated_linear_unit else 2
+    layer = width * (4 * model.hidden_size + 4 * heads + matrices * model.ffn_hidden_size) * tokens
     kept = (layers - again) * layer + again * width * model.hidden_size * tokens + (layer if again else 0)
     in_flight = pipeline * (1 + (pipeline - 1) / (pipeline * parts)) if pipeline > 1 else 1
     return Memory(
