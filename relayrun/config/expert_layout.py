@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -9,14 +10,19 @@ if TYPE_CHECKING:
     from relayrun.config.training import Model
 
 
-def expert_layers(model: Model) -> list[bool]:
-    """Return, for each layer, whether it has experts."""
-    pattern, layers = model.transformer.moe_layer_freq, model.num_layers
-    if model.transformer.num_moe_experts is None:
+def with_experts(pattern: int | Sequence[int], layers: int, experts: int | None) -> list[bool]:
+    """Return, for each layer, whether it has experts: every `pattern`-th from the first on, or those with a 1."""
+    if experts is None:
         return [False] * layers
     if isinstance(pattern, int):
         return [number % pattern == 0 for number in range(layers)]
     return [bool(each) for each in pattern]
+
+
+def expert_layers(model: Model) -> list[bool]:
+    """Return, for each layer of a model, whether it has experts."""
+    settings = model.transformer
+    return with_experts(settings.moe_layer_freq, model.num_layers, settings.num_moe_experts)
 
 
 def check(config: RunConfig) -> None:

@@ -45,8 +45,6 @@ class Ranks:
     """Ranks that share a sequence."""
     expert_size: int
     """Ranks that the experts of a layer are split over; they are data- or context-parallel for all else."""
-    expert_data_rank: int
-    """This rank's number among those that hold the same experts."""
     pipeline_rank: int
     pipeline_size: int
     virtual_stages: int
@@ -175,7 +173,6 @@ def start(config: RunConfig) -> Ranks:
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
         context_size=parallel_state.get_context_parallel_world_size(),
         expert_size=parallel_state.get_expert_model_parallel_world_size(),
-        expert_data_rank=parallel_state.get_expert_data_parallel_rank(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
         virtual_stages=config.virtual_stages,

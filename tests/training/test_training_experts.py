@@ -9,9 +9,18 @@ import pytest
 import torch
 
 from tests.checkpoints import assert_same_bytes, whole_tensors
-from tests.training.test_training_parallel import CUT, DISTRIBUTED, OVERLAP, PIPELINE, STEPS, TENSOR, VIRTUAL
-from tests.training.test_training_parallel import assert_as_forecast as assert_as_forecast
-from tests.training.test_training_parallel import resumed_from, settings
+from tests.training.test_training_parallel import (
+    CUT,
+    DISTRIBUTED,
+    OVERLAP,
+    PIPELINE,
+    STEPS,
+    TENSOR,
+    VIRTUAL,
+    assert_as_forecast,
+    resumed_from,
+    settings,
+)
 
 Make = Callable[..., Any]
 
@@ -73,9 +82,9 @@ def assert_close(found: dict[int, Any], expected: dict[int, Any], *, loss: float
 def test_two_ranks_share_the_experts(harness: Make) -> None:
     """The one test of `make test`: tokens travel, both losses are there, and all parameters are counted."""
     made = harness(
-        training={"steps": 2, "eval_steps": 1, "global_batch_size": 4},
+        training={"steps": 3, "eval_steps": 1, "global_batch_size": 4},
         model={"transformer": SENT} | SMOOTH,
-        checkpoint={"interval": 2},
+        checkpoint={"interval": 3},
         parallel=DISTRIBUTED | EP2,
     )
     attempt = made.train()

@@ -9,9 +9,15 @@ import pytest
 
 from tests.checkpoints import assert_same_bytes
 from tests.training.test_training_experts import SMOOTH, assert_close, sections
-from tests.training.test_training_parallel import CUT, DISTRIBUTED, PIPELINE, STEPS, TENSOR
-from tests.training.test_training_parallel import assert_as_forecast as assert_as_forecast
-from tests.training.test_training_parallel import resumed_from
+from tests.training.test_training_parallel import (
+    CUT,
+    DISTRIBUTED,
+    PIPELINE,
+    STEPS,
+    TENSOR,
+    assert_as_forecast,
+    resumed_from,
+)
 
 Make = Callable[..., Any]
 

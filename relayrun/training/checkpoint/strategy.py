@@ -143,6 +143,9 @@ def load(
 
     dict_list_map_inplace(without_missing, wanted)
     state: dict[str, Any] = dist_checkpointing.load(
-        wanted, str(reader.folder), sharded_strategy=_Sharded(reader, group), common_strategy=_Common(reader.common() if common is None else common)
+        wanted,
+        str(reader.folder),
+        sharded_strategy=_Sharded(reader, group),
+        common_strategy=_Common(reader.common() if common is None else common),
     )
     return state

@@ -113,8 +113,8 @@ class _Stream:
 def _streams() -> None:
     """There are streams, and nothing to wait for in them.
 
-    transformer/moe/token_dispatcher.py:433 and 849-884 (alltoall) and transformer/moe/shared_experts.py copy to the host
-    and compute shared experts on streams of their own.
+    transformer/moe/token_dispatcher.py:444 and 871-899 (alltoall) and transformer/moe/shared_experts.py copy to the
+    host and compute shared experts on streams of their own.
     """
     here = _Stream()
     _replace(torch.cuda, "Stream", _Stream)

@@ -6,6 +6,12 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
@@ -27,6 +33,24 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core 
 
     megatron-core's own drops the batch's axis where it is 1 and there are documents, as its format `thd` wants it.
     """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        if isinstance(self.linear_kv_down_proj, ColumnParallelLinear) and self.pg_collection.tp.size() > 1:
+            self.linear_kv_down_proj.register_forward_hook(self._gathered)
+
+    def _gathered(self, _: torch.nn.Module, __: Any, out: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        """Gather what the projection to keys and values gives on tensor-parallel ranks, here and not in the base class.
+
+        Fault: the rotary channels of a key are shared by all heads, and a rank has the gradient of its own heads for
+        them. megatron-core 0.16.1 gathers the channels (multi_latent_attention.py) by a function whose backward pass
+        takes a rank's part of its own gradient, as is right for what a column-parallel layer follows on.
+        """
+        whole = gather_from_tensor_model_parallel_region(out[0])
+        if self.config.sequence_parallel:  # of this rank's tokens; the base class gathers the rotary channels, and sums
+            return scatter_to_sequence_parallel_region(whole), out[1]
+        compressed, positions = whole.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
+        return torch.cat([compressed, copy_to_tensor_model_parallel_region(positions)], dim=-1), out[1]
 
     def get_query_key_value_tensors(
         self,
