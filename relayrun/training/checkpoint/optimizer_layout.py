@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
 
 Plain = dict[Any, Any]
 
@@ -20,7 +20,7 @@ def fitted(found: Plain, wanted: Plain) -> Plain:
 
     It is `found` itself where both have the same optimizers with as many groups each. `wanted` is not changed.
     """
-    _, own = extract_sharded_base(wanted)
+    _, own = extract_sharded_base(extract_nonpersistent(wanted)[1])
     if [len(_groups(part)) for part in _parts(found)] == [len(_groups(part)) for part in _parts(own)]:
         return found
     step = _step(found)
