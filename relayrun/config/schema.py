@@ -14,6 +14,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
+from relayrun.config import expert_layout
 from relayrun.config.command import CommandConfig
 from relayrun.config.common import CommonConfig
 from relayrun.config.data import MOCK_ORDER, Data, DataSource
@@ -183,6 +184,11 @@ class RunConfig(CommonConfig):
     def window_over_ranks(self) -> bool:
         """Whether sequences with a sliding window are split over ranks, for which TransformerEngine has no way."""
         return self.model.transformer.window_size is not None and self.parallel.context_parallel_size > 1
+
+    @model_validator(mode="after")
+    def _experts(self) -> Self:
+        expert_layout.check(self)
+        return self
 
     @model_validator(mode="after")
     def _transformer_engine(self) -> Self:

@@ -126,10 +126,11 @@ class Training(Section):
     recompute_granularity: Literal["full", "selective"] | None = None
     """What is computed again in the backward pass instead of being kept. full: all but the inputs of the layers.
     selective: `recompute_modules` of every layer."""
-    recompute_modules: list[Literal["core_attn", "mlp"]] | None = None
+    recompute_modules: list[Literal["core_attn", "mlp", "moe"]] | None = None
     """What `selective` computes again; by default core_attn, as in Megatron. Flash kernels compute core_attn's scores
-    again by themselves, so that it saves nothing with them. Megatron's layernorm is left out: without TransformerEngine
-    it fails (megatron-core 0.16.1), and TransformerEngine's norms are parts of its linear layers."""
+    again by themselves, so that it saves nothing with them. mlp is of layers without experts, moe of those with.
+    Megatron's layernorm is left out: without TransformerEngine it fails (megatron-core 0.16.1), and TransformerEngine's
+    norms are parts of its linear layers."""
     recompute_num_layers: Positive | None = None
     """So many layers, the first ones, of each pipeline stage (of each part, with virtual stages) are computed again;
     Megatron's recompute_method block. None: all of them."""
@@ -297,6 +298,9 @@ class Parallel(Section):
     context_parallel_size: Positive = 1
     """Split every sequence over this many ranks. Without TransformerEngine, and with data.reset_attention_mask,
     attention splits heads in its place: their number is a multiple of tensor x context parallel size."""
+    expert_model_parallel_size: Positive = 1
+    """Split the experts of every layer (model.transformer.num_moe_experts) over this many of the ranks that are data-
+    or context-parallel for all else."""
     use_distributed_optimizer: bool = False
     """Split the optimizer's state over the data-parallel ranks."""
     overlap_grad_reduce: bool = False

@@ -173,6 +173,7 @@ def test_what_cannot_work_is_refused_by_name(text: str, words: str) -> None:
 PAGE = (ROOT / "docs/models.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_work(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(ROOT)
     (block,) = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)

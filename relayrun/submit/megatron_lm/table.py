@@ -242,6 +242,12 @@ TABLE: tuple[Row, ...] = (
     _value("parallel.pipeline_model_parallel_size", "pipeline-model-parallel-size"),
     _value("parallel.num_layers_per_virtual_pipeline_stage", "num-layers-per-virtual-pipeline-stage"),
     _value("parallel.context_parallel_size", "context-parallel-size"),
+    Row(
+        "parallel.expert_model_parallel_size",
+        "expert-model-parallel-size",
+        lambda value, _: None if value == 1 else (str(value),),
+        "--expert-model-parallel-size VALUE above 1",
+    ),
     _switch("parallel.use_distributed_optimizer", "use-distributed-optimizer"),
     _switch("parallel.overlap_grad_reduce", "overlap-grad-reduce"),
     _switch("parallel.overlap_param_gather", "overlap-param-gather"),

@@ -22,13 +22,15 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_batch_on_this_cp_rank
 
+from relayrun.config.expert_layout import expert_layers
 from relayrun.config.schema import Data, RunConfig
 from relayrun.data import documents
 from relayrun.errors import ConfigError
 from relayrun.training import parallel
 from relayrun.training.loss import LossSum, Result, loss_function
-from relayrun.training.model import arguments, layers
-from relayrun.training.model.documents import Documents, Positions
+from relayrun.training.model import arguments, auxiliary_losses, layers
+from relayrun.training.model.auxiliary_losses import AuxiliaryLosses
+from relayrun.training.model.documents import Documents, Positions, positions_for
 from relayrun.training.model.size import flops_per_token, padded
 from relayrun.training.parallel import Ranks
 
@@ -95,6 +97,10 @@ class Model:
             hooks = [chunk.no_sync for chunk in self.chunks]
             transformer.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
         self._positions = torch.arange(self.seq_length, device=ranks.device)
+        self.auxiliary_losses = AuxiliaryLosses(
+            auxiliary_losses.names(config.model.transformer), layers=sum(expert_layers(config.model)), ranks=ranks
+        )
+        """What routers to experts add to the loss, as reported."""
 
     def _build(self, config: RunConfig, transformer: TransformerConfig, stage: int) -> torch.nn.Module:
         """The layers of one virtual stage of this rank."""
@@ -115,11 +121,17 @@ class Model:
             vp_stage=stage if self._ranks.virtual_stages > 1 else None,
         )
         if config.data.reset_position_ids:
-            gpt.rotary_pos_emb = Positions(gpt.rotary_pos_emb, interleaved=transformer.rotary_interleaved)
-            self._restarted.append(gpt.rotary_pos_emb)
+            self._restart_positions(gpt)
         gpt.model_type = ModelType.encoder_or_decoder  # the schedules ask for it
         gpt.to(self._ranks.device)
         return Float16Module(transformer, gpt) if self.dtype is torch.bfloat16 else gpt  # type: ignore[no-any-return]
+
+    def _restart_positions(self, gpt: GPTModel) -> None:
+        """Let rotary positions follow `position_ids`: the model has one embedding, or each layer its own."""
+        latent = self._config.transformer.multi_latent_attention
+        for owner in [layer.self_attention for layer in gpt.decoder.layers] if latent else [gpt]:
+            owner.rotary_pos_emb = positions_for(owner.rotary_pos_emb, self.seq_length)
+            self._restarted.append(owner.rotary_pos_emb)
 
     def train_mode(self, mode: bool) -> None:
         for chunk in self.chunks:
@@ -145,11 +157,14 @@ class Model:
         A tied output layer on another stage than the embeddings is counted once.
         """
         own = 0
-        if self._ranks.data_parallel_rank == 0:
-            for parameter in (parameter for chunk in self.chunks for parameter in chunk.parameters()):
-                split = getattr(parameter, "tensor_model_parallel", False)
-                if (split or self._ranks.tensor_rank == 0) and not getattr(parameter, "shared", False):
-                    own += parameter.numel()
+        whole = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        experts = parallel_state.get_expert_data_parallel_rank() == 0
+        for parameter in (parameter for chunk in self.chunks for parameter in chunk.parameters()):
+            # experts that are split over ranks are not reduced over all replicas, and have replicas of their own
+            first = whole if getattr(parameter, "allreduce", True) else experts
+            split = getattr(parameter, "tensor_model_parallel", False)
+            if first and (split or self._ranks.tensor_rank == 0) and not getattr(parameter, "shared", False):
+                own += parameter.numel()
         return sum(self._ranks.gather(own))
 
     def flops_per_token(self) -> float:
@@ -244,6 +259,7 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
         attention_dropout=model.attention_dropout,
         tensor_model_parallel_size=ranks.tensor_size,
         context_parallel_size=ranks.context_size,
+        expert_model_parallel_size=ranks.expert_size,
         pipeline_model_parallel_size=ranks.pipeline_size,
         virtual_pipeline_model_parallel_size=ranks.virtual_stages if ranks.virtual_stages > 1 else None,
         # two stages with several parts would exchange several messages in one batch
