@@ -135,6 +135,11 @@ class RunConfig(CommonConfig):
                     f"{what} is no multiple of micro_batch_size x data-parallel size = "
                     f"{self.training.micro_batch_size} x {self.data_parallel_size}"
                 )
+            if self.parallel.defer_embedding_wgrad_compute and part.size // batch == 1:
+                raise ValueError(
+                    f"{what} is one micro-batch per iteration and rank: "
+                    "parallel.defer_embedding_wgrad_compute needs two"
+                )
             if self.parallel.virtual_stages and part.size // batch % pipeline:
                 raise ValueError(
                     f"{what}: {part.size // batch} micro-batches per iteration and rank are no multiple of "
@@ -147,6 +152,26 @@ class RunConfig(CommonConfig):
                     f"the {stage} layers of a pipeline stage cannot be split into several parts of "
                     f"parallel.num_layers_per_virtual_pipeline_stage {layers}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _precision(self) -> Self:
+        """What asks for weights in bf16, or for the distributed optimizer."""
+        if self.training.resolved_precision != "bf16":
+            for name, asked in (
+                ("optimizer.main_grads_dtype=bf16", self.optimizer.main_grads_dtype == "bf16"),
+                ("optimizer.use_precision_aware_optimizer", self.optimizer.use_precision_aware_optimizer),
+                ("training.cross_entropy_loss_fusion", self.training.cross_entropy_loss_fusion),
+            ):
+                if asked:
+                    raise ValueError(f"{name} needs training.precision bf16")
+        if self.optimizer.use_precision_aware_optimizer and not self.parallel.use_distributed_optimizer:
+            raise ValueError("optimizer.use_precision_aware_optimizer needs parallel.use_distributed_optimizer")
+        if self.training.deterministic and self.training.cross_entropy_loss_fusion:
+            raise ValueError(
+                "training.deterministic: Megatron-LM refuses cross_entropy_loss_fusion with it, whose compiled kernels "
+                "may add in another order; set training.cross_entropy_loss_fusion=false"
+            )
         return self
 
     def _check_attention(self) -> None:

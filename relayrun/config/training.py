@@ -13,6 +13,8 @@ from relayrun.errors import ConfigError
 
 LossMean = Literal["micro_batch", "sample", "token"]
 
+StateType = Literal["fp32", "fp16", "bf16", "fp8"]
+
 LOSS_MEAN_BEFORE: LossMean = "sample"
 """The mean of runs that began before `training.loss_mean` was there: their revisions do not name one."""
 
@@ -123,6 +125,11 @@ class Training(Section):
     """Layers of TransformerEngine, or local ones: attention on torch's SDPA (flash on GPUs) and torch's fused norms.
     auto: TransformerEngine on a GPU where it is installed, except with data.reset_attention_mask, whose documents torch
     attends to in one call of a kernel for sequences of any length."""
+    cross_entropy_loss_fusion: bool = False
+    """The loss from the logits in a few compiled kernels. With precision bf16 alone: the gradient of the logits leaves
+    them in bf16. On CPUs the same kernels run uncompiled."""
+    cross_entropy_fusion_impl: Literal["native", "te"] = "native"
+    """Whose kernels cross_entropy_loss_fusion takes: megatron-core's, or TransformerEngine's."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """What is computed again in the backward pass instead of being kept. full: all but the inputs of the layers.
     selective: `recompute_modules` of every layer."""
@@ -238,8 +245,9 @@ class Optimizer(Section):
     """Tokens until min_lr is reached, instead of lr_decay_steps; rounded up to whole iterations."""
     lr_wsd_decay_steps: Positive | None = None
     """Iterations of the way down of WSD, which end at lr_decay_steps."""
-    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
-    """Shape of the way down of WSD."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt", "1-sqrt"] = "linear"
+    """Shape of the way down of WSD. `1-sqrt` and `minus_sqrt` are two names of one: 1 minus the root of the share of
+    the way."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Weight decay of matrices; norms and biases have none."""
     adam_beta1: Fraction = 0.9
@@ -250,6 +258,30 @@ class Optimizer(Section):
     """Added to the root in Adam's denominator."""
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are scaled down to this norm; 0: never."""
+    main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type in which the gradients of micro-batches are summed, and reduced over ranks. bf16 takes half the memory and
+    half the traffic, and loses what small gradients add to large ones; with precision bf16 alone. Without
+    use_precision_aware_optimizer each rank widens its part before the update."""
+    use_precision_aware_optimizer: bool = False
+    """TransformerEngine's Adam, which reads gradients as they are and keeps each part of its state in a type of choice:
+    the four settings around this one. On GPUs with TransformerEngine, precision bf16 and
+    parallel.use_distributed_optimizer."""
+    main_params_dtype: Literal["fp32", "fp16"] = "fp32"
+    """Type of the optimizer's own weights, with use_precision_aware_optimizer."""
+    exp_avg_dtype: StateType = "fp32"
+    """Type of Adam's mean of the gradient, with use_precision_aware_optimizer."""
+    exp_avg_sq_dtype: StateType = "fp32"
+    """Type of Adam's mean of the squared gradient, with use_precision_aware_optimizer."""
+
+    @model_validator(mode="after")
+    def _types(self) -> Self:
+        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            if getattr(self, name) != "fp32" and not self.use_precision_aware_optimizer:
+                raise ValueError(
+                    f"{name} {getattr(self, name)} needs use_precision_aware_optimizer: other optimizers keep their "
+                    "state in fp32"
+                )
+        return self
 
 
 class Checkpoint(Section):
@@ -307,6 +339,15 @@ class Parallel(Section):
     """Reduce gradients while the backward pass goes on."""
     overlap_param_gather: bool = False
     """Gather the updated weights while the forward pass goes on."""
+    defer_embedding_wgrad_compute: bool = False
+    """The last pipeline stage computes the gradients of the output layer's weights while it would wait for the others
+    at the end of an iteration."""
+    wgrad_deferral_limit: NonNegative = 0
+    """So many micro-batches are deferred by defer_embedding_wgrad_compute, whose logits' gradients are kept until then;
+    0: all."""
+    overlap_p2p_communication_warmup_flush: bool = False
+    """With virtual stages: pipeline stages send and receive while they compute also in the first and the last
+    micro-batches of an iteration."""
 
     @property
     def virtual_stages(self) -> bool:
@@ -320,6 +361,20 @@ class Parallel(Section):
             )
         if self.virtual_stages and self.pipeline_model_parallel_size == 1:
             raise ValueError("num_layers_per_virtual_pipeline_stage needs pipeline_model_parallel_size above 1")
+        if self.defer_embedding_wgrad_compute and self.pipeline_model_parallel_size == 1:
+            raise ValueError(
+                "defer_embedding_wgrad_compute fills the wait of a pipeline: it needs pipeline_model_parallel_size "
+                "above 1"
+            )
+        if self.wgrad_deferral_limit and not self.defer_embedding_wgrad_compute:
+            raise ValueError("wgrad_deferral_limit needs defer_embedding_wgrad_compute")
+        if self.wgrad_deferral_limit == 1:
+            raise ValueError(
+                "wgrad_deferral_limit 1: megatron-core cannot compute the rest of a single micro-batch; set 2 or more, "
+                "or 0 for all"
+            )
+        if self.overlap_p2p_communication_warmup_flush and not self.virtual_stages:
+            raise ValueError("overlap_p2p_communication_warmup_flush needs num_layers_per_virtual_pipeline_stage")
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             raise ValueError("overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce")
         return self

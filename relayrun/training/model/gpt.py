@@ -28,11 +28,12 @@ from relayrun.data import documents
 from relayrun.errors import ConfigError
 from relayrun.training import parallel
 from relayrun.training.loss import LossSum, Result, loss_function
-from relayrun.training.model import arguments, auxiliary_losses, layers
+from relayrun.training.model import arguments, auxiliary_losses, layers, weight_gradients
 from relayrun.training.model.auxiliary_losses import AuxiliaryLosses
 from relayrun.training.model.documents import Documents, Positions, positions_for
 from relayrun.training.model.size import flops_per_token, padded
 from relayrun.training.parallel import Ranks
+from relayrun.training.timers import Timers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +75,11 @@ class Model:
         self.batches_multiple = ranks.pipeline_size if ranks.virtual_stages > 1 else 1
         """`run` takes a multiple of this many micro-batches."""
         self._overlap_param_gather = config.parallel.overlap_param_gather
+        self.timers = Timers(config.tracking.timing_log_level, ranks.device)
         transformer = _transformer_config(config, ranks, self.dtype)
+        transformer.timers = self.timers if self.timers.level else None
         ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
+            grad_reduce_in_fp32=config.optimizer.main_grads_dtype == "fp32",
             use_distributed_optimizer=config.parallel.use_distributed_optimizer,
             overlap_grad_reduce=config.parallel.overlap_grad_reduce,
             overlap_param_gather=config.parallel.overlap_param_gather,
@@ -96,6 +99,8 @@ class Model:
         if config.parallel.overlap_grad_reduce:  # gradients are reduced with the last micro-batch alone
             hooks = [chunk.no_sync for chunk in self.chunks]
             transformer.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
+            if config.parallel.defer_embedding_wgrad_compute and ranks.is_last_stage:
+                transformer.finalize_model_grads_func = weight_gradients.reduced_last(self.chunks[-1])
         self._positions = torch.arange(self.seq_length, device=ranks.device)
         self.auxiliary_losses = AuxiliaryLosses(
             auxiliary_losses.names(config.model.transformer), layers=sum(expert_layers(config.model)), ranks=ranks
@@ -123,6 +128,8 @@ class Model:
         if config.data.reset_position_ids:
             self._restart_positions(gpt)
         gpt.model_type = ModelType.encoder_or_decoder  # the schedules ask for it
+        if config.parallel.defer_embedding_wgrad_compute:
+            weight_gradients.defer_output_layer_alone(gpt)
         gpt.to(self._ranks.device)
         return Float16Module(transformer, gpt) if self.dtype is torch.bfloat16 else gpt  # type: ignore[no-any-return]
 
@@ -242,7 +249,9 @@ def _eod(data: Data, eod: int | None) -> int:
 
 
 def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> TransformerConfig:
-    model = config.model
+    model, defers = config.model, config.parallel.defer_embedding_wgrad_compute
+    if defers:
+        weight_gradients.install(say=ranks.rank == 0)
     on_gpu = ranks.device.type == "cuda"
     recompute, some_layers = config.training.recompute_granularity, config.training.recompute_num_layers
     kind = MLATransformerConfig if model.transformer.multi_latent_attention else TransformerConfig
@@ -277,6 +286,13 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
         # compiled by torch on first use; on a CPU that takes longer than the runs that go there
         bias_dropout_fusion=on_gpu,
         finalize_model_grads_func=finalize_model_grads,
+        cross_entropy_loss_fusion=config.training.cross_entropy_loss_fusion,
+        cross_entropy_fusion_impl=config.training.cross_entropy_fusion_impl,
+        # deferred gradients of weights are added to the buffer where they are computed
+        gradient_accumulation_fusion=defers,
+        defer_embedding_wgrad_compute=defers,
+        wgrad_deferral_limit=config.parallel.wgrad_deferral_limit,
+        overlap_p2p_comm_warmup_flush=config.parallel.overlap_p2p_communication_warmup_flush,
         # sums of gradients, divided once, by the tokens that count in the global batch
         calculate_per_token_loss=config.data.eod_mask_loss and config.training.resolved_loss_mean == "token",
         deterministic_mode=config.training.deterministic,
