@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Any
 
 from relayrun.config.rampup import BatchSizes
-from relayrun.config.schema import MegatronConfig
+from relayrun.config.schema import MegatronConfig, Optimizer
 from relayrun.errors import ConfigError, together
 from relayrun.submit.megatron_lm.checkout import Checkout
 from relayrun.submit.megatron_lm.flag import Flag
@@ -271,6 +271,8 @@ ELSEWHERE = {
 }
 """Settings that hold, but not by a flag of their own in `TABLE`."""
 
+_MUON = {name: field.default for name, field in Optimizer.model_fields.items() if name.startswith("muon_")}
+
 WITHOUT: dict[str, tuple[tuple[Any, ...], str]] = {
     "training.threads": ((0,), "set OMP_NUM_THREADS in cluster.environment"),
     "training.on_nan": (("stop",), "Megatron-LM ends with a traceback; --no-check-for-nan-in-loss-and-grad goes on"),
@@ -280,6 +282,13 @@ WITHOUT: dict[str, tuple[tuple[Any, ...], str]] = {
     "training.max_skips": ((10,), "it belongs to on_spike"),
     "training.max_rewinds": ((3,), "it belongs to on_spike"),
     "training.hooks": (([],), "its loop calls no hooks"),
+    "training.loss": ((None,), "it has a loss of its own"),
+    "model.spec": ((None,), "say it in megatron_lm.args: spec: [MODULE, NAME]"),
+    "optimizer.name": (("adam",), "say it in megatron_lm.args: optimizer: muon"),
+    "optimizer.class": ((None,), "it knows its own optimizers alone"),
+    "optimizer.arguments": (({},), "they belong to optimizer.class"),
+    "optimizer.groups": (([],), "its groups are --decoupled-lr and --apply-wd-to-qk-layernorm, in megatron_lm.args"),
+    **{f"optimizer.{name}": ((value,), "it belongs to optimizer.name") for name, value in _MUON.items()},
     "checkpoint.writer_threads": ((2,), "Megatron-LM writes two files a rank"),
     "checkpoint.no_load_data": ((False,), "its position in the data is the iteration"),
     "data.allow_other_tokenizer": ((False,), "nothing compares the shards' tokenizer with the run's"),

@@ -19,18 +19,20 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from relayrun.config.schema import Data, RunConfig
 from relayrun.data import documents
 from relayrun.errors import ConfigError
-from relayrun.training import parallel
+from relayrun.training import own_code, parallel
 from relayrun.training.loss import LossSum, Result, loss_function
-from relayrun.training.model import layers
+from relayrun.training.model import layers, own_model
 from relayrun.training.model.documents import Documents, Positions
 from relayrun.training.model.size import flops_per_token, padded
+from relayrun.training.own_loss import OwnLoss
 from relayrun.training.parallel import Ranks
 
 
@@ -63,17 +65,19 @@ class Model:
         self.padded_vocabulary_size = padded(vocabulary_size, config.model.make_vocab_size_divisible_by)
         self.seq_length = config.training.seq_length
         self.device = ranks.device
-        self._ranks = ranks
+        self.ranks = self._ranks = ranks
         self._config = config.model
         self._data = config.data
         self._loss_mean = config.training.resolved_loss_mean
+        self._own_loss = _own_loss(config.training.loss, ranks)
         self._eod = _eod(config.data, eod)
         self._progress = progress
         self.dtype = torch.bfloat16 if config.training.resolved_precision == "bf16" else torch.float32
         self.batches_multiple = ranks.pipeline_size if ranks.virtual_stages > 1 else 1
         """`run` takes a multiple of this many micro-batches."""
         self._overlap_param_gather = config.parallel.overlap_param_gather
-        transformer = _transformer_config(config, ranks, self.dtype)
+        self.transformer = transformer = _transformer_config(config, ranks, self.dtype)
+        """What megatron-core's modules are told."""
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=config.parallel.use_distributed_optimizer,
@@ -100,9 +104,12 @@ class Model:
     def _build(self, config: RunConfig, transformer: TransformerConfig, stage: int) -> torch.nn.Module:
         """The layers of one virtual stage of this rank."""
         virtual = {"ignore_virtual": False, "vp_stage": stage}
+        spec = self._spec(config, transformer, stage)
+        if isinstance(spec, torch.nn.Module):
+            return self._finished(config, transformer, spec)
         gpt = GPTModel(
             config=transformer,
-            transformer_layer_spec=layers.block_spec(layers.implementation(config), transformer, stage),
+            transformer_layer_spec=spec,
             vocab_size=self.padded_vocabulary_size,
             max_sequence_length=self.seq_length,
             pre_process=parallel_state.is_pipeline_first_stage(**virtual),
@@ -114,7 +121,33 @@ class Model:
             rope_scaling_factor=config.model.rope_scaling_factor or 1.0,
             vp_stage=stage if self._ranks.virtual_stages > 1 else None,
         )
+        return self._finished(config, transformer, gpt)
+
+    def _spec(
+        self, config: RunConfig, transformer: TransformerConfig, stage: int
+    ) -> ModuleSpec | TransformerBlockSubmodules | torch.nn.Module:
+        """What the layers of one virtual stage are made of; the whole model, where `model.spec` gives that."""
+        if config.model.spec is None:
+            return layers.block_spec(layers.implementation(config), transformer, stage)
+        return own_model.made(
+            config.model.spec,
+            transformer,
+            vocab_size=self.padded_vocabulary_size,
+            max_sequence_length=self.seq_length,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            vp_stage=stage if self._ranks.virtual_stages > 1 else None,
+        )
+
+    def _finished(self, config: RunConfig, transformer: TransformerConfig, gpt: torch.nn.Module) -> torch.nn.Module:
+        """The model with what training needs around and in it."""
         if config.data.reset_position_ids:
+            if not hasattr(gpt, "rotary_pos_emb"):
+                raise ConfigError(
+                    f"{config.model.spec} returned a model without rotary_pos_emb, which would restart positions",
+                    where="model.spec",
+                    hint="set data.reset_position_ids=false, or give the model a rotary_pos_emb",
+                )
             gpt.rotary_pos_emb = Positions(gpt.rotary_pos_emb)
             self._restarted.append(gpt.rotary_pos_emb)
         gpt.model_type = ModelType.encoder_or_decoder  # the schedules ask for it
@@ -199,9 +232,13 @@ class Model:
         mask = parts.pop("loss_mask", None)
         for positions in self._restarted:
             positions.at(parts["position_ids"])
-        loss = ddp(**parts, attention_mask=None, packed_seq_params=self._documents(batch.tokens[:, :-1]))
+        labels, own = parts["labels"], self._own_loss
+        if own is not None and own.wants_logits:
+            parts["labels"] = None
+        output = ddp(**parts, attention_mask=None, packed_seq_params=self._documents(batch.tokens[:, :-1]))
         context = self._ranks.context_size
-        return loss, loss_function(self._loss_mean, mask=mask, weights=weights, context_size=context)
+        mean = loss_function(self._loss_mean, mask=mask, weights=weights, context_size=context)
+        return output, mean if own is None else lambda output: mean(own(output, labels, mask))
 
     def _position_ids(self, inputs: npt.NDArray[np.int64]) -> torch.Tensor:
         if not self._data.reset_position_ids:
@@ -224,6 +261,13 @@ def _eod(data: Data, eod: int | None) -> int:
             where="data",
         )
     return -1 if eod is None else eod
+
+
+def _own_loss(path: str | None, ranks: Ranks) -> OwnLoss | None:
+    if path is None:
+        return None
+    hint = "write module:function, where the ranks' Python finds its module; see docs/own-code.md"
+    return own_code.agreed(lambda: OwnLoss(path), ranks, setting="training.loss", hint=hint)
 
 
 def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> TransformerConfig:
