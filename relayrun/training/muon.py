@@ -57,11 +57,12 @@ class Muon(torch.optim.AdamW):
             parameter.grad = gradient
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        settings, state = self._settings, self.state[parameter]
+        settings, state, gradient = self._settings, self.state[parameter], parameter.grad
+        assert gradient is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        momentum = state["momentum_buffer"].lerp_(parameter.grad, 1 - settings.muon_momentum)
-        update = parameter.grad.lerp(momentum, settings.muon_momentum) if settings.muon_use_nesterov else momentum
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - settings.muon_momentum)
+        update = gradient.lerp(momentum, settings.muon_momentum) if settings.muon_use_nesterov else momentum
         update = self._orthogonal(update, parameter, group)
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         parameter.add_(update, alpha=-group["lr"])
@@ -87,7 +88,7 @@ class Muon(torch.optim.AdamW):
             by_group = matrix.view(-1, rows, matrix.shape[1])
             parts = [
                 self._scaled(part.reshape(-1, matrix.shape[1])).view(part.shape)
-                for part in by_group.split(self._qkv, dim=1)
+                for part in torch.split(by_group, self._qkv, dim=1)
             ]
             return torch.cat(parts, dim=1).view(matrix.shape)
         return self._scaled(matrix)

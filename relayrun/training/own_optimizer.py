@@ -65,10 +65,12 @@ def of_class(settings: Optimizer) -> Make:
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ConfigError(f"{path} is no class that inherits torch.optim.Optimizer")
 
+    build: Callable[..., torch.optim.Optimizer] = found
+
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         decay = {"weight_decay": settings.weight_decay} if settings.weight_decay else {}
         try:
-            made = found(groups, lr=settings.lr, **decay, **settings.arguments)
+            made = build(groups, lr=settings.lr, **decay, **settings.arguments)
         except (Exception, SystemExit) as error:
             given = ", ".join(["lr", *decay, *settings.arguments])
             raise ConfigError(f"{path} cannot be made with {given}: {own_code.words(error)}") from error

@@ -49,7 +49,7 @@ def test_a_loss_of_logits_trains(harness: Make) -> None:
     assert 0.1 < own[1][0] - plain[1][0] < 1.0
 
 
-@pytest.mark.parametrize("spec", ["same_layers", "own_model"])
+@pytest.mark.parametrize("spec", ["same_layers", "same_block", "own_model"])
 @pytest.mark.parametrize("parallel", [{}, TP2, PP2], ids=["DP2", "TP2", "PP2"])
 def test_the_same_layers_by_ones_own_function_are_the_same_run(
     harness: Make, spec: str, parallel: dict[str, Any]

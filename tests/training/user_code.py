@@ -8,9 +8,10 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from relayrun.training.model.attention import CausalAttention
-from relayrun.training.model.norm import RMSNorm
+from relayrun.training.model.norm import FinalNorm, RMSNorm
 
 
 class Signs(torch.optim.Optimizer):
@@ -91,12 +92,17 @@ def same_layers(config: TransformerConfig) -> ModuleSpec:
     return layer
 
 
+def same_block(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[same_layers(config)] * count, layer_norm=FinalNorm)
+
+
 def own_model(
     config: TransformerConfig, vocab_size: int, max_sequence_length: int, pre_process: bool, post_process: bool
 ) -> GPTModel:
     return GPTModel(
         config,
-        same_layers(config),
+        same_block(config, None),
         vocab_size,
         max_sequence_length,
         pre_process=pre_process,

@@ -7,7 +7,7 @@ spec is megatron-core's local one, which needs torch alone, with another core at
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -127,9 +127,10 @@ class Model:
         self, config: RunConfig, transformer: TransformerConfig, stage: int
     ) -> ModuleSpec | TransformerBlockSubmodules | torch.nn.Module:
         """What the layers of one virtual stage are made of; the whole model, where `model.spec` gives that."""
+        block = layers.block_spec(layers.implementation(config), transformer, stage)
         if config.model.spec is None:
-            return layers.block_spec(layers.implementation(config), transformer, stage)
-        return own_model.made(
+            return block
+        found = own_model.made(
             config.model.spec,
             transformer,
             vocab_size=self.padded_vocabulary_size,
@@ -138,6 +139,9 @@ class Model:
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             vp_stage=stage if self._ranks.virtual_stages > 1 else None,
         )
+        if isinstance(found, ModuleSpec):  # megatron-core would take a last norm that knows no sequence parallelism
+            return replace(block, layer_specs=[found] * len(block.layer_specs))
+        return found
 
     def _finished(self, config: RunConfig, transformer: TransformerConfig, gpt: torch.nn.Module) -> torch.nn.Module:
         """The model with what training needs around and in it."""
@@ -148,11 +152,12 @@ class Model:
                     where="model.spec",
                     hint="set data.reset_position_ids=false, or give the model a rotary_pos_emb",
                 )
-            gpt.rotary_pos_emb = Positions(gpt.rotary_pos_emb)
-            self._restarted.append(gpt.rotary_pos_emb)
+            positions = Positions(gpt.get_submodule("rotary_pos_emb"))
+            gpt.rotary_pos_emb = positions
+            self._restarted.append(positions)
         gpt.model_type = ModelType.encoder_or_decoder  # the schedules ask for it
         gpt.to(self._ranks.device)
-        return Float16Module(transformer, gpt) if self.dtype is torch.bfloat16 else gpt  # type: ignore[no-any-return]
+        return Float16Module(transformer, gpt) if self.dtype is torch.bfloat16 else gpt
 
     def train_mode(self, mode: bool) -> None:
         for chunk in self.chunks:
@@ -220,7 +225,7 @@ class Model:
         device = self._ranks.device
         tokens = torch.from_numpy(batch.tokens).to(device, non_blocking=True)
         weights = None if batch.weights is None else torch.from_numpy(batch.weights).to(device)
-        parts = {
+        parts: dict[str, Any] = {
             "input_ids": tokens[:, :-1].contiguous(),
             "position_ids": self._position_ids(batch.tokens[:, :-1]),
             "labels": tokens[:, 1:].contiguous(),
