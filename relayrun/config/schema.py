@@ -229,6 +229,17 @@ class RunConfig(CommonConfig):
         return self
 
     @model_validator(mode="after")
+    def _whole_parameters(self) -> Self:
+        optimizer = self.optimizer
+        if self.parallel.use_distributed_optimizer and optimizer.kind != "adam":
+            what = "optimizer.class" if optimizer.class_path else f"optimizer.name {optimizer.name}"
+            raise ValueError(
+                f"{what} needs whole parameters, of which parallel.use_distributed_optimizer gives each rank a piece; "
+                "set parallel.use_distributed_optimizer=false and overlap_param_gather=false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _evaluated_checkpoints(self) -> Self:
         if self.evaluation is not None and self.evaluation.interval % self.checkpoint.interval:
             raise ValueError(

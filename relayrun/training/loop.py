@@ -131,7 +131,9 @@ class Training:
             fixed={
                 "parallel.use_distributed_optimizer": config.parallel.use_distributed_optimizer,
                 "training.precision": config.training.resolved_precision,
+                "optimizer": config.optimizer.kind,
             },
+            groups=[group.model_dump() for group in config.optimizer.groups],
         )
         self.position = Progress(settings.batch_sizes)
         self.initialised = time.time()

@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Any
 
 from relayrun.config.rampup import BatchSizes
-from relayrun.config.schema import MegatronConfig, Section
+from relayrun.config.schema import MegatronConfig, Optimizer, Section
 from relayrun.config.transformer import Transformer
 from relayrun.errors import ConfigError, together
 from relayrun.submit.megatron_lm.checkout import Checkout
@@ -314,6 +314,8 @@ ELSEWHERE = {
 }
 """Settings that hold, but not by a flag of their own in `TABLE`."""
 
+_MUON = {name: field.default for name, field in Optimizer.model_fields.items() if name.startswith("muon_")}
+
 WITHOUT: dict[str, tuple[tuple[Any, ...], str]] = {
     "model.transformer": (
         (Transformer(),),
@@ -327,6 +329,13 @@ WITHOUT: dict[str, tuple[tuple[Any, ...], str]] = {
     "training.max_skips": ((10,), "it belongs to on_spike"),
     "training.max_rewinds": ((3,), "it belongs to on_spike"),
     "training.hooks": (([],), "its loop calls no hooks"),
+    "training.loss": ((None,), "it has a loss of its own"),
+    "model.spec": ((None,), "say it in megatron_lm.args: spec: [MODULE, NAME]"),
+    "optimizer.name": (("adam",), "say it in megatron_lm.args: optimizer: muon"),
+    "optimizer.class": ((None,), "it knows its own optimizers alone"),
+    "optimizer.arguments": (({},), "they belong to optimizer.class"),
+    "optimizer.groups": (([],), "its groups are --decoupled-lr and --apply-wd-to-qk-layernorm, in megatron_lm.args"),
+    **{f"optimizer.{name}": ((value,), "it belongs to optimizer.name") for name, value in _MUON.items()},
     "checkpoint.writer_threads": ((2,), "Megatron-LM writes two files a rank"),
     "checkpoint.no_load_data": ((False,), "its position in the data is the iteration"),
     "tracking.log_interval": ((10,), "every iteration is a line, as the chain needs it"),
