@@ -14,6 +14,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
+from relayrun.config import expert_layout
 from relayrun.config.command import CommandConfig
 from relayrun.config.common import CommonConfig
 from relayrun.config.data import MOCK_ORDER, Data, DataSource
@@ -22,6 +23,7 @@ from relayrun.config.megatron_lm import MegatronConfig
 from relayrun.config.notify import Notify
 from relayrun.config.section import Section
 from relayrun.config.training import Checkpoint, Model, Optimizer, Parallel, Training
+from relayrun.config.transformer import NEEDS_TRANSFORMER_ENGINE
 
 __all__ = [
     "KINDS",
@@ -133,15 +135,15 @@ class RunConfig(CommonConfig):
                     f"{what} is no multiple of micro_batch_size x data-parallel size = "
                     f"{self.training.micro_batch_size} x {self.data_parallel_size}"
                 )
-            if self.parallel.defer_embedding_wgrad_compute and part.size // batch == 1:
-                raise ValueError(
-                    f"{what} is one micro-batch per iteration and rank: "
-                    "parallel.defer_embedding_wgrad_compute needs two"
-                )
             if self.parallel.virtual_stages and part.size // batch % pipeline:
                 raise ValueError(
                     f"{what}: {part.size // batch} micro-batches per iteration and rank are no multiple of "
                     f"parallel.pipeline_model_parallel_size {pipeline}, as virtual stages need"
+                )
+            if self.parallel.defer_embedding_wgrad_compute and part.size // batch == 1:
+                raise ValueError(
+                    f"{what} is one micro-batch per iteration and rank: "
+                    "parallel.defer_embedding_wgrad_compute needs two"
                 )
         if (layers := self.parallel.num_layers_per_virtual_pipeline_stage) is not None:
             stage = self.model.num_layers // pipeline
@@ -183,8 +185,14 @@ class RunConfig(CommonConfig):
                 "data.reset_attention_mask with parallel.context_parallel_size above 1 needs the local attention; "
                 "set training.transformer_impl=local"
             )
+        if self.training.transformer_impl == "transformer_engine" and self.window_over_ranks:
+            raise ValueError(
+                "model.transformer.window_size with parallel.context_parallel_size above 1 needs the local attention; "
+                "set training.transformer_impl=local"
+            )
         heads = self.model.num_attention_heads
-        if heads % (tensor * context) and (documents or self.training.transformer_impl == "local"):
+        local = documents or self.window_over_ranks or self.training.transformer_impl == "local"
+        if heads % (tensor * context) and local:
             raise ValueError(
                 f"model.num_attention_heads {heads} is no multiple of tensor x context parallel size "
                 f"{tensor} x {context}: the local attention gives each of these ranks a part of the heads"
@@ -196,6 +204,40 @@ class RunConfig(CommonConfig):
                 f"{context} context-parallel ranks takes two parts of it"
                 + (", which sequence_parallel splits again" if parts > 2 * context else "")
             )
+
+    @property
+    def window_over_ranks(self) -> bool:
+        """Whether sequences with a sliding window are split over ranks, for which TransformerEngine has no way."""
+        return self.model.transformer.window_size is not None and self.parallel.context_parallel_size > 1
+
+    @model_validator(mode="after")
+    def _experts(self) -> Self:
+        expert_layout.check(self)
+        return self
+
+    @model_validator(mode="after")
+    def _transformer_engine(self) -> Self:
+        given = self.model.transformer.model_dump()
+        needs = sorted(NEEDS_TRANSFORMER_ENGINE & set(given))
+        if needs and self.training.transformer_impl != "transformer_engine":
+            raise ValueError(
+                f"model.transformer.{needs[0]} needs layers of TransformerEngine; set "
+                "training.transformer_impl=transformer_engine, or leave it out"
+            )
+        if "fp8" in given and self.training.resolved_precision != "bf16":
+            raise ValueError("model.transformer.fp8 keeps all but products in bf16; set training.precision=bf16")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_parameters(self) -> Self:
+        optimizer = self.optimizer
+        if self.parallel.use_distributed_optimizer and optimizer.kind != "adam":
+            what = "optimizer.class" if optimizer.class_path else f"optimizer.name {optimizer.name}"
+            raise ValueError(
+                f"{what} needs whole parameters, of which parallel.use_distributed_optimizer gives each rank a piece; "
+                "set parallel.use_distributed_optimizer=false and overlap_param_gather=false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _evaluated_checkpoints(self) -> Self:

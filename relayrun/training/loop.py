@@ -131,7 +131,9 @@ class Training:
             fixed={
                 "parallel.use_distributed_optimizer": config.parallel.use_distributed_optimizer,
                 "training.precision": config.training.resolved_precision,
+                "optimizer": config.optimizer.kind,
             },
+            groups=[group.model_dump() for group in config.optimizer.groups],
         )
         self.position = Progress(settings.batch_sizes)
         self.initialised = time.time()
@@ -252,6 +254,7 @@ class Training:
         batches = [MicroBatch(tokens=tokens) for tokens in next(self.reader)]
         read = time.perf_counter()
         loss = self.ranks.mean_loss(self.model.run(batches, train=True))
+        auxiliary = self.model.auxiliary_losses.take(len(batches))
         computed = time.perf_counter()
         grad_norm = self.optimizer.prepare()
         self.measures.of_gradients(number)
@@ -296,6 +299,7 @@ class Training:
                 time=time.time(),
                 skipped=verdict.reason,
                 hooks_seconds=self.hooks.take_seconds(),
+                auxiliary_losses=auxiliary or None,
             )
         )
         self.saver.stall_seconds = 0.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,13 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from relayrun.config import training as config_sections
+from relayrun.config.schema import Optimizer as Settings
 from relayrun.config.schema import RunConfig
 from relayrun.data.progress import Progress
 from relayrun.errors import ConfigError, FatalTrainingError
-from relayrun.training import gradients
+from relayrun.training import gradients, optimizer_groups, own_code, own_optimizer
 from relayrun.training.model.gpt import Model
+from relayrun.training.muon import Muon
 from relayrun.training.optimizer_shards import parts
 
 
@@ -122,9 +124,10 @@ class TorchDistributedOptimizer(ShardedDistributedOptimizer):
 
 
 class Optimizer:
-    """Adam over the model's gradient buffers, and the schedule of its learning rate."""
+    """The optimizer over the model's gradient buffers, and the schedule of its learning rate."""
 
     def __init__(self, config: RunConfig, model: Model) -> None:
+        """Build it on all ranks together. Raises ConfigError on all of them if a setting cannot be met."""
         settings = config.optimizer
         self._model = model
         self._clip = settings.clip_grad or float("inf")
@@ -145,19 +148,32 @@ class Optimizer:
                 **_types(settings),
             ),
             model.chunks,
+            config_overrides=optimizer_groups.overrides(settings, model.chunks, muon=settings.kind == "muon"),
             use_gloo_process_groups=False,
         )
         patch_distributed_optimizers(self.inner)
-        if model.device.type == "cuda":
+        own = set()
+        if settings.kind != "adam":
+            own_code.agreed(
+                lambda: own_optimizer.replace_adam(self.inner, _make(settings, model)),
+                model.ranks,
+                setting="optimizer.class",
+                hint="write module:Class, a class that inherits torch.optim.Optimizer, where the ranks' Python finds "
+                "its module; it takes lr, weight_decay (unless that is 0) and optimizer.arguments",
+            )
+            own = own_optimizer.settings_of(self.inner)
+        for inner in self.inner.chained_optimizers:  # `load` brings a checkpoint's groups into their order
+            inner._filter_and_reorder_param_groups = lambda current, loaded: loaded
+        if model.device.type == "cuda" and settings.class_path is None:
             fuse(self.inner)
         self._config = config
-        self._settings_of_groups = [_settings(group) for group in self.inner.param_groups]
+        self._settings_of_groups = [_settings(group, own) for group in self.inner.param_groups]
         self.schedule = schedule(config, self.inner, Progress(config.training.batch_sizes))
 
     @property
     def lr(self) -> float:
         """The rate of the next step."""
-        return float(self.inner.param_groups[0]["lr"])
+        return float(self.schedule.get_lr({}))  # groups may have others
 
     def zero_grad(self) -> None:
         """Forget the gradients, in the model's buffers and in the optimizer's own copies."""
@@ -180,7 +196,10 @@ class Optimizer:
         self.schedule.step(increment=1)
 
     def load(self, state: dict[str, Any], position: Progress) -> None:
-        """Load what a checkpoint held. Hyperparameters stay those of this attempt's config revision."""
+        """Load what a checkpoint held, its groups fitted by `optimizer_groups.fit`.
+
+        Hyperparameters stay those of this attempt's config revision.
+        """
         self.inner.load_state_dict(state)
         for group, settings in zip(self.inner.param_groups, self._settings_of_groups, strict=True):
             group.update(settings)
@@ -266,7 +285,7 @@ def _adams(optimizer: MegatronOptimizer) -> list[torch.optim.AdamW]:
     return [adam for adam in inner if isinstance(adam, torch.optim.AdamW)]
 
 
-def _types(settings: config_sections.Optimizer) -> dict[str, Any]:
+def _types(settings: Settings) -> dict[str, Any]:
     """The types of the optimizer's state, as megatron-core's OptimizerConfig takes them.
 
     Raises FatalTrainingError if TransformerEngine, whose Adam alone knows others than fp32, is missing.
@@ -291,5 +310,15 @@ def _types(settings: config_sections.Optimizer) -> dict[str, Any]:
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "step")}
+def _settings(group: dict[str, Any], own: set[str]) -> dict[str, Any]:
+    """What a group has of the config. `own`: the names of it, where not all but the step is."""
+    return {name: value for name, value in group.items() if name not in ("params", "step") and (not own or name in own)}
+
+
+def _make(settings: Settings, model: Model) -> own_optimizer.Make:
+    if settings.class_path is not None:
+        return own_optimizer.of_class(settings)
+    transformer = model.transformer
+    queries = transformer.num_attention_heads // transformer.num_query_groups
+    qkv = tuple(heads * transformer.kv_channels for heads in (queries, 1, 1))
+    return partial(Muon, settings=settings, qkv=qkv)

@@ -32,7 +32,12 @@ SPEED = frozenset(
 )
 """Fields that say how fast it goes, and not what is learned."""
 
-GROUPS = {"validation": "validation", "perplexity": "perplexity", "params_norm_per_param": "params_norm"}
+GROUPS = {
+    "validation": "validation",
+    "perplexity": "perplexity",
+    "params_norm_per_param": "params_norm",
+    "auxiliary_losses": "train",
+}
 """Fields that hold a number for each of several names, and what the names stand below."""
 
 

@@ -149,6 +149,7 @@ def _script(config: CommandConfig, findings: Findings) -> None:
 def _names(config: RunConfig) -> list[str]:
     """What the ranks import: packages, and modules of a user's own."""
     own = [entry.hook for entry in config.training.hooks]
+    own += filter(None, [config.optimizer.class_path, config.model.spec, config.training.loss])
     own += [order for source in config.data.sources.values() if ":" in (order := source.order or config.data.order)]
     return [*NEEDED, *dict.fromkeys(path.partition(":")[0].partition(".")[0] for path in own)]
 
