@@ -53,6 +53,7 @@ from relayrun.rundir.run import Run
 from relayrun.training.checkpoint import checksums, publish, random_state, strategy
 from relayrun.training.checkpoint.background import BackgroundSave
 from relayrun.training.checkpoint.checksums import FileSum
+from relayrun.training.checkpoint.exchange import Exchange
 from relayrun.training.checkpoint.host_copy import HostCopy, Reserved
 from relayrun.training.checkpoint.load_errors import why_not_loadable
 from relayrun.training.checkpoint.reader import COMMON, CheckedReader, damage, refusal
@@ -103,7 +104,8 @@ class Checkpointer:
         self._fixed = fixed
         self._common = {"layout": ranks.layout, "fixed": fixed}
         self._host = HostCopy(ranks.device)
-        self._strategy = InProcessStrategy(self._writers.cpu_group, settings.writer_threads)
+        assert self._writers.messages is not None
+        self._strategy = InProcessStrategy(self._writers.messages, settings.writer_threads)
         self._division = FullyParallelSaveStrategyWrapper(
             self._strategy,
             parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -255,7 +257,11 @@ class Checkpointer:
                     f"ranks are now {self._ranks.layout}, were {common['layout']}: dropout masks start anew", flush=True
                 )
         self._check_shapes(wanted, reader)
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if self._settings.fully_parallel_load and replicas.size() > 1:
+            reader.exchange = Exchange(replicas, self._ranks.device)
         state = strategy.load(wanted, reader, self._ranks.cpu_group)
+        self._say_how_much(reader)
         self._model.load(state["model"])
         if with_optimizer:
             self._optimizer.load(state["optimizer"], position)
@@ -266,6 +272,13 @@ class Checkpointer:
         if same_layout:
             random_state.restore(state["random"])
         return position
+
+    def _say_how_much(self, reader: CheckedReader) -> None:
+        counted = self._ranks.gather((reader.bytes_read, reader.bytes_wanted))
+        if self._ranks.rank == 0:
+            read, needed = (max(column) for column in zip(*counted, strict=True))
+            words = f"a rank read at most {read:,} bytes of tensors, and needs at most {needed:,}"
+            log.info("%s: %s", reader.folder, words)
 
     def _position(self, common: dict[str, Any], sizes: BatchSizes, *, foreign: bool) -> Progress:
         """Where a checkpoint stands in training and in the data."""
