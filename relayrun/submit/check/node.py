@@ -60,9 +60,12 @@ def look(config: CommonConfig, findings: Findings) -> None:
 
 
 def _packages(config: RunConfig, findings: Findings) -> None:
-    if config.training.transformer_impl == "transformer_engine":
+    if _wants_transformer_engine(config) is not None:
         with findings.catching("node.transformer_engine", ok="TransformerEngine is there, or declared"):
             _check_transformer_engine(config)
+    if config.training.gradient_accumulation_fusion:
+        with findings.catching("node.apex"):
+            _check_apex(config)
     with findings.catching("node.evaluation"):
         _check_evaluation(config)
 
@@ -255,13 +258,35 @@ def _check_evaluation(config: RunConfig) -> None:
         raise ConfigError("there is no such folder", where=f"evaluation.include_path: {settings.include_path}")
 
 
+def _wants_transformer_engine(config: RunConfig) -> str | None:
+    """The setting that cannot do without TransformerEngine, with its value; None: there is none."""
+    if config.training.transformer_impl == "transformer_engine":
+        return "training.transformer_impl=transformer_engine"
+    return "training.apply_rope_fusion=true" if config.training.apply_rope_fusion else None
+
+
 def _check_transformer_engine(config: RunConfig) -> None:
     cluster = config.cluster
     here = cluster.python is None and importlib.util.find_spec("transformer_engine") is not None
     if not (cluster.transformer_engine or here):
         raise ConfigError(
-            "training.transformer_impl=transformer_engine needs TransformerEngine, which this Python does not have "
+            f"{_wants_transformer_engine(config)} needs TransformerEngine, which this Python does not have "
             f"and cluster {cluster.name!r} does not declare",
             where=f"configs/clusters/{cluster.name}.yaml",
             hint="set transformer_engine: true there if the ranks' container has it",
+        )
+
+
+def _check_apex(config: RunConfig) -> None:
+    """Another Python's packages are not known here; without GPUs there is no such kernel."""
+    why = None
+    if not config.job.gpus_per_node:
+        why = "it is a kernel for GPUs, and the job has none"
+    elif config.cluster.python is None and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+        why = "this Python has no Apex with fused_weight_gradient_mlp_cuda"
+    if why is not None:
+        raise ConfigError(
+            f"training.gradient_accumulation_fusion=true cannot be had: {why}",
+            where="training.gradient_accumulation_fusion",
+            hint="leave it out: then it is used where it can be",
         )

@@ -10,6 +10,7 @@ All patches act on this process alone, which must be a training rank.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ def install() -> None:
         _factories()
         _random()
         _type_names()
+        _streams()
 
 
 def _devices() -> None:
@@ -89,6 +91,28 @@ def _type_names() -> None:
         return original(self, dtype, non_blocking, **kwargs)
 
     _replace(torch.Tensor, "type", type_)
+
+
+class _Stream:
+    """A stream of a device that has none: what is given to it is done at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: object) -> None:
+        """Return at once."""
+
+
+def _streams() -> None:
+    """There are streams, and nothing to wait for in them.
+
+    distributed/distributed_data_parallel.py:229 and distributed/param_and_grad_buffer.py:418, 425 and 523 reduce the
+    gradients of several optimizer instances on a stream of its own.
+    """
+    here = _Stream()
+    _replace(torch.cuda, "Stream", _Stream)
+    _replace(torch.cuda, "default_stream", lambda device=None: here)
+    _replace(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -28,7 +28,7 @@ from relayrun.data import documents
 from relayrun.errors import ConfigError
 from relayrun.training import parallel
 from relayrun.training.loss import LossSum, Result, loss_function
-from relayrun.training.model import layers
+from relayrun.training.model import fusions, layers
 from relayrun.training.model.documents import Documents, Positions
 from relayrun.training.model.size import flops_per_token, padded
 from relayrun.training.parallel import Ranks
@@ -74,11 +74,14 @@ class Model:
         """`run` takes a multiple of this many micro-batches."""
         self._overlap_param_gather = config.parallel.overlap_param_gather
         transformer = _transformer_config(config, ranks, self.dtype)
+        if transformer.tp_comm_overlap:
+            fusions.start_overlap(config, transformer)
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=config.parallel.use_distributed_optimizer,
             overlap_grad_reduce=config.parallel.overlap_grad_reduce,
             overlap_param_gather=config.parallel.overlap_param_gather,
+            num_distributed_optimizer_instances=config.parallel.num_distributed_optimizer_instances,
         )
         self._restarted: list[Positions] = []
         """Rotary embeddings that are told the positions of each micro-batch; none where these do not restart."""
@@ -263,6 +266,8 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
         # compiled by torch on first use; on a CPU that takes longer than the runs that go there
         bias_activation_fusion=on_gpu,
         bias_dropout_fusion=on_gpu,
+        **fusions.choose(config, ranks.device),
+        tp_comm_overlap=config.parallel.tp_comm_overlap,
         finalize_model_grads_func=finalize_model_grads,
         # sums of gradients, divided once, by the tokens that count in the global batch
         calculate_per_token_loss=config.data.eod_mask_loss and config.training.resolved_loss_mean == "token",

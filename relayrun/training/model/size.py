@@ -55,10 +55,10 @@ class Memory:
 def memory_bytes(config: RunConfig, vocabulary_size: int) -> Memory:
     """Estimate the memory of the fullest GPU, by formula: flash attention, SwiGLU in one kernel, sequence parallel.
 
-    Per parameter in bf16: 2 (weights) + 4 (gradients), and 12 (fp32 weights, two moments) over the data-parallel ranks
-    with the distributed optimizer; in fp32 4 + 4, and 8. Kept for the backward pass, per token and layer: 8 hidden
-    (inputs and outputs of two norms, q, k and v as if spread over all heads, attention's output) + 3 ffn, over the
-    tensor-parallel ranks; of a recomputed layer its input. A pipeline of p stages in v parts holds
+    Per parameter in bf16: 2 (weights) + 4 (gradients), and 12 (fp32 weights, two moments) over the ranks that divide
+    the state of the distributed optimizer; in fp32 4 + 4, and 8. Kept for the backward pass, per token and layer: 8
+    hidden (inputs and outputs of two norms, q, k and v as if spread over all heads, attention's output) + 3 ffn, over
+    the tensor-parallel ranks; of a recomputed layer its input. A pipeline of p stages in v parts holds
     p (1 + (p - 1) / (p v)) micro-batches (arXiv 2104.04473 and 2205.05198). The loss: logits, twice in fp32, and their
     gradient.
     """
@@ -79,7 +79,7 @@ def memory_bytes(config: RunConfig, vocabulary_size: int) -> Memory:
     kept = (layers - again) * layer + again * width * model.hidden_size * tokens + (layer if again else 0)
     in_flight = pipeline * (1 + (pipeline - 1) / (pipeline * parts)) if pipeline > 1 else 1
     return Memory(
-        state=own * (fixed + divided / (config.data_parallel_size if parallel.use_distributed_optimizer else 1)),
+        state=own * (fixed + divided / config.optimizer_parts),
         activations=kept * in_flight,
         # with a pipeline the last stage holds fewer micro-batches
         loss=0.0 if pipeline > 1 else (2 * width + 4 + 4) * vocabulary_size * tokens,
