@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from relayrun.config.schema import RunConfig
+from relayrun.submit.forecast.saves import bytes_a_parameter
 from relayrun.training.checkpoint.pieces import PIECE, layout, pinned
 
 BUFFER = 1 << 26
@@ -12,14 +13,14 @@ BUFFER = 1 << 26
 def host_copy_bytes(config: RunConfig, parameters: int, vocabulary_size: int) -> int:
     """Estimate the bytes of host memory that the rank which saves most takes for its copies, by formula.
 
-    Per parameter in bf16 2 (weights) + 12 (fp32 weights, two moments), in fp32 4 + 8, over the ranks that share a part
-    of the model. Whole tensors are divided, but for the state of the distributed optimizer: so the rank with the
-    embedding has it all. On GPUs torch pins the memory, which it rounds up. `vocabulary_size`: padded.
+    What a checkpoint has is divided over the ranks that share a part of the model: by whole tensors, but for the state
+    of the distributed optimizer, so the rank with the embedding has it all. On GPUs torch pins the memory, which it
+    rounds up. `vocabulary_size`: padded.
     """
     if not config.checkpoint.async_save:
         return 0
     parallel = config.parallel
-    width, state = (2, 12) if config.training.resolved_precision == "bf16" else (4, 8)
+    width, state = bytes_a_parameter(config)
     own = parameters / parallel.tensor_model_parallel_size / parallel.pipeline_model_parallel_size
     replicas = config.data_parallel_size * parallel.context_parallel_size
     embedding = vocabulary_size * config.model.hidden_size / parallel.tensor_model_parallel_size
