@@ -106,6 +106,16 @@ def not_unpacked(rank: int) -> dict[str, Any]:
     return exchange(rank, put=put)
 
 
+def lost(rank: int) -> dict[str, Any]:
+    """Rank 0 does not know what it wants."""
+    found = Exchange(dist.group.WORLD, torch.device("cpu"))
+    try:
+        found.blocks(wanted(rank), content, lambda place, data: None, met=KeyError("index") if rank == 0 else None)
+    except Exception as error:
+        return {"met": [type(error).__name__, str(error)]}
+    return {}
+
+
 def alone(rank: int) -> dict[str, Any]:
     """Rank 3 cannot read what it alone wants: the others have all that they want."""
 
@@ -146,7 +156,14 @@ def messages(rank: int) -> dict[str, Any]:
 
 def main(rank: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{FOLDER}/store", rank=rank, world_size=RANKS)
-    cases = {"whole": exchange, "damaged": damaged, "not unpacked": not_unpacked, "alone": alone, "messages": messages}
+    cases = {
+        "whole": exchange,
+        "damaged": damaged,
+        "not unpacked": not_unpacked,
+        "lost": lost,
+        "alone": alone,
+        "messages": messages,
+    }
     results = {}
     for name, case in cases.items():
         results[name] = case(rank)

@@ -54,6 +54,10 @@ def test_who_cannot_unpack_stops_all_in_words_where_its_error_cannot_be_sent(res
     assert {tuple(each["not unpacked"]["met"]) for each in results} == {("RuntimeError", "Stubborn: not unpacked")}
 
 
+def test_who_does_not_know_what_it_wants_stops_all(results: Results) -> None:
+    assert {tuple(each["lost"]["met"]) for each in results} == {("KeyError", "'index'")}
+
+
 def test_what_one_rank_alone_wants_stops_it_alone(results: Results) -> None:
     assert [each["alone"].get("right") for each in results] == [True, True, True, None]
     assert results[3]["alone"]["met"][0] == "Damaged"

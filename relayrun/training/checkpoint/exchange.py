@@ -39,19 +39,26 @@ class Exchange:
         wanted: Sequence[Place],
         read: Callable[[Place], bytearray],
         put: Callable[[Place, bytearray], None],
+        *,
+        met: Exception | None = None,
     ) -> None:
         """Give each of the `wanted` blocks to `put`, in any order; all ranks of the group together.
 
         `read` is called for the blocks that this rank reads, in another thread as well. Raises on every rank what
         either of them raised on the first rank where one did; but an error with a block that no other rank wants is
-        raised here alone.
+        raised here alone. `met`: why this rank does not even know what it wants; it is raised on all as well.
         """
+        try:
+            piece = torch.empty(self._piece, dtype=torch.uint8, device=self._device)
+        except RuntimeError as error:  # the device has no room
+            met = met or error
+        self._agree(met)
         everywhere: list[list[Place]] = [[]] * self._group.size()
         dist.all_gather_object(everywhere, list(wanted), group=self._group)
         division, own = divide(everywhere), self._group.rank()
         parts = [rounds(places, self._round) for places in division.shared]
         if last := max(map(len, parts)):
-            self._exchange(parts, last, set(wanted), read, put)
+            self._exchange(parts, last, set(wanted), read, put, piece)
         for place in division.alone[own]:
             put(place, read(place))
 
@@ -62,10 +69,10 @@ class Exchange:
         wanted: set[Place],
         read: Callable[[Place], bytearray],
         put: Callable[[Place, bytearray], None],
+        piece: torch.Tensor,
     ) -> None:
         own = self._group.rank()
         mine: list[list[Place]] = parts[own] + [[]] * (last - len(parts[own]))
-        piece = torch.empty(self._piece, dtype=torch.uint8, device=self._device)
         met: Exception | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="reader") as reader:
             ahead = reader.submit(_all, read, mine[0])

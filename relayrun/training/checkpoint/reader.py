@@ -85,9 +85,13 @@ class CheckedReader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan says, each block once. Raises Damaged, Refused: what any rank of the exchange met."""
         wanted: dict[Place, list[ReadItem]] = {}
-        for item in plan.items:
-            info = self.storage_data[item.storage_index]
-            wanted.setdefault(Place(info.relative_path, info.offset, info.length), []).append(item)
+        met: Exception | None = None
+        try:
+            for item in plan.items:
+                info = self.storage_data[item.storage_index]
+                wanted.setdefault(Place(info.relative_path, info.offset, info.length), []).append(item)
+        except KeyError as error:
+            met = error
 
         def put(place: Place, data: bytearray) -> None:
             self._unpacked("a block", lambda: self._put(wanted[place], data, planner))
@@ -95,7 +99,9 @@ class CheckedReader(FileSystemReader):
         places = sorted(wanted)
         self.bytes_wanted += sum(place.bytes for place in places)
         if self.exchange is not None:
-            self.exchange.blocks(places, self._read, put)
+            self.exchange.blocks(places, self._read, put, met=met)
+        elif met is not None:
+            raise met
         else:
             for place in places:
                 put(place, self._read(place))
