@@ -14,6 +14,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
+from relayrun.config import expert_layout
 from relayrun.config.command import CommandConfig
 from relayrun.config.common import CommonConfig
 from relayrun.config.data import MOCK_ORDER, Data, DataSource
@@ -22,6 +23,7 @@ from relayrun.config.megatron_lm import MegatronConfig
 from relayrun.config.notify import Notify
 from relayrun.config.section import Section
 from relayrun.config.training import Checkpoint, Model, Optimizer, Parallel, Training
+from relayrun.config.transformer import NEEDS_TRANSFORMER_ENGINE
 
 __all__ = [
     "KINDS",
@@ -170,10 +172,12 @@ class RunConfig(CommonConfig):
             )
         instances = self.parallel.num_distributed_optimizer_instances
         replicas = self.data_parallel_size * self.parallel.context_parallel_size
-        if replicas % instances:
+        size = self.parallel.expert_model_parallel_size
+        if replicas % instances or replicas // size % instances:
+            experts = f", {replicas // size} for experts" if size > 1 else ""
             raise ValueError(
-                f"the {replicas} ranks that share a part of the model (data x context parallel) are no multiple of "
-                f"parallel.num_distributed_optimizer_instances {instances}"
+                f"the {replicas} ranks that share a part of the model (data x context parallel{experts}) are no "
+                f"multiple of parallel.num_distributed_optimizer_instances {instances}"
             )
         return self
 
@@ -201,6 +205,24 @@ class RunConfig(CommonConfig):
                 f"{context} context-parallel ranks takes two parts of it"
                 + (", which sequence_parallel splits again" if parts > 2 * context else "")
             )
+
+    @model_validator(mode="after")
+    def _experts(self) -> Self:
+        expert_layout.check(self)
+        return self
+
+    @model_validator(mode="after")
+    def _transformer_engine(self) -> Self:
+        given = self.model.transformer.model_dump()
+        needs = sorted(NEEDS_TRANSFORMER_ENGINE & set(given))
+        if needs and self.training.transformer_impl != "transformer_engine":
+            raise ValueError(
+                f"model.transformer.{needs[0]} needs layers of TransformerEngine; set "
+                "training.transformer_impl=transformer_engine, or leave it out"
+            )
+        if "fp8" in given and self.training.resolved_precision != "bf16":
+            raise ValueError("model.transformer.fp8 keeps all but products in bf16; set training.precision=bf16")
+        return self
 
     @model_validator(mode="after")
     def _evaluated_checkpoints(self) -> Self:

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from relayrun.config.rampup import BatchSizes
 from relayrun.config.section import Fraction, NonNegative, Positive, Section
+from relayrun.config.transformer import Transformer
 from relayrun.errors import ConfigError
 
 LossMean = Literal["micro_batch", "sample", "token"]
@@ -17,7 +18,8 @@ LOSS_MEAN_BEFORE: LossMean = "sample"
 
 
 class Model(Section):
-    """A Llama: RMSNorm, SwiGLU, rotary positions, grouped-query attention (arXiv 2407.21783)."""
+    """A Llama: RMSNorm, SwiGLU, rotary positions, grouped-query attention (arXiv 2407.21783); and what `transformer`
+    makes of it."""
 
     num_layers: Positive
     """Transformer layers."""
@@ -26,13 +28,15 @@ class Model(Section):
     ffn_hidden_size: Positive
     """Width of the feed-forward layers (SwiGLU has three matrices of it)."""
     num_attention_heads: Positive
-    """Query heads; a head has hidden_size / num_attention_heads channels."""
+    """Query heads; a head has hidden_size / num_attention_heads channels, or transformer.kv_channels."""
     num_query_groups: Positive
     """Key-value heads; equal to num_attention_heads for plain multi-head attention."""
     rotary_base: Positive = 500_000
     """Base of the rotary frequencies."""
     rope_scaling_factor: Annotated[float, Field(ge=1)] | None = None
     """Llama 3.1's stretching of the low rotary frequencies, over an original context of 8,192; None: none."""
+    rotary_percent: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The part of a head's channels that is rotated, the first ones; 1: all."""
     norm_epsilon: float = 1e-5
     """Added to the mean square in RMSNorm."""
     init_method_std: float = 0.02
@@ -45,13 +49,22 @@ class Model(Section):
     """The output layer has weights of its own, not those of the embedding."""
     make_vocab_size_divisible_by: Positive = 128
     """The vocabulary is padded to a multiple of this, however the model is split: a checkpoint fits every layout."""
+    transformer: Transformer = Transformer()
+
+    @property
+    def head_channels(self) -> int:
+        """Channels of a head."""
+        return self.transformer.kv_channels or self.hidden_size // self.num_attention_heads
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:
-        if self.hidden_size % self.num_attention_heads:
+        own_heads = self.transformer.kv_channels or self.transformer.multi_latent_attention
+        if self.hidden_size % self.num_attention_heads and not own_heads:
             raise ValueError(
-                f"hidden_size {self.hidden_size} is no multiple of num_attention_heads {self.num_attention_heads}"
+                f"hidden_size {self.hidden_size} is no multiple of num_attention_heads {self.num_attention_heads}; "
+                "or set transformer.kv_channels"
             )
+        self.transformer.check_layers(self.num_layers)
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is no multiple of "
@@ -120,10 +133,11 @@ class Training(Section):
     recompute_granularity: Literal["full", "selective"] | None = None
     """What is computed again in the backward pass instead of being kept. full: all but the inputs of the layers.
     selective: `recompute_modules` of every layer."""
-    recompute_modules: list[Literal["core_attn", "mlp"]] | None = None
+    recompute_modules: list[Literal["core_attn", "mlp", "moe"]] | None = None
     """What `selective` computes again; by default core_attn, as in Megatron. Flash kernels compute core_attn's scores
-    again by themselves, so that it saves nothing with them. Megatron's layernorm is left out: without TransformerEngine
-    it fails (megatron-core 0.16.1), and TransformerEngine's norms are parts of its linear layers."""
+    again by themselves, so that it saves nothing with them. mlp is of layers without experts, moe of those with.
+    Megatron's layernorm is left out: without TransformerEngine it fails (megatron-core 0.16.1), and TransformerEngine's
+    norms are parts of its linear layers."""
     recompute_num_layers: Positive | None = None
     """So many layers, the first ones, of each pipeline stage (of each part, with virtual stages) are computed again;
     Megatron's recompute_method block. None: all of them."""
@@ -294,6 +308,9 @@ class Parallel(Section):
     context_parallel_size: Positive = 1
     """Split every sequence over this many ranks. Without TransformerEngine, and with data.reset_attention_mask,
     attention splits heads in its place: their number is a multiple of tensor x context parallel size."""
+    expert_model_parallel_size: Positive = 1
+    """Split the experts of every layer (model.transformer.num_moe_experts) over this many of the ranks that are data-
+    or context-parallel for all else."""
     use_distributed_optimizer: bool = False
     """Split the optimizer's state over the data-parallel ranks."""
     num_distributed_optimizer_instances: Positive = 1

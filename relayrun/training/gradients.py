@@ -18,14 +18,17 @@ def total_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
 
     `device`: where the gradients lie, also on a rank that holds none.
     """
-    gradients = [
-        gradient for inner in optimizer.chained_optimizers for gradient in inner.get_main_grads_for_grad_norm()
-    ]
-    square = torch.zeros(1, device=device)
-    if gradients:
-        square += torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) ** 2
-    dist.all_reduce(square, group=optimizer.get_grad_stats_parallel_group())
-    return float(square.item() ** 0.5)
+    by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+    for inner in optimizer.chained_optimizers:  # experts may be split over other ranks than the rest
+        by_group.setdefault(inner.get_grad_stats_parallel_group(), []).extend(inner.get_main_grads_for_grad_norm())
+    squares = []
+    for group, gradients in by_group.items():
+        square = torch.zeros(1, device=device)
+        if gradients:
+            square += torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) ** 2
+        dist.all_reduce(square, group=group)
+        squares.append(square)
+    return float(sum(squares[1:], squares[0]).item() ** 0.5)
 
 
 @torch.no_grad()

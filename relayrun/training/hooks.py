@@ -147,6 +147,9 @@ class Step:
     """Why its update was left out, in words; None: it was not."""
     hooks_seconds: float | None = None
     """That a user's hooks took since the step before, between the steps; None: the run has none of its own."""
+    auxiliary_losses: Mapping[str, float] | None = None
+    """Of routers to experts, by Megatron's names, without their factors: the mean over layers, micro-batches and
+    replicas; None: the model has none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -250,6 +250,7 @@ class Training:
         batches = [MicroBatch(tokens=tokens) for tokens in next(self.reader)]
         read = time.perf_counter()
         loss = self.ranks.mean_loss(self.model.run(batches, train=True))
+        auxiliary = self.model.auxiliary_losses.take(len(batches))
         computed = time.perf_counter()
         grad_norm = self.optimizer.prepare()
         gradients = Gradients(
@@ -289,6 +290,7 @@ class Training:
                 time=time.time(),
                 skipped=verdict.reason,
                 hooks_seconds=self.hooks.take_seconds(),
+                auxiliary_losses=auxiliary or None,
             )
         )
         self.saver.stall_seconds = 0.0

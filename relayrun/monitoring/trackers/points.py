@@ -45,6 +45,8 @@ class Point:
         for name, value in line.items():
             if name == "validation":
                 self.values |= {f"validation/{part}": loss for part, loss in value.items()}
+            elif name == "auxiliary_losses":
+                self.values |= {f"train/{part}": loss for part, loss in value.items()}
             elif name == "time":
                 self.time = self.time or value
             elif name != "iteration" and isinstance(value, (int, float)) and not isinstance(value, bool):

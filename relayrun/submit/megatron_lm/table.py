@@ -13,7 +13,8 @@ from decimal import Decimal
 from typing import Any
 
 from relayrun.config.rampup import BatchSizes
-from relayrun.config.schema import MegatronConfig
+from relayrun.config.schema import MegatronConfig, Section
+from relayrun.config.transformer import Transformer
 from relayrun.errors import ConfigError, together
 from relayrun.submit.megatron_lm.checkout import Checkout
 from relayrun.submit.megatron_lm.flag import Flag
@@ -163,6 +164,12 @@ TABLE: tuple[Row, ...] = (
     _always("model", "position-embedding-type", "rope"),
     _value("model.rotary_base", "rotary-base"),
     Row(
+        "model.rotary_percent",
+        "rotary-percent",
+        lambda value, _: None if value == 1 else (str(value),),
+        "--rotary-percent VALUE, where it is below 1",
+    ),
+    Row(
         "model.rope_scaling_factor",
         "use-rope-scaling",
         lambda value, _: None if value is None else (),
@@ -237,6 +244,12 @@ TABLE: tuple[Row, ...] = (
     _value("parallel.pipeline_model_parallel_size", "pipeline-model-parallel-size"),
     _value("parallel.num_layers_per_virtual_pipeline_stage", "num-layers-per-virtual-pipeline-stage"),
     _value("parallel.context_parallel_size", "context-parallel-size"),
+    Row(
+        "parallel.expert_model_parallel_size",
+        "expert-model-parallel-size",
+        lambda value, _: None if value == 1 else (str(value),),
+        "--expert-model-parallel-size VALUE above 1",
+    ),
     _switch("parallel.use_distributed_optimizer", "use-distributed-optimizer"),
     Row(
         "parallel.num_distributed_optimizer_instances",
@@ -281,6 +294,10 @@ ELSEWHERE = {
 """Settings that hold, but not by a flag of their own in `TABLE`."""
 
 WITHOUT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "model.transformer": (
+        (Transformer(),),
+        "its fields have flags of their own, under megatron_lm.args, as in {qk-layernorm: true}",
+    ),
     "training.threads": ((0,), "set OMP_NUM_THREADS in cluster.environment"),
     "training.on_nan": (("stop",), "Megatron-LM ends with a traceback; --no-check-for-nan-in-loss-and-grad goes on"),
     "training.on_spike": (("ignore",), "Megatron-LM can leave out no update"),
@@ -322,13 +339,17 @@ def refuse_unlike(config: MegatronConfig) -> None:
         raise together(errors, "settings cannot be said to Megatron-LM")
 
 
+def _shown(value: Any) -> str:
+    return repr(value.model_dump() if isinstance(value, Section) else value)
+
+
 def _unlike(config: MegatronConfig) -> Iterator[ConfigError]:
     for setting, (possible, why) in WITHOUT.items():
         section, _, name = setting.partition(".")
         settings = getattr(config, section)
         if settings is not None and (value := getattr(settings, name)) not in possible:
             yield ConfigError(
-                f"{value!r} has no meaning for trainer megatron-lm: {why}",
+                f"{_shown(value)} has no meaning for trainer megatron-lm: {why}",
                 where=setting,
                 hint="leave it out, or train with trainer: native",
             )

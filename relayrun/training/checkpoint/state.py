@@ -50,7 +50,7 @@ from relayrun.files import sizes as file_sizes
 from relayrun.files import write_atomic
 from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
-from relayrun.training.checkpoint import checksums, publish, random_state, strategy
+from relayrun.training.checkpoint import checksums, optimizer_layout, publish, random_state, strategy
 from relayrun.training.checkpoint.background import BackgroundSave
 from relayrun.training.checkpoint.checksums import FileSum
 from relayrun.training.checkpoint.exchange import Exchange
@@ -68,7 +68,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,  # one name for a tensor, also where experts have an optimizer of their own
+}
 
 
 class SaveFailed(Exception):
@@ -257,10 +260,12 @@ class Checkpointer:
                     f"ranks are now {self._ranks.layout}, were {common['layout']}: dropout masks start anew", flush=True
                 )
         self._check_shapes(wanted, reader)
+        if with_optimizer and "optimizer" in common:
+            common["optimizer"] = optimizer_layout.fitted(common["optimizer"], wanted["optimizer"])
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if self._settings.fully_parallel_load and replicas.size() > 1:
             reader.exchange = Exchange(replicas, self._ranks.device)
-        state = strategy.load(wanted, reader, self._ranks.cpu_group)
+        state = strategy.load(wanted, reader, self._ranks.cpu_group, common=dict(common))
         self._say_how_much(reader)
         self._model.load(state["model"])
         if with_optimizer:

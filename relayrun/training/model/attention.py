@@ -47,11 +47,14 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
     ) -> torch.Tensor:
         """Attend with query [sequence, batch, heads, channels] to key and value [sequence, batch, groups, channels].
 
-        Returns [sequence, batch, heads * channels]. Heads and groups are those of this tensor-parallel rank, the
-        sequence is this context-parallel rank's part of it. A token sees those before it in its row, or in its document
-        with `packed_seq_params`, which speak of whole rows. There is no mask.
+        Returns [sequence, batch, heads * channels]; channels of value, which may be others than those of query and key.
+        Heads and groups are those of this tensor-parallel rank, the sequence is this context-parallel rank's part of
+        it. A token sees those before it in its row, or in its document with `packed_seq_params`, which speak of whole
+        rows. There is no mask.
         """
         assert attention_mask is None
+        channels = value.shape[-1]
+        query, key, value = _of_one_width(query, key, value)
         if self._context_size > 1:
             query, key, value = heads.gather_sequence(query, key, value)
         dropout = self._dropout if self.training else 0.0
@@ -64,7 +67,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
             out = self._attend(query, key, value, packed_seq_params, dropout)
         if self._context_size > 1:
             out = heads.scatter_sequence(out)
-        return out.flatten(2)
+        return out[..., :channels].flatten(2)
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents | None, dropout: float
@@ -93,6 +96,15 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         return functional.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True, scale=self._scale, enable_gqa=shared
         )
+
+
+def _of_one_width(*parts: torch.Tensor) -> list[torch.Tensor]:
+    """Fill up the channels of query, key and value with zeros, which change nothing, to the widest of the three.
+
+    torch's flash kernels want as many in a value as in a query; without one it would keep the whole matrix of scores.
+    """
+    width = max(part.shape[-1] for part in parts)
+    return [part if part.shape[-1] == width else functional.pad(part, (0, width - part.shape[-1])) for part in parts]
 
 
 def _kernel_takes_groups(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:

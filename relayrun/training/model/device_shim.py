@@ -28,6 +28,7 @@ def install() -> None:
         _random()
         _type_names()
         _streams()
+        _splits()
 
 
 def _devices() -> None:
@@ -102,17 +103,42 @@ class _Stream:
     def wait_stream(self, stream: object) -> None:
         """Return at once."""
 
+    def record_event(self, event: object = None) -> _Stream:
+        """Return what can be waited for."""
+        return self
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
 
 def _streams() -> None:
     """There are streams, and nothing to wait for in them.
 
-    distributed/distributed_data_parallel.py:229 and distributed/param_and_grad_buffer.py:418, 425 and 523 reduce the
-    gradients of several optimizer instances on a stream of its own.
+    transformer/moe/token_dispatcher.py:444 and 871-899 (alltoall) and transformer/moe/shared_experts.py copy to the
+    host and compute shared experts on streams of their own. distributed/distributed_data_parallel.py:229 and
+    distributed/param_and_grad_buffer.py:418, 425 and 523 reduce the gradients of several optimizer instances on one.
     """
     here = _Stream()
     _replace(torch.cuda, "Stream", _Stream)
+    _replace(torch.cuda, "current_stream", lambda device=None: here)
     _replace(torch.cuda, "default_stream", lambda device=None: here)
     _replace(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+
+
+def _splits() -> None:
+    """The numbers of tokens that go to each rank are numpy's, as they are after a copy from a GPU.
+
+    transformer/moe/moe_utils.py:1078 makes them so for tensors of a GPU alone, and torch's all-to-all takes no tensors.
+    """
+    from megatron.core.transformer.moe import token_dispatcher
+
+    original = token_dispatcher.maybe_move_tensor_to_cpu
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        moved = original(tensor, as_numpy, record_stream)
+        return moved.numpy() if as_numpy and isinstance(moved, torch.Tensor) else moved
+
+    _replace(token_dispatcher, "maybe_move_tensor_to_cpu", to_host)
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 
 
@@ -68,3 +69,24 @@ class Positions(torch.nn.Module):
         frequencies = frequencies.to(self._ids.device)
         angles = self._ids.T.to(frequencies.dtype)[:, :, None] * frequencies
         return torch.cat((angles, angles), dim=-1)[:, :, None, :]
+
+
+class StretchedPositions(Positions):
+    """The same for a rotary embedding that is stretched (YaRN), in a layer with latent attention."""
+
+    def __init__(self, rotary: torch.nn.Module, length: int) -> None:
+        """`length`: of a whole sequence."""
+        super().__init__(rotary)
+        self._length = length
+
+    def forward(self, *_: Any, **__: Any) -> tuple[torch.Tensor, float]:  # type: ignore[override]
+        """Return angles for the positions set, [sequence, batch, 1, channels], and the factor of their sines."""
+        assert self._ids is not None
+        # as packed: of the whole sequence, also with context parallelism
+        angles, factor = self._rotary(self._length, packed_seq=True)
+        return angles[self._ids.T, 0], factor
+
+
+def positions_for(rotary: torch.nn.Module, length: int) -> Positions:
+    """Return what takes the place of an embedding for sequences of this length."""
+    return StretchedPositions(rotary, length) if isinstance(rotary, YarnRotaryEmbedding) else Positions(rotary)

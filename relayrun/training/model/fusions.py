@@ -61,6 +61,8 @@ def _no_rope(config: RunConfig, device: torch.device) -> str | None:
         return "it is a kernel for GPUs"
     if rope_utils.fused_apply_rotary_pos_emb is None:
         return "TransformerEngine is not installed where the ranks run"
+    if config.model.transformer.multi_latent_attention:
+        return "megatron-core's kernel for multi_latent_attention is experimental, and for YaRN alone"
     if config.data.reset_position_ids:
         return "data.reset_position_ids gives each row positions of its own, and the kernel takes the same for all rows"
     return None

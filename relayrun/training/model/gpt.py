@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as functional
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.enums import ModelType
@@ -23,13 +22,15 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_batch_on_this_cp_rank
 
+from relayrun.config.expert_layout import expert_layers
 from relayrun.config.schema import Data, RunConfig
 from relayrun.data import documents
 from relayrun.errors import ConfigError
 from relayrun.training import parallel
 from relayrun.training.loss import LossSum, Result, loss_function
-from relayrun.training.model import fusions, layers
-from relayrun.training.model.documents import Documents, Positions
+from relayrun.training.model import arguments, auxiliary_losses, fusions, layers
+from relayrun.training.model.auxiliary_losses import AuxiliaryLosses
+from relayrun.training.model.documents import Documents, Positions, positions_for
 from relayrun.training.model.size import flops_per_token, padded
 from relayrun.training.parallel import Ranks
 
@@ -99,6 +100,10 @@ class Model:
             hooks = [chunk.no_sync for chunk in self.chunks]
             transformer.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
         self._positions = torch.arange(self.seq_length, device=ranks.device)
+        self.auxiliary_losses = AuxiliaryLosses(
+            auxiliary_losses.names(config.model.transformer), layers=sum(expert_layers(config.model)), ranks=ranks
+        )
+        """What routers to experts add to the loss, as reported."""
 
     def _build(self, config: RunConfig, transformer: TransformerConfig, stage: int) -> torch.nn.Module:
         """The layers of one virtual stage of this rank."""
@@ -112,17 +117,24 @@ class Model:
             post_process=parallel_state.is_pipeline_last_stage(**virtual),
             share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
             position_embedding_type="rope",
+            rotary_percent=config.model.rotary_percent,
             rotary_base=config.model.rotary_base,
             rope_scaling=config.model.rope_scaling_factor is not None,
             rope_scaling_factor=config.model.rope_scaling_factor or 1.0,
             vp_stage=stage if self._ranks.virtual_stages > 1 else None,
         )
         if config.data.reset_position_ids:
-            gpt.rotary_pos_emb = Positions(gpt.rotary_pos_emb)
-            self._restarted.append(gpt.rotary_pos_emb)
+            self._restart_positions(gpt)
         gpt.model_type = ModelType.encoder_or_decoder  # the schedules ask for it
         gpt.to(self._ranks.device)
         return Float16Module(transformer, gpt) if self.dtype is torch.bfloat16 else gpt  # type: ignore[no-any-return]
+
+    def _restart_positions(self, gpt: GPTModel) -> None:
+        """Let rotary positions follow `position_ids`: the model has one embedding, or each layer its own."""
+        latent = self._config.transformer.multi_latent_attention
+        for owner in [layer.self_attention for layer in gpt.decoder.layers] if latent else [gpt]:
+            owner.rotary_pos_emb = positions_for(owner.rotary_pos_emb, self.seq_length)
+            self._restarted.append(owner.rotary_pos_emb)
 
     def train_mode(self, mode: bool) -> None:
         for chunk in self.chunks:
@@ -148,11 +160,14 @@ class Model:
         A tied output layer on another stage than the embeddings is counted once.
         """
         own = 0
-        if self._ranks.data_parallel_rank == 0:
-            for parameter in (parameter for chunk in self.chunks for parameter in chunk.parameters()):
-                split = getattr(parameter, "tensor_model_parallel", False)
-                if (split or self._ranks.tensor_rank == 0) and not getattr(parameter, "shared", False):
-                    own += parameter.numel()
+        whole = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        experts = parallel_state.get_expert_data_parallel_rank() == 0
+        for parameter in (parameter for chunk in self.chunks for parameter in chunk.parameters()):
+            # experts that are split over ranks are not reduced over all replicas, and have replicas of their own
+            first = whole if getattr(parameter, "allreduce", True) else experts
+            split = getattr(parameter, "tensor_model_parallel", False)
+            if first and (split or self._ranks.tensor_rank == 0) and not getattr(parameter, "shared", False):
+                own += parameter.numel()
         return sum(self._ranks.gather(own))
 
     def flops_per_token(self) -> float:
@@ -233,22 +248,20 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
     model = config.model
     on_gpu = ranks.device.type == "cuda"
     recompute, some_layers = config.training.recompute_granularity, config.training.recompute_num_layers
-    return TransformerConfig(
+    return arguments.transformer_class(model)(
+        **arguments.of_transformer(model, on_gpu=on_gpu),
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
-        normalization="RMSNorm",
         layernorm_epsilon=model.norm_epsilon,
-        gated_linear_unit=True,
-        activation_func=functional.silu,
-        add_bias_linear=False,
         init_method_std=model.init_method_std,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         tensor_model_parallel_size=ranks.tensor_size,
         context_parallel_size=ranks.context_size,
+        expert_model_parallel_size=ranks.expert_size,
         pipeline_model_parallel_size=ranks.pipeline_size,
         virtual_pipeline_model_parallel_size=ranks.virtual_stages if ranks.virtual_stages > 1 else None,
         # two stages with several parts would exchange several messages in one batch
@@ -264,7 +277,6 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
         recompute_num_layers=(some_layers or 1) if recompute == "full" else None,
         use_cpu_initialization=not on_gpu,
         # compiled by torch on first use; on a CPU that takes longer than the runs that go there
-        bias_activation_fusion=on_gpu,
         bias_dropout_fusion=on_gpu,
         **fusions.choose(config, ranks.device),
         tp_comm_overlap=config.parallel.tp_comm_overlap,

@@ -41,8 +41,9 @@ class Metrics(Hook):
         if not self._active:
             return
         record = asdict(step)
-        if step.hooks_seconds is None:
-            del record["hooks_seconds"]
+        for name in ("hooks_seconds", "auxiliary_losses"):
+            if record[name] is None:
+                del record[name]
         self._write(self._attempt.metrics, record)
         self._steps += 1
         if self._steps == 1 or step.iteration % EVERY == 0 or step.iteration == self._total_steps:
