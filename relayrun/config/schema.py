@@ -143,6 +143,11 @@ class RunConfig(CommonConfig):
                     f"{what} is no multiple of micro_batch_size x data-parallel size = "
                     f"{self.training.micro_batch_size} x {self.data_parallel_size}"
                 )
+            if self.parallel.defer_embedding_wgrad_compute and part.size // batch == 1:
+                raise ValueError(
+                    f"{what} is one micro-batch per iteration and rank: "
+                    "parallel.defer_embedding_wgrad_compute needs two"
+                )
             if self.parallel.virtual_stages and part.size // batch % pipeline:
                 raise ValueError(
                     f"{what}: {part.size // batch} micro-batches per iteration and rank are no multiple of "
@@ -179,6 +184,31 @@ class RunConfig(CommonConfig):
                 f"the {replicas} ranks that share a part of the model (data x context parallel{experts}) are no "
                 f"multiple of parallel.num_distributed_optimizer_instances {instances}"
             )
+        if self.parallel.defer_embedding_wgrad_compute and self.training.gradient_accumulation_fusion is False:
+            raise ValueError(
+                "parallel.defer_embedding_wgrad_compute adds gradients of weights to their sum where they are "
+                "computed; leave out training.gradient_accumulation_fusion"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _precision(self) -> Self:
+        """What asks for weights in bf16, or for the distributed optimizer."""
+        if self.training.resolved_precision != "bf16":
+            for name, asked in (
+                ("optimizer.main_grads_dtype=bf16", self.optimizer.main_grads_dtype == "bf16"),
+                ("optimizer.use_precision_aware_optimizer", self.optimizer.use_precision_aware_optimizer),
+                ("training.cross_entropy_loss_fusion", self.training.cross_entropy_loss_fusion),
+            ):
+                if asked:
+                    raise ValueError(f"{name} needs training.precision bf16")
+        if self.optimizer.use_precision_aware_optimizer and not self.parallel.use_distributed_optimizer:
+            raise ValueError("optimizer.use_precision_aware_optimizer needs parallel.use_distributed_optimizer")
+        if self.training.deterministic and self.training.cross_entropy_loss_fusion:
+            raise ValueError(
+                "training.deterministic: Megatron-LM refuses cross_entropy_loss_fusion with it, whose compiled kernels "
+                "may add in another order; set training.cross_entropy_loss_fusion=false"
+            )
         return self
 
     def _check_attention(self) -> None:
@@ -192,8 +222,14 @@ class RunConfig(CommonConfig):
                 "data.reset_attention_mask with parallel.context_parallel_size above 1 needs the local attention; "
                 "set training.transformer_impl=local"
             )
+        if self.training.transformer_impl == "transformer_engine" and self.window_over_ranks:
+            raise ValueError(
+                "model.transformer.window_size with parallel.context_parallel_size above 1 needs the local attention; "
+                "set training.transformer_impl=local"
+            )
         heads = self.model.num_attention_heads
-        if heads % (tensor * context) and (documents or self.training.transformer_impl == "local"):
+        local = documents or self.window_over_ranks or self.training.transformer_impl == "local"
+        if heads % (tensor * context) and local:
             raise ValueError(
                 f"model.num_attention_heads {heads} is no multiple of tensor x context parallel size "
                 f"{tensor} x {context}: the local attention gives each of these ranks a part of the heads"
@@ -205,6 +241,11 @@ class RunConfig(CommonConfig):
                 f"{context} context-parallel ranks takes two parts of it"
                 + (", which sequence_parallel splits again" if parts > 2 * context else "")
             )
+
+    @property
+    def window_over_ranks(self) -> bool:
+        """Whether sequences with a sliding window are split over ranks, for which TransformerEngine has no way."""
+        return self.model.transformer.window_size is not None and self.parallel.context_parallel_size > 1
 
     @model_validator(mode="after")
     def _experts(self) -> Self:
@@ -222,6 +263,17 @@ class RunConfig(CommonConfig):
             )
         if "fp8" in given and self.training.resolved_precision != "bf16":
             raise ValueError("model.transformer.fp8 keeps all but products in bf16; set training.precision=bf16")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_parameters(self) -> Self:
+        optimizer = self.optimizer
+        if self.parallel.use_distributed_optimizer and optimizer.kind != "adam":
+            what = "optimizer.class" if optimizer.class_path else f"optimizer.name {optimizer.name}"
+            raise ValueError(
+                f"{what} needs whole parameters, of which parallel.use_distributed_optimizer gives each rank a piece; "
+                "set parallel.use_distributed_optimizer=false and overlap_param_gather=false"
+            )
         return self
 
     @model_validator(mode="after")
