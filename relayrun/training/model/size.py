@@ -166,13 +166,13 @@ def memory_bytes(config: RunConfig, vocabulary_size: int) -> Memory:
 
     Per parameter in bf16: 2 (weights) + 4 (gradients; 2 in bf16), and 12 (fp32 weights, two moments; less in smaller
     types) over the ranks that divide the state of the distributed optimizer; in fp32 4 + 4, and 8. Gradients in bf16
-    are widened, 4 more of the divided ones, unless the optimizer is precision-aware. Kept for the backward pass, per token
-    and layer: 4 hidden (inputs and outputs of two norms) + 4 x channels of all heads (q, k and v as if spread over
-    them, attention's output) + 3 ffn (2 without a gate), over the tensor-parallel ranks; of a recomputed layer its
-    input. Experts are split over their ranks, and each gets as many tokens. The first stage of p in v parts holds
-    p (1 + (p - 1) / (p v)) micro-batches (arXiv 2104.04473 and 2205.05198), the last one ((v - 1) p + 1) / v and the
-    loss: logits, twice in fp32, and their gradient. Where the gradients of the output layer are deferred, it keeps
-    the logits' gradient and the output layer's input of those micro-batches.
+    are widened, 4 more of the divided ones, unless the optimizer is precision-aware. Kept for the backward pass, per
+    token and layer: 4 hidden (inputs and outputs of two norms) + 4 x channels of all heads (q, k and v as if spread
+    over them, attention's output) + 3 ffn (2 without a gate), over the tensor-parallel ranks; of a recomputed layer its
+    input. Experts are split over their ranks, and each gets as many tokens. The first stage of p in v parts holds p (1
+    + (p - 1) / (p v)) micro-batches (arXiv 2104.04473 and 2205.05198), the last one ((v - 1) p + 1) / v and the loss:
+    logits, twice in fp32, and their gradient. Where the gradients of the output layer are deferred, it keeps the
+    logits' gradient and the output layer's input of those micro-batches.
     """
     model, parallel, training = config.model, config.parallel, config.training
     vocabulary_size = padded(vocabulary_size, model.make_vocab_size_divisible_by)
