@@ -143,15 +143,15 @@ class RunConfig(CommonConfig):
                     f"{what} is no multiple of micro_batch_size x data-parallel size = "
                     f"{self.training.micro_batch_size} x {self.data_parallel_size}"
                 )
-            if self.parallel.defer_embedding_wgrad_compute and part.size // batch == 1:
-                raise ValueError(
-                    f"{what} is one micro-batch per iteration and rank: "
-                    "parallel.defer_embedding_wgrad_compute needs two"
-                )
             if self.parallel.virtual_stages and part.size // batch % pipeline:
                 raise ValueError(
                     f"{what}: {part.size // batch} micro-batches per iteration and rank are no multiple of "
                     f"parallel.pipeline_model_parallel_size {pipeline}, as virtual stages need"
+                )
+            if self.parallel.defer_embedding_wgrad_compute and part.size // batch == 1:
+                raise ValueError(
+                    f"{what} is one micro-batch per iteration and rank: "
+                    "parallel.defer_embedding_wgrad_compute needs two"
                 )
         if (layers := self.parallel.num_layers_per_virtual_pipeline_stage) is not None:
             stage = self.model.num_layers // pipeline

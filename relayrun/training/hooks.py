@@ -148,8 +148,8 @@ class Step:
     hooks_seconds: float | None = None
     """That a user's hooks took since the step before, between the steps; None: the run has none of its own."""
     auxiliary_losses: Mapping[str, float] | None = None
-    """Of routers to experts, by Megatron's names, without their factors: the mean over layers, micro-batches and
-    replicas; None: the model has none."""
+    """What routers to experts add to the loss, by Megatron's names, without their factors: the mean over layers,
+    micro-batches and replicas; None: the model has none."""
     memory_allocated_bytes: int | None = None
     """That tensors take now, on rank 0; None: there is no GPU."""
     memory_reserved_bytes: int | None = None

@@ -44,7 +44,7 @@ def install(*, say: bool) -> None:
     layers._grad_accum_fusion_available = True
 
 
-def defer_output_layer_alone(model: torch.nn.Module) -> None:
+def defer_output_layer_alone(model: Any) -> None:
     """Let the other linear layers of a GPTModel compute their gradients at once.
 
     megatron-core's local ones ask the config that all share, and have nowhere to keep what they would defer.
