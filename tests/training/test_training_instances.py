@@ -69,3 +69,23 @@ def test_a_checkpoint_fits_another_number_of_instances(
         sum(path.stat().st_size for path in Path(run.run.checkpoint(8)).glob("*.distcp")) for run in (whole, made)
     ]
     assert blocks[1] == pytest.approx(blocks[0], rel=0.05), "nothing is written twice"
+
+
+@pytest.mark.long
+def test_experts_over_ranks_train_in_several_instances_too(harness: Callable[..., Harness]) -> None:
+    """The validation set gives one replica fewer batches than another, which sends it tokens all the same."""
+
+    def of_experts(instances: int, stop: int | None = None) -> dict[str, Any]:
+        model = {"transformer": {"num_moe_experts": 4, "moe_router_topk": 2}}
+        return settings(instances, stop, expert_model_parallel_size=2) | {"model": model}
+
+    one, two, pieces = harness(**of_experts(1)), harness(**of_experts(2)), harness(**of_experts(2, stop=4))
+    for made in (one, two, pieces):
+        made.train()
+    expected, found = losses(one), losses(two)
+    for at, pair in found.items():
+        assert pair == pytest.approx(expected[at], rel=2e-5), at
+    pieces.config["training"]["stop_after"] = None
+    pieces.train()
+    assert losses(pieces, 0) | losses(pieces) == found
+    assert_same_bytes(pieces.run.checkpoint(8), two.run.checkpoint(8))
