@@ -111,6 +111,11 @@ def _check_layout(config: RunConfig, experts: int) -> None:
             "experts with parallel.tensor_model_parallel_size above 1 need parallel.sequence_parallel=true: each "
             "tensor-parallel rank sends its own tokens to them"
         )
+    if settings.moe_token_dispatcher_type == "alltoall" and min(tensor, size) > 1 and not config.job.gpus_per_node:
+        raise ValueError(
+            "model.transformer.moe_token_dispatcher_type alltoall gathers a different number of tokens from each "
+            "tensor-parallel rank, which gloo, without GPUs (job.gpus_per_node 0), cannot; set allgather"
+        )
     widths = {
         "moe_ffn_hidden_size": settings.moe_ffn_hidden_size,
         "moe_shared_expert_intermediate_size": settings.moe_shared_expert_intermediate_size,
