@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from relayrun.config.schema import RunConfig
-    from relayrun.config.training import Model
+from relayrun.config.training import Model, Parallel, Training
 
 
 def with_experts(pattern: int | Sequence[int], layers: int, experts: int | None) -> list[bool]:
@@ -25,21 +22,27 @@ def expert_layers(model: Model) -> list[bool]:
     return with_experts(settings.moe_layer_freq, model.num_layers, settings.num_moe_experts)
 
 
-def check(config: RunConfig) -> None:
-    """Raise ValueError if experts or latent attention do not go with the layout, or with another setting."""
-    experts = config.model.transformer.num_moe_experts
+def check(
+    model: Model, parallel: Parallel, training: Training, *, replicas: int, virtual_stages: int, on_gpus: bool
+) -> None:
+    """Raise ValueError if experts or latent attention do not go with the layout, or with another setting.
+
+    `replicas`: data-parallel ranks. `virtual_stages`: parts of the model on each pipeline stage.
+    """
+    experts = model.transformer.num_moe_experts
     if experts is None:
-        if (size := config.parallel.expert_model_parallel_size) > 1:
+        if (size := parallel.expert_model_parallel_size) > 1:
             raise ValueError(
                 f"parallel.expert_model_parallel_size {size} splits experts over ranks, and the model has none; "
                 "set model.transformer.num_moe_experts, or leave it out"
             )
     else:
-        _check_router(config.model, experts)
-        _check_layout(config, experts)
-        _check_settings(config)
-    if config.model.transformer.multi_latent_attention:
-        _check_latent_attention(config)
+        _check_router(model, experts)
+        _check_layout(model, parallel, experts, replicas=replicas, on_gpus=on_gpus)
+        _check_stages(model, parallel, virtual_stages)
+        _check_settings(model, parallel, training)
+    if model.transformer.multi_latent_attention:
+        _check_latent_attention(model, parallel)
 
 
 def _check_router(model: Model, experts: int) -> None:
@@ -91,27 +94,25 @@ def _check_router(model: Model, experts: int) -> None:
             )
 
 
-def _check_layout(config: RunConfig, experts: int) -> None:
+def _check_layout(model: Model, parallel: Parallel, experts: int, *, replicas: int, on_gpus: bool) -> None:
     """How experts are split over ranks."""
-    parallel, settings = config.parallel, config.model.transformer
+    settings, context = model.transformer, parallel.context_parallel_size
     size, tensor = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
     if experts % size:
         raise ValueError(
             f"model.transformer.num_moe_experts {experts} is no multiple of parallel.expert_model_parallel_size {size}"
         )
-    replicas = config.data_parallel_size * parallel.context_parallel_size
-    if replicas % size:
+    if replicas * context % size:
         raise ValueError(
-            f"experts are split over ranks that are data- or context-parallel: {replicas} of them (data "
-            f"{config.data_parallel_size} x context {parallel.context_parallel_size}) are no multiple of "
-            f"parallel.expert_model_parallel_size {size}"
+            f"experts are split over ranks that are data- or context-parallel: {replicas * context} of them (data "
+            f"{replicas} x context {context}) are no multiple of parallel.expert_model_parallel_size {size}"
         )
     if tensor > 1 and not parallel.sequence_parallel:
         raise ValueError(
             "experts with parallel.tensor_model_parallel_size above 1 need parallel.sequence_parallel=true: each "
             "tensor-parallel rank sends its own tokens to them"
         )
-    if settings.moe_token_dispatcher_type == "alltoall" and min(tensor, size) > 1 and not config.job.gpus_per_node:
+    if settings.moe_token_dispatcher_type == "alltoall" and min(tensor, size) > 1 and not on_gpus:
         raise ValueError(
             "model.transformer.moe_token_dispatcher_type alltoall gathers a different number of tokens from each "
             "tensor-parallel rank, which gloo, without GPUs (job.gpus_per_node 0), cannot; set allgather"
@@ -125,7 +126,15 @@ def _check_layout(config: RunConfig, experts: int) -> None:
             raise ValueError(
                 f"model.transformer.{name} {width} is no multiple of parallel.tensor_model_parallel_size {tensor}"
             )
-    if size > 1 and (bare := _stages_without_experts(config)):
+
+
+def _check_stages(model: Model, parallel: Parallel, virtual_stages: int) -> None:
+    """Whether every pipeline stage has a layer with experts, as their optimizer needs where they are split."""
+    stages, layers = parallel.pipeline_model_parallel_size, expert_layers(model)
+    each = len(layers) // (stages * virtual_stages)  # of a part; the parts of a stage are `stages` parts apart
+    having = {number // each % stages for number, experts in enumerate(layers) if experts}
+    bare = [stage for stage in range(stages) if stage not in having]
+    if parallel.expert_model_parallel_size > 1 and bare:
         raise ValueError(
             f"pipeline stage {bare[0]} has no layer with experts (model.transformer.moe_layer_freq); with "
             "parallel.expert_model_parallel_size above 1 every stage needs one: change one of the two, or "
@@ -133,19 +142,11 @@ def _check_layout(config: RunConfig, experts: int) -> None:
         )
 
 
-def _stages_without_experts(config: RunConfig) -> list[int]:
-    """Numbers of the pipeline stages that have no layer with experts, counted from 0."""
-    stages, layers = config.parallel.pipeline_model_parallel_size, expert_layers(config.model)
-    each = len(layers) // (stages * config.virtual_stages)  # of a part; the parts of a stage are `stages` parts apart
-    having = {number // each % stages for number, experts in enumerate(layers) if experts}
-    return [stage for stage in range(stages) if stage not in having]
-
-
-def _check_settings(config: RunConfig) -> None:
+def _check_settings(model: Model, parallel: Parallel, training: Training) -> None:
     """Settings of other sections, and of experts among themselves."""
-    settings, training = config.model.transformer, config.training
+    settings = model.transformer
     if settings.add_bias_linear and (
-        config.parallel.tensor_model_parallel_size > 1 or settings.moe_shared_expert_intermediate_size is not None
+        parallel.tensor_model_parallel_size > 1 or settings.moe_shared_expert_intermediate_size is not None
     ):
         raise ValueError(
             "model.transformer.add_bias_linear: biases of experts are not split over tensor-parallel ranks, and shared "
@@ -161,14 +162,13 @@ def _check_settings(config: RunConfig) -> None:
         )
     if settings.moe_apply_probs_on_input and settings.moe_router_topk != 1:
         raise ValueError("model.transformer.moe_apply_probs_on_input needs model.transformer.moe_router_topk=1")
-    if "mlp" in (training.recompute_modules or []) and all(expert_layers(config.model)):
+    if "mlp" in (training.recompute_modules or []) and all(expert_layers(model)):
         raise ValueError(
             "training.recompute_modules: mlp is of layers without experts, and all layers have experts; write moe"
         )
 
 
-def _check_latent_attention(config: RunConfig) -> None:
-    model, parallel = config.model, config.parallel
+def _check_latent_attention(model: Model, parallel: Parallel) -> None:
     if model.num_query_groups != model.num_attention_heads:
         raise ValueError(
             f"model.num_query_groups {model.num_query_groups}: with multi_latent_attention every head has keys and "

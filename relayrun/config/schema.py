@@ -187,7 +187,14 @@ class RunConfig(CommonConfig):
 
     @model_validator(mode="after")
     def _experts(self) -> Self:
-        expert_layout.check(self)
+        expert_layout.check(
+            self.model,
+            self.parallel,
+            self.training,
+            replicas=self.data_parallel_size,
+            virtual_stages=self.virtual_stages,
+            on_gpus=self.job.gpus_per_node > 0,
+        )
         return self
 
     @model_validator(mode="after")

@@ -148,7 +148,7 @@ class Step:
     hooks_seconds: float | None = None
     """That a user's hooks took since the step before, between the steps; None: the run has none of its own."""
     auxiliary_losses: Mapping[str, float] | None = None
-    """Of routers to experts, by Megatron's names, without their factors: the mean over layers, micro-batches and
+    """Losses of routers to experts by Megatron's names, without their factors: means over layers, micro-batches and
     replicas; None: the model has none."""
 
 
