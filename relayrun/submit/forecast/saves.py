@@ -67,10 +67,12 @@ def daly(save: float, mtbf: float) -> float:
 def checkpoint_size(config: RunConfig, parameters: int, run: Run) -> CheckpointSize:
     """Return the size of the run's newest checkpoint, or what its tensors take.
 
-    Per parameter in bf16: 2 (weights) + 12 (fp32 weights, two moments); in fp32: 4 + 8. The rest, random numbers,
-    schedules and names, is small.
+    Per parameter in bf16: 2 (weights) + 12 (fp32 weights, two moments); in fp32: 4 + 8, and 4 for the distributed
+    optimizer's own copy of the weights. The rest, random numbers, schedules and names, is small.
     """
-    each = 14 if config.training.resolved_precision == "bf16" else 12
+    each = 12 + (4 if config.parallel.use_distributed_optimizer else 0)
+    if config.training.resolved_precision == "bf16":
+        each = 14
     size, source = each * parameters, f"{each} bytes a parameter"
     newest = next((counted.commit for counted in Lineage(run).backwards() if counted.commit.files), None)
     if newest is not None:
