@@ -3,8 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
+from relayrun.config.job import Job
 from relayrun.config.training import Model, Parallel, Training
+
+
+class Config(Protocol):
+    """The parts of a run's config that are looked at; `schema`, which has all of it, imports this module."""
+
+    job: Job
+    model: Model
+    parallel: Parallel
+    training: Training
+
+    @property
+    def data_parallel_size(self) -> int: ...
+
+    @property
+    def virtual_stages(self) -> int: ...
 
 
 def with_experts(pattern: int | Sequence[int], layers: int, experts: int | None) -> list[bool]:
@@ -22,27 +39,21 @@ def expert_layers(model: Model) -> list[bool]:
     return with_experts(settings.moe_layer_freq, model.num_layers, settings.num_moe_experts)
 
 
-def check(
-    model: Model, parallel: Parallel, training: Training, *, replicas: int, virtual_stages: int, on_gpus: bool
-) -> None:
-    """Raise ValueError if experts or latent attention do not go with the layout, or with another setting.
-
-    `replicas`: data-parallel ranks. `virtual_stages`: parts of the model on each pipeline stage.
-    """
-    experts = model.transformer.num_moe_experts
+def check(config: Config) -> None:
+    """Raise ValueError if experts or latent attention do not go with the layout, or with another setting."""
+    experts = config.model.transformer.num_moe_experts
     if experts is None:
-        if (size := parallel.expert_model_parallel_size) > 1:
+        if (size := config.parallel.expert_model_parallel_size) > 1:
             raise ValueError(
                 f"parallel.expert_model_parallel_size {size} splits experts over ranks, and the model has none; "
                 "set model.transformer.num_moe_experts, or leave it out"
             )
     else:
-        _check_router(model, experts)
-        _check_layout(model, parallel, experts, replicas=replicas, on_gpus=on_gpus)
-        _check_stages(model, parallel, virtual_stages)
-        _check_settings(model, parallel, training)
-    if model.transformer.multi_latent_attention:
-        _check_latent_attention(model, parallel)
+        _check_router(config.model, experts)
+        _check_layout(config, experts)
+        _check_settings(config)
+    if config.model.transformer.multi_latent_attention:
+        _check_latent_attention(config)
 
 
 def _check_router(model: Model, experts: int) -> None:
@@ -94,25 +105,28 @@ def _check_router(model: Model, experts: int) -> None:
             )
 
 
-def _check_layout(model: Model, parallel: Parallel, experts: int, *, replicas: int, on_gpus: bool) -> None:
+def _check_layout(config: Config, experts: int) -> None:
     """How experts are split over ranks."""
-    settings, context = model.transformer, parallel.context_parallel_size
+    parallel, settings = config.parallel, config.model.transformer
     size, tensor = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
     if experts % size:
         raise ValueError(
             f"model.transformer.num_moe_experts {experts} is no multiple of parallel.expert_model_parallel_size {size}"
         )
-    if replicas * context % size:
+    replicas = config.data_parallel_size * parallel.context_parallel_size
+    if replicas % size:
         raise ValueError(
-            f"experts are split over ranks that are data- or context-parallel: {replicas * context} of them (data "
-            f"{replicas} x context {context}) are no multiple of parallel.expert_model_parallel_size {size}"
+            f"experts are split over ranks that are data- or context-parallel: {replicas} of them (data "
+            f"{config.data_parallel_size} x context {parallel.context_parallel_size}) are no multiple of "
+            f"parallel.expert_model_parallel_size {size}"
         )
     if tensor > 1 and not parallel.sequence_parallel:
         raise ValueError(
             "experts with parallel.tensor_model_parallel_size above 1 need parallel.sequence_parallel=true: each "
             "tensor-parallel rank sends its own tokens to them"
         )
-    if settings.moe_token_dispatcher_type == "alltoall" and min(tensor, size) > 1 and not on_gpus:
+    dispatcher, on_gpus = settings.moe_token_dispatcher_type, config.job.gpus_per_node > 0
+    if dispatcher == "alltoall" and min(tensor, size) > 1 and not on_gpus:
         raise ValueError(
             "model.transformer.moe_token_dispatcher_type alltoall gathers a different number of tokens from each "
             "tensor-parallel rank, which gloo, without GPUs (job.gpus_per_node 0), cannot; set allgather"
@@ -126,15 +140,7 @@ def _check_layout(model: Model, parallel: Parallel, experts: int, *, replicas: i
             raise ValueError(
                 f"model.transformer.{name} {width} is no multiple of parallel.tensor_model_parallel_size {tensor}"
             )
-
-
-def _check_stages(model: Model, parallel: Parallel, virtual_stages: int) -> None:
-    """Whether every pipeline stage has a layer with experts, as their optimizer needs where they are split."""
-    stages, layers = parallel.pipeline_model_parallel_size, expert_layers(model)
-    each = len(layers) // (stages * virtual_stages)  # of a part; the parts of a stage are `stages` parts apart
-    having = {number // each % stages for number, experts in enumerate(layers) if experts}
-    bare = [stage for stage in range(stages) if stage not in having]
-    if parallel.expert_model_parallel_size > 1 and bare:
+    if size > 1 and (bare := _stages_without_experts(config)):
         raise ValueError(
             f"pipeline stage {bare[0]} has no layer with experts (model.transformer.moe_layer_freq); with "
             "parallel.expert_model_parallel_size above 1 every stage needs one: change one of the two, or "
@@ -142,11 +148,19 @@ def _check_stages(model: Model, parallel: Parallel, virtual_stages: int) -> None
         )
 
 
-def _check_settings(model: Model, parallel: Parallel, training: Training) -> None:
+def _stages_without_experts(config: Config) -> list[int]:
+    """Numbers of the pipeline stages that have no layer with experts, counted from 0."""
+    stages, layers = config.parallel.pipeline_model_parallel_size, expert_layers(config.model)
+    each = len(layers) // (stages * config.virtual_stages)  # of a part; the parts of a stage are `stages` parts apart
+    having = {number // each % stages for number, experts in enumerate(layers) if experts}
+    return [stage for stage in range(stages) if stage not in having]
+
+
+def _check_settings(config: Config) -> None:
     """Settings of other sections, and of experts among themselves."""
-    settings = model.transformer
+    settings, training = config.model.transformer, config.training
     if settings.add_bias_linear and (
-        parallel.tensor_model_parallel_size > 1 or settings.moe_shared_expert_intermediate_size is not None
+        config.parallel.tensor_model_parallel_size > 1 or settings.moe_shared_expert_intermediate_size is not None
     ):
         raise ValueError(
             "model.transformer.add_bias_linear: biases of experts are not split over tensor-parallel ranks, and shared "
@@ -162,13 +176,14 @@ def _check_settings(model: Model, parallel: Parallel, training: Training) -> Non
         )
     if settings.moe_apply_probs_on_input and settings.moe_router_topk != 1:
         raise ValueError("model.transformer.moe_apply_probs_on_input needs model.transformer.moe_router_topk=1")
-    if "mlp" in (training.recompute_modules or []) and all(expert_layers(model)):
+    if "mlp" in (training.recompute_modules or []) and all(expert_layers(config.model)):
         raise ValueError(
             "training.recompute_modules: mlp is of layers without experts, and all layers have experts; write moe"
         )
 
 
-def _check_latent_attention(model: Model, parallel: Parallel) -> None:
+def _check_latent_attention(config: Config) -> None:
+    model, parallel = config.model, config.parallel
     if model.num_query_groups != model.num_attention_heads:
         raise ValueError(
             f"model.num_query_groups {model.num_query_groups}: with multi_latent_attention every head has keys and "
