@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from relayrun.config.schema import Parallel, RunConfig
+from relayrun.config.transformer import NEEDS_TRANSFORMER_ENGINE
 from relayrun.errors import InputError
 from relayrun.export.checkpoint_source import CheckpointSource
 from relayrun.scheduler.tasks import free_port
@@ -108,9 +109,13 @@ def _megatron(source: CheckpointSource, tokens: torch.Tensor) -> torch.Tensor:
 def _one_rank(config: RunConfig) -> RunConfig:
     """The same model on one rank, in fp32, of local layers: TransformerEngine's fused attention takes no fp32."""
     training = config.training.model_copy(update={"precision": "fp32", "transformer_impl": "local"})
+    transformer = config.model.transformer
+    plain = {name: type(transformer).model_fields[name].default for name in NEEDS_TRANSFORMER_ENGINE}
+    model = config.model.model_copy(update={"transformer": transformer.model_copy(update=plain)})
     return config.model_copy(
         update={
             "training": training,
+            "model": model,
             "parallel": Parallel(),
             "job": config.job.model_copy(update={"nodes": 1, "ntasks_per_node": 1}),
         }
