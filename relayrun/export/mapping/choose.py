@@ -82,7 +82,7 @@ def require_llama(model: Model, where: object) -> ModelMapping:
     """Return the Llama's mapping. Raises InputError for another model: what Megatron's folders hold has one alone."""
     if own := _own(model):
         raise InputError(
-            f"only a Llama goes across the border to Megatron-LM; this has transformer.{', transformer.'.join(own)}",
+            f"only a Llama goes across the border to Megatron-LM; this has {', '.join(own)}",
             where=where,
             hint="`relayrun export hf` knows more models",
         )
@@ -105,7 +105,10 @@ def _differences(mapping: ModelMapping, model: Model) -> list[str]:
 
 def _own(model: Model) -> dict[str, Any]:
     """What the settings of a model make of it besides a Llama."""
+    found = dict(model.transformer.of_the_weights)
     balancing = model.transformer.moe_router_load_balancing_type
     if "sinkhorn" in balancing:  # it weighs experts in another way, behind the training too
-        return model.transformer.of_the_weights | {"moe_router_load_balancing_type": balancing}
-    return model.transformer.of_the_weights
+        found["moe_router_load_balancing_type"] = balancing
+    if model.rotary_percent != 1:
+        found["rotary_percent"] = model.rotary_percent
+    return found
