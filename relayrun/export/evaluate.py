@@ -25,12 +25,12 @@ from relayrun.config import compose
 from relayrun.config.schema import CommonConfig, Evaluation, RunConfig
 from relayrun.errors import InputError, RelayrunError, run_main
 from relayrun.export.own_commands import OwnCommands
-from relayrun.monitoring.trackers.sinks import wandb_mode
 from relayrun.monitoring.trackers.wandb_evaluations import tell
 from relayrun.rundir import evaluations
 from relayrun.rundir.evaluations import EvaluationDir, Result, Results
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
+from relayrun.trainers.wandb import wandb_mode
 
 log = logging.getLogger(__name__)
 
