@@ -67,10 +67,19 @@ def check(source: CheckpointSource, folder: Path) -> Comparison:
 
 def _transformers(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     disable_progress_bar()
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    set_verbosity_error()  # among others, that it computes xIELU without a kernel; a missing weight is an error below
+    model: Any
+    model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    for what in ("missing", "unexpected", "mismatched"):
+        if names := sorted(map(str, found[f"{what}_keys"])):
+            raise InputError(
+                f"the class {type(model).__name__} of transformers has other weights: {names[0]} is {what}",
+                where=folder,
+                hint="give each weight the name that the class has, in the mapping",
+            )
     with torch.no_grad():
         logits: torch.Tensor = model.eval()(tokens).logits
     return logits
