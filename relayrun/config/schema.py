@@ -159,8 +159,14 @@ class RunConfig(CommonConfig):
                 "data.reset_attention_mask with parallel.context_parallel_size above 1 needs the local attention; "
                 "set training.transformer_impl=local"
             )
+        if self.training.transformer_impl == "transformer_engine" and self.window_over_ranks:
+            raise ValueError(
+                "model.transformer.window_size with parallel.context_parallel_size above 1 needs the local attention; "
+                "set training.transformer_impl=local"
+            )
         heads = self.model.num_attention_heads
-        if heads % (tensor * context) and (documents or self.training.transformer_impl == "local"):
+        local = documents or self.window_over_ranks or self.training.transformer_impl == "local"
+        if heads % (tensor * context) and local:
             raise ValueError(
                 f"model.num_attention_heads {heads} is no multiple of tensor x context parallel size "
                 f"{tensor} x {context}: the local attention gives each of these ranks a part of the heads"
@@ -172,6 +178,11 @@ class RunConfig(CommonConfig):
                 f"{context} context-parallel ranks takes two parts of it"
                 + (", which sequence_parallel splits again" if parts > 2 * context else "")
             )
+
+    @property
+    def window_over_ranks(self) -> bool:
+        """Whether sequences with a sliding window are split over ranks, for which TransformerEngine has no way."""
+        return self.model.transformer.window_size is not None and self.parallel.context_parallel_size > 1
 
     @model_validator(mode="after")
     def _experts(self) -> Self:

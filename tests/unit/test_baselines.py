@@ -19,6 +19,15 @@ VOCABULARY = 128_256
 # (huggingface.co/api/models/NAME?expand=safetensors); the model cards round them to 1.23B, 3.21B, 8B, 70B.
 PUBLISHED = {"1b": 1_235_814_400, "3b": 3_212_749_824, "8b": 8_030_261_248, "70b": 70_553_706_496}
 
+OTHERS = {
+    "qwen3-0.6b": (151_936, 596_049_920),
+    "qwen3-8b": (151_936, 8_190_735_360),
+    "apertus-8b": (131_072, 8_053_338_176),
+    "apertus-70b": (131_072, 70_599_864_480),
+    "mixtral-8x7b": (32_000, 46_702_792_704),
+}
+"""Vocabulary and parameters; the model cards round them to 0.6B, 8.2B, 8.053B, 70B and 46.7B."""
+
 COMMON = {
     "model.init_method_std": 0.008944,
     "model.rope_scaling_factor": 8.0,
@@ -72,6 +81,12 @@ def model(name: str) -> Model:
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_a_baseline_has_as_many_parameters_as_published(size: str) -> None:
     assert parameters(model(f"llama3-{size}"), VOCABULARY) == PUBLISHED[size]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_model_has_as_many_parameters_as_published(name: str) -> None:
+    vocabulary, published = OTHERS[name]
+    assert parameters(model(name), vocabulary) == published
 
 
 def test_the_small_ones_have_what_their_names_say() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import shlex
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,12 +14,16 @@ from typing import Any
 
 import pytest
 
-from relayrun.config import compose
+from relayrun.cli import main
+from relayrun.config import compose, yamlfile
 from relayrun.config.schema import RunConfig
 from relayrun.config.training import Model, Parallel, Training
 from relayrun.config.transformer import NEEDS_TRANSFORMER_ENGINE, NOT_OF_THE_WEIGHTS, OF_A_LLAMA, Transformer
 from relayrun.config.transformer_refused import ELSEWHERE, REFUSED
 from relayrun.errors import ConfigError
+from relayrun.rundir.lineage import Durable
+from relayrun.rundir.run import Run
+from relayrun.submit.initial_checkpoint import find_initial_checkpoint
 from relayrun.training.model import size
 
 
@@ -56,7 +62,8 @@ def installed() -> dict[str, Field]:
 
 
 INSTALLED = installed()
-DEMO = Path(__file__).resolve().parents[2] / "configs/runs/demo.yaml"
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "configs/runs/demo.yaml"
 TAKEN = Transformer.model_json_schema()["properties"]
 SAME_NAME = {*Model.model_fields, *Training.model_fields, *Parallel.model_fields}
 
@@ -164,6 +171,77 @@ def test_what_cannot_work_is_refused_by_name(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose.load(DEMO, [f"model.transformer.{text}"])
     assert words in caught.value.message
+
+
+def test_a_window_over_ranks_needs_the_local_attention() -> None:
+    window = ["model.transformer.window_size=[15, 0]", "parallel.context_parallel_size=2"]
+    with pytest.raises(ConfigError, match=r"set training\.transformer_impl=local"):
+        compose.load(DEMO, [*window, "training.transformer_impl=transformer_engine"])
+    compose.load(DEMO, window)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_field(tmp_path: Path) -> None:
+    """Fields that only bear on how a model is trained may differ, and defaults may be written down."""
+    folder = tmp_path / "iter_0000005"
+    folder.mkdir()
+    (folder / "metadata.json").write_text("{}")
+
+    def begun(there: dict[str, Any], here: str) -> Durable:
+        config = compose.load(DEMO, [f"model.transformer={here}", f"checkpoint.load={folder}"])
+        assert isinstance(config, RunConfig)
+        model = config.model.model_dump(exclude={"transformer"}) | {"transformer": there}
+        (folder / "model.yaml").write_text(yamlfile.dump({"model": model, "iteration": 5}))
+        return find_initial_checkpoint(config, Run(tmp_path / "run"), None)
+
+    experts = {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.1}
+    assert begun({"qk_layernorm": True}, "{qk_layernorm: true, kv_channels: null}").iteration == 5
+    assert begun(experts, "{num_moe_experts: 4, moe_token_dispatcher_type: alltoall}").iteration == 5
+    with pytest.raises(ConfigError) as caught:
+        begun({"qk_layernorm": True, "kv_channels": 64}, "{kv_channels: 32}")
+    assert "transformer.kv_channels is 64 there and 32 here; transformer.qk_layernorm is True there and False here" in (
+        caught.value.message
+    )
+
+
+PAGE = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_work(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    (block,) = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
+    commands = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert [words[:2] for words in commands] == [["relayrun", name] for name in ("explain", "explain", "config")]
+    for words in commands:
+        assert main(words[1:]) == 0
+    printed = capsys.readouterr().out
+    assert "model.transformer.qk_layernorm" in printed
+    assert "kv_channels: 64" in printed
+
+
+@pytest.mark.parametrize(("line", "words"), re.findall(r"^\| `(\w+: [^`]+)` \| (.*) \|$", PAGE, re.M))
+def test_the_errors_of_the_page_are_said(line: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose.load(DEMO, [f"model.transformer={{{line}}}"])
+    assert words in caught.value.message
+
+
+def test_the_example_of_the_page_is_a_config(tmp_path: Path) -> None:
+    (example,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.M | re.S)
+    path = tmp_path / "example.yaml"
+    path.write_text(example.replace("../models", str(ROOT / "configs/models")))
+    values = compose.read_settings(path).values["model"]["transformer"]
+    assert Transformer.model_validate(values).model_dump() == {
+        "kv_channels": 128,
+        "qk_layernorm": True,
+        "window_size": [4095, 0],
+        "window_attn_skip_freq": 4,
+    }
+
+
+def test_every_model_of_the_page_is_there() -> None:
+    named = set(re.findall(r"`([a-z]+[\d.]*-\d[\w.]*)`", PAGE))
+    assert named == {path.stem for path in (ROOT / "configs/models").glob("*.yaml")}
 
 
 def test_a_revision_holds_what_was_set(tmp_path: Path) -> None:

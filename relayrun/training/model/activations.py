@@ -14,12 +14,12 @@ from megatron.core.transformer.module import MegatronModule
 
 
 def squared_relu(values: torch.Tensor) -> torch.Tensor:
-    """relu(x)²."""
+    """Return relu(x)²."""
     return functional.relu(values).square()
 
 
 def quick_gelu(values: torch.Tensor) -> torch.Tensor:
-    """x · sigmoid(1.702 x), near to gelu."""
+    """Return x · sigmoid(1.702 x), which is near to gelu."""
     return values * torch.sigmoid(1.702 * values)
 
 
@@ -40,7 +40,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Xielu(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
-    """xIELU (arXiv 2411.13010) as Apertus has it: a parabola on the right, an exponential on the left.
+    """The activation xIELU (arXiv 2411.13010) as Apertus has it: a parabola on the right, an exponential on the left.
 
     p x² + x/2 for x > 0, n (exp(min(x, -1e-6)) - 1 - x) + x/2 else; p = softplus(alpha_p), n = 1/2 + softplus(alpha_n).
     The two weights are numbers of the layer, equal on all tensor-parallel ranks.
@@ -68,7 +68,7 @@ class Xielu(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
 
 
 class XieluMLP(MLP):  # type: ignore[misc]
-    """megatron-core's feed-forward layer with an `Xielu` of its own."""
+    """A feed-forward layer of megatron-core with an `Xielu` of its own."""
 
     def __init__(self, config: TransformerConfig, *positional: Any, **named: Any) -> None:
         super().__init__(config, *positional, **named)

@@ -16,13 +16,8 @@ from relayrun.errors import FatalTrainingError
 from relayrun.training.model.activations import FUNCTIONS
 
 
-def transformer_class(model: Model) -> type[TransformerConfig]:
-    """megatron-core's class of settings for this model."""
-    return MLATransformerConfig if model.transformer.multi_latent_attention else TransformerConfig
-
-
 def of_transformer(model: Model, *, on_gpu: bool) -> dict[str, Any]:
-    """What `model.transformer` says, by the names of the class's fields.
+    """What `model.transformer` says, by the names of the fields.
 
     Raises FatalTrainingError if the installed megatron-core lacks a field that is set.
     """
@@ -31,7 +26,8 @@ def of_transformer(model: Model, *, on_gpu: bool) -> dict[str, Any]:
     if settings.multi_latent_attention:
         given |= {name: getattr(settings, name) for name in LatentAttentionFields.model_fields}
         given |= {"rotary_base": model.rotary_base, "rotary_percent": model.rotary_percent}
-    known = {field.name for field in dataclasses.fields(transformer_class(model))}
+    kind = MLATransformerConfig if settings.multi_latent_attention else TransformerConfig
+    known = {field.name for field in dataclasses.fields(kind)}
     if missing := sorted(set(given) - known):
         raise FatalTrainingError(
             f"megatron-core {version('megatron-core')}, which the ranks have, knows no {', '.join(missing)}",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -42,6 +42,12 @@ class Documents(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no 
         return flat.cumsum(0, dtype=torch.int32).to(self.device, non_blocking=True)
 
 
+@lru_cache(maxsize=8)
+def whole_rows(batch: int, sequence: int, device: torch.device) -> Documents:
+    """Return rows that are one document each, as a kernel for documents wants them."""
+    return Documents(lengths=[[sequence]] * batch, device=device)
+
+
 class Positions(torch.nn.Module):
     """A rotary embedding for positions that differ from row to row, in the place of megatron-core's.
 
@@ -68,7 +74,10 @@ class Positions(torch.nn.Module):
         frequencies: torch.Tensor = self._rotary.inv_freq  # type: ignore[assignment]
         frequencies = frequencies.to(self._ids.device)
         angles = self._ids.T.to(frequencies.dtype)[:, :, None] * frequencies
-        return torch.cat((angles, angles), dim=-1)[:, :, None, :]
+        pairs = (
+            angles.repeat_interleave(2, dim=-1) if self._rotary.rotary_interleaved else torch.cat((angles, angles), -1)
+        )
+        return pairs[:, :, None, :]
 
 
 class StretchedPositions(Positions):

@@ -18,7 +18,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_batch_on_this_cp_rank
 
@@ -245,7 +245,8 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
     model = config.model
     on_gpu = ranks.device.type == "cuda"
     recompute, some_layers = config.training.recompute_granularity, config.training.recompute_num_layers
-    return arguments.transformer_class(model)(
+    kind = MLATransformerConfig if model.transformer.multi_latent_attention else TransformerConfig
+    return kind(
         **arguments.of_transformer(model, on_gpu=on_gpu),
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
@@ -50,7 +50,7 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core 
         if self.config.sequence_parallel:  # of this rank's tokens; the base class gathers the rotary channels, and sums
             return scatter_to_sequence_parallel_region(whole), out[1]
         compressed, positions = whole.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
-        return torch.cat([compressed, copy_to_tensor_model_parallel_region(positions)], dim=-1), out[1]
+        return torch.cat([compressed, _OfAllHeads.apply(positions, self.pg_collection.tp)], dim=-1), out[1]
 
     def get_query_key_value_tensors(
         self,
@@ -66,3 +66,22 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core 
             hidden_states, key_value_states, position_ids, seen, **named
         )
         return found
+
+
+class _OfAllHeads(torch.autograd.Function):
+    """The identity; its gradient is the sum over tensor-parallel ranks.
+
+    megatron-core's `copy_to_tensor_model_parallel_region` sums a copy of a gradient that is a part of a larger tensor,
+    and returns what it was (tensor_parallel/mappings.py, `_reduce`).
+    """
+
+    @staticmethod
+    def forward(context: Any, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        context.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        summed = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=context.group)
+        return summed, None
