@@ -38,6 +38,9 @@ def test_every_command_runs(tmp_path: Path) -> None:
     make_run(tmp_path / "logs/runs/my-project/my-run", make_hf(tmp_path / "original"), iteration=40)
     make_hf(tmp_path / "models/qwen2", "Qwen2")
     script = "set -euo pipefail\n" + "\n".join([*blocks("bash"), *blocks("bash mapping"), *blocks("bash hub")])
+    own = "PYTHONPATH=examples/export"
+    assert own in script
+    script = script.replace(own, f"{own}:{environment['PYTHONPATH']}")
     token = "hf_" + "x" * 40
     with hub_server(token) as hub:
         at_hub = {
