@@ -136,6 +136,25 @@ def test_a_model_of_no_class_is_refused_with_what_differs(transformer: dict[str,
         choose.require_llama(model, "here")
 
 
+def test_positions_in_a_part_of_a_head_are_refused() -> None:
+    model = Model(
+        num_layers=2,
+        hidden_size=64,
+        ffn_hidden_size=96,
+        num_attention_heads=8,
+        num_query_groups=2,
+        rotary_percent=0.5,
+    )
+    with pytest.raises(InputError, match=r"nearest is Llama: rotary_percent is 0\.5"):
+        choose.for_model(model)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/models").glob("*.yaml")), ids=lambda path: path.stem)
+def test_each_named_config_is_of_the_class_of_its_name(path: Path) -> None:
+    model = Model.model_validate(yamlfile.read(path).values["model"])
+    assert path.stem.startswith(choose.for_model(model).model_type)
+
+
 def test_what_only_training_knows_does_not_matter() -> None:
     model = Model(
         num_layers=2,

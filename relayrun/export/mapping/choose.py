@@ -20,6 +20,27 @@ BUILT_IN = (LLAMA, QWEN3, MIXTRAL, APERTUS)
 _HOW_IT_IS_COMPUTED = frozenset({"moe_grouped_gemm", "moe_router_dtype"})
 """Settings of `model.transformer` on which what a model computes does not depend, but for rounding."""
 
+_KNOWN = frozenset(
+    {
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "rotary_base",
+        "rope_scaling_factor",
+        "norm_epsilon",
+        "init_method_std",
+        "hidden_dropout",
+        "attention_dropout",
+        "untie_embeddings_and_output_weights",
+        "make_vocab_size_divisible_by",
+        "mapping",
+        "transformer",
+    }
+)
+"""Settings of the section `model` that a config.json says, or that training alone knows; others refuse the export."""
+
 
 def for_model(model: Model, path: str | None = None) -> ModelMapping:
     """Return the mapping at the import path `path`, or that of the model's own config, or the built-in that fits.
@@ -109,6 +130,7 @@ def _own(model: Model) -> dict[str, Any]:
     balancing = model.transformer.moe_router_load_balancing_type
     if "sinkhorn" in balancing:  # it weighs experts in another way, behind the training too
         found["moe_router_load_balancing_type"] = balancing
-    if model.rotary_percent != 1:
-        found["rotary_percent"] = model.rotary_percent
+    for name, setting in Model.model_fields.items():
+        if name not in _KNOWN and getattr(model, name) != setting.default:
+            found[name] = getattr(model, name)
     return found
