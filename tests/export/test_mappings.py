@@ -38,7 +38,7 @@ def differences(one: Path, other: Path) -> list[str]:
     return [name for name in first.keys() | second.keys() if not torch.equal(first.get(name), second.get(name))]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "Qwen2"])
+@pytest.mark.parametrize("kind", [pytest.param("Qwen3", marks=pytest.mark.long), "Mixtral", "Apertus", "Qwen2"])
 def test_what_is_imported_is_exported_again_bit_by_bit(tmp_path: Path, kind: str) -> None:
     hf = make_hf(tmp_path / "hf", kind)
     made = make_run(tmp_path / "run", hf, mapping=OWN if kind == "Qwen2" else None)

@@ -118,6 +118,7 @@ def test_a_converted_folder_is_kept_where_asked_and_plain_numbers_are_taken(tmp_
     assert (Path(line["model"]) / "weights").read_text() == "0.25"
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_native_run_is_exported_as_what_it_is_and_scored_by_a_command(tmp_path: Path) -> None:
     score = tmp_path / "score.py"
