@@ -27,7 +27,7 @@ from relayrun.training.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.training.model.size import padded
 
 _FOLDER = re.compile(r"iter_(\d+)")
-FREE = frozenset({"hidden_dropout", "attention_dropout", "init_method_std", "transformer"})
+FREE = frozenset({"hidden_dropout", "attention_dropout", "init_method_std", "mapping", "transformer"})
 """Settings of a model that its weights do not depend on, or (`transformer`) that are compared one by one."""
 PADDING = FREE | {"make_vocab_size_divisible_by"}
 """The same, where the padded vocabulary itself is compared: Megatron-LM's padding depends on its layout."""

@@ -41,6 +41,11 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "local": {"training": {"transformer_impl": "local"}},
     "transformer_engine": {"training": {"transformer_impl": "transformer_engine"}},
     "context parallel": {"parallel": {"context_parallel_size": 2}},
+    "window": {"model": {"transformer": {"window_size": [4, 0]}}},
+    "window, context parallel": {
+        "model": {"transformer": {"window_size": [4, 0]}},
+        "parallel": {"context_parallel_size": 2},
+    },
 }
 KERNELS: dict[str, dict[str, dict[str, Any]]] = {
     "auto": {},

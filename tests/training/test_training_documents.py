@@ -27,6 +27,7 @@ STRETCHED: dict[str, Any] = LATENT | {
     "rotary_scaling_factor": 2,
     "original_max_position_embeddings": 48,
 }
+WINDOW: dict[str, Any] = {"window_size": [12, 0], "window_attn_skip_freq": 2, "qk_layernorm": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "recomputed": (1, {"training": {"recompute_granularity": "full"}}),
@@ -43,6 +44,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "latent attention, stretched, CP2": (
         2,
         {"model": {"num_query_groups": 4, "transformer": STRETCHED}, "parallel": {"context_parallel_size": 2}},
+    ),
+    "window": (1, {"model": {"transformer": WINDOW}}),
+    "window, CP2": (2, {"model": {"transformer": WINDOW}, "parallel": {"context_parallel_size": 2}}),
+    "rotary positions in part": (
+        1,
+        {"model": {"rotary_percent": 0.5, "transformer": {"rotary_interleaved": True, "no_rope_freq": 4}}},
     ),
     "TP2, CP2": (4, {"parallel": {"tensor_model_parallel_size": 2, "context_parallel_size": 2}}),
 }

@@ -28,10 +28,11 @@ def test_the_layers_follow_the_setting_the_installation_and_the_gpu(found: dict[
         without = found[f"TE False, GPU {gpu}"]
         assert (without["auto"], without["auto, masked"], without["local"]) == ("local", "local", "local")
         assert without["transformer_engine"] == MISSING + "training.transformer_impl asks for it"
-        assert without["context parallel"] == "local"
+        assert without["context parallel"] == without["window"] == "local"
         installed = found[f"TE True, GPU {gpu}"]
         assert installed["auto"] == ("transformer_engine" if gpu else "local")
-        assert installed["context parallel"] == installed["auto"]
+        assert installed["context parallel"] == installed["window"] == installed["auto"]
+        assert installed["window, context parallel"] == without["window, context parallel"] == "local"
         assert (installed["auto, masked"], installed["local"]) == ("local", "local")
         assert installed["transformer_engine"] == "transformer_engine"
 

@@ -24,8 +24,9 @@ OTHERS = {
     "qwen3-8b": (151_936, 8_190_735_360),
     "apertus-8b": (131_072, 8_053_338_176),
     "apertus-70b": (131_072, 70_599_864_480),
+    "mixtral-8x7b": (32_000, 46_702_792_704),
 }
-"""Vocabulary and parameters; the model cards round them to 0.6B, 8.2B, 8.053B and 70B."""
+"""Vocabulary and parameters; the model cards round them to 0.6B, 8.2B, 8.053B, 70B and 46.7B."""
 
 COMMON = {
     "model.init_method_std": 0.008944,

@@ -15,12 +15,15 @@ from typing import Any
 import pytest
 
 from relayrun.cli import main
-from relayrun.config import compose
+from relayrun.config import compose, yamlfile
 from relayrun.config.schema import RunConfig
 from relayrun.config.training import Model, Parallel, Training
 from relayrun.config.transformer import NEEDS_TRANSFORMER_ENGINE, NOT_OF_THE_WEIGHTS, OF_A_LLAMA, Transformer
 from relayrun.config.transformer_refused import ELSEWHERE, REFUSED
 from relayrun.errors import ConfigError
+from relayrun.rundir.lineage import Durable
+from relayrun.rundir.run import Run
+from relayrun.submit.initial_checkpoint import find_initial_checkpoint
 from relayrun.training.model import size
 
 
@@ -168,6 +171,36 @@ def test_what_cannot_work_is_refused_by_name(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose.load(DEMO, [f"model.transformer.{text}"])
     assert words in caught.value.message
+
+
+def test_a_window_over_ranks_needs_the_local_attention() -> None:
+    window = ["model.transformer.window_size=[15, 0]", "parallel.context_parallel_size=2"]
+    with pytest.raises(ConfigError, match=r"set training\.transformer_impl=local"):
+        compose.load(DEMO, [*window, "training.transformer_impl=transformer_engine"])
+    compose.load(DEMO, window)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_field(tmp_path: Path) -> None:
+    """Fields that only bear on how a model is trained may differ, and defaults may be written down."""
+    folder = tmp_path / "iter_0000005"
+    folder.mkdir()
+    (folder / "metadata.json").write_text("{}")
+
+    def begun(there: dict[str, Any], here: str) -> Durable:
+        config = compose.load(DEMO, [f"model.transformer={here}", f"checkpoint.load={folder}"])
+        assert isinstance(config, RunConfig)
+        model = config.model.model_dump(exclude={"transformer"}) | {"transformer": there}
+        (folder / "model.yaml").write_text(yamlfile.dump({"model": model, "iteration": 5}))
+        return find_initial_checkpoint(config, Run(tmp_path / "run"), None)
+
+    experts = {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.1}
+    assert begun({"qk_layernorm": True}, "{qk_layernorm: true, kv_channels: null}").iteration == 5
+    assert begun(experts, "{num_moe_experts: 4, moe_token_dispatcher_type: alltoall}").iteration == 5
+    with pytest.raises(ConfigError) as caught:
+        begun({"qk_layernorm": True, "kv_channels": 64}, "{kv_channels: 32}")
+    assert "transformer.kv_channels is 64 there and 32 here; transformer.qk_layernorm is True there and False here" in (
+        caught.value.message
+    )
 
 
 PAGE = (ROOT / "docs/models.md").read_text(encoding="utf-8")
