@@ -195,3 +195,15 @@ def test_the_balancing_loss_is_one_of_micro_batches(harness: Make) -> None:
         assert large[1]["loss"] == pytest.approx(small[1]["loss"], abs=1e-6)  # fresh weights
         apart = max(abs(large[at]["loss"] - small[at]["loss"]) for at in large)
         assert apart > 1e-5 if factor else apart < 1e-6, (factor, apart)
+
+
+@pytest.mark.long
+def test_experts_move_to_other_ranks_with_muon(harness: Make) -> None:
+    def made(**layout: int) -> Any:
+        return harness(**sections(2, layout, {}, EXPERTS, **SMOOTH), optimizer={"name": "muon"})
+
+    one, two = made(), made(**EP2)
+    reference = one.train().steps()
+    assert_close(two.train().steps(), reference, loss=1e-5, norm=1e-4)
+    for whole, layout in ((one, EP2), (two, {})):
+        assert_close(resumed_from(whole, made(**layout)).steps(), reference, loss=1e-5, norm=1e-4)
