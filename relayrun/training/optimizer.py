@@ -158,8 +158,8 @@ class Optimizer:
                 "its module; it takes lr, weight_decay (unless that is 0) and optimizer.arguments",
             )
             own = own_optimizer.settings_of(self.inner)
-        for inner in self.inner.chained_optimizers:  # `load` brings a checkpoint's groups into their order
-            inner._filter_and_reorder_param_groups = lambda current, loaded: loaded
+        else:
+            optimizer_groups.patch(self.inner)
         if model.device.type == "cuda" and settings.class_path is None:
             fuse(self.inner)
         self._config = config
