@@ -141,7 +141,10 @@ def test_groups_change_what_they_name_and_nothing_else(harness: Make) -> None:
     }
     for moved in ("embedding.word_embeddings", "decoder.layers.mlp.linear_fc1", "decoder.layers.mlp.linear_fc2"):
         assert any(name.startswith(moved) for name in differ), sorted(differ)
-    assert not any("linear_qkv" in name or "final" in name for name in differ), sorted(differ)
+    norms = {name for name in differ if "norm" in name}
+    assert norms, "those of layer 1, which checkpoints keep with the linear layers"
+    assert all("layer_norm_weight (1, " in name for name in norms), norms
+    assert not any("linear_qkv.weight" in name or "proj" in name or "output" in name for name in differ)
     assert other["common"]["optimizer_groups"][0]["lr_mult"] == 0.5
     assert "optimizer_groups" not in one["common"]
 
