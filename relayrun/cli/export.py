@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
 from relayrun.config.writable import check_outputs
@@ -11,7 +10,7 @@ from relayrun.errors import InputError
 from relayrun.export import megatron_source
 from relayrun.export.checkpoint_source import CheckpointSource, find_checkpoint
 from relayrun.export.target import check_target, parse_size
-from relayrun.rundir.find import find_run
+from relayrun.rundir.find import find_run, split_iteration
 from relayrun.training.checkpoint import megatron_folder
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -110,9 +109,8 @@ def export_torch(options: argparse.Namespace) -> int:
 def export_megatron(options: argparse.Namespace) -> int:
     """Write a folder that Megatron-LM loads. Raises RelayrunError."""
     check_outputs({"--output": options.output})
-    match = re.fullmatch(r"(?P<name>.+):(?P<iteration>\d+)", options.name)
-    name, iteration = (match["name"], int(match["iteration"])) if match else (options.name, options.iteration)
-    source = find_checkpoint(find_run(name), iteration)
+    name, iteration = split_iteration(options.name)
+    source = find_checkpoint(find_run(name), options.iteration if iteration is None else iteration)
     check_target(options.output)
     from relayrun.export import megatron_exporter  # torch: seconds
     from relayrun.export.folder import new_folder

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
 from relayrun.cli.export import DTYPES
 from relayrun.config.writable import check_outputs
 from relayrun.errors import InputError, nearest_path
 from relayrun.export.target import check_target
+from relayrun.rundir.find import split_iteration
 from relayrun.training.checkpoint import megatron_folder
 
 
@@ -65,8 +65,7 @@ def import_megatron(options: argparse.Namespace) -> int:
     output: Path = options.output.absolute()
     check_outputs({"--output": output})
     check_target(output)
-    match = re.fullmatch(r"(?P<name>.+):(?P<iteration>\d+)", options.folder)
-    name, iteration = (match["name"], int(match["iteration"])) if match else (options.folder, None)
+    name, iteration = split_iteration(options.folder)
     folder = Path(name).expanduser()
     found = megatron_folder.find(folder, iteration)
     if found is None:

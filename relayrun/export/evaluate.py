@@ -30,12 +30,12 @@ from relayrun.errors import InputError, RelayrunError, run_main
 from relayrun.export import huggingface
 from relayrun.export.checkpoint_source import CheckpointSource, find_checkpoint
 from relayrun.export.folder import new_folder
-from relayrun.monitoring.trackers.sinks import wandb_mode
 from relayrun.monitoring.trackers.wandb_evaluations import tell
 from relayrun.rundir import evaluations
 from relayrun.rundir.evaluations import EvaluationDir, Result
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
+from relayrun.trainers.wandb import wandb_mode
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from relayrun.config.rampup import BatchSizes
 from relayrun.config.schema import RunConfig
-from relayrun.data.progress import Progress
 from relayrun.export import llama, megatron_arguments, optimizer_state
 from relayrun.export.checkpoint_source import CheckpointSource
 from relayrun.export.contents import Contents
@@ -51,7 +49,7 @@ def write(source: CheckpointSource, folder: Path) -> Exported:
     llama.check(reader.shapes, model, vocabulary, source.folder)
     weights = llama.megatron_shapes(model, vocabulary)
     common = reader.common()
-    position = _position(common, config, source.iteration)
+    position = megatron_arguments.position_of(common, config, source.iteration)
     contents, notes = Contents(), []
     for key in weights:
         contents.copy_tensor(reader, key, key)
@@ -95,13 +93,6 @@ def write(source: CheckpointSource, folder: Path) -> Exported:
         optimizer="optimizer" in common,
         notes=notes,
     )
-
-
-def _position(common: dict[str, Any], config: RunConfig, iteration: int) -> Progress:
-    sizes: BatchSizes = config.training.batch_sizes
-    if "progress" not in common:
-        return Progress(sizes, iteration=iteration)
-    return Progress.resume(common["progress"], sizes)
 
 
 def _add_generators(contents: Contents, reader: CheckpointReader, config: RunConfig) -> list[str]:

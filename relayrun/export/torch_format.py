@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from relayrun.config.schema import Model
-from relayrun.data.progress import Progress
 from relayrun.errors import InputError
 from relayrun.export import llama, megatron_arguments, optimizer_state
 from relayrun.export.checkpoint_source import CheckpointSource
 from relayrun.export.huggingface import DTYPES
 from relayrun.export.reader import CheckpointReader
+from relayrun.trainers.megatron_lm.checkpoints import TRACKER
 from relayrun.training.model.size import padded
 
 _LAYERS = "decoder.layers."
@@ -83,11 +83,7 @@ def write(
         for layer in range(model.num_layers):
             weights[f"{_LAYERS}{layer}.{rename(key.removeprefix(_LAYERS))}"] = read(key, layer, of)
     common = reader.common()
-    sizes = config.training.batch_sizes
-    if "progress" in common:
-        position = Progress.resume(common["progress"], sizes)
-    else:
-        position = Progress(sizes, iteration=source.iteration)
+    position = megatron_arguments.position_of(common, config, source.iteration)
     arguments = megatron_arguments.of(config, vocabulary, of, position) | {
         "transformer_impl": transformer_impl,
         "ckpt_format": "torch",
@@ -110,7 +106,7 @@ def write(
     target = folder / f"iter_{source.iteration:07}" / "mp_rank_00"
     target.mkdir(parents=True)
     torch.save(state, target / "model_optim_rng.pt")
-    (folder / "latest_checkpointed_iteration.txt").write_text(f"{source.iteration}\n")
+    (folder / TRACKER).write_text(f"{source.iteration}\n")
     return sum(tensor.numel() for tensor in weights.values())
 
 
