@@ -88,7 +88,7 @@ class Muon(torch.optim.AdamW):
             by_group = matrix.view(-1, rows, matrix.shape[1])
             parts = [
                 self._scaled(part.reshape(-1, matrix.shape[1])).view(part.shape)
-                for part in torch.split(by_group, self._qkv, dim=1)
+                for part in torch.split(by_group, list(self._qkv), dim=1)
             ]
             return torch.cat(parts, dim=1).view(matrix.shape)
         return self._scaled(matrix)
