@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -195,3 +196,13 @@ def test_one_kind_of_optimizer_is_not_the_other_and_weights_go_on(harness: Make)
     attempt = made.start()
     assert attempt.wait() == [3, 3], attempt.output()
     assert "optimizer was muon when this checkpoint was saved, and is adam" in attempt.outcome.reason
+
+
+@pytest.mark.long
+def test_an_export_to_megatron_lm_leaves_out_the_state_of_muon_and_says_so(harness: Make, tmp_path: Path) -> None:
+    made = made_with(harness, MUON, training={"steps": 1})
+    made.train()
+    command = [sys.executable, "-m", "relayrun.cli", "export", "megatron", str(made.run.path)]
+    done = subprocess.run([*command, "--output", str(tmp_path / "out")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "the state of muon is left out: load it with --finetune, or --no-load-optim" in done.stdout + done.stderr
