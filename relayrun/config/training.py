@@ -8,10 +8,12 @@ from pydantic import Field, model_validator
 
 from relayrun.config.rampup import BatchSizes
 from relayrun.config.section import Fraction, NonNegative, Positive, Section
+from relayrun.config.transformer import Transformer
 from relayrun.errors import ConfigError
 
 LossMean = Literal["micro_batch", "sample", "token"]
 
+StateType = Literal["fp32", "fp16", "bf16", "fp8"]
 ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 """`module:name` of something of a user's own. Imported by the ranks only, where their Python finds the module."""
 
@@ -20,7 +22,8 @@ LOSS_MEAN_BEFORE: LossMean = "sample"
 
 
 class Model(Section):
-    """A Llama: RMSNorm, SwiGLU, rotary positions, grouped-query attention (arXiv 2407.21783)."""
+    """A Llama: RMSNorm, SwiGLU, rotary positions, grouped-query attention (arXiv 2407.21783); and what `transformer`
+    makes of it."""
 
     num_layers: Positive
     """Transformer layers."""
@@ -29,13 +32,15 @@ class Model(Section):
     ffn_hidden_size: Positive
     """Width of the feed-forward layers (SwiGLU has three matrices of it)."""
     num_attention_heads: Positive
-    """Query heads; a head has hidden_size / num_attention_heads channels."""
+    """Query heads; a head has hidden_size / num_attention_heads channels, or transformer.kv_channels."""
     num_query_groups: Positive
     """Key-value heads; equal to num_attention_heads for plain multi-head attention."""
     rotary_base: Positive = 500_000
     """Base of the rotary frequencies."""
     rope_scaling_factor: Annotated[float, Field(ge=1)] | None = None
     """Llama 3.1's stretching of the low rotary frequencies, over an original context of 8,192; None: none."""
+    rotary_percent: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The part of a head's channels that is rotated, the first ones; 1: all."""
     norm_epsilon: float = 1e-5
     """Added to the mean square in RMSNorm."""
     init_method_std: float = 0.02
@@ -48,16 +53,25 @@ class Model(Section):
     """The output layer has weights of its own, not those of the embedding."""
     make_vocab_size_divisible_by: Positive = 128
     """The vocabulary is padded to a multiple of this, however the model is split: a checkpoint fits every layout."""
+    transformer: Transformer = Transformer()
     spec: ImportPath | None = None
     """`module:function`, a function of your own that gets megatron-core's TransformerConfig and returns the layers
     (ModuleSpec), the block (TransformerBlockSubmodules) or the whole model (a module), see docs/own-code.md."""
 
+    @property
+    def head_channels(self) -> int:
+        """Channels of a head."""
+        return self.transformer.kv_channels or self.hidden_size // self.num_attention_heads
+
     @model_validator(mode="after")
     def _divisible(self) -> Self:
-        if self.hidden_size % self.num_attention_heads:
+        own_heads = self.transformer.kv_channels or self.transformer.multi_latent_attention
+        if self.hidden_size % self.num_attention_heads and not own_heads:
             raise ValueError(
-                f"hidden_size {self.hidden_size} is no multiple of num_attention_heads {self.num_attention_heads}"
+                f"hidden_size {self.hidden_size} is no multiple of num_attention_heads {self.num_attention_heads}; "
+                "or set transformer.kv_channels"
             )
+        self.transformer.check_layers(self.num_layers)
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is no multiple of "
@@ -116,13 +130,19 @@ class Training(Section):
     """Layers of TransformerEngine, or local ones: attention on torch's SDPA (flash on GPUs) and torch's fused norms.
     auto: TransformerEngine on a GPU where it is installed, except with data.reset_attention_mask, whose documents torch
     attends to in one call of a kernel for sequences of any length."""
+    cross_entropy_loss_fusion: bool = False
+    """The loss from the logits in a few compiled kernels. With precision bf16 alone: the gradient of the logits leaves
+    them in bf16. On CPUs the same kernels run uncompiled."""
+    cross_entropy_fusion_impl: Literal["native", "te"] = "native"
+    """Whose kernels cross_entropy_loss_fusion takes: megatron-core's, or TransformerEngine's."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """What is computed again in the backward pass instead of being kept. full: all but the inputs of the layers.
     selective: `recompute_modules` of every layer."""
-    recompute_modules: list[Literal["core_attn", "mlp"]] | None = None
+    recompute_modules: list[Literal["core_attn", "mlp", "moe"]] | None = None
     """What `selective` computes again; by default core_attn, as in Megatron. Flash kernels compute core_attn's scores
-    again by themselves, so that it saves nothing with them. Megatron's layernorm is left out: without TransformerEngine
-    it fails (megatron-core 0.16.1), and TransformerEngine's norms are parts of its linear layers."""
+    again by themselves, so that it saves nothing with them. mlp is of layers without experts, moe of those with.
+    Megatron's layernorm is left out: without TransformerEngine it fails (megatron-core 0.16.1), and TransformerEngine's
+    norms are parts of its linear layers."""
     recompute_num_layers: Positive | None = None
     """So many layers, the first ones, of each pipeline stage (of each part, with virtual stages) are computed again;
     Megatron's recompute_method block. None: all of them."""
@@ -255,8 +275,9 @@ class Optimizer(Section):
     """Tokens until min_lr is reached, instead of lr_decay_steps; rounded up to whole iterations."""
     lr_wsd_decay_steps: Positive | None = None
     """Iterations of the way down of WSD, which end at lr_decay_steps."""
-    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
-    """Shape of the way down of WSD."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt", "1-sqrt"] = "linear"
+    """Shape of the way down of WSD. `1-sqrt` and `minus_sqrt` are two names of one: 1 minus the root of the share of
+    the way."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Weight decay of matrices; norms and biases have none."""
     adam_beta1: Fraction = 0.9
@@ -267,6 +288,21 @@ class Optimizer(Section):
     """Added to the root in Adam's denominator."""
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are scaled down to this norm; 0: never."""
+    main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type in which the gradients of micro-batches are summed, and reduced over ranks. bf16 takes half the memory and
+    half the traffic, and loses what small gradients add to large ones; with precision bf16 alone. Without
+    use_precision_aware_optimizer each rank widens its part before the update."""
+    use_precision_aware_optimizer: bool = False
+    """TransformerEngine's Adam, which reads gradients as they are and keeps each part of its state in a type of choice:
+    the four settings around this one. On GPUs with TransformerEngine, precision bf16 and
+    parallel.use_distributed_optimizer."""
+    main_params_dtype: Literal["fp32", "fp16"] = "fp32"
+    """Type of the optimizer's own weights, with use_precision_aware_optimizer."""
+    exp_avg_dtype: StateType = "fp32"
+    """Type of Adam's mean of the gradient, with use_precision_aware_optimizer."""
+    exp_avg_sq_dtype: StateType = "fp32"
+    """Type of Adam's mean of the squared gradient, with use_precision_aware_optimizer."""
+
     __annotations__["class"] = Annotated[
         ImportPath | None,
         Field(
@@ -331,6 +367,16 @@ class Optimizer(Section):
             raise ValueError(f"{others[0]} needs name muon")
         return self
 
+    @model_validator(mode="after")
+    def _types(self) -> Self:
+        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            if getattr(self, name) != "fp32" and not self.use_precision_aware_optimizer:
+                raise ValueError(
+                    f"{name} {getattr(self, name)} needs use_precision_aware_optimizer: other optimizers keep their "
+                    "state in fp32"
+                )
+        return self
+
 
 class Checkpoint(Section):
     """When the state is made durable. A leave (time, signal, trigger, last step) always saves too."""
@@ -378,12 +424,24 @@ class Parallel(Section):
     context_parallel_size: Positive = 1
     """Split every sequence over this many ranks. Without TransformerEngine, and with data.reset_attention_mask,
     attention splits heads in its place: their number is a multiple of tensor x context parallel size."""
+    expert_model_parallel_size: Positive = 1
+    """Split the experts of every layer (model.transformer.num_moe_experts) over this many of the ranks that are data-
+    or context-parallel for all else."""
     use_distributed_optimizer: bool = False
     """Split the optimizer's state over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
     """Reduce gradients while the backward pass goes on."""
     overlap_param_gather: bool = False
     """Gather the updated weights while the forward pass goes on."""
+    defer_embedding_wgrad_compute: bool = False
+    """The last pipeline stage computes the gradients of the output layer's weights while it would wait for the others
+    at the end of an iteration."""
+    wgrad_deferral_limit: NonNegative = 0
+    """So many micro-batches are deferred by defer_embedding_wgrad_compute, whose logits' gradients are kept until then;
+    0: all."""
+    overlap_p2p_communication_warmup_flush: bool = False
+    """With virtual stages: pipeline stages send and receive while they compute also in the first and the last
+    micro-batches of an iteration."""
 
     @property
     def virtual_stages(self) -> bool:
@@ -397,6 +455,20 @@ class Parallel(Section):
             )
         if self.virtual_stages and self.pipeline_model_parallel_size == 1:
             raise ValueError("num_layers_per_virtual_pipeline_stage needs pipeline_model_parallel_size above 1")
+        if self.defer_embedding_wgrad_compute and self.pipeline_model_parallel_size == 1:
+            raise ValueError(
+                "defer_embedding_wgrad_compute fills the wait of a pipeline: it needs pipeline_model_parallel_size "
+                "above 1"
+            )
+        if self.wgrad_deferral_limit and not self.defer_embedding_wgrad_compute:
+            raise ValueError("wgrad_deferral_limit needs defer_embedding_wgrad_compute")
+        if self.wgrad_deferral_limit == 1:
+            raise ValueError(
+                "wgrad_deferral_limit 1: megatron-core cannot compute the rest of a single micro-batch; set 2 or more, "
+                "or 0 for all"
+            )
+        if self.overlap_p2p_communication_warmup_flush and not self.virtual_stages:
+            raise ValueError("overlap_p2p_communication_warmup_flush needs num_layers_per_virtual_pipeline_stage")
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             raise ValueError("overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce")
         return self

@@ -8,6 +8,7 @@ torch's AdamW is fused on GPUs: one kernel reads and writes each state once, and
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from relayrun.config.schema import Optimizer as Settings
 from relayrun.config.schema import RunConfig
 from relayrun.data.progress import Progress
-from relayrun.errors import ConfigError
+from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.training import gradients, optimizer_groups, own_code, own_optimizer
 from relayrun.training.model.gpt import Model
 from relayrun.training.muon import Muon
@@ -51,7 +52,7 @@ class ShardedDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]  
         found, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
         wholes = {whole.data: whole for whole in nested_values(found)}
         result = {}
-        for number, (parameter, held) in enumerate(self._held()):
+        for number, (parameter, held) in enumerate(self.held()):
             state = self._get_main_param_and_optimizer_states(parameter)
             state.pop("step", None)  # the same for all parameters, and part of the groups
             if is_loading:
@@ -64,14 +65,15 @@ class ShardedDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]  
         self, state_dict: dict[int, dict[str, dict[int, torch.Tensor]]]
     ) -> None:
         """Put in place what a load into `sharded_param_state_fully_reshardable` gave."""
-        for number, (parameter, _) in enumerate(self._held()):
+        for number, (parameter, _) in enumerate(self.held()):
             tensors = {
-                name: torch.cat([block.flatten() for block in found.values()])
+                # a precision-aware optimizer narrows it where its own state lies
+                name: torch.cat([block.flatten() for block in found.values()]).to(parameter.device)
                 for name, found in state_dict[number].items()
             }
             self._set_main_param_and_optimizer_states(parameter, tensors)
 
-    def _held(self) -> Iterator[tuple[torch.nn.Parameter, range]]:
+    def held(self) -> Iterator[tuple[torch.nn.Parameter, range]]:
         """The parameters that this rank has a part of, and the elements of each that it holds."""
         for by_type in self.gbuf_ranges:
             for buckets in by_type.values():
@@ -142,6 +144,8 @@ class Optimizer:
                 use_distributed_optimizer=config.parallel.use_distributed_optimizer,
                 bf16=config.training.resolved_precision == "bf16",
                 params_dtype=model.dtype,
+                timers=model.timers if model.timers.level else None,
+                **_types(settings),
             ),
             model.chunks,
             config_overrides=optimizer_groups.overrides(settings, model.chunks, muon=settings.kind == "muon"),
@@ -235,7 +239,7 @@ def schedule(config: RunConfig, optimizer: MegatronOptimizer, position: Progress
         lr_decay_steps=decay,
         lr_decay_style=settings.lr_decay_style,
         wsd_decay_steps=settings.lr_wsd_decay_steps,
-        lr_wsd_decay_style=settings.lr_wsd_decay_style,
+        lr_wsd_decay_style="minus_sqrt" if settings.lr_wsd_decay_style == "1-sqrt" else settings.lr_wsd_decay_style,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
         wd_incr_steps=decay,
@@ -282,6 +286,31 @@ def place_steps(optimizer: MegatronOptimizer) -> None:
 def _adams(optimizer: MegatronOptimizer) -> list[torch.optim.AdamW]:
     inner = [each.optimizer for each in optimizer.chained_optimizers]
     return [adam for adam in inner if isinstance(adam, torch.optim.AdamW)]
+
+
+def _types(settings: Settings) -> dict[str, Any]:
+    """The types of the optimizer's state, as megatron-core's OptimizerConfig takes them.
+
+    Raises FatalTrainingError if TransformerEngine, whose Adam alone knows others than fp32, is missing.
+    """
+    if not settings.use_precision_aware_optimizer:
+        return {}  # with another optimizer the type of the gradients is a matter of their buffers alone
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise FatalTrainingError(
+            "TransformerEngine is not installed where the ranks run, and optimizer.use_precision_aware_optimizer asks "
+            "for its Adam",
+            hint="use a container that has it, or set optimizer.use_precision_aware_optimizer=false",
+        )
+    names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    return {
+        "use_precision_aware_optimizer": True,
+        # else a checkpoint would hold the lower half of each weight's bits in place of the weight
+        "store_param_remainders": False,
+        **{name: _DTYPES[getattr(settings, name)] for name in names},
+    }
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 
 
 def _settings(group: dict[str, Any], own: set[str]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ from relayrun.files import write_atomic
 from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
 from relayrun.training import optimizer_groups, own_optimizer
-from relayrun.training.checkpoint import checksums, publish, random_state, strategy
+from relayrun.training.checkpoint import checksums, optimizer_layout, publish, random_state, strategy
 from relayrun.training.checkpoint.background import BackgroundSave
 from relayrun.training.checkpoint.checksums import FileSum
 from relayrun.training.checkpoint.host_copy import HostCopy, Reserved
@@ -72,7 +72,10 @@ T = TypeVar("T")
 GROUPS = "optimizer_groups"
 """The key of `optimizer.groups`, where a run has some."""
 
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,  # one name for a tensor, also where experts have an optimizer of their own
+}
 
 
 class SaveFailed(Exception):
@@ -263,8 +266,9 @@ class Checkpointer:
                 )
         self._check_shapes(wanted, reader)
         plain = reader.common()
-        if with_optimizer:
-            optimizer_groups.fit(plain.get("optimizer"), wanted["optimizer"])
+        if with_optimizer and "optimizer" in plain:
+            plain["optimizer"] = optimizer_layout.fitted(plain["optimizer"], wanted["optimizer"])
+            optimizer_groups.fit(plain["optimizer"], wanted["optimizer"])
             self._say_groups(common.get(GROUPS, []))
         state = strategy.load(wanted, reader, self._ranks.cpu_group, common=plain)
         self._model.load(state["model"])
