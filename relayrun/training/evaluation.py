@@ -49,6 +49,10 @@ class Evaluation:
             self._batch(order, own[at : at + self.training.micro_batch_size])
             for at in range(0, len(own), self.training.micro_batch_size)
         ]
+        count = -(-wanted // (self.ranks.data_parallel_size * self.training.micro_batch_size))
+        if count and len(batches) < count:  # ranks that share experts wait for each other in every micro-batch
+            last = batches[-1] if batches else self._batch(order, range(1))
+            batches += [MicroBatch(tokens=last.tokens, weights=np.zeros_like(last.weights))] * (count - len(batches))
         while len(batches) % model.batches_multiple:
             batches.append(MicroBatch(tokens=batches[-1].tokens, weights=np.zeros_like(batches[-1].weights)))
         return self.ranks.mean_loss(model.run(batches, train=False) if batches else LossSum(total=0.0, count=0.0))

@@ -206,3 +206,30 @@ def test_an_export_to_megatron_lm_leaves_out_the_state_of_muon_and_says_so(harne
     done = subprocess.run([*command, "--output", str(tmp_path / "out")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "the state of muon is left out: load it with --finetune, or --no-load-optim" in done.stdout + done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", [MUON, SIGNS], ids=["muon", "signs"])
+def test_experts_resume_exactly_and_move_to_other_ranks(
+    harness: Make, optimizer: dict[str, Any], precision: str
+) -> None:
+    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "moe_aux_loss_coeff": 0.01}
+    settings = {
+        "model": NO_DROPOUT | {"transformer": experts},
+        "training": {"steps": 8, "precision": precision},
+        "parallel": {"expert_model_parallel_size": 2},
+    }
+    whole, pieces, moved = (made_with(harness, optimizer, **settings) for _ in range(3))
+    reference = whole.train().steps()
+    for made in (pieces, moved):
+        made.config["training"]["stop_after"] = 4
+        made.train()
+        del made.config["training"]["stop_after"]
+    moved.config["parallel"] = {}
+    pieces.train()
+    assert losses(pieces) == losses(whole)
+    assert_same_bytes(whole.run.checkpoint(8), pieces.run.checkpoint(8))
+    if optimizer is MUON:  # a sign is no continuous function, and its groups have a count, which does not move
+        for iteration, step in moved.train().steps().items():
+            assert abs(step["loss"] - reference[iteration]["loss"]) < (1e-5 if precision == "fp32" else 2e-2)
