@@ -71,7 +71,8 @@ def write(source: CheckpointSource, folder: Path) -> Exported:
         "tokens_so_far": position.consumed_samples * config.training.seq_length,
         "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
     }
-    if "optimizer" in common:
+    kind = config.optimizer.kind
+    if "optimizer" in common and kind == "adam":
         found = optimizer_state.find(reader, common["optimizer"])
         adam = replace(found, groups=found.with_defaults())
         precision = config.training.resolved_precision
@@ -82,7 +83,8 @@ def write(source: CheckpointSource, folder: Path) -> Exported:
             notes.append("the optimizer's state is in the plain form: load it without --use-distributed-optimizer")
     else:
         state["args"].no_save_optim = True
-        notes.append("it has no optimizer: load it with --finetune, or --no-load-optim")
+        why = f"the state of {kind} is left out" if "optimizer" in common else "it has no optimizer"
+        notes.append(f"{why}: load it with --finetune, or --no-load-optim")
     notes += _add_generators(contents, reader, config)
     iteration = folder / f"iter_{source.iteration:07}"
     iteration.mkdir()
@@ -92,7 +94,7 @@ def write(source: CheckpointSource, folder: Path) -> Exported:
         notes.append("the run has passed over samples; a run that goes on from here counts from behind them")
     return Exported(
         parameters=sum(torch.Size(size).numel() for size in weights.values()),
-        optimizer="optimizer" in common,
+        optimizer="optimizer" in common and kind == "adam",
         notes=notes,
     )
 

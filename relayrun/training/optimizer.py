@@ -159,7 +159,7 @@ class Optimizer:
             use_gloo_process_groups=False,
         )
         patch_distributed_optimizers(self.inner)
-        own = set()
+        self._own: set[str] = set()
         if settings.kind != "adam":
             own_code.agreed(
                 lambda: own_optimizer.replace_adam(self.inner, _make(settings, model)),
@@ -168,13 +168,13 @@ class Optimizer:
                 hint="write module:Class, a class that inherits torch.optim.Optimizer, where the ranks' Python finds "
                 "its module; it takes lr, weight_decay (unless that is 0) and optimizer.arguments",
             )
-            own = own_optimizer.settings_of(self.inner)
-        for inner in self.inner.chained_optimizers:  # `load` brings a checkpoint's groups into their order
-            inner._filter_and_reorder_param_groups = lambda current, loaded: loaded
+            self._own = own_optimizer.settings_of(self.inner)
+        else:
+            optimizer_groups.patch(self.inner)
         if model.device.type == "cuda" and settings.class_path is None:
             fuse(self.inner)
         self._config = config
-        self._settings_of_groups = [_settings(group, own) for group in self.inner.param_groups]
+        self._settings_of_groups = [_settings(group, self._own) for group in self.inner.param_groups]
         self.schedule = schedule(config, self.inner, Progress(config.training.batch_sizes))
 
     @property
@@ -209,6 +209,9 @@ class Optimizer:
         """
         self.inner.load_state_dict(state)
         for group, settings in zip(self.inner.param_groups, self._settings_of_groups, strict=True):
+            if not self._own:  # the distributed optimizer takes groups that look alike to it for one
+                for name in group.keys() - settings.keys() - {"params", "step"}:
+                    del group[name]
             group.update(settings)
         place_steps(self.inner)
         self._go_to(position)

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import ParamKey
+from megatron.core.optimizer import MegatronOptimizer, ParamKey
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 
 from relayrun.config.training import Optimizer, OptimizerGroup
@@ -23,6 +24,9 @@ from relayrun.errors import ConfigError
 Override = dict[str, Any]
 """What megatron-core's groups take beside their parameters."""
 
+Groups = list[dict[str, Any]]
+
+_MAIN = "fp32_from_fp16_params"
 _LAYERS = re.compile(r"(.*\blayers)\.\d+$")
 
 
@@ -95,6 +99,45 @@ def _refuse_unmatched(groups: Sequence[OptimizerGroup], own: Sequence[str]) -> N
             )
 
 
+def patch(optimizer: MegatronOptimizer) -> None:
+    """Let the plain optimizers inside `optimizer` load any groups, once `fit` has brought them into their order."""
+    for inner in optimizer.chained_optimizers:
+        if type(inner) is FP32Optimizer:
+            inner.__class__ = _AnyGroups
+        elif type(inner) is Float16OptimizerWithFloat16Params:
+            inner.__class__ = _AnyGroupsInBf16
+
+
+class _AnyGroups(FP32Optimizer):  # type: ignore[misc]  # megatron-core has no types
+    @staticmethod
+    def _filter_and_reorder_param_groups(current_groups: Groups, state_dict_groups: Groups) -> Groups:
+        """Find nothing: groups with one learning rate and different weight decays look alike to the original."""
+        return state_dict_groups
+
+
+class _AnyGroupsInBf16(Float16OptimizerWithFloat16Params):  # type: ignore[misc]
+    """Saves and loads groups that have no parameter on a rank.
+
+    Fault: the original keeps the fp32 weights in a list of lists, of which a load leaves out those that are empty; the
+    lists behind them would be read into the groups before, without an error, or the load fails.
+    """
+
+    _filter_and_reorder_param_groups = staticmethod(_AnyGroups._filter_and_reorder_param_groups)
+
+    def sharded_state_dict(self, *arguments: Any, **named: Any) -> dict[str, Any]:
+        state: dict[str, Any] = super().sharded_state_dict(*arguments, **named)
+        state[_MAIN] = {number: dict(enumerate(group)) for number, group in enumerate(state[_MAIN])}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        found = state_dict.get(_MAIN, {})
+        groups = [
+            [found[number][at] for at in range(len(group))]
+            for number, group in enumerate(self.fp32_from_float16_groups)
+        ]
+        super().load_state_dict(state_dict | {_MAIN: groups})
+
+
 def fit(found: Any, wanted: Any) -> None:
     """Put this attempt's groups in the place of a checkpoint's, in place, and keep the count of steps.
 
@@ -109,5 +152,6 @@ def fit(found: Any, wanted: Any) -> None:
         found["param_groups"] = [
             {name: value for name, value in group.items() if name not in ("params", "step")} | step for group in groups
         ]
+    found.pop(_MAIN, None)  # lists that are empty on rank 0
     for name in found.keys() & wanted.keys():
         fit(found[name], wanted[name])

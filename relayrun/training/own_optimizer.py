@@ -163,7 +163,8 @@ class _NamedState:
                 else:
                     state[name] = value
             self._outer.optimizer.state[main] = state
-        saved = state_dict["groups"]
+        # there are none where experts were split otherwise, with groups of their own
+        saved: list[dict[str, Any]] = state_dict.get("groups", [])
         for number, group in enumerate(self._outer.optimizer.param_groups if saved else ()):
             group.update(saved[number] if len(saved) == len(self._outer.optimizer.param_groups) else saved[0])
 
