@@ -40,7 +40,8 @@ def pytest_report_header(config: pytest.Config) -> str | None:
     return f"random order: --shuffle={seed}" if seed else None
 
 
-APART = re.compile(r"tests/(faults/|gpucheck/|chain/test_local_chain|training/(?!test_training_(recompute|optimizer)))")
+SHARING = "test_training_(recompute|optimizer|loss_mean|attention)"
+APART = re.compile(rf"tests/(faults/|gpucheck/|chain/test_local_chain|training/(?!{SHARING}))")
 """Modules whose tests share no fixture that takes long: each goes to any worker. The others stay together."""
 
 

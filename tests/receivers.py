@@ -1,9 +1,12 @@
-"""Receivers of messages on loopback: a mail server and a web server that keep what they are told."""
+"""Receivers of messages on loopback: a mail server, a web server and a hub of models that keep what they are told."""
 
 from __future__ import annotations
 
+import base64
 import email
 import email.policy
+import hashlib
+import json
 import socketserver
 import threading
 import time
@@ -107,6 +110,126 @@ def web_server() -> Iterator[Web]:
             yield web
         finally:
             closing.set()
+
+
+@dataclass
+class HubServer:
+    """What a stand-in for the Hugging Face hub holds. It knows one token, and takes large files by LFS."""
+
+    token: str
+    url: str = ""
+    repositories: dict[str, bool] = field(default_factory=dict)
+    """Whether each is private, by name."""
+    branches: set[str] = field(default_factory=set)
+    objects: dict[str, bytes] = field(default_factory=dict, repr=False)
+    """Large files by their SHA-256."""
+    commits: list[tuple[str, str, dict[str, bytes]]] = field(default_factory=list)
+    """Repository, branch, and the contents of each commit by name."""
+    sent: list[str] = field(default_factory=list)
+    """SHA-256 of the large files that were sent, in order, also of those that were not taken."""
+    refuse: set[str] = field(default_factory=set)
+    """SHA-256 of the large files that it does not take."""
+
+
+@contextmanager
+def hub_server(token: str) -> Iterator[HubServer]:
+    """A server of as much of the hub as an upload asks for."""
+    hub = HubServer(token)
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if self.headers.get("Transfer-Encoding") == "chunked":
+                body = b"".join(iter(self.chunk, b""))
+            path = self.path.partition("?")[0]
+            if path.startswith("/objects/"):
+                return self.take(path.rpartition("/")[2], body)
+            if self.headers.get("Authorization") != f"Bearer {hub.token}":
+                return self.say(401, {"error": "Invalid user token."})
+            parts = path.strip("/").split("/")
+            said = json.loads(body) if body and not path.startswith("/api/models/") else {}
+            if path == "/api/whoami-v2":
+                return self.say(200, {"name": "me", "type": "user"})
+            if path == "/api/validate-yaml":
+                return self.say(200, {"errors": [], "warnings": []})
+            if path == "/api/repos/create":
+                name = f"{said['organization']}/{said['name']}"
+                if name in hub.repositories:
+                    return self.say(409, {"error": "You already created this model repo", "url": f"{hub.url}/{name}"})
+                hub.repositories[name] = said.get("visibility") == "private" or bool(said.get("private"))
+                return self.say(200, {"url": f"{hub.url}/{name}"})
+            if path.endswith(".git/info/lfs/objects/batch"):
+                return self.say(200, {"objects": [self.action(each["oid"], each["size"]) for each in said["objects"]]})
+            if parts[:2] == ["api", "models"] and len(parts) == 6:
+                return self.model(f"{parts[2]}/{parts[3]}", parts[4], parts[5], body)
+            return self.say(404, {"error": f"no {path}"})
+
+        do_GET = do_POST = do_PUT = answer
+
+        def chunk(self) -> bytes:
+            size = int(self.rfile.readline(), 16)
+            data = self.rfile.read(size)
+            self.rfile.readline()
+            return data
+
+        def action(self, oid: str, size: int) -> dict[str, object]:
+            found: dict[str, object] = {"oid": oid, "size": size}
+            if oid not in hub.objects:
+                found["actions"] = {"upload": {"href": f"{hub.url}/objects/{oid}"}}
+            return found
+
+        def take(self, oid: str, body: bytes) -> None:
+            hub.sent.append(oid)
+            if oid in hub.refuse or hashlib.sha256(body).hexdigest() != oid:
+                return self.say(403, {"error": "no room is left"})
+            hub.objects[oid] = body
+            return self.say(200, {})
+
+        def model(self, name: str, what: str, branch: str, body: bytes) -> None:
+            if what == "branch":
+                hub.branches.add(branch)
+                return self.say(201, {})
+            if what == "preupload":
+                files = [
+                    {
+                        "path": each["path"],
+                        "uploadMode": "lfs" if each["path"].endswith(".safetensors") else "regular",
+                        "shouldIgnore": False,
+                    }
+                    for each in json.loads(body)["files"]
+                ]
+                return self.say(200, {"files": files})
+            if what == "commit":
+                found = {}
+                for line in map(json.loads, body.splitlines()):
+                    value = line["value"]
+                    if line["key"] == "lfsFile":
+                        found[value["path"]] = hub.objects[value["oid"]]
+                    elif line["key"] == "file":
+                        found[value["path"]] = base64.b64decode(value["content"])
+                hub.commits.append((name, branch, found))
+                oid = f"{len(hub.commits):040x}"
+                return self.say(200, {"commitUrl": f"{hub.url}/{name}/commit/{oid}", "commitOid": oid})
+            return self.say(404, {"error": f"no {what}"})
+
+        def say(self, code: int, answer: dict[str, object]) -> None:
+            text = json.dumps(answer).encode()
+            self.send_response(code)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def handle(self) -> None:
+            with suppress(BrokenPipeError, ConnectionResetError):  # who asked has gone
+                super().handle()
+
+    with _served(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as port:
+        hub.url = f"http://127.0.0.1:{port}"
+        yield hub
 
 
 @contextmanager

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Iterator
 from itertools import islice
 
 from relayrun.chain import decide
 from relayrun.chain.failed_attempts import failed_attempts
 from relayrun.errors import RelayrunError
-from relayrun.files import read_lines_backwards
+from relayrun.files import free_space, read_lines_backwards
 from relayrun.rundir import notices
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.evaluations import Result
@@ -181,8 +180,7 @@ def _of_disk(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator
     newest = next(Lineage(run).backwards(), None)
     size = 0 if newest is None else sum(newest.commit.files.values())
     if size:
-        found = os.statvfs(run.checkpoints)
-        free = found.f_bavail * found.f_frsize
+        free = free_space(run.checkpoints)
         if free < policy.disk_checkpoints * size:
             reason = (
                 f"{free / 1e9:.1f} GB are free at {run.checkpoints}: room for {free // size} more checkpoints of "

@@ -24,6 +24,7 @@ COMMANDS = {
     "dumps": ("dumps", "tokenization: a dataset as dumps, their jobs, where they stand, what suits this node"),
     "mixture": ("mixture", "token shards as data sets of a run: mixed by weight, listed, checked"),
     "export": ("export", "a checkpoint in the form that other programs read"),
+    "upload": ("upload", "an exported folder to a repository of the Hugging Face hub"),
     "import": ("import_checkpoint", "a checkpoint, to start a run from, of another program's model"),
     "checkpoint": ("checkpoint", "whether a checkpoint still holds the bytes that were saved"),
     "gpu-check": ("gpu_check", "what this machine's GPUs do with relayrun, in eight minutes"),

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import re
 import time
 from pathlib import Path
 
 from relayrun.errors import InputError
 from relayrun.rundir import lineage
-from relayrun.rundir.find import find_run
+from relayrun.rundir.find import find_run, split_iteration
 from relayrun.rundir.quarantine import LeftBehind, left_behind
 from relayrun.training.checkpoint import checksums
-
-_ITERATION = re.compile(r"(?P<name>.+):(?P<iteration>\d+)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,10 +69,10 @@ def _folder(name: str) -> tuple[Path, list[LeftBehind]]:
     folder = Path(name).expanduser()
     if (folder / "metadata.json").is_file() or (folder / checksums.INDEX).is_file():
         return folder.absolute(), []
-    match = _ITERATION.fullmatch(name)
-    run = find_run(match["name"] if match else name)
+    named, iteration = split_iteration(name)
+    run = find_run(named)
     line = lineage.Lineage(run)
-    if match is None:
+    if iteration is None:
         newest = line.durable()
         if newest.path is None:
             raise InputError("this run has no checkpoint yet", where=run.path)
@@ -84,7 +81,7 @@ def _folder(name: str) -> tuple[Path, list[LeftBehind]]:
     commits = line.line()
     have = ", ".join(str(commit.iteration) for commit in commits if Path(commit.path).is_dir()) or "none"
     for commit in commits:
-        if commit.iteration == int(match["iteration"]):
+        if commit.iteration == iteration:
             if Path(commit.path).is_dir():
                 return Path(commit.path), []
             raise InputError(
@@ -93,5 +90,5 @@ def _folder(name: str) -> tuple[Path, list[LeftBehind]]:
                 hint=f"it has: {have}; `relayrun status` tells what lies in quarantine",
             )
     raise InputError(
-        f"this run has no checkpoint of iteration {match['iteration']}", where=run.checkpoints, hint=f"it has: {have}"
+        f"this run has no checkpoint of iteration {iteration}", where=run.checkpoints, hint=f"it has: {have}"
     )

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
 from relayrun.config.writable import check_outputs
 from relayrun.errors import InputError
-from relayrun.export import megatron_source
+from relayrun.export import megatron_source, upload
 from relayrun.export.checkpoint_source import CheckpointSource, find_checkpoint
 from relayrun.export.target import check_target, parse_size
-from relayrun.rundir.find import find_run
+from relayrun.rundir.find import find_run, split_iteration
 from relayrun.training.checkpoint import megatron_folder
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -45,6 +44,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hf.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file of weights (default: 5GB)")
     hf.add_argument("--test-logits", action="store_true", help="compare its logits with megatron-core's")
     hf.add_argument("--readme", action="store_true", help="write a model card from the run's records")
+    hf.add_argument(
+        "--mapping",
+        metavar="MODULE:NAME",
+        help="import path of a mapping of your own (default: model.mapping of the run, or the built-in that fits)",
+    )
+    hf.add_argument(
+        "--push-to",
+        metavar="OWNER/NAME",
+        help="then upload it to this repository of the Hugging Face hub, as `relayrun upload` does, with a model card",
+    )
+    hf.add_argument("--public", action="store_true", help="with --push-to: a repository that is made is open to all")
     torch.add_argument(
         "--transformer-impl",
         choices=("transformer_engine", "local"),
@@ -61,15 +71,22 @@ def export_hf(options: argparse.Namespace) -> int:
     """Write a Hugging Face folder. Raises RelayrunError."""
     check_outputs({"--output": options.output})
     limit = parse_size(options.max_shard_size)
+    hub = None
+    if options.push_to is not None:
+        hub = upload.Hub.from_environment(options.push_to)
+    elif options.public:
+        raise InputError("--public belongs to --push-to", where="--public", hint="leave it out")
     source = _looked_at(options)
+    if hub is not None:
+        hub.check()
     from relayrun.export import card, huggingface  # torch: seconds
     from relayrun.export.folder import new_folder
 
     compared = ""
     with new_folder(options.output) as folder:
-        made = huggingface.write(source, folder, dtype=options.dtype, max_shard_size=limit)
-        if options.readme:
-            (folder / "README.md").write_text(card.text(source, dtype=made.dtype), encoding="utf-8")
+        made = huggingface.write(source, folder, dtype=options.dtype, max_shard_size=limit, mapping=options.mapping)
+        if options.readme or (hub is not None and source.run is not None):
+            (folder / "README.md").write_text(card.text(source, made), encoding="utf-8")
         if options.test_logits:
             from relayrun.export import logits
 
@@ -85,6 +102,8 @@ def export_hf(options: argparse.Namespace) -> int:
     )
     if compared:
         print(compared)
+    if hub is not None:
+        print(upload.upload(hub, Path(options.output), public=options.public))
     return 0
 
 
@@ -110,9 +129,8 @@ def export_torch(options: argparse.Namespace) -> int:
 def export_megatron(options: argparse.Namespace) -> int:
     """Write a folder that Megatron-LM loads. Raises RelayrunError."""
     check_outputs({"--output": options.output})
-    match = re.fullmatch(r"(?P<name>.+):(?P<iteration>\d+)", options.name)
-    name, iteration = (match["name"], int(match["iteration"])) if match else (options.name, options.iteration)
-    source = find_checkpoint(find_run(name), iteration)
+    name, iteration = split_iteration(options.name)
+    source = find_checkpoint(find_run(name), options.iteration if iteration is None else iteration)
     check_target(options.output)
     from relayrun.export import megatron_exporter  # torch: seconds
     from relayrun.export.folder import new_folder

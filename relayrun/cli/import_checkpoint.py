@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
 from relayrun.cli.export import DTYPES
 from relayrun.config.writable import check_outputs
 from relayrun.errors import InputError, nearest_path
 from relayrun.export.target import check_target
+from relayrun.rundir.find import split_iteration
 from relayrun.training.checkpoint import megatron_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun import`."""
     formats = parser.add_subparsers(dest="format", required=True)
-    hf = formats.add_parser("hf", help="a Llama of Hugging Face")
+    hf = formats.add_parser("hf", help="a model of Hugging Face: Llama, Qwen3, Mixtral, Apertus, or by --mapping")
     hf.add_argument("folder", type=Path, metavar="DIR", help="with config.json and *.safetensors")
     hf.add_argument("--output", type=Path, required=True, metavar="CKPT", help="must not exist")
     hf.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: that of the folder's weights")
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="as in the model section of the run that starts from it (default: 128)",
     )
+    hf.add_argument("--mapping", metavar="MODULE:NAME", help="import path of a mapping of your own")
     hf.set_defaults(run=import_hf)
     megatron = formats.add_parser("megatron", help="a checkpoint folder of Megatron-LM (torch_dist)")
     megatron.add_argument("folder", metavar="DIR[:ITERATION]", help="default: the iteration that its tracker names")
@@ -51,7 +52,11 @@ def import_hf(options: argparse.Namespace) -> int:
     from relayrun.export import importer  # torch: seconds
 
     made = importer.import_hf(
-        options.folder, output, dtype=options.dtype, divisible_by=options.make_vocab_size_divisible_by
+        options.folder,
+        output,
+        dtype=options.dtype,
+        divisible_by=options.make_vocab_size_divisible_by,
+        mapping=options.mapping,
     )
     print(
         f"{made.vocabulary} tokens, padded to {made.padded_vocabulary}: {output}\n"
@@ -65,8 +70,7 @@ def import_megatron(options: argparse.Namespace) -> int:
     output: Path = options.output.absolute()
     check_outputs({"--output": output})
     check_target(output)
-    match = re.fullmatch(r"(?P<name>.+):(?P<iteration>\d+)", options.folder)
-    name, iteration = (match["name"], int(match["iteration"])) if match else (options.folder, None)
+    name, iteration = split_iteration(options.folder)
     folder = Path(name).expanduser()
     found = megatron_folder.find(folder, iteration)
     if found is None:

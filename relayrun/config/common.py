@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from relayrun.config.job import Chain, Cluster, Debug, Job, Tracking
+from relayrun.config.job import Chain, Cluster, Debug, Evaluation, Job, Tracking
 from relayrun.config.notify import Notify
 from relayrun.config.section import NAME, Line, Section
 
@@ -29,8 +29,25 @@ class CommonConfig(Section):
     tracking: Tracking = Tracking()
     debug: Debug = Debug()
     notify: Notify = Notify()
+    evaluation: Evaluation | None = None
     job: Job
     cluster: Cluster
+
+    @model_validator(mode="after")
+    def _scored(self) -> Self:
+        own = self.evaluation
+        if own is None:
+            return self
+        if self.trainer == "native" and own.convert:
+            raise ValueError(
+                "evaluation.convert: relayrun exports its own checkpoints; leave it out, see model.mapping"
+            )
+        if self.trainer != "native" and not own.tasks and not own.command:
+            raise ValueError(
+                f"evaluation: with trainer {self.trainer} there is no mean loss on validation sets; "
+                "set evaluation.tasks or evaluation.command"
+            )
+        return self
 
     @property
     def world_size(self) -> int:

@@ -26,6 +26,7 @@ from relayrun.config.schema import (
     CommonConfig,
     Data,
     DataSource,
+    Evaluation,
     Job,
     MegatronConfig,
     RunConfig,
@@ -129,9 +130,8 @@ def _with_absolute_paths(config: CommonConfig, root: Path) -> CommonConfig:
     }
     if isinstance(config, RunConfig | MegatronConfig) and config.data is not None:
         changes["data"] = _absolute_data(config.data, root)
-    if isinstance(config, RunConfig) and config.evaluation is not None and config.evaluation.include_path is not None:
-        path = _absolute(config.evaluation.include_path, root)
-        changes["evaluation"] = config.evaluation.model_copy(update={"include_path": path})
+    if config.evaluation is not None:
+        changes["evaluation"] = _absolute_evaluation(config.evaluation, root)
     if isinstance(config, MegatronConfig):
         own = config.megatron_lm
         file = None if own.args_file is None else _absolute(own.args_file, root)
@@ -142,6 +142,15 @@ def _with_absolute_paths(config: CommonConfig, root: Path) -> CommonConfig:
         }
         changes["command"] = config.command.model_copy(update=words)
     return config.model_copy(update=changes)
+
+
+def _absolute_evaluation(own: Evaluation, root: Path) -> Evaluation:
+    changes: dict[str, Any] = {
+        name: [_absolute_file(word, root) for word in getattr(own, name)] for name in ("convert", "command")
+    }
+    if own.include_path is not None:
+        changes["include_path"] = _absolute(own.include_path, root)
+    return own.model_copy(update=changes)
 
 
 def _absolute_data(data: Data, root: Path) -> Data:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -148,13 +150,27 @@ class EvaluationJob(Place):
     """GPUs of the evaluation's job; default: one where the run's jobs have GPUs."""
 
 
+PLACEHOLDERS_OF_EVALUATIONS = ("model", "results", "checkpoint", "iteration", "checkpoints", "run_dir", "python")
+"""What an evaluation job fills in where it stands in braces in its commands."""
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+_WHAT = {"model": "folder that it makes", "results": "file that it writes"}
+
+
 class Evaluation(Section):
     """Checkpoints that are exported to Hugging Face's form and evaluated, each in a job of its own beside the chain."""
 
     interval: Positive
     """Iterations between evaluations, a multiple of checkpoint.interval. The last iteration is always evaluated."""
     tasks: list[str] = []
-    """Tasks of lm-evaluation-harness (extra `evaluation`); none: the mean loss on the validation sets."""
+    """Tasks of lm-evaluation-harness (extra `evaluation`); none: `command`, or the mean loss on the validation sets,
+    which trainer native alone has."""
+    command: list[Line] = []
+    """A program of your own in the place of `tasks`, word by word, without a shell: it scores the folder `{model}`, one
+    of transformers, and writes a JSON object of numbers by task and metric to `{results}`. Filled in, too:
+    `{checkpoint}`, `{iteration}`, `{checkpoints}`, `{run_dir}`, `{python}`."""
+    convert: list[Line] = []
+    """Where the trainer is not native: a program that makes the folder `{model}` of the checkpoint `{checkpoint}`, with
+    the same names filled in. Without it the checkpoint is such a folder itself."""
     include_path: str | None = None
     """Folder of task files (YAML) of your own."""
     num_fewshot: NonNegative | None = None
@@ -168,6 +184,20 @@ class Evaluation(Section):
     hold: NonNegative = 3
     """Checkpoints that may wait for their export although checkpoint.keep_last would remove them."""
     job: EvaluationJob = EvaluationJob()
+
+    @model_validator(mode="after")
+    def _of_commands(self) -> Self:
+        if self.tasks and self.command:
+            raise ValueError("tasks and command are two ways to a score; set one of them")
+        for name, words, needed in (("convert", self.convert, "model"), ("command", self.command, "results")):
+            found = [each[1] for word in words for each in _PLACEHOLDER.finditer(word)]
+            if words and needed not in found:
+                raise ValueError(f"{name} needs {{{needed}}}, the {_WHAT[needed]}, among its words")
+            for each in found:
+                near = difflib.get_close_matches(each, PLACEHOLDERS_OF_EVALUATIONS, n=1, cutoff=0.7)
+                if each not in PLACEHOLDERS_OF_EVALUATIONS and near:
+                    raise ValueError(f"{name}: {{{each}}} is not filled in; did you mean {{{near[0]}}}?")
+        return self
 
 
 class Cluster(Section):

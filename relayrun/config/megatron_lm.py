@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
 from relayrun.config.common import CommonConfig
 from relayrun.config.data import Data
@@ -58,3 +58,12 @@ class MegatronConfig(CommonConfig):
     optimizer: Optimizer | None = None
     checkpoint: Checkpoint | None = None
     parallel: Parallel | None = None
+
+    @model_validator(mode="after")
+    def _evaluated_checkpoints(self) -> Self:
+        if self.evaluation and self.checkpoint and self.evaluation.interval % self.checkpoint.interval:
+            raise ValueError(
+                f"evaluation.interval {self.evaluation.interval} is no multiple of "
+                f"checkpoint.interval {self.checkpoint.interval}"
+            )
+        return self

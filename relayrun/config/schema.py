@@ -64,7 +64,6 @@ class RunConfig(CommonConfig):
     optimizer: Optimizer
     checkpoint: Checkpoint
     parallel: Parallel = Parallel()
-    evaluation: Evaluation | None = None
 
     @property
     def virtual_stages(self) -> int:

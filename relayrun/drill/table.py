@@ -62,6 +62,7 @@ FAULTS: tuple[Fault, ...] = (
         causes=("saved|unknown", "done"),
         act=acts.kill_guarded_batch_script,
         config={"chain": {"mode": "requeue"}},
+        long=True,
     ),
     Fault(
         name="crash-loop",
@@ -97,6 +98,7 @@ FAULTS: tuple[Fault, ...] = (
         act=acts.stop_rank,
         config={"chain": {"hang_timeout": 5}},
         says="ranks 1 did not answer",
+        long=True,
     ),
     Fault(
         name="rank-asleep",
@@ -140,6 +142,7 @@ FAULTS: tuple[Fault, ...] = (
         config={"chain": {"max_failed_attempts": 2}, "cluster": {"modules": ["no/such"]}},
         act=acts.hurry,
         says="module load no/such failed",
+        long=True,
     ),
     Fault(
         name="setup-fails",
@@ -157,6 +160,7 @@ FAULTS: tuple[Fault, ...] = (
         causes=("fatal",),
         config={"cluster": {"python": "no-such-python"}},  # a whole path is looked for at the submit
         says="no-such-python is not found on any rank",
+        long=True,
     ),
     Fault(
         name="disk-full",
@@ -191,6 +195,7 @@ FAULTS: tuple[Fault, ...] = (
         causes=("cancelled",),
         act=acts.cancel_after_killing_the_batch_script,
         says="cancelled",
+        long=True,
     ),
     Fault(
         name="preempted",
@@ -255,6 +260,7 @@ FAULTS: tuple[Fault, ...] = (
 [[ "$(<"${provoked}")" != "${SLURMD_NODENAME}" ]] || { echo "No module named relayrun" >&2; exit 1; }"""
         },
         logged="begin failed in job",
+        long=True,
     ),
     Fault(
         name="run-directory-read-only",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,9 @@ from relayrun.config.training import LossMean
 from relayrun.data import audit
 from relayrun.errors import InputError
 from relayrun.export.checkpoint_source import CheckpointSource
+from relayrun.export.huggingface import Exported
 from relayrun.rundir import evaluations, lineage, views
 from relayrun.rundir.run import Run
-from relayrun.training.model.size import parameters
 
 MEANS: dict[LossMean, str] = {
     "micro_batch": "trained on the mean of micro-batches, reported as the mean over tokens",
@@ -26,8 +27,8 @@ MEANS: dict[LossMean, str] = {
 PACKAGES = ("torch", "megatron-core", "transformers", "safetensors")
 
 
-def text(source: CheckpointSource, *, dtype: str) -> str:
-    """Return the model card of an exported checkpoint as Markdown; `dtype` is that of its files.
+def text(source: CheckpointSource, made: Exported) -> str:
+    """Return the model card of an exported checkpoint as Markdown; `made` is what was exported.
 
     Raises InputError if the run has no ledger, or there is no run.
     """
@@ -38,12 +39,13 @@ def text(source: CheckpointSource, *, dtype: str) -> str:
         "---",
         "library_name: transformers",
         "pipeline_tag: text-generation",
-        "tags: [llama, relayrun]",
+        f"tags: [{made.mapping.model_type}, relayrun]",
         "---",
         f"# {config.name}",
         "",
-        f"A Llama with {parameters(model, vocabulary):,} parameters, trained with relayrun on megatron-core: iteration "
-        f"{source.iteration:,} of {config.training.steps:,} of the run `{config.project}/{config.name}`.",
+        f"{made.mapping.with_article.replace('a', 'A', 1)} with {made.parameters:,} parameters, trained with relayrun "
+        f"on megatron-core: iteration {source.iteration:,} of {config.training.steps:,} of the run "
+        f"`{config.project}/{config.name}`.",
         "",
         "```python",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
@@ -59,12 +61,16 @@ def text(source: CheckpointSource, *, dtype: str) -> str:
             [
                 ("layers", f"{model.num_layers}"),
                 ("hidden size, feed-forward size", f"{model.hidden_size:,}, {model.ffn_hidden_size:,}"),
-                ("attention heads, key-value heads", f"{model.num_attention_heads}, {model.num_query_groups}"),
+                (
+                    "attention heads, key-value heads, channels of a head",
+                    f"{model.num_attention_heads}, {model.num_query_groups}, {model.head_channels}",
+                ),
                 ("vocabulary", f"{vocabulary:,}"),
                 ("embeddings and output layer", "two" if model.untie_embeddings_and_output_weights else "one, shared"),
                 ("rotary base", f"{model.rotary_base:,}" + _scaling(model.rope_scaling_factor)),
                 ("sequence length in training", f"{config.training.seq_length:,}"),
-                ("type of these weights", dtype),
+                *((name, f"{value}") for name, value in model.transformer.of_the_weights.items()),
+                ("type of these weights", made.dtype),
             ],
         ),
         "",
@@ -78,9 +84,10 @@ def text(source: CheckpointSource, *, dtype: str) -> str:
         "",
         "## Versions",
         "",
-        f"relayrun {relayrun.__version__}, "
+        *_trained_with(source, run),
+        f"Exported with relayrun {relayrun.__version__}, "
         + ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
-        + " (of the export).",
+        + ".",
         "",
     ]
     return "\n".join(lines)
@@ -115,6 +122,25 @@ def _data(source: CheckpointSource, run: Run) -> list[str]:
         "Weights are those of the newest mixture; counts are over the whole run."
         + (f" Of all samples that the run read, {untrained:,} were not trained on." if untrained else ""),
     ]
+
+
+def _trained_with(source: CheckpointSource, run: Run) -> list[str]:
+    """The commit of the code and the packages of the attempt that made the checkpoint, where it wrote them down."""
+    for number in reversed(run.attempt_numbers()):
+        attempt = run.attempt(number)
+        if not any(commit.iteration == source.iteration for commit in attempt.read_commits()):
+            continue
+        try:
+            said = (run.debug_of(number) / "compute_environment.txt").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return []
+        commit = re.search(r"^== code\n.*\ncommit (\S+)", said, re.M)
+        changed = re.search(r"^== difference to the commit\nnone$", said, re.M) is None
+        found = [f"relayrun at commit {commit[1]}" + (", with changes" if changed else "")] if commit else []
+        versions = dict(re.findall(r"^(\S+)==(\S+)$", said, re.M))
+        found += [f"{name} {versions[name]}" for name in PACKAGES if name in versions]
+        return [f"Trained with {', '.join(found)}.", ""] if found else []
+    return []
 
 
 def _training(source: CheckpointSource, run: Run) -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,6 @@ from relayrun.training.checkpoint import checksums
 from relayrun.training.checkpoint.writer import ThreadedWriter
 from relayrun.training.checkpoint.writer import Written as WrittenFiles
 
-EXTRA_STATE = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
-"""Modules for which megatron-core keeps an object per layer, empty without fp8; and one for the norm behind them."""
 _BACKENDS = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -102,12 +101,21 @@ class Contents(DefaultSavePlanner):
         self._items.append(WriteItem(index=index, type=WriteItemType.BYTE_IO))
         self._make[index] = packed
 
-    def add_extra_states(self, layers: int) -> None:
-        """Add the empty extra states that megatron-core's modules ask for."""
-        for layer in range(layers):
-            for module in EXTRA_STATE:
-                self.add_object(f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}", lambda: None)
-        self.add_object("decoder.final_layernorm._extra_state/shard_0_1", lambda: None)
+    def add_extra_states(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Add the empty extra states that megatron-core's modules ask for; `shapes`: of all weights, by their keys.
+
+        It keeps one, empty without fp8, for each matrix of each layer and expert, and for the norms of heads and behind
+        the last layer.
+        """
+        for key, shape in shapes.items():
+            module, _, name = key.rpartition(".")
+            kind = module.rpartition(".")[2]
+            if name != "weight" or not (kind.startswith("linear_") or kind.endswith("_layernorm")):
+                continue
+            grid = list(shape[: 2 if "experts.experts." in key else 1]) if key.startswith("decoder.layers.") else [1]
+            for at in itertools.product(*map(range, grid)):
+                place = f"shard_{'.'.join(map(str, at))}_{'.'.join(map(str, grid))}"
+                self.add_object(f"{module}._extra_state/{place}", lambda: None)
 
     def write(self, folder: Path, common: dict[str, Any]) -> Written:
         """Write it all into a folder that is there. Raises torch's CheckpointException."""

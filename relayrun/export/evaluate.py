@@ -1,15 +1,15 @@
 """`python -m relayrun.export.evaluate`: the job that evaluates one checkpoint, whole or with a recorded failure.
 
-It exports the checkpoint, lets go of it, and runs lm-evaluation-harness on the named tasks, or the mean loss on the
-run's validation sets where none is named. Where another job has claimed the checkpoint it ends at once.
+It exports the checkpoint, lets go of it, and runs lm-evaluation-harness on the named tasks or a command of the user's
+own, or the mean loss on the run's validation sets where neither is named. A checkpoint of another trainer is converted
+by a command. Where another job has claimed the checkpoint it ends at once. torch is imported only where it is needed:
+a program of somebody else's may run in a Python without it.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import logging
-import math
 import os
 import shutil
 import signal
@@ -20,26 +20,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-
 from relayrun.chain import messenger
 from relayrun.config import compose
-from relayrun.config.schema import Evaluation
-from relayrun.data.order.build import validation_orders
+from relayrun.config.schema import CommonConfig, Evaluation, RunConfig
 from relayrun.errors import InputError, RelayrunError, run_main
-from relayrun.export import huggingface
-from relayrun.export.checkpoint_source import CheckpointSource, find_checkpoint
-from relayrun.export.folder import new_folder
-from relayrun.monitoring.trackers.sinks import wandb_mode
+from relayrun.export.own_commands import OwnCommands
 from relayrun.monitoring.trackers.wandb_evaluations import tell
 from relayrun.rundir import evaluations
-from relayrun.rundir.evaluations import EvaluationDir, Result
+from relayrun.rundir.evaluations import EvaluationDir, Result, Results
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
+from relayrun.trainers.wandb import wandb_mode
 
 log = logging.getLogger(__name__)
-
-Results = dict[str, dict[str, float]]
 
 
 class Ended(BaseException):
@@ -56,19 +49,16 @@ def evaluate(run: Run, iteration: int, attempt: int) -> Result | None:
     about: dict[str, Any] = {"iteration": iteration, "attempt": attempt, "job_id": job_id}
     keep = False
     try:
-        if (attempt, iteration) not in [(number, commit.iteration) for number, commit in evaluations.due(run)]:
+        due = {(number, commit.iteration): commit for number, commit in evaluations.due(run)}
+        commit = due.get((attempt, iteration))
+        if commit is None:
             raise InputError("this checkpoint does not count any more, or is not to be evaluated", where=folder.path)
-        checkpoint = find_checkpoint(run, iteration)
-        settings = compose.native(compose.read_resolved(run.config_revision(run.revisions()[-1]))).evaluation
+        config = compose.read_resolved(run.config_revision(run.revisions()[-1]))
+        settings = config.evaluation
         if settings is None:
             raise InputError("this run's config has no section `evaluation`", where=run.config)
         keep = settings.keep_exported
-        with new_folder(folder.model) as made:
-            huggingface.write(checkpoint, made, dtype="auto", max_shard_size=huggingface.SHARD_SIZE)
-        folder.exported.touch()
-        found, said = (
-            run_tasks(folder.model, settings) if settings.tasks else held_out(checkpoint, folder.model, settings)
-        )
+        found, said = _scored(run, config, settings, folder, Path(commit.path))
         about |= {"status": "done", "results": found, "settings": said}
     except (Exception, Ended) as error:
         text = str(error) if isinstance(error, (RelayrunError, Ended)) else f"{type(error).__name__}: {error}"
@@ -86,6 +76,31 @@ def evaluate(run: Run, iteration: int, attempt: int) -> Result | None:
     return result
 
 
+def _scored(
+    run: Run, config: CommonConfig, settings: Evaluation, folder: EvaluationDir, checkpoint: Path
+) -> tuple[Results, dict[str, Any]]:
+    """Make a folder of transformers, and its score."""
+    own = OwnCommands(run, config, folder, checkpoint)
+    if isinstance(config, RunConfig):
+        from relayrun.export import score
+        from relayrun.export.checkpoint_source import find_checkpoint
+
+        source, model = find_checkpoint(run, folder.iteration), folder.model
+        score.export(source, model)
+        if not settings.tasks and not settings.command:
+            folder.exported.touch()
+            return score.held_out(source, model, settings)
+    else:
+        model = own.convert()
+    if model != checkpoint:  # otherwise it is needed to the end
+        folder.exported.touch()
+    if settings.command:
+        return own.score(model)
+    from relayrun.export import score
+
+    return score.run_tasks(model, settings)
+
+
 def tell_wandb(run: Run) -> None:
     """Hand the results to W&B where it is on. The evaluation stands, whatever happens here."""
     mode = wandb_mode(os.environ)
@@ -95,70 +110,6 @@ def tell_wandb(run: Run) -> None:
         tell(run, compose.read_resolved(run.config_revision(run.revisions()[-1])), mode)
     except Exception as error:
         log.warning("W&B: %s: %s; sync_wandb.py sends what it lacks", type(error).__name__, error)
-
-
-def run_tasks(model: Path, settings: Evaluation) -> tuple[Results, dict[str, Any]]:
-    """Run lm-evaluation-harness on the named tasks. Raises InputError where it is not installed."""
-    try:
-        import lm_eval
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise InputError(
-            f"lm-evaluation-harness cannot be imported: {error}",
-            where="evaluation.tasks",
-            hint="pip install 'relayrun[evaluate]'",
-        ) from None
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    answer = lm_eval.simple_evaluate(
-        model="hf",
-        model_args={"pretrained": str(model), "tokenizer": str(model)},
-        tasks=list(settings.tasks),
-        num_fewshot=settings.num_fewshot,
-        limit=settings.limit,
-        batch_size=settings.batch_size,
-        device=device,
-        task_manager=TaskManager(include_path=settings.include_path),
-    )
-    found = {
-        task: {name.removesuffix(",none"): float(value) for name, value in metrics.items() if _is_number(value)}
-        for task, metrics in answer["results"].items()
-    }
-    return found, {
-        "program": f"lm_eval {importlib.metadata.version('lm_eval')}",
-        "num_fewshot": settings.num_fewshot,
-        "limit": settings.limit,
-    }
-
-
-def held_out(checkpoint: CheckpointSource, model: Path, settings: Evaluation) -> tuple[Results, dict[str, Any]]:
-    """Return mean loss in nats per token, and its exponential, on the windows that training itself evaluates on.
-
-    Documents are not told apart and no token is masked. Raises InputError if there is no validation set.
-    """
-    from transformers import AutoModelForCausalLM
-
-    training = checkpoint.config.training
-    orders = validation_orders(checkpoint.config, checkpoint.manifest)
-    if not orders:
-        raise InputError("there is nothing to evaluate on: neither evaluation.tasks nor a validation set", where="data")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    llama: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()
-    found: Results = {}
-    for name, order in orders.items():
-        windows = min(settings.limit or training.eval_steps * training.global_batch_size, order.windows_per_epoch)
-        total = 0.0
-        for number in range(windows):
-            tokens = torch.from_numpy(order.sample(number)).long().to(device)
-            with torch.no_grad():
-                logits = llama(tokens[None, :-1]).logits[0]
-            total += float(torch.nn.functional.cross_entropy(logits, tokens[1:]))
-        loss = total / windows
-        found[name] = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, "windows": windows}
-    return found, {"program": "held-out loss", "seq_length": training.seq_length}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _end(number: int, _frame: FrameType | None) -> None:

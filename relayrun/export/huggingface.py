@@ -7,17 +7,17 @@ checkpoint, whatever the model's size and however it was split over ranks.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from relayrun.errors import InputError
-from relayrun.export import llama
 from relayrun.export.checkpoint_source import CheckpointSource
-from relayrun.export.llama import Piece
+from relayrun.export.mapping import choose, hf_config
+from relayrun.export.mapping.model_mapping import ModelMapping, Piece
 from relayrun.export.reader import CheckpointReader
 from relayrun.files import write_json
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
@@ -44,6 +44,9 @@ TOKENIZER_FILES = (
 class Exported:
     """The weights that an export made."""
 
+    mapping: ModelMapping
+    """What they were named by."""
+
     parameters: int
     bytes: int
     dtype: str
@@ -51,60 +54,74 @@ class Exported:
     """Bytes of the weights in the folder."""
 
 
-def write(source: CheckpointSource, folder: Path, *, dtype: str, max_shard_size: int) -> Exported:
+def write(
+    source: CheckpointSource, folder: Path, *, dtype: str, max_shard_size: int, mapping: str | None = None
+) -> Exported:
     """Write everything into `folder`, which is there and gets its name later (`folder.new_folder`).
 
-    Raises InputError if the checkpoint or the tokenizer is not the run's, and what `save_file` raises.
+    `mapping`: import path of a mapping; None for that of the run's config, or the built-in one. Raises InputError if
+    the checkpoint or the tokenizer is not the run's or no mapping fits, ConfigError if the path leads to none, and what
+    `save_file` raises.
     """
     model, vocabulary = source.config.model, source.manifest.vocabulary_size
+    chosen = choose.for_model(model, mapping)
     reader = CheckpointReader(source.folder, source.checksum)
-    llama.check(reader.shapes, model, padded(vocabulary, model.make_vocab_size_divisible_by), source.folder)
+    chosen.check(reader.shapes, model, padded(vocabulary, model.make_vocab_size_divisible_by), source.folder)
     of = reader.dtype if dtype == "auto" else DTYPES[dtype]
     name = next(name for name, value in DTYPES.items() if value is of)
     write_tokenizer(source, folder)
     bos, eos = _bos(folder), source.manifest.eod
-    config = llama.to_config(
-        model, vocabulary=vocabulary, seq_length=source.config.training.seq_length, dtype=name, bos=bos, eos=eos
+    config = hf_config.to_config(
+        chosen, model, vocabulary=vocabulary, seq_length=source.config.training.seq_length, dtype=name, bos=bos, eos=eos
     )
     write_json(folder / "config.json", config)
     generation = {"bos_token_id": bos, "eos_token_id": eos}
     write_json(
         folder / "generation_config.json", {key: value for key, value in generation.items() if value is not None}
     )
-    return _write_weights(reader, list(llama.pieces(model, vocabulary)), folder, name, max_shard_size)
+    keys = chosen.keys(model, reader.shapes)
+    pieces = [replace(piece, key=keys[piece.key]) for piece in chosen.pieces(model, vocabulary)]
+    constants = {key: torch.tensor(value) for key, value in chosen.constants_of(model.num_layers).items()}
+    files, parameters = _write_weights(reader, pieces, constants, folder, name, max_shard_size)
+    return Exported(chosen, parameters, parameters * of.itemsize, name, files)
 
 
 def _write_weights(
-    reader: CheckpointReader, pieces: Sequence[Piece], folder: Path, dtype_name: str, max_shard_size: int
-) -> Exported:
+    reader: CheckpointReader,
+    pieces: Sequence[Piece],
+    constants: Mapping[str, torch.Tensor],
+    folder: Path,
+    dtype_name: str,
+    max_shard_size: int,
+) -> tuple[int, int]:
+    """Return the number of files, and of parameters. `constants` go into the last file."""
     dtype = DTYPES[dtype_name]
     files = _files(pieces, dtype.itemsize, max_shard_size)
     index: dict[str, str] = {}
     for number, part in enumerate(files, 1):
         name = "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
         tensors = {key: value for piece in part for key, value in read_piece(reader, piece, dtype).items()}
+        if number == len(files):
+            tensors |= {key: value.to(dtype) for key, value in constants.items()}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         index |= dict.fromkeys(tensors, name)
     parameters = sum(torch.Size(shape).numel() for piece in pieces for shape in piece.shapes.values())
     if len(files) > 1:
         write_json(
             folder / "model.safetensors.index.json",
-            {"metadata": {"total_size": parameters * dtype.itemsize}, "weight_map": index},
+            {"metadata": {"total_size": (parameters + len(constants)) * dtype.itemsize}, "weight_map": index},
         )
-    return Exported(parameters, parameters * dtype.itemsize, dtype_name, len(files))
+    return len(files), parameters
 
 
 def read_piece(reader: CheckpointReader, piece: Piece, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """One piece of the model in Hugging Face's names."""
-    shape = reader.shapes[piece.key]
-    start = [0] * len(shape)
-    if piece.layer is not None:
-        start[0], shape = piece.layer, (1, *shape[1:])
-    elif piece.rows is not None:
-        shape = (piece.rows, *shape[1:])
-    tensor = reader.read(piece.key, start=start, shape=shape, dtype=dtype)
-    parts = piece.split(tensor if piece.layer is None else tensor[0])
-    return dict(zip(piece.shapes, parts, strict=True))
+    outer, shape = len(piece.index), reader.shapes[piece.key]
+    inner = shape[outer:] if piece.rows is None else (piece.rows, *shape[outer + 1 :])
+    start = (*piece.index, *[0] * len(inner))
+    tensor = reader.read(piece.key, start=start, shape=(*[1] * outer, *inner), dtype=dtype)
+    parts = piece.split(tensor.reshape(inner))
+    return {name: part.reshape(size) for (name, size), part in zip(piece.shapes.items(), parts, strict=True)}
 
 
 def _files(pieces: Sequence[Piece], itemsize: int, limit: int) -> list[list[Piece]]:

@@ -1,4 +1,4 @@
-"""A torch_dist checkpoint from a Hugging Face Llama: weights only, iteration 0, loaded by every parallel layout.
+"""A torch_dist checkpoint from a folder of Hugging Face: weights only, iteration 0, loaded by every parallel layout.
 
 Tensors are read and written one at a time. Beside the files of every checkpoint stands `model.yaml`, the
 `model` section of a run config that fits.
@@ -7,7 +7,6 @@ Tensors are read and written one at a time. Beside the files of every checkpoint
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,15 @@ from safetensors import SafetensorError, safe_open
 from relayrun.config import yamlfile
 from relayrun.config.schema import Model
 from relayrun.errors import InputError
-from relayrun.export import llama
 from relayrun.export.contents import Contents
 from relayrun.export.folder import new_folder
 from relayrun.export.huggingface import DTYPES
-from relayrun.export.llama import Piece
+from relayrun.export.mapping import choose, hf_config
+from relayrun.export.mapping.model_mapping import Piece
 from relayrun.files import read_json
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
 from relayrun.tokenization.options import TokenizeOptions
 from relayrun.training.model.size import padded
-
-EMBEDDINGS = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,35 +74,48 @@ class Weights:
             raise InputError(f"{name} cannot be read: {error}", where=self._folder) from None
 
 
-def import_hf(folder: Path, output: Path, *, dtype: str = "auto", divisible_by: int = 128) -> Imported:
+def import_hf(
+    folder: Path, output: Path, *, dtype: str = "auto", divisible_by: int = 128, mapping: str | None = None
+) -> Imported:
     """Write the checkpoint `output`, whole or not at all.
 
-    `divisible_by` is the run's model.make_vocab_size_divisible_by. Raises InputError if `folder` holds no
-    Llama that a run config can describe, or `output` cannot be written.
+    `divisible_by` is the run's model.make_vocab_size_divisible_by; `mapping` the import path of a mapping, None for the
+    built-in one of the folder's class. Raises InputError if `folder` holds no model that a run config can describe, or
+    `output` cannot be written, and ConfigError if the path leads to no mapping.
     """
-    config = read_config(folder)
-    model = from_config(config, divisible_by, where=folder / "config.json")
+    config, where = read_config(folder), folder / "config.json"
+    chosen = choose.for_config(config, mapping, where=where)
+    model = hf_config.from_config(chosen, config, divisible_by, where=where)
+    if mapping is not None:
+        model = model.model_copy(update={"mapping": mapping})
     weights = Weights(folder)
     rows, vocabulary = int(config["vocab_size"]), _tokenizer_size(folder)
     if vocabulary is not None and vocabulary > rows:
         raise InputError(f"its tokenizer has {vocabulary} entries, its embeddings {rows}", where=folder)
-    wanted = {name: shape for piece in llama.pieces(model, rows) for name, shape in piece.shapes.items()}
+    wanted = {name: shape for piece in chosen.pieces(model, rows) for name, shape in piece.shapes.items()}
+    constants = chosen.constants_of(model.num_layers)
     if missing := [name for name, shape in wanted.items() if weights.shapes.get(name) != shape]:
         raise InputError(
             f"{missing[0]} has the shape {weights.shapes.get(missing[0])}, not {wanted[missing[0]]} "
             "as config.json says",
             where=folder,
         )
-    if extra := [name for name in weights.shapes.keys() - wanted.keys() if name != "lm_head.weight"]:
-        raise InputError(f"{min(extra)} is no weight of a Llama", where=folder)
+    if extra := [name for name in weights.shapes.keys() - wanted.keys() - constants.keys() if name != "lm_head.weight"]:
+        raise InputError(f"{min(extra)} is no weight of {chosen.with_article}", where=folder)
+    for name in constants.keys() & weights.shapes:
+        found, value = weights.read(name), torch.tensor(constants[name])
+        if not torch.equal(found, value.to(found.dtype)):
+            raise InputError(f"{name} is {float(found)}; only {float(value)} can be imported", where=folder)
     size = padded(vocabulary or rows, divisible_by)
     rows = min(rows, size)
-    of = weights.read(EMBEDDINGS).dtype if dtype == "auto" else DTYPES[dtype]
+    shapes = chosen.megatron_shapes(model, size)
+    first = next(iter(wanted))
+    of = weights.read(first).dtype if dtype == "auto" else DTYPES[dtype]
     with new_folder(output) as made:
         contents = Contents()
-        for piece in llama.pieces(model, rows):
-            _add_piece(contents, piece, llama.megatron_shapes(model, size)[piece.key], of, weights)
-        contents.add_extra_states(model.num_layers)
+        for piece in chosen.pieces(model, rows):
+            _add_piece(contents, piece, shapes[piece.key], of, weights)
+        contents.add_extra_states(shapes)
         written = contents.write(made, {"iteration": 0})
         (made / "model.yaml").write_text(
             f"# the model of {folder.absolute()}\n" + yamlfile.dump({"model": model.model_dump(mode="json")})
@@ -127,58 +137,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def from_config(config: Mapping[str, Any], divisible_by: int, *, where: object) -> Model:
-    """Return the model section of a config.json, of transformers 4 or 5.
-
-    Raises InputError if this is not that Llama.
-    """
-    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
-        raise InputError(
-            f"does not describe a Llama: hidden_size {hidden!r}, num_attention_heads {heads!r}", where=where
-        )
-    rope = config.get("rope_parameters") or (config.get("rope_scaling") or {})
-    fixed = {
-        "model_type": (config.get("model_type"), "llama"),
-        "hidden_act": (config.get("hidden_act", "silu"), "silu"),
-        "attention_bias": (config.get("attention_bias", False), False),
-        "mlp_bias": (config.get("mlp_bias", False), False),
-        "head_dim": (config.get("head_dim") or hidden // heads, hidden // heads),
-        "quantization_config": (config.get("quantization_config"), None),
-    }
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "llama3":
-        scaling = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": llama.ROPE_CONTEXT}
-        fixed |= {f"rope_scaling.{name}": (rope.get(name), value) for name, value in scaling.items()}
-    elif kind != "default":
-        fixed["rope_scaling.rope_type"] = (kind, "llama3")
-    base = rope.get("rope_theta", config.get("rope_theta", 10_000))
-    fixed["rope_theta"] = (base, int(base))
-    for name, (found, wanted) in fixed.items():
-        if found != wanted:
-            raise InputError(
-                f"{name} is {found!r}; only {wanted!r} can be imported",
-                where=where,
-                hint="relayrun trains Llamas with RMSNorm, SwiGLU, rotary positions and grouped queries",
-            )
-    try:
-        return Model(
-            num_layers=config["num_hidden_layers"],
-            hidden_size=hidden,
-            ffn_hidden_size=config["intermediate_size"],
-            num_attention_heads=heads,
-            num_query_groups=config.get("num_key_value_heads") or heads,
-            rotary_base=int(base),
-            rope_scaling_factor=float(rope["factor"]) if kind == "llama3" else None,
-            norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
-            init_method_std=float(config.get("initializer_range", 0.02)),
-            untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
-            make_vocab_size_divisible_by=divisible_by,
-        )
-    except (KeyError, ValueError, TypeError) as error:
-        raise InputError(f"does not describe a Llama: {error}", where=where) from None
-
-
 def _tokenizer_size(folder: Path) -> int | None:
     if not (folder / "tokenizer.json").is_file():
         return None
@@ -187,8 +145,9 @@ def _tokenizer_size(folder: Path) -> int | None:
 
 def _add_piece(contents: Contents, piece: Piece, size: tuple[int, ...], dtype: torch.dtype, weights: Weights) -> None:
     """`size`: of the whole tensor in the checkpoint."""
-    part = (1, *size[1:]) if piece.layer is not None else size
-    start = (piece.layer or 0, *[0] * (len(size) - 1))
+    outer = len(piece.index)
+    part = (*[1] * outer, *size[outer:])
+    start = (*piece.index, *[0] * (len(size) - outer))
 
     def make() -> torch.Tensor:
         tensor = piece.join([weights.read(name)[: shape[0]] for name, shape in piece.shapes.items()]).to(dtype)

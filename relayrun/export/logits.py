@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from relayrun.config.schema import Parallel, RunConfig
+from relayrun.config.transformer import NEEDS_TRANSFORMER_ENGINE
 from relayrun.errors import InputError
 from relayrun.export.checkpoint_source import CheckpointSource
 from relayrun.scheduler.tasks import free_port
@@ -66,10 +67,19 @@ def check(source: CheckpointSource, folder: Path) -> Comparison:
 
 def _transformers(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
     disable_progress_bar()
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    set_verbosity_error()  # among others, that it computes xIELU without a kernel; a missing weight is an error below
+    model: Any
+    model, found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    for what in ("missing", "unexpected", "mismatched"):
+        if names := sorted(map(str, found[f"{what}_keys"])):
+            raise InputError(
+                f"the class {type(model).__name__} of transformers has other weights: {names[0]} is {what}",
+                where=folder,
+                hint="give each weight the name that the class has, in the mapping",
+            )
     with torch.no_grad():
         logits: torch.Tensor = model.eval()(tokens).logits
     return logits
@@ -108,9 +118,13 @@ def _megatron(source: CheckpointSource, tokens: torch.Tensor) -> torch.Tensor:
 def _one_rank(config: RunConfig) -> RunConfig:
     """The same model on one rank, in fp32, of local layers: TransformerEngine's fused attention takes no fp32."""
     training = config.training.model_copy(update={"precision": "fp32", "transformer_impl": "local"})
+    transformer = config.model.transformer
+    plain = {name: type(transformer).model_fields[name].default for name in NEEDS_TRANSFORMER_ENGINE}
+    model = config.model.model_copy(update={"transformer": transformer.model_copy(update=plain)})
     return config.model_copy(
         update={
             "training": training,
+            "model": model,
             "parallel": Parallel(),
             "job": config.job.model_copy(update={"nodes": 1, "ntasks_per_node": 1}),
         }

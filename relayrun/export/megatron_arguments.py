@@ -10,6 +10,12 @@ from relayrun.config.schema import RunConfig
 from relayrun.data.progress import Progress
 
 
+def position_of(common: dict[str, Any], config: RunConfig, iteration: int) -> Progress:
+    """Return where in its data a checkpoint stands. `common`: its common part; an imported one has no progress."""
+    sizes = config.training.batch_sizes
+    return Progress.resume(common["progress"], sizes) if "progress" in common else Progress(sizes, iteration=iteration)
+
+
 def of(config: RunConfig, vocabulary: int, dtype: torch.dtype, position: Progress) -> dict[str, Any]:
     """Return what Megatron's programs and tools read of a checkpoint's arguments.
 

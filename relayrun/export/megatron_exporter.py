@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from relayrun.config.rampup import BatchSizes
 from relayrun.config.schema import RunConfig
-from relayrun.data.progress import Progress
-from relayrun.export import llama, megatron_arguments, optimizer_state
+from relayrun.export import megatron_arguments, optimizer_state
 from relayrun.export.checkpoint_source import CheckpointSource
 from relayrun.export.contents import Contents
+from relayrun.export.mapping.choose import require_llama
 from relayrun.export.reader import CheckpointReader
 from relayrun.trainers.megatron_lm.checkpoints import TRACKER
 from relayrun.training.model.size import flops_per_token, padded
@@ -48,14 +47,15 @@ def write(source: CheckpointSource, folder: Path) -> Exported:
     config, model = source.config, source.config.model
     reader = CheckpointReader(source.folder, source.checksum)
     vocabulary = padded(source.manifest.vocabulary_size, model.make_vocab_size_divisible_by)
-    llama.check(reader.shapes, model, vocabulary, source.folder)
-    weights = llama.megatron_shapes(model, vocabulary)
+    mapping = require_llama(model, source.folder)
+    mapping.check(reader.shapes, model, vocabulary, source.folder)
+    weights = mapping.megatron_shapes(model, vocabulary)
     common = reader.common()
-    position = _position(common, config, source.iteration)
+    position = megatron_arguments.position_of(common, config, source.iteration)
     contents, notes = Contents(), []
     for key in weights:
         contents.copy_tensor(reader, key, key)
-    contents.add_extra_states(model.num_layers)
+    contents.add_extra_states(weights)
     dtype = reader.dtype
     state: dict[str, Any] = {
         "args": Namespace(
@@ -95,13 +95,6 @@ def write(source: CheckpointSource, folder: Path) -> Exported:
         optimizer="optimizer" in common,
         notes=notes,
     )
-
-
-def _position(common: dict[str, Any], config: RunConfig, iteration: int) -> Progress:
-    sizes: BatchSizes = config.training.batch_sizes
-    if "progress" not in common:
-        return Progress(sizes, iteration=iteration)
-    return Progress.resume(common["progress"], sizes)
 
 
 def _add_generators(contents: Contents, reader: CheckpointReader, config: RunConfig) -> list[str]:

@@ -13,9 +13,11 @@ from typing import Any
 
 from relayrun.config import yamlfile
 from relayrun.errors import InputError
-from relayrun.export import llama, megatron_settings, optimizer_state
+from relayrun.export import megatron_settings, optimizer_state
 from relayrun.export.contents import Contents
 from relayrun.export.folder import new_folder
+from relayrun.export.mapping.llama import LLAMA
+from relayrun.export.mapping.model_mapping import EMBEDDING
 from relayrun.export.reader import CheckpointReader
 from relayrun.training.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.training.checkpoint.megatron_state import LAYOUT, with_tensors
@@ -44,17 +46,17 @@ def import_megatron(
     sections = megatron_settings.sections(checkpoint)
     model = megatron_settings.model(checkpoint)
     reader = CheckpointReader(checkpoint.folder)
-    rows = reader.shapes.get(llama.EMBEDDING, (0,))[0]
-    weights = llama.megatron_shapes(model, rows)
+    rows = reader.shapes.get(EMBEDDING, (0,))[0]
+    weights = LLAMA.megatron_shapes(model, rows)
     extra = sorted(key for key in reader.shapes if key not in weights)
-    llama.check({key: shape for key, shape in reader.shapes.items() if key in weights}, model, rows, checkpoint.folder)
+    LLAMA.check({key: shape for key, shape in reader.shapes.items() if key in weights}, model, rows, checkpoint.folder)
     kind = checkpoint.distributed is not None if distributed is None else distributed
     adam, why = _adam(checkpoint, reader) if not weights_only else (None, "weights alone were asked for")
     with new_folder(output) as made:
         contents = Contents()
         for key in weights:
             contents.copy_tensor(reader, key, key)
-        contents.add_extra_states(model.num_layers)
+        contents.add_extra_states(weights)
         common: dict[str, Any] = {"iteration": 0}
         if adam is not None:
             adam.copy_into(contents, weights, distributed=kind, precision=checkpoint.precision)

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 
 from relayrun.config.schema import Model
-from relayrun.data.progress import Progress
 from relayrun.errors import InputError
-from relayrun.export import llama, megatron_arguments, optimizer_state
+from relayrun.export import megatron_arguments, optimizer_state
 from relayrun.export.checkpoint_source import CheckpointSource
 from relayrun.export.huggingface import DTYPES
+from relayrun.export.mapping.choose import require_llama
+from relayrun.export.mapping.model_mapping import EMBEDDING, FINAL_NORM, OUTPUT
 from relayrun.export.reader import CheckpointReader
+from relayrun.trainers.megatron_lm.checkpoints import TRACKER
 from relayrun.training.model.size import padded
 
 _LAYERS = "decoder.layers."
@@ -64,7 +66,7 @@ def write(
     model, config = source.config.model, source.config
     reader = CheckpointReader(source.folder, source.checksum)
     vocabulary = padded(source.manifest.vocabulary_size, model.make_vocab_size_divisible_by)
-    llama.check(reader.shapes, model, vocabulary, source.folder)
+    require_llama(model, source.folder).check(reader.shapes, model, vocabulary, source.folder)
     of = reader.dtype if dtype == "auto" else DTYPES[dtype]
     rename: Callable[[str], str] = (lambda name: _LOCAL.get(name, name)) if transformer_impl == "local" else str
 
@@ -83,11 +85,7 @@ def write(
         for layer in range(model.num_layers):
             weights[f"{_LAYERS}{layer}.{rename(key.removeprefix(_LAYERS))}"] = read(key, layer, of)
     common = reader.common()
-    sizes = config.training.batch_sizes
-    if "progress" in common:
-        position = Progress.resume(common["progress"], sizes)
-    else:
-        position = Progress(sizes, iteration=source.iteration)
+    position = megatron_arguments.position_of(common, config, source.iteration)
     arguments = megatron_arguments.of(config, vocabulary, of, position) | {
         "transformer_impl": transformer_impl,
         "ckpt_format": "torch",
@@ -110,16 +108,16 @@ def write(
     target = folder / f"iter_{source.iteration:07}" / "mp_rank_00"
     target.mkdir(parents=True)
     torch.save(state, target / "model_optim_rng.pt")
-    (folder / "latest_checkpointed_iteration.txt").write_text(f"{source.iteration}\n")
+    (folder / TRACKER).write_text(f"{source.iteration}\n")
     return sum(tensor.numel() for tensor in weights.values())
 
 
 def _numbered(model: Model, transformer_impl: str) -> tuple[list[tuple[str, int | None]], ...]:
     """The weights by group of the optimizer: matrices, then what has no weight decay."""
     layers = [(_LAYERS + name, layer) for layer in range(model.num_layers) for name in _ORDER[transformer_impl]]
-    every: list[tuple[str, int | None]] = [(llama.EMBEDDING, None), *layers, (llama.FINAL_NORM, None)]
+    every: list[tuple[str, int | None]] = [(EMBEDDING, None), *layers, (FINAL_NORM, None)]
     if model.untie_embeddings_and_output_weights:
-        every.append((llama.OUTPUT, None))
+        every.append((OUTPUT, None))
     norms = [each for each in every if "norm" in each[0]]
     return [each for each in every if each not in norms], norms
 

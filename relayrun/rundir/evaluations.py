@@ -7,6 +7,7 @@ evaluations/iter_0000100-0003/   of iteration 100 as attempt 3 committed it: mad
     claim.json                     by the job, which ends if another one has written it (O_EXCL)
     exported                       the checkpoint is not needed any more
     model/                         the exported folder, while it is needed, or for good
+    scores.json                    what a command of the user's own has written (`evaluation.command`)
     result.json                    by the job; by the supervisor where the job went without a word
 evaluations.jsonl                a line per result
 """
@@ -29,6 +30,9 @@ from relayrun.rundir import lineage
 from relayrun.rundir.records import Commit, Record
 from relayrun.rundir.run import Run
 
+Results = dict[str, dict[str, float]]
+"""By task, or by validation set: metric and value."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(Record):
@@ -37,7 +41,7 @@ class Policy(Record):
     interval: int
     """Iterations."""
     total_steps: int
-    """The run's last iteration, which is always evaluated."""
+    """The run's last iteration, which is always evaluated; 0 where only its program knows it."""
     hold: int
     """Checkpoints at most that must stay until they are exported."""
     time_limit: int
@@ -88,8 +92,7 @@ class Result(Record):
     error: str | None = None
     seconds: float | None = None
     """From the claim to the result."""
-    results: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By task, or by validation set: metric and value."""
+    results: Results = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     """What they depend on: program and version, few-shot examples, limit."""
     model: str | None = None
@@ -125,6 +128,11 @@ class EvaluationDir:
     @property
     def model(self) -> Path:
         return self.path / "model"
+
+    @property
+    def scores(self) -> Path:
+        """What a command of the user's own writes."""
+        return self.path / "scores.json"
 
     @property
     def result(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from relayrun import places
@@ -13,6 +14,12 @@ from relayrun.rundir.run import Run
 def runs() -> Path:
     """Where runs of the project lie that have no `run_dir` of their own."""
     return places.project() / "logs" / "runs"
+
+
+def split_iteration(name: str) -> tuple[str, int | None]:
+    """Return what stands before `:ITERATION` at the end of a name, and the iteration; None where it names none."""
+    match = re.fullmatch(r"(?P<name>.+):(?P<iteration>\d+)", name)
+    return (match["name"], int(match["iteration"])) if match else (name, None)
 
 
 def find_run(name: str) -> Run:

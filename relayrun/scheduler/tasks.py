@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -22,8 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from relayrun.errors import log_to_stderr
 from relayrun.files import write_atomic
 from relayrun.scheduler import leftover
+
+log = logging.getLogger(__name__)
 
 KILL_SECONDS = 2.0
 """From SIGTERM to SIGKILL for the ranks that are left when one has failed."""
@@ -53,15 +57,8 @@ def start_tasks(ntasks: int, command: Sequence[str]) -> int:
     for handled in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGQUIT):
         signal.signal(handled, forward)
     mark = {leftover.MARK: f"{os.getpid()}-{time.time_ns()}"}
-    shared = (
-        os.environ
-        | mark
-        | {
-            "SLURM_NTASKS": str(ntasks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-        }
-    )
+    starter = {"SLURM_NTASKS": str(ntasks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared = {**os.environ, **mark, **starter}
     for number in range(ntasks):
         ranks.append(  # noqa: PERF401 - one by one: a signal may come between two starts
             subprocess.Popen(
@@ -78,14 +75,14 @@ def start_tasks(ntasks: int, command: Sequence[str]) -> int:
         if failed is not None and kill_at is None:
             number, rank = failed
             first_failure = _exit_code(rank.returncode)
-            print(f"error: task {number} ended with exit code {first_failure}; ending the others", file=sys.stderr)
+            log.error("task %d ended with exit code %d; ending the others", number, first_failure)
             forward(signal.SIGTERM, None)
             kill_at = time.monotonic() + KILL_SECONDS
         if kill_at is not None and time.monotonic() > kill_at:
             forward(signal.SIGKILL, None)
         time.sleep(0.05)
     for command_line in leftover.end(mark):
-        print(f"error: a process that the ranks left behind is ended: {command_line}", file=sys.stderr)
+        log.error("a process that the ranks left behind is ended: %s", command_line)
     return first_failure or max(_exit_code(rank.returncode) for rank in ranks)
 
 
@@ -101,6 +98,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--pid-file", type=Path, help="where to write the id of this process")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(argv)
+    log_to_stderr()
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if options.pid_file is not None:
         write_atomic(options.pid_file, f"{os.getpid()}\n")

@@ -16,7 +16,7 @@ from relayrun.config.transformer import Transformer
 from relayrun.errors import ConfigError, InputError, RelayrunError
 from relayrun.export import megatron_settings
 from relayrun.export.checkpoint_source import config_of, find_checkpoint
-from relayrun.rundir.find import find_run
+from relayrun.rundir.find import find_run, split_iteration
 from relayrun.rundir.lineage import BEGINNING, Durable, durable, is_own
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
@@ -26,9 +26,8 @@ from relayrun.training.checkpoint import megatron_folder
 from relayrun.training.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.training.model.size import padded
 
-_ITERATION = re.compile(r"(?P<name>.+):(?P<iteration>\d+)")
 _FOLDER = re.compile(r"iter_(\d+)")
-FREE = frozenset({"hidden_dropout", "attention_dropout", "init_method_std", "transformer"})
+FREE = frozenset({"hidden_dropout", "attention_dropout", "init_method_std", "mapping", "transformer"})
 """Settings of a model that its weights do not depend on, or (`transformer`) that are compared one by one."""
 SHAPES = (
     "num_layers",
@@ -63,10 +62,7 @@ def _native(config: RunConfig, run: Run, manifest: Manifest | None, tell: Callab
         return BEGINNING
     if settings.load is None:
         return BEGINNING
-    match = _ITERATION.fullmatch(settings.load)
-    name, wanted = (match["name"], int(match["iteration"])) if match else (settings.load, None)
-    folder = Path(os.path.expanduser(name))
-    folder = folder if folder.is_absolute() else places.project(run.path) / folder
+    name, folder, wanted = _named(settings.load, run)
     if (megatron := megatron_folder.find(folder, wanted)) is not None:
         found = _as_it_lies(megatron, config, manifest, tell)
     elif (folder / "metadata.json").is_file():
@@ -84,15 +80,19 @@ def _native(config: RunConfig, run: Run, manifest: Manifest | None, tell: Callab
     return Durable(iteration=iteration, path=found.path)
 
 
+def _named(load: str, run: Run) -> tuple[str, Path, int | None]:
+    """What `checkpoint.load` names: a run or a folder (relative ones begin at the project), and an iteration."""
+    name, iteration = split_iteration(load)
+    folder = Path(os.path.expanduser(name))
+    return name, folder if folder.is_absolute() else places.project(run.path) / folder, iteration
+
+
 def _megatron_lm(config: MegatronConfig, run: Run) -> Durable:
     """A checkpoint of Megatron-LM: of another run here, of a folder with its tracker, or a folder by itself."""
     settings = config.checkpoint
     if settings is None or settings.load is None or is_own(run, durable(run)):
         return BEGINNING
-    match = _ITERATION.fullmatch(settings.load)
-    name, wanted = (match["name"], int(match["iteration"])) if match else (settings.load, None)
-    folder = Path(os.path.expanduser(name))
-    folder = folder if folder.is_absolute() else places.project(run.path) / folder
+    name, folder, wanted = _named(settings.load, run)
     if not folder.is_dir() or (folder / "plan.json").is_file():
         folder = find_run(name).checkpoints
     single = _FOLDER.fullmatch(folder.name)

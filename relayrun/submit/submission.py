@@ -311,14 +311,14 @@ def _takes_snapshot(config: CommonConfig) -> bool:
 
 def _prepare_evaluations(config: CommonConfig, plan: Plan, run: Run) -> None:
     """Write the policy and the job of evaluations; none where the config has none any more."""
-    if not isinstance(config, RunConfig) or config.evaluation is None:
+    if config.evaluation is None:
         run.evaluation_policy.unlink(missing_ok=True)
         return
     run.evaluations.mkdir(exist_ok=True)
     settings = config.evaluation
     policy = Policy(
         interval=settings.interval,
-        total_steps=config.training.steps,
+        total_steps=plan.total_steps or 0,
         hold=settings.hold,
         time_limit=parse_time(settings.job.time),
     )
@@ -326,7 +326,7 @@ def _prepare_evaluations(config: CommonConfig, plan: Plan, run: Run) -> None:
     policy.write(run.evaluation_policy)
 
 
-def evaluation_script(config: RunConfig, plan: Plan, run: Run) -> str:
+def evaluation_script(config: CommonConfig, plan: Plan, run: Run) -> str:
     """Return the script of the job that evaluates one checkpoint.
 
     What its section leaves out is as in the run's own jobs.

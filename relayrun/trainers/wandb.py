@@ -1,14 +1,26 @@
-"""What makes all attempts of a foreign program one run of W&B, where it uses W&B."""
+"""Whether W&B is on, and what makes all attempts of a foreign program one run of W&B."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Literal
 
 from relayrun.errors import RunDirError
 from relayrun.rundir.run import Run
 from relayrun.rundir.streams import record_streams
 
+Mode = Literal["online", "offline"]
+
 log = logging.getLogger(__name__)
+
+
+def wandb_mode(environment: Mapping[str, str]) -> Mode | None:
+    """Return whether W&B is on, from its own variables: WANDB_API_KEY, or WANDB_MODE=offline; None where it is off."""
+    wanted = environment.get("WANDB_MODE", "online" if environment.get("WANDB_API_KEY") else "disabled")
+    if wanted == "offline":
+        return "offline"
+    return "online" if wanted in ("online", "run") and environment.get("WANDB_API_KEY") else None
 
 
 def variables(run: Run) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 The law: a running job that is looked after, a queued successor, or STOP. What was acknowledged or recorded holds. A
 program that fails is called again, by the batch script or by the job that Slurm starts in its place, and must then come
-to where the undisturbed one came. `make test` takes a twentieth of the cases, each day another; `make test-long` all.
+to where the undisturbed one came. `make test` takes a sixtieth of the cases, each day another; `make test-long` all.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ from tests.history import make_history, trained
 from .exhaustion import FAULTS, KILL, Fault, Reached, run_child
 from .fake_slurm import FakeSlurm
 
+PARTS = 60
+"""Parts of the cases, one of which a day tries."""
 
-def twentieth() -> int:
-    """Which twentieth of the cases is tried today."""
-    return int(time.time() // 86_400) % 20
+
+def todays(parts: int) -> int:
+    """Which of so many parts of the cases is tried today."""
+    return int(time.time() // 86_400) % parts
 
 
 @dataclass(frozen=True)
@@ -115,10 +118,10 @@ def stage(tmp_path: Path) -> Stage:
 
 
 def cases(calls: list[str], everything: bool) -> Iterator[tuple[int, Fault]]:
-    today = twentieth()
+    today = todays(PARTS)
     for number in range(len(calls)):
         for index, fault in enumerate(FAULTS):
-            if everything or (number * len(FAULTS) + index) % 20 == today:
+            if everything or (number * len(FAULTS) + index) % PARTS == today:
                 yield number, fault
 
 
@@ -154,7 +157,7 @@ def exhaust(
 
 
 EVERYTHING = pytest.mark.parametrize(
-    "everything", [False, pytest.param(True, marks=pytest.mark.long)], ids=["a-twentieth", "all"]
+    "everything", [False, pytest.param(True, marks=pytest.mark.long)], ids=["a-part", "all"]
 )
 
 

@@ -18,7 +18,7 @@ from relayrun.scheduler.base import MAX_FAILED_BEGINS
 from relayrun.scheduler.job_text import parse_job
 
 from .exhaustion import KILL, Reached, run_child
-from .test_exhaustion import EVERYTHING, Stage, exhaust, fresh_begin, stage, twentieth  # noqa: F401 - a fixture
+from .test_exhaustion import EVERYTHING, Stage, exhaust, fresh_begin, stage, todays  # noqa: F401 - a fixture
 
 
 def run_fallback_job(stage: Stage) -> Reached | None:  # noqa: F811
@@ -39,7 +39,7 @@ def test_the_batch_script_is_killed_inside_begin(stage: Stage, everything: bool)
     assert undisturbed.code == 0, undisturbed.output
     wanted, wrong, count = stage.state(), [], 0
     for number, call in enumerate(undisturbed.calls):
-        if not everything and number % 20 != twentieth():
+        if not everything and number % 20 != todays(20):
             continue
         count += 1
         stage.reset()

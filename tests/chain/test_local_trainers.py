@@ -97,3 +97,27 @@ def test_a_program_that_no_rank_can_start_ends_the_chain_with_its_name(config: P
     (end,) = ends(Run(tmp_path / "run"))
     assert end.cause == "fatal"
     assert end.reason.startswith("fatal: no-such-program is not found on any rank"), end
+
+
+def test_its_checkpoints_are_converted_and_scored_beside_the_chain(config: Path, tmp_path: Path) -> None:
+    convert = (
+        "import pathlib, shutil, sys; shutil.copytree(sys.argv[1], sys.argv[2]); "
+        "pathlib.Path(sys.argv[2], 'config.json').write_text('{}')"
+    )
+    score = (
+        "import json, pathlib, sys; state = int(pathlib.Path(sys.argv[1], 'state').read_text()); "
+        "pathlib.Path(sys.argv[2]).write_text(json.dumps({'own': {'state': state}}))"
+    )
+    evaluation = {
+        "interval": 10,
+        "convert": ["{python}", "-c", convert, "{checkpoint}", "{model}"],
+        "command": ["{python}", "-c", score, "{model}", "{results}"],
+    }
+    values = yamlfile.read(config).values | {"evaluation": evaluation}
+    values["command"] = values["command"] | {"steps": 20}
+    config.write_text(yamlfile.dump(values), encoding="utf-8")
+    assert main(["submit", str(config)]) == 0
+    run = Run(tmp_path / "run")
+    lines = list(read_lines(run.evaluations_view))
+    assert [(line["iteration"], line["status"]) for line in lines] == [(10, "done"), (20, "done")], lines
+    assert [line["results"] for line in lines] == [{"own": {"state": 10.0}}, {"own": {"state": 20.0}}]

@@ -18,7 +18,7 @@ from relayrun.rundir.plan import Plan
 from relayrun.submit import owner, submission
 
 from .exhaustion import PAUSE, Child, start_child
-from .test_exhaustion import EVERYTHING, Stage, stage, twentieth  # noqa: F401 - a fixture
+from .test_exhaustion import EVERYTHING, Stage, stage, todays  # noqa: F401 - a fixture
 
 OTHER = 4242
 """The number of a user that nobody has."""
@@ -142,7 +142,7 @@ def test_of_a_take_over_and_a_begin_one_wins_and_the_other_says_why(stage: Stage
     assert begins.code == 0, begins.output
     print(len(submits.calls), "and", len(begins.calls), "calls")
     near, others = orders(submits.calls, begins.calls)
-    chosen = near + (others if everything else others[twentieth() :: 100])
+    chosen = near + (others if everything else others[todays(100) :: 100])
     wrong = [f"{places}: {complaint}" for places in chosen if (complaint := meeting.complaint(places))]
     print(f"{len(chosen)} cases")
     assert not wrong, "\n".join([f"{len(wrong)} of {len(chosen)}", *wrong[:20]])

@@ -15,6 +15,7 @@ import yaml
 from relayrun.config.schema import Evaluation
 from tests.export.models import make_hf, make_run
 from tests.readme import ROOT, checkout
+from tests.receivers import hub_server
 
 PAGE = (ROOT / "docs/export.md").read_text(encoding="utf-8")
 
@@ -23,10 +24,10 @@ def blocks(kind: str) -> list[str]:
     return re.findall(rf"^```{kind}\n(.*?)^```$", PAGE, re.M | re.S)
 
 
-def test_the_section_of_a_run_config_is_one() -> None:
-    (text,) = blocks("yaml")
-    settings = Evaluation.model_validate(yaml.safe_load(text)["evaluation"])
-    assert settings.tasks == ["hellaswag", "arc_easy"]
+def test_the_sections_of_a_run_config_are_sections() -> None:
+    native, foreign = (Evaluation.model_validate(yaml.safe_load(text)["evaluation"]) for text in blocks("yaml"))
+    assert native.tasks == ["hellaswag", "arc_easy"]
+    assert foreign.convert[-1] == "{model}"
 
 
 @pytest.mark.slow
@@ -35,11 +36,34 @@ def test_the_section_of_a_run_config_is_one() -> None:
 def test_every_command_runs(tmp_path: Path) -> None:
     environment = checkout(tmp_path)
     make_run(tmp_path / "logs/runs/my-project/my-run", make_hf(tmp_path / "original"), iteration=40)
-    script = "set -euo pipefail\nmkdir models\n" + "\n".join(blocks("bash"))
-    done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=1000
-    )
+    make_hf(tmp_path / "models/qwen2", "Qwen2")
+    script = "set -euo pipefail\n" + "\n".join([*blocks("bash"), *blocks("bash mapping"), *blocks("bash hub")])
+    own = "PYTHONPATH=examples/export"
+    assert own in script
+    script = script.replace(own, f"{own}:{environment['PYTHONPATH']}")
+    token = "hf_" + "x" * 40
+    with hub_server(token) as hub:
+        at_hub = {
+            "HF_ENDPOINT": hub.url,
+            "HF_TOKEN": token,
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HOME": str(tmp_path / "home"),
+        }
+        done = subprocess.run(
+            ["bash", "-c", script],
+            cwd=tmp_path,
+            env={name: value for name, value in environment.items() if name != "HF_HUB_OFFLINE"} | at_hub,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=1000,
+        )
     assert done.returncode == 0, done.stderr
+    assert [(name, branch) for name, branch, _ in hub.commits] == [
+        ("my-lab/my-model", "main"),
+        ("my-lab/my-model", "step-40"),
+    ]
+    assert "mapping: qwen2:QWEN2" in (tmp_path / "models/qwen2-start/model.yaml").read_text()
     assert "logits of megatron-core and transformers on 256 tokens differ by at most" in done.stdout
     card = (tmp_path / "models/my-run/README.md").read_text()
     assert "iteration 40 of 80 of the run `tests/imported`" in card

@@ -40,6 +40,14 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 VOCABULARY = 300
+TINY: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen3": {"head_dim": 16},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "Qwen2": {},
+}
+"""Classes of transformers, and what a tiny one of each has besides `SMALL`."""
 
 
 def write_tokenizer(path: Path, size: int = VOCABULARY) -> Path:
@@ -53,12 +61,14 @@ def write_tokenizer(path: Path, size: int = VOCABULARY) -> Path:
     return path
 
 
-def make_hf(folder: Path, *, seed: int = 0, vocabulary: int = VOCABULARY, **changes: Any) -> Path:
+def make_hf(folder: Path, kind: str = "Llama", *, seed: int = 0, vocabulary: int = VOCABULARY, **changes: Any) -> Path:
     """A folder as transformers writes it, with a tokenizer; every weight random, norms too."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**(SMALL | {"vocab_size": vocabulary} | changes)))
+    settings = SMALL | TINY[kind] | {"vocab_size": vocabulary} | changes
+    config = getattr(transformers, f"{kind}Config")(**settings)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -77,13 +87,21 @@ class Imported:
     checkpoint: Path
 
 
-def make_run(folder: Path, hf: Path, *, iteration: int = 7, divisible_by: int = 128, **sections: Any) -> Imported:
+def make_run(
+    folder: Path,
+    hf: Path,
+    *,
+    iteration: int = 7,
+    divisible_by: int = 128,
+    mapping: str | None = None,
+    **sections: Any,
+) -> Imported:
     run = Run(folder)
     attempt = run.attempt(1)
     attempt.path.mkdir(parents=True)
     run.config.mkdir()
     checkpoint = run.checkpoint(iteration)
-    made = importer.import_hf(hf, checkpoint, divisible_by=divisible_by)
+    made = importer.import_hf(hf, checkpoint, divisible_by=divisible_by, mapping=mapping)
     tokenizer = load_tokenizer(TokenizeOptions(tokenizer=str(hf / "tokenizer.json")))
     writer = ShardWriter(str(folder / "data" / "shard"), np.uint16)
     lengths = np.full(50, 300)

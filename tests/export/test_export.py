@@ -234,9 +234,9 @@ def test_each_wrong_input_is_one_clear_error(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type is 'gpt2'; only 'llama' can be imported"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; only 'llama', 'qwen3', 'mixtral', 'apertus' can be imported"),
         ({"attention_bias": True}, "attention_bias is True; only False"),
-        ({"head_dim": 16}, "head_dim is 16; only 8"),
+        ({"head_dim": 16}, "self_attn.q_proj.weight has the shape (64, 64), not (128, 64)"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}}, "is 'yarn'; only 'llama3'"),
         ({"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0, "rope_theta": 1e4}}, "low_freq_factor is 2.0; only 1"),
         ({"num_hidden_layers": 4}, "model.layers.3.input_layernorm.weight has the shape None"),

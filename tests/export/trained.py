@@ -90,7 +90,7 @@ def make_trained(folder: Path, hf: Path, *, distributed: bool = False, precision
                 dtype=torch.float32,
                 make=lambda state=state: state.contiguous(),
             )
-    contents.add_extra_states(weights["decoder.layers.mlp.linear_fc2.weight"][0])
+    contents.add_extra_states(weights)
     contents.add_object("random/shard_0_1", lambda: generators(5))
     adam = optimizer_state.AdamState(
         reader=reader, groups=[GROUP, GROUP | {"wd_mult": 0.0, "weight_decay": 0.0}], step=7, main=None, form=None

@@ -68,6 +68,7 @@ def test_the_whole_way_on_cpus(tmp_path: Path) -> None:
     assert str(ROOT) not in json.dumps(result)
 
 
+@pytest.mark.long
 def test_a_resume_that_is_not_exact_is_found_and_named(tmp_path: Path) -> None:
     done, result = gpu_check(tmp_path, "--only", "resume", f"--hook={PLANTED}:FlipsABit")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -81,6 +82,7 @@ def test_a_resume_that_is_not_exact_is_found_and_named(tmp_path: Path) -> None:
         assert f"FAILED: resume: {row.what}: {row.value}" in done.stdout
 
 
+@pytest.mark.long
 def test_a_save_that_holds_training_is_found(tmp_path: Path) -> None:
     done, result = gpu_check(tmp_path, "--only", "save", f"--hook={PLANTED}:HoldsUpSavesTenSeconds")
     assert done.returncode == 1, done.stdout + done.stderr

@@ -15,7 +15,6 @@ from relayrun.config.data import Data
 from relayrun.config.schema import MegatronConfig
 from relayrun.config.training import Checkpoint, Model, Optimizer, Parallel, Training
 from relayrun.errors import ConfigError, InputError, RelayrunError
-from relayrun.monitoring.trackers.sinks import wandb_mode
 from relayrun.rundir.lineage import Durable
 from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
@@ -24,7 +23,7 @@ from relayrun.submit import submission
 from relayrun.submit.megatron_lm import flag, table
 from relayrun.submit.megatron_lm.command_line import CommandLine, command_line
 from relayrun.submit.megatron_lm.flag import Flag
-from relayrun.trainers.megatron_lm import around, long_data
+from relayrun.trainers.megatron_lm import long_data
 from relayrun.trainers.megatron_lm.long_data import LIMIT, shortened
 from relayrun.trainers.megatron_lm.program import Dialect, MegatronLM
 from relayrun.trainers.megatron_lm.trainer import MegatronTrainer
@@ -367,14 +366,6 @@ def test_a_prefix_with_a_blank_does_not_go_into_a_file(tmp_path: Path, monkeypat
     with pytest.raises(ConfigError, match="holds a blank"):
         line(tmp_path, args=args)
     assert line(tmp_path, args={"train-iters": 8, "data-path": ["/data/a b"]}).settings.run[-1] == "/data/a b"
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [{}, {"WANDB_API_KEY": "k"}, {"WANDB_MODE": "offline"}, {"WANDB_API_KEY": "k", "WANDB_MODE": "disabled"}],
-)
-def test_wandb_is_on_by_the_rule_of_the_native_trainer(environment: dict[str, str]) -> None:
-    assert around.has_wandb(environment) == (wandb_mode(environment) is not None)
 
 
 @pytest.mark.parametrize(

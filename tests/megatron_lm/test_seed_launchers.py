@@ -18,8 +18,8 @@ from relayrun.submit import launcher_environment
 from relayrun.submit.megatron_lm import flag
 from relayrun.submit.megatron_lm.command_line import command_line
 from relayrun.submit.trainer_settings import stop_after
-from relayrun.trainers.megatron_lm import around
 from relayrun.trainers.megatron_lm.trainer import MegatronTrainer
+from relayrun.trainers.nsys import nsys_command
 from tests.megatron_lm import seed_launcher
 from tests.megatron_lm.seed_launcher import EDITS, NODES
 from tests.megatron_lm.stand_in import stand_in
@@ -187,8 +187,8 @@ def test_nsys_stands_around_the_program_with_the_same_options(
 
 
 def test_options_of_nsys_take_the_place_of_those_that_are_there(tmp_path: Path) -> None:
-    usual = around.nsys_command(tmp_path)
-    given = around.nsys_command(tmp_path, ["--trace=cuda", "--gpu-metrics-devices=all", "--force-overwrite=false"])
+    usual = nsys_command(str(tmp_path))
+    given = nsys_command(str(tmp_path), ["--trace=cuda", "--gpu-metrics-devices=all", "--force-overwrite=false"])
     assert "--trace=nvtx,cudnn,cublas,cuda" in usual
     left_out = {"--trace=nvtx,cudnn,cublas,cuda", "--force-overwrite=true"}
     kept = [word for word in usual if word not in left_out]

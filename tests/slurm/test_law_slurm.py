@@ -260,6 +260,7 @@ def test_a_log_folder_that_is_away_does_not_end_the_chain(
     assert begin_of(run, 2).log == str(second)
 
 
+@pytest.mark.long
 def test_a_job_that_stays_completing_is_no_successor(
     make_cluster: MakeCluster,
     make_run: MakeRun,  # noqa: F811

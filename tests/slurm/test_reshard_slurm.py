@@ -81,6 +81,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
+@pytest.mark.long
 def test_several_nodes_give_the_bytes_of_one_whatever_is_killed(cluster: TestCluster, place: Path) -> None:
     alone = contents(place / "out/alone")
     assert len(alone) > 20

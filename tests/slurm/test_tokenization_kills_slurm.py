@@ -149,6 +149,7 @@ def tell_to_leave(cluster: TestCluster, job: str) -> None:
                 os.kill(process, signal.SIGUSR2)
 
 
+@pytest.mark.long
 def test_a_job_that_is_told_to_leave_queues_itself_alone_again_and_goes_on(
     cluster: TestCluster, dataset: Dataset
 ) -> None:

@@ -97,6 +97,7 @@ def break_end(file: Path) -> None:
         opened.write(bytes(40))
 
 
+@pytest.mark.long
 def test_a_failed_dump_is_one_message_and_submitting_again_completes_it(cluster: TestCluster, dataset: Dataset) -> None:
     settings = dataset.settings("failed")
     files = sorted((dataset.folder / "data").rglob("*.parquet"))

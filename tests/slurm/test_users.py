@@ -201,6 +201,7 @@ def assert_open_to_the_group(run: Run, group: str) -> None:
         assert (found.st_gid, oct(stat.S_IMODE(found.st_mode) & 0o777)) == (gid, oct(wanted)), path
 
 
+@pytest.mark.long
 def test_one_owner_at_a_time_where_everybody_sees_the_queue(team: Team) -> None:
     config, run = team.config("seen", chain={"auto_requeue": True}), team.run("seen")
     team.relayrun(team.owner, "submit", config)

@@ -28,7 +28,7 @@ device_shim.install()
 
 from relayrun.training.model.gpt import MicroBatch, Model  # noqa: E402
 
-VOCABULARY, LENGTH, EOD, STEPS = 64, 96, 5, 30
+VOCABULARY, LENGTH, EOD, STEPS = 64, 96, 5, 12
 SECTIONS: dict[str, Any] = json.loads(settings)
 LAYOUT = SECTIONS.get("parallel", {})
 PARTS = 2 * LAYOUT["context_parallel_size"] if "context_parallel_size" in LAYOUT else 1

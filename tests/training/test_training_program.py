@@ -84,6 +84,7 @@ def test_triggers_save_and_exit_are_obeyed_and_answered(harness: Make) -> None:
     assert made.run.tracker.read_text().strip() == str(outcome.iteration)
 
 
+@pytest.mark.long
 def test_asked_to_leave_before_the_first_iteration_it_leaves_and_resumes_as_if_nothing_was(harness: Make) -> None:
     """A signal while Python starts is ignored, one during the imports is remembered; the stop file always counts."""
     made = harness(training={"steps": 3})

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import submitit
 from pydantic import ValidationError
@@ -23,6 +24,7 @@ from relayrun.gpucheck import site
 from relayrun.gpucheck.setup import Setup
 from relayrun.rundir.run import Run
 from relayrun.scheduler.slurm import Slurm
+from relayrun.shards.indexed import ShardWriter
 from relayrun.submit import submission
 from relayrun.tokenization.dumps import jobs
 from relayrun.tokenization.settings import TokenizationConfig, load_config
@@ -264,10 +266,15 @@ def test_the_jobs_of_bash_scripts_run_in_the_site_of_cluster(place: Path, script
     (place / "bin/sbatch").chmod(0o755)
     srun = (place / "bin/srun").read_text().replace("--export=ALL |", "--export=ALL | --kill-on-bad-exit=1 |")
     (place / "bin/srun").write_text(srun)
-    (place / "data/dump-0").mkdir()
+    shard = ShardWriter(place / "data/dump-0/00000", np.uint16)
+    shard.add(np.arange(5), [2, 3])
+    shard.finish()
+    (place / "raw").mkdir()
+    (place / "raw/text.jsonl").write_text('{"text": "a"}\n')
+    folders = {"dataset": place / "raw", "output": place / "out", "temp": place / "temporary"}
     arguments = {
         "merge": [str(place / "data")],
-        "reshard": ["--dataset-folder", "/raw", "--output-folder", str(place / "out")],
+        "reshard": [f"--{name}-{'dir' if name == 'temp' else 'folder'}={path}" for name, path in folders.items()],
     }[script]
     environment = os.environ | {
         "CLUSTER": str(place / "here.yaml"),

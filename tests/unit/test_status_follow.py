@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -92,7 +93,8 @@ def test_lines_end_with_the_chain(
         runs[0].stop.write_text("the last iteration is durable")
         (slurm / "queue").write_text("")
 
-    monkeypatch.setattr(time, "sleep", later)
+    # its own sleep alone: a call of squeue waits with time.sleep as well
+    monkeypatch.setattr(status, "time", SimpleNamespace(**vars(time) | {"sleep": later}))
     assert status.follow(str(runs[0].path), 1.0) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" ", 1)[1].split(",")[0] for line in lines] == ["tests/a: running", "tests/a: stopped"]

@@ -139,7 +139,7 @@ def kill_somewhere(workplace: Workplace, undisturbed: tuple[dict[str, bytes], fl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))])
 def test_a_kill_at_any_moment_leaves_the_same_files(
     workplace: Workplace, undisturbed: tuple[dict[str, bytes], float], tmp_path: Path, seed: int
 ) -> None:

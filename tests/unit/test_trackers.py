@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from relayrun.files import append_line
-from relayrun.monitoring.trackers import feed, sinks, wandb_files
+from relayrun.monitoring.trackers import feed, wandb_files
 from relayrun.monitoring.trackers.points import Point, PointReader, Rewound
 from relayrun.monitoring.trackers.sinks import highest_event
 from relayrun.rundir.records import AttemptStart, Outcome
 from relayrun.rundir.run import Run
 from relayrun.rundir.streams import record_streams
+from relayrun.trainers.wandb import wandb_mode
 from relayrun.training.reporting import trackers
 from tests.history import began
 
@@ -232,7 +233,7 @@ def losses(points: Iterable[Point]) -> list[tuple[int, float]]:
     ],
 )
 def test_when_wandb_is_on(environment: dict[str, str], mode: str | None) -> None:
-    assert sinks.wandb_mode(environment) == mode
+    assert wandb_mode(environment) == mode
 
 
 @pytest.mark.alone

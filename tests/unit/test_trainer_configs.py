@@ -72,7 +72,7 @@ def test_a_section_of_another_trainer_says_whose_it_is(tmp_path: Path) -> None:
     text = refused(written(tmp_path, COMMAND, trainer="native"))
     assert "command: only a run of trainer command has this; this one's trainer is native" in text
     assert "missing" not in text  # nobody wants to hear what a native run would need
-    assert "evaluation: only a run of trainer native" in refused(
+    assert "with trainer megatron-lm there is no mean loss on validation sets; set evaluation.tasks or" in refused(
         written(tmp_path, MEGATRON, evaluation={"interval": 3})
     )
     assert "run.yaml:15: jobb: unknown setting; did you mean 'job'?" in refused(written(tmp_path, COMMAND, jobb={}))
@@ -174,10 +174,8 @@ def test_config_explain_and_diff_know_every_kind(tmp_path: Path) -> None:
     assert said("explain", "trainer")[1].startswith("trainer: native | megatron-lm | command, default native\n")
     assert "In the launchers: TRAINING_STEPS" in said("explain", "command.steps")[1]
     assert "In the launchers: MEGATRON_LM_DIR" in said("explain", "megatron_lm.dir")[1]
-    (evaluation,) = (
-        setting for setting in describe.find("evaluation") if setting.is_section and "." not in setting.name
-    )
-    assert evaluation.words.endswith("Of runs with trainer native.")
+    (command,) = (setting for setting in describe.find("command") if setting.name == "command")
+    assert command.words.endswith("Of runs with trainer command.")
 
 
 def test_the_json_schema_goes_by_the_trainer_where_a_file_names_it() -> None:

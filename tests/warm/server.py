@@ -31,6 +31,7 @@ IMPORTED = (
     "relayrun.training.loop",
     "relayrun.training.reporting.debugging",
     "relayrun.export.evaluate",
+    "relayrun.export.score",
     "transformers.models.llama.modeling_llama",
     "lm_eval.models.huggingface",
 )

@@ -23,10 +23,11 @@ from typing import NoReturn
 from relayrun.config import compose
 from relayrun.errors import RunDirError, run_main
 from relayrun.monitoring.trackers.points import PointReader, Rewound
-from relayrun.monitoring.trackers.sinks import Sink, TensorBoard, WandB, wandb_mode
+from relayrun.monitoring.trackers.sinks import Sink, TensorBoard, WandB
 from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
 from relayrun.rundir.streams import Stream, record_streams
+from relayrun.trainers.wandb import wandb_mode
 
 log = logging.getLogger(__name__)
 

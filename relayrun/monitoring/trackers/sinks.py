@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from relayrun.config.schema import CommonConfig
 from relayrun.monitoring.trackers import wandb_files
 from relayrun.monitoring.trackers.points import Point
 from relayrun.rundir.run import Run
 from relayrun.rundir.streams import Stream
-
-Mode = Literal["online", "offline"]
+from relayrun.trainers.wandb import Mode
 
 
 class Sink(Protocol):
@@ -30,14 +28,6 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Hand on all that was taken, and take no more."""
-
-
-def wandb_mode(environment: Mapping[str, str]) -> Mode | None:
-    """Whether W&B is on, from its own variables; None where it is off."""
-    mode = environment.get("WANDB_MODE", "online" if environment.get("WANDB_API_KEY") else "disabled")
-    if mode == "offline":
-        return "offline"
-    return "online" if mode in ("online", "run") and environment.get("WANDB_API_KEY") else None
 
 
 class TensorBoard(Sink):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from relayrun.errors import InputError
+from relayrun.monitoring.trackers.sinks import client_settings
 
 log = logging.getLogger(__name__)
 
@@ -110,16 +111,7 @@ def copy_run(api: Api, source: SourceRun, target: Project, name: str) -> str:
             group=source.group or None,
             resume="allow",
             mode="online",
-            settings=wandb.Settings(
-                silent=True,
-                console="off",
-                save_code=False,
-                disable_code=True,
-                disable_git=True,
-                x_disable_meta=True,
-                x_disable_machine_info=True,
-                x_disable_stats=True,
-            ),
+            settings=client_settings(),
         )
         first, rows, left_out = made.starting_step, 0, set()
         for row in source.scan_history(page_size=ROWS, min_step=first, use_cache=False):

@@ -10,10 +10,11 @@ import fcntl
 
 from relayrun.config.schema import CommonConfig
 from relayrun.monitoring.trackers import wandb_files
-from relayrun.monitoring.trackers.sinks import Mode, client_settings
+from relayrun.monitoring.trackers.sinks import client_settings
 from relayrun.rundir import evaluations
 from relayrun.rundir.run import Run
 from relayrun.rundir.streams import read_streams
+from relayrun.trainers.wandb import Mode
 
 
 def tell(run: Run, config: CommonConfig, mode: Mode) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relayrun.config.schema import CommonConfig, RunConfig
+from relayrun.config.schema import CommonConfig
 from relayrun.config.setup_lines import check_setup
 from relayrun.scheduler import sbatch_options
 from relayrun.submit.check.finding import Findings
@@ -27,5 +27,5 @@ def check_job(config: CommonConfig) -> None:
     check_setup(config.job.setup, where="job.setup")
     if config.cluster.scheduler == "slurm":
         sbatch_options.check(config.job.sbatch, where="job.sbatch")
-        if isinstance(config, RunConfig) and config.evaluation is not None:
+        if config.evaluation is not None:
             sbatch_options.check(config.evaluation.job.sbatch, where="evaluation.job.sbatch")

@@ -57,14 +57,14 @@ def look(config: CommonConfig, findings: Findings) -> None:
         _modules(config, findings)
     if isinstance(config, RunConfig):
         _packages(config, findings)
+    with findings.catching("node.evaluation"):
+        _check_evaluation(config)
 
 
 def _packages(config: RunConfig, findings: Findings) -> None:
     if config.training.transformer_impl == "transformer_engine":
         with findings.catching("node.transformer_engine", ok="TransformerEngine is there, or declared"):
             _check_transformer_engine(config)
-    with findings.catching("node.evaluation"):
-        _check_evaluation(config)
 
 
 def in_container(config: CommonConfig) -> bool:
@@ -234,15 +234,16 @@ def _modules(config: CommonConfig, findings: Findings) -> None:
         findings.ok("node.modules", f"`module is-avail` knows {', '.join(names)} here")
 
 
-def _check_evaluation(config: RunConfig) -> None:
+def _check_evaluation(config: CommonConfig) -> None:
     settings = config.evaluation
     if settings is None:
         return
-    if not settings.tasks and not config.data.validation and not config.data.split:
+    scored = settings.tasks or settings.command
+    if isinstance(config, RunConfig) and not scored and not config.data.validation and not config.data.split:
         raise ConfigError(
-            "there is nothing to evaluate on: neither tasks nor a validation set",
+            "there is nothing to evaluate on: neither tasks, nor a command, nor a validation set",
             where="evaluation",
-            hint="name tasks of lm-evaluation-harness, or set data.validation",
+            hint="name tasks of lm-evaluation-harness, or set evaluation.command or data.validation",
         )
     # another Python's packages are not known here
     if settings.tasks and config.cluster.python is None and importlib.util.find_spec("lm_eval") is None:
@@ -251,6 +252,16 @@ def _check_evaluation(config: RunConfig) -> None:
             where="evaluation.tasks",
             hint="pip install 'relayrun[evaluate]', or name no tasks",
         )
+    for name, words in (("convert", settings.convert), ("command", settings.command)):
+        program = words[0] if words else "{python}"
+        # what a container holds, or modules and job.setup add, is not known here
+        known = not (in_container(config) or config.cluster.modules or config.job.setup) and program != "{python}"
+        if known and shutil.which(program) is None:
+            raise ConfigError(
+                f"there is no program {program} here",
+                where=f"evaluation.{name}",
+                hint="give the program by its path; every word of the command is one of the list",
+            )
     if settings.include_path is not None and not Path(settings.include_path).is_dir():
         raise ConfigError("there is no such folder", where=f"evaluation.include_path: {settings.include_path}")
 

@@ -1,45 +1,21 @@
-"""What stands around Megatron-LM's own command in an attempt: nsys before it, W&B's flags behind it, NCCL's log."""
+"""What stands around Megatron-LM's own command in an attempt: W&B's flags behind it, and NCCL's log."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-NSYS_TRACE = "nvtx,cudnn,cublas,cuda"
-
-
-def nsys_command(folder: Path, options: Sequence[str] = ()) -> list[str]:
-    """What stands before the program of each rank; a file a rank, named by its node and its number.
-
-    Recorded is what lies between cudaProfilerStart and Stop, which `--profile` calls on the chosen ranks. `options`:
-    further ones, `--NAME=VALUE`, which take the place of those that are here by default.
-    """
-    own = [
-        "--sample=none",
-        f"--trace={NSYS_TRACE}",
-        f"--output={folder}/nsys-trace-hostname-%h-procid-%q{{SLURM_PROCID}}.nsys-rep",
-        "--force-overwrite=true",
-        "--capture-range=cudaProfilerApi",
-        "--capture-range-end=stop",
-    ]
-    given = {option.partition("=")[0] for option in options}
-    return ["nsys", "profile", *(option for option in own if option.partition("=")[0] not in given), *options]
+from relayrun.trainers.wandb import wandb_mode
 
 
 def wandb_flags(words: Sequence[str], *, project: str, name: str, folder: Path) -> list[str]:
     """The flags for W&B that are not there yet, where this job has it: WANDB_API_KEY, or WANDB_MODE=offline."""
-    if not has_wandb(os.environ):
+    if wandb_mode(os.environ) is None:
         return []
     given = {word.partition("=")[0] for word in words}
     wanted = {"--wandb-project": project, "--wandb-exp-name": name, "--wandb-save-dir": str(folder)}
     return [word for flag, value in wanted.items() if flag not in given for word in (flag, value)]
-
-
-def has_wandb(environment: Mapping[str, str]) -> bool:
-    """Whether W&B is on in an environment, by the same rule as for the native trainer."""
-    mode = environment.get("WANDB_MODE", "online" if environment.get("WANDB_API_KEY") else "disabled")
-    return mode in ("online", "offline")
 
 
 def nccl_log(folder: Path) -> dict[str, str]:

@@ -19,6 +19,7 @@ from relayrun.trainers.megatron_lm import around, checkout, checkpoints
 from relayrun.trainers.megatron_lm.checkpoints import iteration_of
 from relayrun.trainers.megatron_lm.long_data import shortened
 from relayrun.trainers.megatron_lm.program import Dialect, MegatronLM
+from relayrun.trainers.nsys import nsys_command
 from relayrun.trainers.observer import Observer
 from relayrun.trainers.retention import Retention
 
@@ -106,7 +107,8 @@ class MegatronTrainer:
             words += ["--wandb-save-dir", str(self._run.path)]
         if settings.profile != "nsys":
             return words
-        return [*around.nsys_command(self._profiles(begin.attempt), settings.nsys_options), *words]
+        output = f"{self._profiles(begin.attempt)}/nsys-trace-hostname-%h-procid-%q{{SLURM_PROCID}}.nsys-rep"
+        return [*nsys_command(output, settings.nsys_options), *words]
 
     def environment(self, begin: AttemptStart) -> dict[str, str]:
         """The checkout first on the path, where NCCL writes its log if it is to write one, and W&B's names."""

@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +21,12 @@ from relayrun.files import write_atomic
 from relayrun.monitoring import environment, memory
 from relayrun.rundir.records import AttemptStart, Outcome
 from relayrun.rundir.run import Run
+from relayrun.trainers.nsys import nsys_command
 from relayrun.training.hooks import Hook, Step, StepStart
 
 log = logging.getLogger(__name__)
 
 UNDER_NSYS = "RELAYRUN_UNDER_NSYS"
-
-
-def nsys_command(output: Path, options: Sequence[str] = ()) -> list[str]:
-    """What stands before a rank's program. Recorded is what lies between cudaProfilerStart and Stop, see `Profiler`.
-
-    `options`: further ones, `--NAME=VALUE`, which take the place of those that are here by default.
-    """
-    own = [
-        "--sample=none",
-        "--trace=nvtx,cudnn,cublas,cuda",
-        f"--output={output}",
-        "--force-overwrite=true",
-        "--capture-range=cudaProfilerApi",
-        "--capture-range-end=stop",
-    ]
-    given = {option.partition("=")[0] for option in options}
-    return ["nsys", "profile", *(option for option in own if option.partition("=")[0] not in given), *options]
 
 
 def enter_nsys(debug: Debug, folder: Path, rank: int) -> None:
@@ -60,7 +44,7 @@ def enter_nsys(debug: Debug, folder: Path, rank: int) -> None:
     if rank in debug.profile_ranks:
         folder.mkdir(parents=True, exist_ok=True)
         os.environ[UNDER_NSYS] = "1"
-        command = [*nsys_command(folder / f"rank-{rank:04}", debug.nsys_options), *sys.orig_argv]
+        command = [*nsys_command(f"{folder}/rank-{rank:04}", debug.nsys_options), *sys.orig_argv]
         sys.stdout.flush()
         os.execvp(command[0], command)
 

@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 from relayrun.config.schema import RunConfig
 from relayrun.errors import RelayrunError
-from relayrun.monitoring.trackers.sinks import wandb_mode
 from relayrun.rundir.run import Run
 from relayrun.rundir.streams import record_streams
+from relayrun.trainers.wandb import wandb_mode
 from relayrun.training.hooks import Hook
 
 LEAVE_SECONDS = 5.0

@@ -1,0 +1,24 @@
+"""Qwen 2 for `relayrun export hf --mapping qwen2:QWEN2`: a Llama with biases behind queries, keys and values."""
+
+from dataclasses import replace
+
+from relayrun.export.mapping.joins import QKV
+from relayrun.export.mapping.llama import ATTENTION, LLAMA, OF
+from relayrun.export.mapping.model_mapping import Weight
+
+BIASES = Weight(
+    ATTENTION + "linear_qkv.bias",  # its name in a checkpoint: all layers in one tensor
+    ("qkv",),  # the shape of one layer
+    tuple(f"{OF}self_attn.{part}_proj.bias" for part in "qkv"),
+    QKV,  # the query groups one behind the other there, all queries, keys and values here
+)
+QWEN2 = replace(
+    LLAMA,
+    name="Qwen2",
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    weights=(*LLAMA.weights, BIASES),
+    transformer={"add_qkv_bias": True},  # model.transformer must say so, and an import says so
+    settings={},
+    config={"hidden_act": "silu", "use_sliding_window": False},  # the same in every config.json
+)

@@ -1,0 +1,140 @@
+"""An exported folder to a repository of the Hugging Face hub: whole or not at all, and never unasked.
+
+All files become one commit. Weights go first, each by itself, and the hub keeps what has arrived: a run that was
+interrupted is started again and sends only the rest. The token is the one that huggingface_hub finds (`HF_TOKEN`, or
+what `hf auth login` left); it stands in no option, no file and no message.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relayrun.errors import ConfigError, InputError
+from relayrun.masking import is_secret_name, masked
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+_REPOSITORY = re.compile(rf"{_PART}/{_PART}")
+
+
+@dataclass(frozen=True)
+class Hub:
+    """A repository of models, and who asks for it."""
+
+    repository: str
+    endpoint: str | None
+    """Another hub than huggingface.co (`HF_ENDPOINT`)."""
+    token: str = field(repr=False)
+
+    @classmethod
+    def from_environment(cls, repository: str, environment: Mapping[str, str] = os.environ) -> Hub:
+        """Return the repository with the token that is there. Raises ConfigError without one, or without the package.
+
+        Nothing is asked of the hub.
+        """
+        if _REPOSITORY.fullmatch(repository) is None:
+            raise ConfigError(
+                f"{repository!r} is no repository", where="the hub", hint="write OWNER/NAME, as in my-lab/my-model"
+            )
+        try:
+            from huggingface_hub import constants, get_token
+        except ImportError as error:
+            raise ConfigError(
+                f"huggingface_hub cannot be imported: {error}", where="the hub", hint="pip install 'relayrun[train]'"
+            ) from None
+        if constants.HF_HUB_OFFLINE:
+            raise ConfigError("HF_HUB_OFFLINE is set: nothing can be uploaded", where="the hub", hint="unset it")
+        token = get_token()
+        if not token:
+            raise ConfigError(
+                "there is no token to write to it with",
+                where="the hub",
+                hint="set HF_TOKEN in this shell's environment, or run `hf auth login`",
+            )
+        return cls(repository, environment.get("HF_ENDPOINT"), token)
+
+    def check(self) -> None:
+        """Ask the hub who the token belongs to. Raises InputError where it does not know it, or cannot be reached."""
+        with _one_error(self):
+            self.api().whoami()
+
+    def api(self) -> HfApi:
+        """Return huggingface_hub's client."""
+        from huggingface_hub import HfApi
+
+        return HfApi(endpoint=self.endpoint, token=self.token)
+
+
+def upload(hub: Hub, folder: Path, *, public: bool = False, revision: str | None = None) -> str:
+    """Upload a folder of transformers in one commit; return in words what the hub has.
+
+    A repository that is not there is made, closed to others unless `public`; `revision` is a branch, which is made as
+    well. Raises InputError if this is no such folder, holds what looks like a secret, or the hub refuses it or fails.
+    """
+    from huggingface_hub import CommitOperationAdd
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    files = list(_files(folder))
+    size = sum((folder / name).stat().st_size for name in files)
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    with _one_error(hub):
+        api = hub.api()
+        api.create_repo(hub.repository, private=not public, exist_ok=True)
+        if revision is not None:
+            api.create_branch(hub.repository, branch=revision, exist_ok=True)
+        made = api.create_commit(
+            hub.repository,
+            [CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name) for name in files],
+            commit_message=f"Upload {folder.absolute().name} with relayrun",
+            revision=revision,
+        )
+    return f"{len(files)} files, {size:,} bytes: {made.commit_url}"
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """Names of the files to upload, from the folder: all but hidden ones."""
+    if not (folder / "config.json").is_file():
+        raise InputError(
+            "this is no exported folder: it has no config.json",
+            where=folder,
+            hint="give a folder that `relayrun export hf` wrote",
+        )
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if any(part.startswith(".") for part in name.split("/")) or path.is_dir():
+            continue
+        if is_secret_name(name):
+            raise InputError("this looks like a secret by its name", where=path, hint="move it out of the folder")
+        yield name
+
+
+@contextmanager
+def _one_error(hub: Hub) -> Iterator[None]:
+    """Turn what huggingface_hub raises into one error, without the token."""
+    try:
+        yield
+    except Exception as error:  # of httpx, of the hub, of the disk: each release has others
+        said = [str(each).strip().partition("\n")[0] for each in _causes(error)]
+        words = "; ".join(dict.fromkeys(filter(None, said))) or type(error).__name__
+        words = masked(words.replace(hub.token, "<token>"))[0]
+        raise InputError(
+            f"the hub has not taken it: {words}",
+            where=hub.repository,
+            hint="when that is mended, `relayrun upload FOLDER OWNER/NAME` sends what the hub has not got yet",
+        ) from None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__

@@ -1,0 +1,212 @@
+"""Models of transformers besides the Llama, there and back: the same bits, the same config, or one clear error."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from relayrun.cli import main
+from relayrun.config import yamlfile
+from relayrun.config.schema import Model
+from relayrun.errors import ConfigError, InputError
+from relayrun.export.mapping import choose
+from relayrun.export.mapping.joins import QKV, Sizes
+from relayrun.places import CODE as ROOT
+from tests import warm
+from tests.export.models import LLAMA3, make_hf, make_run
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+OWN = "examples.export.qwen2:QWEN2"
+KINDS = ["Qwen3", "Mixtral", "Apertus"]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """Names of the tensors that are not the same bits, or not in both."""
+    first, second = tensors(one), tensors(other)
+    return [name for name in first.keys() | second.keys() if not torch.equal(first.get(name), second.get(name))]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "Qwen2"])
+def test_what_is_imported_is_exported_again_bit_by_bit(tmp_path: Path, kind: str) -> None:
+    hf = make_hf(tmp_path / "hf", kind)
+    made = make_run(tmp_path / "run", hf, mapping=OWN if kind == "Qwen2" else None)
+    assert main(["export", "hf", str(made.run.path), "--output", str(tmp_path / "out")]) == 0
+    assert differences(hf, tmp_path / "out") == []
+    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", hf))
+    assert ours["architectures"] == [f"{kind}ForCausalLM"]
+    others = {"rope_parameters", "max_position_embeddings", "eos_token_id", "bos_token_id", "head_dim"}
+    names = ours.keys() & theirs.keys() - others
+    assert {name: ours[name] for name in names} == {name: theirs[name] for name in names}
+    model = yamlfile.read(made.checkpoint / "model.yaml").values["model"]
+    assert model.get("mapping") == (OWN if kind == "Qwen2" else None)
+    assert Model.model_validate(model).transformer.qk_layernorm == (kind in ("Qwen3", "Apertus"))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("scaling", [False, True])
+@pytest.mark.parametrize("kind", [*KINDS, "Qwen2"])
+def test_megatron_core_and_transformers_give_the_same_logits(tmp_path: Path, kind: str, scaling: bool) -> None:
+    changes: dict[str, Any] = {"rope_parameters": LLAMA3 | {"rope_theta": 100.0}} if scaling else {}
+    mapping = OWN if kind == "Qwen2" else None
+    hf = make_hf(tmp_path / "hf", kind, **changes, tie_word_embeddings=scaling)
+    made = make_run(tmp_path / "run", hf, mapping=mapping)
+    command = ["-m", "relayrun.cli", "export", "hf", str(made.run.path), "--output", str(tmp_path / "out")]
+    done = warm.run([sys.executable, *command, "--test-logits", "--max-shard-size", "50KB"])
+    assert done.returncode == 0, done.stderr
+    match = re.search(r"differ by at most (\S+) \(largest logit (\S+)\)", done.stdout)
+    assert match is not None, done.stdout
+    assert float(match[1]) <= 1e-5 * max(1.0, float(match[2]))
+    assert float(match[2]) > 0.1
+
+
+def test_transformers_computes_the_same_of_what_went_there_and_back(tmp_path: Path) -> None:
+    """Its config too: the rotary positions of an Apertus are others where config.json does not name them."""
+    from transformers import AutoModelForCausalLM
+
+    hf = make_hf(tmp_path / "hf", "Apertus")
+    made = make_run(tmp_path / "run", hf)
+    assert main(["export", "hf", str(made.run.path), "--output", str(tmp_path / "out")]) == 0
+    tokens = torch.randint(300, (1, 64), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours, theirs = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(tokens).logits
+            for path in (tmp_path / "out", hf)
+        )
+    assert torch.equal(ours, theirs)
+
+
+def test_experts_lie_in_one_tensor_each_and_are_found_by_number(tmp_path: Path) -> None:
+    """Whatever layout wrote it: a checkpoint has the shapes of the whole."""
+    hf = make_hf(tmp_path / "hf", "Mixtral", num_hidden_layers=2)
+    made = make_run(tmp_path / "run", hf)
+    from relayrun.export.reader import CheckpointReader
+
+    reader = CheckpointReader(made.checkpoint)
+    key = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+    assert reader.shapes[key] == (2, 4, 192, 64)
+    assert reader.shapes["decoder.layers.mlp.router.weight"] == (2, 4, 64)
+    assert f"{key.removesuffix('weight')}_extra_state/shard_1.3_2.4" in reader.objects
+    (third,) = reader.read(key, start=[1, 2, 0, 0], shape=[1, 1, 192, 64], dtype=torch.float32)[0]
+    found = tensors(hf)
+    gate = next(
+        value for name, value in found.items() if name.endswith("layers.1.block_sparse_moe.experts.2.w1.weight")
+    )
+    assert torch.equal(third[:96], gate)
+
+
+@pytest.mark.parametrize(
+    ("transformer", "message"),
+    [
+        ({"add_qkv_bias": True}, "nearest is Llama: add_qkv_bias is True"),
+        (
+            {"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 64},
+            "nearest is Mixtral: moe_shared_expert_inter",
+        ),
+        ({"num_moe_experts": 4, "moe_router_load_balancing_type": "sinkhorn"}, "load_balancing_type is 'sinkhorn'"),
+        ({"window_size": [9, 0]}, "nearest is Llama: window_size is [9, 0]"),
+        ({"qk_layernorm": True, "num_moe_experts": 4}, "nearest is "),
+    ],
+)
+def test_a_model_of_no_class_is_refused_with_what_differs(transformer: dict[str, Any], message: str) -> None:
+    model = Model(
+        num_layers=2,
+        hidden_size=64,
+        ffn_hidden_size=96,
+        num_attention_heads=8,
+        num_query_groups=2,
+        transformer=transformer,  # type: ignore[arg-type]
+    )
+    with pytest.raises(InputError, match=re.escape(message)) as error:
+        choose.for_model(model)
+    assert "a mapping of your own" in (error.value.hint or "")
+    with pytest.raises(InputError, match="only a Llama goes across the border to Megatron-LM; this has"):
+        choose.require_llama(model, "here")
+
+
+def test_positions_in_a_part_of_a_head_are_refused() -> None:
+    model = Model(
+        num_layers=2,
+        hidden_size=64,
+        ffn_hidden_size=96,
+        num_attention_heads=8,
+        num_query_groups=2,
+        rotary_percent=0.5,
+    )
+    with pytest.raises(InputError, match=r"nearest is Llama: rotary_percent is 0\.5"):
+        choose.for_model(model)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/models").glob("*.yaml")), ids=lambda path: path.stem)
+def test_each_named_config_is_of_the_class_of_its_name(path: Path) -> None:
+    model = Model.model_validate(yamlfile.read(path).values["model"])
+    assert path.stem.startswith(choose.for_model(model).model_type)
+
+
+def test_what_only_training_knows_does_not_matter() -> None:
+    model = Model(
+        num_layers=2,
+        hidden_size=64,
+        ffn_hidden_size=96,
+        num_attention_heads=8,
+        num_query_groups=2,
+        transformer={  # type: ignore[arg-type]
+            "num_moe_experts": 4,
+            "moe_aux_loss_coeff": 0.01,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_dtype": "fp32",
+        },
+    )
+    assert choose.for_model(model).name == "Mixtral"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no path", "'no path' is no import path"),
+        ("no.such.module:NAME", "cannot be imported: ModuleNotFoundError"),
+        ("examples.export.qwen2:NONE", "cannot be imported: AttributeError"),
+        ("relayrun.export.mapping.joins:QKV", "is QueryKeyValue, not a ModelMapping"),
+    ],
+)
+def test_a_path_to_no_mapping_is_one_clear_error(path: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        choose.from_path(path)
+
+
+def test_another_number_in_xielu_is_not_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf = make_hf(tmp_path / "hf", "Apertus", num_hidden_layers=1)
+    weights = load_file(hf / "model.safetensors")
+    weights["model.layers.0.mlp.act_fn.beta"] = torch.tensor(0.25)
+    save_file(weights, hf / "model.safetensors", metadata={"format": "pt"})
+    assert main(["import", "hf", str(hf), "--output", str(tmp_path / "out")]) == 1
+    assert "act_fn.beta is 0.25; only 0.5 can be imported" in capsys.readouterr().err
+
+
+def test_the_groups_of_queries_are_taken_apart_as_they_lie() -> None:
+    """Row by row, for matrices and for biases: two groups of two queries, heads of three channels."""
+    sizes = Sizes(layers=1, hidden=4, vocabulary=9, heads=4, groups=2, head=3, ffn=8)
+    rows = torch.arange(24)
+    queries, keys, values = QKV.split(rows, sizes)
+    assert queries.tolist() == [*range(6), *range(12, 18)]
+    assert keys.tolist() == [*range(6, 9), *range(18, 21)]
+    assert values.tolist() == [*range(9, 12), *range(21, 24)]
+    assert torch.equal(QKV.join([queries, keys, values], sizes), rows)
+
+
+def test_the_example_of_the_page_is_the_file() -> None:
+    page = (ROOT / "docs/export.md").read_text(encoding="utf-8")
+    example = (ROOT / "examples/export/qwen2.py").read_text(encoding="utf-8")
+    assert example.partition("\n\n")[2].strip() in page

@@ -1,0 +1,209 @@
+"""Checkpoints of other trainers: a command makes a folder of transformers of each, another one its score."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayrun.config import compose
+from relayrun.config.schema import CommandConfig
+from relayrun.errors import ConfigError, InputError
+from relayrun.export import evaluate, own_commands
+from relayrun.files import read_lines
+from relayrun.places import MARKER
+from relayrun.rundir import evaluations
+from relayrun.rundir.evaluations import Policy
+from relayrun.rundir.records import Commit
+from relayrun.rundir.run import Run
+from tests.history import began
+from tests.unit.test_trainer_configs import COMMAND, MEGATRON, written
+
+CONVERT = """
+import pathlib, sys
+checkpoint, model = map(pathlib.Path, sys.argv[1:3])
+model.mkdir()
+(model / "config.json").write_text("{}")
+(model / "weights").write_text(checkpoint.read_text())
+"""
+SCORE = """
+import json, pathlib, sys
+model, results, iteration = sys.argv[1:4]
+value = float(pathlib.Path(model, "weights").read_text())
+scores = {"results": {"own": {"acc,none": value, "alias": "own"}}, "n": int(iteration)}
+pathlib.Path(results).write_text(json.dumps(scores))
+"""
+
+
+def command_run(folder: Path, **evaluation: Any) -> Run:
+    """A run of trainer `command` with one checkpoint, of iteration 7."""
+    for name, text in (("convert.py", CONVERT), ("score.py", SCORE)):
+        (folder / name).write_text(text)
+    given = {"interval": 7} | evaluation
+    config = compose.load(written(folder, COMMAND, evaluation=given))
+    assert isinstance(config, CommandConfig)
+    run = Run(folder / "run")
+    run.attempt(1).path.mkdir(parents=True)
+    run.config.mkdir()
+    run.config_revision(1).write_text(compose.dump(config))
+    run.checkpoints.mkdir()
+    checkpoint = run.checkpoints / "step-7"
+    checkpoint.write_text("0.25")
+    began(run, 1, start_time=0.0)
+    commit = Commit(iteration=7, path=str(checkpoint), consumed_samples=-1, time=1.0, seconds=1.0)
+    run.attempt(1).append_commit(commit)
+    run.evaluations.mkdir()
+    Policy(interval=7, total_steps=0, hold=3, time_limit=60).write(run.evaluation_policy)
+    return run
+
+
+def words(folder: Path) -> dict[str, list[str]]:
+    return {
+        "convert": ["{python}", str(folder / "convert.py"), "{checkpoint}", "{model}"],
+        "command": ["{python}", str(folder / "score.py"), "{model}", "{results}", "{iteration}"],
+    }
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Any:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def runs(process: int) -> bool:
+    """Whether a process is there, and no zombie that init has not seen yet."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def evaluated(run: Run) -> dict[str, Any]:
+    evaluate.evaluate(run, 7, 1)
+    (line,) = read_lines(run.evaluations_view)
+    return line
+
+
+def test_a_checkpoint_is_converted_and_scored(tmp_path: Path) -> None:
+    run = command_run(tmp_path, **words(tmp_path))
+    line = evaluated(run)
+    assert (line["status"], line["error"]) == ("done", None)
+    assert line["results"] == {"own": {"acc": 0.25}}
+    assert line["settings"]["program"] == "score.py"
+    folder = evaluations.directory(run, 7, 1)
+    assert folder.exported.exists()
+    assert not folder.model.exists()
+
+
+def test_a_converted_folder_is_kept_where_asked_and_plain_numbers_are_taken(tmp_path: Path) -> None:
+    run = command_run(tmp_path, **words(tmp_path), keep_exported=True)
+    (tmp_path / "score.py").write_text("import sys; open(sys.argv[2], 'w').write('{\"loss\": 2.5, \"ok\": true}')")
+    line = evaluated(run)
+    assert line["results"] == {"command": {"loss": 2.5}}
+    assert line["model"] == str(evaluations.directory(run, 7, 1).model)
+    assert (Path(line["model"]) / "weights").read_text() == "0.25"
+
+
+@pytest.mark.parametrize(
+    ("changes", "scripts", "error"),
+    [
+        ({}, {"convert.py": "import sys; sys.exit(3)"}, "evaluation.convert: python"),
+        ({}, {"convert.py": "import os; os.kill(os.getpid(), 9)"}, "ended with SIGKILL"),
+        ({}, {"convert.py": "pass"}, "let evaluation.convert write into {model} itself"),
+        ({"convert": []}, {}, "set evaluation.convert to a program that makes one of a checkpoint"),
+        ({"convert": ["/no/such/program", "{model}"]}, {}, "/no/such/program cannot be started: No such file"),
+        ({}, {"score.py": "pass"}, "evaluation.command has not written its results"),
+        ({}, {"score.py": "import sys; open(sys.argv[2], 'w').write('{')"}, "are no JSON: "),
+        ({}, {"score.py": "import sys; open(sys.argv[2], 'w').write('[1]')"}, "are no JSON object"),
+        ({}, {"score.py": "import sys; open(sys.argv[2], 'w').write('{\"a\": \"b\"}')"}, "hold no numbers"),
+        ({}, {"score.py": "import sys; open(sys.argv[2], 'w').write('{\"a\": NaN}')"}, "command: a is nan"),
+    ],
+)
+def test_what_fails_is_recorded_with_its_reason(
+    tmp_path: Path, changes: dict[str, Any], scripts: dict[str, str], error: str
+) -> None:
+    run = command_run(tmp_path, **words(tmp_path) | changes)
+    for name, text in scripts.items():
+        (tmp_path / name).write_text(text)
+    line = evaluated(run)
+    assert line["status"] == "failed"
+    assert error in line["error"] or error in str(line["error"]).replace("\n", " ")
+    assert not evaluations.directory(run, 7, 1).model.exists()
+
+
+def test_a_checkpoint_that_is_such_a_folder_itself_stays_to_the_end(tmp_path: Path) -> None:
+    run = command_run(tmp_path, command=words(tmp_path)["command"])
+    checkpoint = run.checkpoints / "step-7"
+    checkpoint.unlink()
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    (checkpoint / "weights").write_text("0.5")
+    (tmp_path / "score.py").write_text(
+        SCORE + "assert not pathlib.Path(results).with_name('exported').exists()\nassert 'step-7' in model\n"
+    )
+    assert evaluated(run)["results"] == {"own": {"acc": 0.5}}
+    assert (checkpoint / "weights").exists()
+
+
+def test_with_the_job_its_command_ends_and_all_that_it_started(tmp_path: Path) -> None:
+    run = command_run(tmp_path, **words(tmp_path))
+    (tmp_path / "score.py").write_text(
+        "import os, pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "ready = pathlib.Path(sys.argv[2] + '.pid')\n"
+        "ready.with_suffix('.new').write_text(str(child.pid))\n"
+        "ready.with_suffix('.new').rename(ready)\n"
+        "time.sleep(600)\n"
+    )
+    signal.signal(signal.SIGTERM, evaluate._end)
+    parent, ready = os.getpid(), evaluations.directory(run, 7, 1).path / "scores.json.pid"
+    watcher = os.fork()
+    if watcher == 0:
+        while not ready.exists():
+            time.sleep(0.01)
+        os.kill(parent, signal.SIGTERM)
+        os._exit(0)
+    line = evaluated(run)
+    os.waitpid(watcher, 0)
+    assert (line["status"], line["error"].partition(":")[0]) == ("failed", "SIGTERM")
+    child = int(ready.read_text())
+    while runs(child):
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "message"),
+    [
+        ({}, "there is no mean loss on validation sets; set evaluation.tasks or evaluation.command"),
+        ({"tasks": ["x"], "command": ["a", "{results}"]}, "two ways to a score"),
+        ({"command": ["score"]}, r"command needs \{results\}, the file that it writes"),
+        ({"tasks": ["x"], "convert": ["make"]}, r"convert needs \{model\}, the folder that it makes"),
+        ({"command": ["a", "{results}", "{modle}"]}, r"\{modle\} is not filled in; did you mean \{model\}\?"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_setting(tmp_path: Path, evaluation: dict[str, Any], message: str) -> None:
+    for values in (COMMAND, MEGATRON):
+        with pytest.raises(ConfigError, match=message):
+            compose.load(written(tmp_path, values, evaluation={"interval": 7} | evaluation))
+
+
+def test_paths_of_files_are_whole(tmp_path: Path) -> None:
+    (tmp_path / MARKER).touch()
+    (tmp_path / "score.py").write_text("")
+    config = compose.load(written(tmp_path, COMMAND, evaluation={"interval": 7, "command": ["score.py", "{results}"]}))
+    assert config.evaluation is not None
+    assert config.evaluation.command == [str(tmp_path / "score.py"), "{results}"]
+
+
+def test_numbers_are_read_by_task_and_metric(tmp_path: Path) -> None:
+    path = tmp_path / "scores.json"
+    path.write_text(json.dumps({"a": {"f1": 1, "name": "x"}, "b": {"name": "x"}, "loss": 2}))
+    assert own_commands.read(path) == {"a": {"f1": 1.0}, "command": {"loss": 2.0}}
+    with pytest.raises(InputError, match="has not written"):
+        own_commands.read(tmp_path / "none")
