@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from relayrun.config.schema import RunConfig
-    from relayrun.config.training import Model
+from relayrun.config.training import Model, Parallel, Training
+
+
+class Config(Protocol):
+    """The parts of a run's config that are looked at; `schema`, which has all of it, imports this module."""
+
+    model: Model
+    parallel: Parallel
+    training: Training
+
+    @property
+    def data_parallel_size(self) -> int: ...
+
+    @property
+    def virtual_stages(self) -> int: ...
 
 
 def with_experts(pattern: int | Sequence[int], layers: int, experts: int | None) -> list[bool]:
@@ -25,7 +37,7 @@ def expert_layers(model: Model) -> list[bool]:
     return with_experts(settings.moe_layer_freq, model.num_layers, settings.num_moe_experts)
 
 
-def check(config: RunConfig) -> None:
+def check(config: Config) -> None:
     """Raise ValueError if experts or latent attention do not go with the layout, or with another setting."""
     experts = config.model.transformer.num_moe_experts
     if experts is None:
@@ -91,7 +103,7 @@ def _check_router(model: Model, experts: int) -> None:
             )
 
 
-def _check_layout(config: RunConfig, experts: int) -> None:
+def _check_layout(config: Config, experts: int) -> None:
     """How experts are split over ranks."""
     parallel, settings = config.parallel, config.model.transformer
     size, tensor = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
@@ -128,7 +140,7 @@ def _check_layout(config: RunConfig, experts: int) -> None:
         )
 
 
-def _stages_without_experts(config: RunConfig) -> list[int]:
+def _stages_without_experts(config: Config) -> list[int]:
     """Numbers of the pipeline stages that have no layer with experts, counted from 0."""
     stages, layers = config.parallel.pipeline_model_parallel_size, expert_layers(config.model)
     each = len(layers) // (stages * config.virtual_stages)  # of a part; the parts of a stage are `stages` parts apart
@@ -136,7 +148,7 @@ def _stages_without_experts(config: RunConfig) -> list[int]:
     return [stage for stage in range(stages) if stage not in having]
 
 
-def _check_settings(config: RunConfig) -> None:
+def _check_settings(config: Config) -> None:
     """Settings of other sections, and of experts among themselves."""
     settings, training = config.model.transformer, config.training
     if settings.add_bias_linear and (
@@ -162,7 +174,7 @@ def _check_settings(config: RunConfig) -> None:
         )
 
 
-def _check_latent_attention(config: RunConfig) -> None:
+def _check_latent_attention(config: Config) -> None:
     model, parallel = config.model, config.parallel
     if model.num_query_groups != model.num_attention_heads:
         raise ValueError(

@@ -139,6 +139,11 @@ class RunConfig(CommonConfig):
                     f"{what}: {part.size // batch} micro-batches per iteration and rank are no multiple of "
                     f"parallel.pipeline_model_parallel_size {pipeline}, as virtual stages need"
                 )
+            if self.parallel.defer_embedding_wgrad_compute and part.size // batch == 1:
+                raise ValueError(
+                    f"{what} is one micro-batch per iteration and rank: "
+                    "parallel.defer_embedding_wgrad_compute needs two"
+                )
         if (layers := self.parallel.num_layers_per_virtual_pipeline_stage) is not None:
             stage = self.model.num_layers // pipeline
             if stage % layers or stage == layers:
@@ -146,6 +151,26 @@ class RunConfig(CommonConfig):
                     f"the {stage} layers of a pipeline stage cannot be split into several parts of "
                     f"parallel.num_layers_per_virtual_pipeline_stage {layers}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _precision(self) -> Self:
+        """What asks for weights in bf16, or for the distributed optimizer."""
+        if self.training.resolved_precision != "bf16":
+            for name, asked in (
+                ("optimizer.main_grads_dtype=bf16", self.optimizer.main_grads_dtype == "bf16"),
+                ("optimizer.use_precision_aware_optimizer", self.optimizer.use_precision_aware_optimizer),
+                ("training.cross_entropy_loss_fusion", self.training.cross_entropy_loss_fusion),
+            ):
+                if asked:
+                    raise ValueError(f"{name} needs training.precision bf16")
+        if self.optimizer.use_precision_aware_optimizer and not self.parallel.use_distributed_optimizer:
+            raise ValueError("optimizer.use_precision_aware_optimizer needs parallel.use_distributed_optimizer")
+        if self.training.deterministic and self.training.cross_entropy_loss_fusion:
+            raise ValueError(
+                "training.deterministic: Megatron-LM refuses cross_entropy_loss_fusion with it, whose compiled kernels "
+                "may add in another order; set training.cross_entropy_loss_fusion=false"
+            )
         return self
 
     def _check_attention(self) -> None:
@@ -200,6 +225,17 @@ class RunConfig(CommonConfig):
             )
         if "fp8" in given and self.training.resolved_precision != "bf16":
             raise ValueError("model.transformer.fp8 keeps all but products in bf16; set training.precision=bf16")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_parameters(self) -> Self:
+        optimizer = self.optimizer
+        if self.parallel.use_distributed_optimizer and optimizer.kind != "adam":
+            what = "optimizer.class" if optimizer.class_path else f"optimizer.name {optimizer.name}"
+            raise ValueError(
+                f"{what} needs whole parameters, of which parallel.use_distributed_optimizer gives each rank a piece; "
+                "set parallel.use_distributed_optimizer=false and overlap_param_gather=false"
+            )
         return self
 
     @model_validator(mode="after")

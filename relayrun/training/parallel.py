@@ -193,6 +193,17 @@ def peak_memory(ranks: Ranks) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def memory(ranks: Ranks) -> dict[str, Any]:
+    """Bytes of the GPU's allocator, as fields of `Step`; none where there is no GPU. The device is not waited for."""
+    if ranks.device.type != "cuda":
+        return {}
+    return {
+        "memory_allocated_bytes": torch.cuda.memory_allocated(ranks.device),
+        "memory_reserved_bytes": torch.cuda.memory_reserved(ranks.device),
+        "memory_max_reserved_bytes": torch.cuda.max_memory_reserved(ranks.device),
+    }
+
+
 def seed_weights(ranks: Ranks, seed: int) -> None:
     """Seed every generator for the weights: the same over data-parallel replicas, another per pipeline stage."""
     _seed(_mix(seed, 0, ranks.pipeline_rank))

@@ -108,7 +108,7 @@ class _Sharded(TorchDistLoadShardedStrategy):  # type: ignore[misc]
 
 
 class _Common(TorchCommonLoadStrategy):  # type: ignore[misc]
-    """Reads the common part."""
+    """Has the common part."""
 
     def __init__(self, common: dict[str, Any]) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def load(
 ) -> dict[str, Any]:
     """Return the state that `wanted` describes, with the common part of the checkpoint; all ranks together.
 
-    `common` takes the place of the checkpoint's own common part, and becomes a part of what is returned.
+    `common`: what to take for the common part, and to fill in place; None: it is read.
 
     The extra state of a module (`_extra_state`, which TransformerEngine keeps for fp8) is None where the checkpoint has
     none: local layers and imports write it for fewer modules.

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
 
 from relayrun.config.transformer import Transformer
@@ -69,5 +68,5 @@ class AuxiliaryLosses:
         if name == "global_load_balancing_loss":  # each rank has a part of the mean over all replicas
             return 1
         if name == "z_loss":  # each rank's own tokens
-            return replicas * parallel_state.get_tensor_and_context_parallel_world_size()
+            return replicas * self._ranks.tensor_size * self._ranks.context_size
         return replicas

@@ -28,6 +28,7 @@ def install() -> None:
         _type_names()
         _streams()
         _splits()
+        _compiled()
 
 
 def _devices() -> None:
@@ -135,6 +136,19 @@ def _splits() -> None:
         return moved.numpy() if as_numpy and isinstance(moved, torch.Tensor) else moved
 
     _replace(token_dispatcher, "maybe_move_tensor_to_cpu", to_host)
+
+
+def _compiled() -> None:
+    """The parts of the fused loss run as they are written: for CPUs a compiler would have to be there, and take longer
+    than the runs that go there.
+
+    fusions/fused_cross_entropy.py has them compiled by torch on first use.
+    """
+    from megatron.core.fusions import fused_cross_entropy
+
+    for name, function in vars(fused_cross_entropy).copy().items():
+        if original := getattr(function, "_torchdynamo_orig_callable", None):
+            _replace(fused_cross_entropy, name, original)
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -50,7 +50,8 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core 
         if self.config.sequence_parallel:  # of this rank's tokens; the base class gathers the rotary channels, and sums
             return scatter_to_sequence_parallel_region(whole), out[1]
         compressed, positions = whole.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
-        return torch.cat([compressed, _OfAllHeads.apply(positions, self.pg_collection.tp)], dim=-1), out[1]
+        summed = _OfAllHeads.apply(positions, self.pg_collection.tp)  # type: ignore[no-untyped-call]
+        return torch.cat([compressed, summed], dim=-1), out[1]
 
     def get_query_key_value_tensors(
         self,
@@ -81,7 +82,7 @@ class _OfAllHeads(torch.autograd.Function):
         return whole.view_as(whole)
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         summed = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(summed, group=context.group)
         return summed, None

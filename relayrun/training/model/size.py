@@ -164,13 +164,15 @@ class Memory:
 def memory_bytes(config: RunConfig, vocabulary_size: int) -> Memory:
     """Estimate the memory of the fullest GPU, by formula: flash attention, SwiGLU in one kernel, sequence parallel.
 
-    Per parameter in bf16: 2 (weights) + 4 (gradients), and 12 (fp32 weights, two moments) over the data-parallel ranks
-    with the distributed optimizer; in fp32 4 + 4, and 8. Kept for the backward pass, per token and layer: 4 hidden
-    (inputs and outputs of two norms) + 4 x channels of all heads (q, k and v as if spread over them, attention's
-    output) + 3 ffn (2 without a gate), over the tensor-parallel ranks; of a recomputed layer its input. Experts are
-    split over their ranks, and each gets as many tokens. A pipeline of p stages in v parts holds
-    p (1 + (p - 1) / (p v)) micro-batches (arXiv 2104.04473 and 2205.05198). The loss: logits, twice in fp32, and their
-    gradient.
+    Per parameter in bf16: 2 (weights) + 4 (gradients; 2 in bf16), and 12 (fp32 weights, two moments; less in smaller
+    types) over the data-parallel ranks with the distributed optimizer; in fp32 4 + 4, and 8. Gradients in bf16 are
+    widened, 4 more of the divided ones, unless the optimizer is precision-aware. Kept for the backward pass, per token
+    and layer: 4 hidden (inputs and outputs of two norms) + 4 x channels of all heads (q, k and v as if spread over
+    them, attention's output) + 3 ffn (2 without a gate), over the tensor-parallel ranks; of a recomputed layer its
+    input. Experts are split over their ranks, and each gets as many tokens. The first stage of p in v parts holds
+    p (1 + (p - 1) / (p v)) micro-batches (arXiv 2104.04473 and 2205.05198), the last one ((v - 1) p + 1) / v and the
+    loss: logits, twice in fp32, and their gradient. Where the gradients of the output layer are deferred, it keeps
+    the logits' gradient and the output layer's input of those micro-batches.
     """
     model, parallel, training = config.model, config.parallel, config.training
     vocabulary_size = padded(vocabulary_size, model.make_vocab_size_divisible_by)
@@ -185,22 +187,38 @@ def memory_bytes(config: RunConfig, vocabulary_size: int) -> Memory:
     own = parameters(model, vocabulary_size) / tensor / pipeline - split
     split /= parallel.expert_model_parallel_size
     tokens = training.seq_length * training.micro_batch_size / tensor / parallel.context_parallel_size
-    bf16 = training.resolved_precision == "bf16"
-    width, fixed, divided = (2, 6, 12) if bf16 else (4, 8, 8)
+    width, fixed, divided = _bytes_a_parameter(config)
     layer = width * (4 * model.hidden_size + 4 * _scored(model) + _kept_of_feed_forward(model)) * tokens
     kept = (layers - again) * layer + again * width * model.hidden_size * tokens + (layer if again else 0)
-    in_flight = pipeline * (1 + (pipeline - 1) / (pipeline * parts)) if pipeline > 1 else 1
-    replicas = config.data_parallel_size if parallel.use_distributed_optimizer else 1
-    expert_replicas = 1
+    replicas = expert_replicas = 1
     if parallel.use_distributed_optimizer:
-        ranks = config.data_parallel_size * parallel.context_parallel_size
+        replicas, ranks = config.data_parallel_size, config.data_parallel_size * parallel.context_parallel_size
         expert_replicas = max(1, ranks // parallel.expert_model_parallel_size)
-    return Memory(
-        state=own * (fixed + divided / replicas) + split * (fixed + divided / expert_replicas),
-        activations=kept * in_flight,
-        # with a pipeline the last stage holds fewer micro-batches
-        loss=0.0 if pipeline > 1 else (2 * width + 4 + 4) * vocabulary_size * tokens,
-    )
+    state = own * (fixed + divided / replicas) + split * (fixed + divided / expert_replicas)
+    loss = (2 * width + 4 + 4) * vocabulary_size * tokens
+    if parallel.defer_embedding_wgrad_compute:
+        batches = training.global_batch_size // (training.micro_batch_size * config.data_parallel_size)
+        inputs = model.hidden_size * (1 if parallel.sequence_parallel else tensor)
+        loss += min(parallel.wgrad_deferral_limit or batches, batches) * width * (vocabulary_size + inputs) * tokens
+    last = Memory(state=state, activations=kept * ((parts - 1) * pipeline + 1) / parts, loss=loss)
+    if pipeline == 1:
+        return last
+    first = Memory(state=state, activations=kept * pipeline * (1 + (pipeline - 1) / (pipeline * parts)), loss=0.0)
+    return max(first, last, key=lambda stage: stage.total)
+
+
+_WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+
+
+def _bytes_a_parameter(config: RunConfig) -> tuple[int, int, int]:
+    """Bytes of a weight; of weight and gradient, on every rank; of what the distributed optimizer divides."""
+    if config.training.resolved_precision != "bf16":
+        return 4, 8, 8
+    optimizer = config.optimizer
+    types = (optimizer.main_params_dtype, optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
+    gradient = _WIDTHS[optimizer.main_grads_dtype]
+    widened = 4 if gradient < 4 and not optimizer.use_precision_aware_optimizer else 0
+    return 2, 2 + gradient, sum(_WIDTHS[each] for each in types) + widened
 
 
 def _kept_of_feed_forward(model: Model) -> float:
