@@ -131,6 +131,14 @@ class Place(Section):
         names = ("account", "partition", "qos", "reservation", "constraint", "exclude", "mem")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
+    @property
+    def mem_bytes(self) -> int | None:
+        """`mem` in bytes; without a unit it is MiB, as in Slurm. None: not set, or 0, which is all that a node has."""
+        if self.mem is None:
+            return None
+        unit = 10 * (1 + "KMGT".index(self.mem[-1])) if self.mem[-1].isalpha() else 20
+        return int(self.mem.rstrip("KMGT")) << unit or None
+
 
 class Job(Place):
     """What one job asks of the scheduler; names are Slurm's."""

@@ -76,6 +76,14 @@ class RunConfig(CommonConfig):
         return self.world_size // self.model_parallel_size
 
     @property
+    def optimizer_parts(self) -> int:
+        """Ranks over which the optimizer's state of a part of the model is divided."""
+        if not self.parallel.use_distributed_optimizer:
+            return 1
+        replicas = self.data_parallel_size * self.parallel.context_parallel_size
+        return replicas // self.parallel.num_distributed_optimizer_instances
+
+    @property
     def model_parallel_size(self) -> int:
         """Ranks that share one replica of the model and one sequence: tensor x pipeline x context parallel."""
         parallel = self.parallel
@@ -151,6 +159,35 @@ class RunConfig(CommonConfig):
                     f"the {stage} layers of a pipeline stage cannot be split into several parts of "
                     f"parallel.num_layers_per_virtual_pipeline_stage {layers}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _fused(self) -> Self:
+        """What the kernels that join several steps can do, and the groups of the optimizer."""
+        if self.training.apply_rope_fusion and self.data.reset_position_ids:
+            raise ValueError(
+                "training.apply_rope_fusion turns all rows by the same angles, and data.reset_position_ids gives each "
+                "row positions of its own; leave out training.apply_rope_fusion"
+            )
+        if self.parallel.tp_comm_overlap and self.training.transformer_impl != "transformer_engine":
+            raise ValueError(
+                "parallel.tp_comm_overlap is done by TransformerEngine's layers; set "
+                "training.transformer_impl=transformer_engine"
+            )
+        instances = self.parallel.num_distributed_optimizer_instances
+        replicas = self.data_parallel_size * self.parallel.context_parallel_size
+        size = self.parallel.expert_model_parallel_size
+        if replicas % instances or replicas // size % instances:
+            experts = f", {replicas // size} for experts" if size > 1 else ""
+            raise ValueError(
+                f"the {replicas} ranks that share a part of the model (data x context parallel{experts}) are no "
+                f"multiple of parallel.num_distributed_optimizer_instances {instances}"
+            )
+        if self.parallel.defer_embedding_wgrad_compute and self.training.gradient_accumulation_fusion is False:
+            raise ValueError(
+                "parallel.defer_embedding_wgrad_compute adds gradients of weights to their sum where they are "
+                "computed; leave out training.gradient_accumulation_fusion"
+            )
         return self
 
     @model_validator(mode="after")

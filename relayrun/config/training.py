@@ -133,6 +133,13 @@ class Training(Section):
     """Layers of TransformerEngine, or local ones: attention on torch's SDPA (flash on GPUs) and torch's fused norms.
     auto: TransformerEngine on a GPU where it is installed, except with data.reset_attention_mask, whose documents torch
     attends to in one call of a kernel for sequences of any length."""
+    apply_rope_fusion: bool | None = None
+    """Rotate queries and keys in one kernel, TransformerEngine's, for either kind of layers. None: where it is there,
+    as in Megatron; a line of the log says where it is not, and why. true: an attempt without it is refused."""
+    gradient_accumulation_fusion: bool | None = None
+    """Add the gradients of weights to their sum where they are computed, by Apex's fused_weight_gradient_mlp_cuda.
+    None: where it is there, as in Megatron; a line of the log says where it is not. true: an attempt without it is
+    refused."""
     cross_entropy_loss_fusion: bool = False
     """The loss from the logits in a few compiled kernels. With precision bf16 alone: the gradient of the logits leaves
     them in bf16. On CPUs the same kernels run uncompiled."""
@@ -395,6 +402,9 @@ class Checkpoint(Section):
     is due while one is under way waits for it."""
     writer_threads: Positive = 2
     """Files that each rank writes at a time."""
+    fully_parallel_load: bool = True
+    """Data-parallel replicas divide what they read and send it to each other, so that a load reads what they have in
+    common once, not once a replica; Megatron's ckpt_fully_parallel_load. false: each rank reads all that it needs."""
     load: str | None = None
     """What a run without a checkpoint of its own goes on from: another run (its directory, or PROJECT/NAME), the
     folder of a checkpoint, or one of Megatron-LM with its checkpoints; `:ITERATION` takes another than the newest."""
@@ -432,6 +442,13 @@ class Parallel(Section):
     or context-parallel for all else."""
     use_distributed_optimizer: bool = False
     """Split the optimizer's state over the data-parallel ranks."""
+    num_distributed_optimizer_instances: Positive = 1
+    """Groups of data-parallel replicas, each of which has the whole of the optimizer's state, divided among its own.
+    Gradients are reduced within a group and then between groups, weights are gathered within a group: less goes over
+    the slow links between many nodes, for more memory."""
+    tp_comm_overlap: bool = False
+    """Send between tensor-parallel ranks while matrices are multiplied. Needs TransformerEngine's layers and
+    sequence_parallel."""
     overlap_grad_reduce: bool = False
     """Reduce gradients while the backward pass goes on."""
     overlap_param_gather: bool = False
@@ -458,6 +475,10 @@ class Parallel(Section):
             )
         if self.virtual_stages and self.pipeline_model_parallel_size == 1:
             raise ValueError("num_layers_per_virtual_pipeline_stage needs pipeline_model_parallel_size above 1")
+        if self.num_distributed_optimizer_instances > 1 and not self.use_distributed_optimizer:
+            raise ValueError("num_distributed_optimizer_instances above 1 needs use_distributed_optimizer")
+        if self.tp_comm_overlap and not self.sequence_parallel:
+            raise ValueError("tp_comm_overlap needs sequence_parallel")
         if self.defer_embedding_wgrad_compute and self.pipeline_model_parallel_size == 1:
             raise ValueError(
                 "defer_embedding_wgrad_compute fills the wait of a pipeline: it needs pipeline_model_parallel_size "

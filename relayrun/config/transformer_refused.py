@@ -60,11 +60,8 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "moe_per_layer_logging",
     ),
     "relayrun has no setting for this fusion or overlap": (
-        "apply_rope_fusion",
         "fused_single_qkv_rope",
-        "gradient_accumulation_fusion",
         "async_tensor_model_parallel_allreduce",
-        "tp_comm_overlap",
         "tp_comm_bulk_wgrad",
         "tp_comm_bulk_dgrad",
         "tp_comm_overlap_ag",

@@ -117,7 +117,8 @@ def _megatron(source: CheckpointSource, tokens: torch.Tensor) -> torch.Tensor:
 
 def _one_rank(config: RunConfig) -> RunConfig:
     """The same model on one rank, in fp32, of local layers: TransformerEngine's fused attention takes no fp32."""
-    training = config.training.model_copy(update={"precision": "fp32", "transformer_impl": "local"})
+    fused = {"apply_rope_fusion": False, "gradient_accumulation_fusion": False}
+    training = config.training.model_copy(update={"precision": "fp32", "transformer_impl": "local"} | fused)
     transformer = config.model.transformer
     plain = {name: type(transformer).model_fields[name].default for name in NEEDS_TRANSFORMER_ENGINE}
     model = config.model.model_copy(update={"transformer": transformer.model_copy(update=plain)})

@@ -45,12 +45,14 @@ class Evaluation:
         """Samples 0 .. eval_steps x global batch - 1, each window at most once."""
         wanted = self._samples(order)
         own = range(self.ranks.data_parallel_rank, wanted, self.ranks.data_parallel_size)
-        batches = [
-            self._batch(order, own[at : at + self.training.micro_batch_size])
-            for at in range(0, len(own), self.training.micro_batch_size)
-        ]
-        while len(batches) % model.batches_multiple:
-            batches.append(MicroBatch(tokens=batches[-1].tokens, weights=np.zeros_like(batches[-1].weights)))
+        size = self.training.micro_batch_size
+        batches = [self._batch(order, own[at : at + size]) for at in range(0, len(own), size)]
+        least = 0
+        if self.ranks.expert_size > 1:  # replicas send each other tokens, so all run as many as the first one
+            least = -(-len(range(0, wanted, self.ranks.data_parallel_size)) // size)
+        while len(batches) % model.batches_multiple or len(batches) < least:
+            copied = batches[-1] if batches else self._batch(order, range(1))
+            batches.append(MicroBatch(tokens=copied.tokens, weights=np.zeros(size, dtype=np.float32)))
         return self.ranks.mean_loss(model.run(batches, train=False) if batches else LossSum(total=0.0, count=0.0))
 
     def _samples(self, order: SampleOrder) -> int:

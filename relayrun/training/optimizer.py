@@ -57,7 +57,14 @@ class ShardedDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]  
             state.pop("step", None)  # the same for all parameters, and part of the groups
             if is_loading:
                 state = {name: torch.empty_like(tensor, device="cpu") for name, tensor in state.items()}
-            result[number] = parts(parameter, wholes[parameter], held, state, prefix="optimizer.state")
+            result[number] = parts(
+                parameter,
+                wholes[parameter],
+                held,
+                state,
+                prefix="optimizer.state",
+                instance=self.distributed_optimizer_instance_id,
+            )
         return result
 
     @torch.no_grad()

@@ -43,13 +43,19 @@ def _inside(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[B
 
 
 def parts(
-    parameter: torch.Tensor, whole: ShardedBase, held: range, state: Mapping[str, torch.Tensor], *, prefix: str
+    parameter: torch.Tensor,
+    whole: ShardedBase,
+    held: range,
+    state: Mapping[str, torch.Tensor],
+    *,
+    prefix: str,
+    instance: int = 0,
 ) -> dict[str, dict[int, ShardedTensor]]:
     """What a rank saves of a parameter's state, or reads into `state`: by name, in the order of the elements.
 
     `whole`: how the model saves `parameter`. `held`: the elements of the flattened parameter that the rank
     holds. `state`: flat tensors of as many elements, by name; the result has views of them. Keys are
-    `<prefix>.<name>.<the parameter's key>`.
+    `<prefix>.<name>.<the parameter's key>`. `instance`: which of several distributed optimizers this is a part of.
     """
     pieces = list(nested_values([whole.build()] if isinstance(whole, ShardedTensorFactory) else [whole]))
     found: dict[str, dict[int, ShardedTensor]] = {name: {} for name in state}
@@ -72,7 +78,7 @@ def parts(
                     global_shape=piece.global_shape,
                     global_offset=tuple(a + b for a, b in zip(piece.global_offset, offset, strict=True)),
                     axis_fragmentations=None,
-                    replica_id=(*piece.replica_id[:2], 0),  # no other data-parallel rank holds it
+                    replica_id=(*piece.replica_id[:2], instance),  # no other rank of the instance holds it
                 )
             at += math.prod(size)
     return found

@@ -17,12 +17,16 @@ from megatron.core import parallel_state, tensor_parallel
 
 from relayrun.config.schema import RunConfig
 from relayrun.errors import FatalTrainingError, RelayrunError
+from relayrun.training import file_limit
 from relayrun.training.loss import LossSum
+from relayrun.training.messages import Messages
 
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for the others in one collective before it gives up."""
+SAVES = 1
+"""Tag of the messages between the threads of saves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +39,6 @@ class Ranks:
     device_name: str
     cpu_group: dist.ProcessGroup
     """All ranks, over gloo: small agreements on the host that never wait for a GPU."""
-    save_group: dist.ProcessGroup
-    """The same ranks, for the threads of saves alone: a group's collectives must come in one order."""
     data_parallel_rank: int
     data_parallel_size: int
     tensor_rank: int
@@ -51,6 +53,8 @@ class Ranks:
     """Parts of the model on each pipeline stage."""
     is_last_stage: bool
     """Whether this rank computes the loss."""
+    messages: Messages | None = None
+    """What agreements go by in the threads of saves, where `cpu_group` has its collectives in other threads."""
 
     @property
     def layout(self) -> str:
@@ -63,10 +67,11 @@ class Ranks:
 
     def in_save_thread(self) -> Ranks:
         """The same, for agreements between the threads that save."""
-        return replace(self, cpu_group=self.save_group)
+        return replace(self, messages=Messages(self.cpu_group, tag=SAVES))
 
     def maximum(self, flags: list[int]) -> list[int]:
         """Element-wise maximum of `flags` over all ranks, the same on each of them."""
+        assert self.messages is None
         tensor = torch.tensor(flags, dtype=torch.int64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.cpu_group)
         result: list[int] = tensor.tolist()
@@ -74,6 +79,8 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, in rank order, on every rank. For rare use: it pickles."""
+        if self.messages is not None:
+            return self.messages.all_gather(value)
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.cpu_group)
         return values
@@ -91,7 +98,10 @@ class Ranks:
                 fatal = isinstance(error, FatalTrainingError)
                 known = isinstance(error, RelayrunError)
                 answer[1] = (fatal, str(error) if known else f"{type(error).__name__}: {error}")
-        dist.broadcast_object_list(answer, src=0, group=self.cpu_group)
+        if self.messages is not None:
+            answer = self.messages.broadcast(answer)
+        else:
+            dist.broadcast_object_list(answer, src=0, group=self.cpu_group)
         if answer[1] is not None:
             fatal, text = answer[1]
             raise FatalTrainingError(text) if fatal else failure(text)
@@ -130,7 +140,8 @@ def start(config: RunConfig) -> Ranks:
     """Join the other ranks (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT in the environment).
 
     nccl where there is CUDA, gloo otherwise. Raises FatalTrainingError if the number of ranks does not
-    fit the layout, ConfigError if there is CUDA and the config leaves out its precision.
+    fit the layout, ConfigError if there is CUDA and the config leaves out its precision, TooFewFiles where this node
+    does not allow as many sockets.
     """
     parallel = config.parallel
     world_size = int(os.environ["WORLD_SIZE"])
@@ -141,6 +152,7 @@ def start(config: RunConfig) -> Ranks:
             f"{parallel.context_parallel_size}",
             hint="change job.nodes, job.ntasks_per_node or the parallel section",
         )
+    file_limit.enter(int(os.environ["RANK"]), world_size)
     if torch.cuda.is_available():
         config.training.require_precision()
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -157,6 +169,7 @@ def start(config: RunConfig) -> Ranks:
         virtual_pipeline_model_parallel_size=config.virtual_stages if config.virtual_stages > 1 else None,
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
+        num_distributed_optimizer_instances=parallel.num_distributed_optimizer_instances,
         distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
         create_gloo_process_groups=False,
     )
@@ -166,7 +179,6 @@ def start(config: RunConfig) -> Ranks:
         device=device,
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         cpu_group=cpu_group,
-        save_group=dist.new_group(backend="gloo", timeout=TIMEOUT),
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),

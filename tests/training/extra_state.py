@@ -25,6 +25,7 @@ from relayrun.training import parallel  # noqa: E402
 from relayrun.training.checkpoint import strategy  # noqa: E402
 from relayrun.training.checkpoint.reader import CheckedReader  # noqa: E402
 from relayrun.training.checkpoint.strategy import InProcessStrategy  # noqa: E402
+from relayrun.training.messages import Messages  # noqa: E402
 from relayrun.training.model import device_shim, layers  # noqa: E402
 from relayrun.training.model.gpt import Model  # noqa: E402
 from relayrun.training.model.norm import Norm, NormWithState  # noqa: E402
@@ -57,7 +58,7 @@ def save(made: Model, name: str) -> Path:
     folder = target / name
     folder.mkdir()
     wanted = {"model": made.sharded_state_dict({})}
-    dist_checkpointing.save(wanted, str(folder), InProcessStrategy(ranks.cpu_group))
+    dist_checkpointing.save(wanted, str(folder), InProcessStrategy(Messages(ranks.cpu_group, tag=1)))
     return folder
 
 

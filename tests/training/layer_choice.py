@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import types
 import warnings
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch  # noqa: E402
 
 from relayrun.config.schema import RunConfig  # noqa: E402
 from relayrun.errors import FatalTrainingError  # noqa: E402
+from relayrun.training.model import fusions  # noqa: E402
 from relayrun.training.model.gpt import layers  # noqa: E402
 
 CONFIG: dict[str, Any] = {
@@ -45,6 +47,13 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "parallel": {"context_parallel_size": 2},
     },
 }
+KERNELS: dict[str, dict[str, dict[str, Any]]] = {
+    "auto": {},
+    "positions": {"data": {"reset_position_ids": True}},
+    "off": {"training": {"apply_rope_fusion": False, "gradient_accumulation_fusion": False}},
+    "rope": {"training": {"apply_rope_fusion": True}},
+    "sum": {"training": {"gradient_accumulation_fusion": True}},
+}
 
 
 def choice(changes: dict[str, dict[str, Any]]) -> str:
@@ -55,7 +64,50 @@ def choice(changes: dict[str, dict[str, Any]]) -> str:
         return error.message
 
 
-results: dict[str, dict[str, str]] = {}
+def kernels(changes: dict[str, dict[str, Any]], device: str) -> dict[str, bool] | str:
+    """The fused kernels that are used, or why one that is asked for is not."""
+    sections = {name: CONFIG.get(name, {}) | values for name, values in changes.items()}
+    try:
+        return fusions.choose(RunConfig.model_validate_json(json.dumps(CONFIG | sections)), torch.device(device))
+    except FatalTrainingError as error:
+        return error.message
+
+
+def overlap(*, new: bool) -> dict[str, Any]:
+    """What TransformerEngine is asked for to overlap, before its version 2.7 and since."""
+    asked: dict[str, Any] = {}
+
+    def since(shape: list[int], tp_size: int, quantization_modes: list[Any], bootstrap_backend: str) -> None:
+        asked.update(shape=shape, tp_size=tp_size, modes=quantization_modes, backend=bootstrap_backend)
+
+    def before(shape: list[int], tp_size: int, use_fp8: bool, bootstrap_backend: str) -> None:
+        asked.update(shape=shape, tp_size=tp_size, fp8=use_fp8, backend=bootstrap_backend)
+
+    module = types.ModuleType("transformer_engine.pytorch.module")
+    modes = types.SimpleNamespace(FP8="fp8", NONE="none")
+    initialize = since if new else before
+    module.base = types.SimpleNamespace(initialize_ub=initialize, UserBufferQuantizationMode=modes)  # type: ignore[attr-defined]
+    sys.modules |= {"transformer_engine.pytorch.module": module}
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        sys.modules.setdefault(name, types.ModuleType(name))
+    parallel = {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}
+    config = RunConfig.model_validate_json(json.dumps(CONFIG | parallel | {"model": CONFIG["model"] | GROUPS}))
+    fusions.start_overlap(config, types.SimpleNamespace(fp8=None))
+    return asked
+
+
+GROUPS = {"num_query_groups": 2}
+torch.distributed.get_rank = lambda group=None: 0
+fused: dict[str, Any] = {}
+for there in (False, True):
+    fusions.rope_utils.fused_apply_rotary_pos_emb = print if there else None
+    fusions.layers._grad_accum_fusion_available = there
+    for kind in ("cpu", "cuda"):
+        for name, values in KERNELS.items():
+            fused[f"{name}, {kind}, {'there' if there else 'missing'}"] = kernels(values, kind)
+fused["overlap"] = [overlap(new=new) for new in (False, True)]
+
+results: dict[str, Any] = {"fused": fused}
 for installed in (False, True):
     for gpu in (False, True):
         layers.HAVE_TE = installed

@@ -26,6 +26,7 @@ from relayrun.config.schema import RunConfig  # noqa: E402
 from relayrun.data.progress import Progress  # noqa: E402
 from relayrun.training import parallel  # noqa: E402
 from relayrun.training.checkpoint.strategy import InProcessStrategy  # noqa: E402
+from relayrun.training.messages import Messages  # noqa: E402
 from relayrun.training.model import device_shim  # noqa: E402
 from relayrun.training.model.gpt import MicroBatch, Model  # noqa: E402
 from relayrun.training.optimizer import Optimizer, ShardedDistributedOptimizer, TorchDistributedOptimizer  # noqa: E402
@@ -66,7 +67,9 @@ def sharded(model: Model, optimizer: Optimizer, *, loading: bool) -> Any:
 
 def save(folder: Path) -> None:
     folder.mkdir()
-    dist_checkpointing.save(sharded(model, optimizer, loading=False), str(folder), InProcessStrategy(ranks.cpu_group))
+    dist_checkpointing.save(
+        sharded(model, optimizer, loading=False), str(folder), InProcessStrategy(Messages(ranks.cpu_group, tag=1))
+    )
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ import torch
 import xxhash
 
 from relayrun.training.checkpoint import host_copy
-from relayrun.training.checkpoint.host_copy import ALIGNMENT, HostCopy, Reserved, layout
+from relayrun.training.checkpoint.host_copy import HostCopy, Reserved
+from relayrun.training.checkpoint.pieces import ALIGNMENT, layout
 
 CPU = torch.device("cpu")
 

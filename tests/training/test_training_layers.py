@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,11 +15,15 @@ pytestmark = pytest.mark.slow
 MISSING = "TransformerEngine is not installed where the ranks run, and "
 
 
-def test_the_layers_follow_the_setting_the_installation_and_the_gpu() -> None:
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
     program = Path(__file__).with_name("layer_choice.py")
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def test_the_layers_follow_the_setting_the_installation_and_the_gpu(found: dict[str, Any]) -> None:
     for gpu in (False, True):
         without = found[f"TE False, GPU {gpu}"]
         assert (without["auto"], without["auto, masked"], without["local"]) == ("local", "local", "local")
@@ -30,3 +35,27 @@ def test_the_layers_follow_the_setting_the_installation_and_the_gpu() -> None:
         assert installed["window, context parallel"] == without["window, context parallel"] == "local"
         assert (installed["auto, masked"], installed["local"]) == ("local", "local")
         assert installed["transformer_engine"] == "transformer_engine"
+
+
+def test_fused_kernels_are_used_where_they_are_and_missed_in_words_where_they_are_asked_for(
+    found: dict[str, Any],
+) -> None:
+    fused = found["fused"]
+    none = {"apply_rope_fusion": False, "gradient_accumulation_fusion": False}
+    both = {"apply_rope_fusion": True, "gradient_accumulation_fusion": True}
+    for kind in ("cpu, there", "cpu, missing", "cuda, missing"):
+        assert fused[f"auto, {kind}"] == fused[f"off, {kind}"] == none
+    assert fused["auto, cuda, there"] == both
+    assert fused["off, cuda, there"] == none
+    assert fused["positions, cuda, there"] == both | {"apply_rope_fusion": False}
+    rope, total = "training.apply_rope_fusion", "training.gradient_accumulation_fusion"
+    assert (fused["rope, cuda, there"], fused["sum, cuda, there"]) == (both, both)
+    assert fused["rope, cuda, missing"].startswith(f"{rope} is set and cannot be had: TransformerEngine is not")
+    assert fused["sum, cuda, missing"].startswith(f"{total} is set and cannot be had: Apex's fused_weight_gradient")
+    for name, setting in (("rope", rope), ("sum", total)):
+        assert fused[f"{name}, cpu, there"] == f"{setting} is set and cannot be had: it is a kernel for GPUs"
+
+
+def test_transformer_engine_is_asked_to_overlap_as_each_version_wants_it(found: dict[str, Any]) -> None:
+    common = {"shape": [16, 32], "tp_size": 2, "backend": "nccl"}
+    assert found["fused"]["overlap"] == [common | {"fp8": False}, common | {"modes": ["none"]}]

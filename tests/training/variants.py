@@ -57,6 +57,21 @@ def fuse_adamw() -> None:
     optimizer.patch_distributed_optimizers = patch_and_fuse
 
 
+def report_host_memory() -> None:
+    """Each rank says what its copies of saves take: as they are, and pinned."""
+    from relayrun.training.checkpoint import host_copy
+
+    layout = host_copy.layout
+
+    def told(sizes: Any, piece: int) -> Any:
+        places, lengths = layout(sizes, piece)
+        if lengths:
+            print(f"reserved: {sum(lengths)} bytes, {sum(host_copy.pinned(lengths))} pinned", flush=True)
+        return places, lengths
+
+    host_copy.layout = told
+
+
 def keep_pipeline_outputs() -> None:
     """Stages keep what they have sent until its backward pass."""
     from relayrun.training.model import gpt

@@ -65,6 +65,9 @@ def _packages(config: RunConfig, findings: Findings) -> None:
     if wanted := _of_transformer_engine(config):
         with findings.catching("node.transformer_engine", ok="TransformerEngine is there, or declared"):
             _check_transformer_engine(config, wanted)
+    if config.training.gradient_accumulation_fusion:
+        with findings.catching("node.apex"):
+            _check_apex(config)
 
 
 def in_container(config: CommonConfig) -> bool:
@@ -272,6 +275,7 @@ def _of_transformer_engine(config: RunConfig) -> list[tuple[str, str]]:
     training, optimizer = config.training, config.optimizer
     found = {
         "training.transformer_impl=transformer_engine": (training.transformer_impl == "transformer_engine", "local"),
+        "training.apply_rope_fusion=true": (training.apply_rope_fusion is True, "null"),
         "optimizer.use_precision_aware_optimizer=true": (optimizer.use_precision_aware_optimizer, "false"),
         "training.cross_entropy_fusion_impl=te": (
             training.cross_entropy_loss_fusion and training.cross_entropy_fusion_impl == "te",
@@ -297,4 +301,19 @@ def _check_transformer_engine(config: RunConfig, wanted: list[tuple[str, str]]) 
             f"and cluster {cluster.name!r} does not declare",
             where=f"configs/clusters/{cluster.name}.yaml",
             hint=f"set transformer_engine: true there if the ranks' container has it, or set {others}",
+        )
+
+
+def _check_apex(config: RunConfig) -> None:
+    """Another Python's packages are not known here; without GPUs there is no such kernel."""
+    why = None
+    if not config.job.gpus_per_node:
+        why = "it is a kernel for GPUs, and the job has none"
+    elif config.cluster.python is None and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+        why = "this Python has no Apex with fused_weight_gradient_mlp_cuda"
+    if why is not None:
+        raise ConfigError(
+            f"training.gradient_accumulation_fusion=true cannot be had: {why}",
+            where="training.gradient_accumulation_fusion",
+            hint="leave it out: then it is used where it can be",
         )

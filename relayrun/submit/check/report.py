@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from relayrun.config.schema import CommonConfig, RunConfig
+from relayrun.config.schema import CommonConfig, Job, RunConfig
 from relayrun.config.yamlfile import LocatedSettings
 from relayrun.errors import RelayrunError
 from relayrun.rundir.plan import Plan
@@ -68,6 +68,7 @@ def report(
             future = forecast(config, plan, run, manifest.vocabulary_size)
     if future is not None:
         _memory(future, findings)
+        _host_memory(config.job, future, findings)
         with findings.catching("storage.space"):
             storage.look(future, run, findings)
     if plan.scheduler == "slurm" and script is not None:
@@ -111,3 +112,21 @@ def _memory(future: Forecast, findings: Findings) -> None:
         )
     else:
         findings.ok("memory.gpu", f"{words}, of {in_bytes(there)}", value=round(needed))
+
+
+def _host_memory(job: Job, future: Forecast, findings: Findings) -> None:
+    """Whether copies of saves fit into what a job asks for; what else a rank needs is not counted."""
+    there, needed = job.mem_bytes, future.host_copies
+    if not there or not needed:
+        return
+    words = f"copies of saves take {in_bytes(needed)} of a node's memory by formula, of {in_bytes(there)} in job.mem"
+    if needed > ROOM * there:
+        findings.warn(
+            "memory.host",
+            words,
+            setting="job.mem",
+            value=needed,
+            remedy="ask for more memory, take more nodes, or set checkpoint.async_save=false",
+        )
+    else:
+        findings.ok("memory.host", words, value=needed)

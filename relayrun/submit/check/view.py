@@ -93,6 +93,7 @@ def _plan_json(future: Forecast) -> dict[str, Any]:
         "padded_vocabulary_size": future.vocabulary_size,
         "memory_bytes": asdict(future.memory) | {"total": future.memory.total},
         "gpu_memory_bytes": future.gpu_memory,
+        "host_copies_bytes": future.host_copies,
         "steps": future.steps,
         "steps_done": future.steps_done,
         "tokens": future.tokens,
@@ -146,6 +147,8 @@ def _plan(report: Report) -> Iterator[tuple[str, str]]:
         f"memory of {'a GPU' if future.gpus else 'a rank'}",
         f"{in_bytes(memory.total)} of {where}: {parts}".replace(f"of {where}", there if future.gpus else "by formula"),
     )
+    if future.host_copies:
+        yield "memory of a node", f"{in_bytes(future.host_copies)} for the copies of saves, by formula"
     yield (
         "tokens",
         f"{future.tokens:,} in {future.steps:,} steps"

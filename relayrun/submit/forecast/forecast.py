@@ -8,6 +8,7 @@ from relayrun.config.schema import RunConfig
 from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
+from relayrun.submit.forecast.host_memory import host_copy_bytes
 from relayrun.submit.forecast.saves import HOUR, CheckpointSize, SaveInterval, checkpoint_size, save_interval
 from relayrun.submit.forecast.speed import Speed, speed
 from relayrun.training.model.size import Memory, flops_per_token, memory_bytes, padded, parameters
@@ -29,6 +30,8 @@ class Forecast:
     """What the fullest GPU needs, by formula; a rank where there are no GPUs."""
     gpu_memory: float | None
     """Bytes of a GPU, as the cluster's file says."""
+    host_copies: int
+    """Bytes of a node's memory that copies of saves take, by formula; 0 without checkpoint.async_save."""
     steps: int
     steps_done: int
     """Durable ones."""
@@ -106,6 +109,7 @@ def forecast(config: RunConfig, plan: Plan, run: Run, vocabulary_size: int) -> F
         vocabulary_size=size,
         memory=memory_bytes(config, vocabulary_size),
         gpu_memory=None if memory is None else memory * 1e9,
+        host_copies=job.ntasks_per_node * host_copy_bytes(config, count, size),
         steps=training.end_iteration,
         steps_done=done,
         tokens=samples * training.seq_length,

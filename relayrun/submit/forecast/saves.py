@@ -64,13 +64,23 @@ def daly(save: float, mtbf: float) -> float:
     return math.sqrt(2 * save * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save
 
 
+def bytes_a_parameter(config: RunConfig) -> tuple[int, int]:
+    """Return what a checkpoint has of weights and of the optimizer's state, per parameter.
+
+    In bf16: 2, and 12 for fp32 weights and two moments. In fp32: 4 and 8; the distributed optimizer saves its part of
+    the weights once more, 12.
+    """
+    if config.training.resolved_precision == "bf16":
+        return 2, 12
+    return 4, 12 if config.parallel.use_distributed_optimizer else 8
+
+
 def checkpoint_size(config: RunConfig, parameters: int, run: Run) -> CheckpointSize:
     """Return the size of the run's newest checkpoint, or what its tensors take.
 
-    Per parameter in bf16: 2 (weights) + 12 (fp32 weights, two moments); in fp32: 4 + 8. The rest, random numbers,
-    schedules and names, is small.
+    The rest, random numbers, schedules and names, is small.
     """
-    each = 14 if config.training.resolved_precision == "bf16" else 12
+    each = sum(bytes_a_parameter(config))
     size, source = each * parameters, f"{each} bytes a parameter"
     newest = next((counted.commit for counted in Lineage(run).backwards() if counted.commit.files), None)
     if newest is not None:

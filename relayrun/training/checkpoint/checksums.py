@@ -161,7 +161,7 @@ class Checksums:
             raise Damaged(f"{name} is not the one that was saved", where=self.folder)
         return data
 
-    def check_block(self, file: str, at: int, data: bytes) -> None:
+    def check_block(self, file: str, at: int, data: bytes | bytearray) -> None:
         """Compare what was read of a file from this byte on with its block. Raises Damaged."""
         known = self.files.get(file)
         block = None if known is None or known.blocks is None else self._blocks_in(known.blocks).get((file, at))

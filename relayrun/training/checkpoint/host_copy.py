@@ -2,15 +2,13 @@
 
 The buffers are pinned where there is CUDA (a copy from the GPU is then fast and runs beside its computing), made
 once and used again by every save: one copy of this rank's part of the checkpoint, as long as the process lives.
-They are parts of a few large pieces: to pin memory takes the driver long, each time, and torch rounds every piece
-that it pins up to a power of two. torch's own stager copies whole storages, which for parameters in megatron-core's
-gradient buffers would be the parts of all data-parallel ranks.
+They are parts of a few large pieces, see `pieces`. torch's own stager copies whole storages, which for parameters in
+megatron-core's gradient buffers would be the parts of all data-parallel ranks.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,17 +17,15 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from relayrun.training.checkpoint.pieces import PIECE, layout, pinned
+
 if TYPE_CHECKING:  # it takes seconds to import
     from megatron.core.dist_checkpointing import ShardedTensor
 
 Key = tuple[str, tuple[int, ...]]
 
-PIECE = 1 << 30
-"""Bytes of a piece; a power of two. One that holds a larger buffer is larger."""
 AT_ONCE = 3 << 16
 """Bytes that are copied, then hashed while the processor's own cache still has them: a third of what memory costs."""
-ALIGNMENT = 512
-"""Every buffer begins at a multiple of this many bytes of its piece; of the size of every type, too."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +62,10 @@ class HostCopy:
         """
         new = [shard for shard in shards if not self._has(shard)]
         places, lengths = layout([shard.data.nbytes for shard in new], self._piece)
-        pinned = self._device.type == "cuda"
-        if pinned:
-            lengths = [_power_of_two(length) for length in lengths]  # what torch takes for them
-        pieces = [torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=pinned).numpy() for length in lengths]
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:
+            lengths = pinned(lengths)
+        pieces = [torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=on_gpu).numpy() for length in lengths]
         for shard, (number, start) in zip(new, places, strict=True):
             # by way of numpy it has a storage of its own size: torch's writer would copy a view of a larger one
             part = torch.from_numpy(pieces[number][start : start + shard.data.nbytes])
@@ -139,34 +135,6 @@ def _copy_and_digest(source: torch.Tensor, target: torch.Tensor) -> str:
 def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     """The memory of a contiguous tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy()
-
-
-def layout(sizes: Sequence[int], piece: int) -> tuple[list[tuple[int, int]], list[int]]:
-    """Place buffers of these sizes in few pieces. All numbers are bytes.
-
-    Returns the number of the piece and the first byte of each buffer, and the lengths of the pieces. The largest
-    buffer comes first, and each goes into the first piece that has room: a piece has `piece` bytes, or the next power
-    of two if its first buffer is larger. Its length ends with its last buffer.
-    """
-    places = [(0, 0)] * len(sizes)
-    limits: list[int] = []
-    lengths: list[int] = []
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        size = sizes[index]
-        starts = [math.ceil(length / ALIGNMENT) * ALIGNMENT for length in lengths]
-        number = next((n for n, start in enumerate(starts) if start + size <= limits[n]), len(lengths))
-        if number == len(lengths):
-            starts.append(0)
-            lengths.append(0)
-            limits.append(max(piece, _power_of_two(size)))
-        places[index] = (number, starts[number])
-        lengths[number] = starts[number] + size
-    return places, lengths
-
-
-def _power_of_two(size: int) -> int:
-    """The smallest one that is not below `size`."""
-    return 1 << max(0, size - 1).bit_length()
 
 
 def _key(shard: ShardedTensor) -> Key:

@@ -3,7 +3,7 @@
 Nothing that a checkpoint holds is run: its records are read by `metadata`, its tensors and objects by torch with
 `weights_only`. What is read is what is compared: a block goes from the file into memory once, is hashed there, and is
 unpacked from there. So it does not matter which rank reads which blocks, or how the ranks were laid out when they were
-written.
+written. Ranks that want the same blocks read each of them once, see `exchange`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ import io
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from relayrun.training.checkpoint import megatron_state
 from relayrun.training.checkpoint.checksums import Damaged, open_checksums
+from relayrun.training.checkpoint.division import Place
+from relayrun.training.checkpoint.exchange import Exchange
 from relayrun.training.checkpoint.metadata import METADATA, Refused, ends, parse_metadata, refused
 
 T = TypeVar("T")
@@ -42,6 +45,10 @@ class CheckedReader(FileSystemReader):
         """
         super().__init__(folder)
         self.folder = folder
+        self.exchange: Exchange | None = None
+        """The ranks with which this one divides what all of them want; None: it reads all that it wants."""
+        self.bytes_wanted = self.bytes_read = 0
+        """Bytes of blocks so far: what this rank needed, and what it has read, for others as well."""
         self._sums = open_checksums(folder, root)
         self.metadata = parse_metadata(self._whole(METADATA), folder, checked=self.checked)
         self._common = self._whole(COMMON)
@@ -76,8 +83,50 @@ class CheckedReader(FileSystemReader):
         return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """As torch's. Raises Damaged, Refused."""
-        return self._unpacked("a block", lambda: super(CheckedReader, self).read_data(plan, planner))
+        """Read what the plan says, each block once. Raises Damaged, Refused: what any rank of the exchange met."""
+        wanted: dict[Place, list[ReadItem]] = {}
+        met: Exception | None = None
+        try:
+            for item in plan.items:
+                info = self.storage_data[item.storage_index]
+                wanted.setdefault(Place(info.relative_path, info.offset, info.length), []).append(item)
+        except KeyError as error:
+            met = error
+
+        def put(place: Place, data: bytearray) -> None:
+            self._unpacked("a block", lambda: self._put(wanted[place], data, planner))
+
+        places = sorted(wanted)
+        self.bytes_wanted += sum(place.bytes for place in places)
+        if self.exchange is not None:
+            self.exchange.blocks(places, self._read, put, met=met)
+        elif met is not None:
+            raise met
+        else:
+            for place in places:
+                put(place, self._read(place))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _put(self, items: list[ReadItem], data: bytearray, planner: LoadPlanner) -> None:
+        """Unpack a block, and hand out what each item of a plan takes of it, as torch's reader does."""
+        applied = self.storage_data[items[0].storage_index].transform_descriptors or ()
+        content = io.BytesIO(data)
+        if applied:
+            content = io.BytesIO(self.transforms.transform_load_stream(items[0], applied, content).read(-1))
+        if items[0].type == LoadItemType.BYTE_IO:
+            for item in items:
+                content.seek(0)
+                planner.load_bytes(item, content)
+            return
+        whole = torch.load(content, map_location="cpu", weights_only=True)
+        for item in items:
+            part = narrow_tensor_by_index(whole, item.storage_offsets, item.lengths)
+            target = planner.resolve_tensor(item).detach()
+            assert target.size() == part.size(), f"{item.storage_index}: {part.size()} there, {target.size()} here"
+            target.copy_(part)
+            planner.commit_tensor(item, target)
 
     def _unpacked(self, what: str, read: Callable[[], T]) -> T:
         """What `read` returns; what torch says of it becomes Damaged or Refused."""
@@ -90,14 +139,18 @@ class CheckedReader(FileSystemReader):
                 raise
             raise Damaged(f"{what} cannot be read: {_first_line(error)}", where=self.folder) from None
 
-    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        file.seek(sinfo.offset)
-        data = file.read(sinfo.length)
+    def _read(self, place: Place) -> bytearray:
+        """Read a block and compare it with its hash. Raises Damaged."""
+        with open(self.folder / place.file, "rb") as file:
+            file.seek(place.at)
+            data = bytearray(place.bytes)
+            del data[file.readinto(data) :]
+        self.bytes_read += len(data)
         if self._sums is not None:
-            self._sums.check_block(sinfo.relative_path, sinfo.offset, data)
+            self._sums.check_block(place.file, place.at, data)
         elif not any(data[:4]):  # a lost write; torch would take it for a pickle of old
-            raise Damaged(f"{sinfo.relative_path} holds zeros at byte {sinfo.offset}", where=self.folder)
-        return io.BytesIO(data)
+            raise Damaged(f"{place.file} holds zeros at byte {place.at}", where=self.folder)
+        return data
 
     def _whole(self, name: str) -> bytes:
         if self._sums is not None:

@@ -55,6 +55,7 @@ from relayrun.training import optimizer_groups, own_optimizer
 from relayrun.training.checkpoint import checksums, optimizer_layout, publish, random_state, strategy
 from relayrun.training.checkpoint.background import BackgroundSave
 from relayrun.training.checkpoint.checksums import FileSum
+from relayrun.training.checkpoint.exchange import Exchange
 from relayrun.training.checkpoint.host_copy import HostCopy, Reserved
 from relayrun.training.checkpoint.load_errors import why_not_loadable
 from relayrun.training.checkpoint.reader import COMMON, CheckedReader, damage, refusal
@@ -113,7 +114,8 @@ class Checkpointer:
         self._groups = groups
         self._common = {"layout": ranks.layout, "fixed": fixed, **({GROUPS: groups} if groups else {})}
         self._host = HostCopy(ranks.device)
-        self._strategy = InProcessStrategy(self._writers.cpu_group, settings.writer_threads)
+        assert self._writers.messages is not None
+        self._strategy = InProcessStrategy(self._writers.messages, settings.writer_threads)
         self._division = FullyParallelSaveStrategyWrapper(
             self._strategy,
             parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -270,7 +272,11 @@ class Checkpointer:
             plain["optimizer"] = optimizer_layout.fitted(plain["optimizer"], wanted["optimizer"])
             optimizer_groups.fit(plain["optimizer"], wanted["optimizer"])
             self._say_groups(common.get(GROUPS, []))
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if self._settings.fully_parallel_load and replicas.size() > 1:
+            reader.exchange = Exchange(replicas, self._ranks.device)
         state = strategy.load(wanted, reader, self._ranks.cpu_group, common=plain)
+        self._say_how_much(reader)
         self._model.load(state["model"])
         if with_optimizer:
             self._optimizer.load(state["optimizer"], position)
@@ -281,6 +287,13 @@ class Checkpointer:
         if same_layout:
             random_state.restore(state["random"])
         return position
+
+    def _say_how_much(self, reader: CheckedReader) -> None:
+        counted = self._ranks.gather((reader.bytes_read, reader.bytes_wanted))
+        if self._ranks.rank == 0:
+            read, needed = (max(column) for column in zip(*counted, strict=True))
+            words = f"a rank read at most {read:,} bytes of tensors, and needs at most {needed:,}"
+            log.info("%s: %s", reader.folder, words)
 
     def _position(self, common: dict[str, Any], sizes: BatchSizes, *, foreign: bool) -> Progress:
         """Where a checkpoint stands in training and in the data."""

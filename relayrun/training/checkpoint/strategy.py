@@ -1,15 +1,16 @@
 """What megatron-core asks of a format: how the sharded part of a state is written and read, and the common part read.
 
 Writing is torch's (`torch.distributed.checkpoint`), in threads of this process; see `writer`. Reading compares every
-byte; see `reader`. `group` carries the plans and the news of failures between the ranks.
+byte; see `reader`. Plans, and the news of failures, go between the ranks in messages at a save, and by collectives of
+`group` at a load.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core import dist_checkpointing
@@ -34,11 +35,18 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from relayrun.training.checkpoint.reader import CheckedReader
 from relayrun.training.checkpoint.writer import ThreadedWriter, Written
+from relayrun.training.messages import Messages, portable
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 Shards = dict[str, list[ShardedBase]]
 """By their key in the checkpoint; a key has several where a rank holds several parts of one tensor."""
@@ -47,10 +55,10 @@ Shards = dict[str, list[ShardedBase]]
 class InProcessStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatron-core has no types
     """Writes the sharded part."""
 
-    def __init__(self, group: ProcessGroup, threads: int = 1) -> None:
+    def __init__(self, messages: Messages, threads: int = 1) -> None:
         """`threads`: of this rank, each of which writes a file of its own."""
         super().__init__("torch_dist", 1)
-        self._group = group
+        self._messages = messages
         self._threads = threads
 
     def by_key(self, sharded_state_dict: ShardedStateDict) -> Shards:
@@ -64,16 +72,65 @@ class InProcessStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # 
         `digests`: XXH3-128 of tensors in host memory, by their addresses; others are hashed before they are written.
         """
         writer = ThreadedWriter(folder, self._threads, digests)
-        state_dict_saver.save(
-            mcore_to_pyt_state_dict(shards, False),
-            storage_writer=writer,
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            process_group=self._group,
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        first = self._messages.rank == 0
+        whole: list[Metadata] = []
+
+        def plan() -> SavePlan:
+            state = mcore_to_pyt_state_dict(shards, False)
+            planner.set_up_planner(state_dict=state, storage_meta=writer.storage_meta(), is_coordinator=first)
+            writer.set_up_storage_writer(first, rank=self._messages.rank, use_collectives=True)
+            return writer.prepare_local_plan(planner.create_local_plan())
+
+        def join(plans: list[SavePlan]) -> list[SavePlan]:
+            plans, metadata = planner.create_global_plan(plans)
+            whole.append(metadata)
+            return writer.prepare_global_plan(plans)
+
+        def finish(results: list[list[WriteResult]]) -> list[None]:
+            writer.finish(metadata=whole[0], results=results)
+            return [None] * len(results)
+
+        # the steps of torch's own state_dict_saver, whose collectives would need a group of their own
+        joined = _together(self._messages, "plan", plan, join)
+        _together(
+            self._messages,
+            "write",
+            lambda: writer.write_data(planner.finish_plan(joined), planner).wait(),
+            finish,
         )
         return writer.written
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         self.write(self.by_key(sharded_state_dict), checkpoint_dir)
+
+
+def _together(messages: Messages, step: str, own: Callable[[], T], join: Callable[[list[T]], list[R]]) -> R:
+    """Do `own` on every rank, then `join` on rank 0, which has an answer for each rank; return that of this one.
+
+    Raises CheckpointException on every rank if one of them failed, with what each of these met.
+    """
+    made, met = None, None
+    try:
+        made = own()
+    except Exception as error:
+        met = _wrap_exception(portable(error))
+    everywhere = messages.gather((made, met))
+    answers: list[tuple[Any, Any]] | None = None
+    if everywhere is not None:
+        failures = {rank: wrapped for rank, (_, wrapped) in enumerate(everywhere) if wrapped is not None}
+        if not failures:
+            try:
+                answers = [(answer, None) for answer in join([each for each, _ in everywhere])]
+            except Exception as error:
+                failures = {0: _wrap_exception(portable(error))}
+        if failures:
+            answers = [(None, failures)] * len(everywhere)
+    answer, failures = messages.scatter(answers)
+    if failures:
+        raise CheckpointException(step, failures)
+    found: R = answer
+    return found
 
 
 class _PlainObjects(MCoreLoadPlanner):  # type: ignore[misc]

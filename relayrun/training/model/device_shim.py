@@ -10,6 +10,7 @@ All patches act on this process alone, which must be a training rank.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -115,11 +116,14 @@ def _streams() -> None:
     """There are streams, and nothing to wait for in them.
 
     transformer/moe/token_dispatcher.py:444 and 871-899 (alltoall) and transformer/moe/shared_experts.py copy to the
-    host and compute shared experts on streams of their own.
+    host and compute shared experts on streams of their own. distributed/distributed_data_parallel.py:229 and
+    distributed/param_and_grad_buffer.py:418, 425 and 523 reduce the gradients of several optimizer instances on one.
     """
     here = _Stream()
     _replace(torch.cuda, "Stream", _Stream)
     _replace(torch.cuda, "current_stream", lambda device=None: here)
+    _replace(torch.cuda, "default_stream", lambda device=None: here)
+    _replace(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
 
 
 def _splits() -> None:

@@ -29,7 +29,7 @@ from relayrun.data import documents
 from relayrun.errors import ConfigError
 from relayrun.training import own_code, parallel
 from relayrun.training.loss import LossSum, Result, loss_function
-from relayrun.training.model import arguments, auxiliary_losses, layers, own_model, weight_gradients
+from relayrun.training.model import arguments, auxiliary_losses, fusions, layers, own_model, weight_gradients
 from relayrun.training.model.auxiliary_losses import AuxiliaryLosses
 from relayrun.training.model.documents import Documents, Positions, positions_for
 from relayrun.training.model.size import flops_per_token, padded
@@ -82,11 +82,14 @@ class Model:
         self.transformer = transformer = _transformer_config(config, ranks, self.dtype)
         """What megatron-core's modules are told."""
         transformer.timers = self.timers if self.timers.level else None
+        if transformer.tp_comm_overlap:
+            fusions.start_overlap(config, transformer)
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=config.optimizer.main_grads_dtype == "fp32",
             use_distributed_optimizer=config.parallel.use_distributed_optimizer,
             overlap_grad_reduce=config.parallel.overlap_grad_reduce,
             overlap_param_gather=config.parallel.overlap_param_gather,
+            num_distributed_optimizer_instances=config.parallel.num_distributed_optimizer_instances,
         )
         self._restarted: list[Positions] = []
         """Rotary embeddings that are told the positions of each micro-batch; none where these do not restart."""
@@ -298,6 +301,7 @@ def _own_loss(path: str | None, ranks: Ranks) -> OwnLoss | None:
 
 def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> TransformerConfig:
     model, defers = config.model, config.parallel.defer_embedding_wgrad_compute
+    fused = fusions.choose(config, ranks.device)
     if defers:
         weight_gradients.install(say=ranks.rank == 0)
     on_gpu = ranks.device.type == "cuda"
@@ -333,11 +337,13 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
         use_cpu_initialization=not on_gpu,
         # compiled by torch on first use; on a CPU that takes longer than the runs that go there
         bias_dropout_fusion=on_gpu,
+        apply_rope_fusion=fused["apply_rope_fusion"],
+        tp_comm_overlap=config.parallel.tp_comm_overlap,
         finalize_model_grads_func=finalize_model_grads,
         cross_entropy_loss_fusion=config.training.cross_entropy_loss_fusion,
         cross_entropy_fusion_impl=config.training.cross_entropy_fusion_impl,
         # deferred gradients of weights are added to the buffer where they are computed
-        gradient_accumulation_fusion=defers,
+        gradient_accumulation_fusion=defers or fused["gradient_accumulation_fusion"],
         defer_embedding_wgrad_compute=defers,
         wgrad_deferral_limit=config.parallel.wgrad_deferral_limit,
         overlap_p2p_comm_warmup_flush=config.parallel.overlap_p2p_communication_warmup_flush,

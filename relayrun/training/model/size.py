@@ -165,14 +165,14 @@ def memory_bytes(config: RunConfig, vocabulary_size: int) -> Memory:
     """Estimate the memory of the fullest GPU, by formula: flash attention, SwiGLU in one kernel, sequence parallel.
 
     Per parameter in bf16: 2 (weights) + 4 (gradients; 2 in bf16), and 12 (fp32 weights, two moments; less in smaller
-    types) over the data-parallel ranks with the distributed optimizer; in fp32 4 + 4, and 8. Gradients in bf16 are
-    widened, 4 more of the divided ones, unless the optimizer is precision-aware. Kept for the backward pass, per token
-    and layer: 4 hidden (inputs and outputs of two norms) + 4 x channels of all heads (q, k and v as if spread over
-    them, attention's output) + 3 ffn (2 without a gate), over the tensor-parallel ranks; of a recomputed layer its
-    input. Experts are split over their ranks, and each gets as many tokens. The first stage of p in v parts holds
-    p (1 + (p - 1) / (p v)) micro-batches (arXiv 2104.04473 and 2205.05198), the last one ((v - 1) p + 1) / v and the
-    loss: logits, twice in fp32, and their gradient. Where the gradients of the output layer are deferred, it keeps
-    the logits' gradient and the output layer's input of those micro-batches.
+    types) over the ranks that divide the state of the distributed optimizer; in fp32 4 + 4, and 8. Gradients in bf16
+    are widened, 4 more of the divided ones, unless the optimizer is precision-aware. Kept for the backward pass, per
+    token and layer: 4 hidden (inputs and outputs of two norms) + 4 x channels of all heads (q, k and v as if spread
+    over them, attention's output) + 3 ffn (2 without a gate), over the tensor-parallel ranks; of a recomputed layer its
+    input. Experts are split over their ranks, and each gets as many tokens. The first stage of p in v parts holds p (1
+    + (p - 1) / (p v)) micro-batches (arXiv 2104.04473 and 2205.05198), the last one ((v - 1) p + 1) / v and the loss:
+    logits, twice in fp32, and their gradient. Where the gradients of the output layer are deferred, it keeps the
+    logits' gradient and the output layer's input of those micro-batches.
     """
     model, parallel, training = config.model, config.parallel, config.training
     vocabulary_size = padded(vocabulary_size, model.make_vocab_size_divisible_by)
@@ -190,10 +190,8 @@ def memory_bytes(config: RunConfig, vocabulary_size: int) -> Memory:
     width, fixed, divided = _bytes_a_parameter(config)
     layer = width * (4 * model.hidden_size + 4 * _scored(model) + _kept_of_feed_forward(model)) * tokens
     kept = (layers - again) * layer + again * width * model.hidden_size * tokens + (layer if again else 0)
-    replicas = expert_replicas = 1
-    if parallel.use_distributed_optimizer:
-        replicas, ranks = config.data_parallel_size, config.data_parallel_size * parallel.context_parallel_size
-        expert_replicas = max(1, ranks // parallel.expert_model_parallel_size)
+    replicas = config.optimizer_parts
+    expert_replicas = max(1, replicas // parallel.expert_model_parallel_size)
     state = own * (fixed + divided / replicas) + split * (fixed + divided / expert_replicas)
     loss = (2 * width + 4 + 4) * vocabulary_size * tokens
     if parallel.defer_embedding_wgrad_compute:

@@ -1,0 +1,93 @@
+"""Small values between all ranks, in messages by way of rank 0, beside the collectives of the same group.
+
+The collectives of a group come in one order on every rank, so a second thread cannot call them. A group of its own
+would be a second mesh: over gloo a socket from every rank to every other one. Messages with a tag of their own are
+matched by sender and tag alone, whatever the other threads do, and need no more sockets.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Messages:
+    """Called by all ranks in the same order, by one thread at a time on each. Values are pickled: for rare use."""
+
+    def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
+        """`group`: over gloo, of all ranks. `tag`: that of no other messages in it."""
+        self._group = group
+        self._tag = tag
+        self.rank = group.rank()
+        self.size = group.size()
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Return the values of all ranks, in rank order, on rank 0; None elsewhere."""
+        if self.rank:
+            self._send([0], [_packed(value)])
+            return None
+        return [value, *map(_unpacked, self._receive(range(1, self.size)))]
+
+    def scatter(self, values: Sequence[Any] | None) -> Any:
+        """Return what rank 0 has for this rank. `values`: on rank 0 one for each rank; None elsewhere."""
+        if self.rank:
+            return _unpacked(self._receive([0])[0])
+        assert values is not None
+        self._send(range(1, self.size), [_packed(value) for value in values[1:]])
+        return values[0]
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value of rank 0 on every rank."""
+        if self.rank:
+            return _unpacked(self._receive([0])[0])
+        packed = _packed(value)
+        self._send(range(1, self.size), [packed] * (self.size - 1))
+        return value
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in rank order, on every rank."""
+        values: list[Any] = self.broadcast(self.gather(value))
+        return values
+
+    def _send(self, targets: Sequence[int], data: Sequence[torch.Tensor]) -> None:
+        lengths = [torch.tensor([len(each)]) for each in data]
+        sent = [dist.isend(each, rank, self._group, self._tag) for rank, each in zip(targets, lengths, strict=True)]
+        sent += [dist.isend(each, rank, self._group, self._tag) for rank, each in zip(targets, data, strict=True)]
+        for work in sent:
+            assert work is not None
+            work.wait()
+
+    def _receive(self, sources: Sequence[int]) -> list[torch.Tensor]:
+        """Return what each of these ranks sent, in this order. Messages of a rank come in the order it sent them."""
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in sources]
+        self._take(sources, lengths)
+        data = [torch.empty(int(length), dtype=torch.uint8) for length in lengths]
+        self._take(sources, data)
+        return data
+
+    def _take(self, sources: Sequence[int], targets: Sequence[torch.Tensor]) -> None:
+        taken = [dist.irecv(each, rank, self._group, self._tag) for rank, each in zip(sources, targets, strict=True)]
+        for work in taken:
+            assert work is not None
+            work.wait()
+
+
+def portable(error: Exception) -> Exception:
+    """Return an error that other ranks can be sent: itself, or its words where it cannot be pickled and read again."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _packed(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _unpacked(data: torch.Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())

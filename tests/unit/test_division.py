@@ -1,0 +1,55 @@
+"""Which rank reads which blocks: each once, none much more than its share."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from relayrun.training.checkpoint.division import Place, divide, rounds
+
+
+def wanted_by(ranks: int, seed: int) -> list[list[Place]]:
+    """Blocks that all want, some want and one wants; one is as large as many others."""
+    generator = random.Random(seed)
+    sizes = [generator.choice([0, 1, 900, generator.randrange(50_000)]) for _ in range(60)]
+    sizes[17] = sum(sizes) // 2
+    places = [Place(f"__{number % 3}_0.distcp", number << 20, size) for number, size in enumerate(sizes)]
+    wanted: list[list[Place]] = [[] for _ in range(ranks)]
+    for number, place in enumerate(places):
+        takers = range(ranks) if number % 3 else generator.sample(range(ranks), generator.randrange(1, ranks + 1))
+        for rank in takers:
+            wanted[rank].append(place)
+    return wanted
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 7, 64])
+def test_each_block_is_read_once_and_nobody_reads_more_than_its_share_and_the_largest(ranks: int) -> None:
+    for seed in range(10):
+        wanted = wanted_by(ranks, seed)
+        division = divide(wanted)
+        shared = [place for places in division.shared for place in places]
+        alone = [place for places in division.alone for place in places]
+        assert sorted(shared + alone) == sorted({place for places in wanted for place in places})
+        for rank, places in enumerate(division.alone):
+            assert all(place in wanted[rank] for place in places)
+            assert all(sum(place in other for other in wanted) == 1 for place in places)
+        reads = [
+            sum(place.bytes for place in (*mine, *own))
+            for mine, own in zip(division.shared, division.alone, strict=True)
+        ]
+        own = max(sum(place.bytes for place in places) for places in division.alone)
+        share, largest = sum(reads) / ranks, max(place.bytes for places in wanted for place in places)
+        assert max(reads) <= max(own, share + largest)
+
+
+def test_the_order_in_which_ranks_name_blocks_changes_nothing() -> None:
+    wanted = wanted_by(5, 1)
+    assert divide([places[::-1] for places in wanted]) == divide(wanted)
+
+
+def test_a_round_is_as_large_as_it_may_be_or_one_block() -> None:
+    places = [Place("a", at, size) for at, size in enumerate([3, 4, 5, 100, 1, 0, 9])]
+    found = rounds(places, 10)
+    assert [[place.bytes for place in part] for part in found] == [[3, 4], [5], [100], [1, 0, 9]]
+    assert rounds([], 10) == []

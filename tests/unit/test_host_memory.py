@@ -1,0 +1,38 @@
+"""Host memory for copies of saves is estimated as torch takes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from relayrun.config import compose
+from relayrun.submit.forecast.host_memory import host_copy_bytes
+from relayrun.training.checkpoint.pieces import PIECE, layout, pinned
+from relayrun.training.model.size import padded, parameters
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 1 << 30
+
+
+def test_pinned_pieces_are_powers_of_two() -> None:
+    _, lengths = layout([3 * GIB // 2, GIB // 2, 5 << 20, 700 << 20], PIECE)
+    assert lengths == [2 * GIB, 705 << 20]
+    assert pinned(lengths) == [2 * GIB, GIB]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "low", "high"),
+    [
+        # 8.03e9 parameters x 14 bytes on 64 ranks are 1.64 GiB; one of them has the embedding of 0.98 GiB besides
+        (["job.nodes=16"], 2.5, 4.0),
+        # on 8 ranks 13.1 GiB, and the embedding is smaller than a rank's share of the weights
+        (["job.nodes=2"], 13.0, 15.0),
+    ],
+)
+def test_the_estimate_of_the_8b(overrides: list[str], low: float, high: float) -> None:
+    config = compose.load(ROOT / "configs/runs/llama3-8b.yaml", [*overrides, "job.gpus_per_node=4"])
+    size = padded(128_256, config.model.make_vocab_size_divisible_by)
+    found = host_copy_bytes(config, parameters(config.model, size), size)
+    assert low * GIB <= found <= high * GIB
+    assert found % (1 << 20) == 0
