@@ -53,7 +53,7 @@ class Model(Section):
     """The output layer has weights of its own, not those of the embedding."""
     make_vocab_size_divisible_by: Positive = 128
     """The vocabulary is padded to a multiple of this, however the model is split: a checkpoint fits every layout."""
-    mapping: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None = None
+    mapping: ImportPath | None = None
     """Import path of a mapping of your own, `package.module:name`: which class of transformers the model is, and what
     its weights are called there, for exports and evaluations (docs/export.md). None: the built-in one that fits."""
     transformer: Transformer = Transformer()

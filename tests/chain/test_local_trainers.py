@@ -99,6 +99,7 @@ def test_a_program_that_no_rank_can_start_ends_the_chain_with_its_name(config: P
     assert end.reason.startswith("fatal: no-such-program is not found on any rank"), end
 
 
+@pytest.mark.long
 def test_its_checkpoints_are_converted_and_scored_beside_the_chain(config: Path, tmp_path: Path) -> None:
     convert = (
         "import pathlib, shutil, sys; shutil.copytree(sys.argv[1], sys.argv[2]); "

@@ -38,7 +38,7 @@ def differences(one: Path, other: Path) -> list[str]:
     return [name for name in first.keys() | second.keys() if not torch.equal(first.get(name), second.get(name))]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "Qwen2"])
+@pytest.mark.parametrize("kind", [pytest.param("Qwen3", marks=pytest.mark.long), "Mixtral", "Apertus", "Qwen2"])
 def test_what_is_imported_is_exported_again_bit_by_bit(tmp_path: Path, kind: str) -> None:
     hf = make_hf(tmp_path / "hf", kind)
     made = make_run(tmp_path / "run", hf, mapping=OWN if kind == "Qwen2" else None)
@@ -136,17 +136,12 @@ def test_a_model_of_no_class_is_refused_with_what_differs(transformer: dict[str,
         choose.require_llama(model, "here")
 
 
-def test_positions_in_a_part_of_a_head_are_refused() -> None:
-    model = Model(
-        num_layers=2,
-        hidden_size=64,
-        ffn_hidden_size=96,
-        num_attention_heads=8,
-        num_query_groups=2,
-        rotary_percent=0.5,
-    )
-    with pytest.raises(InputError, match=r"nearest is Llama: rotary_percent is 0\.5"):
-        choose.for_model(model)
+@pytest.mark.parametrize(("name", "value"), [("rotary_percent", 0.5), ("spec", "my_team.layers:layers")])
+def test_another_setting_of_the_model_is_refused_without_a_mapping(name: str, value: object) -> None:
+    sizes = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 8, "num_query_groups": 2}
+    with pytest.raises(InputError, match=re.escape(f"nearest is Llama: {name} is {value!r}")):
+        choose.for_model(Model.model_validate(sizes | {name: value}))
+    assert choose.for_model(Model.model_validate(sizes | {name: value, "mapping": OWN})).name == "Qwen2"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/models").glob("*.yaml")), ids=lambda path: path.stem)

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from relayrun.cli import main
 from relayrun.config import compose
 from relayrun.config.schema import CommandConfig
 from relayrun.errors import ConfigError, InputError
 from relayrun.export import evaluate, own_commands
 from relayrun.files import read_lines
+from relayrun.places import CODE as ROOT
 from relayrun.places import MARKER
 from relayrun.rundir import evaluations
 from relayrun.rundir.evaluations import Policy
 from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
+from tests.export.models import make_hf, make_run
+from tests.export.trained import make_trained
 from tests.history import began
 from tests.unit.test_trainer_configs import COMMAND, MEGATRON, written
 
@@ -108,6 +116,52 @@ def test_a_converted_folder_is_kept_where_asked_and_plain_numbers_are_taken(tmp_
     assert line["results"] == {"command": {"loss": 2.5}}
     assert line["model"] == str(evaluations.directory(run, 7, 1).model)
     assert (Path(line["model"]) / "weights").read_text() == "0.25"
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_native_run_is_exported_as_what_it_is_and_scored_by_a_command(tmp_path: Path) -> None:
+    score = tmp_path / "score.py"
+    score.write_text(
+        "import json, pathlib, sys\n"
+        "config = json.loads(pathlib.Path(sys.argv[1], 'config.json').read_text())\n"
+        "scores = {config['model_type']: {'experts': config['num_local_experts']}}\n"
+        "pathlib.Path(sys.argv[2]).write_text(json.dumps(scores))\n"
+    )
+    evaluation = {"interval": 7, "command": ["{python}", str(score), "{model}", "{results}"]}
+    made = make_run(tmp_path / "run", make_hf(tmp_path / "hf", "Mixtral"), evaluation=evaluation)
+    made.run.evaluations.mkdir()
+    Policy(interval=7, total_steps=14, hold=3, time_limit=60).write(made.run.evaluation_policy)
+    line = evaluated(made.run)
+    assert (line["status"], line["results"]) == ("done", {"mixtral": {"experts": 4.0}}), line
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_checkpoint_of_megatron_lm_is_converted_as_the_page_says(tmp_path: Path) -> None:
+    made = make_trained(tmp_path / "native", make_hf(tmp_path / "hf"))
+    (tmp_path / "own").mkdir()
+    run = command_run(tmp_path / "own", **words(tmp_path / "own"))
+    shutil.rmtree(run.checkpoints)
+    assert main(["export", "megatron", str(made.run.path), "--output", str(run.checkpoints)]) == 0
+    (commit,) = run.attempt(1).read_commits()
+    run.attempt(1).commits.unlink()
+    run.attempt(1).append_commit(replace(commit, path=str(run.checkpoints / "iter_0000007")))
+    page = (ROOT / "docs/export.md").read_text(encoding="utf-8")
+    foreign = yaml.safe_load(re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)[1])["evaluation"]
+    tokenizer = str(tmp_path / "hf/tokenizer.json")
+    convert = [tokenizer if word == "/data/tokenizer" else word for word in foreign["convert"]]
+    score = (
+        "import pathlib, sys, hashlib; from safetensors.torch import load_file; "
+        "tensors = load_file(sys.argv[1] + '/model.safetensors'); "
+        "pathlib.Path(sys.argv[2]).write_text('{\"tensors\": %d}' % len(tensors))"
+    )
+    evaluation = {"interval": 7, "convert": convert, "command": ["{python}", "-c", score, "{model}", "{results}"]}
+    config = compose.load(written(tmp_path / "own", MEGATRON, evaluation=evaluation))
+    run.config_revision(1).write_text(compose.dump(config))
+    line = evaluated(run)
+    assert (line["status"], line["results"]) == ("done", {"command": {"tensors": 9.0 * 3 + 3}}), line
 
 
 @pytest.mark.parametrize(
