@@ -379,6 +379,8 @@ class Optimizer(Section):
 
     @model_validator(mode="after")
     def _types(self) -> Self:
+        if self.use_precision_aware_optimizer and self.kind != "adam":
+            raise ValueError(f"use_precision_aware_optimizer is an Adam; set it to false with {self.kind}")
         for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             if getattr(self, name) != "fp32" and not self.use_precision_aware_optimizer:
                 raise ValueError(

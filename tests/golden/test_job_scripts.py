@@ -30,7 +30,10 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+LONG = pytest.mark.long  # as the 1B but for the name and the nodes
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG if "440m" in name else ()) for name in SCRIPTS])
 def test_the_rendered_job_is_the_golden_file(name: str, tmp_path: Path) -> None:
     environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(SCRIPTS[name], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -50,7 +53,13 @@ def test_the_rendered_job_is_the_golden_file(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("launcher", "config"),
-    [("submit-demo.sh", "demo-slurm"), *((f"submit-llama3-{size}.sh", f"llama3-{size}") for size in BASELINES)],
+    [
+        ("submit-demo.sh", "demo-slurm"),
+        *(
+            pytest.param(f"submit-llama3-{size}.sh", f"llama3-{size}", marks=LONG if size == "440m" else ())
+            for size in BASELINES
+        ),
+    ],
 )
 def test_both_launchers_end_in_the_same_job(launcher: str, config: str) -> None:
     """The Bash launcher's settings are its YAML's values, so the two renderings differ in nothing."""

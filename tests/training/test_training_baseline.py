@@ -168,3 +168,36 @@ def test_deferred_gradients_and_the_warmup_flush_change_nothing(harness: Make) -
     attempt = early.start(prefix=variant("reduce-too-early"))
     assert attempt.wait() == [0] * 4, attempt.output()
     assert apart(attempt, reference) > 1e-5, "megatron-core reduces them in time: the patch is not needed any more"
+
+
+@pytest.mark.long
+def test_a_precision_aware_optimizer_reads_bf16_gradients_and_resumes_exactly(harness: Make) -> None:
+    """With a stand-in for TransformerEngine's kernel, around which everything is as with it."""
+    optimizer = {"main_grads_dtype": "bf16", "clip_grad": 0.5}
+    checkpoint = {"checkpoint": {"interval": STEPS // 2}}
+    plain = harness(**settings(OVERLAP, BF16, optimizer, tracking={"log_interval": 1, "log_params_norm": True}))
+    aware = optimizer | {"use_precision_aware_optimizer": True}
+    whole, rest = (
+        harness(**settings(OVERLAP, BF16, aware, tracking={"log_num_zeros_in_grad": True}) | checkpoint) for _ in "ab"
+    )
+    trained = whole.start(prefix=variant("stand-in-fused-adam"))
+    assert trained.wait() == [0, 0], trained.output()
+    reference = plain.train()
+    assert apart(trained, reference) < 1e-4  # clipped gradients are rounded to bf16 once more
+    assert all(step["grad_norm"] > 0.5 for step in trained.steps().values()), "the test is about clipping, too"
+    base = {"base_iteration": STEPS // 2, "base_path": str(whole.run.checkpoint(STEPS // 2))}
+    resumed = rest.start(prefix=variant("stand-in-fused-adam"), **base)
+    assert resumed.wait() == [0, 0], resumed.output()
+    for iteration, step in resumed.steps().items():
+        for name in ("loss", "grad_norm"):
+            assert step[name].hex() == trained.steps()[iteration][name].hex(), (iteration, name)
+    assert_same_bytes(whole.run.checkpoint(STEPS), rest.run.checkpoint(STEPS))
+    norm = reference.steps()[STEPS]["params_norm"]
+    assert norm_of(whole.run.checkpoint(STEPS)) == pytest.approx(norm, rel=1e-5), "fp32 weights are in the checkpoint"
+
+
+@pytest.mark.long
+def test_a_precision_aware_optimizer_without_transformer_engine_is_fatal(harness: Make) -> None:
+    attempt = harness(**settings(OVERLAP, BF16, {"use_precision_aware_optimizer": True})).start()
+    assert attempt.wait() != [0, 0]
+    assert "set optimizer.use_precision_aware_optimizer=false" in attempt.output()

@@ -281,6 +281,7 @@ def test_the_peak_of_a_gpu_is_known_by_its_name() -> None:
             ["optimizer.use_precision_aware_optimizer=false", "optimizer.exp_avg_dtype=bf16"],
             "exp_avg_dtype bf16 needs use_precision_aware_optimizer",
         ),
+        (["optimizer.name=muon"], "use_precision_aware_optimizer is an Adam; set it to false with muon"),
         (["training.deterministic=true"], "set training.cross_entropy_loss_fusion=false"),
         (["parallel.defer_embedding_wgrad_compute=true"], "it needs pipeline_model_parallel_size above 1"),
         (

@@ -83,6 +83,29 @@ def test_an_iteration_and_its_evaluation_are_one_point(tmp_path: Path) -> None:
     assert [point.iteration for point in points.poll(complete=True)] == [3]
 
 
+def test_what_has_several_names_is_told_by_name(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    at = begin(run, 1)
+    measured = {
+        "memory_reserved_bytes": 7,
+        "params_norm": 5.0,
+        "params_norm_per_param": {"decoder.layers.0.mlp.linear_fc1.weight": 3.0},
+        "timers": {"forward-backward": {"min": 1.0, "max": 2.0}},
+    }
+    append_line(run.attempt(1).metrics, {"iteration": 1, "time": 5.0} | measured)
+    line = {"iteration": 1, "validation": {"held-out": 2.0}, "perplexity": {"held-out": 7.4}, "time": 6.0}
+    append_line(run.attempt(1).metrics, line)
+    (point,) = PointReader.of_attempt(run, at, record_streams(run)[-1], mark=0).poll(complete=True)
+    assert point.values == {
+        "speed/memory_reserved_bytes": 7,
+        "train/params_norm": 5.0,
+        "params_norm/decoder.layers.0.mlp.linear_fc1.weight": 3.0,
+        "timers/forward-backward": 2.0,
+        "validation/held-out": 2.0,
+        "perplexity/held-out": 7.4,
+    }
+
+
 def test_what_was_told_is_not_told_again_and_what_was_lost_is_made_up_for(tmp_path: Path) -> None:
     run = Run(tmp_path)
     sink = Memory([])

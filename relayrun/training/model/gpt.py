@@ -82,6 +82,8 @@ class Model:
         self.transformer = transformer = _transformer_config(config, ranks, self.dtype)
         """What megatron-core's modules are told."""
         transformer.timers = self.timers if self.timers.level else None
+        self._transformer = transformer
+        self._warmup_flush = config.parallel.overlap_p2p_communication_warmup_flush
         if transformer.tp_comm_overlap:
             fusions.start_overlap(config, transformer)
         ddp_config = DistributedDataParallelConfig(
@@ -228,6 +230,8 @@ class Model:
         With `train`, gradients of the loss over the global batch (its mean: `training.loss_mean`) are accumulated,
         reduced over the data-parallel ranks, and left in the gradient buffers.
         """
+        # a forward pass alone never waits for its last message, which gloo then does not send (megatron-core 0.16.1)
+        self._transformer.overlap_p2p_comm_warmup_flush = self._warmup_flush and train
         iterators = [iter(batches) for _ in self.chunks]
         losses: list[torch.Tensor] = get_forward_backward_func()(
             forward_step_func=self._forward,

@@ -49,7 +49,8 @@ def defer_output_layer_alone(model: Any) -> None:
 
     megatron-core's local ones ask the config that all share, and have nowhere to keep what they would defer.
     """
-    at_once = copy.copy(model.config)
+    config: Any = model.config
+    at_once = copy.copy(config)
     at_once.defer_embedding_wgrad_compute = False
     for name, module in model.named_modules():
         if isinstance(module, layers.ColumnParallelLinear) and name != "output_layer":
