@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from relayrun.config.job import Job
 from relayrun.config.training import Model, Parallel, Training
 
 
 class Config(Protocol):
     """The parts of a run's config that are looked at; `schema`, which has all of it, imports this module."""
 
+    job: Job
     model: Model
     parallel: Parallel
     training: Training
@@ -122,6 +124,12 @@ def _check_layout(config: Config, experts: int) -> None:
         raise ValueError(
             "experts with parallel.tensor_model_parallel_size above 1 need parallel.sequence_parallel=true: each "
             "tensor-parallel rank sends its own tokens to them"
+        )
+    dispatcher, on_gpus = settings.moe_token_dispatcher_type, config.job.gpus_per_node > 0
+    if dispatcher == "alltoall" and min(tensor, size) > 1 and not on_gpus:
+        raise ValueError(
+            "model.transformer.moe_token_dispatcher_type alltoall gathers a different number of tokens from each "
+            "tensor-parallel rank, which gloo, without GPUs (job.gpus_per_node 0), cannot; set allgather"
         )
     widths = {
         "moe_ffn_hidden_size": settings.moe_ffn_hidden_size,

@@ -35,13 +35,36 @@ EXPERTS: dict[str, Any] = {
 SENT: dict[str, Any] = EXPERTS | {
     "moe_token_dispatcher_type": "alltoall",
     "moe_shared_expert_intermediate_size": 32,
+    "moe_shared_expert_gate": True,
     "moe_z_loss_coeff": 1e-3,
 }
+GATHERED: dict[str, Any] = SENT | {"moe_token_dispatcher_type": "allgather"}
 BALANCED: dict[str, Any] = EXPERTS | {
     "moe_layer_freq": [1, 0, 0, 1],
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
     "moe_aux_loss_coeff": 0.0,
+}
+GROUPED: dict[str, Any] = EXPERTS | {
+    "moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"],
+    "moe_aux_loss_coeff": [0.01, 0.02],
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
+    "moe_router_pre_softmax": True,
+    "moe_router_topk_scaling_factor": 2.0,
+    "moe_router_dtype": "fp32",
+}
+DROPPED: dict[str, Any] = SENT | {
+    "moe_expert_capacity_factor": 1.0,
+    "moe_pad_expert_input_to_capacity": True,
+    "moe_token_drop_policy": "position",
+    "moe_input_jitter_eps": 0.01,
+}
+ASSIGNED: dict[str, Any] = EXPERTS | {
+    "moe_router_load_balancing_type": "sinkhorn",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_topk": 1,
+    "moe_apply_probs_on_input": True,
 }
 EP2 = {"expert_model_parallel_size": 2}
 LEAVE_OUT = {"hook": "tests.training.user_hooks:Objector", "options": {"action": "SKIP", "iteration": CUT + 1}}
@@ -59,7 +82,10 @@ LAYOUTS = [
         id="TP2-sequence-recomputed",
     ),
     pytest.param(2, PIPELINE, {}, BALANCED, id="PP2-some-layers-bias"),
-    pytest.param(4, TENSOR | EP2, {}, SENT, id="DP2-TP2-EP2-alltoall"),
+    pytest.param(2, DISTRIBUTED | EP2, {}, GROUPED, id="EP2-groups-two-losses"),
+    pytest.param(2, DISTRIBUTED | EP2, {}, DROPPED, id="EP2-capacity-jitter"),
+    pytest.param(2, EP2, {"precision": "bf16"}, ASSIGNED, id="EP2-bf16-sinkhorn"),
+    pytest.param(4, TENSOR | EP2, {}, GATHERED, id="DP2-TP2-EP2"),
     pytest.param(4, VIRTUAL | EP2, {"precision": "bf16"}, EXPERTS, id="DP2-PP2-virtual-EP2"),
     pytest.param(2, DISTRIBUTED | EP2 | {"context_parallel_size": 2}, {}, SENT, id="CP2-EP2-alltoall"),
 ]
@@ -148,9 +174,36 @@ def test_another_way_to_split_experts_computes_the_same(harness: Make) -> None:
     plain = sections(2, DISTRIBUTED, {}, SENT, **SMOOTH)
     whole = harness(**plain)
     reference = whole.train().steps()
-    for ranks, parallel in ((1, DISTRIBUTED), (2, TENSOR), (2, VIRTUAL), (4, TENSOR | EP2)):
-        other = resumed_from(whole, harness(**sections(ranks, parallel, {}, SENT, **SMOOTH)))
+    layouts = ((1, DISTRIBUTED, SENT), (2, TENSOR, SENT), (2, VIRTUAL, SENT), (4, TENSOR | EP2, GATHERED))
+    for ranks, parallel, experts in layouts:
+        other = resumed_from(whole, harness(**sections(ranks, parallel, {}, experts, **SMOOTH)))
         assert_close(other.steps(), reference, loss=1e-5, norm=1e-4)
         for iteration, step in other.steps().items():
             for name, value in step["auxiliary_losses"].items():
                 assert value == pytest.approx(reference[iteration]["auxiliary_losses"][name], abs=1e-5)
+
+
+@pytest.mark.long
+def test_the_balancing_loss_is_one_of_micro_batches(harness: Make) -> None:
+    """Another size of them is another loss to train on; without that loss it is not."""
+    for factor in (0.0, 0.1):
+        experts = EXPERTS | {"moe_aux_loss_coeff": factor}
+        large, small = (
+            harness(**sections(2, DISTRIBUTED, {"micro_batch_size": size}, experts, **SMOOTH)).train().steps()
+            for size in (4, 1)
+        )
+        assert large[1]["loss"] == pytest.approx(small[1]["loss"], abs=1e-6)  # fresh weights
+        apart = max(abs(large[at]["loss"] - small[at]["loss"]) for at in large)
+        assert apart > 1e-5 if factor else apart < 1e-6, (factor, apart)
+
+
+@pytest.mark.long
+def test_experts_move_to_other_ranks_with_muon(harness: Make) -> None:
+    def made(**layout: int) -> Any:
+        return harness(**sections(2, layout, {}, EXPERTS, **SMOOTH), optimizer={"name": "muon"})
+
+    one, two = made(), made(**EP2)
+    reference = one.train().steps()
+    assert_close(two.train().steps(), reference, loss=1e-5, norm=1e-4)
+    for whole, layout in ((one, EP2), (two, {})):
+        assert_close(resumed_from(whole, made(**layout)).steps(), reference, loss=1e-5, norm=1e-4)

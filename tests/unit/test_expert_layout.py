@@ -74,6 +74,17 @@ def made(transformer: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:
         (EXPERTS, {"parallel": {"expert_model_parallel_size": 8}}, "4 of them .* are no multiple of"),
         (EXPERTS, {"parallel": {"tensor_model_parallel_size": 2}}, "need parallel.sequence_parallel=true"),
         (
+            EXPERTS | {"moe_token_dispatcher_type": "alltoall"},
+            {
+                "parallel": {
+                    "tensor_model_parallel_size": 2,
+                    "sequence_parallel": True,
+                    "expert_model_parallel_size": 2,
+                }
+            },
+            "which gloo, without GPUs .* cannot; set allgather",
+        ),
+        (
             EXPERTS | {"moe_ffn_hidden_size": 33},
             {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
             "moe_ffn_hidden_size 33 is no multiple",

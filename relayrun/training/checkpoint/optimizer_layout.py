@@ -20,6 +20,8 @@ def fitted(found: Plain, wanted: Plain) -> Plain:
 
     It is `found` itself where both have the same optimizers with as many groups each. `wanted` is not changed.
     """
+    if any("groups" in part for part in _parts(found)):
+        return _of_own_optimizers(found, wanted)
     _, own = extract_sharded_base(extract_nonpersistent(wanted)[1])
     if [len(_groups(part)) for part in _parts(found)] == [len(_groups(part)) for part in _parts(own)]:
         return found
@@ -31,6 +33,15 @@ def fitted(found: Plain, wanted: Plain) -> Plain:
         elif step is not None:
             part.get("optimizer", part).setdefault("state", {})["common_step"] = step
     return own  # type: ignore[no-any-return]
+
+
+def _of_own_optimizers(found: Plain, wanted: Plain) -> Plain:
+    """The same for optimizers of `own_optimizer.py`, Muon among them: they take the first group where numbers differ."""
+    parts, numbers = list(_parts(found)), [key for key in wanted if isinstance(key, int)]
+    if len(parts) == max(1, len(numbers)):
+        return found
+    groups = [group for part in parts for group in part.get("groups", [])]
+    return {number: {"groups": groups} for number in numbers} if numbers else {"groups": groups}
 
 
 def _parts(state: Plain) -> Iterator[Plain]:
