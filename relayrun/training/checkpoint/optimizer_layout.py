@@ -36,7 +36,7 @@ def fitted(found: Plain, wanted: Plain) -> Plain:
 
 
 def _of_own_optimizers(found: Plain, wanted: Plain) -> Plain:
-    """The same for optimizers of `own_optimizer.py`, Muon among them: they take the first group where numbers differ."""
+    """The same for optimizers of `own_optimizer.py`, as Muon: they take the first group where numbers differ."""
     parts, numbers = list(_parts(found)), [key for key in wanted if isinstance(key, int)]
     if len(parts) == max(1, len(numbers)):
         return found
