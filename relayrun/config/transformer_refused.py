@@ -61,8 +61,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
     ),
     "relayrun has no setting for this fusion or overlap": (
         "fused_single_qkv_rope",
-        "cross_entropy_loss_fusion",
-        "cross_entropy_fusion_impl",
         "async_tensor_model_parallel_allreduce",
         "tp_comm_bulk_wgrad",
         "tp_comm_bulk_dgrad",
@@ -79,8 +77,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "overlap_moe_expert_parallel_comm",
         "ep_overlap_early_attn_memory_release",
         "delay_wgrad_compute",
-        "defer_embedding_wgrad_compute",
-        "wgrad_deferral_limit",
         "overlap_p2p_comm_warmup_flush",
         "symmetric_ar_type",
         "disable_parameter_transpose_cache",
@@ -100,7 +96,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "cp_comm_type",
     ),
     "relayrun's expert parallelism has no setting for it": (
-        "expert_model_parallel_size",
         "expert_tensor_parallel_size",
         "moe_extended_tp",
     ),

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from relayrun.config import compose
-from relayrun.config.schema import RunConfig
+from relayrun.config.schema import CommonConfig, RunConfig
 from relayrun.errors import InputError, RunDirError
 from relayrun.rundir import lineage
 from relayrun.rundir.run import Run
@@ -59,13 +59,18 @@ def find_checkpoint(run: Run, iteration: int | None = None) -> CheckpointSource:
             raise InputError("this run has no checkpoint yet", where=run.path)
     else:
         folder = _folder(run, iteration)
-    numbers = run.revisions()
-    if not numbers:
-        raise RunDirError("this run has no config", where=run.config)
-    config = compose.native(compose.read_resolved(run.config_revision(_revision(run, iteration) or numbers[-1])))
+    config = compose.native(config_of(run, iteration))
     return CheckpointSource(
         run=run, iteration=iteration, folder=folder, config=config, manifest=Manifest.read(run.manifest)
     )
+
+
+def config_of(run: Run, iteration: int) -> CommonConfig:
+    """Return the config of the attempt that committed an iteration. Raises RunDirError where the run has none."""
+    numbers = run.revisions()
+    if not numbers:
+        raise RunDirError("this run has no config", where=run.config)
+    return compose.read_resolved(run.config_revision(_revision(run, iteration) or numbers[-1]))
 
 
 def _folder(run: Run, iteration: int) -> Path:

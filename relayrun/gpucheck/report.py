@@ -196,6 +196,7 @@ def _attention(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
         "whole": "whole sequences",
         "packed": "packed documents",
         "packed_masked": "packed documents, with a mask",
+        "window": "whole sequences, with a window",
     }
     for name, words in names.items():
         one = figures.get(name)

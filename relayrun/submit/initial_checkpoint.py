@@ -15,7 +15,7 @@ from relayrun.config.schema import CommonConfig, MegatronConfig, Model, RunConfi
 from relayrun.config.transformer import Transformer
 from relayrun.errors import ConfigError, InputError, RelayrunError
 from relayrun.export import megatron_settings
-from relayrun.export.checkpoint_source import find_checkpoint
+from relayrun.export.checkpoint_source import config_of, find_checkpoint
 from relayrun.rundir.find import find_run, split_iteration
 from relayrun.rundir.lineage import BEGINNING, Durable, durable, is_own
 from relayrun.rundir.plan import Plan
@@ -29,6 +29,15 @@ from relayrun.training.model.size import padded
 _FOLDER = re.compile(r"iter_(\d+)")
 FREE = frozenset({"hidden_dropout", "attention_dropout", "init_method_std", "mapping", "transformer"})
 """Settings of a model that its weights do not depend on, or (`transformer`) that are compared one by one."""
+SHAPES = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "untie_embeddings_and_output_weights",
+)
+"""Settings that the shapes of weights depend on. A run may change others on its way, such as rotary_base."""
 PADDING = FREE | {"make_vocab_size_divisible_by"}
 """The same, where the padded vocabulary itself is compared: Megatron-LM's padding depends on its layout."""
 
@@ -48,7 +57,10 @@ def find_initial_checkpoint(
 
 def _native(config: RunConfig, run: Run, manifest: Manifest | None, tell: Callable[[str], None]) -> Durable:
     settings = config.checkpoint
-    if settings.load is None or is_own(run, durable(run)):
+    if is_own(run, newest := durable(run)):
+        _refuse_other_weights(run, newest.iteration, config)
+        return BEGINNING
+    if settings.load is None:
         return BEGINNING
     name, folder, wanted = _named(settings.load, run)
     if (megatron := megatron_folder.find(folder, wanted)) is not None:
@@ -224,6 +236,25 @@ def _same_model(
             f"{folder} is of another model: {'; '.join(differences)}",
             where="checkpoint.load",
             hint="take the model section of the run that made it",
+        )
+
+
+def _refuse_other_weights(run: Run, iteration: int, config: RunConfig) -> None:
+    """Raise ConfigError if the run's checkpoint has not the weights of this model, or computes with them otherwise."""
+    trained = config_of(run, iteration) if run.revisions() else None
+    if not isinstance(trained, RunConfig):
+        return
+    before, model = trained.model, config.model
+    differences = [
+        f"{name} is {getattr(before, name)} there and {getattr(model, name)} here"
+        for name in SHAPES
+        if getattr(before, name) != getattr(model, name)
+    ]
+    if differences := [*differences, *_unlike(before.transformer, model.transformer)]:
+        raise ConfigError(
+            f"this run's checkpoint of iteration {iteration} is of another model: {'; '.join(differences)}",
+            where="model",
+            hint="put the model section back as it was, or give the run another name",
         )
 
 

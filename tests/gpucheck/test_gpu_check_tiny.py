@@ -61,6 +61,7 @@ def test_the_whole_way_on_cpus(tmp_path: Path) -> None:
     assert "flash" in figures["attention"]["whole"]["operations"][0]
     assert figures["attention"]["packed"]["seconds"] > 0
     assert figures["attention"]["packed_masked"]["seconds"] > 0
+    assert figures["attention"]["window"]["seconds"] > 0
     assert figures["bandwidth"]["machine"]["ranks"] == 2
     assert not list((tmp_path / "check").rglob("*.distcp")), "checkpoints are removed"
     assert str(tmp_path) not in json.dumps(result)

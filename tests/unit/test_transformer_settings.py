@@ -22,9 +22,11 @@ from relayrun.config.transformer import NEEDS_TRANSFORMER_ENGINE, NOT_OF_THE_WEI
 from relayrun.config.transformer_refused import ELSEWHERE, REFUSED
 from relayrun.errors import ConfigError
 from relayrun.rundir.lineage import Durable
+from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
 from relayrun.submit.initial_checkpoint import find_initial_checkpoint
 from relayrun.training.model import size
+from tests.history import began
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,32 @@ def test_a_checkpoint_of_another_model_is_refused_by_field(tmp_path: Path) -> No
         begun({"qk_layernorm": True, "kv_channels": 64}, "{kv_channels: 32}")
     assert "transformer.kv_channels is 64 there and 32 here; transformer.qk_layernorm is True there and False here" in (
         caught.value.message
+    )
+
+
+def test_a_resume_with_another_model_is_refused_by_field(tmp_path: Path) -> None:
+    """What the checkpoint was trained with counts, not what somebody submitted since."""
+    run = Run(tmp_path / "run")
+    folder = run.checkpoint(5)
+    folder.mkdir(parents=True)
+    (folder / "a").write_bytes(b"12345")
+    began(run, 1, base=0)
+    run.attempt(1).append_commit(
+        Commit(iteration=5, path=str(folder), consumed_samples=40, time=0.0, seconds=1.0, files={"a": 5})
+    )
+    run.config.mkdir(exist_ok=True)
+    for number, text in ((1, "{qk_layernorm: true}"), (2, "{}")):
+        run.config_revision(number).write_text(compose.dump(compose.load(DEMO, [f"model.transformer={text}"])))
+
+    def resumed(*overrides: str) -> Durable:
+        return find_initial_checkpoint(compose.load(DEMO, overrides), run, None)
+
+    assert resumed("model.transformer.qk_layernorm=true", "model.rotary_base=20000").path is None  # its own: no other
+    with pytest.raises(ConfigError) as caught:
+        resumed("model.hidden_size=384")
+    assert caught.value.message == (
+        "this run's checkpoint of iteration 5 is of another model: hidden_size is 192 there and 384 here; "
+        "transformer.qk_layernorm is True there and False here"
     )
 
 

@@ -1,8 +1,8 @@
 """Which kernel torch picks for attention as training calls it, and its speed, forward and backward.
 
-Whole sequences and documents (`data.reset_attention_mask`) go through `CausalAttention`, the module of a training run;
-beside it stands one call with a mask over the documents. FLOPs are those of the pairs that a causal model looks at,
-backward 2.5 times forward: 3.5 x 2 x 2 x channels x heads x sum of length² / 2.
+Whole sequences, documents (`data.reset_attention_mask`) and a sliding window (`model.transformer.window_size`) go
+through `CausalAttention`, the module of a training run; beside it stands one call with a mask over the documents. FLOPs
+are those of the pairs that a model looks at, backward 2.5 times forward: 3.5 x 2 x 2 x channels x heads x pairs.
 """
 
 from __future__ import annotations
@@ -67,12 +67,25 @@ class Shape:
         visible = (document[:, None] == document[None]) & (at[None] <= at[:, None])
         return visible.expand(self.batch, 1, -1, -1).to(self.device)
 
-    def flops(self, lengths: torch.Tensor) -> float:
-        return 3.5 * 2 * 2 * self.channels * self.heads * float((lengths.double() ** 2).sum()) / 2
+    @property
+    def window(self) -> int:
+        """Tokens before itself that a token sees with a window."""
+        return self.sequence // 8
+
+    def pairs(self, lengths: torch.Tensor) -> float:
+        """Tokens that each token sees, summed, in sequences of these lengths."""
+        return float((lengths.double() ** 2).sum()) / 2
+
+    def pairs_with_window(self) -> float:
+        """The same in whole sequences with a window."""
+        return self.batch * float((torch.arange(self.sequence).clamp(max=self.window) + 1).sum())
+
+    def flops(self, pairs: float) -> float:
+        return 3.5 * 2 * 2 * self.channels * self.heads * pairs
 
 
-def module(shape: Shape) -> CausalAttention:
-    """The attention of a training run's local layers."""
+def module(shape: Shape, window: int | None = None) -> CausalAttention:
+    """The attention of a training run's local layers, with a sliding window or without."""
     config = TransformerConfig(
         num_layers=1,
         hidden_size=shape.heads * shape.channels,
@@ -80,6 +93,7 @@ def module(shape: Shape) -> CausalAttention:
         num_query_groups=shape.groups,
         attention_dropout=0.0,
         params_dtype=shape.dtype,
+        window_size=None if window is None else (window, 0),
     )
     return CausalAttention(config)
 
@@ -136,23 +150,26 @@ def main() -> None:
     """Measure one way after the other; one that fails says why."""
     program = Program.begin()
     shape, repeats = Shape(program), program.setup.sizes.repeats
-    attend = module(shape)
+    attend, windowed = module(shape), module(shape, shape.window)
     figures: dict[str, Any] = {"shape": dict(program.setup.sizes.attention), "type": str(shape.dtype)}
     whole = torch.full((shape.batch,), shape.sequence)
 
-    def through_module(documents: Documents | None) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:
+    def through_module(
+        attend: CausalAttention, documents: Documents | None = None
+    ) -> tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]:
         inputs = shape.inputs()
         return lambda: attend(*inputs, packed_seq_params=documents), inputs
 
-    ways: dict[str, tuple[Callable[[], tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]], torch.Tensor]] = {
-        "whole": (lambda: through_module(None), whole),
-        "packed": (lambda: through_module(shape.documents()), shape.lengths),
-        "packed_masked": (lambda: masked(shape), shape.lengths),
+    ways: dict[str, tuple[Callable[[], tuple[Callable[[], torch.Tensor], tuple[torch.Tensor, ...]]], float]] = {
+        "whole": (lambda: through_module(attend), shape.pairs(whole)),
+        "packed": (lambda: through_module(attend, shape.documents()), shape.pairs(shape.lengths)),
+        "packed_masked": (lambda: masked(shape), shape.pairs(shape.lengths)),
+        "window": (lambda: through_module(windowed), shape.pairs_with_window()),
     }
-    for name, (make, lengths) in ways.items():
+    for name, (make, pairs) in ways.items():
         try:
             forward, inputs = make()
-            figures[name] = measured(shape, forward, inputs, shape.flops(lengths), repeats)
+            figures[name] = measured(shape, forward, inputs, shape.flops(pairs), repeats)
         except Exception as error:  # torch raises whatever it likes; the other ways are measured all the same
             figures[name] = {"not_measured": f"{error}"[:400] or type(error).__name__}
         program.write(figures)

@@ -339,6 +339,7 @@ WITHOUT: dict[str, tuple[tuple[Any, ...], str]] = {
     "training.max_rewinds": ((3,), "it belongs to on_spike"),
     "training.hooks": (([],), "its loop calls no hooks"),
     "training.loss": ((None,), "it has a loss of its own"),
+    "model.mapping": ((None,), "evaluation.convert makes folders of transformers from its checkpoints"),
     "model.spec": ((None,), "say it in megatron_lm.args: spec: [MODULE, NAME]"),
     "optimizer.name": (("adam",), "say it in megatron_lm.args: optimizer: muon"),
     "optimizer.class": ((None,), "it knows its own optimizers alone"),
