@@ -147,6 +147,12 @@ class Step:
     """Why its update was left out, in words; None: it was not."""
     hooks_seconds: float | None = None
     """That a user's hooks took since the step before, between the steps; None: the run has none of its own."""
+    useful_tokens: int | None = None
+    """Tokens of text in this iteration's rows. None here and below: no data set has `order: document-window`."""
+    padding_share: float | None = None
+    """Share of the rows' tokens that is no text."""
+    windows_per_row: float | None = None
+    """Windows in a row, or parts of windows, on average."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from relayrun.config.schema import RunConfig
 from relayrun.data.batches import BatchReader
 from relayrun.data.order.build import mixture_of, training_order, validation_orders
 from relayrun.data.progress import Progress
+from relayrun.data.rows import row_figures
 from relayrun.errors import FatalTrainingError, InputError, RelayrunError
 from relayrun.files import write_json
 from relayrun.rundir import rewinds
@@ -131,6 +132,7 @@ class Training:
                 "training.precision": config.training.resolved_precision,
             },
         )
+        self._cut_by_document = bool(config.data.cut_by_document)
         self.position = Progress(settings.batch_sizes)
         self.initialised = time.time()
         base = self._take_up_whole(Durable(iteration=begin.base_iteration, path=begin.base_path))
@@ -247,9 +249,11 @@ class Training:
         started = time.perf_counter()
         lr = self.optimizer.lr
         self.optimizer.zero_grad()
-        batches = [MicroBatch(tokens=tokens) for tokens in next(self.reader)]
+        rows = next(self.reader)
+        batches = [MicroBatch(tokens=one.tokens, lengths=one.lengths, loss_mask=one.loss_mask) for one in rows]
         read = time.perf_counter()
-        loss = self.ranks.mean_loss(self.model.run(batches, train=True))
+        counts = [sum(one.padding for one in rows), sum(one.windows for one in rows)] if self._cut_by_document else []
+        loss, counts = self.ranks.mean_loss_and(counts, self.model.run(batches, train=True))
         computed = time.perf_counter()
         grad_norm = self.optimizer.prepare()
         gradients = Gradients(
@@ -289,6 +293,7 @@ class Training:
                 time=time.time(),
                 skipped=verdict.reason,
                 hooks_seconds=self.hooks.take_seconds(),
+                **row_figures(counts, tokens=tokens, samples=size),
             )
         )
         self.saver.stall_seconds = 0.0

@@ -1,6 +1,7 @@
 """From a config and a manifest to the order in which a run reads: the one place where data sets are made.
 
-`order: window` is `SampleOrder`; the others are callables that get one `DatasetSpec`, a user's own by import path.
+`order: window` is `SampleOrder`, `document-window` is `DocumentOrder`; the others are callables that get one
+`DatasetSpec`, a user's own by import path.
 They are imported by the ranks and by the audit only, never by a submit.
 """
 
@@ -10,6 +11,7 @@ import importlib
 from collections.abc import Callable
 
 from relayrun.config.schema import MOCK_ORDER, RunConfig
+from relayrun.data.order.document_order import DocumentOrder
 from relayrun.data.order.sampler import MixtureSampler, Part
 from relayrun.data.order.samples import Dataset, SampleOrder
 from relayrun.data.order.spec import DatasetSpec
@@ -27,10 +29,11 @@ def training_order(config: RunConfig, manifest: Manifest, *, opening: str | None
     for name, source in data.sources.items():
         identity = source.identity(name)
         fingerprint = manifest.datasets[identity].fingerprint
+        order, options = data.order_of(name)
         parts[identity] = Part(
             dataset=make_dataset(config, manifest, name, opening=opening),
             weight=source.weight,
-            record={"fingerprint": fingerprint, "order": source.order or data.order, "options": source.options},
+            record={"fingerprint": fingerprint, "order": order, "options": options},
         )
     settings = {
         "seed": training.seed,
@@ -76,6 +79,16 @@ def make_dataset(config: RunConfig, manifest: Manifest, name: str, *, opening: s
     shards = manifest.datasets[identity]
     if order == "window":
         return SampleOrder(shards, seq_length=training.seq_length, seed=training.seed, name=identity, split=data.split)
+    if (cut := data.cut_by_document.get(name)) is not None:
+        return DocumentOrder(
+            shards,
+            cut,
+            seq_length=training.seq_length,
+            seed=training.seed,
+            name=identity,
+            eod=manifest.eod,
+            padding=manifest.eod or 0,
+        )
     make = _maker(order, f"data set {identity!r}")
     dataset = make(
         DatasetSpec(
@@ -95,7 +108,7 @@ def make_dataset(config: RunConfig, manifest: Manifest, name: str, *, opening: s
 
 
 def _maker(order: str, where: str) -> Callable[[DatasetSpec], Dataset]:
-    """What makes the data sets of an order that is not `window`. Each is imported where it is asked for."""
+    """What makes the data sets of an order that is imported. Each is imported where it is asked for."""
     if order == "megatron":
         from relayrun.data.order.megatron import MegatronOrder
 

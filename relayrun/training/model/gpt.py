@@ -42,6 +42,10 @@ class MicroBatch:
     """Token ids of shape [micro_batch_size, seq_length + 1]: inputs, and targets one place further."""
     weights: npt.NDArray[np.float32] | None = None
     """Weights of the samples in the reported loss, of shape [micro_batch_size]; None: each counts once."""
+    lengths: documents.Lengths = None
+    """Tokens of each document, of samples that know it themselves (`relayrun.data.rows.Row`)."""
+    loss_mask: npt.NDArray[np.float32] | None = None
+    """1 where a token's loss counts, of shape [micro_batch_size, seq_length]; None: everywhere."""
 
 
 class Model:
@@ -114,7 +118,7 @@ class Model:
             rope_scaling_factor=config.model.rope_scaling_factor or 1.0,
             vp_stage=stage if self._ranks.virtual_stages > 1 else None,
         )
-        if config.data.reset_position_ids:
+        if config.data.restarts_positions:
             gpt.rotary_pos_emb = Positions(gpt.rotary_pos_emb)
             self._restarted.append(gpt.rotary_pos_emb)
         gpt.model_type = ModelType.encoder_or_decoder  # the schedules ask for it
@@ -189,30 +193,36 @@ class Model:
         weights = None if batch.weights is None else torch.from_numpy(batch.weights).to(device)
         parts = {
             "input_ids": tokens[:, :-1].contiguous(),
-            "position_ids": self._position_ids(batch.tokens[:, :-1]),
+            "position_ids": self._position_ids(batch),
             "labels": tokens[:, 1:].contiguous(),
         }
-        if self._data.eod_mask_loss:
-            parts["loss_mask"] = torch.from_numpy(documents.loss_mask(batch.tokens[:, :-1], self._eod)).to(device)
+        if self._data.masks_loss:
+            counts = documents.loss_mask(batch.tokens[:, :-1], self._eod if self._data.eod_mask_loss else -1)
+            counts = counts if batch.loss_mask is None else counts * batch.loss_mask
+            parts["loss_mask"] = torch.from_numpy(counts).to(device)
         if self._ranks.context_size > 1:  # two parts of the sequence for each rank, so that all have as much to attend
             parts = get_batch_on_this_cp_rank(parts)
         mask = parts.pop("loss_mask", None)
         for positions in self._restarted:
             positions.at(parts["position_ids"])
-        loss = ddp(**parts, attention_mask=None, packed_seq_params=self._documents(batch.tokens[:, :-1]))
+        loss = ddp(**parts, attention_mask=None, packed_seq_params=self._documents(batch))
         context = self._ranks.context_size
         return loss, loss_function(self._loss_mean, mask=mask, weights=weights, context_size=context)
 
-    def _position_ids(self, inputs: npt.NDArray[np.int64]) -> torch.Tensor:
-        if not self._data.reset_position_ids:
-            return self._positions.expand(len(inputs), -1)
-        return torch.from_numpy(documents.positions(inputs, self._eod)).to(self._ranks.device)
+    def _position_ids(self, batch: MicroBatch) -> torch.Tensor:
+        if not self._data.restarts_positions:
+            return self._positions.expand(len(batch.tokens), -1)
+        eod = self._eod if self._data.reset_position_ids else -1
+        found = documents.positions(batch.tokens[:, :-1], eod, batch.lengths)
+        return torch.from_numpy(found).to(self._ranks.device)
 
-    def _documents(self, inputs: npt.NDArray[np.int64]) -> Documents | None:
+    def _documents(self, batch: MicroBatch) -> Documents | None:
         """What a token may see; None: all before it."""
-        if not self._data.reset_attention_mask:
+        if not self._data.attends_documents:
             return None
-        return Documents(lengths=documents.lengths(inputs, self._eod), device=self._ranks.device)
+        eod = self._eod if self._data.reset_attention_mask else -1
+        found = documents.lengths(batch.tokens[:, :-1], eod, batch.lengths)
+        return Documents(lengths=found, device=self._ranks.device)
 
 
 def _eod(data: Data, eod: int | None) -> int:
@@ -265,7 +275,7 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
         bias_dropout_fusion=on_gpu,
         finalize_model_grads_func=finalize_model_grads,
         # sums of gradients, divided once, by the tokens that count in the global batch
-        calculate_per_token_loss=config.data.eod_mask_loss and config.training.resolved_loss_mean == "token",
+        calculate_per_token_loss=config.data.masks_loss and config.training.resolved_loss_mean == "token",
         deterministic_mode=config.training.deterministic,
         # a stage forgets what it has sent, of which only the place in the graph is needed; with virtual stages
         # megatron-core would let go of it before the send is waited for, and what is sent then is anything

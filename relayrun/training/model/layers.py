@@ -30,7 +30,7 @@ def implementation(config: RunConfig) -> Implementation:
     """What `training.transformer_impl` comes to here. Raises FatalTrainingError if TransformerEngine is missing."""
     wanted = config.training.transformer_impl
     if wanted == "auto":
-        usable = HAVE_TE and torch.cuda.is_available() and not config.data.reset_attention_mask
+        usable = HAVE_TE and torch.cuda.is_available() and not config.data.attends_documents
         return "transformer_engine" if usable else "local"
     if wanted == "transformer_engine" and not HAVE_TE:
         raise FatalTrainingError(

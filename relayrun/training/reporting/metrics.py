@@ -43,6 +43,9 @@ class Metrics(Hook):
         record = asdict(step)
         if step.hooks_seconds is None:
             del record["hooks_seconds"]
+        if step.useful_tokens is None:
+            for name in ("useful_tokens", "padding_share", "windows_per_row"):
+                del record[name]
         self._write(self._attempt.metrics, record)
         self._steps += 1
         if self._steps == 1 or step.iteration % EVERY == 0 or step.iteration == self._total_steps:
