@@ -190,5 +190,7 @@ def test_an_end_of_document_that_the_tokenizer_lacks_is_asked_for(tmp_path: Path
     manifest = shard(tmp_path / "s", [3])
     with pytest.raises(ConfigError, match=r"eos: true and drop_eod need an end-of-document token"):
         DocumentOrder(manifest, DocumentWindow(eos=True), seq_length=8, seed=1, name="a")
+    with pytest.raises(ConfigError, match=r"document_window.bos 7 is beyond the vocabulary of 6"):
+        DocumentOrder(manifest, DocumentWindow(bos=7), seq_length=8, seed=1, name="a", vocabulary_size=6)
     order = DocumentOrder(manifest, DocumentWindow(eos=True), seq_length=8, seed=1, name="a", eod=5)
     assert order.read(0, 0).tolist() == [1000, 1001, 1002, 5, 0, 0, 0, 0, 0]

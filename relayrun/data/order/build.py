@@ -16,7 +16,7 @@ from relayrun.data.order.sampler import MixtureSampler, Part
 from relayrun.data.order.samples import Dataset, SampleOrder
 from relayrun.data.order.spec import DatasetSpec
 from relayrun.errors import ConfigError
-from relayrun.shards.manifest import Manifest
+from relayrun.shards.manifest import DatasetManifest, Manifest
 
 VALIDATION_SEED = 0
 """Fixed, so that runs with other seeds are evaluated on the same windows."""
@@ -79,16 +79,8 @@ def make_dataset(config: RunConfig, manifest: Manifest, name: str, *, opening: s
     shards = manifest.datasets[identity]
     if order == "window":
         return SampleOrder(shards, seq_length=training.seq_length, seed=training.seed, name=identity, split=data.split)
-    if (cut := data.cut_by_document.get(name)) is not None:
-        return DocumentOrder(
-            shards,
-            cut,
-            seq_length=training.seq_length,
-            seed=training.seed,
-            name=identity,
-            eod=manifest.eod,
-            padding=manifest.eod or 0,
-        )
+    if name in data.cut_by_document:
+        return document_order(config, manifest, name, shards)
     make = _maker(order, f"data set {identity!r}")
     dataset = make(
         DatasetSpec(
@@ -105,6 +97,20 @@ def make_dataset(config: RunConfig, manifest: Manifest, name: str, *, opening: s
     if len(dataset) < 1:
         raise ConfigError(f"{order} gives no window", where=f"data set {identity!r}")
     return dataset
+
+
+def document_order(config: RunConfig, manifest: Manifest, name: str, shards: DatasetManifest) -> DocumentOrder:
+    """The data set that the config calls `name`, of `order: document-window`, over `shards`. Raises ConfigError."""
+    return DocumentOrder(
+        shards,
+        config.data.cut_by_document[name],
+        seq_length=config.training.seq_length,
+        seed=config.training.seed,
+        name=config.data.sources[name].identity(name),
+        eod=manifest.eod,
+        padding=manifest.eod or 0,
+        vocabulary_size=manifest.vocabulary_size,
+    )
 
 
 def _maker(order: str, where: str) -> Callable[[DatasetSpec], Dataset]:

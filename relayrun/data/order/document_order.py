@@ -25,21 +25,34 @@ from relayrun.errors import ConfigError
 from relayrun.shards.manifest import DatasetManifest
 
 
-def cut_of(settings: DocumentWindow, *, seq_length: int, eod: int | None, where: str) -> Cut:
-    """How documents are cut. `eod`: the tokenizer's end of document; raises ConfigError if it is needed and missing."""
+def cut_of(
+    settings: DocumentWindow, *, seq_length: int, eod: int | None, vocabulary_size: int | None, where: str
+) -> Cut:
+    """How documents are cut, with the ids of `eod`, the tokenizer's end of document.
+
+    Raises ConfigError if that is needed and missing, or if bos or eos is not below `vocabulary_size`.
+    """
     if eod is None and (settings.eos is True or settings.drop_eod):
         raise ConfigError(
             "document_window.eos: true and drop_eod need an end-of-document token, and this tokenizer has none",
             where=where,
             hint="give eos as the id of a token",
         )
-    return Cut(
+    cut = Cut(
         window=settings.window or seq_length,
         overlap=settings.overlap,
         bos=settings.bos,
         eos=eod if settings.eos is True else None if settings.eos is False else settings.eos,
         drop_end=eod if settings.drop_eod else None,
     )
+    for what, token in (("bos", cut.bos), ("eos", cut.eos)):
+        if token is not None and vocabulary_size is not None and token >= vocabulary_size:
+            raise ConfigError(
+                f"document_window.{what} {token} is beyond the vocabulary of {vocabulary_size}",
+                where=where,
+                hint="give the id of a token of data.tokenizer",
+            )
+    return cut
 
 
 class DocumentOrder:
@@ -55,10 +68,11 @@ class DocumentOrder:
         name: str,
         eod: int | None = None,
         padding: int = 0,
+        vocabulary_size: int | None = None,
     ) -> None:
-        """`padding`: id of the token that fills rows. Raises ConfigError if there is no window."""
+        """`padding`: id of the token that fills rows. Raises ConfigError as `cut_of`, and if there is no window."""
         where = f"data set {name!r}"
-        self.cut = cut_of(settings, seq_length=seq_length, eod=eod, where=where)
+        self.cut = cut_of(settings, seq_length=seq_length, eod=eod, vocabulary_size=vocabulary_size, where=where)
         self.seq_length = seq_length
         self.rows = PackedRows(DocumentWindows(manifest, self.cut), seq_length, settings.packing)
         if not len(self.rows):
