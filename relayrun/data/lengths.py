@@ -29,7 +29,7 @@ from relayrun.tokenization.readers.formats import SUFFIXES
 from relayrun.tokenization.readers.texts import Texts
 
 PACKINGS: tuple[Packing, ...] = ("pad", "split", "greedy", "first_fit", "best_fit")
-PACKED_BLOCKS = 128
+PACKED_BLOCKS = 512
 """Blocks of windows that are packed for an estimate, spread evenly over the data, where there are more."""
 _BATCH_BYTES = 8 << 20
 

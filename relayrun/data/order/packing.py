@@ -29,9 +29,9 @@ import numpy.typing as npt
 from relayrun.config.document_window import Packing
 from relayrun.data.order.document_windows import DocumentWindows
 
-BLOCK = 2048
+BLOCK = 512
 """Windows that are packed together. Part of the order: another number is another order."""
-KEPT = 64
+KEPT = 256
 """Blocks whose rows are kept in memory, the newest."""
 
 Pieces = list[tuple[int, int, int]]
@@ -51,13 +51,13 @@ def assign(sizes: npt.NDArray[np.int64], room: int, packing: Packing) -> npt.NDA
 
 
 def _greedy(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
-    ends = np.cumsum(sizes)
-    rows, at, row = np.zeros(len(sizes), np.int64), 0, 0
-    while at < len(sizes):
-        end = int(np.searchsorted(ends, room + (int(ends[at - 1]) if at else 0), side="right"))
-        rows[at:end] = row
-        at, row = end, row + 1
-    return rows
+    rows, row, left = [], -1, 0
+    for size in sizes.tolist():
+        if size > left:
+            row, left = row + 1, room
+        left -= size
+        rows.append(row)
+    return np.array(rows, np.int64)
 
 
 def _first_fit(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
