@@ -58,3 +58,25 @@ def assert_same_bytes(one: Path, other: Path) -> int:
         else:
             assert value == second[name], name
     return tensors
+
+
+def whole_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint by its key, put together from its parts, however they were cut."""
+    found: dict[str, torch.Tensor] = {}
+    metadata = FileSystemReader(path).read_metadata()
+    sizes = {
+        (key, tuple(chunk.offsets)): (tensor.size, chunk.sizes)
+        for key, tensor in metadata.state_dict_metadata.items()
+        for chunk in getattr(tensor, "chunks", [])
+    }
+    for index, item in metadata.storage_data.items():
+        place = index.fqn, tuple(index.offset or ())
+        if place not in sizes:
+            continue
+        size, part = sizes[place]
+        with (path / item.relative_path).open("rb") as file:
+            file.seek(item.offset)
+            data = torch.load(io.BytesIO(file.read(item.length)), weights_only=True).reshape(part)
+        whole = found.setdefault(index.fqn, torch.full(size, float("nan"), dtype=data.dtype))
+        whole[tuple(slice(begin, begin + length) for begin, length in zip(place[1], part, strict=True))] = data
+    return found

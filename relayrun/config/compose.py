@@ -32,6 +32,7 @@ from relayrun.config.schema import (
     trainers_with,
 )
 from relayrun.config.training import LOSS_MEAN_BEFORE
+from relayrun.config.transformer_refused import refusal
 from relayrun.config.yamlfile import LocatedSettings, Location
 from relayrun.errors import ConfigError, nearest, nearest_path
 
@@ -261,6 +262,8 @@ def _explain(detail: Any, settings: LocatedSettings, kind: type[CommonConfig]) -
         names = _fields_at(location[:-1], kind)
         near = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
         message = "unknown setting; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}")
+        if location[:-1] == ("model", "transformer"):
+            message = refusal(location[-1], known=names, settings=_of_other_sections())
         if others := _of_other_trainers(location):
             message = f"only a run of trainer {' or '.join(others)} has this; this one's trainer is {_trainer(kind)}"
     elif detail["type"] == "missing":
@@ -269,6 +272,12 @@ def _explain(detail: Any, settings: LocatedSettings, kind: type[CommonConfig]) -
         message += f", not {detail['input']!r}"
     prefix = f"{place}: " if place else ""
     return f"{prefix}{name}: {message}" if name else f"{prefix}{message}"
+
+
+def _of_other_sections() -> dict[str, str]:
+    """Settings that a field of megatron-core's TransformerConfig may be, by their names without the section."""
+    sections = ("training", "parallel", "model")
+    return {name: f"{section}.{name}" for section in sections for name in _fields_at((section,), RunConfig)}
 
 
 def _that_count(details: Sequence[Any]) -> list[Any]:

@@ -130,7 +130,10 @@ def _settings(section: type[BaseModel], prefix: str) -> Iterator[Setting]:
         described = shown["properties"][field]
         default = None if info.is_required() else _yaml(info.get_default(call_default_factory=True))
         yield Setting(
-            name=name, type=_type(described, shown.get("$defs", {})), default=default, words=words.get(field, "")
+            name=name,
+            type=_type(described, shown.get("$defs", {})),
+            default=default,
+            words=words.get(field) or info.description or "",
         )
 
 

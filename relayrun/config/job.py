@@ -44,6 +44,19 @@ class Tracking(Section):
 
     tensorboard: bool = False
     """Write event files into the run directory's `tensorboard` folder."""
+    log_interval: Positive = 10
+    """Iterations between two measurements of what the next four settings ask for. What every line of metrics.jsonl has
+    (loss, norm of the gradient, speed, memory) is measured at each."""
+    log_params_norm: bool = False
+    """Measure the norm of all weights, those of the optimizer where it keeps its own."""
+    log_params_norm_per_param: bool = False
+    """Measure the norm of each weight by itself; names are those of the model's modules, layers counted from 0 over the
+    whole model."""
+    log_num_zeros_in_grad: bool = False
+    """Count the elements of the gradient that are 0."""
+    timing_log_level: Annotated[int, Field(ge=0, le=2)] = 0
+    """Megatron's timers. 0: none. 1: what an iteration does once. 2: also what each micro-batch does, as every send and
+    receive of the pipeline. Times are taken on the device, and no rank waits for another."""
 
 
 NSYS_OPTIONS_OF_RELAYRUN = ("--output", "--capture-range", "--capture-range-end")

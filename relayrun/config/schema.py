@@ -14,6 +14,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
+from relayrun.config import expert_layout
 from relayrun.config.command import CommandConfig
 from relayrun.config.common import CommonConfig
 from relayrun.config.data import MOCK_ORDER, Data, DataSource
@@ -22,6 +23,7 @@ from relayrun.config.megatron_lm import MegatronConfig
 from relayrun.config.notify import Notify
 from relayrun.config.section import Section
 from relayrun.config.training import Checkpoint, Model, Optimizer, Parallel, Training
+from relayrun.config.transformer import NEEDS_TRANSFORMER_ENGINE
 
 __all__ = [
     "KINDS",
@@ -138,6 +140,11 @@ class RunConfig(CommonConfig):
                     f"{what}: {part.size // batch} micro-batches per iteration and rank are no multiple of "
                     f"parallel.pipeline_model_parallel_size {pipeline}, as virtual stages need"
                 )
+            if self.parallel.defer_embedding_wgrad_compute and part.size // batch == 1:
+                raise ValueError(
+                    f"{what} is one micro-batch per iteration and rank: "
+                    "parallel.defer_embedding_wgrad_compute needs two"
+                )
         if (layers := self.parallel.num_layers_per_virtual_pipeline_stage) is not None:
             stage = self.model.num_layers // pipeline
             if stage % layers or stage == layers:
@@ -145,6 +152,26 @@ class RunConfig(CommonConfig):
                     f"the {stage} layers of a pipeline stage cannot be split into several parts of "
                     f"parallel.num_layers_per_virtual_pipeline_stage {layers}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _precision(self) -> Self:
+        """What asks for weights in bf16, or for the distributed optimizer."""
+        if self.training.resolved_precision != "bf16":
+            for name, asked in (
+                ("optimizer.main_grads_dtype=bf16", self.optimizer.main_grads_dtype == "bf16"),
+                ("optimizer.use_precision_aware_optimizer", self.optimizer.use_precision_aware_optimizer),
+                ("training.cross_entropy_loss_fusion", self.training.cross_entropy_loss_fusion),
+            ):
+                if asked:
+                    raise ValueError(f"{name} needs training.precision bf16")
+        if self.optimizer.use_precision_aware_optimizer and not self.parallel.use_distributed_optimizer:
+            raise ValueError("optimizer.use_precision_aware_optimizer needs parallel.use_distributed_optimizer")
+        if self.training.deterministic and self.training.cross_entropy_loss_fusion:
+            raise ValueError(
+                "training.deterministic: Megatron-LM refuses cross_entropy_loss_fusion with it, whose compiled kernels "
+                "may add in another order; set training.cross_entropy_loss_fusion=false"
+            )
         return self
 
     def _check_attention(self) -> None:
@@ -158,8 +185,14 @@ class RunConfig(CommonConfig):
                 "data.reset_attention_mask, or packed rows, with parallel.context_parallel_size above 1 needs the "
                 "local attention; set training.transformer_impl=local"
             )
+        if self.training.transformer_impl == "transformer_engine" and self.window_over_ranks:
+            raise ValueError(
+                "model.transformer.window_size with parallel.context_parallel_size above 1 needs the local attention; "
+                "set training.transformer_impl=local"
+            )
         heads = self.model.num_attention_heads
-        if heads % (tensor * context) and (documents or self.training.transformer_impl == "local"):
+        local = documents or self.window_over_ranks or self.training.transformer_impl == "local"
+        if heads % (tensor * context) and local:
             raise ValueError(
                 f"model.num_attention_heads {heads} is no multiple of tensor x context parallel size "
                 f"{tensor} x {context}: the local attention gives each of these ranks a part of the heads"
@@ -171,6 +204,40 @@ class RunConfig(CommonConfig):
                 f"{context} context-parallel ranks takes two parts of it"
                 + (", which sequence_parallel splits again" if parts > 2 * context else "")
             )
+
+    @property
+    def window_over_ranks(self) -> bool:
+        """Whether sequences with a sliding window are split over ranks, for which TransformerEngine has no way."""
+        return self.model.transformer.window_size is not None and self.parallel.context_parallel_size > 1
+
+    @model_validator(mode="after")
+    def _experts(self) -> Self:
+        expert_layout.check(self)
+        return self
+
+    @model_validator(mode="after")
+    def _transformer_engine(self) -> Self:
+        given = self.model.transformer.model_dump()
+        needs = sorted(NEEDS_TRANSFORMER_ENGINE & set(given))
+        if needs and self.training.transformer_impl != "transformer_engine":
+            raise ValueError(
+                f"model.transformer.{needs[0]} needs layers of TransformerEngine; set "
+                "training.transformer_impl=transformer_engine, or leave it out"
+            )
+        if "fp8" in given and self.training.resolved_precision != "bf16":
+            raise ValueError("model.transformer.fp8 keeps all but products in bf16; set training.precision=bf16")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_parameters(self) -> Self:
+        optimizer = self.optimizer
+        if self.parallel.use_distributed_optimizer and optimizer.kind != "adam":
+            what = "optimizer.class" if optimizer.class_path else f"optimizer.name {optimizer.name}"
+            raise ValueError(
+                f"{what} needs whole parameters, of which parallel.use_distributed_optimizer gives each rank a piece; "
+                "set parallel.use_distributed_optimizer=false and overlap_param_gather=false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _document_windows(self) -> Self:

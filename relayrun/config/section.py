@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -35,7 +35,11 @@ Line = Annotated[str, AfterValidator(one_line)]
 SlurmTime = Annotated[str, BeforeValidator(_time_text)]
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+_Item = TypeVar("_Item")
+SomeOf = Annotated[list[_Item], Field(min_length=1)]
+"""A list of at least one."""
 
 
 class Section(BaseModel):

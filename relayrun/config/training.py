@@ -8,16 +8,22 @@ from pydantic import Field, model_validator
 
 from relayrun.config.rampup import BatchSizes
 from relayrun.config.section import Fraction, NonNegative, Positive, Section
+from relayrun.config.transformer import Transformer
 from relayrun.errors import ConfigError
 
 LossMean = Literal["micro_batch", "sample", "token"]
+
+StateType = Literal["fp32", "fp16", "bf16", "fp8"]
+ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+"""`module:name` of something of a user's own. Imported by the ranks only, where their Python finds the module."""
 
 LOSS_MEAN_BEFORE: LossMean = "sample"
 """The mean of runs that began before `training.loss_mean` was there: their revisions do not name one."""
 
 
 class Model(Section):
-    """A Llama: RMSNorm, SwiGLU, rotary positions, grouped-query attention (arXiv 2407.21783)."""
+    """A Llama: RMSNorm, SwiGLU, rotary positions, grouped-query attention (arXiv 2407.21783); and what `transformer`
+    makes of it."""
 
     num_layers: Positive
     """Transformer layers."""
@@ -26,13 +32,15 @@ class Model(Section):
     ffn_hidden_size: Positive
     """Width of the feed-forward layers (SwiGLU has three matrices of it)."""
     num_attention_heads: Positive
-    """Query heads; a head has hidden_size / num_attention_heads channels."""
+    """Query heads; a head has hidden_size / num_attention_heads channels, or transformer.kv_channels."""
     num_query_groups: Positive
     """Key-value heads; equal to num_attention_heads for plain multi-head attention."""
     rotary_base: Positive = 500_000
     """Base of the rotary frequencies."""
     rope_scaling_factor: Annotated[float, Field(ge=1)] | None = None
     """Llama 3.1's stretching of the low rotary frequencies, over an original context of 8,192; None: none."""
+    rotary_percent: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The part of a head's channels that is rotated, the first ones; 1: all."""
     norm_epsilon: float = 1e-5
     """Added to the mean square in RMSNorm."""
     init_method_std: float = 0.02
@@ -45,13 +53,25 @@ class Model(Section):
     """The output layer has weights of its own, not those of the embedding."""
     make_vocab_size_divisible_by: Positive = 128
     """The vocabulary is padded to a multiple of this, however the model is split: a checkpoint fits every layout."""
+    transformer: Transformer = Transformer()
+    spec: ImportPath | None = None
+    """`module:function`, a function of your own that gets megatron-core's TransformerConfig and returns the layers
+    (ModuleSpec), the block (TransformerBlockSubmodules) or the whole model (a module), see docs/own-code.md."""
+
+    @property
+    def head_channels(self) -> int:
+        """Channels of a head."""
+        return self.transformer.kv_channels or self.hidden_size // self.num_attention_heads
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:
-        if self.hidden_size % self.num_attention_heads:
+        own_heads = self.transformer.kv_channels or self.transformer.multi_latent_attention
+        if self.hidden_size % self.num_attention_heads and not own_heads:
             raise ValueError(
-                f"hidden_size {self.hidden_size} is no multiple of num_attention_heads {self.num_attention_heads}"
+                f"hidden_size {self.hidden_size} is no multiple of num_attention_heads {self.num_attention_heads}; "
+                "or set transformer.kv_channels"
             )
+        self.transformer.check_layers(self.num_layers)
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is no multiple of "
@@ -63,7 +83,7 @@ class Model(Section):
 class HookEntry(Section):
     """A hook of a user's own (see relayrun/training/hooks.py); `module:Class` alone is one without options."""
 
-    hook: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    hook: ImportPath
     """`module:Class`. Imported by the ranks only, where their Python finds the module."""
     options: dict[str, Any] = {}
     """Given to the class as keyword arguments."""
@@ -110,13 +130,19 @@ class Training(Section):
     """Layers of TransformerEngine, or local ones: attention on torch's SDPA (flash on GPUs) and torch's fused norms.
     auto: TransformerEngine on a GPU where it is installed, except with data.reset_attention_mask, whose documents torch
     attends to in one call of a kernel for sequences of any length."""
+    cross_entropy_loss_fusion: bool = False
+    """The loss from the logits in a few compiled kernels. With precision bf16 alone: the gradient of the logits leaves
+    them in bf16. On CPUs the same kernels run uncompiled."""
+    cross_entropy_fusion_impl: Literal["native", "te"] = "native"
+    """Whose kernels cross_entropy_loss_fusion takes: megatron-core's, or TransformerEngine's."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """What is computed again in the backward pass instead of being kept. full: all but the inputs of the layers.
     selective: `recompute_modules` of every layer."""
-    recompute_modules: list[Literal["core_attn", "mlp"]] | None = None
+    recompute_modules: list[Literal["core_attn", "mlp", "moe"]] | None = None
     """What `selective` computes again; by default core_attn, as in Megatron. Flash kernels compute core_attn's scores
-    again by themselves, so that it saves nothing with them. Megatron's layernorm is left out: without TransformerEngine
-    it fails (megatron-core 0.16.1), and TransformerEngine's norms are parts of its linear layers."""
+    again by themselves, so that it saves nothing with them. mlp is of layers without experts, moe of those with.
+    Megatron's layernorm is left out: without TransformerEngine it fails (megatron-core 0.16.1), and TransformerEngine's
+    norms are parts of its linear layers."""
     recompute_num_layers: Positive | None = None
     """So many layers, the first ones, of each pipeline stage (of each part, with virtual stages) are computed again;
     Megatron's recompute_method block. None: all of them."""
@@ -142,6 +168,9 @@ class Training(Section):
     then the micro-batches, as in Megatron. sample: the tokens that count in a sample, then the samples. token: the
     tokens that count in the global batch, whatever the layout; Megatron's calculate_per_token_loss. Without a mask they
     are one. None: micro_batch in a run that begins, what it was in one that goes on."""
+    loss: ImportPath | None = None
+    """`module:function`, a function of your own that gives each token its loss, from logits and labels or from the
+    cross-entropy losses, see docs/own-code.md; `loss_mean` takes the mean of them. None: the cross-entropy."""
     hooks: list[HookEntry] = []
     """Hooks of your own in the order of their calls, each `module:Class` or `{hook: module:Class, options: {...}}`."""
 
@@ -205,9 +234,31 @@ class Training(Section):
         return self
 
 
-class Optimizer(Section):
-    """Adam with decoupled weight decay, and the learning rate's way. Names as in Megatron's arguments."""
+class OptimizerGroup(Section):
+    """Parameters with a learning rate or a weight decay of their own."""
 
+    match: Annotated[str, Field(min_length=1)]
+    """Pattern, with `*` and `?`, of the names of parameters: `decoder.layers.3.mlp.linear_fc1.weight`. Layers are
+    counted over the whole model, whatever its layout."""
+    lr_mult: Annotated[float, Field(ge=0)] | None = None
+    """Their learning rate over that of the others, at every step."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Their weight decay; also where they are norms or biases, which have none of themselves."""
+
+    @model_validator(mode="after")
+    def _something(self) -> Self:
+        if self.lr_mult is None and self.weight_decay is None:
+            raise ValueError(f"match {self.match} sets nothing; give lr_mult or weight_decay")
+        return self
+
+
+class Optimizer(Section):
+    """Adam with decoupled weight decay, or another optimizer, and the learning rate's way. Names as in Megatron's
+    arguments."""
+
+    name: Literal["adam", "muon"] = "adam"
+    """What updates the weights. adam: Adam with decoupled weight decay. muon: Muon for the matrices, and this Adam for
+    embeddings, output layer, norms and biases. Megatron's `--optimizer`."""
     lr: Annotated[float, Field(gt=0)]
     """The highest learning rate."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
@@ -224,8 +275,9 @@ class Optimizer(Section):
     """Tokens until min_lr is reached, instead of lr_decay_steps; rounded up to whole iterations."""
     lr_wsd_decay_steps: Positive | None = None
     """Iterations of the way down of WSD, which end at lr_decay_steps."""
-    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
-    """Shape of the way down of WSD."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt", "1-sqrt"] = "linear"
+    """Shape of the way down of WSD. `1-sqrt` and `minus_sqrt` are two names of one: 1 minus the root of the share of
+    the way."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Weight decay of matrices; norms and biases have none."""
     adam_beta1: Fraction = 0.9
@@ -236,6 +288,94 @@ class Optimizer(Section):
     """Added to the root in Adam's denominator."""
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
     """Gradients are scaled down to this norm; 0: never."""
+    main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type in which the gradients of micro-batches are summed, and reduced over ranks. bf16 takes half the memory and
+    half the traffic, and loses what small gradients add to large ones; with precision bf16 alone. Without
+    use_precision_aware_optimizer each rank widens its part before the update."""
+    use_precision_aware_optimizer: bool = False
+    """TransformerEngine's Adam, which reads gradients as they are and keeps each part of its state in a type of choice:
+    the four settings around this one. On GPUs with TransformerEngine, precision bf16 and
+    parallel.use_distributed_optimizer."""
+    main_params_dtype: Literal["fp32", "fp16"] = "fp32"
+    """Type of the optimizer's own weights, with use_precision_aware_optimizer."""
+    exp_avg_dtype: StateType = "fp32"
+    """Type of Adam's mean of the gradient, with use_precision_aware_optimizer."""
+    exp_avg_sq_dtype: StateType = "fp32"
+    """Type of Adam's mean of the squared gradient, with use_precision_aware_optimizer."""
+
+    __annotations__["class"] = Annotated[
+        ImportPath | None,
+        Field(
+            default=None,
+            description="`module:Class`, a torch.optim.Optimizer of your own or of a library in the place of Adam, "
+            "see docs/own-code.md. It is called with the parameters, lr, weight_decay and `arguments`.",
+        ),
+    ]  # a word of Python's, which can stand no other way
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of `class`, such as betas."""
+    groups: list[OptimizerGroup] = []
+    """Parameters with a learning rate or a weight decay of their own, by pattern of their names. Where several match,
+    the last one that sets a value counts."""
+    muon_momentum: Fraction = 0.95
+    """Muon's decay of the mean of the gradient."""
+    muon_use_nesterov: bool = False
+    """Muon looks one step ahead along its momentum."""
+    muon_num_ns_steps: Annotated[int, Field(gt=0, lt=100)] = 5
+    """Steps of the Newton-Schulz iteration that makes Muon's update orthogonal."""
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    """What Muon's update of a matrix of [rows, columns] is multiplied by. spectral: the root of the larger of the two.
+    unit_rms_norm: the root of rows / columns. shape_scaling: the same, not below 1; it is torch.optim.Muon's."""
+    muon_extra_scale_factor: Annotated[float, Field(gt=0)] = 1.0
+    """Muon's update is multiplied by this too; 0.2 with spectral gives it the size of Adam's (arXiv 2502.16982)."""
+    muon_split_qkv: bool = True
+    """Muon takes the matrices of queries, keys and values apart; without it they are one."""
+    muon_fp32_matmul_prec: Literal["highest", "high", "medium"] = "medium"
+    """How torch multiplies fp32 matrices in Muon's iteration: medium in bf16 where the device can, highest in fp32."""
+    muon_tp_mode: Literal["duplicated"] = "duplicated"
+    """What Muon does with a matrix that tensor parallelism splits: every rank gathers the whole one, so that the
+    mathematics does not depend on the layout. Megatron's blockwise, which does, is left out."""
+
+    @property
+    def class_path(self) -> str | None:
+        """The import path of an optimizer of the user's own; None: it is that of `name`."""
+        found: str | None = getattr(self, "class")
+        return found
+
+    @property
+    def kind(self) -> str:
+        """What updates the weights, in one word; one kind cannot read the state of another."""
+        return self.class_path or self.name
+
+    @model_validator(mode="after")
+    def _one_optimizer(self) -> Self:
+        default = {name: field.default for name, field in type(self).model_fields.items()}
+        changed = {name for name in default if getattr(self, name) != default[name]}
+        if self.class_path is not None:
+            if self.name != "adam":
+                raise ValueError(f"name {self.name} and class {self.class_path} are two optimizers; leave out one")
+            if others := sorted(name for name in changed if name.startswith("adam_")):
+                raise ValueError(f"{others[0]} is Adam's; write what {self.class_path} takes into arguments")
+            if own := sorted({"params", "lr", "weight_decay"} & set(self.arguments)):
+                raise ValueError(
+                    f"arguments names {own[0]}; set optimizer.{own[0]} itself"
+                    if own[0] != "params"
+                    else "arguments names params, which are those of the model"
+                )
+        elif self.arguments:
+            raise ValueError("arguments are those of `class`, which is not set")
+        if self.name != "muon" and (others := sorted(name for name in changed if name.startswith("muon_"))):
+            raise ValueError(f"{others[0]} needs name muon")
+        return self
+
+    @model_validator(mode="after")
+    def _types(self) -> Self:
+        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            if getattr(self, name) != "fp32" and not self.use_precision_aware_optimizer:
+                raise ValueError(
+                    f"{name} {getattr(self, name)} needs use_precision_aware_optimizer: other optimizers keep their "
+                    "state in fp32"
+                )
+        return self
 
 
 class Checkpoint(Section):
@@ -284,12 +424,24 @@ class Parallel(Section):
     context_parallel_size: Positive = 1
     """Split every sequence over this many ranks. Without TransformerEngine, and with data.reset_attention_mask,
     attention splits heads in its place: their number is a multiple of tensor x context parallel size."""
+    expert_model_parallel_size: Positive = 1
+    """Split the experts of every layer (model.transformer.num_moe_experts) over this many of the ranks that are data-
+    or context-parallel for all else."""
     use_distributed_optimizer: bool = False
     """Split the optimizer's state over the data-parallel ranks."""
     overlap_grad_reduce: bool = False
     """Reduce gradients while the backward pass goes on."""
     overlap_param_gather: bool = False
     """Gather the updated weights while the forward pass goes on."""
+    defer_embedding_wgrad_compute: bool = False
+    """The last pipeline stage computes the gradients of the output layer's weights while it would wait for the others
+    at the end of an iteration."""
+    wgrad_deferral_limit: NonNegative = 0
+    """So many micro-batches are deferred by defer_embedding_wgrad_compute, whose logits' gradients are kept until then;
+    0: all."""
+    overlap_p2p_communication_warmup_flush: bool = False
+    """With virtual stages: pipeline stages send and receive while they compute also in the first and the last
+    micro-batches of an iteration."""
 
     @property
     def virtual_stages(self) -> bool:
@@ -303,6 +455,20 @@ class Parallel(Section):
             )
         if self.virtual_stages and self.pipeline_model_parallel_size == 1:
             raise ValueError("num_layers_per_virtual_pipeline_stage needs pipeline_model_parallel_size above 1")
+        if self.defer_embedding_wgrad_compute and self.pipeline_model_parallel_size == 1:
+            raise ValueError(
+                "defer_embedding_wgrad_compute fills the wait of a pipeline: it needs pipeline_model_parallel_size "
+                "above 1"
+            )
+        if self.wgrad_deferral_limit and not self.defer_embedding_wgrad_compute:
+            raise ValueError("wgrad_deferral_limit needs defer_embedding_wgrad_compute")
+        if self.wgrad_deferral_limit == 1:
+            raise ValueError(
+                "wgrad_deferral_limit 1: megatron-core cannot compute the rest of a single micro-batch; set 2 or more, "
+                "or 0 for all"
+            )
+        if self.overlap_p2p_communication_warmup_flush and not self.virtual_stages:
+            raise ValueError("overlap_p2p_communication_warmup_flush needs num_layers_per_virtual_pipeline_stage")
         if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
             raise ValueError("overlap_param_gather needs use_distributed_optimizer and overlap_grad_reduce")
         return self

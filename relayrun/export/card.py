@@ -128,7 +128,8 @@ def _training(source: CheckpointSource, run: Run) -> list[str]:
         ("precision", config.training.resolved_precision),
         (
             "optimizer",
-            f"Adam, learning rate {config.optimizer.lr:g} ({config.optimizer.lr_decay_style}), "
+            f"{config.optimizer.class_path or config.optimizer.name.capitalize()}, "
+            f"learning rate {config.optimizer.lr:g} ({config.optimizer.lr_decay_style}), "
             f"weight decay {config.optimizer.weight_decay:g}",
         ),
         ("attempts", f"{len(run.attempt_numbers())}"),

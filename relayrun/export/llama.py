@@ -74,7 +74,15 @@ def megatron_shapes(model: Model, padded_vocabulary: int) -> dict[str, tuple[int
 
 
 def check(found: dict[str, tuple[int, ...]], model: Model, padded_vocabulary: int, where: object) -> None:
-    """Raise InputError unless these are the weights of this Llama, no more and no less."""
+    """Raise InputError unless the model is a Llama, and these are its weights, no more and no less."""
+    given = [f"transformer.{name}" for name in sorted(model.transformer.of_the_weights)]
+    given += ["rotary_percent"] if model.rotary_percent != 1 else []
+    if given:
+        raise InputError(
+            f"only Llamas are exported, and this model has model.{given[0]}",
+            where=where,
+            hint="read its checkpoint with megatron-core's dist_checkpointing",
+        )
     wanted = megatron_shapes(model, padded_vocabulary)
     problems = [
         f"{key} has the shape {list(found[key])}, not {list(shape)}" if key in found else f"{key} is missing"

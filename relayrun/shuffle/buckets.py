@@ -66,6 +66,7 @@ def keyed(
             rows = np.arange(row, row + len(table), dtype=np.uint64)
             row += len(table)
             yield table.append_column(_KEY, pa.array(keys(seed, number, rows)))
+        lengths.end_file()
 
 
 class Partition:

@@ -11,19 +11,28 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 _STRETCHES = 256
-"""At least so many stretches of a part or file are told apart, where it has as many rows; at most twice as many."""
+"""At least so many stretches of a file are told apart, where it has as many rows; at most twice as many."""
+_STRETCHES_OF_ALL = 65_536
+"""The same for all files of a dataset together: fewer of each where there are many files, and never less than one."""
 _POINTS = 200
 """Points of a panel, where there are as many rows: the same in both, whatever was read or written at a time."""
 
 
 class Lengths:
-    """Lengths in bytes of the texts of a part or file, in the order in which they come, as totals of equal stretches.
+    """Lengths in bytes of the texts of files, in the order in which they come, as totals of equal stretches.
 
-    A stretch is one row at first, and twice as long whenever there are too many of them. So the memory is bounded, and
-    what comes out does not depend on how many rows come at a time.
+    A stretch is one row at first, and twice as long whenever a file has too many of them. So the memory is bounded, and
+    what comes out depends neither on how many rows come at a time nor on who reads which files.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, files: int = 1) -> None:
+        """Begin with nothing. `files`: how many there are in the whole dataset."""
+        self._most = 2 * max(1, min(_STRETCHES, _STRETCHES_OF_ALL // files))
+        self._done: list[npt.NDArray[np.float64]] = []
+        """Rows and bytes of the stretches of each file that has ended."""
+        self._begin_file()
+
+    def _begin_file(self) -> None:
         self._each = 1
         self._totals: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._rest_rows = self._rest_total = 0
@@ -34,7 +43,7 @@ class Lengths:
         sums = np.cumsum(pc.fill_null(pc.binary_length(texts), 0).to_numpy(), dtype=np.int64)
         if not sums.size:
             return
-        while self._totals.size + (self._rest_rows + sums.size) // self._each >= 2 * _STRETCHES:
+        while self._totals.size + (self._rest_rows + sums.size) // self._each >= self._most:
             self._double()
         ends = np.arange(self._each - self._rest_rows, sums.size + 1, self._each)
         if ends.size:
@@ -53,8 +62,16 @@ class Lengths:
             self._totals = self._totals[:-1]
         self._totals, self._each = self._totals[::2] + self._totals[1::2], 2 * self._each
 
+    def end_file(self) -> None:
+        """Note that what comes next is of another file."""
+        self._done.append(self._of_file())
+        self._begin_file()
+
     def array(self) -> npt.NDArray[np.float64]:
         """Rows and bytes of every stretch, shape [stretches, 2]."""
+        return np.concatenate([*self._done, self._of_file()])
+
+    def _of_file(self) -> npt.NDArray[np.float64]:
         found = np.stack([np.full(self._totals.size, self._each), self._totals], axis=1)
         rest = np.array([[self._rest_rows, self._rest_total]])[: 1 if self._rest_rows else 0]
         return np.concatenate([found, rest]).astype(np.float64)

@@ -224,7 +224,7 @@ def _in_memory(plan: Plan) -> InMemory | None:
     room = readers.threads * (readers.each - 2 * plan.buffer)
     if sum(file.size for file in plan.files) > room * 9 // 10:
         return None
-    lengths = [Lengths() for _ in plan.parts]
+    lengths = [Lengths(len(plan.files)) for _ in plan.parts]
     pieces: list[list[list[pa.Table]]] = [[[] for _ in range(plan.buckets)] for _ in plan.parts]
     sizes = [0] * len(plan.parts)
 
@@ -256,7 +256,7 @@ def scatter_parts(plan: Plan, parts: Iterable[int], work: Path) -> None:
     readers = plan.readers()
 
     def one(part: int) -> Iterator[None]:
-        lengths = Lengths()
+        lengths = Lengths(len(plan.files))
         partition = Partition(plan.buckets, plan.buffer)
         yield from scatter(_keyed(plan, part, lengths), stem(work, part), partition, lengths)
 

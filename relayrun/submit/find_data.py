@@ -24,7 +24,8 @@ def build_manifest(config: RunConfig, run: Run | None = None) -> Manifest:
     """
     if config.data.mock_data:
         size = config.data.mock_vocabulary_size
-        return Manifest.build(dict.fromkeys(config.data.sources), {}, vocabulary_size=size, eod=None, tokenizer="mock")
+        eod = 0 if config.data.depends_on_ends else None  # made-up tokens count up and begin again at 0
+        return Manifest.build(dict.fromkeys(config.data.sources), {}, vocabulary_size=size, eod=eod, tokenizer="mock")
     tokenizer = load_tokenizer(TokenizeOptions(tokenizer=config.data.tokenizer))
     frozen = Manifest.read(run.manifest) if run is not None and run.manifest.exists() and run.revisions() else None
     return Manifest.build(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from relayrun import places
 from relayrun.config import yamlfile
 from relayrun.config.schema import CommonConfig, MegatronConfig, Model, RunConfig
+from relayrun.config.transformer import Transformer
 from relayrun.errors import ConfigError, InputError, RelayrunError
 from relayrun.export import megatron_settings
 from relayrun.export.checkpoint_source import find_checkpoint
@@ -26,8 +27,8 @@ from relayrun.training.checkpoint.megatron_folder import MegatronCheckpoint
 from relayrun.training.model.size import padded
 
 _FOLDER = re.compile(r"iter_(\d+)")
-FREE = frozenset({"hidden_dropout", "attention_dropout", "init_method_std"})
-"""Settings of a model that its weights do not depend on."""
+FREE = frozenset({"hidden_dropout", "attention_dropout", "init_method_std", "transformer"})
+"""Settings of a model that its weights do not depend on, or (`transformer`) that are compared one by one."""
 PADDING = FREE | {"make_vocab_size_divisible_by"}
 """The same, where the padded vocabulary itself is compared: Megatron-LM's padding depends on its layout."""
 
@@ -215,6 +216,7 @@ def _same_model(
             for name, value in config.model.model_dump().items()
             if name not in free and getattr(other, name) != value
         ),
+        *_unlike(other.transformer, config.model.transformer),
         *differences,
     ]
     if differences:
@@ -223,3 +225,10 @@ def _same_model(
             where="checkpoint.load",
             hint="take the model section of the run that made it",
         )
+
+
+def _unlike(there: Transformer, here: Transformer) -> Iterator[str]:
+    """The fields of `model.transformer` that differ and that weights or what is computed with them depend on."""
+    for name in sorted({*there.of_the_weights, *here.of_the_weights}):
+        if getattr(there, name) != getattr(here, name):
+            yield f"transformer.{name} is {getattr(there, name)} there and {getattr(here, name)} here"

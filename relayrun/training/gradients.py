@@ -18,14 +18,48 @@ def total_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
 
     `device`: where the gradients lie, also on a rank that holds none.
     """
-    gradients = [
-        gradient for inner in optimizer.chained_optimizers for gradient in inner.get_main_grads_for_grad_norm()
-    ]
-    square = torch.zeros(1, device=device)
-    if gradients:
-        square += torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) ** 2
-    dist.all_reduce(square, group=optimizer.get_grad_stats_parallel_group())
-    return float(square.item() ** 0.5)
+    squares = []
+    for group, gradients in _by_group(optimizer).items():
+        square = torch.zeros(1, device=device)
+        if gradients:
+            # in fp32, whatever the gradients' type is
+            norms = torch._foreach_norm(gradients, dtype=torch.float32)
+            square += torch.linalg.vector_norm(torch.stack(norms)) ** 2
+        dist.all_reduce(square, group=group)
+        squares.append(square)
+    return float(sum(squares[1:], squares[0]).item() ** 0.5)
+
+
+@torch.no_grad()
+def zeros(optimizer: MegatronOptimizer, device: torch.device) -> torch.Tensor:
+    """Return how many elements of the prepared gradients are 0, over all ranks, which call it together: float64 [1].
+
+    It stays on the device, which is not waited for.
+    """
+    found = torch.zeros(1, dtype=torch.int64, device=device)
+    for group, gradients in _by_group(optimizer).items():
+        of_group = torch.zeros_like(found)
+        for gradient in gradients:
+            of_group += gradient.numel() - torch.count_nonzero(gradient)
+        dist.all_reduce(of_group, group=group)
+        found += of_group
+    return found.double()
+
+
+def _by_group(optimizer: MegatronOptimizer) -> dict[dist.ProcessGroup, list[torch.Tensor]]:
+    """The gradients of this rank by the ranks over which they are split: experts may have others than the rest."""
+    found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+    for inner in optimizer.chained_optimizers:
+        found.setdefault(inner.get_grad_stats_parallel_group(), []).extend(inner.get_main_grads_for_grad_norm())
+    return found
+
+
+def prepared(optimizer: MegatronOptimizer, parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient that `optimizer` will read for one of its parameters; None: it has none."""
+    # a precision-aware optimizer's may have another type than the parameter, which torch forbids for `grad`
+    decoupled = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    gradient: torch.Tensor | None = getattr(parameter, "decoupled_grad" if decoupled else "grad", None)
+    return gradient
 
 
 @torch.no_grad()
@@ -34,10 +68,10 @@ def clip(optimizer: MegatronOptimizer, *, maximum: float, norm: float) -> None:
     factor = maximum / (norm + 1e-6)
     if factor < 1.0:
         gradients = [
-            parameter.grad
+            gradient
             for inner in optimizer.chained_optimizers
             for parameter in inner.get_parameters()
-            if parameter.grad is not None
+            if (gradient := prepared(inner, parameter)) is not None
         ]
         if gradients:
             torch._foreach_mul_(gradients, factor)

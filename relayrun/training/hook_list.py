@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError
 from relayrun.rundir.records import Commit, Outcome
 from relayrun.rundir.rewinds import Rewind
+from relayrun.training import own_code
 from relayrun.training.hooks import Action, Context, Evaluated, Gradients, Hook, Step, StepStart, Verdict
 
 if TYPE_CHECKING:  # they import torch and pydantic
@@ -32,36 +31,31 @@ def import_hooks(entries: Sequence[HookEntry], ranks: Ranks) -> list[tuple[str, 
 
     Raises ConfigError on all ranks alike if one of them could not.
     """
-    made, problem = [], None
-    try:
-        for entry in entries:
-            made.append((entry.hook, _make(entry)))  # noqa: PERF401 - it may raise
-    except ConfigError as error:
-        problem = error.message
-    for rank, text in enumerate(ranks.gather(problem) if entries else []):
-        if text is not None:
-            raise ConfigError(
-                text if rank == 0 else f"{text} (rank {rank})",
-                where="training.hooks",
-                hint="write module:Class, a class that inherits relayrun.training.hooks.Hook, where the ranks' Python "
-                "finds its module",
-            )
-    return made
+    if not entries:
+        return []
+    return own_code.agreed(
+        lambda: [(entry.hook, _make(entry)) for entry in entries],
+        ranks,
+        setting="training.hooks",
+        hint="write module:Class, a class that inherits relayrun.training.hooks.Hook, where the ranks' Python "
+        "finds its module",
+    )
 
 
 def _make(entry: HookEntry) -> Hook:
     path = entry.hook
-    module, _, name = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"hook {path} cannot be imported: {_words(error)}") from error
+        found = own_code.find(path)
+    except ConfigError as error:
+        raise ConfigError(f"hook {error.message}") from error
     if not (isinstance(found, type) and issubclass(found, Hook)):
         raise ConfigError(f"hook {path} is no class that inherits relayrun.training.hooks.Hook")
     try:
         made = found(**entry.options)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"hook {path} cannot be made with the options {entry.options}: {_words(error)}") from error
+        raise ConfigError(
+            f"hook {path} cannot be made with the options {entry.options}: {own_code.words(error)}"
+        ) from error
     if _overrides(made, "state_dict") != _overrides(made, "load_state_dict"):
         raise ConfigError(f"hook {path} has one of state_dict and load_state_dict without the other")
     return made
@@ -180,7 +174,7 @@ class Hooks:
             except FatalTrainingError as error:
                 raise FatalTrainingError(error.message, where=error.where or where, hint=error.hint) from error
             except (Exception, SystemExit) as error:
-                raise HookFailed(f"{where}: {_words(error)}") from error
+                raise HookFailed(f"{where}: {own_code.words(error)}") from error
             finally:
                 if name in BETWEEN_STEPS:
                     self._seconds += time.perf_counter() - began
@@ -219,10 +213,3 @@ def _check_plain(value: object, at: str) -> None:
             _check_plain(item, f"{at}[{number}]")
     elif not (value is None or type(value) in (bool, int, float, str) or type(value) in (Tensor, Parameter)):
         raise TypeError(f"state{at} is a {type(value).__name__}; a checkpoint keeps plain values and tensors")
-
-
-def _words(error: BaseException) -> str:
-    """Type, message, and the line that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"

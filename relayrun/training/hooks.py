@@ -147,6 +147,25 @@ class Step:
     """Why its update was left out, in words; None: it was not."""
     hooks_seconds: float | None = None
     """That a user's hooks took since the step before, between the steps; None: the run has none of its own."""
+    auxiliary_losses: Mapping[str, float] | None = None
+    """What routers to experts add to the loss, by Megatron's names, without their factors: the mean over layers,
+    micro-batches and replicas; None: the model has none."""
+    memory_allocated_bytes: int | None = None
+    """That tensors take now, on rank 0; None: there is no GPU."""
+    memory_reserved_bytes: int | None = None
+    """That the GPU's allocator holds now, on rank 0, gaps included; None: there is no GPU."""
+    memory_max_reserved_bytes: int | None = None
+    """The most that the GPU's allocator has held so far, on rank 0; None: there is no GPU."""
+    params_norm: float | None = None
+    """Norm of all weights after the update. None here and below: `tracking` does not ask for it, or not in this
+    iteration."""
+    params_norm_per_param: Mapping[str, float] | None = None
+    """Norms of the weights, by their names."""
+    num_zeros_in_grad: int | None = None
+    """Elements of the gradient that are 0, of the whole model."""
+    timers: Mapping[str, Mapping[str, float]] | None = None
+    """Milliseconds an iteration, since timers were last reported: `min` and `max` over the ranks, by Megatron's
+    names."""
     useful_tokens: int | None = None
     """Tokens of text in this iteration's rows. None here and below: no data set has `order: document-window`."""
     padding_share: float | None = None

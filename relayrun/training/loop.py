@@ -36,6 +36,7 @@ from relayrun.training.control import Control
 from relayrun.training.data_check import check_data
 from relayrun.training.evaluation import Evaluation
 from relayrun.training.hooks import Action, Evaluated, Gradients, Step, StepStart, Verdict
+from relayrun.training.measures import Measures
 from relayrun.training.model import device_shim
 from relayrun.training.model.gpt import MicroBatch, Model
 from relayrun.training.model.size import peak_flops
@@ -106,6 +107,7 @@ class Training:
         self.metrics = Metrics(run.attempt(begin.attempt), ranks, total_steps=settings.steps)
         self.model = Model(config, ranks, manifest.vocabulary_size, eod=manifest.eod, progress=pulse.beat)
         self.optimizer = Optimizer(config, self.model)
+        self.measures = Measures(config, self.model, self.optimizer, ranks)
         self.guard = LossGuard(settings)
         self.hooks = attempt_hooks(
             run,
@@ -130,7 +132,9 @@ class Training:
             fixed={
                 "parallel.use_distributed_optimizer": config.parallel.use_distributed_optimizer,
                 "training.precision": config.training.resolved_precision,
+                "optimizer": config.optimizer.kind,
             },
+            groups=[group.model_dump() for group in config.optimizer.groups],
         )
         self._cut_by_document = bool(config.data.cut_by_document)
         self.position = Progress(settings.batch_sizes)
@@ -254,8 +258,10 @@ class Training:
         read = time.perf_counter()
         counts = [sum(one.padding for one in rows), sum(one.windows for one in rows)] if self._cut_by_document else []
         loss, counts = self.ranks.mean_loss_and(counts, self.model.run(batches, train=True))
+        auxiliary = self.model.auxiliary_losses.take(len(batches))
         computed = time.perf_counter()
         grad_norm = self.optimizer.prepare()
+        self.measures.of_gradients(number)
         gradients = Gradients(
             iteration=number,
             loss=loss,
@@ -267,11 +273,13 @@ class Training:
         verdict = self._judge(gradients)
         waited = self.saver.before_update()
         self.optimizer.step(grad_norm if verdict.action is Action.UPDATE else None)
+        self.measures.of_weights(number)
         parallel.wait_for_device(self.ranks)  # else the next forward pass would seem to take the update's time
         updated = time.perf_counter()
         self.position.advance(skipped=verdict.action is Action.SKIP)
         seconds = time.perf_counter() - started - waited
         flops = self.model.flops_per_token() * tokens / seconds / self.ranks.world_size
+        measured = self.measures.take(number)
         self.hooks.after_step(
             Step(
                 iteration=self.position.iteration,
@@ -290,9 +298,12 @@ class Training:
                 model_tflops_per_gpu=flops / 1e12,
                 mfu=None if self.peak is None else flops / self.peak,
                 memory_bytes=parallel.peak_memory(self.ranks),
+                **parallel.memory(self.ranks),
+                **measured,
                 time=time.time(),
                 skipped=verdict.reason,
                 hooks_seconds=self.hooks.take_seconds(),
+                auxiliary_losses=auxiliary or None,
                 **row_figures(counts, tokens=tokens, samples=size),
             )
         )

@@ -8,7 +8,9 @@ torch's AdamW is fused on GPUs: one kernel reads and writes each state once, and
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +22,13 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from relayrun.config.schema import Optimizer as Settings
 from relayrun.config.schema import RunConfig
 from relayrun.data.progress import Progress
-from relayrun.errors import ConfigError
-from relayrun.training import gradients
+from relayrun.errors import ConfigError, FatalTrainingError
+from relayrun.training import gradients, optimizer_groups, own_code, own_optimizer
 from relayrun.training.model.gpt import Model
+from relayrun.training.muon import Muon
 from relayrun.training.optimizer_shards import parts
 
 
@@ -48,7 +52,7 @@ class ShardedDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]  
         found, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
         wholes = {whole.data: whole for whole in nested_values(found)}
         result = {}
-        for number, (parameter, held) in enumerate(self._held()):
+        for number, (parameter, held) in enumerate(self.held()):
             state = self._get_main_param_and_optimizer_states(parameter)
             state.pop("step", None)  # the same for all parameters, and part of the groups
             if is_loading:
@@ -61,14 +65,15 @@ class ShardedDistributedOptimizer(DistributedOptimizer):  # type: ignore[misc]  
         self, state_dict: dict[int, dict[str, dict[int, torch.Tensor]]]
     ) -> None:
         """Put in place what a load into `sharded_param_state_fully_reshardable` gave."""
-        for number, (parameter, _) in enumerate(self._held()):
+        for number, (parameter, _) in enumerate(self.held()):
             tensors = {
-                name: torch.cat([block.flatten() for block in found.values()])
+                # a precision-aware optimizer narrows it where its own state lies
+                name: torch.cat([block.flatten() for block in found.values()]).to(parameter.device)
                 for name, found in state_dict[number].items()
             }
             self._set_main_param_and_optimizer_states(parameter, tensors)
 
-    def _held(self) -> Iterator[tuple[torch.nn.Parameter, range]]:
+    def held(self) -> Iterator[tuple[torch.nn.Parameter, range]]:
         """The parameters that this rank has a part of, and the elements of each that it holds."""
         for by_type in self.gbuf_ranges:
             for buckets in by_type.values():
@@ -119,9 +124,10 @@ class TorchDistributedOptimizer(ShardedDistributedOptimizer):
 
 
 class Optimizer:
-    """Adam over the model's gradient buffers, and the schedule of its learning rate."""
+    """The optimizer over the model's gradient buffers, and the schedule of its learning rate."""
 
     def __init__(self, config: RunConfig, model: Model) -> None:
+        """Build it on all ranks together. Raises ConfigError on all of them if a setting cannot be met."""
         settings = config.optimizer
         self._model = model
         self._clip = settings.clip_grad or float("inf")
@@ -138,21 +144,36 @@ class Optimizer:
                 use_distributed_optimizer=config.parallel.use_distributed_optimizer,
                 bf16=config.training.resolved_precision == "bf16",
                 params_dtype=model.dtype,
+                timers=model.timers if model.timers.level else None,
+                **_types(settings),
             ),
             model.chunks,
+            config_overrides=optimizer_groups.overrides(settings, model.chunks, muon=settings.kind == "muon"),
             use_gloo_process_groups=False,
         )
         patch_distributed_optimizers(self.inner)
-        if model.device.type == "cuda":
+        own = set()
+        if settings.kind != "adam":
+            own_code.agreed(
+                lambda: own_optimizer.replace_adam(self.inner, _make(settings, model)),
+                model.ranks,
+                setting="optimizer.class",
+                hint="write module:Class, a class that inherits torch.optim.Optimizer, where the ranks' Python finds "
+                "its module; it takes lr, weight_decay (unless that is 0) and optimizer.arguments",
+            )
+            own = own_optimizer.settings_of(self.inner)
+        for inner in self.inner.chained_optimizers:  # `load` brings a checkpoint's groups into their order
+            inner._filter_and_reorder_param_groups = lambda current, loaded: loaded
+        if model.device.type == "cuda" and settings.class_path is None:
             fuse(self.inner)
         self._config = config
-        self._settings_of_groups = [_settings(group) for group in self.inner.param_groups]
+        self._settings_of_groups = [_settings(group, own) for group in self.inner.param_groups]
         self.schedule = schedule(config, self.inner, Progress(config.training.batch_sizes))
 
     @property
     def lr(self) -> float:
         """The rate of the next step."""
-        return float(self.inner.param_groups[0]["lr"])
+        return float(self.schedule.get_lr({}))  # groups may have others
 
     def zero_grad(self) -> None:
         """Forget the gradients, in the model's buffers and in the optimizer's own copies."""
@@ -175,7 +196,10 @@ class Optimizer:
         self.schedule.step(increment=1)
 
     def load(self, state: dict[str, Any], position: Progress) -> None:
-        """Load what a checkpoint held. Hyperparameters stay those of this attempt's config revision."""
+        """Load what a checkpoint held, its groups fitted by `optimizer_groups.fit`.
+
+        Hyperparameters stay those of this attempt's config revision.
+        """
         self.inner.load_state_dict(state)
         for group, settings in zip(self.inner.param_groups, self._settings_of_groups, strict=True):
             group.update(settings)
@@ -212,7 +236,7 @@ def schedule(config: RunConfig, optimizer: MegatronOptimizer, position: Progress
         lr_decay_steps=decay,
         lr_decay_style=settings.lr_decay_style,
         wsd_decay_steps=settings.lr_wsd_decay_steps,
-        lr_wsd_decay_style=settings.lr_wsd_decay_style,
+        lr_wsd_decay_style="minus_sqrt" if settings.lr_wsd_decay_style == "1-sqrt" else settings.lr_wsd_decay_style,
         start_wd=settings.weight_decay,
         end_wd=settings.weight_decay,
         wd_incr_steps=decay,
@@ -261,5 +285,40 @@ def _adams(optimizer: MegatronOptimizer) -> list[torch.optim.AdamW]:
     return [adam for adam in inner if isinstance(adam, torch.optim.AdamW)]
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "step")}
+def _types(settings: Settings) -> dict[str, Any]:
+    """The types of the optimizer's state, as megatron-core's OptimizerConfig takes them.
+
+    Raises FatalTrainingError if TransformerEngine, whose Adam alone knows others than fp32, is missing.
+    """
+    if not settings.use_precision_aware_optimizer:
+        return {}  # with another optimizer the type of the gradients is a matter of their buffers alone
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise FatalTrainingError(
+            "TransformerEngine is not installed where the ranks run, and optimizer.use_precision_aware_optimizer asks "
+            "for its Adam",
+            hint="use a container that has it, or set optimizer.use_precision_aware_optimizer=false",
+        )
+    names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    return {
+        "use_precision_aware_optimizer": True,
+        # else a checkpoint would hold the lower half of each weight's bits in place of the weight
+        "store_param_remainders": False,
+        **{name: _DTYPES[getattr(settings, name)] for name in names},
+    }
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+
+
+def _settings(group: dict[str, Any], own: set[str]) -> dict[str, Any]:
+    """What a group has of the config. `own`: the names of it, where not all but the step is."""
+    return {name: value for name, value in group.items() if name not in ("params", "step") and (not own or name in own)}
+
+
+def _make(settings: Settings, model: Model) -> own_optimizer.Make:
+    if settings.class_path is not None:
+        return own_optimizer.of_class(settings)
+    transformer = model.transformer
+    queries = transformer.num_attention_heads // transformer.num_query_groups
+    qkv = tuple(heads * transformer.kv_channels for heads in (queries, 1, 1))
+    return partial(Muon, settings=settings, qkv=qkv)

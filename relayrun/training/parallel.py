@@ -43,6 +43,8 @@ class Ranks:
     tensor_size: int
     context_size: int
     """Ranks that share a sequence."""
+    expert_size: int
+    """Ranks that the experts of a layer are split over; they are data- or context-parallel for all else."""
     pipeline_rank: int
     pipeline_size: int
     virtual_stages: int
@@ -55,7 +57,9 @@ class Ranks:
         """The sizes in words, for logs and checkpoints; equal layouts have equal words. `DP4 x TP2 x PP1` is one."""
         virtual = f" x VPP{self.virtual_stages}" if self.virtual_stages > 1 else ""
         context = f" x CP{self.context_size}" if self.context_size > 1 else ""
-        return f"DP{self.data_parallel_size} x TP{self.tensor_size} x PP{self.pipeline_size}{virtual}{context}"
+        expert = f" x EP{self.expert_size}" if self.expert_size > 1 else ""
+        sizes = f"DP{self.data_parallel_size} x TP{self.tensor_size} x PP{self.pipeline_size}"
+        return f"{sizes}{virtual}{context}{expert}"
 
     def in_save_thread(self) -> Ranks:
         """The same, for agreements between the threads that save."""
@@ -156,6 +160,7 @@ def start(config: RunConfig) -> Ranks:
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_stages if config.virtual_stages > 1 else None,
         context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
         distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
         create_gloo_process_groups=False,
     )
@@ -171,6 +176,7 @@ def start(config: RunConfig) -> Ranks:
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
         context_size=parallel_state.get_context_parallel_world_size(),
+        expert_size=parallel_state.get_expert_model_parallel_world_size(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
         virtual_stages=config.virtual_stages,
@@ -189,6 +195,17 @@ def peak_memory(ranks: Ranks) -> int:
     if ranks.device.type == "cuda":
         return torch.cuda.max_memory_allocated(ranks.device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def memory(ranks: Ranks) -> dict[str, Any]:
+    """Bytes of the GPU's allocator, as fields of `Step`; none where there is no GPU. The device is not waited for."""
+    if ranks.device.type != "cuda":
+        return {}
+    return {
+        "memory_allocated_bytes": torch.cuda.memory_allocated(ranks.device),
+        "memory_reserved_bytes": torch.cuda.memory_reserved(ranks.device),
+        "memory_max_reserved_bytes": torch.cuda.max_memory_reserved(ranks.device),
+    }
 
 
 def seed_weights(ranks: Ranks, seed: int) -> None:

@@ -415,7 +415,7 @@ CASES = [
     Case("layers-and-pipeline", layout(parallel={"pipeline_model_parallel_size": 3}, ranks=3), line=True),
     Case(
         "transformer-engine-missing",
-        settings(training={"transformer_impl": "transformer_engine"}),
+        settings(training={"transformer_impl": "transformer_engine", "precision": "bf16"}, job={"gpus_per_node": 1}),
     ),
     Case("window-too-long", settings(training={"seq_length": 100_000})),
     # Slurm

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 SHELLCHECK = Path(sys.executable).parent / "shellcheck"
 
-BASELINES = ("1b", "3b", "8b", "70b")
+BASELINES = ("440m", "1b", "3b", "8b", "70b")
 
 SCRIPTS = {
     "demo.sbatch": [sys.executable, "launchers/submit.py", "configs/runs/demo.yaml", "--dry-run"],

@@ -12,6 +12,7 @@ import pytest
 
 from relayrun.config import compose, yamlfile
 from relayrun.config.data import Data
+from relayrun.config.job import Tracking
 from relayrun.config.schema import MegatronConfig
 from relayrun.config.training import Checkpoint, Model, Optimizer, Parallel, Training
 from relayrun.errors import ConfigError, InputError, RelayrunError
@@ -36,6 +37,7 @@ SECTIONS = {
     "checkpoint": Checkpoint,
     "parallel": Parallel,
     "data": Data,
+    "tracking": Tracking,
 }
 TRAINING = {"steps": 100, "micro_batch_size": 1, "global_batch_size": 4, "seq_length": 64}
 OPTIMIZER = {"lr": 1e-3, "lr_warmup_steps": 5}

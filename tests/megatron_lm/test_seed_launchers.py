@@ -1,4 +1,7 @@
-"""launchers/submit-megatron-*.sh start what the earlier system's launchers start, flag for flag."""
+"""launchers/submit-megatron-*.sh start what the earlier system's launchers start, flag for flag.
+
+And the native baselines, whose settings are said as flags here, are those of the earlier system.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import numpy as np
 import pytest
 
 from relayrun.config import compose
-from relayrun.config.schema import MegatronConfig
+from relayrun.config.schema import MegatronConfig, RunConfig
 from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
 from relayrun.shards.indexed import ShardWriter
@@ -41,6 +44,27 @@ DIFFERENCES: dict[str, tuple[Words, Words, str]] = {
 }
 """Flags that differ in every run: the earlier launcher's words, ours, and why."""
 
+READER = "relayrun's own reader; `data.order: megatron` reads as Megatron-LM does"
+NATIVE: dict[str, tuple[Words, Words, str]] = {
+    "train-iters": (("500",), ("5000",), "a run of 12 hours, not of 20 minutes; TRAINING_STEPS sets it"),
+    "tokenizer-model": (
+        ("alehc/swissai-tokenizer",),
+        ("meta-llama/Llama-3.1-8B",),
+        "Llama 3's own, with which the parameters are as many as published; `data.tokenizer` takes any",
+    ),
+    "no-check-for-nan-in-loss-and-grad": (
+        (),
+        None,
+        "loss and norm are on the host anyway; `training.on_nan` says what then",
+    ),
+    "dataloader-type": (("single",), None, READER),
+    "num-workers": (("1",), None, READER),
+    "num-dataset-builder-threads": (("1",), None, READER),
+    "no-log-loss-scale-to-tensorboard": ((), None, "bf16 has no loss scale"),
+    "log-memory-to-tensorboard": ((), None, "always: memory is part of every line of metrics.jsonl"),
+}
+"""Flags that differ natively besides DIFFERENCES."""
+
 OF_8B: dict[str, tuple[Words, Words, str]] = {"context-parallel-size": (None, ("1",), SAID)}
 PROFILED: dict[str, tuple[Words, Words, str]] = {
     "profile-step-start": (None, ("10",), SAID),
@@ -49,11 +73,21 @@ PROFILED: dict[str, tuple[Words, Words, str]] = {
 }
 
 
-def our_words(size: str, folder: Path, environment: dict[str, str]) -> tuple[list[str], dict[str, str], Run]:
-    """What our launcher's run gives to each rank of attempt 1, its variables, and its run."""
-    config = ROOT / f"configs/runs/megatron-llama3-{size}.yaml"
-    overrides = launcher_environment.overrides(environment, trainer=compose.trainer_of(config))
+def our_words(
+    size: str, folder: Path, environment: dict[str, str], *, native: bool = False
+) -> tuple[list[str], dict[str, str], Run]:
+    """What our launcher's run gives to each rank of attempt 1, its variables, and its run.
+
+    `native`: what it would be with the settings of the native baseline.
+    """
+    config = ROOT / f"configs/runs/{'' if native else 'megatron-'}llama3-{size}.yaml"
+    block = {name: value for name, value in environment.items() if not (native and name == "MEGATRON_LM_DIR")}
+    overrides = launcher_environment.overrides(block, trainer=compose.trainer_of(config))
     found = compose.load(config, [*overrides, f"run_dir={folder / 'run'}"])
+    if isinstance(found, RunConfig):
+        values = found.model_dump(mode="json", exclude={"evaluation", "trainer"})
+        said = {"trainer": "megatron-lm", "megatron_lm": {"dir": environment["MEGATRON_LM_DIR"]}}
+        found = MegatronConfig.model_validate(values | said)
     assert isinstance(found, MegatronConfig)
     run = Run(Path(found.run_dir or ""))
     run.path.mkdir(exist_ok=True)  # W&B's names lie in it
@@ -115,7 +149,7 @@ def compared(tmp_path: Path, data: Path, checkout: Path, monkeypatch: pytest.Mon
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
 
-    def compare(size: str, words: list[str], **environment: str) -> Differences:
+    def compare(size: str, words: list[str], *, native: bool = False, **environment: str) -> Differences:
         block = {
             "MEGATRON_LM_DIR": str(checkout),
             "DATASETS": str(data),
@@ -124,7 +158,7 @@ def compared(tmp_path: Path, data: Path, checkout: Path, monkeypatch: pytest.Mon
             "EXP_NAME": f"llama3-{size}-{NODES[size]}-nodes",
             **environment,
         }
-        ours, _, run = our_words(size, tmp_path, block)
+        ours, _, run = our_words(size, tmp_path, block, native=native)
         here = {
             "PREFIX_A": str(data / "PREFIX_A"),
             "PREFIX_B": str(data / "PREFIX_B"),
@@ -158,6 +192,15 @@ def test_the_same_flags_but_for_those_listed(size: str, edited: str, compared: C
     for name, (theirs, ours) in found.items():
         print(f"--{name}: earlier {theirs}, here {ours}: {(DIFFERENCES | OF_8B).get(name, ('', '', 'NOT LISTED'))[2]}")
     assert found == allowed(size)
+
+
+@pytest.mark.parametrize("size", NODES)
+def test_the_native_baseline_is_the_same_flag_by_flag_but_for_those_listed(size: str, compared: Compare) -> None:
+    found = compared(size, seed_launcher.stored(size)["as it stands"], native=True)
+    listed = DIFFERENCES | NATIVE | (OF_8B if size == "8b" else {})
+    for name, (theirs, ours) in found.items():
+        print(f"--{name}: earlier {theirs}, here {ours}: {listed.get(name, ('', '', 'NOT LISTED'))[2]}")
+    assert found == without_reasons(listed)
 
 
 @pytest.mark.parametrize("size", NODES)

@@ -27,12 +27,12 @@ from relayrun.training.checkpoint.reader import CheckedReader  # noqa: E402
 from relayrun.training.checkpoint.strategy import InProcessStrategy  # noqa: E402
 from relayrun.training.model import device_shim, layers  # noqa: E402
 from relayrun.training.model.gpt import Model  # noqa: E402
-from relayrun.training.model.norm import FinalNorm, RMSNorm  # noqa: E402
+from relayrun.training.model.norm import Norm, NormWithState  # noqa: E402
 
 VOCABULARY = 300
 
 
-class EngineNorm(RMSNorm):
+class EngineNorm(Norm):
     """A norm with TransformerEngine's state: bytes, or None before fp8 was used; torch asks for it in a strict load."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -47,9 +47,9 @@ class EngineNorm(RMSNorm):
         self.given.append(state)
 
 
-def model(final: type[RMSNorm], inner: type[RMSNorm] = RMSNorm) -> Model:
+def model(final: type[Norm], inner: type[Norm] = Norm) -> Model:
     """A model with these norms, its weights drawn anew."""
-    layers.FinalNorm, layers.RMSNorm = final, inner  # type: ignore[attr-defined,misc,assignment]
+    layers.NormWithState, layers.Norm = final, inner  # type: ignore[attr-defined,misc,assignment]
     return Model(config, ranks, VOCABULARY)
 
 
@@ -100,9 +100,9 @@ config = RunConfig.model_validate(
 )
 ranks = parallel.start(config)
 
-local = model(FinalNorm)
+local = model(NormWithState)
 now = save(local, "now")
-old = model(RMSNorm)  # before this version the norm had no state
+old = model(Norm)  # before this version the norm had no state
 earlier = save(old, "earlier")
 engine = model(EngineNorm)
 engines = save(engine, "engines")
@@ -110,13 +110,13 @@ more = model(EngineNorm, EngineNorm)  # as with a norm of queries and keys: stat
 result: dict[str, Any] = {
     "earlier, as before": loaded(megatrons, model(EngineNorm), earlier, weights(old)),
     "earlier": loaded(ours, model(EngineNorm), earlier, weights(old)),
-    "earlier, local": loaded(ours, model(FinalNorm), earlier, weights(old)),
+    "earlier, local": loaded(ours, model(NormWithState), earlier, weights(old)),
     "now": loaded(ours, model(EngineNorm), now, weights(local)),
     "now, by another program": loaded(megatrons, model(EngineNorm), now, weights(local)),
     "now, more state": loaded(ours, model(EngineNorm, EngineNorm), now, weights(local)),
     "imported": loaded(ours, model(EngineNorm), imported, None),
     "imported, by another program": loaded(megatrons, model(EngineNorm), imported, None),
-    "engine's, local": loaded(ours, model(FinalNorm), engines, weights(engine)),
+    "engine's, local": loaded(ours, model(NormWithState), engines, weights(engine)),
 }
 asked = model(EngineNorm)
 ours(asked, now)

@@ -53,7 +53,8 @@ def config(length: int, *, documents: bool) -> RunConfig:
             "num_attention_heads": 4,
             "num_query_groups": 2,
             "rotary_base": 100,
-        },
+        }
+        | SECTIONS.get("model", {}),
         "data": {"tokenizer": "none", "datasets": ["none"], **dict.fromkeys(names, documents)},
         "training": {"steps": 1, "micro_batch_size": 2, "global_batch_size": 4, "seq_length": length, "threads": 1}
         | SECTIONS.get("training", {}),

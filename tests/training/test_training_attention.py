@@ -13,24 +13,33 @@ torch = pytest.importorskip("torch")
 SEQUENCE, BATCH, HEADS, CHANNELS = 192, 2, 8, 16
 
 
-@pytest.fixture(scope="module")
-def attention() -> Any:
+def transformer_config(**fields: Any) -> Any:
     import warnings
 
     with warnings.catch_warnings():  # megatron-core's own, at import and of every config
         warnings.simplefilter("ignore")
         from megatron.core.transformer import TransformerConfig
 
-        from relayrun.training.model.attention import CausalAttention
-
-        config = TransformerConfig(
-            num_layers=1,
+        return TransformerConfig(
+            num_layers=4,
             hidden_size=HEADS * CHANNELS,
             num_attention_heads=HEADS,
             use_cpu_initialization=True,
             attention_dropout=0.0,
+            **fields,
         )
-    return CausalAttention(config)
+
+
+def causal_attention(layer: int = 1, **fields: Any) -> Any:
+    config = transformer_config(**fields)
+    from relayrun.training.model.attention import CausalAttention
+
+    return CausalAttention(config, layer_number=layer)
+
+
+@pytest.fixture(scope="module")
+def attention() -> Any:
+    return causal_attention()
 
 
 def inputs(groups: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -62,6 +71,15 @@ DOCUMENTS = ((50, 1, 141), (SEQUENCE,))
 """Lengths of the documents in each row."""
 
 
+def in_documents(lengths: Any) -> tuple[Any, torch.Tensor]:
+    """The documents as the attention takes them, and which tokens are of one: [batch, 1, sequence, sequence]."""
+    from relayrun.training.model.documents import Documents
+
+    number = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
+    same = number[:, None, :, None] == number[:, None, None, :]
+    return Documents(lengths=lengths, device=torch.device("cpu")), same
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1.5e-2)])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 @pytest.mark.parametrize("groups", [1, 2, 8])
@@ -73,16 +91,60 @@ def test_output_and_gradients_are_those_of_the_formula(
     visible = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).tril().expand(BATCH, 1, -1, -1)
     packed = None
     if documents is not None:
-        from relayrun.training.model.documents import Documents
-
-        packed = Documents(lengths=documents, device=torch.device("cpu"))
-        number = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in documents])
-        visible = visible & (number[:, None, :, None] == number[:, None, None, :])
+        packed, same = in_documents(documents)
+        visible = visible & same
     attend = partial(attention, packed_seq_params=packed)
     found, again = (with_gradients(attend, parts) for _ in range(2))
     for ours, repeated, right in zip(found, again, by_formula(parts, visible), strict=True):
         assert torch.equal(ours, repeated)
         assert ((ours.double() - right).norm() / right.norm()).item() < tolerance
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+@pytest.mark.parametrize("window", [1, 5, 63, 130, SEQUENCE])
+def test_with_a_window_a_token_sees_as_many_before_it(window: int, documents: Any) -> None:
+    """In blocks of another length than the window, of the same, and of one that holds all."""
+    near = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).tril().triu(-window).expand(BATCH, 1, -1, -1)
+    packed = None
+    if documents is not None:
+        packed, same = in_documents(documents)
+        near = near & same
+    parts = inputs(2)
+    attend = partial(causal_attention(window_size=(window, 0)), packed_seq_params=packed)
+    for ours, right in zip(with_gradients(attend, parts), by_formula(parts, near), strict=True):
+        assert ((ours.double() - right).norm() / right.norm()).item() < 2e-6
+
+
+def test_a_window_is_that_of_megatron_cores_masked_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own core attention, which keeps the whole matrix, as it is without a GPU."""
+    from types import SimpleNamespace
+
+    config = transformer_config(window_size=(20, 0), window_attn_skip_freq=[1, 0, 1, 0], num_query_groups=2)
+    from megatron.core import parallel_state
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.utils import GlobalMemoryBuffer
+
+    from relayrun.training.model.attention import CausalAttention
+
+    real = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *shape, device=None, **named: real(*shape, **named))  # device="cuda"
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(parallel_state, "_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer())
+    config.sequence_parallel = True  # no state of generators, which dropout alone needs
+    alone = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))
+    outs = []
+    for layer in (1, 2):
+        theirs = DotProductAttention(config, layer, AttnMaskType.causal, "self", pg_collection=alone)
+        parts = inputs(2)
+        whole = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)  # its window has a mask of its own
+        right = with_gradients(partial(theirs, attention_mask=whole), parts)
+        found = with_gradients(CausalAttention(config, layer_number=layer), parts)
+        assert (found[0] - right[0]).abs().max().item() < 5e-7
+        for one, other in zip(found[1:], right[1:], strict=True):
+            assert ((one - other).norm() / other.norm()).item() < 5e-7
+        outs.append(found[0])
+    assert (outs[0] - outs[1]).abs().max().item() > 0.1
 
 
 @pytest.mark.parametrize("groups", [1, 2, 8])
@@ -123,8 +185,10 @@ def test_on_a_gpu_groups_are_shared_where_a_kernel_takes_them_and_spread_for_the
     assert calls == [(2, 2, True) if usable else (HEADS, HEADS, False), (HEADS, HEADS, False)]
 
 
+@pytest.mark.parametrize("documents", [DOCUMENTS, None])
+@pytest.mark.parametrize("window", [None, 20])
 def test_a_kernel_for_any_length_gets_all_documents_in_one_call(
-    attention: Any, monkeypatch: pytest.MonkeyPatch
+    window: int | None, documents: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a GPU: a stand-in with the arguments of torch's function, which attends to one document at a time."""
     from relayrun.training.model import varlen
@@ -144,24 +208,28 @@ def test_a_kernel_for_any_length_gets_all_documents_in_one_call(
         window_size: tuple[int, int] = (-1, -1),
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        assert window_size == (-1, 0)
+        assert window_size == (-1 if window is None else window, 0)
         assert cu_seq_q is cu_seq_k
-        assert max_q == max_k == max(length for row in DOCUMENTS for length in row)
+        assert max_q == max_k == SEQUENCE
         calls.append(cu_seq_q.tolist())
         outs = []
         for begin, end in pairwise(cu_seq_q.tolist()):
             one = (part[begin:end].transpose(0, 1)[None] for part in (query, key, value))
-            out = torch.nn.functional.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=enable_gqa)
+            seen = torch.ones(end - begin, end - begin, dtype=torch.bool).tril().triu(-(window or SEQUENCE))
+            out = torch.nn.functional.scaled_dot_product_attention(*one, attn_mask=seen, enable_gqa=enable_gqa)
             outs.append(out[0].transpose(0, 1))
         return torch.cat(outs)
 
-    packed = Documents(lengths=DOCUMENTS, device=torch.device("cpu"))
-    attend = partial(attention, packed_seq_params=packed)
+    packed = None if documents is None else Documents(lengths=documents, device=torch.device("cpu"))
+    fields = {} if window is None else {"window_size": (window, 0)}
+    attend = partial(causal_attention(**fields), packed_seq_params=packed)
     right = with_gradients(attend, inputs(2))
-    monkeypatch.setattr(varlen, "usable", lambda _query: True)
+    monkeypatch.setattr(varlen, "usable", lambda _query, **_: True)
     monkeypatch.setattr(varlen, "function", lambda: varlen_attn)
     found = with_gradients(attend, inputs(2))
-    assert calls == [[0, 50, 51, SEQUENCE, 2 * SEQUENCE]]
+    bounds = [0, 50, 51, SEQUENCE, 2 * SEQUENCE] if documents else [0, SEQUENCE, 2 * SEQUENCE]
+    # rows without documents and without a window are torch's to choose a kernel for
+    assert calls == ([] if documents is None and window is None else [bounds])
     for one, other in zip(found, right, strict=True):
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
 

@@ -13,6 +13,20 @@ import pytest
 
 from tests import warm
 
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 12,
+    "rope_type": "rope",
+}
+STRETCHED: dict[str, Any] = LATENT | {
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 2,
+    "original_max_position_embeddings": 48,
+}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "recomputed": (1, {"training": {"recompute_granularity": "full"}}),
@@ -25,6 +39,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "CP2": (2, {"parallel": {"context_parallel_size": 2}}),
     "CP4": (4, {"parallel": {"context_parallel_size": 4}}),
+    "latent attention": (1, {"model": {"num_query_groups": 4, "transformer": LATENT}}),
+    "latent attention, stretched, CP2": (
+        2,
+        {"model": {"num_query_groups": 4, "transformer": STRETCHED}, "parallel": {"context_parallel_size": 2}},
+    ),
     "TP2, CP2": (4, {"parallel": {"tensor_model_parallel_size": 2, "context_parallel_size": 2}}),
 }
 IN_EVERY_TEST = ("one rank", "TP2, CP2")

@@ -64,6 +64,64 @@ def keep_pipeline_outputs() -> None:
     gpt.TransformerConfig = partial(gpt.TransformerConfig, deallocate_pipeline_outputs=False)
 
 
+def count_waits() -> None:
+    """Rank 0 says how often each iteration reads a tensor on the host, or waits for the device.
+
+    On CPUs nothing tells a tensor of the device from one of the host, so all count but for agreements between the
+    hosts of the ranks.
+    """
+    import torch
+
+    from relayrun.training import loop, parallel
+
+    counted = 0
+    paused = False
+    step, gather = loop.Training._step, parallel.Ranks.gather
+
+    def counting(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*arguments: Any, **named: Any) -> Any:
+            nonlocal counted
+            counted += not paused
+            return original(*arguments, **named)
+
+        setattr(owner, name, wrapped)
+
+    def counted_step(self: Any) -> bool:
+        nonlocal counted
+        if self.position.iteration == 0:  # the shim for CPUs is there
+            for name in ["item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__"]:
+                counting(torch.Tensor, name)
+            counting(torch.cuda, "synchronize")
+            counting(parallel, "wait_for_device")
+        counted = 0
+        result: bool = step(self)
+        if os.environ["RANK"] == "0":
+            print(f"waits: {self.position.iteration} {counted}", flush=True)
+        return result
+
+    def host_gather(self: Any, value: Any) -> list[Any]:
+        nonlocal paused
+        paused = True
+        try:
+            return gather(self, value)
+        finally:
+            paused = False
+
+    loop.Training._step = counted_step
+    parallel.Ranks.gather = host_gather
+
+
+def reduce_too_early() -> None:
+    """Gradients of the output layer that were deferred come after their reduction has begun, as in megatron-core."""
+    from megatron.core.distributed import finalize_model_grads
+
+    from relayrun.training.model import weight_gradients
+
+    weight_gradients.reduced_last = lambda chunk: finalize_model_grads
+
+
 def main() -> None:
     change = globals()[sys.argv[1].replace("-", "_")]
     module = sys.argv.index("relayrun.training")

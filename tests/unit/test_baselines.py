@@ -19,6 +19,14 @@ VOCABULARY = 128_256
 # (huggingface.co/api/models/NAME?expand=safetensors); the model cards round them to 1.23B, 3.21B, 8B, 70B.
 PUBLISHED = {"1b": 1_235_814_400, "3b": 3_212_749_824, "8b": 8_030_261_248, "70b": 70_553_706_496}
 
+OTHERS = {
+    "qwen3-0.6b": (151_936, 596_049_920),
+    "qwen3-8b": (151_936, 8_190_735_360),
+    "apertus-8b": (131_072, 8_053_338_176),
+    "apertus-70b": (131_072, 70_599_864_480),
+}
+"""Vocabulary and parameters; the model cards round them to 0.6B, 8.2B, 8.053B and 70B."""
+
 COMMON = {
     "model.init_method_std": 0.008944,
     "model.rope_scaling_factor": 8.0,
@@ -32,6 +40,14 @@ COMMON = {
     "optimizer.adam_beta1": 0.9,
     "optimizer.adam_beta2": 0.95,
     "optimizer.clip_grad": 1.0,
+    "optimizer.use_precision_aware_optimizer": True,
+    "optimizer.main_grads_dtype": "bf16",
+    "training.transformer_impl": "transformer_engine",
+    "training.cross_entropy_loss_fusion": True,
+    "training.recompute_granularity": None,
+    "data.reset_position_ids": True,
+    "data.reset_attention_mask": True,
+    "data.eod_mask_loss": True,
     "parallel.use_distributed_optimizer": True,
     "parallel.overlap_grad_reduce": True,
     "parallel.overlap_param_gather": True,
@@ -61,6 +77,9 @@ AGREED = {
         "parallel.sequence_parallel": True,
         "parallel.pipeline_model_parallel_size": 8,
         "parallel.num_layers_per_virtual_pipeline_stage": 5,
+        "parallel.defer_embedding_wgrad_compute": True,
+        "parallel.wgrad_deferral_limit": 22,
+        "parallel.overlap_p2p_communication_warmup_flush": True,
     },
 }
 
@@ -74,7 +93,16 @@ def test_a_baseline_has_as_many_parameters_as_published(size: str) -> None:
     assert parameters(model(f"llama3-{size}"), VOCABULARY) == PUBLISHED[size]
 
 
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_model_has_as_many_parameters_as_published(name: str) -> None:
+    vocabulary, published = OTHERS[name]
+    assert parameters(model(name), vocabulary) == published
+
+
 def test_the_small_ones_have_what_their_names_say() -> None:
+    small = model("llama3-440m")
+    assert parameters(small, 49_152) == 361_821_120  # SmolLM2-360M, the sum of its safetensors metadata
+    assert parameters(small, VOCABULARY) == 437_760_960
     assert round(parameters(model("llama-160m"), VOCABULARY) / 1e6) == 160
     assert round(parameters(model("llama-3m"), 4096) / 1e6) == 3
 
@@ -111,11 +139,11 @@ def test_a_wrong_combination_is_refused_by_its_rule(override: str, message: str)
         compose.load(ROOT / "configs" / "runs" / "llama3-70b.yaml", [override])
 
 
-ROOM = 0.9 * 96e9
-"""Bytes; a tenth is for CUDA, NCCL's buffers and what lies between allocations."""
+ROOM = 0.9 * 97_871 * 2**20
+"""Bytes of a GH200 as nvidia-smi says; a tenth is for CUDA, NCCL's buffers and what lies between allocations."""
 
 
-@pytest.mark.parametrize("size", ["1b", "3b", "8b", "70b"])
+@pytest.mark.parametrize("size", ["440m", "1b", "3b", "8b", "70b"])
 def test_a_baseline_fits_a_gpu_of_96_gb_by_formula(size: str) -> None:
     path = ROOT / "configs" / "runs" / f"llama3-{size}.yaml"
     assert memory_bytes(compose.load(path), VOCABULARY).total < ROOM
@@ -140,18 +168,42 @@ def test_the_estimate_of_memory_counts_what_a_gpu_holds() -> None:
     assert fp32.state == 16 * PUBLISHED["1b"]
 
 
-@pytest.mark.parametrize("size", ["8b", "70b"])
-def test_a_baseline_recomputes_layers_because_it_must(size: str) -> None:
-    path = ROOT / "configs" / "runs" / f"llama3-{size}.yaml"
-    without = compose.load(path, ["training.recompute_granularity=null", "training.recompute_num_layers=null"])
-    assert memory_bytes(without, VOCABULARY).total > ROOM
+def test_the_8b_needs_its_gradients_in_bf16_to_recompute_nothing() -> None:
+    path = ROOT / "configs" / "runs" / "llama3-8b.yaml"
+    assert memory_bytes(compose.load(path, ["optimizer.main_grads_dtype=fp32"]), VOCABULARY).total > ROOM
+
+
+def test_the_estimate_of_memory_knows_types_and_stages() -> None:
+    """The 70B on 128 GPUs: a rank has a 32nd of the model, and divides the optimizer over 4."""
+    path = ROOT / "configs" / "runs" / "llama3-70b.yaml"
+    own = PUBLISHED["70b"] / 32
+
+    def state(*overrides: str) -> float:
+        return memory_bytes(compose.load(path, overrides), VOCABULARY).state / own
+
+    plain = "optimizer.use_precision_aware_optimizer=false"
+    assert state() == 2 + 2 + 12 / 4
+    assert state("optimizer.exp_avg_dtype=bf16", "optimizer.exp_avg_sq_dtype=fp8") == 2 + 2 + 7 / 4
+    assert state(plain) == 2 + 2 + (12 + 4) / 4
+    assert state(plain, "optimizer.main_grads_dtype=fp32") == 2 + 4 + 12 / 4
+    # the first stage is the fullest, unless the last one defers much
+    layer = 2 * (8 * 8192 + 3 * 28672) * 8192 / 4
+    first = memory_bytes(compose.load(path), VOCABULARY)
+    assert (first.activations, first.loss) == (pytest.approx(23 * 5 * layer), 0)
+    last = memory_bytes(compose.load(path, ["parallel.wgrad_deferral_limit=200"]), VOCABULARY)
+    tokens = 8192 / 4
+    assert last.activations == pytest.approx(9 * 5 * layer)
+    assert last.loss == tokens * (12 * VOCABULARY + 200 * 2 * (VOCABULARY + 8192))
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["parallel.context_parallel_size=3"], "128 ranks .* no multiple of tensor x pipeline x context .* 4 x 8 x 3"),
-        (["parallel.context_parallel_size=2", "training.seq_length=8200"], "8200 is no multiple of 16: each of the 2"),
+        (
+            ["parallel.context_parallel_size=2", "training.seq_length=8200", "training.transformer_impl=local"],
+            "8200 is no multiple of 16: each of the 2",
+        ),
         (
             ["parallel.context_parallel_size=32", "training.transformer_impl=local", "job.nodes=256"],
             "num_attention_heads 64 is no multiple of tensor x context parallel size 4 x 32",
@@ -172,14 +224,30 @@ def test_what_an_attention_cannot_do_is_refused_by_its_rule(overrides: list[str]
 
 
 def test_transformer_engine_is_refused_before_submission_unless_the_cluster_has_it() -> None:
-    overrides = ["training.transformer_impl=transformer_engine", "data.mock_data=true"]
     config = compose.load(
-        ROOT / "configs" / "runs" / "llama3-70b.yaml", [*overrides, "cluster.transformer_engine=false"]
+        ROOT / "configs" / "runs" / "llama3-70b.yaml", ["data.mock_data=true", "cluster.transformer_engine=false"]
     )
-    with pytest.raises(ConfigError, match="transformer_impl=transformer_engine needs TransformerEngine, which this"):
+    with pytest.raises(ConfigError, match="use_precision_aware_optimizer=true needs TransformerEngine, which") as error:
         of_config(config).raise_errors()
+    without = ["training.transformer_impl=local", "optimizer.use_precision_aware_optimizer=false"]
+    assert all(setting in str(error.value) for setting in without)
     declared = config.cluster.model_copy(update={"transformer_engine": True})
     of_config(config.model_copy(update={"cluster": declared})).raise_errors()
+    values = ["data.mock_data=true", "cluster.transformer_engine=false", *without]
+    of_config(compose.load(ROOT / "configs" / "runs" / "llama3-70b.yaml", values)).raise_errors()
+
+
+def test_what_needs_transformer_engine_is_refused_without_gpus() -> None:
+    values = ["data.mock_data=true", "job.gpus_per_node=0", "training.transformer_impl=local"]
+    config = compose.load(ROOT / "configs" / "runs" / "llama3-8b.yaml", values)
+    with pytest.raises(ConfigError, match=r"use_precision_aware_optimizer=true needs .* kernels run on GPUs alone"):
+        of_config(config).raise_errors()
+
+
+def test_one_minus_the_root_has_two_names() -> None:
+    values = ["optimizer.lr_decay_style=WSD", "optimizer.lr_wsd_decay_steps=9", "optimizer.lr_wsd_decay_style=1-sqrt"]
+    found = compose.load(ROOT / "configs" / "runs" / "llama3-8b.yaml", values)
+    assert found.optimizer.lr_wsd_decay_style == "1-sqrt"
 
 
 def test_a_token_costs_six_flops_per_parameter_and_the_causal_half_of_attention() -> None:
@@ -194,6 +262,52 @@ def test_the_peak_of_a_gpu_is_known_by_its_name() -> None:
     assert peak_flops("NVIDIA GH200 120GB") == peak_flops("NVIDIA H200") == 989.4e12
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_flops("CPU") is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["training.precision=fp32"], "optimizer.main_grads_dtype=bf16 needs training.precision bf16"),
+        (
+            ["training.precision=fp32", "optimizer.main_grads_dtype=fp32"],
+            "optimizer.use_precision_aware_optimizer needs training.precision bf16",
+        ),
+        (
+            ["parallel.use_distributed_optimizer=false", "parallel.overlap_param_gather=false"],
+            "use_precision_aware_optimizer needs parallel.use_distributed_optimizer",
+        ),
+        (
+            ["optimizer.use_precision_aware_optimizer=false", "optimizer.exp_avg_dtype=bf16"],
+            "exp_avg_dtype bf16 needs use_precision_aware_optimizer",
+        ),
+        (["training.deterministic=true"], "set training.cross_entropy_loss_fusion=false"),
+        (["parallel.defer_embedding_wgrad_compute=true"], "it needs pipeline_model_parallel_size above 1"),
+        (
+            [
+                "parallel.pipeline_model_parallel_size=2",
+                "parallel.defer_embedding_wgrad_compute=true",
+                "parallel.wgrad_deferral_limit=1",
+            ],
+            "cannot compute the rest of a single micro-batch; set 2 or more",
+        ),
+        (
+            [
+                "parallel.pipeline_model_parallel_size=2",
+                "parallel.defer_embedding_wgrad_compute=true",
+                "training.global_batch_size=32",
+            ],
+            "32 is one micro-batch per iteration and rank: parallel.defer_embedding_wgrad_compute needs two",
+        ),
+        (["parallel.wgrad_deferral_limit=22"], "wgrad_deferral_limit needs defer_embedding_wgrad_compute"),
+        (
+            ["parallel.overlap_p2p_communication_warmup_flush=true"],
+            "warmup_flush needs num_layers_per_virtual_pipeline_stage",
+        ),
+    ],
+)
+def test_what_a_precision_or_a_pipeline_lacks_is_named(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compose.load(ROOT / "configs" / "runs" / "llama3-8b.yaml", overrides)
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_wrong_values_are_refused_by_name(run_yaml: Path, override: str, message
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
-        ("[layernorm]", "training.recompute_modules.0: Input should be 'core_attn' or 'mlp'"),
+        ("[layernorm]", "training.recompute_modules.0: Input should be 'core_attn', 'mlp' or 'moe'"),
         ("[]", "recompute_modules names nothing; leave out recompute_granularity"),
     ],
 )

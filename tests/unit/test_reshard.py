@@ -359,6 +359,22 @@ def test_the_picture_has_the_same_points_whatever_comes_at_a_time(count: int, at
         assert np.corrcoef(means, shares)[0, 1] > 0.8
 
 
+@pytest.mark.parametrize("files", [1, 3, 40_000])
+def test_stretches_are_those_of_each_file_and_few_where_there_are_many(files: int) -> None:
+    """So it does not matter who reads which files."""
+    texts = [pa.chunked_array([["x" * row for row in range(count)]]) for count in (5, 700, 90)]
+    together, apart = Lengths(files), []
+    for of_file in texts:
+        alone = Lengths(files)
+        for lengths in (together, alone):
+            lengths.add(of_file)
+            lengths.end_file()
+        apart += alone.array().tolist()
+    assert together.array().tolist() == apart
+    assert len(apart) <= 3 * 2 * 65_536 // files
+    assert [sum(column) for column in zip(*apart, strict=True)] == [795, sum(sum(range(n)) for n in (5, 700, 90))]
+
+
 def test_a_missing_text_has_no_length() -> None:
     lengths = Lengths()
     lengths.add(pa.chunked_array([pa.nulls(2, pa.string()), ["abc"]]))

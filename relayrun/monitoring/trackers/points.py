@@ -25,9 +25,20 @@ SPEED = frozenset(
         "model_tflops_per_gpu",
         "mfu",
         "memory_bytes",
+        "memory_allocated_bytes",
+        "memory_reserved_bytes",
+        "memory_max_reserved_bytes",
     ]
 )
 """Fields that say how fast it goes, and not what is learned."""
+
+GROUPS = {
+    "validation": "validation",
+    "perplexity": "perplexity",
+    "params_norm_per_param": "params_norm",
+    "auxiliary_losses": "train",
+}
+"""Fields that hold a number for each of several names, and what the names stand below."""
 
 
 @dataclass
@@ -43,8 +54,10 @@ class Point:
     def add(self, line: dict[str, Any]) -> None:
         """Take in a line of metrics.jsonl."""
         for name, value in line.items():
-            if name == "validation":
-                self.values |= {f"validation/{part}": loss for part, loss in value.items()}
+            if name in GROUPS:
+                self.values |= {f"{GROUPS[name]}/{part}": number for part, number in value.items()}
+            elif name == "timers":
+                self.values |= {f"timers/{part}": times["max"] for part, times in value.items()}
             elif name == "time":
                 self.time = self.time or value
             elif name != "iteration" and isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -60,9 +60,9 @@ def look(config: CommonConfig, findings: Findings) -> None:
 
 
 def _packages(config: RunConfig, findings: Findings) -> None:
-    if config.training.transformer_impl == "transformer_engine":
+    if wanted := _of_transformer_engine(config):
         with findings.catching("node.transformer_engine", ok="TransformerEngine is there, or declared"):
-            _check_transformer_engine(config)
+            _check_transformer_engine(config, wanted)
     with findings.catching("node.evaluation"):
         _check_evaluation(config)
 
@@ -149,6 +149,7 @@ def _script(config: CommandConfig, findings: Findings) -> None:
 def _names(config: RunConfig) -> list[str]:
     """What the ranks import: packages, and modules of a user's own."""
     own = [entry.hook for entry in config.training.hooks]
+    own += filter(None, [config.optimizer.class_path, config.model.spec, config.training.loss])
     own += [order for source in config.data.sources.values() if ":" in (order := source.order or config.data.order)]
     return [*NEEDED, *dict.fromkeys(path.partition(":")[0].partition(".")[0] for path in own)]
 
@@ -255,13 +256,34 @@ def _check_evaluation(config: RunConfig) -> None:
         raise ConfigError("there is no such folder", where=f"evaluation.include_path: {settings.include_path}")
 
 
-def _check_transformer_engine(config: RunConfig) -> None:
+def _of_transformer_engine(config: RunConfig) -> list[tuple[str, str]]:
+    """The settings that need TransformerEngine, each with one that does not."""
+    training, optimizer = config.training, config.optimizer
+    found = {
+        "training.transformer_impl=transformer_engine": (training.transformer_impl == "transformer_engine", "local"),
+        "optimizer.use_precision_aware_optimizer=true": (optimizer.use_precision_aware_optimizer, "false"),
+        "training.cross_entropy_fusion_impl=te": (
+            training.cross_entropy_loss_fusion and training.cross_entropy_fusion_impl == "te",
+            "native",
+        ),
+    }
+    return [(name, f"{name.partition('=')[0]}={other}") for name, (asked, other) in found.items() if asked]
+
+
+def _check_transformer_engine(config: RunConfig, wanted: list[tuple[str, str]]) -> None:
     cluster = config.cluster
+    names, others = ", ".join(name for name, _ in wanted), ", ".join(other for _, other in wanted)
+    if config.job.gpus_per_node == 0:
+        raise ConfigError(
+            f"{names} needs TransformerEngine, whose kernels run on GPUs alone, and this job has none",
+            where="job.gpus_per_node",
+            hint=f"set {others}",
+        )
     here = cluster.python is None and importlib.util.find_spec("transformer_engine") is not None
     if not (cluster.transformer_engine or here):
         raise ConfigError(
-            "training.transformer_impl=transformer_engine needs TransformerEngine, which this Python does not have "
+            f"{names} needs TransformerEngine, which this Python does not have "
             f"and cluster {cluster.name!r} does not declare",
             where=f"configs/clusters/{cluster.name}.yaml",
-            hint="set transformer_engine: true there if the ranks' container has it",
+            hint=f"set transformer_engine: true there if the ranks' container has it, or set {others}",
         )

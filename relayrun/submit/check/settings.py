@@ -214,9 +214,11 @@ def _layout(config: RunConfig, findings: Findings) -> None:
     """The schema has refused what does not divide; here it is said what it comes to."""
     parallel = config.parallel
     micro = config.training.global_batch_size // (config.training.micro_batch_size * config.data_parallel_size)
+    split = parallel.expert_model_parallel_size
+    experts = f", experts over {split} of them" if split > 1 else ""
     findings.ok(
         "settings.layout",
         f"{config.world_size} ranks: tensor {parallel.tensor_model_parallel_size} x pipeline "
         f"{parallel.pipeline_model_parallel_size} x context {parallel.context_parallel_size} x data "
-        f"{config.data_parallel_size}; {micro} micro-batches an iteration and rank",
+        f"{config.data_parallel_size}{experts}; {micro} micro-batches an iteration and rank",
     )

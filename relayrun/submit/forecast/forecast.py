@@ -21,7 +21,7 @@ class Forecast:
     ranks: int
     gpus: int
     layout: dict[str, int]
-    """Sizes of the tensor-, pipeline-, context- and data-parallel groups."""
+    """Sizes of the tensor-, pipeline-, context- and data-parallel groups; that of experts where they are split."""
     parameters: int
     """Exact, with the padded vocabulary."""
     vocabulary_size: int
@@ -100,6 +100,7 @@ def forecast(config: RunConfig, plan: Plan, run: Run, vocabulary_size: int) -> F
             "pipeline": parallel.pipeline_model_parallel_size,
             "context": parallel.context_parallel_size,
             "data": config.data_parallel_size,
+            **({"expert": parallel.expert_model_parallel_size} if parallel.expert_model_parallel_size > 1 else {}),
         },
         parameters=count,
         vocabulary_size=size,

@@ -1,8 +1,8 @@
 """Which setting becomes which flag of Megatron-LM: one table, and the settings that have none, with the reason.
 
-Every setting of the sections model, training, optimizer, checkpoint, parallel and data stands here once, which a test
-holds. What a setting says is said to Megatron-LM also where it is Megatron's own default: defaults differ between
-checkouts.
+Every setting of the sections model, training, optimizer, checkpoint, parallel, data and tracking stands here once,
+which a test holds. What a setting says is said to Megatron-LM also where it is Megatron's own default: defaults differ
+between checkouts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from decimal import Decimal
 from typing import Any
 
 from relayrun.config.rampup import BatchSizes
-from relayrun.config.schema import MegatronConfig
+from relayrun.config.schema import MegatronConfig, Optimizer, Section
+from relayrun.config.transformer import Transformer
 from relayrun.errors import ConfigError, together
 from relayrun.submit.megatron_lm.checkout import Checkout
 from relayrun.submit.megatron_lm.flag import Flag
@@ -143,6 +144,15 @@ def _wsd_style(value: str, given: Given) -> Values:
     return (value,)
 
 
+def _but_fp32(setting: str, flag: str) -> Row:
+    """The type behind the flag; none for fp32, which is Megatron's without a precision-aware optimizer, too."""
+    return Row(setting, flag, lambda value, _: None if value == "fp32" else (value,), f"--{flag} VALUE; none for fp32")
+
+
+def _above_zero(setting: str, flag: str) -> Row:
+    return Row(setting, flag, lambda value, _: (str(value),) if value else None, f"--{flag} N above 0")
+
+
 def _split(value: float, given: Given) -> Values:
     """Training, validation and test data in per cent; sets that are given by path are not split."""
     assert given.config.data is not None
@@ -162,6 +172,12 @@ TABLE: tuple[Row, ...] = (
     _value("model.num_query_groups", "num-query-groups"),
     _always("model", "position-embedding-type", "rope"),
     _value("model.rotary_base", "rotary-base"),
+    Row(
+        "model.rotary_percent",
+        "rotary-percent",
+        lambda value, _: None if value == 1 else (str(value),),
+        "--rotary-percent VALUE, where it is below 1",
+    ),
     Row(
         "model.rope_scaling_factor",
         "use-rope-scaling",
@@ -192,6 +208,13 @@ TABLE: tuple[Row, ...] = (
     _where("training.precision", "bf16", "bf16"),
     _switch("training.deterministic", "deterministic-mode"),
     Row("training.transformer_impl", "transformer-impl", _transformer_impl, "--transformer-impl VALUE; none for auto"),
+    _switch("training.cross_entropy_loss_fusion", "cross-entropy-loss-fusion"),
+    Row(
+        "training.cross_entropy_fusion_impl",
+        "cross-entropy-fusion-impl",
+        lambda value, _: None if value == "native" else (value,),
+        "--cross-entropy-fusion-impl te; none for native",
+    ),
     _value("training.recompute_granularity", "recompute-granularity"),
     Row("training.recompute_granularity", "recompute-method", _recompute_method, "--recompute-method, with full"),
     Row("training.recompute_num_layers", "recompute-num-layers", _recompute_num_layers, "--recompute-num-layers N"),
@@ -225,6 +248,11 @@ TABLE: tuple[Row, ...] = (
     _value("optimizer.adam_beta2", "adam-beta2"),
     _value("optimizer.adam_eps", "adam-eps"),
     _value("optimizer.clip_grad", "clip-grad"),
+    _switch("optimizer.use_precision_aware_optimizer", "use-precision-aware-optimizer"),
+    _but_fp32("optimizer.main_grads_dtype", "main-grads-dtype"),
+    _but_fp32("optimizer.main_params_dtype", "main-params-dtype"),
+    _but_fp32("optimizer.exp_avg_dtype", "exp-avg-dtype"),
+    _but_fp32("optimizer.exp_avg_sq_dtype", "exp-avg-sq-dtype"),
     # checkpoint
     _value("checkpoint.interval", "save-interval"),
     _always("checkpoint", "ckpt-format", "torch_dist"),
@@ -235,9 +263,18 @@ TABLE: tuple[Row, ...] = (
     _value("parallel.pipeline_model_parallel_size", "pipeline-model-parallel-size"),
     _value("parallel.num_layers_per_virtual_pipeline_stage", "num-layers-per-virtual-pipeline-stage"),
     _value("parallel.context_parallel_size", "context-parallel-size"),
+    Row(
+        "parallel.expert_model_parallel_size",
+        "expert-model-parallel-size",
+        lambda value, _: None if value == 1 else (str(value),),
+        "--expert-model-parallel-size VALUE above 1",
+    ),
     _switch("parallel.use_distributed_optimizer", "use-distributed-optimizer"),
     _switch("parallel.overlap_grad_reduce", "overlap-grad-reduce"),
     _switch("parallel.overlap_param_gather", "overlap-param-gather"),
+    _switch("parallel.defer_embedding_wgrad_compute", "defer-embedding-wgrad-compute"),
+    _above_zero("parallel.wgrad_deferral_limit", "wgrad-deferral-limit"),
+    _switch("parallel.overlap_p2p_communication_warmup_flush", "overlap-p2p-communication-warmup-flush"),
     # data; the shards themselves: `data_paths`
     _always("data", "tokenizer-type", "HuggingFaceTokenizer"),
     _value("data.tokenizer", "tokenizer-model"),
@@ -247,6 +284,11 @@ TABLE: tuple[Row, ...] = (
     _switch("data.reset_attention_mask", "reset-attention-mask"),
     _switch("data.eod_mask_loss", "eod-mask-loss"),
     _switch("data.mock_data", "mock-data"),
+    # tracking
+    _switch("tracking.log_params_norm", "log-params-norm"),
+    _switch("tracking.log_params_norm_per_param", "log-params-norm-per-param"),
+    _switch("tracking.log_num_zeros_in_grad", "log-num-zeros-in-grad"),
+    _above_zero("tracking.timing_log_level", "timing-log-level"),
 )
 
 ALWAYS: tuple[tuple[str, ...], ...] = (
@@ -265,13 +307,20 @@ ELSEWHERE = {
     "checkpoint.load": "the first attempt begins with it: `--load` and `--ckpt-step`",
     "checkpoint.finetune": "`--finetune` for the attempts that begin with checkpoint.load",
     "checkpoint.no_load_optim": "`--no-load-optim` for the attempts that begin with checkpoint.load",
+    "tracking.tensorboard": "becomes `--tensorboard-dir DIR`, in the run directory",
     "data.datasets": "becomes `--data-path PREFIX ...`, with `--data-args-path` above 100 kB",
     "data.mixture": "becomes `--data-path WEIGHT PREFIX ...`, with `--data-args-path` above 100 kB",
     "data.validation": "becomes `--train-data-path` and `--valid-data-path`",
 }
 """Settings that hold, but not by a flag of their own in `TABLE`."""
 
+_MUON = {name: field.default for name, field in Optimizer.model_fields.items() if name.startswith("muon_")}
+
 WITHOUT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "model.transformer": (
+        (Transformer(),),
+        "its fields have flags of their own, under megatron_lm.args, as in {qk-layernorm: true}",
+    ),
     "training.threads": ((0,), "set OMP_NUM_THREADS in cluster.environment"),
     "training.on_nan": (("stop",), "Megatron-LM ends with a traceback; --no-check-for-nan-in-loss-and-grad goes on"),
     "training.on_spike": (("ignore",), "Megatron-LM can leave out no update"),
@@ -280,8 +329,16 @@ WITHOUT: dict[str, tuple[tuple[Any, ...], str]] = {
     "training.max_skips": ((10,), "it belongs to on_spike"),
     "training.max_rewinds": ((3,), "it belongs to on_spike"),
     "training.hooks": (([],), "its loop calls no hooks"),
+    "training.loss": ((None,), "it has a loss of its own"),
+    "model.spec": ((None,), "say it in megatron_lm.args: spec: [MODULE, NAME]"),
+    "optimizer.name": (("adam",), "say it in megatron_lm.args: optimizer: muon"),
+    "optimizer.class": ((None,), "it knows its own optimizers alone"),
+    "optimizer.arguments": (({},), "they belong to optimizer.class"),
+    "optimizer.groups": (([],), "its groups are --decoupled-lr and --apply-wd-to-qk-layernorm, in megatron_lm.args"),
+    **{f"optimizer.{name}": ((value,), "it belongs to optimizer.name") for name, value in _MUON.items()},
     "checkpoint.writer_threads": ((2,), "Megatron-LM writes two files a rank"),
     "checkpoint.no_load_data": ((False,), "its position in the data is the iteration"),
+    "tracking.log_interval": ((10,), "every iteration is a line, as the chain needs it"),
     "data.allow_other_tokenizer": ((False,), "nothing compares the shards' tokenizer with the run's"),
     "data.order": (("window", "megatron"), "Megatron-LM has an order of its own"),
     "data.document_window": ((None,), "it cuts one stream of tokens, whatever documents are in it"),
@@ -313,13 +370,17 @@ def refuse_unlike(config: MegatronConfig) -> None:
         raise together(errors, "settings cannot be said to Megatron-LM")
 
 
+def _shown(value: Any) -> str:
+    return repr(value.model_dump() if isinstance(value, Section) else value)
+
+
 def _unlike(config: MegatronConfig) -> Iterator[ConfigError]:
     for setting, (possible, why) in WITHOUT.items():
         section, _, name = setting.partition(".")
         settings = getattr(config, section)
         if settings is not None and (value := getattr(settings, name)) not in possible:
             yield ConfigError(
-                f"{value!r} has no meaning for trainer megatron-lm: {why}",
+                f"{_shown(value)} has no meaning for trainer megatron-lm: {why}",
                 where=setting,
                 hint="leave it out, or train with trainer: native",
             )

@@ -10,8 +10,9 @@ signal to the whole job kills, and a failure on one rank alone leaves the others
 |---|---|---|
 | model keys (`decoder...`, `embedding...`) | weights | as the model is |
 | `optimizer...` | Adam's moments and step, fp32 weights | `fully_reshardable`: by parameter |
+| `optimizer.state...` of another optimizer | what it keeps by name, fp32 weights | by parameter, see own_optimizer.py |
 | `random` | generators of `random_state` | one object per rank |
-| `data`, `progress`, `layout`, `fixed` | plain values, in common.pt | the same on all |
+| `data`, `progress`, `layout`, `fixed`, `optimizer_groups` | plain values, in common.pt | the same on all |
 | `guard`, and the import path of each of a user's hooks with a state | plain values, in common.pt | rank 0's, for all |
 """
 
@@ -50,7 +51,8 @@ from relayrun.files import sizes as file_sizes
 from relayrun.files import write_atomic
 from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
-from relayrun.training.checkpoint import checksums, publish, random_state, strategy
+from relayrun.training import optimizer_groups, own_optimizer
+from relayrun.training.checkpoint import checksums, optimizer_layout, publish, random_state, strategy
 from relayrun.training.checkpoint.background import BackgroundSave
 from relayrun.training.checkpoint.checksums import FileSum
 from relayrun.training.checkpoint.host_copy import HostCopy, Reserved
@@ -67,7 +69,13 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+GROUPS = "optimizer_groups"
+"""The key of `optimizer.groups`, where a run has some."""
+
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,  # one name for a tensor, also where experts have an optimizer of their own
+}
 
 
 class SaveFailed(Exception):
@@ -89,8 +97,9 @@ class Checkpointer:
         hooks: Hooks,
         settings: Checkpoint,
         fixed: dict[str, object],
+        groups: list[dict[str, Any]],
     ) -> None:
-        """`fixed`: settings by name that a resume must find as they were."""
+        """`fixed`: settings by name that a resume must find as they were. `groups`: those of `optimizer.groups`."""
         self._run = run
         self._attempt = attempt
         self._ranks = ranks
@@ -101,7 +110,8 @@ class Checkpointer:
         self._hooks = hooks
         self._settings = settings
         self._fixed = fixed
-        self._common = {"layout": ranks.layout, "fixed": fixed}
+        self._groups = groups
+        self._common = {"layout": ranks.layout, "fixed": fixed, **({GROUPS: groups} if groups else {})}
         self._host = HostCopy(ranks.device)
         self._strategy = InProcessStrategy(self._writers.cpu_group, settings.writer_threads)
         self._division = FullyParallelSaveStrategyWrapper(
@@ -116,7 +126,7 @@ class Checkpointer:
 
         Where there is not so much, a warning says so and the result is None; the next save tries again, and fails.
         """
-        sharded, _ = self._divided(self._sharded_state(loading=False))
+        sharded, _ = self._divided(self._sharded_state())
         try:
             return self._host.reserve(_tensors(self._strategy.by_key(sharded)))
         except (RuntimeError, MemoryError) as error:
@@ -133,7 +143,7 @@ class Checkpointer:
         started = time.monotonic()
         iteration, consumed_samples = position.iteration, position.consumed_samples
         state = {
-            **self._sharded_state(loading=False),
+            **self._sharded_state(),
             **self._common,
             "data": self._order.state(consumed_samples),
             "progress": position.state(),
@@ -246,7 +256,7 @@ class Checkpointer:
         position = Progress(sizes) if anew else self._position(common, sizes, foreign=foreign)
         if with_optimizer:
             self._check_fixed(common["fixed"], path)
-        wanted = self._sharded_state(loading=True, optimizer=with_optimizer)
+        wanted = self._sharded_state(found=reader.metadata.state_dict_metadata, optimizer=with_optimizer)
         same_layout = not anew and common["layout"] == self._ranks.layout
         if not same_layout:
             del wanted["random"]
@@ -255,7 +265,12 @@ class Checkpointer:
                     f"ranks are now {self._ranks.layout}, were {common['layout']}: dropout masks start anew", flush=True
                 )
         self._check_shapes(wanted, reader)
-        state = strategy.load(wanted, reader, self._ranks.cpu_group)
+        plain = reader.common()
+        if with_optimizer and "optimizer" in plain:
+            plain["optimizer"] = optimizer_layout.fitted(plain["optimizer"], wanted["optimizer"])
+            optimizer_groups.fit(plain["optimizer"], wanted["optimizer"])
+            self._say_groups(common.get(GROUPS, []))
+        state = strategy.load(wanted, reader, self._ranks.cpu_group, common=plain)
         self._model.load(state["model"])
         if with_optimizer:
             self._optimizer.load(state["optimizer"], position)
@@ -284,13 +299,17 @@ class Checkpointer:
 
     def _check_fixed(self, found: Mapping[str, object], path: Path) -> None:
         for name, value in self._fixed.items():
-            if found[name] != value:
+            if (before := found.get(name, "adam")) != value:  # that of before other optimizers were there
                 raise FatalTrainingError(
-                    f"{name} was {found[name]} when this checkpoint was saved, and is {value}; "
+                    f"{name} was {before} when this checkpoint was saved, and is {value}; "
                     "one kind of optimizer cannot read the state of the other",
                     where=path,
                     hint=f"set {name} back, or start a new run with --load and checkpoint.no_load_optim=true",
                 )
+
+    def _say_groups(self, before: list[dict[str, Any]]) -> None:
+        if before != self._groups and self._ranks.rank == 0:
+            print(f"optimizer.groups is now {self._groups}, was {before}: it holds from here on", flush=True)
 
     def _check_shapes(self, wanted: ShardedStateDict, reader: CheckedReader) -> None:
         found = reader.metadata.state_dict_metadata
@@ -316,11 +335,13 @@ class Checkpointer:
         self._first = False
         return sharded, common
 
-    def _sharded_state(self, *, loading: bool, optimizer: bool = True) -> ShardedStateDict:
+    def _sharded_state(self, *, found: Mapping[str, Any] | None = None, optimizer: bool = True) -> ShardedStateDict:
+        """What is saved; what is loaded, where `found` is what the checkpoint holds, by key."""
         model, inner = self._model.sharded_state_dict(dict(_METADATA)), self._optimizer.inner
         part = {}
         if optimizer:  # asked for a state to load into, torch's Adam would be left with half of one
-            part = {"optimizer": inner.sharded_state_dict(model, is_loading=loading, metadata=dict(_METADATA))}
+            metadata = _METADATA | {own_optimizer.FOUND: found}
+            part = {"optimizer": inner.sharded_state_dict(model, is_loading=found is not None, metadata=metadata)}
         return {
             "model": model,
             **part,

@@ -108,18 +108,26 @@ class _Sharded(TorchDistLoadShardedStrategy):  # type: ignore[misc]
 
 
 class _Common(TorchCommonLoadStrategy):  # type: ignore[misc]
-    """Reads the common part."""
+    """Has the common part."""
 
-    def __init__(self, reader: CheckedReader) -> None:
+    def __init__(self, common: dict[str, Any]) -> None:
         super().__init__()
-        self._reader = reader
+        self._common = common
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        return self._reader.common()
+        return self._common
 
 
-def load(wanted: ShardedStateDict, reader: CheckedReader, group: ProcessGroup | None = None) -> dict[str, Any]:
+def load(
+    wanted: ShardedStateDict,
+    reader: CheckedReader,
+    group: ProcessGroup | None = None,
+    *,
+    common: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Return the state that `wanted` describes, with the common part of the checkpoint; all ranks together.
+
+    `common`: what to take for the common part, and to fill in place; None: it is read.
 
     The extra state of a module (`_extra_state`, which TransformerEngine keeps for fp8) is None where the checkpoint has
     none: local layers and imports write it for fewer modules.
@@ -135,6 +143,9 @@ def load(wanted: ShardedStateDict, reader: CheckedReader, group: ProcessGroup | 
 
     dict_list_map_inplace(without_missing, wanted)
     state: dict[str, Any] = dist_checkpointing.load(
-        wanted, str(reader.folder), sharded_strategy=_Sharded(reader, group), common_strategy=_Common(reader)
+        wanted,
+        str(reader.folder),
+        sharded_strategy=_Sharded(reader, group),
+        common_strategy=_Common(reader.common() if common is None else common),
     )
     return state

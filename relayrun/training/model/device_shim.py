@@ -26,6 +26,9 @@ def install() -> None:
         _factories()
         _random()
         _type_names()
+        _streams()
+        _splits()
+        _compiled()
 
 
 def _devices() -> None:
@@ -89,6 +92,63 @@ def _type_names() -> None:
         return original(self, dtype, non_blocking, **kwargs)
 
     _replace(torch.Tensor, "type", type_)
+
+
+class _Stream:
+    """A stream of a device that has none: what is given to it is done at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: object) -> None:
+        """Return at once."""
+
+    def record_event(self, event: object = None) -> _Stream:
+        """Return what can be waited for."""
+        return self
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+
+def _streams() -> None:
+    """There are streams, and nothing to wait for in them.
+
+    transformer/moe/token_dispatcher.py:444 and 871-899 (alltoall) and transformer/moe/shared_experts.py copy to the
+    host and compute shared experts on streams of their own.
+    """
+    here = _Stream()
+    _replace(torch.cuda, "Stream", _Stream)
+    _replace(torch.cuda, "current_stream", lambda device=None: here)
+
+
+def _splits() -> None:
+    """The numbers of tokens that go to each rank are numpy's, as they are after a copy from a GPU.
+
+    transformer/moe/moe_utils.py:1078 makes them so for tensors of a GPU alone, and torch's all-to-all takes no tensors.
+    """
+    from megatron.core.transformer.moe import token_dispatcher
+
+    original = token_dispatcher.maybe_move_tensor_to_cpu
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        moved = original(tensor, as_numpy, record_stream)
+        return moved.numpy() if as_numpy and isinstance(moved, torch.Tensor) else moved
+
+    _replace(token_dispatcher, "maybe_move_tensor_to_cpu", to_host)
+
+
+def _compiled() -> None:
+    """The parts of the fused loss run as they are written: for CPUs a compiler would have to be there, and take longer
+    than the runs that go there.
+
+    fusions/fused_cross_entropy.py has them compiled by torch on first use.
+    """
+    from megatron.core.fusions import fused_cross_entropy
+
+    for name, function in vars(fused_cross_entropy).copy().items():
+        if original := getattr(function, "_torchdynamo_orig_callable", None):
+            _replace(fused_cross_entropy, name, original)
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 
 
@@ -41,6 +42,12 @@ class Documents(PackedSeqParams):  # type: ignore[misc]  # megatron-core has no 
         return flat.cumsum(0, dtype=torch.int32).to(self.device, non_blocking=True)
 
 
+@lru_cache(maxsize=8)
+def whole_rows(batch: int, sequence: int, device: torch.device) -> Documents:
+    """Return rows that are one document each, as a kernel for documents wants them."""
+    return Documents(lengths=[[sequence]] * batch, device=device)
+
+
 class Positions(torch.nn.Module):
     """A rotary embedding for positions that differ from row to row, in the place of megatron-core's.
 
@@ -67,4 +74,28 @@ class Positions(torch.nn.Module):
         frequencies: torch.Tensor = self._rotary.inv_freq  # type: ignore[assignment]
         frequencies = frequencies.to(self._ids.device)
         angles = self._ids.T.to(frequencies.dtype)[:, :, None] * frequencies
-        return torch.cat((angles, angles), dim=-1)[:, :, None, :]
+        pairs = (
+            angles.repeat_interleave(2, dim=-1) if self._rotary.rotary_interleaved else torch.cat((angles, angles), -1)
+        )
+        return pairs[:, :, None, :]
+
+
+class StretchedPositions(Positions):
+    """The same for a rotary embedding that is stretched (YaRN), in a layer with latent attention."""
+
+    def __init__(self, rotary: torch.nn.Module, length: int) -> None:
+        """`length`: of a whole sequence."""
+        super().__init__(rotary)
+        self._length = length
+
+    def forward(self, *_: Any, **__: Any) -> tuple[torch.Tensor, float]:  # type: ignore[override]
+        """Return angles for the positions set, [sequence, batch, 1, channels], and the factor of their sines."""
+        assert self._ids is not None
+        # as packed: of the whole sequence, also with context parallelism
+        angles, factor = self._rotary(self._length, packed_seq=True)
+        return angles[self._ids.T, 0], factor
+
+
+def positions_for(rotary: torch.nn.Module, length: int) -> Positions:
+    """Return what takes the place of an embedding for sequences of this length."""
+    return StretchedPositions(rotary, length) if isinstance(rotary, YarnRotaryEmbedding) else Positions(rotary)

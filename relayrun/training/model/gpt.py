@@ -7,31 +7,35 @@ spec is megatron-core's local one, which needs torch alone, with another core at
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as functional
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.utils import get_batch_on_this_cp_rank
 
+from relayrun.config.expert_layout import expert_layers
 from relayrun.config.schema import Data, RunConfig
 from relayrun.data import documents
 from relayrun.errors import ConfigError
-from relayrun.training import parallel
+from relayrun.training import own_code, parallel
 from relayrun.training.loss import LossSum, Result, loss_function
-from relayrun.training.model import layers
-from relayrun.training.model.documents import Documents, Positions
+from relayrun.training.model import arguments, auxiliary_losses, layers, own_model, weight_gradients
+from relayrun.training.model.auxiliary_losses import AuxiliaryLosses
+from relayrun.training.model.documents import Documents, Positions, positions_for
 from relayrun.training.model.size import flops_per_token, padded
+from relayrun.training.own_loss import OwnLoss
 from relayrun.training.parallel import Ranks
+from relayrun.training.timers import Timers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,19 +71,23 @@ class Model:
         self.padded_vocabulary_size = padded(vocabulary_size, config.model.make_vocab_size_divisible_by)
         self.seq_length = config.training.seq_length
         self.device = ranks.device
-        self._ranks = ranks
+        self.ranks = self._ranks = ranks
         self._config = config.model
         self._data = config.data
         self._loss_mean = config.training.resolved_loss_mean
+        self._own_loss = _own_loss(config.training.loss, ranks)
         self._eod = _eod(config.data, eod)
         self._progress = progress
         self.dtype = torch.bfloat16 if config.training.resolved_precision == "bf16" else torch.float32
         self.batches_multiple = ranks.pipeline_size if ranks.virtual_stages > 1 else 1
         """`run` takes a multiple of this many micro-batches."""
         self._overlap_param_gather = config.parallel.overlap_param_gather
-        transformer = _transformer_config(config, ranks, self.dtype)
+        self.timers = Timers(config.tracking.timing_log_level, ranks.device)
+        self.transformer = transformer = _transformer_config(config, ranks, self.dtype)
+        """What megatron-core's modules are told."""
+        transformer.timers = self.timers if self.timers.level else None
         ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
+            grad_reduce_in_fp32=config.optimizer.main_grads_dtype == "fp32",
             use_distributed_optimizer=config.parallel.use_distributed_optimizer,
             overlap_grad_reduce=config.parallel.overlap_grad_reduce,
             overlap_param_gather=config.parallel.overlap_param_gather,
@@ -99,31 +107,80 @@ class Model:
         if config.parallel.overlap_grad_reduce:  # gradients are reduced with the last micro-batch alone
             hooks = [chunk.no_sync for chunk in self.chunks]
             transformer.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
+            if config.parallel.defer_embedding_wgrad_compute and ranks.is_last_stage:
+                transformer.finalize_model_grads_func = weight_gradients.reduced_last(self.chunks[-1])
         self._positions = torch.arange(self.seq_length, device=ranks.device)
+        self.auxiliary_losses = AuxiliaryLosses(
+            auxiliary_losses.names(config.model.transformer), layers=sum(expert_layers(config.model)), ranks=ranks
+        )
+        """What routers to experts add to the loss, as reported."""
 
     def _build(self, config: RunConfig, transformer: TransformerConfig, stage: int) -> torch.nn.Module:
         """The layers of one virtual stage of this rank."""
         virtual = {"ignore_virtual": False, "vp_stage": stage}
+        spec = self._spec(config, transformer, stage)
+        if isinstance(spec, torch.nn.Module):
+            return self._finished(config, transformer, spec)
         gpt = GPTModel(
             config=transformer,
-            transformer_layer_spec=layers.block_spec(layers.implementation(config), transformer, stage),
+            transformer_layer_spec=spec,
             vocab_size=self.padded_vocabulary_size,
             max_sequence_length=self.seq_length,
             pre_process=parallel_state.is_pipeline_first_stage(**virtual),
             post_process=parallel_state.is_pipeline_last_stage(**virtual),
             share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
             position_embedding_type="rope",
+            rotary_percent=config.model.rotary_percent,
             rotary_base=config.model.rotary_base,
             rope_scaling=config.model.rope_scaling_factor is not None,
             rope_scaling_factor=config.model.rope_scaling_factor or 1.0,
             vp_stage=stage if self._ranks.virtual_stages > 1 else None,
         )
+        return self._finished(config, transformer, gpt)
+
+    def _spec(
+        self, config: RunConfig, transformer: TransformerConfig, stage: int
+    ) -> ModuleSpec | TransformerBlockSubmodules | torch.nn.Module:
+        """What the layers of one virtual stage are made of; the whole model, where `model.spec` gives that."""
+        block = layers.block_spec(layers.implementation(config), transformer, stage)
+        if config.model.spec is None:
+            return block
+        found = own_model.made(
+            config.model.spec,
+            transformer,
+            vocab_size=self.padded_vocabulary_size,
+            max_sequence_length=self.seq_length,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            vp_stage=stage if self._ranks.virtual_stages > 1 else None,
+        )
+        if isinstance(found, ModuleSpec):  # megatron-core would take a last norm that knows no sequence parallelism
+            return replace(block, layer_specs=[found] * len(block.layer_specs))
+        return found
+
+    def _finished(self, config: RunConfig, transformer: TransformerConfig, gpt: torch.nn.Module) -> torch.nn.Module:
+        """The model with what training needs around and in it."""
         if config.data.restarts_positions:
-            gpt.rotary_pos_emb = Positions(gpt.rotary_pos_emb)
-            self._restarted.append(gpt.rotary_pos_emb)
+            self._restart_positions(gpt)
         gpt.model_type = ModelType.encoder_or_decoder  # the schedules ask for it
+        if config.parallel.defer_embedding_wgrad_compute:
+            weight_gradients.defer_output_layer_alone(gpt)
         gpt.to(self._ranks.device)
-        return Float16Module(transformer, gpt) if self.dtype is torch.bfloat16 else gpt  # type: ignore[no-any-return]
+        return Float16Module(transformer, gpt) if self.dtype is torch.bfloat16 else gpt
+
+    def _restart_positions(self, gpt: Any) -> None:
+        """Let rotary positions follow `position_ids`: the model has one embedding, or each layer its own."""
+        latent = self._config.transformer.multi_latent_attention
+        for owner in [layer.self_attention for layer in gpt.decoder.layers] if latent else [gpt]:
+            if not hasattr(owner, "rotary_pos_emb"):
+                raise ConfigError(
+                    f"{self._config.spec} returned a model without rotary_pos_emb, which would restart positions",
+                    where="model.spec",
+                    hint="set data.reset_position_ids=false (with document-window packing=none), or give the model a "
+                    "rotary_pos_emb",
+                )
+            owner.rotary_pos_emb = positions_for(owner.rotary_pos_emb, self.seq_length)
+            self._restarted.append(owner.rotary_pos_emb)
 
     def train_mode(self, mode: bool) -> None:
         for chunk in self.chunks:
@@ -149,11 +206,14 @@ class Model:
         A tied output layer on another stage than the embeddings is counted once.
         """
         own = 0
-        if self._ranks.data_parallel_rank == 0:
-            for parameter in (parameter for chunk in self.chunks for parameter in chunk.parameters()):
-                split = getattr(parameter, "tensor_model_parallel", False)
-                if (split or self._ranks.tensor_rank == 0) and not getattr(parameter, "shared", False):
-                    own += parameter.numel()
+        whole = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        experts = parallel_state.get_expert_data_parallel_rank() == 0
+        for parameter in (parameter for chunk in self.chunks for parameter in chunk.parameters()):
+            # experts that are split over ranks are not reduced over all replicas, and have replicas of their own
+            first = whole if getattr(parameter, "allreduce", True) else experts
+            split = getattr(parameter, "tensor_model_parallel", False)
+            if first and (split or self._ranks.tensor_rank == 0) and not getattr(parameter, "shared", False):
+                own += parameter.numel()
         return sum(self._ranks.gather(own))
 
     def flops_per_token(self) -> float:
@@ -191,7 +251,7 @@ class Model:
         device = self._ranks.device
         tokens = torch.from_numpy(batch.tokens).to(device, non_blocking=True)
         weights = None if batch.weights is None else torch.from_numpy(batch.weights).to(device)
-        parts = {
+        parts: dict[str, Any] = {
             "input_ids": tokens[:, :-1].contiguous(),
             "position_ids": self._position_ids(batch),
             "labels": tokens[:, 1:].contiguous(),
@@ -205,9 +265,13 @@ class Model:
         mask = parts.pop("loss_mask", None)
         for positions in self._restarted:
             positions.at(parts["position_ids"])
-        loss = ddp(**parts, attention_mask=None, packed_seq_params=self._documents(batch))
+        labels, own = parts["labels"], self._own_loss
+        if own is not None and own.wants_logits:
+            parts["labels"] = None
+        output = ddp(**parts, attention_mask=None, packed_seq_params=self._documents(batch))
         context = self._ranks.context_size
-        return loss, loss_function(self._loss_mean, mask=mask, weights=weights, context_size=context)
+        mean = loss_function(self._loss_mean, mask=mask, weights=weights, context_size=context)
+        return output, mean if own is None else lambda output: mean(own(output, labels, mask))
 
     def _position_ids(self, batch: MicroBatch) -> torch.Tensor:
         if not self._data.restarts_positions:
@@ -236,26 +300,34 @@ def _eod(data: Data, eod: int | None) -> int:
     return -1 if eod is None else eod
 
 
+def _own_loss(path: str | None, ranks: Ranks) -> OwnLoss | None:
+    if path is None:
+        return None
+    hint = "write module:function, where the ranks' Python finds its module; see docs/own-code.md"
+    return own_code.agreed(lambda: OwnLoss(path), ranks, setting="training.loss", hint=hint)
+
+
 def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> TransformerConfig:
-    model = config.model
+    model, defers = config.model, config.parallel.defer_embedding_wgrad_compute
+    if defers:
+        weight_gradients.install(say=ranks.rank == 0)
     on_gpu = ranks.device.type == "cuda"
     recompute, some_layers = config.training.recompute_granularity, config.training.recompute_num_layers
-    return TransformerConfig(
+    kind = MLATransformerConfig if model.transformer.multi_latent_attention else TransformerConfig
+    return kind(
+        **arguments.of_transformer(model, on_gpu=on_gpu),
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
-        normalization="RMSNorm",
         layernorm_epsilon=model.norm_epsilon,
-        gated_linear_unit=True,
-        activation_func=functional.silu,
-        add_bias_linear=False,
         init_method_std=model.init_method_std,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         tensor_model_parallel_size=ranks.tensor_size,
         context_parallel_size=ranks.context_size,
+        expert_model_parallel_size=ranks.expert_size,
         pipeline_model_parallel_size=ranks.pipeline_size,
         virtual_pipeline_model_parallel_size=ranks.virtual_stages if ranks.virtual_stages > 1 else None,
         # two stages with several parts would exchange several messages in one batch
@@ -271,9 +343,15 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
         recompute_num_layers=(some_layers or 1) if recompute == "full" else None,
         use_cpu_initialization=not on_gpu,
         # compiled by torch on first use; on a CPU that takes longer than the runs that go there
-        bias_activation_fusion=on_gpu,
         bias_dropout_fusion=on_gpu,
         finalize_model_grads_func=finalize_model_grads,
+        cross_entropy_loss_fusion=config.training.cross_entropy_loss_fusion,
+        cross_entropy_fusion_impl=config.training.cross_entropy_fusion_impl,
+        # deferred gradients of weights are added to the buffer where they are computed
+        gradient_accumulation_fusion=defers,
+        defer_embedding_wgrad_compute=defers,
+        wgrad_deferral_limit=config.parallel.wgrad_deferral_limit,
+        overlap_p2p_comm_warmup_flush=config.parallel.overlap_p2p_communication_warmup_flush,
         # sums of gradients, divided once, by the tokens that count in the global batch
         calculate_per_token_loss=config.data.masks_loss and config.training.resolved_loss_mean == "token",
         deterministic_mode=config.training.deterministic,

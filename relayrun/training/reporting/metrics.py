@@ -1,13 +1,15 @@
 """What a run measures: a line per iteration in the attempt's metrics.jsonl, and now and then one on the console.
 
 Rank 0 writes. Lines of an iteration hold the fields of `Step`; those of an evaluation `iteration, validation,
-evaluation_seconds, time`, where `validation` maps the name of a set to its loss. Floats have full precision (Python's
+perplexity, evaluation_seconds, time`, where `validation` maps the name of a set to its loss, and `perplexity` to e to
+the loss. Floats have full precision (Python's
 repr), losses are in nats per token. A line is not synced to disk: losing the last ones with a node costs nothing,
 since the iterations after the last checkpoint are computed again.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +23,12 @@ from relayrun.training.hooks import Evaluated, Hook, Step
 
 if TYPE_CHECKING:  # it imports torch
     from relayrun.training.parallel import Ranks
+
+ALWAYS = ("mfu", "skipped")
+"""Fields that every line has, null where there is no value; others are left out then."""
+
+LARGEST = 20.0
+"""Losses above it, in nats, have the perplexity of this one, as Megatron-LM shows it."""
 
 EVERY = 10
 """Iterations between lines on the console."""
@@ -40,12 +48,7 @@ class Metrics(Hook):
     def after_step(self, step: Step) -> None:
         if not self._active:
             return
-        record = asdict(step)
-        if step.hooks_seconds is None:
-            del record["hooks_seconds"]
-        if step.useful_tokens is None:
-            for name in ("useful_tokens", "padding_share", "windows_per_row"):
-                del record[name]
+        record = {name: value for name, value in asdict(step).items() if value is not None or name in ALWAYS}
         self._write(self._attempt.metrics, record)
         self._steps += 1
         if self._steps == 1 or step.iteration % EVERY == 0 or step.iteration == self._total_steps:
@@ -65,6 +68,7 @@ class Metrics(Hook):
         record = {
             "iteration": result.iteration,
             "validation": dict(result.losses),
+            "perplexity": {name: math.exp(min(LARGEST, loss)) for name, loss in result.losses.items()},
             "evaluation_seconds": result.seconds,
             "time": time.time(),
         }

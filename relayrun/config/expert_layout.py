@@ -1,0 +1,194 @@
+"""What mixtures of experts and latent attention ask of the layout and of other settings of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from relayrun.config.training import Model, Parallel, Training
+
+
+class Config(Protocol):
+    """The parts of a run's config that are looked at; `schema`, which has all of it, imports this module."""
+
+    model: Model
+    parallel: Parallel
+    training: Training
+
+    @property
+    def data_parallel_size(self) -> int: ...
+
+    @property
+    def virtual_stages(self) -> int: ...
+
+
+def with_experts(pattern: int | Sequence[int], layers: int, experts: int | None) -> list[bool]:
+    """Return, for each layer, whether it has experts: every `pattern`-th from the first on, or those with a 1."""
+    if experts is None:
+        return [False] * layers
+    if isinstance(pattern, int):
+        return [number % pattern == 0 for number in range(layers)]
+    return [bool(each) for each in pattern]
+
+
+def expert_layers(model: Model) -> list[bool]:
+    """Return, for each layer of a model, whether it has experts."""
+    settings = model.transformer
+    return with_experts(settings.moe_layer_freq, model.num_layers, settings.num_moe_experts)
+
+
+def check(config: Config) -> None:
+    """Raise ValueError if experts or latent attention do not go with the layout, or with another setting."""
+    experts = config.model.transformer.num_moe_experts
+    if experts is None:
+        if (size := config.parallel.expert_model_parallel_size) > 1:
+            raise ValueError(
+                f"parallel.expert_model_parallel_size {size} splits experts over ranks, and the model has none; "
+                "set model.transformer.num_moe_experts, or leave it out"
+            )
+    else:
+        _check_router(config.model, experts)
+        _check_layout(config, experts)
+        _check_settings(config)
+    if config.model.transformer.multi_latent_attention:
+        _check_latent_attention(config)
+
+
+def _check_router(model: Model, experts: int) -> None:
+    """What the router can choose."""
+    settings = model.transformer
+    chosen, groups = settings.moe_router_topk, settings.moe_router_num_groups
+    if chosen > experts:
+        raise ValueError(
+            f"model.transformer.moe_router_topk {chosen} is above num_moe_experts {experts}: "
+            "a token goes to different experts"
+        )
+    kinds = settings.moe_router_load_balancing_type
+    sinkhorn = kinds == "sinkhorn"
+    if (
+        chosen == 1
+        and settings.moe_router_score_function == "softmax"
+        and not (settings.moe_router_pre_softmax or sinkhorn)
+    ):
+        raise ValueError(
+            "model.transformer.moe_router_topk 1 weighs its one expert by 1, from which the router learns nothing; "
+            "set model.transformer.moe_router_pre_softmax=true"
+        )
+    if settings.moe_router_enable_expert_bias and settings.moe_router_score_function != "sigmoid":
+        raise ValueError(
+            "model.transformer.moe_router_enable_expert_bias needs model.transformer.moe_router_score_function=sigmoid"
+        )
+    factors = settings.moe_aux_loss_coeff
+    if isinstance(kinds, list) != isinstance(factors, list) or (
+        isinstance(kinds, list) and isinstance(factors, list) and len(kinds) != len(factors)
+    ):
+        raise ValueError(
+            "model.transformer.moe_aux_loss_coeff has one factor for each moe_router_load_balancing_type: "
+            "lists of the same length, or one of each"
+        )
+    if isinstance(kinds, list) and (alone := [kind for kind in kinds if kind in ("sinkhorn", "none")]):
+        raise ValueError(f"model.transformer.moe_router_load_balancing_type: {alone[0]} is no loss; write it alone")
+    if sinkhorn and factors:
+        raise ValueError("model.transformer.moe_aux_loss_coeff: sinkhorn has no loss; set 0")
+    if settings.moe_router_group_topk is not None:
+        if groups is None or experts % groups or settings.moe_router_group_topk > groups:
+            raise ValueError(
+                f"model.transformer.moe_router_group_topk {settings.moe_router_group_topk} is chosen from "
+                f"moe_router_num_groups {groups}: groups of equal size, at least so many, among {experts} experts"
+            )
+        if chosen % settings.moe_router_group_topk:
+            raise ValueError(
+                f"model.transformer.moe_router_topk {chosen} is no multiple of moe_router_group_topk "
+                f"{settings.moe_router_group_topk}: each chosen group gives as many experts"
+            )
+
+
+def _check_layout(config: Config, experts: int) -> None:
+    """How experts are split over ranks."""
+    parallel, settings = config.parallel, config.model.transformer
+    size, tensor = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
+    if experts % size:
+        raise ValueError(
+            f"model.transformer.num_moe_experts {experts} is no multiple of parallel.expert_model_parallel_size {size}"
+        )
+    replicas = config.data_parallel_size * parallel.context_parallel_size
+    if replicas % size:
+        raise ValueError(
+            f"experts are split over ranks that are data- or context-parallel: {replicas} of them (data "
+            f"{config.data_parallel_size} x context {parallel.context_parallel_size}) are no multiple of "
+            f"parallel.expert_model_parallel_size {size}"
+        )
+    if tensor > 1 and not parallel.sequence_parallel:
+        raise ValueError(
+            "experts with parallel.tensor_model_parallel_size above 1 need parallel.sequence_parallel=true: each "
+            "tensor-parallel rank sends its own tokens to them"
+        )
+    widths = {
+        "moe_ffn_hidden_size": settings.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": settings.moe_shared_expert_intermediate_size,
+    }
+    for name, width in widths.items():
+        if width is not None and width % tensor:
+            raise ValueError(
+                f"model.transformer.{name} {width} is no multiple of parallel.tensor_model_parallel_size {tensor}"
+            )
+    if size > 1 and (bare := _stages_without_experts(config)):
+        raise ValueError(
+            f"pipeline stage {bare[0]} has no layer with experts (model.transformer.moe_layer_freq); with "
+            "parallel.expert_model_parallel_size above 1 every stage needs one: change one of the two, or "
+            "parallel.pipeline_model_parallel_size"
+        )
+
+
+def _stages_without_experts(config: Config) -> list[int]:
+    """Numbers of the pipeline stages that have no layer with experts, counted from 0."""
+    stages, layers = config.parallel.pipeline_model_parallel_size, expert_layers(config.model)
+    each = len(layers) // (stages * config.virtual_stages)  # of a part; the parts of a stage are `stages` parts apart
+    having = {number // each % stages for number, experts in enumerate(layers) if experts}
+    return [stage for stage in range(stages) if stage not in having]
+
+
+def _check_settings(config: Config) -> None:
+    """Settings of other sections, and of experts among themselves."""
+    settings, training = config.model.transformer, config.training
+    if settings.add_bias_linear and (
+        config.parallel.tensor_model_parallel_size > 1 or settings.moe_shared_expert_intermediate_size is not None
+    ):
+        raise ValueError(
+            "model.transformer.add_bias_linear: biases of experts are not split over tensor-parallel ranks, and shared "
+            "experts have none; set it to false"
+        )
+    if settings.moe_shared_expert_overlap and settings.moe_token_dispatcher_type != "alltoall":
+        raise ValueError(
+            "model.transformer.moe_shared_expert_overlap needs model.transformer.moe_token_dispatcher_type=alltoall"
+        )
+    if settings.moe_pad_expert_input_to_capacity and settings.moe_expert_capacity_factor is None:
+        raise ValueError(
+            "model.transformer.moe_pad_expert_input_to_capacity pads to a capacity; set moe_expert_capacity_factor"
+        )
+    if settings.moe_apply_probs_on_input and settings.moe_router_topk != 1:
+        raise ValueError("model.transformer.moe_apply_probs_on_input needs model.transformer.moe_router_topk=1")
+    if "mlp" in (training.recompute_modules or []) and all(expert_layers(config.model)):
+        raise ValueError(
+            "training.recompute_modules: mlp is of layers without experts, and all layers have experts; write moe"
+        )
+
+
+def _check_latent_attention(config: Config) -> None:
+    model, parallel = config.model, config.parallel
+    if model.num_query_groups != model.num_attention_heads:
+        raise ValueError(
+            f"model.num_query_groups {model.num_query_groups}: with multi_latent_attention every head has keys and "
+            f"values of its own; set it to num_attention_heads, {model.num_attention_heads}"
+        )
+    if model.rope_scaling_factor is not None:
+        raise ValueError(
+            "model.rope_scaling_factor is Llama's; multi_latent_attention stretches positions by "
+            "model.transformer.rope_type=yarn and rotary_scaling_factor"
+        )
+    if model.transformer.qk_layernorm and parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        # megatron-core sums the gradients of a norm called q_layernorm over tensor-parallel ranks, which all have it
+        raise ValueError(
+            "model.transformer.qk_layernorm with multi_latent_attention and parallel.tensor_model_parallel_size above "
+            "1 needs parallel.sequence_parallel=true: else megatron-core counts the norm's gradients once a rank"
+        )

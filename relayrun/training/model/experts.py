@@ -1,0 +1,73 @@
+"""Mixtures of experts (MoE) as megatron-core's MoELayer, with fresh weights that do not depend on the layout.
+
+Without TransformerEngine an expert is a feed-forward layer of its own, and those of a rank come one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.experts import SequentialMLP
+
+
+def patch_router() -> None:
+    """Let the router compute its scores where TransformerEngine is missing; elsewhere do nothing.
+
+    Fault: megatron-core 0.16.1 asks whether `te_general_gemm` is None (transformer/moe/moe_utils.py:1192 and 1225), and
+    without TransformerEngine there is no such name.
+    """
+    if not moe_utils.HAVE_TE:
+        moe_utils.te_general_gemm = None
+
+
+class Experts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no types
+    """The experts of a rank, one after the other; names in a checkpoint are those of TransformerEngine's, too.
+
+    megatron-core 0.16.1 draws fresh weights on a CPU for the experts of each rank from one state of the generator: with
+    expert parallelism the first experts of all ranks begin as twins, which the router can hardly tell apart, and what
+    is drawn behind them depends on how many a rank holds. Here an expert's weights follow from its number among all.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, submodules: MLPSubmodules, pg_collection: Any = None
+    ) -> None:
+        super().__init__(0, config, submodules, pg_collection)
+        self.num_local_experts = num_local_experts
+        drawn = int(torch.randint(1 << 62, ()))  # the same on all ranks of a stage
+        first = self.ep_group.rank() * num_local_experts
+        for number in range(first, first + num_local_experts):
+            with _generator_at(drawn + number):
+                expert = MLP(
+                    self.config,
+                    submodules,
+                    ffn_hidden_size=self.config.moe_ffn_hidden_size,
+                    is_expert=True,
+                    tp_group=self.tp_group,
+                )
+            self.local_experts.append(expert)
+
+
+@contextlib.contextmanager
+def _generator_at(seed: int) -> Iterator[None]:
+    """Draw on the CPU from this seed, and go on as before; on a GPU megatron-core draws from states of its own."""
+    before = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
+
+
+def local_experts(config: TransformerConfig) -> ModuleSpec:
+    """Return the feed-forward part of a layer with experts, made of local modules."""
+    patch_router()
+    spec: ModuleSpec = get_mlp_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    spec.submodules.experts.module = Experts
+    return spec

@@ -1,0 +1,256 @@
+"""`model.transformer` against the TransformerConfig of the installed megatron-core, which is read, not imported."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayrun.cli import main
+from relayrun.config import compose
+from relayrun.config.schema import RunConfig
+from relayrun.config.training import Model, Parallel, Training
+from relayrun.config.transformer import NEEDS_TRANSFORMER_ENGINE, NOT_OF_THE_WEIGHTS, OF_A_LLAMA, Transformer
+from relayrun.config.transformer_refused import ELSEWHERE, REFUSED
+from relayrun.errors import ConfigError
+from relayrun.training.model import size
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of megatron-core's dataclasses, as its source has it."""
+
+    annotation: str
+    value: ast.expr | None
+
+    @property
+    def default(self) -> object:
+        """What stands behind the annotation, or in a `field(default=...)`."""
+        value = self.value
+        if isinstance(value, ast.Call):
+            value = next(keyword.value for keyword in value.keywords if keyword.arg == "default")
+        assert value is not None
+        return ast.literal_eval(value)
+
+
+def fields_in(source: str) -> dict[str, Field]:
+    """The fields of all classes of megatron-core's file."""
+    found = {}
+    for part in ast.parse(source).body:
+        for line in part.body if isinstance(part, ast.ClassDef) else []:
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+                found[line.target.id] = Field(ast.unparse(line.annotation), line.value)
+    return found
+
+
+def installed() -> dict[str, Field]:
+    """A later class's field holds: MLATransformerConfig has defaults of its own."""
+    core = Path(str(distribution("megatron-core").locate_file("megatron/core")))
+    names = ("model_parallel_config.py", "transformer/transformer_config.py")
+    return {name: field for file in names for name, field in fields_in((core / file).read_text()).items()}
+
+
+INSTALLED = installed()
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "configs/runs/demo.yaml"
+TAKEN = Transformer.model_json_schema()["properties"]
+SAME_NAME = {*Model.model_fields, *Training.model_fields, *Parallel.model_fields}
+
+
+def unknown(fields: typing.Iterable[str]) -> set[str]:
+    """The fields that nothing here knows."""
+    return set(fields) - {*Transformer.model_fields, *SAME_NAME, *ELSEWHERE, *REFUSED}
+
+
+def test_every_field_of_megatron_core_is_taken_or_refused_with_a_reason() -> None:
+    assert len(INSTALLED) > 200
+    assert unknown(INSTALLED) == set()
+    assert unknown(fields_in("class TransformerConfig:\n    new_kind_of_layer: bool = False\n")) == {
+        "new_kind_of_layer"
+    }
+
+
+def test_nothing_is_taken_or_refused_that_megatron_core_does_not_have() -> None:
+    assert {*Transformer.model_fields, *ELSEWHERE, *REFUSED} - set(INSTALLED) == set()
+    assert not set(Transformer.model_fields) & {*ELSEWHERE, *REFUSED}
+    assert not set(ELSEWHERE) & set(REFUSED)
+    assert set(Transformer.model_fields) >= {*NEEDS_TRANSFORMER_ENGINE, *NOT_OF_THE_WEIGHTS, *OF_A_LLAMA}
+
+
+def test_what_is_elsewhere_is_a_setting() -> None:
+    for setting in ELSEWHERE.values():
+        section: Any = RunConfig
+        *sections, name = setting.split(".")
+        for part in sections:
+            section = section.model_fields[part].annotation
+        assert name in section.model_fields, setting
+
+
+@pytest.mark.parametrize("name", sorted(set(Transformer.model_fields) - OF_A_LLAMA))
+def test_defaults_are_those_of_megatron_core(name: str) -> None:
+    if name == "multi_latent_attention":  # the class is chosen by it
+        assert Transformer.model_fields[name].default is False
+    else:
+        assert Transformer.model_fields[name].default == INSTALLED[name].default
+
+
+def shapes(annotation: str) -> set[str]:
+    """The kinds of value that an annotation names: of its words, its literals and its containers."""
+    words = {"bool": "boolean", "int": "integer", "float": "number", "str": "string", "Callable": "string"}
+    found = set()
+    for node in ast.walk(ast.parse(annotation, mode="eval")):
+        if isinstance(node, ast.Name) and node.id in words:
+            found.add(words[node.id])
+        elif isinstance(node, ast.Name) and node.id in ("List", "Tuple", "list", "tuple"):
+            found.add("array")
+        elif isinstance(node, ast.Name) and node.id == "Optional":
+            found.add("null")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add("string")
+    return found
+
+
+def taken(schema: Any) -> Iterator[str]:
+    """The kinds of value that a JSON schema takes."""
+    if isinstance(schema, dict):
+        if "type" in schema:
+            yield schema["type"]
+        elif "const" in schema or "enum" in schema:
+            yield "string"
+        for inner in ("anyOf", "items"):
+            yield from taken(schema.get(inner))
+    elif isinstance(schema, list):
+        for each in schema:
+            yield from taken(each)
+
+
+@pytest.mark.parametrize("name", sorted(Transformer.model_fields))
+def test_types_are_those_of_megatron_core(name: str) -> None:
+    ours, theirs = set(taken(TAKEN[name])), shapes(INSTALLED[name].annotation)
+    # a list that is not there is None, a width that may be left out too; no field takes what Megatron's does not
+    assert ours - {"null"} == theirs - {"null"}
+    assert "null" not in ours or "null" in theirs or name == "q_lora_rank"  # which Megatron's layers ask for None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("qk_layernrom=true", "qk_layernrom: megatron-core has no such field; did you mean 'qk_layernorm'?"),
+        ("qk_layernorm=often", "qk_layernorm: Input should be a valid boolean, not 'often'"),
+        ("kv_channels=0", "kv_channels: Input should be greater than 0, not 0"),
+        ("num_layers=3", "num_layers: a run says this with model.num_layers; set that"),
+        ("layernorm_epsilon=1e-6", "a run says this with model.norm_epsilon; set that"),
+        ("sequence_parallel=true", "a run says this with parallel.sequence_parallel; set that"),
+        ("recompute_granularity=full", "a run says this with training.recompute_granularity; set that"),
+        ("params_dtype=bf16", "a run says this with training.precision; set that"),
+        ("softmax_type=learnable", "relayrun does not take this field of megatron-core: relayrun's attention has a"),
+        ("mamba_head_dim=64", "it needs layers that neither relayrun's nor TransformerEngine's layer spec has"),
+        ("window_size=[16, 1]", "which a language model must not: write 0"),
+        ("window_attn_skip_freq=2", "and window_size is not set"),
+        ("no_rope_freq=3", "num_layers 5 is no multiple of transformer.no_rope_freq 3"),
+        ("no_rope_freq=[1]", "transformer.no_rope_freq has 1 numbers, and there are 5 layers"),
+        ("activation_func=xielu", "set gated_linear_unit: false"),
+        ("q_lora_rank=16", "q_lora_rank: only with multi_latent_attention: true"),
+        ("moe_router_topk=1", "moe_router_topk: only with num_moe_experts"),
+        ("fp8_margin=1", "fp8_margin: only with fp8"),
+        ("fp8=hybrid", "set training.transformer_impl=transformer_engine, or leave it out"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose.load(DEMO, [f"model.transformer.{text}"])
+    assert words in caught.value.message
+
+
+PAGE = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_work(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    (block,) = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S)
+    commands = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert [words[:2] for words in commands] == [["relayrun", name] for name in ("explain", "explain", "config")]
+    for words in commands:
+        assert main(words[1:]) == 0
+    printed = capsys.readouterr().out
+    assert "model.transformer.qk_layernorm" in printed
+    assert "kv_channels: 64" in printed
+
+
+@pytest.mark.parametrize(("line", "words"), re.findall(r"^\| `(\w+: [^`]+)` \| (.*) \|$", PAGE, re.M))
+def test_the_errors_of_the_page_are_said(line: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose.load(DEMO, [f"model.transformer={{{line}}}"])
+    assert words in caught.value.message
+
+
+def test_the_example_of_the_page_is_a_config(tmp_path: Path) -> None:
+    (example,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.M | re.S)
+    path = tmp_path / "example.yaml"
+    path.write_text(example.replace("../models", str(ROOT / "configs/models")))
+    values = compose.read_settings(path).values["model"]["transformer"]
+    assert Transformer.model_validate(values).model_dump() == {
+        "kv_channels": 128,
+        "qk_layernorm": True,
+        "window_size": [4095, 0],
+        "window_attn_skip_freq": 4,
+    }
+
+
+def test_every_model_of_the_page_is_there() -> None:
+    named = set(re.findall(r"`([a-z]+[\d.]*-\d[\w.]*)`", PAGE))
+    assert named == {path.stem for path in (ROOT / "configs/models").glob("*.yaml")}
+
+
+def test_a_revision_holds_what_was_set(tmp_path: Path) -> None:
+    config = compose.load(DEMO, ["model.transformer={kv_channels: 32, qk_layernorm: true, qk_l2_norm: false}"])
+    assert isinstance(config, RunConfig)
+    assert config.model.transformer.model_dump() == {"kv_channels": 32, "qk_layernorm": True}
+    (tmp_path / "revision.yaml").write_text(compose.dump(config))
+    assert compose.read_resolved(tmp_path / "revision.yaml") == config
+    before = compose.load(DEMO)
+    text = compose.dump(before)
+    assert "  transformer: {}\n" in text
+    (tmp_path / "revision.yaml").write_text(text.replace("  transformer: {}\n", ""))  # of an earlier version
+    assert compose.read_resolved(tmp_path / "revision.yaml") == before
+
+
+def shape(**transformer: Any) -> Model:
+    return Model(
+        num_layers=4,
+        hidden_size=64,
+        ffn_hidden_size=96,
+        num_attention_heads=4,
+        num_query_groups=2,
+        transformer=Transformer.model_validate(transformer),
+    )
+
+
+def test_parameters_are_counted() -> None:
+    plain = size.parameters(shape(), 128)
+    assert plain == 4 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 96 + 2 * 64) + 2 * 128 * 64 + 64
+    assert size.parameters(shape(qk_layernorm=True), 128) == plain + 4 * 2 * 16
+    assert size.parameters(shape(kv_channels=32), 128) == plain + 4 * (64 * (64 + 2 * 32) + 64 * 64)
+    assert size.parameters(shape(add_qkv_bias=True), 128) == plain + 4 * (64 + 2 * 32)
+    assert size.parameters(shape(add_bias_linear=True), 128) == plain + 4 * (64 + 2 * 32 + 64 + 2 * 96 + 64)
+    assert size.parameters(shape(normalization="LayerNorm"), 128) == plain + 4 * 2 * 64 + 64
+    two = shape(gated_linear_unit=False, activation_func="xielu")
+    assert size.parameters(two, 128) == plain - 4 * (64 * 96 - 2)
+
+
+def test_a_window_makes_attention_cheaper() -> None:
+    scores = size.flops_per_token(shape(), 128, 1000) - size.flops_per_token(shape(), 128, 0)
+    assert scores == 12 * 64 * 500 * 4
+    windowed = shape(window_size=[99, 0], window_attn_skip_freq=4)
+    found = size.flops_per_token(windowed, 128, 1000) - size.flops_per_token(shape(), 128, 0)
+    seen = sum(min(position, 99) + 1 for position in range(1000)) / 1000
+    assert found == pytest.approx(12 * 64 * (3 * seen + 500), rel=1e-12)
