@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from relayrun.config.data import Data, DataSource
 from relayrun.config.document_window import DocumentWindow
+from relayrun.config.rampup import BatchSizes
 from relayrun.data import documents
+from relayrun.data.batches import BatchReader
 from relayrun.data.order import packing
 from relayrun.data.order.document_order import DocumentOrder
 from relayrun.data.order.document_windows import Cut, DocumentWindows
 from relayrun.data.order.packing import PackedRows, assign
+from relayrun.data.order.sampler import MixtureSampler, Part
+from relayrun.data.order.samples import SampleOrder
 from relayrun.data.rows import Row, Rows
 from relayrun.errors import ConfigError
 from relayrun.shards.indexed import ShardWriter
@@ -194,3 +200,56 @@ def test_an_end_of_document_that_the_tokenizer_lacks_is_asked_for(tmp_path: Path
         DocumentOrder(manifest, DocumentWindow(bos=7), seq_length=8, seed=1, name="a", vocabulary_size=6)
     order = DocumentOrder(manifest, DocumentWindow(eos=True), seq_length=8, seed=1, name="a", eod=5)
     assert order.read(0, 0).tolist() == [1000, 1001, 1002, 5, 0, 0, 0, 0, 0]
+
+
+def test_the_rows_of_a_mixture_are_the_same_for_every_layout_and_after_every_resume(tmp_path: Path) -> None:
+    """Beside a data set that gives tokens alone; the state between attempts is JSON."""
+    lengths = np.random.default_rng(8).integers(1, 60, 80).tolist()
+    packed, plain = shard(tmp_path / "a", lengths), shard(tmp_path / "b", [900])
+
+    def mixture() -> MixtureSampler:
+        cut = DocumentWindow(window=20, overlap=4, bos=1, eos=2)
+        parts = {
+            "a": DocumentOrder(packed, cut, seq_length=24, seed=1, name="a"),
+            "b": SampleOrder(plain, seq_length=24, seed=1, name="b"),
+        }
+        weights = {"a": 0.7, "b": 0.3}
+        return MixtureSampler({n: Part(dataset=d, weight=weights[n], record={}) for n, d in parts.items()}, {})
+
+    def read(
+        order: MixtureSampler, ranks: int, micro: int, consumed: int, iterations: int
+    ) -> list[tuple[Any, Any, Any]]:
+        readers = [
+            BatchReader(
+                order,
+                data_parallel_rank=rank,
+                data_parallel_size=ranks,
+                micro_batch_size=micro,
+                batch_sizes=BatchSizes(8),
+                consumed_samples=consumed,
+            )
+            for rank in range(ranks)
+        ]
+        found: list[tuple[Any, Any, Any]] = []
+        for _ in range(iterations):
+            shares = [next(reader) for reader in readers]
+            for rows in (share[step] for step in range(8 // ranks // micro) for share in shares):
+                for m in range(micro):
+                    own = None if rows.lengths is None or rows.lengths[m] is None else [*(rows.lengths[m] or ())]
+                    mask = [1.0] * 24 if rows.loss_mask is None else rows.loss_mask[m].tolist()
+                    found.append((rows.tokens[m].tolist(), own, mask))
+        for reader in readers:
+            reader.close()
+        return found
+
+    whole = read(mixture(), 1, 8, 0, 30)
+    assert any(own is None for _, own, _ in whole)
+    assert any(own is not None for _, own, _ in whole)
+    order, consumed, pieces = mixture(), 0, list[tuple[Any, Any, Any]]()
+    for ranks, micro, iterations in ((4, 2, 7), (1, 1, 9), (8, 1, 3), (2, 4, 11)):
+        pieces += read(order, ranks, micro, consumed, iterations)
+        state = json.loads(json.dumps(order.state(consumed + 8 * iterations)))
+        order = mixture()
+        consumed = order.resume(state)
+    assert len(pieces) == len(whole)
+    assert [at for at, pair in enumerate(zip(pieces, whole, strict=True)) if pair[0] != pair[1]] == []
