@@ -107,7 +107,8 @@ class Data(Section):
     @property
     def depends_on_ends(self) -> bool:
         """Whether something depends on which token ends a document."""
-        return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
+        dropped = any(cut.drop_eod for cut in self.cut_by_document.values())
+        return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss or dropped
 
     @property
     def cut_by_document(self) -> dict[str, DocumentWindow]:

@@ -26,6 +26,8 @@ from relayrun.errors import ConfigError
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import DatasetManifest
 
+Sample = tuple[Any, Any, Any]
+"""Tokens, lengths and loss mask of a row."""
 PACKINGS = ("none", "pad", "split", "greedy", "first_fit", "best_fit")
 
 
@@ -181,6 +183,8 @@ def test_settings_that_cannot_work_are_refused() -> None:
     assert own.masks_loss
     assert own.attends_documents
     assert not data(document_window={"packing": "none"}).attends_documents
+    assert data(document_window={"drop_eod": True}).depends_on_ends
+    assert not own.depends_on_ends
     for wrong, words in (
         ({"split": 0.1}, "hold data out by path"),
         ({"order": "window", "document_window": {}}, "no data set has order: document-window"),
@@ -216,9 +220,7 @@ def test_the_rows_of_a_mixture_are_the_same_for_every_layout_and_after_every_res
         weights = {"a": 0.7, "b": 0.3}
         return MixtureSampler({n: Part(dataset=d, weight=weights[n], record={}) for n, d in parts.items()}, {})
 
-    def read(
-        order: MixtureSampler, ranks: int, micro: int, consumed: int, iterations: int
-    ) -> list[tuple[Any, Any, Any]]:
+    def read(order: MixtureSampler, ranks: int, micro: int, consumed: int, iterations: int) -> list[Sample]:
         readers = [
             BatchReader(
                 order,
@@ -230,7 +232,7 @@ def test_the_rows_of_a_mixture_are_the_same_for_every_layout_and_after_every_res
             )
             for rank in range(ranks)
         ]
-        found: list[tuple[Any, Any, Any]] = []
+        found: list[Sample] = []
         for _ in range(iterations):
             shares = [next(reader) for reader in readers]
             for rows in (share[step] for step in range(8 // ranks // micro) for share in shares):
@@ -245,7 +247,7 @@ def test_the_rows_of_a_mixture_are_the_same_for_every_layout_and_after_every_res
     whole = read(mixture(), 1, 8, 0, 30)
     assert any(own is None for _, own, _ in whole)
     assert any(own is not None for _, own, _ in whole)
-    order, consumed, pieces = mixture(), 0, list[tuple[Any, Any, Any]]()
+    order, consumed, pieces = mixture(), 0, list[Sample]()
     for ranks, micro, iterations in ((4, 2, 7), (1, 1, 9), (8, 1, 3), (2, 4, 11)):
         pieces += read(order, ranks, micro, consumed, iterations)
         state = json.loads(json.dumps(order.state(consumed + 8 * iterations)))
