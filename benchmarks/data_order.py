@@ -190,7 +190,8 @@ def ours(dataset: Dataset, micro: int, *, flags: bool) -> Iterator[Batch]:
         consumed_samples=0,
     ) as reader:
         for iteration in reader:
-            for rows in iteration:
+            for micro_batch in iteration:
+                rows = micro_batch.tokens
                 tokens = torch.from_numpy(rows)
                 if flags:
                     mask = torch.from_numpy(documents.loss_mask(rows[:, :-1], EOD))

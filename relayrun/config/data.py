@@ -7,6 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from relayrun.config.document_window import DOCUMENT_WINDOW, DocumentWindow
 from relayrun.config.section import NAME, Fraction, Positive, Section
 
 MOCK_ORDER = "mock"
@@ -30,7 +31,9 @@ class DataSource(Section):
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     """Share of the samples, in any unit: the weights of a mixture are divided by their sum."""
     order: str | None = None
-    """`window`, `megatron` or `module:callable`; default: data.order."""
+    """`window`, `document-window`, `megatron` or `module:callable`; default: data.order."""
+    document_window: DocumentWindow | None = None
+    """How this data set's documents are cut and packed; default: data.document_window."""
     options: dict[str, Any] = {}
     """Options that are handed to a user's own order, which alone reads them."""
     edition: Positive = 1
@@ -47,7 +50,9 @@ class DataSource(Section):
         return [] if self.path is None else [self.path] if isinstance(self.path, str) else self.path
 
 
-_ORDER = re.compile(r"window|megatron|mock|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_NOT_MOCKED = ("datasets", "validation", "split", "document_window")
+"""What made-up data take the place of."""
+_ORDER = re.compile(r"window|document-window|megatron|mock|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class Data(Section):
@@ -67,8 +72,10 @@ class Data(Section):
     split: Fraction = 0.0
     """Share of each data set's windows, at its end, that is held out: a validation set of the data set's name."""
     order: str = "window"
-    """How a data set's windows are cut and shuffled: `window`, without an index; `megatron`, megatron-core's
-    GPTDataset for each epoch; `module:callable`, a user's own."""
+    """How a data set's windows are cut and shuffled: `window`, without an index; `document-window`, windows that never
+    cross a document; `megatron`, megatron-core's GPTDataset for each epoch; `module:callable`, a user's own."""
+    document_window: DocumentWindow | None = None
+    """How data sets of `order: document-window` are cut and packed, where they do not say it themselves."""
     data_cache_dir: str | None = None
     """Folder for the indices of `order: megatron`; without it every rank builds them in memory."""
     max_epochs: Annotated[float, Field(gt=0)] = 100.0
@@ -94,13 +101,47 @@ class Data(Section):
             return values
         size = values.get("mock_vocabulary_size", cls.model_fields["mock_vocabulary_size"].default)
         source = {"weight": 1.0, "order": MOCK_ORDER, "options": {"vocabulary_size": size}}
-        rest = {name: value for name, value in values.items() if name not in ("datasets", "validation", "split")}
+        rest = {name: value for name, value in values.items() if name not in _NOT_MOCKED}
         return rest | {"mixture": {"mock": source}}
 
     @property
     def depends_on_ends(self) -> bool:
         """Whether something depends on which token ends a document."""
-        return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
+        dropped = any(cut.drop_eod for cut in self.cut_by_document.values())
+        return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss or dropped
+
+    @property
+    def cut_by_document(self) -> dict[str, DocumentWindow]:
+        """How the data sets of `order: document-window` are cut and packed, by name; none of another order."""
+        return {
+            name: source.document_window or self.document_window or DocumentWindow()
+            for name, source in self.sources.items()
+            if (source.order or self.order) == DOCUMENT_WINDOW
+        }
+
+    def order_of(self, name: str) -> tuple[str, dict[str, Any]]:
+        """Order and options of the data set called `name`: what decides its samples, beside its files."""
+        source, cut = self.sources[name], self.cut_by_document.get(name)
+        return source.order or self.order, source.options if cut is None else cut.model_dump(mode="json")
+
+    @property
+    def attends_documents(self) -> bool:
+        """Whether there are rows in which a token sees less than all before it."""
+        return self.reset_attention_mask or self._packs
+
+    @property
+    def restarts_positions(self) -> bool:
+        """Whether there are rows in which positions start at 0 again."""
+        return self.reset_position_ids or self._packs
+
+    @property
+    def masks_loss(self) -> bool:
+        """Whether there are tokens whose loss does not count."""
+        return self.eod_mask_loss or bool(self.cut_by_document)
+
+    @property
+    def _packs(self) -> bool:
+        return any(cut.packs for cut in self.cut_by_document.values())
 
     @property
     def sources(self) -> dict[str, DataSource]:
@@ -114,10 +155,19 @@ class Data(Section):
         for name, source in self.sources.items():
             order = source.order or self.order
             if not _ORDER.fullmatch(order):
-                raise ValueError(f"order {order!r} is none of window, megatron, module:callable")
+                raise ValueError(f"order {order!r} is none of window, document-window, megatron, module:callable")
             own = ":" in order or order == MOCK_ORDER
             if not source.paths and not own:
                 raise ValueError(f"mixture.{name}: this data set has no path")
+            if order == DOCUMENT_WINDOW and self.split:
+                raise ValueError(
+                    f"mixture.{name}: data.split would hold out windows that overlap those of training, or rows with "
+                    "parts of the same documents; hold data out by path"
+                )
+            if order == DOCUMENT_WINDOW and source.options:
+                raise ValueError(f"mixture.{name}: order {order!r} takes document_window, and no options")
+            if source.document_window is not None and order != DOCUMENT_WINDOW:
+                raise ValueError(f"mixture.{name}: document_window belongs to order: {DOCUMENT_WINDOW}, not {order!r}")
             if own and self.split:
                 raise ValueError(
                     f"mixture.{name}: data.split cannot hold out a part of a user's own order {order!r}; "
@@ -125,4 +175,6 @@ class Data(Section):
                 )
             if self.split and name in self.validation:
                 raise ValueError(f"data.split makes a validation set {name!r}, and data.validation has one too")
+        if self.document_window is not None and not self.cut_by_document:
+            raise ValueError(f"data.document_window: no data set has order: {DOCUMENT_WINDOW}, which alone reads it")
         return self

@@ -215,11 +215,11 @@ class RunConfig(CommonConfig):
         context, tensor = self.parallel.context_parallel_size, self.parallel.tensor_model_parallel_size
         if context == 1:
             return
-        documents = self.data.reset_attention_mask
+        documents = self.data.attends_documents
         if self.training.transformer_impl == "transformer_engine" and documents:
             raise ValueError(
-                "data.reset_attention_mask with parallel.context_parallel_size above 1 needs the local attention; "
-                "set training.transformer_impl=local"
+                "data.reset_attention_mask, or packed rows, with parallel.context_parallel_size above 1 needs the "
+                "local attention; set training.transformer_impl=local"
             )
         if self.training.transformer_impl == "transformer_engine" and self.window_over_ranks:
             raise ValueError(
@@ -273,6 +273,18 @@ class RunConfig(CommonConfig):
                 f"{what} needs whole parameters, of which parallel.use_distributed_optimizer gives each rank a piece; "
                 "set parallel.use_distributed_optimizer=false and overlap_param_gather=false"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _document_windows(self) -> Self:
+        length = self.training.seq_length
+        for name, cut in self.data.cut_by_document.items():
+            cut.check(cut.window or length)
+            if (cut.window or 0) > length and cut.packing != "split":
+                raise ValueError(
+                    f"data set {name!r}: document_window.window {cut.window} does not fit a row of "
+                    f"training.seq_length {length}; set a shorter window, or document_window.packing=split"
+                )
         return self
 
     @model_validator(mode="after")

@@ -24,18 +24,19 @@ import numpy as np
 import numpy.typing as npt
 
 from relayrun.config.rampup import BatchSizes
+from relayrun.data.rows import Row, Rows
 from relayrun.errors import ConfigError, FatalTrainingError
 
 DEPTH = 2
 """Iterations read ahead."""
 CLOSE_SECONDS = 10.0
 
-Batch = list[npt.NDArray[np.int64]]
-"""One rank's share of an iteration: per accumulation step int64 [micro_batch_size, seq_length + 1]."""
+Batch = list[Rows]
+"""One rank's share of an iteration: per accumulation step micro_batch_size samples."""
 
 
 class Samples(Protocol):
-    """What is read: numbered samples, each int64 [seq_length + 1]."""
+    """What is read: numbered samples, each int64 [seq_length + 1]. It may have a method `row(k)` as well."""
 
     name: str
 
@@ -47,7 +48,12 @@ def checked_ids(order: Samples, k: int, vocabulary_size: int | None) -> npt.NDAr
 
     The padding of an embedding would take some without a word, and a GPU says of the others only that it failed.
     """
-    tokens = order.sample(k)
+    return checked_row(Row(tokens=order.sample(k)), order, k, vocabulary_size).tokens
+
+
+def checked_row(row: Row, order: Samples, k: int, vocabulary_size: int | None) -> Row:
+    """Return the row, which is sample k. Raises FatalTrainingError as `checked_ids`."""
+    tokens = row.tokens
     if vocabulary_size is not None and (tokens.max() >= vocabulary_size or tokens.min() < 0):
         wrong = int(tokens[(tokens >= vocabulary_size) | (tokens < 0)][0])
         raise FatalTrainingError(
@@ -55,7 +61,7 @@ def checked_ids(order: Samples, k: int, vocabulary_size: int | None) -> npt.NDAr
             f"{vocabulary_size}",
             hint="scripts/tools/verify_dataset.py names the shard; tokenize it with the tokenizer of data.tokenizer",
         )
-    return tokens
+    return row
 
 
 class BatchReader(Iterator[Batch]):
@@ -142,13 +148,15 @@ class BatchReader(Iterator[Batch]):
         except BaseException as error:
             self._queue.put(error)
 
-    def _sample(self, k: int) -> npt.NDArray[np.int64]:
-        return checked_ids(self._order, k, self._vocabulary_size)
+    def _row(self, k: int) -> Row:
+        row = getattr(self._order, "row", None)
+        found = Row(tokens=self._order.sample(k)) if row is None else row(k)
+        return checked_row(found, self._order, k, self._vocabulary_size)
 
     def _read(self, consumed: int) -> Batch:
         step = self._size * self._micro_batch_size
         first = consumed + self._rank * self._micro_batch_size
         return [
-            np.stack([self._sample(k) for k in range(at, at + self._micro_batch_size)])
+            Rows.of([self._row(k) for k in range(at, at + self._micro_batch_size)])
             for at in range(first, first + self._batch_sizes.at(consumed), step)
         ]

@@ -6,6 +6,8 @@ document ends with its end-of-document token, which still belongs to it; a sampl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -24,18 +26,34 @@ def document_starts(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.i
     return starts
 
 
-def lengths(inputs: npt.NDArray[np.int64], eod: int) -> list[list[int]]:
-    """Tokens of each document, row by row: `reset_attention_mask`. `inputs` is int64 [batch, sequence]."""
+Lengths = Sequence[Sequence[int] | None] | None
+"""Tokens of each document of rows that know it themselves (`relayrun.data.rows`); None: of those that do not."""
+
+
+def lengths(inputs: npt.NDArray[np.int64], eod: int, own: Lengths = None) -> list[list[int]]:
+    """Tokens of each document, row by row: `reset_attention_mask`. `inputs` is int64 [batch, sequence].
+
+    Rows that know their documents, `own`, have those.
+    """
     rows = []
-    for row in inputs:
+    for number, row in enumerate(inputs):
+        if own is not None and (known := own[number]) is not None:
+            rows.append([*known])
+            continue
         ends = np.flatnonzero(row[:-1] == eod) + 1
         rows.append(np.diff(ends, prepend=0, append=len(row)).tolist())
     return rows
 
 
-def positions(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.int64]:
-    """Positions that start at 0 in each document, int64 [batch, sequence]: `reset_position_ids`."""
+def positions(inputs: npt.NDArray[np.int64], eod: int, own: Lengths = None) -> npt.NDArray[np.int64]:
+    """Positions that start at 0 in each document, int64 [batch, sequence]: `reset_position_ids`.
+
+    `own`: as for `lengths`.
+    """
     result: npt.NDArray[np.int64] = np.arange(inputs.shape[1]) - document_starts(inputs, eod)
+    for number, known in enumerate(own or ()):
+        if known is not None:
+            result[number] = np.concatenate([np.arange(length) for length in known])
     return result
 
 

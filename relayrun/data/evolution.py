@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from relayrun.config.schema import DataSource, RunConfig
+from relayrun.config.schema import Data, DataSource, RunConfig
 from relayrun.data.order.schedule import integer_weights
 from relayrun.errors import InputError
 from relayrun.shards.manifest import DatasetManifest, Manifest, ShardEntry
@@ -57,7 +57,7 @@ def evolve(
     changes = list(fixed)
     datasets, sources = dict(frozen.datasets), {}
     for name, source in config.data.sources.items():
-        edition, change = _edition(name, source, found.datasets[name], frozen, history, config.data.order)
+        edition, change = _edition(name, source, found.datasets[name], frozen, history, config.data)
         sources[name] = source.model_copy(update={"edition": edition})
         datasets[sources[name].identity(name)] = found.datasets[name]
         changes += change
@@ -106,9 +106,9 @@ def weights_of(config: RunConfig) -> dict[str, int]:
 
 
 def _edition(
-    name: str, source: DataSource, files: DatasetManifest, frozen: Manifest, history: Sequence[RunConfig], order: str
+    name: str, source: DataSource, files: DatasetManifest, frozen: Manifest, history: Sequence[RunConfig], data: Data
 ) -> tuple[int, list[str]]:
-    """Which edition of a data set is meant, and what must be accepted for it. `order` is the config's default."""
+    """Which edition of a data set is meant, and what must be accepted for it. `data`: the config's."""
     editions: dict[int, DatasetManifest] = {}
     while (identity := source.model_copy(update={"edition": len(editions) + 1}).identity(name)) in frozen.datasets:
         editions[len(editions) + 1] = frozen.datasets[identity]
@@ -124,7 +124,7 @@ def _edition(
             for twin in twins[:1]
         ]
     last = revision.data.sources[name]
-    was, now = (last.order or revision.data.order, last.options), (source.order or order, source.options)
+    was, now = revision.data.order_of(name), data.order_of(name)
     if was != now:
         return max(editions) + 1, [f"{name}: order and options were {was}, are {now}: it would begin anew"]
     if editions[last.edition].fingerprint == files.fingerprint:

@@ -160,8 +160,9 @@ def _training(source: CheckpointSource, run: Run) -> list[str]:
         ),
         ("attempts", f"{len(run.attempt_numbers())}"),
     ]
-    if config.data.eod_mask_loss:
-        rows.append(("loss", f"without what follows an end of document; {MEANS[config.training.resolved_loss_mean]}"))
+    if config.data.masks_loss:
+        what = "an end of document" if config.data.eod_mask_loss else "the end of a window"
+        rows.append(("loss", f"without what follows {what}; {MEANS[config.training.resolved_loss_mean]}"))
     if losses:
         rows.append(
             ("training loss", f"{losses[-1]['loss']:.4f} nats per token at iteration {losses[-1]['iteration']:,}")

@@ -108,6 +108,10 @@ class DatasetManifest:
         return sum(shard.tokens for shard in self.shards)
 
     @cached_property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over type, sizes and fingerprint of every shard in order, hexadecimal."""
         digest = hashlib.sha256()

@@ -407,7 +407,7 @@ def _with_loss_mean(run: Run, config: RunConfig) -> RunConfig:
         former = compose.read_resolved(run.config_revision(revisions[-1]))
         before = former.training.resolved_loss_mean if isinstance(former, RunConfig) else mean
         mean = training.loss_mean or before
-        if mean != before and config.data.eod_mask_loss:
+        if mean != before and config.data.masks_loss:
             log.warning("training.loss_mean was %s and is %s from the next attempt on", before, mean)
     return config.model_copy(update={"training": training.model_copy(update={"loss_mean": mean})})
 

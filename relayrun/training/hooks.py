@@ -166,6 +166,12 @@ class Step:
     timers: Mapping[str, Mapping[str, float]] | None = None
     """Milliseconds an iteration, since timers were last reported: `min` and `max` over the ranks, by Megatron's
     names."""
+    useful_tokens: int | None = None
+    """Tokens of text in this iteration's rows. None here and below: no data set has `order: document-window`."""
+    padding_share: float | None = None
+    """Share of the rows' tokens that is no text."""
+    windows_per_row: float | None = None
+    """Windows in a row, or parts of windows, on average."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from relayrun.config.schema import RunConfig
 from relayrun.data.batches import BatchReader
 from relayrun.data.order.build import mixture_of, training_order, validation_orders
 from relayrun.data.progress import Progress
+from relayrun.data.rows import row_figures
 from relayrun.errors import FatalTrainingError, InputError, RelayrunError
 from relayrun.files import write_json
 from relayrun.rundir import rewinds
@@ -135,6 +136,7 @@ class Training:
             },
             groups=[group.model_dump() for group in config.optimizer.groups],
         )
+        self._cut_by_document = bool(config.data.cut_by_document)
         self.position = Progress(settings.batch_sizes)
         self.initialised = time.time()
         base = self._take_up_whole(Durable(iteration=begin.base_iteration, path=begin.base_path))
@@ -251,9 +253,11 @@ class Training:
         started = time.perf_counter()
         lr = self.optimizer.lr
         self.optimizer.zero_grad()
-        batches = [MicroBatch(tokens=tokens) for tokens in next(self.reader)]
+        rows = next(self.reader)
+        batches = [MicroBatch(tokens=one.tokens, lengths=one.lengths, loss_mask=one.loss_mask) for one in rows]
         read = time.perf_counter()
-        loss = self.ranks.mean_loss(self.model.run(batches, train=True))
+        counts = [sum(one.padding for one in rows), sum(one.windows for one in rows)] if self._cut_by_document else []
+        loss, counts = self.ranks.mean_loss_and(counts, self.model.run(batches, train=True))
         auxiliary = self.model.auxiliary_losses.take(len(batches))
         computed = time.perf_counter()
         grad_norm = self.optimizer.prepare()
@@ -300,6 +304,7 @@ class Training:
                 skipped=verdict.reason,
                 hooks_seconds=self.hooks.take_seconds(),
                 auxiliary_losses=auxiliary or None,
+                **row_figures(counts, tokens=tokens, samples=size),
             )
         )
         self.saver.stall_seconds = 0.0

@@ -126,8 +126,12 @@ class Ranks:
 
     def mean_loss(self, own: LossSum) -> float:
         """The mean loss over all replicas, the same on every rank; `own`: what this one has measured."""
-        total, count = self.sum_over_samples([own.total, own.count])
-        return total / max(count, 1.0)
+        return self.mean_loss_and([], own)[0]
+
+    def mean_loss_and(self, counts: list[int], own: LossSum) -> tuple[float, list[int]]:
+        """The mean loss and, in the same message, sums of `counts` over all replicas; of counts below 2^53."""
+        total, count, *sums = self.sum_over_samples([own.total, own.count, *map(float, counts)])
+        return total / max(count, 1.0), [int(value) for value in sums]
 
 
 def stop() -> None:

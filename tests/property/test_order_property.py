@@ -60,7 +60,7 @@ def iteration(order: Samples, layout: tuple[int, int, int], consumed: int, count
     try:
         for _ in range(count):
             shares = [next(reader) for reader in readers]
-            yield np.concatenate([shares[rank][step] for step in range(steps) for rank in range(size)])
+            yield np.concatenate([shares[rank][step].tokens for step in range(steps) for rank in range(size)])
     finally:
         for reader in readers:
             reader.close()

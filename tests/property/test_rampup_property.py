@@ -128,7 +128,7 @@ def test_every_position_is_trained_or_passed_over_once_whatever_changes(
         try:
             for _ in range(iterations):
                 size, first = progress.batch_size, progress.consumed_samples
-                rows = [row for reader in readers for step in next(reader) for row in step.tolist()]
+                rows = [row for reader in readers for step in next(reader) for row in step.tokens.tolist()]
                 progress.advance()
                 assert sorted(row[0] for row in rows) == list(range(first, first + size))
                 for k, name, position in rows:

@@ -36,7 +36,8 @@ def test_step_rank_and_row_get_the_documented_sample(order: SampleOrder) -> None
             for iteration in range(3):
                 batch = next(batches)
                 assert len(batch) == 2
-                for step, rows in enumerate(batch):
+                for step, micro_batch in enumerate(batch):
+                    rows = micro_batch.tokens
                     assert rows.dtype == np.int64
                     assert rows.shape == (2, 5)
                     for m, row in enumerate(rows):

@@ -205,3 +205,14 @@ def test_one_shard_in_two_data_sets_is_refused(data: Data) -> None:
     mixture = {name: {"path": str(data.folder / "a" / "s0"), "weight": 1} for name in "xy"}
     with pytest.raises(InputError, match="stands in the data sets 'x'"):
         data.submit(data.config(mixture=mixture), accept=True)
+
+
+def test_another_window_of_documents_begins_the_data_set_anew(tmp_path: Path) -> None:
+    data = Data(tmp_path)
+    data.submit(data.config(order="document-window", document_window={"window": 32, "overlap": 2}))
+    same = data.submit(data.config(order="document-window", document_window={"overlap": 2, "window": 32}))
+    assert same.notes == []
+    other = data.config(order="document-window", document_window={"window": 32, "overlap": 3})
+    with pytest.raises(InputError, match=r"a: order and options were .*'overlap': 2.*are .*'overlap': 3.* begin anew"):
+        data.submit(other)
+    assert list(data.submit(other, accept=True).manifest.datasets) == ["a", "b", "a@2", "b@2"]

@@ -1,6 +1,7 @@
 """From a config and a manifest to the order in which a run reads: the one place where data sets are made.
 
-`order: window` is `SampleOrder`; the others are callables that get one `DatasetSpec`, a user's own by import path.
+`order: window` is `SampleOrder`, `document-window` is `DocumentOrder`; the others are callables that get one
+`DatasetSpec`, a user's own by import path.
 They are imported by the ranks and by the audit only, never by a submit.
 """
 
@@ -10,11 +11,12 @@ import importlib
 from collections.abc import Callable
 
 from relayrun.config.schema import MOCK_ORDER, RunConfig
+from relayrun.data.order.document_order import DocumentOrder
 from relayrun.data.order.sampler import MixtureSampler, Part
 from relayrun.data.order.samples import Dataset, SampleOrder
 from relayrun.data.order.spec import DatasetSpec
 from relayrun.errors import ConfigError
-from relayrun.shards.manifest import Manifest
+from relayrun.shards.manifest import DatasetManifest, Manifest
 
 VALIDATION_SEED = 0
 """Fixed, so that runs with other seeds are evaluated on the same windows."""
@@ -27,10 +29,11 @@ def training_order(config: RunConfig, manifest: Manifest, *, opening: str | None
     for name, source in data.sources.items():
         identity = source.identity(name)
         fingerprint = manifest.datasets[identity].fingerprint
+        order, options = data.order_of(name)
         parts[identity] = Part(
             dataset=make_dataset(config, manifest, name, opening=opening),
             weight=source.weight,
-            record={"fingerprint": fingerprint, "order": source.order or data.order, "options": source.options},
+            record={"fingerprint": fingerprint, "order": order, "options": options},
         )
     settings = {
         "seed": training.seed,
@@ -76,6 +79,8 @@ def make_dataset(config: RunConfig, manifest: Manifest, name: str, *, opening: s
     shards = manifest.datasets[identity]
     if order == "window":
         return SampleOrder(shards, seq_length=training.seq_length, seed=training.seed, name=identity, split=data.split)
+    if name in data.cut_by_document:
+        return document_order(config, manifest, name, shards)
     make = _maker(order, f"data set {identity!r}")
     dataset = make(
         DatasetSpec(
@@ -94,8 +99,22 @@ def make_dataset(config: RunConfig, manifest: Manifest, name: str, *, opening: s
     return dataset
 
 
+def document_order(config: RunConfig, manifest: Manifest, name: str, shards: DatasetManifest) -> DocumentOrder:
+    """The data set that the config calls `name`, of `order: document-window`, over `shards`. Raises ConfigError."""
+    return DocumentOrder(
+        shards,
+        config.data.cut_by_document[name],
+        seq_length=config.training.seq_length,
+        seed=config.training.seed,
+        name=config.data.sources[name].identity(name),
+        eod=manifest.eod,
+        padding=manifest.eod or 0,
+        vocabulary_size=manifest.vocabulary_size,
+    )
+
+
 def _maker(order: str, where: str) -> Callable[[DatasetSpec], Dataset]:
-    """What makes the data sets of an order that is not `window`. Each is imported where it is asked for."""
+    """What makes the data sets of an order that is imported. Each is imported where it is asked for."""
     if order == "megatron":
         from relayrun.data.order.megatron import MegatronOrder
 

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from relayrun.config.data import FORMER_ORDERS
 from relayrun.data.order.samples import Dataset
 from relayrun.data.order.schedule import Schedule, integer_weights
+from relayrun.data.rows import Row, row_of
 from relayrun.errors import FatalTrainingError
 
 STATE_VERSION = 1
@@ -69,6 +70,11 @@ class MixtureSampler:
         """
         name, epoch, i = self.locate(k)
         return self.parts[name].dataset.read(epoch, i)
+
+    def row(self, k: int) -> Row:
+        """Return global sample k with what its data set knows of its tokens. Errors as in `sample`."""
+        name, epoch, i = self.locate(k)
+        return row_of(self.parts[name].dataset, epoch, i)
 
     def state(self, consumed_samples: int) -> dict[str, Any]:
         """Return what a checkpoint keeps, plain JSON: the next sample is number `consumed_samples`."""

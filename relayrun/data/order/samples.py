@@ -24,6 +24,8 @@ from relayrun.shards.manifest import DatasetManifest
 class Dataset(Protocol):
     """A data set of a mixture. The order inside an epoch is its own; epochs follow each other for ever.
 
+    A method `row(epoch, i)` may stand beside `read`, see `relayrun.data.rows`.
+
     It must give the same sample for the same (epoch, i) in every process and at every start, and may be
     read by several threads.
     """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from relayrun.config.schema import RunConfig
+from relayrun.data.order.build import document_order
+from relayrun.data.order.document_order import cut_of
 from relayrun.data.order.samples import SampleOrder
 from relayrun.files import RealPath
 from relayrun.rundir.run import Run
@@ -11,7 +13,7 @@ from relayrun.shards.manifest import Manifest
 from relayrun.shards.record import Records
 from relayrun.submit.check.finding import Findings, counted
 from relayrun.submit.check.settings import placeholders
-from relayrun.submit.check.usage import OWN_ORDERS, Usage, usage
+from relayrun.submit.check.usage import OWN_ORDERS, PACKED_AT_MOST, Usage, usage
 from relayrun.submit.find_data import build_manifest
 
 FEW_EPOCHS = 4.0
@@ -78,7 +80,14 @@ def _shards(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
     length, split = config.training.seq_length, config.data.split
     before = len(findings.all)
     for name, source in config.data.sources.items():
-        if (source.order or config.data.order) in OWN_ORDERS:
+        if (cut := config.data.cut_by_document.get(name)) is not None:
+            size, where = manifest.vocabulary_size, f"data set {name!r}"
+            with findings.catching("data.windows"):
+                if manifest.datasets[name].documents <= PACKED_AT_MOST:
+                    document_order(config, manifest, name, manifest.datasets[name])
+                else:
+                    cut_of(cut, seq_length=length, eod=manifest.eod, vocabulary_size=size, where=where)
+        elif (source.order or config.data.order) in OWN_ORDERS:
             with findings.catching("data.windows"):
                 SampleOrder(manifest.datasets[name], seq_length=length, seed=0, name=name, split=split)
     for name, shards in manifest.validation.items():

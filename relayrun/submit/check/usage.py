@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from relayrun.config.schema import MOCK_ORDER, RunConfig
+from relayrun.data.order.build import document_order
 from relayrun.data.order.samples import held_out_windows
 from relayrun.data.order.schedule import Schedule, integer_weights
 from relayrun.data.progress import Progress
-from relayrun.errors import FatalTrainingError
+from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.files import read_json
 from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
 
 OWN_ORDERS = ("window", "megatron")
 """Those that cut a stream of tokens into windows; what a user's own makes of few tokens only it knows."""
+
+PACKED_AT_MOST = 1_000_000
+"""Documents of a data set of `order: document-window` whose rows a check counts, which takes some seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +33,7 @@ class Usage:
     tokens: int
     """Tokens of its shards."""
     windows: int | None
-    """Samples of one epoch; None where only a user's own order knows."""
+    """Samples of one epoch; None where only a user's own order knows, or counting takes too long."""
     share: float
     """Its part of the samples."""
     samples: int
@@ -55,7 +60,10 @@ def usage(config: RunConfig, manifest: Manifest, run: Run) -> list[Usage]:
         shards = manifest.datasets[name]
         windows = None
         order = source.order or data.order
-        if order in OWN_ORDERS:
+        if name in data.cut_by_document and shards.documents <= PACKED_AT_MOST:
+            with contextlib.suppress(ConfigError):  # said by the look at the shards
+                windows = len(document_order(config, manifest, name, shards))
+        elif order in OWN_ORDERS:
             every = max(0, shards.tokens - 1) // training.seq_length
             windows = every - held_out_windows(every, data.split)
         last = schedule.sample_of(identity, windows - 1) if windows and counts[identity] >= windows else None
@@ -63,7 +71,7 @@ def usage(config: RunConfig, manifest: Manifest, run: Run) -> list[Usage]:
             Usage(
                 name=name,
                 shards=len(shards.shards),
-                documents=sum(shard.documents for shard in shards.shards),
+                documents=shards.documents,
                 tokens=shards.tokens,
                 windows=None if order == MOCK_ORDER else windows,
                 share=weights[identity] / total,

@@ -352,6 +352,7 @@ WITHOUT: dict[str, tuple[tuple[Any, ...], str]] = {
     "tracking.log_interval": ((10,), "every iteration is a line, as the chain needs it"),
     "data.allow_other_tokenizer": ((False,), "nothing compares the shards' tokenizer with the run's"),
     "data.order": (("window", "megatron"), "Megatron-LM has an order of its own"),
+    "data.document_window": ((None,), "it cuts one stream of tokens, whatever documents are in it"),
     "data.max_epochs": ((100.0,), "nothing counts how often Megatron-LM reads its data"),
     "data.mock_vocabulary_size": ((128_256,), "Megatron-LM makes its own mock data"),
 }

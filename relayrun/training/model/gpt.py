@@ -46,6 +46,10 @@ class MicroBatch:
     """Token ids of shape [micro_batch_size, seq_length + 1]: inputs, and targets one place further."""
     weights: npt.NDArray[np.float32] | None = None
     """Weights of the samples in the reported loss, of shape [micro_batch_size]; None: each counts once."""
+    lengths: documents.Lengths = None
+    """Tokens of each document, of samples that know it themselves (`relayrun.data.rows.Row`)."""
+    loss_mask: npt.NDArray[np.float32] | None = None
+    """1 where a token's loss counts, of shape [micro_batch_size, seq_length]; None: everywhere."""
 
 
 class Model:
@@ -161,7 +165,7 @@ class Model:
 
     def _finished(self, config: RunConfig, transformer: TransformerConfig, gpt: torch.nn.Module) -> torch.nn.Module:
         """The model with what training needs around and in it."""
-        if config.data.reset_position_ids:
+        if config.data.restarts_positions:
             self._restart_positions(gpt)
         gpt.model_type = ModelType.encoder_or_decoder  # the schedules ask for it
         if config.parallel.defer_embedding_wgrad_compute:
@@ -177,7 +181,8 @@ class Model:
                 raise ConfigError(
                     f"{self._config.spec} returned a model without rotary_pos_emb, which would restart positions",
                     where="model.spec",
-                    hint="set data.reset_position_ids=false, or give the model a rotary_pos_emb",
+                    hint="set data.reset_position_ids=false (with document-window packing=none), or give the model a "
+                    "rotary_pos_emb",
                 )
             owner.rotary_pos_emb = positions_for(owner.rotary_pos_emb, self.seq_length)
             self._restarted.append(owner.rotary_pos_emb)
@@ -255,11 +260,13 @@ class Model:
         weights = None if batch.weights is None else torch.from_numpy(batch.weights).to(device)
         parts: dict[str, Any] = {
             "input_ids": tokens[:, :-1].contiguous(),
-            "position_ids": self._position_ids(batch.tokens[:, :-1]),
+            "position_ids": self._position_ids(batch),
             "labels": tokens[:, 1:].contiguous(),
         }
-        if self._data.eod_mask_loss:
-            parts["loss_mask"] = torch.from_numpy(documents.loss_mask(batch.tokens[:, :-1], self._eod)).to(device)
+        if self._data.masks_loss:
+            counts = documents.loss_mask(batch.tokens[:, :-1], self._eod if self._data.eod_mask_loss else -1)
+            counts = counts if batch.loss_mask is None else counts * batch.loss_mask
+            parts["loss_mask"] = torch.from_numpy(counts).to(device)
         if self._ranks.context_size > 1:  # two parts of the sequence for each rank, so that all have as much to attend
             parts = get_batch_on_this_cp_rank(parts)
         mask = parts.pop("loss_mask", None)
@@ -268,21 +275,25 @@ class Model:
         labels, own = parts["labels"], self._own_loss
         if own is not None and own.wants_logits:
             parts["labels"] = None
-        output = ddp(**parts, attention_mask=None, packed_seq_params=self._documents(batch.tokens[:, :-1]))
+        output = ddp(**parts, attention_mask=None, packed_seq_params=self._documents(batch))
         context = self._ranks.context_size
         mean = loss_function(self._loss_mean, mask=mask, weights=weights, context_size=context)
         return output, mean if own is None else lambda output: mean(own(output, labels, mask))
 
-    def _position_ids(self, inputs: npt.NDArray[np.int64]) -> torch.Tensor:
-        if not self._data.reset_position_ids:
-            return self._positions.expand(len(inputs), -1)
-        return torch.from_numpy(documents.positions(inputs, self._eod)).to(self._ranks.device)
+    def _position_ids(self, batch: MicroBatch) -> torch.Tensor:
+        if not self._data.restarts_positions:
+            return self._positions.expand(len(batch.tokens), -1)
+        eod = self._eod if self._data.reset_position_ids else -1
+        found = documents.positions(batch.tokens[:, :-1], eod, batch.lengths)
+        return torch.from_numpy(found).to(self._ranks.device)
 
-    def _documents(self, inputs: npt.NDArray[np.int64]) -> Documents | None:
+    def _documents(self, batch: MicroBatch) -> Documents | None:
         """What a token may see; None: all before it."""
-        if not self._data.reset_attention_mask:
+        if not self._data.attends_documents:
             return None
-        return Documents(lengths=documents.lengths(inputs, self._eod), device=self._ranks.device)
+        eod = self._eod if self._data.reset_attention_mask else -1
+        found = documents.lengths(batch.tokens[:, :-1], eod, batch.lengths)
+        return Documents(lengths=found, device=self._ranks.device)
 
 
 def _eod(data: Data, eod: int | None) -> int:
@@ -352,7 +363,7 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
         wgrad_deferral_limit=config.parallel.wgrad_deferral_limit,
         overlap_p2p_comm_warmup_flush=config.parallel.overlap_p2p_communication_warmup_flush,
         # sums of gradients, divided once, by the tokens that count in the global batch
-        calculate_per_token_loss=config.data.eod_mask_loss and config.training.resolved_loss_mean == "token",
+        calculate_per_token_loss=config.data.masks_loss and config.training.resolved_loss_mean == "token",
         deterministic_mode=config.training.deterministic,
         # a stage forgets what it has sent, of which only the place in the graph is needed; with virtual stages
         # megatron-core would let go of it before the send is waited for, and what is sent then is anything

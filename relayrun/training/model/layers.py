@@ -46,7 +46,7 @@ def implementation(config: RunConfig) -> Implementation:
     wanted = config.training.transformer_impl
     if wanted == "auto":
         # where TransformerEngine has no way, or none as fast
-        local = config.data.reset_attention_mask or config.window_over_ranks
+        local = config.data.attends_documents or config.window_over_ranks
         usable = HAVE_TE and torch.cuda.is_available() and not local
         return "transformer_engine" if usable else "local"
     if wanted == "transformer_engine" and not HAVE_TE:
