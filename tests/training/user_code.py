@@ -11,7 +11,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from relayrun.training.model.attention import CausalAttention
-from relayrun.training.model.norm import FinalNorm, RMSNorm
+from relayrun.training.model.norm import Norm, NormWithState
 
 
 class Signs(torch.optim.Optimizer):
@@ -87,14 +87,14 @@ def mean_of_all(losses: torch.Tensor) -> torch.Tensor:
 def same_layers(config: TransformerConfig) -> ModuleSpec:
     """relayrun's own layers."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     layer.submodules.self_attention.submodules.core_attention = CausalAttention
     return layer
 
 
 def same_block(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[same_layers(config)] * count, layer_norm=FinalNorm)
+    return TransformerBlockSubmodules(layer_specs=[same_layers(config)] * count, layer_norm=NormWithState)
 
 
 def own_model(
