@@ -101,6 +101,16 @@ def replace_adam(optimizer: MegatronOptimizer, make: Make) -> None:
         inner.sharded_state_dict, inner.load_state_dict = state.sharded_state_dict, state.load_state_dict
 
 
+def fitted(found: dict[Any, Any], wanted: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the plain part `found` of a checkpoint for the optimizers whose state is `wanted`.
+
+    Experts that are split over ranks have an optimizer of their own. Where there are more optimizers or fewer than in
+    the checkpoint, what they keep in their groups begins anew.
+    """
+    numbers, wanted_numbers = ({key for key in state if isinstance(key, int)} for state in (found, wanted))
+    return found if numbers == wanted_numbers else {}
+
+
 def settings_of(optimizer: MegatronOptimizer) -> set[str]:
     """Return the names in the groups of `optimizer` that are settings; all else in them is state."""
     kinds = {type(inner.optimizer) for inner in optimizer.chained_optimizers if not inner.is_stub_optimizer}

@@ -269,7 +269,8 @@ class Checkpointer:
         self._check_shapes(wanted, reader)
         plain = reader.common()
         if with_optimizer and "optimizer" in plain:
-            plain["optimizer"] = optimizer_layout.fitted(plain["optimizer"], wanted["optimizer"])
+            fitted = optimizer_layout.fitted if self._fixed["optimizer"] == "adam" else own_optimizer.fitted
+            plain["optimizer"] = fitted(plain["optimizer"], wanted["optimizer"])
             optimizer_groups.fit(plain["optimizer"], wanted["optimizer"])
             self._say_groups(common.get(GROUPS, []))
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
