@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from relayrun.config.job import Job
-from relayrun.config.training import Model, Parallel, Training
+from relayrun.config.model import Model
+from relayrun.config.parallel import Parallel
+from relayrun.config.training import Training
 
 
 class Config(Protocol):

@@ -7,10 +7,14 @@ from typing import Any, Literal, Self
 
 from pydantic import field_validator, model_validator
 
+from relayrun.config.checkpoint import Checkpoint
 from relayrun.config.common import CommonConfig
 from relayrun.config.data import Data
+from relayrun.config.model import Model
+from relayrun.config.optimizer import Optimizer
+from relayrun.config.parallel import Parallel
 from relayrun.config.section import Line, Section, one_line
-from relayrun.config.training import Checkpoint, Model, Optimizer, Parallel, Training
+from relayrun.config.training import Training
 
 FlagValue = bool | int | float | str | list[int | float | str]
 

@@ -15,14 +15,18 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from relayrun.config import expert_layout
+from relayrun.config.checkpoint import Checkpoint
 from relayrun.config.command import CommandConfig
 from relayrun.config.common import CommonConfig
 from relayrun.config.data import MOCK_ORDER, Data, DataSource
 from relayrun.config.job import Chain, Cluster, Debug, Evaluation, EvaluationJob, Job, Tracking
 from relayrun.config.megatron_lm import MegatronConfig
+from relayrun.config.model import Model
 from relayrun.config.notify import Notify
+from relayrun.config.optimizer import Optimizer
+from relayrun.config.parallel import Parallel
 from relayrun.config.section import Section
-from relayrun.config.training import Checkpoint, Model, Optimizer, Parallel, Training
+from relayrun.config.training import Training
 from relayrun.config.transformer import NEEDS_TRANSFORMER_ENGINE
 
 __all__ = [

@@ -37,6 +37,8 @@ Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+ImportPath = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+"""`module:name` of something of a user's own. Imported by the ranks only, where their Python finds the module."""
 _Item = TypeVar("_Item")
 SomeOf = Annotated[list[_Item], Field(min_length=1)]
 """A list of at least one."""

@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from relayrun.config.training import Model
+from relayrun.config.model import Model
 from relayrun.gpucheck import runs
 from relayrun.gpucheck.ranks import run_program
 from relayrun.gpucheck.setup import CheckFailed, Figures, Setup

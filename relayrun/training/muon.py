@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from relayrun.config.training import Optimizer
+from relayrun.config.optimizer import Optimizer
 
 A, B, C = 3.4445, -4.7750, 2.0315
 """Coefficients of the iteration x → A x + (B g + C g²) x with g = x xᵀ."""

@@ -18,7 +18,7 @@ from megatron.core.optimizer import MegatronOptimizer, ParamKey
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 
-from relayrun.config.training import Optimizer, OptimizerGroup
+from relayrun.config.optimizer import Optimizer, OptimizerGroup
 from relayrun.errors import ConfigError
 
 Override = dict[str, Any]

@@ -28,7 +28,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from relayrun.config.training import Optimizer
+from relayrun.config.optimizer import Optimizer
 from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.training import own_code
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from relayrun.config import compose
-from relayrun.config.training import Optimizer, Training
+from relayrun.config.optimizer import Optimizer
+from relayrun.config.training import Training
 from relayrun.files import read_lines
 from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run

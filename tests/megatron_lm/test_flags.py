@@ -11,10 +11,14 @@ import numpy as np
 import pytest
 
 from relayrun.config import compose, yamlfile
+from relayrun.config.checkpoint import Checkpoint
 from relayrun.config.data import Data
 from relayrun.config.job import Tracking
+from relayrun.config.model import Model
+from relayrun.config.optimizer import Optimizer
+from relayrun.config.parallel import Parallel
 from relayrun.config.schema import MegatronConfig
-from relayrun.config.training import Checkpoint, Model, Optimizer, Parallel, Training
+from relayrun.config.training import Training
 from relayrun.errors import ConfigError, InputError, RelayrunError
 from relayrun.rundir.lineage import Durable
 from relayrun.rundir.records import AttemptStart

@@ -16,8 +16,10 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.config import compose, yamlfile
+from relayrun.config.model import Model
+from relayrun.config.parallel import Parallel
 from relayrun.config.schema import RunConfig
-from relayrun.config.training import Model, Parallel, Training
+from relayrun.config.training import Training
 from relayrun.config.transformer import NEEDS_TRANSFORMER_ENGINE, NOT_OF_THE_WEIGHTS, OF_A_LLAMA, Transformer
 from relayrun.config.transformer_refused import ELSEWHERE, REFUSED
 from relayrun.errors import ConfigError

@@ -1,0 +1,44 @@
+"""The section `checkpoint` of a run config."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import model_validator
+
+from relayrun.config.section import Positive, Section
+
+
+class Checkpoint(Section):
+    """When the state is made durable. A leave (time, signal, trigger, last step) always saves too."""
+
+    interval: Positive
+    """Iterations between saves."""
+    keep_last: Positive = 3
+    """Published checkpoints that are kept; older ones are removed."""
+    keep_every: Positive | None = None
+    """Checkpoints whose iteration is a multiple of this are never removed."""
+    async_save: bool = True
+    """Write while training goes on, from a copy in host memory (on each rank, as large as what it saves). A save that
+    is due while one is under way waits for it."""
+    writer_threads: Positive = 2
+    """Files that each rank writes at a time."""
+    fully_parallel_load: bool = True
+    """Data-parallel replicas divide what they read and send it to each other, so that a load reads what they have in
+    common once, not once a replica; Megatron's ckpt_fully_parallel_load. false: each rank reads all that it needs."""
+    load: str | None = None
+    """What a run without a checkpoint of its own goes on from: another run (its directory, or PROJECT/NAME), the
+    folder of a checkpoint, or one of Megatron-LM with its checkpoints; `:ITERATION` takes another than the newest."""
+    finetune: bool = False
+    """Take only the weights of `load`: iterations, optimizer, random numbers and data begin anew."""
+    no_load_optim: bool = False
+    """Leave out the state of the optimizer of `load`; iterations and data go on."""
+    no_load_data: bool = False
+    """Leave out the position in the data of `load`: the data begin anew, and may be others. Iterations go on."""
+
+    @model_validator(mode="after")
+    def _of_load(self) -> Self:
+        for name in ("finetune", "no_load_optim", "no_load_data"):
+            if getattr(self, name) and self.load is None:
+                raise ValueError(f"{name} says what of `load` is left out, and load is not set")
+        return self
