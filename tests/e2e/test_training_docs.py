@@ -1,4 +1,5 @@
-"""Every command of docs/training.md runs and does what the page says; its sections of a run config are some."""
+"""Every command of docs/training.md, optimizers.md and logging.md runs and does what the page says; their sections of a
+run config are some."""
 
 from __future__ import annotations
 
@@ -21,16 +22,17 @@ from relayrun.rundir.run import Run
 from tests.readme import ROOT, copy_tracked
 from tests.workspace import Workspace
 
-PAGE = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+PAGES = [(ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("training", "optimizers", "logging")]
+PAGE = PAGES[0]
 
 
 def blocks(kind: str) -> list[str]:
-    return re.findall(rf"^```{kind}\n(.*?)^```$", PAGE, re.M | re.S)
+    return re.findall(rf"^```{kind}\n(.*?)^```$", "\n".join(PAGES), re.M | re.S)
 
 
 def test_every_block_has_a_test_and_the_page_is_short() -> None:
-    assert PAGE.count("```") == 2 * (len(blocks("bash")) + len(blocks("yaml")))
-    assert len(PAGE.splitlines()) <= 150
+    assert "".join(PAGES).count("```") == 2 * (len(blocks("bash")) + len(blocks("yaml")))
+    assert max(len(page.splitlines()) for page in PAGES) <= 150
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))

@@ -153,7 +153,7 @@ VARIABLES_HERE = {
     *(name for trainer in KINDS for name in launcher_environment.names_of(trainer)),
     launcher_environment.PROFILER,
     *tokenization.ENVIRONMENT,
-    *re.findall(r'"(WANDB_\w+)"', sources("relayrun/monitoring")),
+    *re.findall(r'"(WANDB_\w+)"', sources("relayrun/monitoring", "relayrun/trainers")),
 }
 
 

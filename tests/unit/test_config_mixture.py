@@ -122,7 +122,7 @@ def test_a_mapping_is_one_whatever_its_file_is_called(workspace: Workspace) -> N
         ({"a": {"path": "/x", "weight": -1}}, "greater than 0"),
         ({"a": {"path": "/x", "weight": float("inf")}}, "valid number"),
         ({"a": {"weight": 1}}, "mixture.a: this data set has no path"),
-        ({"a": {"path": "/x", "weight": 1, "order": "windows"}}, "none of window, megatron, module:callable"),
+        ({"a": {"path": "/x", "weight": 1, "order": "windows"}}, "none of window, document-window, megatron"),
         ({"a b": {"path": "/x", "weight": 1}}, "match pattern"),
     ],
 )
