@@ -1,7 +1,7 @@
-"""The Llama as megatron-core's GPTModel, and one pass of a batch through it.
+"""The model as megatron-core's GPTModel, and one pass of a batch through it.
 
-RMSNorm, SwiGLU, rotary positions, grouped-query attention (arXiv 2407.21783), in fp32 or bf16. The layer
-spec is megatron-core's local one, which needs torch alone, with another core attention and another norm.
+RMSNorm, SwiGLU, rotary positions, grouped-query attention (arXiv 2407.21783), or what `model.transformer` asks for, in
+fp32 or bf16. `layers` says what its layers are made of.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class MicroBatch:
 
 
 class Model:
-    """One pipeline stage of the Llama on this rank, with megatron-core's gradient buffers around it."""
+    """One pipeline stage of the model on this rank, with megatron-core's gradient buffers around it."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Model:
         self.padded_vocabulary_size = padded(vocabulary_size, config.model.make_vocab_size_divisible_by)
         self.seq_length = config.training.seq_length
         self.device = ranks.device
-        self.ranks = self._ranks = ranks
+        self.ranks = ranks
         self._config = config.model
         self._data = config.data
         self._loss_mean = config.training.resolved_loss_mean
@@ -86,7 +86,6 @@ class Model:
         self.transformer = transformer = _transformer_config(config, ranks, self.dtype)
         """What megatron-core's modules are told."""
         transformer.timers = self.timers if self.timers.level else None
-        self._transformer = transformer
         self._warmup_flush = config.parallel.overlap_p2p_communication_warmup_flush
         if transformer.tp_comm_overlap:
             fusions.start_overlap(config, transformer)
@@ -139,7 +138,7 @@ class Model:
             rotary_base=config.model.rotary_base,
             rope_scaling=config.model.rope_scaling_factor is not None,
             rope_scaling_factor=config.model.rope_scaling_factor or 1.0,
-            vp_stage=stage if self._ranks.virtual_stages > 1 else None,
+            vp_stage=stage if self.ranks.virtual_stages > 1 else None,
         )
         return self._finished(config, transformer, gpt)
 
@@ -157,7 +156,7 @@ class Model:
             max_sequence_length=self.seq_length,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            vp_stage=stage if self._ranks.virtual_stages > 1 else None,
+            vp_stage=stage if self.ranks.virtual_stages > 1 else None,
         )
         if isinstance(found, ModuleSpec):  # megatron-core would take a last norm that knows no sequence parallelism
             return replace(block, layer_specs=[found] * len(block.layer_specs))
@@ -170,7 +169,7 @@ class Model:
         gpt.model_type = ModelType.encoder_or_decoder  # the schedules ask for it
         if config.parallel.defer_embedding_wgrad_compute:
             weight_gradients.defer_output_layer_alone(gpt)
-        gpt.to(self._ranks.device)
+        gpt.to(self.ranks.device)
         return Float16Module(transformer, gpt) if self.dtype is torch.bfloat16 else gpt
 
     def _restart_positions(self, gpt: Any) -> None:
@@ -217,9 +216,9 @@ class Model:
             # experts that are split over ranks are not reduced over all replicas, and have replicas of their own
             first = whole if getattr(parameter, "allreduce", True) else experts
             split = getattr(parameter, "tensor_model_parallel", False)
-            if first and (split or self._ranks.tensor_rank == 0) and not getattr(parameter, "shared", False):
+            if first and (split or self.ranks.tensor_rank == 0) and not getattr(parameter, "shared", False):
                 own += parameter.numel()
-        return sum(self._ranks.gather(own))
+        return sum(self.ranks.gather(own))
 
     def flops_per_token(self) -> float:
         """Forward and backward, see `size.flops_per_token`."""
@@ -236,7 +235,7 @@ class Model:
         reduced over the data-parallel ranks, and left in the gradient buffers.
         """
         # a forward pass alone never waits for its last message, which gloo then does not send (megatron-core 0.16.1)
-        self._transformer.overlap_p2p_comm_warmup_flush = self._warmup_flush and train
+        self.transformer.overlap_p2p_comm_warmup_flush = self._warmup_flush and train
         iterators = [iter(batches) for _ in self.chunks]
         losses: list[torch.Tensor] = get_forward_backward_func()(
             forward_step_func=self._forward,
@@ -255,7 +254,7 @@ class Model:
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Result]]:
         self._progress()
         batch = next(batches)
-        device = self._ranks.device
+        device = self.ranks.device
         tokens = torch.from_numpy(batch.tokens).to(device, non_blocking=True)
         weights = None if batch.weights is None else torch.from_numpy(batch.weights).to(device)
         parts: dict[str, Any] = {
@@ -267,7 +266,7 @@ class Model:
             counts = documents.loss_mask(batch.tokens[:, :-1], self._eod if self._data.eod_mask_loss else -1)
             counts = counts if batch.loss_mask is None else counts * batch.loss_mask
             parts["loss_mask"] = torch.from_numpy(counts).to(device)
-        if self._ranks.context_size > 1:  # two parts of the sequence for each rank, so that all have as much to attend
+        if self.ranks.context_size > 1:  # two parts of the sequence for each rank, so that all have as much to attend
             parts = get_batch_on_this_cp_rank(parts)
         mask = parts.pop("loss_mask", None)
         for positions in self._restarted:
@@ -276,7 +275,7 @@ class Model:
         if own is not None and own.wants_logits:
             parts["labels"] = None
         output = ddp(**parts, attention_mask=None, packed_seq_params=self._documents(batch))
-        context = self._ranks.context_size
+        context = self.ranks.context_size
         mean = loss_function(self._loss_mean, mask=mask, weights=weights, context_size=context)
         return output, mean if own is None else lambda output: mean(own(output, labels, mask))
 
@@ -285,7 +284,7 @@ class Model:
             return self._positions.expand(len(batch.tokens), -1)
         eod = self._eod if self._data.reset_position_ids else -1
         found = documents.positions(batch.tokens[:, :-1], eod, batch.lengths)
-        return torch.from_numpy(found).to(self._ranks.device)
+        return torch.from_numpy(found).to(self.ranks.device)
 
     def _documents(self, batch: MicroBatch) -> Documents | None:
         """What a token may see; None: all before it."""
@@ -293,7 +292,7 @@ class Model:
             return None
         eod = self._eod if self._data.reset_attention_mask else -1
         found = documents.lengths(batch.tokens[:, :-1], eod, batch.lengths)
-        return Documents(lengths=found, device=self._ranks.device)
+        return Documents(lengths=found, device=self.ranks.device)
 
 
 def _eod(data: Data, eod: int | None) -> int:
