@@ -116,7 +116,7 @@ enter(on, "ring")
 print(torch.is_deterministic_algorithms_warn_only_enabled(), torch.utils.deterministic.fill_uninitialized_memory)
 print(torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled())
 torch.cuda.is_available = lambda: True
-os.environ["WORLD_SIZE"] = "1"
+os.environ.update(RANK="0", WORLD_SIZE="1")
 try:
     parallel.start(off)
 except ConfigError as error:
