@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from tests.history import make_history
@@ -34,6 +36,7 @@ def program(path: Path, text: str) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_setup_environment_prefix_container_and_python_are_the_runs(tmp_path: Path) -> None:
     run = make_history(tmp_path / "a run", lines=6, attempts=1)
     script = program(
@@ -72,6 +75,7 @@ def test_a_line_of_setup_that_fails_ends_it(tmp_path: Path) -> None:
     assert "job.setup failed (exit code 2) at: ls /no/such/thing" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_that_there_is_not_is_the_exports_own_error(tmp_path: Path) -> None:
     done = convert(tmp_path, "no/such", PYTHON=sys.executable)
     assert done.returncode == 1

@@ -17,6 +17,7 @@ from relayrun.tokenization.merges import pending
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/tokenization/submit_merge.sh"
 
 
+@pytest.mark.slow
 def test_every_dump_is_merged_by_a_job_of_its_own_and_once(tmp_path: Path) -> None:
     for dump in range(2):
         for shard in range(3):

@@ -56,6 +56,7 @@ def test_a_job_that_starts_in_spite_of_a_stop_ends_at_once(make_run: MakeRun) ->
     assert scheduler.jobs(plan) == []
 
 
+@pytest.mark.slow
 def test_save_and_stop_of_a_running_attempt(make_run: MakeRun) -> None:
     run, plan = make_run("--steps=1000", total_steps=1000)
     scheduler = LocalScheduler(run)
@@ -104,6 +105,7 @@ def test_a_scheduler_that_does_not_answer_leaves_the_trigger_to_the_next_job(
     assert not run.stop.exists()
 
 
+@pytest.mark.slow
 def test_cancel_ends_what_runs(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     run, plan = make_run("--steps=100000", total_steps=100_000)
     scheduler = LocalScheduler(run)

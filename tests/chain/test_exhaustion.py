@@ -449,6 +449,7 @@ def test_the_ranks_leave(stage: Stage, name: Any, everything: bool) -> None:
     exhaust(stage, leave, check, everything=everything)
 
 
+@pytest.mark.slow
 def test_a_fault_is_met_and_the_next_case_begins_anew(stage: Stage) -> None:
     """The harness itself: it fails the call that it names, and finds a program that is silent."""
     stage.keep()

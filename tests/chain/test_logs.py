@@ -35,6 +35,7 @@ def write_log(run: Run, attempt: int, *, out: str = "", err: str = "") -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_jobs_of_a_chain_can_be_read_one_by_one(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     run, plan = make_run("--fatal-at=3")
     run_chain(run, plan)

@@ -309,6 +309,7 @@ deliver.deliver(Run(Path(sys.argv[1])), job=False, environment={{}})
     assert unsent.not_sent(run, now=time.time()) == (0, "")
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_send_the_same(run: Run, web: Web) -> None:
     tell(run, f"http://127.0.0.1:{web.port}/")
     for number in range(4, 8):

@@ -171,6 +171,7 @@ def edited(imported: Imported, folder: Path) -> Imported:
     return Imported(run, imported.hf, run.checkpoint(7))
 
 
+@pytest.mark.slow
 def test_each_wrong_input_is_one_clear_error(
     tmp_path: Path, imported: Imported, capsys: pytest.CaptureFixture[str]
 ) -> None:

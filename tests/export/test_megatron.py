@@ -72,6 +72,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
         assert torch.equal(tensor, other[key]), key
 
 
+@pytest.mark.slow
 def test_there_and_back_bit_for_bit(trained: Imported, exported: Path, tmp_path: Path) -> None:
     back = tmp_path / "back"
     assert main(["import", "megatron", str(exported), "--output", str(back)]) == 0
@@ -102,6 +103,7 @@ def test_what_an_import_says(
     assert json.loads((tmp_path / "back/arguments.json").read_text())["params_dtype"] == "torch.float32"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_kind_of_the_optimizer_may_change_on_the_way(tmp_path: Path, precision: str) -> None:
     """distributed → Megatron's plain one → distributed, and plain."""
@@ -120,6 +122,7 @@ def test_the_kind_of_the_optimizer_may_change_on_the_way(tmp_path: Path, precisi
     assert names == {"exp_avg", "exp_avg_sq"} | ({"fp32_param"} if precision == "bf16" else set())
 
 
+@pytest.mark.slow
 def test_the_state_of_an_older_distributed_optimizer_is_made_whole(exported: Path, tmp_path: Path) -> None:
     """megatron-core before 0.14: each part of a weight flat, in a grid of parts; as of TP2."""
     folder, reader = tmp_path / "flat", CheckpointReader(exported / "iter_0000007")

@@ -33,6 +33,7 @@ SCRIPTS = {
 LONG = pytest.mark.long  # as the 1B but for the name and the nodes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=LONG if "440m" in name else ()) for name in SCRIPTS])
 def test_the_rendered_job_is_the_golden_file(name: str, tmp_path: Path) -> None:
     environment = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
@@ -51,6 +52,7 @@ def test_the_rendered_job_is_the_golden_file(name: str, tmp_path: Path) -> None:
     subprocess.run([SHELLCHECK, "--shell=bash", "--exclude=SC2016", script], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "config"),
     [

@@ -42,6 +42,7 @@ def test_the_section_of_checkpoints_says_which_stay(tmp_path: Path) -> None:
     assert (settings.keep_last, settings.keep_every) == (2, 50)
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_checkout_is_what_the_ranks_run(tmp_path: Path) -> None:
     checkout = stand_in(tmp_path / "Megatron-LM")
     settings = submitted(tmp_path, checkout, debug={"backup_codebase": True})

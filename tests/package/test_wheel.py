@@ -67,6 +67,7 @@ def test_the_base_alone_submits_looks_and_makes_a_project_from_an_empty_folder(b
     assert list(base.home.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_jobs_run_a_copy_that_an_upgrade_does_not_touch(base: Installed, tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.path.mkdir()

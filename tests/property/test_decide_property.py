@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,6 +40,7 @@ END = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(BEGIN)
 def test_begin_stops_for_every_reason(facts: BeginFacts) -> None:
     decision = at_begin(facts)
@@ -55,6 +57,7 @@ def test_begin_stops_for_every_reason(facts: BeginFacts) -> None:
     assert decision.reason
 
 
+@pytest.mark.slow
 @given(END)
 def test_end_lets_nothing_run_on_that_made_no_progress_too_often(facts: EndFacts) -> None:
     decision = at_end(facts)

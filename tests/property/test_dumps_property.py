@@ -4,6 +4,7 @@ import random
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +26,7 @@ def _encodable(name: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=200), st.integers(1, 50), st.randoms())
 def test_every_file_is_in_exactly_one_dump_whatever_the_order(sizes: list[int], n: int, rng: random.Random) -> None:
     files = [DataFile(path=f"{i}.parquet", size=size, identity=(0, i)) for i, size in enumerate(sizes)]
@@ -43,6 +45,7 @@ def test_dumps_differ_by_at_most_the_largest_file(sizes: list[int], n: int) -> N
     assert max(weights) - min(weights) <= max(sizes)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sets(NAMES.filter(_encodable), min_size=1, max_size=8), st.integers(1, 4))
 def test_any_file_name_survives_the_way_to_the_paths_files_and_back(names: set[str], n: int) -> None:

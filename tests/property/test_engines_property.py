@@ -99,6 +99,7 @@ pieces = st.one_of(
 documents = st.lists(pieces, max_size=6).map("".join)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25, deadline=None)
 @given(texts=st.lists(documents, max_size=12))
@@ -132,6 +133,7 @@ lines = st.lists(
 ).map("\n".join)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CUTTABLE)
 @settings(max_examples=60, deadline=None)
 @given(text=lines, size=st.integers(1, 60))
@@ -179,6 +181,7 @@ def test_documents_are_cut_for_known_tokenizers_alone_and_at_known_places_alone(
         assert list(split_points(data, 0))[:-1] == right, text
 
 
+@pytest.mark.slow
 @given(text=documents, size=st.integers(1, 20))
 def test_a_tokenizer_without_merges_is_cut_between_any_characters(text: str, size: int) -> None:
     data = np.frombuffer(text.encode(), np.uint8)
@@ -247,6 +250,7 @@ class Lying(HuggingFace):
         return np.zeros(len(texts), np.uint32), np.ones(len(texts), np.int64)
 
 
+@pytest.mark.slow
 def test_an_engine_that_differs_or_fails_is_left_out_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
     engines._built.cache_clear()  # or the engine of the test before is taken, where it had the same tokenizer
     monkeypatch.setitem(libraries.LIBRARIES, "gigatoken", Lying)

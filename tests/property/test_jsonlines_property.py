@@ -81,6 +81,7 @@ def expected(line: bytes, column: str) -> str | None:
     return value
 
 
+@pytest.mark.slow
 @given(good=st.booleans(), data=st.data(), end=st.sampled_from([b"\n", b"", b"\r\n", b"\nx", b"\n\n{}"]))
 @settings(max_examples=250, deadline=None)
 def test_a_long_line_reads_as_a_parser_reads_it(good: bool, data: st.DataObject, end: bytes) -> None:

@@ -85,6 +85,7 @@ def test_empty_shards_are_taken_along() -> None:
     assert select_whole_shards([[0, 5, 0], [5, 0, 5]], [0.5, 0.5]) == [3, 1]
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=30).filter(any), st.integers(0, 10**14))
 def test_whole_shards_and_a_rest_are_the_target(sizes: list[int], target: int) -> None:
     take = select_shards(sizes, target)
@@ -100,6 +101,7 @@ def test_no_end_of_a_document_is_nearer(lengths: list[int], tokens: int) -> None
     assert found == len(lengths) or ends[found + 1] > ends[found]
 
 
+@pytest.mark.slow
 @given(mixtures(datasets=st.integers(1, 9)), st.booleans())
 def test_the_first_or_the_last_dataset_is_used_up_exactly(mixture: tuple[Sizes, list[float]], repeat: bool) -> None:
     sizes, weights = mixture

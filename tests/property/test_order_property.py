@@ -66,6 +66,7 @@ def iteration(order: Samples, layout: tuple[int, int, int], consumed: int, count
             reader.close()
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(layouts(), st.integers(1, 3)), min_size=1, max_size=5), st.integers(0, 2**40))
 def test_restarts_and_layouts_do_not_change_the_sequence(

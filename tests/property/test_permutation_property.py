@@ -12,6 +12,7 @@ from relayrun.data.order.permutation import Permutation, permutation_key
 keys = st.builds(permutation_key, st.integers(0, 2**63), st.text(max_size=5), st.integers(0, 10**6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epoch", range(2))
 def test_is_a_bijection_for_every_n(epoch: int) -> None:
     for n in range(1, 600):
@@ -19,6 +20,7 @@ def test_is_a_bijection_for_every_n(epoch: int) -> None:
         assert (np.bincount(images, minlength=n) == 1).all(), n
 
 
+@pytest.mark.slow
 @given(st.integers(1, 300), keys)
 def test_one_by_one_it_is_the_same_as_at_once_and_can_be_undone(n: int, key: bytes) -> None:
     permutation = Permutation(n, key)

@@ -29,6 +29,7 @@ def ramps(draw: st.DrawFn, unit: int = 1) -> BatchSizes:
     return BatchSizes(draw(sizes), [[draw(sizes), end] for end in ends])
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(ramps(), st.integers(0, 300), st.integers(0, 300))
 def test_iterations_and_samples_follow_from_each_other(sizes: BatchSizes, start: int, count: int) -> None:
@@ -41,6 +42,7 @@ def test_iterations_and_samples_follow_from_each_other(sizes: BatchSizes, start:
         consumed += sizes.at(consumed)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 40), st.integers(1, 10**9), st.data())
 def test_the_size_is_that_of_megatron(

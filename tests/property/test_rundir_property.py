@@ -94,6 +94,7 @@ LINES = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(LINES, st.sampled_from([b"", b'{"torn": 1', b'{"torn": 1}']), st.booleans())
 def test_a_file_is_read_backwards_as_forwards(lines: list[bytes], torn: bytes, by_end: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ def mixtures(draw: st.DrawFn) -> dict[str, float]:
     return {name: draw(weight) for name in sorted(names)}
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(mixtures(), st.randoms(use_true_random=False))
 def test_integer_weights_sum_exactly_and_do_not_depend_on_the_order(mixture: dict[str, float], random: object) -> None:
@@ -35,6 +37,7 @@ def test_doubling_all_weights_changes_nothing() -> None:
     assert integer_weights({"a": 0.25, "b": 0.75}) == integer_weights({"a": 1, "b": 3})
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(mixtures(), st.integers(0, 2**45))
 def test_locate_and_counts_agree_anywhere_in_a_phase(mixture: dict[str, float], n: int) -> None:
@@ -48,6 +51,7 @@ def test_locate_and_counts_agree_anywhere_in_a_phase(mixture: dict[str, float], 
         assert interleave.counts(at + 1) == before
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(mixtures(), st.integers(0, 2**45))
 def test_counts_stay_within_two_of_the_weights(mixture: dict[str, float], n: int) -> None:
@@ -63,6 +67,7 @@ def attempts(draw: st.DrawFn) -> list[tuple[dict[str, float] | None, int, int, i
     return draw(st.lists(one, min_size=1, max_size=8))
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(mixtures(), attempts(), st.data())
 def test_every_position_comes_once_over_phases_layouts_restarts_and_json(

@@ -140,6 +140,7 @@ def test_what_is_no_text_hides_no_step(tmp_path: Path) -> None:
     assert iterations(program(tmp_path, logs=[(str(log), 0)], progress=PROGRESS)) == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_pattern_that_would_take_for_ever_on_a_line_passes_over_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

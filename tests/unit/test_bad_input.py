@@ -64,6 +64,7 @@ def read(path: Path, faults: LineFaults | None = None, *, batch_bytes: int = 100
     return [text for array in arrays for text in array.to_pylist()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "engine"),
     [("a.parquet", "auto"), ("a.parquet", "huggingface"), ("file.arrow", "auto"), ("stream.arrow", "auto")],
@@ -245,6 +246,7 @@ def test_a_bad_row_of_csv_costs_one_row(tmp_path: Path, bad: bytes, reason: str,
     assert faults.counts == {reason: 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_error", ["skip-file", "skip-line"])
 def test_a_missing_file_costs_one_file_and_is_tokenized_when_it_is_there(
     run: Run, data: Path, out: Path, tokenizer: Path, on_error: str
@@ -315,6 +317,7 @@ def test_a_shuffle_names_the_row(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory_limit", [4_000_000_000, 300_000_000])
 def test_a_shuffle_leaves_bad_lines_out_if_asked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, memory_limit: int

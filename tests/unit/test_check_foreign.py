@@ -204,6 +204,7 @@ def test_a_run_with_checkpoints_keeps_its_trainer(tmp_path: Path) -> None:
     assert (level, words[:46]) == ("error", "this run has checkpoints of trainer command, a")
 
 
+@pytest.mark.slow
 def test_a_launcher_takes_a_run_of_any_trainer(tmp_path: Path) -> None:
     path = command(tmp_path)
     given = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, "HOME": str(tmp_path), "CONFIG": str(path)}

@@ -147,6 +147,7 @@ def test_the_ledger_counts_every_sample_once(run: Run, capsys: pytest.CaptureFix
     assert "never" in text
 
 
+@pytest.mark.slow
 def test_diff_names_settings_phases_and_the_first_different_sample(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:

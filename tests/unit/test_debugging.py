@@ -161,6 +161,7 @@ def test_without_nsys_every_rank_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     debugging.enter_nsys(Debug(profile="nsys"), tmp_path, 0)
 
 
+@pytest.mark.slow
 def test_nsys_traces_what_the_earlier_system_traced_and_takes_options(tmp_path: Path) -> None:
     """The command is run, by a nsys that writes down its arguments and then runs the program."""
     nsys = tmp_path / "bin" / "nsys"

@@ -295,6 +295,7 @@ def test_the_estimate_of_hours() -> None:
     assert estimated_hours(180_000_000_000, seconds_per_gb=20) == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_the_door_prints_a_table_and_one_clear_error(dataset: Path, metadata: Path) -> None:
     script = ROOT / "scripts/tokenization/prepare_dumps.py"
     door = [sys.executable, script, "--dataset-folder", dataset, "--preprocessing-metadata-folder", metadata]

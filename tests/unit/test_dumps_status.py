@@ -100,6 +100,7 @@ def test_a_task_that_says_nothing_is_named(settings: TokenizationSettings) -> No
     assert "dump 0: no word from n3 since" in table([stalled, waiting])
 
 
+@pytest.mark.slow
 def test_a_dump_that_failed_is_named_until_it_is_done(settings: TokenizationSettings) -> None:
     broken = settings.model_copy(update={"column": "nope"})
     with pytest.raises(InputError):
@@ -119,6 +120,7 @@ def test_files_that_were_left_out_are_named(settings: TokenizationSettings) -> N
     assert "dump 0 left out: " in table(read_status(settings.metadata_folder))
 
 
+@pytest.mark.slow
 def test_watch_ends_with_code_1_when_what_is_not_done_has_failed(
     settings: TokenizationSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +142,7 @@ def test_watch_ends_with_code_1_when_what_is_not_done_has_failed(
     assert rounds == [7, 7]
 
 
+@pytest.mark.slow
 def test_a_dump_without_a_word_for_long_is_not_waited_for(settings: TokenizationSettings) -> None:
     tokenize_dump(settings, 1)
     running(settings, 0, tokens=50)

@@ -72,6 +72,7 @@ def submit(workspace: Workspace, tokenizer: str | Path, folder: str = "dump", **
     submission.submit(compose.load(workspace.config("run", data=data)))
 
 
+@pytest.mark.slow
 def test_the_right_tokenizer_is_taken_without_a_word(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     submit(workspace, "tokenizer.json")
     assert capsys.readouterr().err == ""

@@ -44,6 +44,7 @@ def shards(tmp_path: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch, while megatron-core imports it
 def test_a_merge_is_the_bytes_of_megatrons_own(shards: list[str], tmp_path: Path) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
@@ -63,6 +64,7 @@ def test_a_merge_is_the_bytes_of_megatrons_own(shards: list[str], tmp_path: Path
     assert record["merged"] == shards
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch, while megatron-core imports it
 def test_a_multimodal_merge_is_the_bytes_of_megatrons_own(tmp_path: Path) -> None:
     import torch
@@ -191,6 +193,7 @@ def test_every_fault_is_named(shards: list[str], kind: str, message: str) -> Non
     assert any(message in fault for fault in bad.faults), bad.faults
 
 
+@pytest.mark.slow
 def test_the_doors_say_what_they_did(shards: list[str], tmp_path: Path) -> None:
     folder = Path(shards[0]).parent
 

@@ -131,6 +131,7 @@ def dumps(tmp_path: Path) -> TokenizationSettings:
     )
 
 
+@pytest.mark.slow
 def test_all_bad_files_are_named_and_the_rest_counted(tmp_path: Path) -> None:
     train_tokenizer(tmp_path / "tokenizer.json")
     for number in range(20):
@@ -348,6 +349,7 @@ print("torch" in sys.modules, "transformers" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_an_export_looks_before_it_imports_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", LOOKS], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout == "False False\n"

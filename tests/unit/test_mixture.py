@@ -252,6 +252,7 @@ def test_distinct_names() -> None:
     assert distinct(["a"], ["a-1"], reserved=["a"]) == ["a-1"]
 
 
+@pytest.mark.slow
 def test_the_door(tmp_path: Path) -> None:
     dataset(tmp_path / "a", [10] * 20)
     dataset(tmp_path / "b", [10] * 20)

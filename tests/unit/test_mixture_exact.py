@@ -251,6 +251,7 @@ def test_a_dataset_is_not_repeated_thousands_of_times_by_mistake(tmp_path: Path)
     refusal([big, small], [0.5, 0.5], tmp_path / "m", tokens=10_000)
 
 
+@pytest.mark.slow
 def test_the_door_forecasts_without_writing(tmp_path: Path) -> None:
     for i, name in enumerate("ab"):
         dataset(tmp_path / name, shards=2, seed=i)

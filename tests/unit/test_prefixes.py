@@ -115,6 +115,7 @@ def test_blanks_are_refused_in_one_line() -> None:
         one_line(["/a/b", "/c d"])
 
 
+@pytest.mark.slow
 def test_the_door_prints_one_line_json_or_null(tmp_path: Path) -> None:
     a, b = shard(tmp_path / "a" / "s"), shard(tmp_path / "b" / "s")
     assert run("-p", "b,  a", cwd=tmp_path).stdout == f"{b} {a}\n".encode()  # a list keeps its order

@@ -99,6 +99,7 @@ def test_empty_and_null_documents_are_dropped_and_counted(run: Run, data: Path, 
     assert "dropped: 2 empty and 3 null documents" in result.summary()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, -1])
 def test_file_names_are_taken_literally(run: Run, data: Path, out: Path, tokenizer: Path, workers: int) -> None:
     names = [
@@ -145,6 +146,7 @@ def test_workers_do_not_change_the_shards(run: Run, data: Path, tmp_path: Path) 
     assert len(shards(tmp_path / "two")) == 8
 
 
+@pytest.mark.slow
 def test_another_column_and_another_eos(run: Run, data: Path, out: Path) -> None:
     write_parquet(data / "a.parquet", ["x"], column="co.lumn")
     run(["a.parquet"], column="co.lumn", eos_token="<s>")
@@ -152,6 +154,7 @@ def test_another_column_and_another_eos(run: Run, data: Path, out: Path) -> None
     assert ids[-1] == 1
 
 
+@pytest.mark.slow
 def test_a_second_run_finds_everything_done(run: Run, data: Path, out: Path) -> None:
     write_parquet(data / "a.parquet", list(TEXTS))
     first = run(["a.parquet"])
@@ -161,6 +164,7 @@ def test_a_second_run_finds_everything_done(run: Run, data: Path, out: Path) -> 
     assert (out / "00000_tokens.bin").stat().st_mtime_ns == stamp
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["missing .idx", "torn .bin", "changed input"])
 def test_a_second_run_makes_again_what_is_not_whole_and_only_that(
     run: Run, data: Path, out: Path, tokenizer: Path, damage: str
@@ -240,6 +244,7 @@ def test_a_bad_file_is_named_and_the_others_are_done(
     assert shards(out) == ["00001_tokens.bin", "00001_tokens.idx"]
 
 
+@pytest.mark.slow
 def test_a_column_that_is_missing_or_no_text_is_named_with_those_that_there_are(run: Run, data: Path) -> None:
     write_parquet(data / "a.parquet", ["x"], column="content")
     with pytest.raises(InputError, match=r"a\.parquet: no column 'text'; there are: id, content\n.*--column"):
@@ -256,6 +261,7 @@ def test_several_text_types_are_read(run: Run, data: Path, out: Path, tokenizer:
     assert shard_documents(out / "00000_tokens") == expected_ids(tokenizer, ["a", "b", "a", "c"])
 
 
+@pytest.mark.slow
 def test_input_without_text_is_an_error_and_leaves_no_shard(run: Run, data: Path, out: Path) -> None:
     write_parquet(data / "a.parquet", ["", None])
     write_parquet(data / "b.parquet", [])
@@ -264,6 +270,7 @@ def test_input_without_text_is_an_error_and_leaves_no_shard(run: Run, data: Path
     assert shards(out) == []
 
 
+@pytest.mark.slow
 def test_a_part_without_text_leaves_no_shard_and_is_done(run: Run, data: Path, out: Path) -> None:
     write_parquet(data / "a.parquet", ["", None])
     write_parquet(data / "b.parquet", ["x"])
@@ -327,6 +334,7 @@ def test_each_foreseeable_error_is_one_message(
         assert not list(tmp_path.rglob("*.bin"))
 
 
+@pytest.mark.slow
 def test_the_door_prints_what_was_done(tmp_path: Path, data: Path, tokenizer: Path, out: Path) -> None:
     write_parquet(data / "good.parquet", ["x", "", None])
     (tmp_path / "paths").write_text("good.parquet\n")

@@ -113,6 +113,7 @@ def test_a_failure_that_passes_costs_a_pause(server: Server, data: Path, fault: 
     assert server.faults == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_parquet_below_a_url_is_read_through_failures(server: Server, data: Path, run: Run, out: Path) -> None:
     texts = [f"{number} " * 300 for number in range(100)]

@@ -18,6 +18,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return make_history(tmp_path_factory.mktemp("report") / "run", lines=30, attempts=3)
 
 
+@pytest.mark.slow
 def test_the_table_the_curve_and_the_picture(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(run.path), "--png", str(tmp_path / "relay.png")]) == 0
     out = capsys.readouterr().out

@@ -112,12 +112,14 @@ def test_the_bytes_depend_on_the_seed_alone_and_the_order_is_that_of_the_keys(
         assert rows(one) == in_order(data, 1, mask)
 
 
+@pytest.mark.slow
 def test_another_seed_gives_other_bytes(data: Path, tmp_path: Path) -> None:
     reshard(data, tmp_path / "one", seed=1)
     reshard(data, tmp_path / "other", seed=2)
     assert digests(tmp_path / "one") != digests(tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_row_groups_and_files_have_the_sizes_asked_for(data: Path, tmp_path: Path) -> None:
     reshard(data, tmp_path / "out", row_group_size=70, file_size=20_000)
     files = sorted((tmp_path / "out").glob("*.parquet"), key=lambda file: int(file.stem[5:]))
@@ -137,6 +139,7 @@ def test_the_order_is_that_of_the_keys() -> None:
     assert abs(counts - 6250).max() < 400
 
 
+@pytest.mark.slow
 def test_jsonl_is_read_beside_parquet_and_a_nested_column_has_its_dots_in_the_name(tmp_path: Path) -> None:
     lines = tmp_path / "lines"
     lines.mkdir()
@@ -155,6 +158,7 @@ def test_jsonl_is_read_beside_parquet_and_a_nested_column_has_its_dots_in_the_na
     assert sorted(pq.read_table(tmp_path / "out2/data_0.parquet")["a.b"].to_pylist(), key=str) == [None, "x"]
 
 
+@pytest.mark.slow
 def test_columns_of_all_types_come_through_and_a_nested_text_is_drawn(tmp_path: Path, small_memory: None) -> None:
     data, count = tmp_path / "data", 400
     data.mkdir()
@@ -204,6 +208,7 @@ def test_a_bucket_that_is_larger_than_expected_is_read_in_pieces(tmp_path: Path,
     assert digests(tmp_path / "small") == digests(tmp_path / "large")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_a_url_gives_the_bytes_of_the_folder(data: Path, tmp_path: Path, scheme: str) -> None:
     url = f"file://{data}"
@@ -215,6 +220,7 @@ def test_a_url_gives_the_bytes_of_the_folder(data: Path, tmp_path: Path, scheme:
     assert digests(tmp_path / "there") == digests(tmp_path / "here")
 
 
+@pytest.mark.slow
 def test_names_of_all_kinds_are_read(data: Path, tmp_path: Path) -> None:
     odd = tmp_path / "odd"
     names = (b"a '\n;*?.parquet", b"b\xff/::.parquet", "c\u00e9.parquet".encode())
@@ -268,6 +274,7 @@ def test_files_without_rows_are_refused_unless_others_have_some(data: Path, tmp_
     assert reshard(data, tmp_path / "out") == ROWS
 
 
+@pytest.mark.slow
 def test_too_little_memory_is_said_before_anything_is_written(data: Path, tmp_path: Path) -> None:
     refuse(
         data, tmp_path, r"--memory-limit: a thread that shuffles these rows takes at least 0\.26 GB", memory_limit=10**8

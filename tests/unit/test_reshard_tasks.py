@@ -68,6 +68,7 @@ def run(options: ReshardOptions, tasks: int, stages: tuple[str, ...] = STAGES) -
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tasks", "threads", "memory"), [(1, 1, 60_000), (3, 2, 30_000), (5, 1, 400_000), (11, 3, 99_000)]
 )
@@ -123,6 +124,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -
     monkeypatch.setattr(owner, name, dying)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
     [
@@ -162,6 +164,7 @@ def test_a_killed_run_goes_on_with_any_number_of_tasks(
         assert len(written) < len(wanted)
 
 
+@pytest.mark.slow
 def test_a_changed_input_begins_anew(options: ReshardOptions, tmp_path: Path) -> None:
     run(options, 2, STAGES[:4])
     pq.write_table(pa.table({"text": ["new"], "id": [0]}), tmp_path / "data/9.parquet")

@@ -70,6 +70,7 @@ def test_a_config_file_that_is_not_there_is_said_to_be_none(capsys: pytest.Captu
     assert "nowhere.yaml: there is no such config file" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_setting_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "training.micro_batch_size"]) == 0
     assert capsys.readouterr().out == (
@@ -97,6 +98,7 @@ def test_every_setting_has_words() -> None:
     assert [setting.name for setting in describe.settings() if not setting.words] == []
 
 
+@pytest.mark.slow
 def test_the_tree_has_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain"]) == 0
     out = capsys.readouterr().out
@@ -105,6 +107,7 @@ def test_the_tree_has_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, out.splitlines())) <= 120
 
 
+@pytest.mark.slow
 def test_the_json_schema_takes_every_config_file_and_names_what_it_does_not_know(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -118,6 +121,7 @@ def test_the_json_schema_takes_every_config_file_and_names_what_it_does_not_know
     assert len(list(validator.iter_errors(wrong))) == 3
 
 
+@pytest.mark.slow
 def test_the_page_of_settings_shows_what_its_commands_print(tmp_path: Path) -> None:
     page = (ROOT / "docs/settings.md").read_text(encoding="utf-8")
     commands = re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S)

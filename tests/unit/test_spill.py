@@ -62,6 +62,7 @@ def test_what_is_read_leaves_memory_and_can_be_read_again(tmp_path: Path) -> Non
     let_go(np.ones(5000, np.uint8))  # of no file: stays as it is
 
 
+@pytest.mark.slow
 def test_the_disk_space_is_free_when_the_text_is_gone(tmp_path: Path) -> None:
     text = Spill(str(tmp_path))
     text.add(b"x" * 5000)

@@ -58,6 +58,7 @@ def append_to(workspace: Workspace, shard: str) -> None:
     writer.finish()
 
 
+@pytest.mark.slow
 def test_a_new_mixture_is_a_new_revision(trained: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
     append_to(trained, "books0")
     submit(trained, {"web": 2.0, "code": 2.0})
@@ -76,6 +77,7 @@ def test_a_new_mixture_is_a_new_revision(trained: Workspace, capsys: pytest.Capt
     assert run.revisions() == [1, 2]
 
 
+@pytest.mark.slow
 def test_changed_files_are_refused_and_leave_the_run_as_it_was(
     trained: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,6 +123,7 @@ def test_a_group_that_cannot_reach_its_triggers_is_a_warning(
     assert "triggers" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_mean_of_its_loss_unless_a_submit_names_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,6 +156,7 @@ def test_a_run_keeps_the_mean_of_its_loss_unless_a_submit_names_another(
     assert run.revisions() == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_list_of_shards_keeps_its_order_and_a_run_that_began_with_a_sorted_one_keeps_that(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

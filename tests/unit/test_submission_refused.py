@@ -78,6 +78,7 @@ def test_a_first_submit_that_is_refused_leaves_no_run(workspace: Workspace, monk
     assert not (workspace.folder / "made").exists()
 
 
+@pytest.mark.slow
 def test_a_later_submit_that_is_refused_leaves_the_run_as_it_was(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

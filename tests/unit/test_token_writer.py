@@ -31,6 +31,7 @@ def documents(texts: list[str]) -> list[Document]:
     return [Document(text=text, id=str(row)) for row, text in enumerate(texts)]
 
 
+@pytest.mark.slow
 def test_it_stands_behind_datatroves_own_reader_and_filter(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "in").mkdir()
     for name, texts in (("a", TEXTS[:4]), ("b", TEXTS[4:])):
@@ -115,6 +116,7 @@ def test_a_step_can_be_sent_to_a_worker(tmp_path: Path, tokenizer: Path) -> None
         assert shard_documents(tmp_path / "00000_tokens") == expected_ids(tokenizer, ["x"])
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_changed_on_disk_is_loaded_again(tmp_path: Path, tokenizer: Path) -> None:
     MegatronTokenWriter(tmp_path, str(tokenizer)).run(documents(list(TEXTS)))
     train_tokenizer(tokenizer, vocabulary=300)

@@ -83,6 +83,7 @@ def shard_bytes(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.glob("*_tokens.*")}
 
 
+@pytest.mark.slow
 def test_a_dump_is_tokenized_moved_and_noted(settings: TokenizationSettings, tmp_path: Path) -> None:
     row = tokenize_dump(settings, 1)
     metadata = MetadataFolder(settings.metadata_folder)
@@ -322,6 +323,7 @@ def test_the_bash_launcher_submits_every_dump_from_any_directory(
     assert len(shard_bytes(tmp_path / "out put/T-1/D.2/dump-0")) == 4
 
 
+@pytest.mark.slow
 def test_the_bash_launcher_stops_at_a_wrong_setting(
     settings: TokenizationSettings, tmp_path: Path, fake_slurm: Path
 ) -> None:

@@ -51,6 +51,7 @@ def test_a_bos_that_the_tokenizer_does_not_name_is_refused(run: Run, data: Path)
         run(["a.parquet"], bos=True)
 
 
+@pytest.mark.slow
 def test_without_an_eod_documents_end_as_they_are(run: Run, data: Path, out: Path, tokenizer: Path) -> None:
     write_parquet(data / "a.parquet", list(TEXTS))
     run(["a.parquet"], append_eod="no")
@@ -83,6 +84,7 @@ def test_an_eod_is_required_unless_auto_which_warns(
     assert shard_documents(out / "00000_tokens") == [[1, 2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "dtype"), [(65_499, np.uint16), (65_500, np.int32), (65_536, np.int32), (65_537, np.int32)]
 )
@@ -101,6 +103,7 @@ def test_the_token_type_follows_megatrons_rule(
     assert shard_documents(out / "00000_tokens") == [[1, size - 2, size - 1]]
 
 
+@pytest.mark.slow
 def test_special_text_becomes_special_ids_only_if_asked(run: Run, data: Path, out: Path, tmp_path: Path) -> None:
     write_parquet(data / "a.parquet", [f"a{EOS}b"])
     run(["a.parquet"], engine="gigatoken")
@@ -176,6 +179,7 @@ class Bucket(MemoryFileSystem):  # type: ignore[misc]  # fsspec is untyped
         return {"name": found["name"], "size": found["size"], "LastModified": found["created"], "type": "file"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["memory", "file", "bucket"])
 def test_a_dataset_with_a_scheme_gives_the_same_shards(
     run: Run, data: Path, out: Path, tmp_path: Path, scheme: str
@@ -216,6 +220,7 @@ def test_the_record_holds_inputs_engine_counts_and_checksums(run: Run, data: Pat
         assert xxhash.xxh3_128((out / f"00000_tokens.{suffix}").read_bytes()).hexdigest() == digest
 
 
+@pytest.mark.slow
 def test_files_that_join_get_shards_of_their_own_and_the_others_stay(
     run: Run, data: Path, out: Path, tokenizer: Path
 ) -> None:
@@ -237,6 +242,7 @@ def test_a_file_that_was_only_copied_again_is_not_tokenized_again(run: Run, data
     assert run(["a.parquet"]).tasks_run == 0
 
 
+@pytest.mark.slow
 def test_a_torn_file_is_left_out_if_asked_and_named(
     run: Run,
     data: Path,
@@ -257,6 +263,7 @@ def test_a_torn_file_is_left_out_if_asked_and_named(
     assert run(["a.jsonl", "b.jsonl", "c.jsonl"], tasks=1, on_error="skip").tasks_run == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 def test_long_documents_are_tokenized_in_pieces_to_the_same_bytes(
     run: Run, data: Path, out: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, suffix: str

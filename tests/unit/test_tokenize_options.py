@@ -187,6 +187,7 @@ words = st.text(st.characters(exclude_categories=["Cs", "Cc"]))
 numbers = st.integers(1, 10**9)
 
 
+@pytest.mark.slow
 @given(
     st.fixed_dictionaries(
         {"tokenizer": words},

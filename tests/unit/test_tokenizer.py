@@ -82,6 +82,7 @@ def test_without_any_or_with_several_usual_eos_tokens_the_option_is_asked_for(tm
         load_tokenizer(TokenizeOptions(tokenizer=str(several)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("entries", "dtype"), [(65_499, np.uint16), (65_500, np.int32)])
 def test_the_token_type_counts_added_tokens(tmp_path: Path, entries: int, dtype: type[np.generic]) -> None:
     words = {"unk": 0} | {f"w{i}": i for i in range(1, entries - 1)}

@@ -57,6 +57,7 @@ def tiktoken(file: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_vocabulary_and_merges_with_a_configuration_are_converted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

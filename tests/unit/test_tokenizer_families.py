@@ -78,6 +78,7 @@ def test_texts_that_engines_disagree_about_get_the_ids_of_hugging_face(kind: str
     assert (selection.plan.family if selection.plan else None) == KNOWN.get(kind)
 
 
+@pytest.mark.slow
 def test_a_form_that_is_a_little_different_is_not_known() -> None:
     def of(name: str, **parts: object) -> families.Plan | None:
         known = json.loads(small(name))
@@ -151,6 +152,7 @@ def _one_a_byte() -> Tokenizer:
     return Tokenizer.from_str(small("one token a byte"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("each", [True, False])
 @given(texts=st.lists(st.text(st.sampled_from("ab 019²½٣Ⅷ漢é"), max_size=12), max_size=5))
 def test_digits_that_are_apart_come_back_in_their_place(each: bool, texts: list[str]) -> None:
@@ -191,6 +193,7 @@ def test_normalized_text_that_holds_an_added_token_goes_elsewhere() -> None:
 words = st.text(st.sampled_from("ab"), min_size=1, max_size=4)
 
 
+@pytest.mark.slow
 @given(words=st.sets(words, min_size=1), text=st.text(st.sampled_from("abc"), max_size=20))
 def test_the_longest_of_many_words_is_found(words: set[str], text: str) -> None:
     found = re.compile(longest_of(word.encode() for word in words)).match(text.encode())
@@ -198,6 +201,7 @@ def test_the_longest_of_many_words_is_found(words: set[str], text: str) -> None:
     assert (found[0].decode() if found else None) == right
 
 
+@pytest.mark.slow
 def test_added_tokens_are_cut_out_where_nothing_around_them_belongs_to_them() -> None:
     def found(name: str, **rules: bool) -> families.Plan | None:
         known = json.loads(small(name))

@@ -41,6 +41,7 @@ def never(*arguments: object, **options: object) -> None:
     raise AssertionError("this was known")
 
 
+@pytest.mark.slow
 def test_the_second_start_loads_no_reference_and_gives_the_same(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, sample = load(file), Texts.of(["a text", "don't 12"])
     selection, _ = chosen(first, sample)
@@ -77,6 +78,7 @@ def flipped(file: Path) -> None:
         kept.write_bytes(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [rewritten, cut_short, flipped])
 def test_another_tokenizer_and_a_damaged_value_are_looked_at_anew(
     file: Path, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
@@ -93,6 +95,7 @@ def test_another_tokenizer_and_a_damaged_value_are_looked_at_anew(
     assert proofs == ["edge cases"]
 
 
+@pytest.mark.slow
 def test_a_wrong_engine_is_found_by_other_texts_of_the_job(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load(file)
     assert chosen(loaded, Texts.of(["a text"]))[0].engine == "gigatoken"

@@ -157,6 +157,7 @@ def test_what_needs_a_native_run_says_so(tmp_path: Path) -> None:
         compose.native(compose.load(written(tmp_path, COMMAND)))
 
 
+@pytest.mark.slow
 def test_config_explain_and_diff_know_every_kind(tmp_path: Path) -> None:
     def said(*arguments: str) -> tuple[int, str]:
         with redirect_stdout(io.StringIO()) as out:
@@ -178,6 +179,7 @@ def test_config_explain_and_diff_know_every_kind(tmp_path: Path) -> None:
     assert command.words.endswith("Of runs with trainer command.")
 
 
+@pytest.mark.slow
 def test_the_json_schema_goes_by_the_trainer_where_a_file_names_it() -> None:
     schema = json.loads(json.dumps(describe.json_schema()))
     validator = jsonschema.Draft202012Validator(schema)

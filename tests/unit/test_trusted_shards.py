@@ -32,6 +32,7 @@ def edit(file: Path) -> None:
     file.write_bytes(content.replace(b"middle", b"puddle"))
 
 
+@pytest.mark.slow
 def test_a_file_that_was_edited_in_its_middle_is_tokenized_again(
     run: Run, data: Path, out: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -55,6 +56,7 @@ def as_before(out: Path) -> None:
     (out / "tokenization.json").write_text(json.dumps(record))
 
 
+@pytest.mark.slow
 def test_a_record_of_an_earlier_version_keeps_working(run: Run, data: Path, out: Path) -> None:
     write_jsonl(data / "a.jsonl", LONG)
     run(["a.jsonl"])
@@ -80,6 +82,7 @@ class Timeless(MemoryFileSystem):  # type: ignore[misc]  # fsspec is untyped
         return {"name": found["name"], "size": found["size"], "type": "file"}
 
 
+@pytest.mark.slow
 def test_below_a_url_another_time_or_other_ends_are_another_file(run: Run, tmp_path: Path) -> None:
     fsspec.register_implementation("timeless", Timeless, clobber=True)
     for scheme in ("timeless", "memory"):
@@ -104,6 +107,7 @@ def test_what_is_the_same() -> None:
     assert not is_same("nowhere", ("a", 10, 6), then, "xxh3-128:" + "0" * 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["bin", "idx"])
 def test_a_shard_that_was_damaged_is_made_again(
     run: Run, data: Path, out: Path, capsys: pytest.CaptureFixture[str], suffix: str

@@ -46,6 +46,7 @@ def one(prefix: Path, **options: object) -> Compared:
 MANY = ["", *TEXTS, "", *(f"{text} again" for text in TEXTS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"keep_empty": True, "append_eod": "no"}], ids=["usual", "empty kept"])
 def test_a_wrong_id_is_found_by_the_source_and_a_rerun_mends_it(
     run: Run, data: Path, out: Path, options: dict[str, object]
@@ -70,6 +71,7 @@ def test_a_wrong_id_is_found_by_the_source_and_a_rerun_mends_it(
     assert not [name for name in os.listdir(out) if name.startswith(".tmp")]
 
 
+@pytest.mark.slow
 def test_a_sample_finds_what_it_looks_at(run: Run, data: Path, out: Path) -> None:
     write_jsonl(data / "b.jsonl", MANY)
     run(["b.jsonl"])
@@ -82,6 +84,7 @@ def test_a_sample_finds_what_it_looks_at(run: Run, data: Path, out: Path) -> Non
         assert run(["b.jsonl"]).tasks_run == 1
 
 
+@pytest.mark.slow
 def test_why_a_shard_is_not_compared(run: Run, data: Path, out: Path, tokenizer: Path, tmp_path: Path) -> None:
     write_jsonl(data / "a.jsonl", MANY)
     run(["a.jsonl"])
@@ -102,6 +105,7 @@ def test_why_a_shard_is_not_compared(run: Run, data: Path, out: Path, tokenizer:
     assert compare_with_source([str(shard)], workers=1) == []
 
 
+@pytest.mark.slow
 def test_what_was_left_out_is_left_out_again(run: Run, data: Path, out: Path) -> None:
     write_jsonl(data / "a.jsonl", MANY)
     (data / "a.jsonl").write_text((data / "a.jsonl").read_text() + "what?\n")

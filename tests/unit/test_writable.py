@@ -99,6 +99,7 @@ TOOLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", TOOLS)
 def test_scripts_refuse(tool: str) -> None:
     """With the file of a real site: nothing of it is there, and nothing is made."""
