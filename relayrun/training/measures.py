@@ -7,7 +7,6 @@ itself; they are read when the iteration has waited for the device anyway, which
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,8 +21,7 @@ from relayrun.training import gradients, timers
 from relayrun.training.model.gpt import Model
 from relayrun.training.optimizer import Optimizer, ShardedDistributedOptimizer
 from relayrun.training.parallel import Ranks
-
-_LAYER = re.compile(r"(.*\.layers)\.\d+")
+from relayrun.training.parameter_names import names
 
 
 class Measures:
@@ -96,17 +94,9 @@ class Measures:
 
 def _named(model: Model) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """This rank's parameters by names that do not depend on the layout; none that another rank has, too."""
-    for chunk in model.chunks:
-        layers = {
-            name: f"{match[1]}.{module.layer_number - 1}"
-            for name, module in chunk.named_modules()
-            if (match := _LAYER.fullmatch(name)) and hasattr(module, "layer_number")
-        }
-        for name, parameter in chunk.named_parameters():
-            if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
-                layer = next((found for found in layers if name.startswith(f"{found}.")), None)
-                whole = name if layer is None else layers[layer] + name.removeprefix(layer)
-                yield re.sub(r"^(module\.)+", "", whole), parameter
+    for parameter, name in names(model.chunks):
+        if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter):
+            yield name, parameter
 
 
 def _held(optimizer: Optimizer) -> dict[torch.Tensor, range]:

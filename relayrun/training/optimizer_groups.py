@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 
 from relayrun.config.optimizer import Optimizer, OptimizerGroup
 from relayrun.errors import ConfigError
+from relayrun.training.parameter_names import names
 
 Override = dict[str, Any]
 """What megatron-core's groups take beside their parameters."""
@@ -27,24 +28,6 @@ Override = dict[str, Any]
 Groups = list[dict[str, Any]]
 
 _MAIN = "fp32_from_fp16_params"
-_LAYERS = re.compile(r"(.*\blayers)\.\d+$")
-
-
-def names(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Parameter, str]]:
-    """Yield this rank's parameters with their names in the whole model."""
-    for chunk in chunks:
-        layers = {}
-        for path, module in chunk.named_modules():
-            if (found := _LAYERS.match(path)) and hasattr(module, "layer_number"):
-                layers[path] = f"{found[1]}.{module.layer_number - 1}"
-        for path, parameter in chunk.named_parameters():
-            name = path
-            for layer, counted in layers.items():
-                if path.startswith(f"{layer}."):
-                    name = counted + path.removeprefix(layer)
-            name = re.sub(r"^(module\.)+", "", name)
-            copied = name == "output_layer.weight" and getattr(parameter, "shared", False)
-            yield parameter, "embedding.word_embeddings.weight" if copied else name  # tied, on another stage
 
 
 def overrides(settings: Optimizer, chunks: Sequence[torch.nn.Module], *, muon: bool) -> dict[ParamKey, Override]:
