@@ -113,8 +113,13 @@ def fitted(found: dict[Any, Any], wanted: dict[Any, Any]) -> dict[Any, Any]:
 
 def settings_of(optimizer: MegatronOptimizer) -> set[str]:
     """Return the names in the groups of `optimizer` that are settings; all else in them is state."""
-    kinds = {type(inner.optimizer) for inner in optimizer.chained_optimizers if not inner.is_stub_optimizer}
-    return OF_THE_ATTEMPT.union(*(inspect.signature(kind.__init__).parameters for kind in kinds))
+    inside = [inner.optimizer for inner in optimizer.chained_optimizers if not inner.is_stub_optimizer]
+    return OF_THE_ATTEMPT.union(*map(_taken, inside))
+
+
+def _taken(optimizer: torch.optim.Optimizer) -> set[str]:
+    """What an optimizer's class takes by name."""
+    return set(inspect.signature(type(optimizer).__init__).parameters)
 
 
 class _NamedState:
@@ -179,7 +184,7 @@ class _NamedState:
             group.update(saved[number] if len(saved) == len(self._outer.optimizer.param_groups) else saved[0])
 
     def _state_of_groups(self) -> list[dict[str, Any]]:
-        settings = OF_THE_ATTEMPT.union(inspect.signature(type(self._outer.optimizer).__init__).parameters)
+        settings = OF_THE_ATTEMPT | _taken(self._outer.optimizer)
         return [
             {name: _plain(name, value) for name, value in group.items() if name not in settings}
             for group in self._outer.optimizer.param_groups

@@ -74,6 +74,10 @@ class Model:
         self.ranks = ranks
         self._config = config.model
         self._data = config.data
+        # asked of the settings once: each goes through all data sets
+        self._masks_loss = config.data.masks_loss
+        self._restarts_positions = config.data.restarts_positions
+        self._attends_documents = config.data.attends_documents
         self._loss_mean = config.training.resolved_loss_mean
         self._own_loss = _own_loss(config.training.loss, ranks)
         self._eod = _eod(config.data, eod)
@@ -262,7 +266,7 @@ class Model:
             "position_ids": self._position_ids(batch),
             "labels": tokens[:, 1:].contiguous(),
         }
-        if self._data.masks_loss:
+        if self._masks_loss:
             counts = documents.loss_mask(batch.tokens[:, :-1], self._eod if self._data.eod_mask_loss else -1)
             counts = counts if batch.loss_mask is None else counts * batch.loss_mask
             parts["loss_mask"] = torch.from_numpy(counts).to(device)
@@ -280,7 +284,7 @@ class Model:
         return output, mean if own is None else lambda output: mean(own(output, labels, mask))
 
     def _position_ids(self, batch: MicroBatch) -> torch.Tensor:
-        if not self._data.restarts_positions:
+        if not self._restarts_positions:
             return self._positions.expand(len(batch.tokens), -1)
         eod = self._eod if self._data.reset_position_ids else -1
         found = documents.positions(batch.tokens[:, :-1], eod, batch.lengths)
@@ -288,7 +292,7 @@ class Model:
 
     def _documents(self, batch: MicroBatch) -> Documents | None:
         """What a token may see; None: all before it."""
-        if not self._data.attends_documents:
+        if not self._attends_documents:
             return None
         eod = self._eod if self._data.reset_attention_mask else -1
         found = documents.lengths(batch.tokens[:, :-1], eod, batch.lengths)
