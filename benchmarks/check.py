@@ -37,10 +37,11 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     figures: dict[str, object] = {"unit": "seconds", "load": os.getloadavg()[0], "documents_a_shard": DOCUMENTS}
     with tempfile.TemporaryDirectory(prefix="check-") as folder:
+        python = _results.installed_python(Path(folder) / "environment")
         for name, shards in SHARDS.items():
             path = config(Path(folder) / name, shards)
-            checked(path, shards)  # compiles
-            found = [checked(path, shards) for _ in range(rounds)]
+            checked(python, path, shards)  # compiles
+            found = [checked(python, path, shards) for _ in range(rounds)]
             figures[name] = {
                 "shards": shards,
                 "cpu": _results.spread([cpu for cpu, _ in found]),
@@ -66,9 +67,9 @@ def config(folder: Path, shards: int) -> Path:
     return workspace.config("run", model=model, data=own, cluster={"python": None})
 
 
-def checked(path: Path, shards: int) -> tuple[float, float]:
+def checked(python: Path, path: Path, shards: int) -> tuple[float, float]:
     """CPU and wall seconds of one check, with the start of Python and what it starts."""
-    command = [sys.executable, "-m", "relayrun.cli", "check", str(path), "--json"]
+    command = [str(python), "-m", "relayrun.cli", "check", str(path), "--json"]
     env = _results.as_installed()
     before, start = os.times(), time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env)

@@ -36,21 +36,22 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     figures: dict[str, Any] = {"rounds": rounds, "unit": "CPU seconds"}
     with tempfile.TemporaryDirectory(prefix="relayrun-start-") as folder:
+        python = _results.installed_python(Path(folder) / "environment")
         (Path(folder) / places.MARKER).touch()
         for attempts in (2, 20, 200):
             make_history(Path(folder) / f"logs/runs/p/{attempts}", lines=10 * attempts, attempts=attempts)
         for name, words in COMMANDS.items():
-            spent(words, folder)  # compiles
-            figures[name] = _results.spread([spent(words, folder) for _ in range(rounds)])
+            spent(python, words, folder)  # compiles
+            figures[name] = _results.spread([spent(python, words, folder) for _ in range(rounds)])
     figures["load_average"] = os.getloadavg()[0]
     print(json.dumps(figures, indent=2))
     print(_results.write("start", figures))
 
 
-def spent(words: list[str], folder: str) -> float:
+def spent(python: Path, words: list[str], folder: str) -> float:
     """CPU seconds of one call, which must work."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-m", "relayrun", *words]
+    command = [str(python), "-m", "relayrun", *words]
     subprocess.run(command, cwd=folder, env=_results.as_installed(), stdout=subprocess.DEVNULL, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -173,6 +173,7 @@ def test_the_defaults_for_jobs_of_earlier_versions_are_the_schedulers() -> None:
     assert f"RELAYRUN_BEGIN_BACKOFF:={base.BEGIN_BACKOFF}}}" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "code", "said"),
     [("printf 'a  b\\n'", 0, "a  b\n"), ("bash -c 'echo no; exit 7'", 7, "no\n"), ("sleep 100", 124, "")],

@@ -173,6 +173,7 @@ def test_a_job_that_still_ends_is_nobody_who_goes_on(stage: Stage) -> None:  # n
     assert list(stage.slurm.fallback_jobs().values()) == [following]
 
 
+@pytest.mark.slow
 def test_a_site_that_lets_nobody_change_a_job(stage: Stage) -> None:  # noqa: F811
     """Another fallback job takes the place of the one that cannot be moved, and the failed tries are counted."""
     stage.slurm.unchangeable = True

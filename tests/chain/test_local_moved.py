@@ -60,6 +60,7 @@ def trained(workspace: Workspace, folder: str) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_a_submit_after_a_move_renders_all_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The job that was queued in the old place is a local one that nobody starts any more."""
     monkeypatch.setattr(history, "SECONDS", -1.0)

@@ -99,6 +99,7 @@ def test_following_goes_on_from_job_to_job_and_misses_nothing(tmp_path: Path) ->
     assert following.poll() == [(second.with_suffix(".out"), b"d")]
 
 
+@pytest.mark.slow
 def test_following_ends_with_the_chain(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     log = write_log(run, 1, err="first\n")

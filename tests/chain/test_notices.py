@@ -323,6 +323,7 @@ def test_two_processes_do_not_send_the_same(run: Run, web: Web) -> None:
     assert sorted(json.loads(content)["event"] for _, _, content in web.requests) == ["failed", "stopped"]
 
 
+@pytest.mark.slow
 def test_a_receiver_that_is_silent_does_not_hold_the_end_of_a_job(
     run: Run, web: Web, mail: Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,6 +345,7 @@ def test_a_receiver_that_is_silent_does_not_hold_the_end_of_a_job(
     assert len(mail.letters) == 1
 
 
+@pytest.mark.slow
 def test_the_end_of_a_job_waits_for_its_seconds_and_no_longer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the process that sends does: this one takes no notice of SIGTERM."""
     monkeypatch.setattr(messenger, "END_SECONDS", 0.5)
@@ -455,6 +457,7 @@ def test_a_job_looks_once_a_minute(run: Run, monkeypatch: pytest.MonkeyPatch) ->
 # the commands
 
 
+@pytest.mark.slow
 def test_the_next_command_sends_and_status_says_what_is_not_sent(
     run: Run, web: Web, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

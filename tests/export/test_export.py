@@ -63,6 +63,7 @@ def test_what_is_imported_is_exported_again_bit_by_bit(tmp_path: Path, changes: 
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "again" / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_transformers_opens_it_and_computes_what_the_original_does(tmp_path: Path, imported: Imported) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

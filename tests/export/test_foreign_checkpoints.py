@@ -45,6 +45,7 @@ def crafted(imported: Imported, folder: Path, put: Callable[[Path, Path], None],
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_hashes", [False, True])
 @pytest.mark.parametrize("put", PLACES)
 def test_a_crafted_checkpoint_runs_nothing_where_it_is_exported(

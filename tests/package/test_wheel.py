@@ -80,6 +80,7 @@ def test_jobs_run_a_copy_that_an_upgrade_does_not_touch(base: Installed, tmp_pat
     assert "begin" in alone.stdout
 
 
+@pytest.mark.slow
 def test_the_wheel_has_the_files_that_jobs_need_and_types(base: Installed) -> None:
     package = base.packages / "relayrun"
     assert (package / "py.typed").is_file()

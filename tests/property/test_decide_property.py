@@ -73,6 +73,7 @@ def test_end_lets_nothing_run_on_that_made_no_progress_too_often(facts: EndFacts
     assert isinstance(decision, Decision)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.none() | st.just("saved"), st.integers(0, 3)), min_size=1, max_size=40),
     st.integers(1, 5),

@@ -221,6 +221,7 @@ def test_pieces_stay_within_their_bounds_and_lose_nothing(texts: list[str], size
     assert all(len(piece) <= count and (len(piece) == 1 or len(piece.used) <= size) for piece in found)
 
 
+@pytest.mark.slow
 def test_a_fast_engine_runs_where_the_form_of_the_tokenizer_is_known_alone() -> None:
     assert {kind: engine(kind, "auto")[1] for kind in KINDS} == {
         "gpt2": "gigatoken",

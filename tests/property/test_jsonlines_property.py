@@ -111,6 +111,7 @@ def test_a_long_line_reads_as_a_parser_reads_it(good: bool, data: st.DataObject,
                 assert list(read(line + end, column)) == [right]
 
 
+@pytest.mark.slow
 @given(pieces=st.lists(st.sampled_from(GOOD), min_size=1, max_size=4), times=st.integers(1, 200))
 @example(pieces=[b"\\\\"], times=200)
 @example(pieces=[b"\\ud83d\\ude00"], times=100)

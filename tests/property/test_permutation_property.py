@@ -46,6 +46,7 @@ def correlation(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.corrcoef(x, y)[0, 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1_000, 4_096, 65_537, 100_000, 262_144, 1_000_003])
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_neighbours_epochs_and_the_identity_are_uncorrelated(n: int, epoch: int) -> None:

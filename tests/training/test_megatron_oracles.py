@@ -129,6 +129,7 @@ def test_the_cache_holds_what_would_be_built_and_serves_the_next_opening(tmp_pat
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").glob("*.npy")} == files
 
 
+@pytest.mark.slow
 def test_of_the_ranks_that_open_a_cache_together_one_compares_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

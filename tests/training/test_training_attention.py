@@ -80,6 +80,7 @@ def in_documents(lengths: Any) -> tuple[Any, torch.Tensor]:
     return Documents(lengths=lengths, device=torch.device("cpu")), same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1.5e-2)])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
 @pytest.mark.parametrize("groups", [1, 2, 8])

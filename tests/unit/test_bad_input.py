@@ -85,6 +85,7 @@ def test_rows_that_are_no_utf8_are_named_or_left_out(
     assert (result.bad_lines, result.null_documents) == ({"not UTF-8": len(NOT_UTF8)}, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NOT_UTF8)
 def test_every_kind_of_bad_bytes_is_found(tmp_path: Path, kind: str) -> None:
     write_bytes(tmp_path / "a.parquet", [b"good", NOT_UTF8[kind]])
@@ -139,6 +140,7 @@ def test_a_bad_line_costs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert faults.examples[0].startswith(f"{path}:21: ")
 
 
+@pytest.mark.slow
 def test_lines_that_are_left_out_stand_in_the_record(run: Run, data: Path, out: Path, tokenizer: Path) -> None:
     (data / "a.jsonl").write_bytes(lines(GOOD) + b'{"text": "ha')
     (data / "b.jsonl").write_bytes(b'{"text": 7}\n' + lines(["next"]) + b"what?")
@@ -336,6 +338,7 @@ def test_a_shuffle_leaves_bad_lines_out_if_asked(
     assert "a.jsonl:21: this line is not JSON" in said
 
 
+@pytest.mark.slow
 def test_a_shuffle_reads_all_kinds_of_lines(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()

@@ -115,6 +115,7 @@ def test_an_answer_takes_less_than_a_fifth_of_a_second(bash: Path, project: Path
     assert time.monotonic() - started < 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_hand_the_same_lines_to_bash(shell: str, project: Path) -> None:
     """Where the shell is not installed, its quoting is undone here as the shell would."""

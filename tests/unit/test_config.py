@@ -213,6 +213,7 @@ def test_a_name_given_twice_and_broken_yaml_name_their_line(run_yaml: Path) -> N
     assert "there is no such config file" in error_of(run_yaml.with_name("none.yaml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [

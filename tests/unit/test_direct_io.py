@@ -94,6 +94,7 @@ def test_little_stays_in_the_page_cache(tmp_path: Path) -> None:
     assert resident(tmp_path / "file") <= mmap.PAGESIZE
 
 
+@pytest.mark.slow
 def test_what_is_cut_off_is_not_what_is_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct_io, "BLOCK", BLOCK)
     really_write, really_cut = os.pwrite, os.ftruncate

@@ -48,6 +48,7 @@ def settings(tmp_path: Path) -> TokenizationSettings:
     return settings
 
 
+@pytest.mark.slow
 def test_the_table_says_what_is_done_and_what_is_not(
     settings: TokenizationSettings, capsys: pytest.CaptureFixture[str]
 ) -> None:

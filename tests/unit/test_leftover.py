@@ -32,6 +32,7 @@ def gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_what_a_killed_rank_had_started_ends_with_the_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)}
     handlers[signal.SIGQUIT] = signal.getsignal(signal.SIGQUIT)
@@ -45,6 +46,7 @@ def test_what_a_killed_rank_had_started_ends_with_the_ranks(tmp_path: Path, capf
     assert "a process that the ranks left behind is ended: sleep 1000" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_others_are_left_alone() -> None:
     environment = os.environ | {"RELAYRUN_TEST": f"{os.getpid()}-a"}
     process = subprocess.Popen(["sleep", "1000"], env=environment)

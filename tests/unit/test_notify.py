@@ -154,6 +154,7 @@ def test_the_example_of_the_page_is_a_config(tmp_path: Path) -> None:
         assert f"| `{event}` |" in page
 
 
+@pytest.mark.slow
 def test_a_submit_says_who_is_told_and_one_that_is_refused_leaves_it_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,6 +429,7 @@ def test_an_address_that_nobody_answers_is_a_reason_without_secrets(web: Web) ->
 # what apprise knows
 
 
+@pytest.mark.slow
 @APPRISE
 def test_ntfy(web: Web) -> None:
     pytest.importorskip("apprise")
@@ -436,6 +438,7 @@ def test_ntfy(web: Web) -> None:
     assert (content["topic"], content["title"], content["message"]) == ("my-runs", "subject", "body")
 
 
+@pytest.mark.slow
 @APPRISE
 def test_matrix(web: Web) -> None:
     pytest.importorskip("apprise")

@@ -32,6 +32,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "seen"), [("nothing", 1), ("libraries", 1), ("thread", 0)])
 def test_workers_share_what_is_loaded_where_there_is_one_thread(tmp_path: Path, what: str, seen: int) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -185,6 +185,7 @@ def test_a_second_run_makes_again_what_is_not_whole_and_only_that(
     assert len(shards(out)) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "what"),
     [
@@ -216,6 +217,7 @@ def test_shards_that_nobody_knows_are_not_mixed_in(run: Run, data: Path, out: Pa
         run(["a.parquet"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

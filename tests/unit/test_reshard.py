@@ -61,6 +61,7 @@ def rows(folder: Path) -> list[tuple[str, int]]:
     return [(row["text"], row["id"]) for file in files for row in pq.read_table(file).to_pylist()]
 
 
+@pytest.mark.slow
 def test_every_row_comes_once_in_another_order_and_with_its_columns(data: Path, tmp_path: Path) -> None:
     assert reshard(data, tmp_path / "out", row_group_size=100) == ROWS
     shuffled = rows(tmp_path / "out")

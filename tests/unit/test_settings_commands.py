@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "configs/runs/demo-slurm.yaml")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/runs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_resolved_config_can_be_submitted_again(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -45,6 +45,7 @@ def defined(path: Path) -> set[str]:
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_script_imports_names_that_are_there(path: Path) -> None:
     """Nobody runs most of these in tests, and a name that has moved would be found by the one who needs it."""

@@ -203,6 +203,7 @@ def test_accounting_says_how_the_last_job_died(
     assert len((tmp_path / "bin/called").read_text().splitlines()) == 2  # squeue, sacct
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sacct", [None, "echo Slurm accounting storage is disabled >&2; exit 1", "sleep 100"])
 def test_without_accounting_the_controller_says_it(
     make_run: MakeRun,  # noqa: F811

@@ -48,6 +48,8 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
 
 def unformatted(source: str) -> list[int]:
     """Lines with a comment that takes code away from the formatter."""
+    if "fmt:" not in source:  # to cut a file into tokens takes long
+        return []
     comments = (
         token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type == tokenize.COMMENT
     )
@@ -56,11 +58,15 @@ def unformatted(source: str) -> list[int]:
 
 def fragments(source: str) -> list[int]:
     """Lines of docstrings that begin with "Of"."""
+    if not re.search(r"""["']\s*Of\b""", source):
+        return []
     return [line for line, text in docstrings(source) if re.match(r"\s*Of\b", text)]
 
 
 def printed_warnings(source: str) -> list[int]:
     """Lines of calls of `print` with a warning in their text, the fixed parts of f-strings included."""
+    if "print" not in source or "warning" not in source.lower():
+        return []
     return [
         node.lineno
         for node in ast.walk(ast.parse(source))
@@ -117,9 +123,10 @@ def undocumented(tree: ast.Module, classes: dict[str, ast.ClassDef]) -> list[str
     """What is public, longer than a statement, not documented by a base class, and without a docstring."""
     found = [] if ast.get_docstring(tree) else ["the module"]
     for full_name, node, owner in public(tree):
-        elsewhere = inherited(owner, classes) if owner is not None else set()
         short = len(node.body) == 1 and not isinstance(node, ast.ClassDef)
-        if ast.get_docstring(node) is None and node.name not in elsewhere and not short:
+        if short or ast.get_docstring(node) is not None:
+            continue
+        if owner is None or node.name not in inherited(owner, classes):
             found.append(f"{node.lineno}: {full_name}")
     return found
 

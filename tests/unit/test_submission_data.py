@@ -193,6 +193,7 @@ def test_a_list_of_shards_keeps_its_order_and_a_run_that_began_with_a_sorted_one
     assert "sorted" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_list_of_a_validation_set_keeps_its_order_and_a_run_that_began_with_a_sorted_one_keeps_that(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

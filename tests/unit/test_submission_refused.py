@@ -118,6 +118,7 @@ def shared() -> Iterator[Workspace]:
         shutil.rmtree(top)
 
 
+@pytest.mark.slow
 def test_a_run_has_one_owner_at_a_time(shared: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submission, "log_folder", lambda _: shared.folder / "logs")
     wanted = compose.load(shared.config("run", cluster={"python": None}))
@@ -155,6 +156,7 @@ def test_a_run_has_one_owner_at_a_time(shared: Workspace, monkeypatch: pytest.Mo
     assert [found.id for found in LocalScheduler(run).jobs(Plan.load(run))] == [mine]
 
 
+@pytest.mark.slow
 def test_a_job_that_begins_during_a_take_over_leaves_the_run_alone(
     shared: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,6 +122,7 @@ def test_options_code_libraries_and_processor_are_part_of_the_name(file: Path, m
     assert len(names) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["", "/proc/nowhere"])
 def test_where_nothing_can_be_kept_everything_works(file: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RELAYRUN_CACHE", folder)

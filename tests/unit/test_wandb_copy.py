@@ -183,6 +183,7 @@ BEFORE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [SHORT, LONG, BEFORE])
 def test_the_flags_of_the_earlier_system_and_those_of_earlier_versions_are_taken(
     words: str, monkeypatch: pytest.MonkeyPatch
@@ -203,6 +204,7 @@ def test_the_flags_of_the_earlier_system_and_those_of_earlier_versions_are_taken
     assert asked == {"projects": (Project("a", "b"), Project("c", "d")), "run_ids": ["x", "y"], "names": ["p", "q"]}
 
 
+@pytest.mark.slow
 def test_help_does_not_import_wandb() -> None:
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "scripts/tools/copy_wandb_project.py", "--help"],

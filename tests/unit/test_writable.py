@@ -112,6 +112,7 @@ def test_scripts_refuse(tool: str) -> None:
     assert not Path("/capstor").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["submit_merge.sh", "submit_reshard.sh"])
 def test_bash_scripts_refuse_before_a_job_is_queued(script: str, tmp_path: Path) -> None:
     """An sbatch that would tell: it is never called."""
