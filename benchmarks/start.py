@@ -2,9 +2,9 @@
 
     python benchmarks/start.py [--rounds 10]
 
-`relayrun --help`, and `relayrun status` of a project with three runs, of 2, 20 and 200 attempts. User and system time,
-that of the interpreter and of programs that the command starts included; the wall clock says nothing on a machine with
-other work. A few seconds.
+`relayrun --help`, and `relayrun status` of a project like the demo's, with a run of three attempts; then of one with
+runs of 2, 20 and 200 attempts. User and system time, that of the interpreter and of programs that the command starts
+included; the wall clock says nothing on a machine with other work. A few seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ import _results  # noqa: E402
 from relayrun import places  # noqa: E402
 from tests.history import make_history  # noqa: E402
 
-COMMANDS = {"help": ["--help"], "status": ["status"]}
+PROJECTS = {"demo": (3,), "large": (2, 20, 200)}
+"""Attempts of the runs of a project."""
+COMMANDS = {"help": ("demo", ["--help"]), "status": ("demo", ["status"]), "status_large": ("large", ["status"])}
 
 
 def main() -> None:
@@ -37,18 +39,21 @@ def main() -> None:
     figures: dict[str, Any] = {"rounds": rounds, "unit": "CPU seconds"}
     with tempfile.TemporaryDirectory(prefix="relayrun-start-") as folder:
         python = _results.installed_python(Path(folder) / "environment")
-        (Path(folder) / places.MARKER).touch()
-        for attempts in (2, 20, 200):
-            make_history(Path(folder) / f"logs/runs/p/{attempts}", lines=10 * attempts, attempts=attempts)
-        for name, words in COMMANDS.items():
-            spent(python, words, folder)  # compiles
-            figures[name] = _results.spread([spent(python, words, folder) for _ in range(rounds)])
+        for project, runs in PROJECTS.items():
+            (Path(folder) / project).mkdir()
+            (Path(folder) / project / places.MARKER).touch()
+            for attempts in runs:
+                run = Path(folder) / project / "logs" / "runs" / "p" / str(attempts)
+                make_history(run, lines=10 * attempts, attempts=attempts)
+        for name, (project, words) in COMMANDS.items():
+            spent(python, words, Path(folder) / project)  # compiles
+            figures[name] = _results.spread([spent(python, words, Path(folder) / project) for _ in range(rounds)])
     figures["load_average"] = os.getloadavg()[0]
     print(json.dumps(figures, indent=2))
     print(_results.write("start", figures))
 
 
-def spent(python: Path, words: list[str], folder: str) -> float:
+def spent(python: Path, words: list[str], folder: Path) -> float:
     """CPU seconds of one call, which must work."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [str(python), "-m", "relayrun", *words]

@@ -101,7 +101,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--prepare", action="store_true", help="make corpus and tokenizer, and measure nothing")
     options = parser.parse_args()
+    if options.prepare:
+        print(corpus(), make_tokenizer())
+        return
+    # in a process of its own, which may become large: a child's peak of memory begins with its parent's
+    subprocess.run([sys.executable, __file__, "--prepare"], check=True)
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     data, tokenizer = corpus(), make_tokenizer()
     long = many_times(data)

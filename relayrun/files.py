@@ -193,8 +193,8 @@ def write_json(path: str | os.PathLike[str], value: Any, *, durable: bool = True
 
 def read_json(path: str | os.PathLike[str]) -> Any:
     """Read a JSON file. Raises FileNotFoundError and json.JSONDecodeError as they come."""
-    with open(path, encoding="utf-8") as file:
-        return json.load(file)
+    with open(path, "rb") as file:
+        return json.loads(file.read().decode())
 
 
 def append_line(path: str | os.PathLike[str], record: dict[str, Any], *, durable: bool = True) -> None:

@@ -47,4 +47,4 @@ SomeOf = Annotated[list[_Item], Field(min_length=1)]
 class Section(BaseModel):
     """A part of the config: no unknown names, no silent conversion, no change after reading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
