@@ -133,6 +133,7 @@ while True:
     iteration += 1
     if rank == 0:
         line = {"iteration": iteration, "attempt": options.attempt, "step_seconds": options.step_seconds}
+        line["time"] = time.time()
         append_line(attempt.metrics, line, durable=False)
         Heartbeat(node="n", iteration=iteration, phase="step", time=time.time(), step_p95=None, save_p95=None).write(
             attempt.heartbeats / "n.json"
