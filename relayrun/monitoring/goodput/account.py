@@ -51,6 +51,17 @@ class StayAccount:
             return facts.end.cause
         return "unknown" if self.stay.ended else "running"
 
+    @property
+    def reason(self) -> str:
+        """Why its attempt ended, in words; empty where nobody has said."""
+        facts = self.stay.facts
+        return "" if facts is None or facts.end is None else facts.end.reason
+
+    @property
+    def blamed(self) -> Sequence[str]:
+        """Nodes that got a strike for its end."""
+        return [] if self.stay.facts is None else self.stay.facts.blamed
+
 
 @dataclass(kw_only=True)
 class Loss:
@@ -203,8 +214,7 @@ def losses(stays: Sequence[StayAccount]) -> list[Loss]:
         loss = found.setdefault(each.cause, Loss(cause=each.cause))
         loss.times += 1
         loss.lost += sum(amount for part, amount in each.parts.items() if part in LOST)
-        if each.stay.facts is not None:
-            loss.nodes.update(each.stay.facts.blamed)
+        loss.nodes.update(each.blamed)
         if number + 1 < len(stays):
             following = stays[number + 1]
             loss.starts += sum(amount for part, amount in following.parts.items() if part in START)

@@ -121,7 +121,9 @@ def _first_form(lines: Sequence[bytes], names: Sequence[str]) -> _Form | None:
     """The form of the first line that has one."""
     for line in lines[:10]:
         record = _parsed(line)
-        if record is not None and (form := _form(line, record, names)) is not None:
+        if record is None or "evaluation_seconds" in record:  # few, and wanted whole
+            continue
+        if (form := _form(line, record, names)) is not None:
             return form
     return None
 

@@ -12,7 +12,7 @@ from relayrun.monitoring.goodput.account import WAITS, Account, StayAccount
 from relayrun.monitoring.goodput.book import SECOND
 from relayrun.monitoring.goodput.parts import PARTS
 
-_COLUMNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+COLUMNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("steps", ("step",)),
     ("start", ("prolog", "supervisor", "launch", "import", "init", "load", "compile")),
     ("data", ("data",)),
@@ -64,10 +64,10 @@ def parts_table(account: Account) -> Table:
 def stays_table(account: Account) -> Table:
     """Return a table of the attempts, each column a share of what the attempt's job had allocated."""
     table = Table(title="by attempt", box=None, title_justify="left", padding=(0, 2, 0, 0))
-    for name in ("attempt", "job", "nodes", "ended", "queued", "node time", *(name for name, _ in _COLUMNS)):
+    for name in ("attempt", "job", "nodes", "ended", "queued", "node time", *(name for name, _ in COLUMNS)):
         table.add_column(name, justify="left" if name == "ended" else "right")
     for each in account.stays:
-        sums = [sum(each.parts.get(part, 0) for part in parts) for _, parts in _COLUMNS]
+        sums = [sum(each.parts.get(part, 0) for part in parts) for _, parts in COLUMNS]
         table.add_row(
             "–" if each.attempt is None else str(each.attempt),
             escape(each.stay.job_id),
