@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -81,8 +82,14 @@ def _first(run: Run) -> None:
 def _second(run: Run) -> None:
     """From the checkpoint of the fifth step to the tenth, an evaluation, and the last save."""
     previous = T + 171.0
+    weights = {"code": 1 << 31, "prose": 1 << 31}
+    data = {
+        "phases": [{"start": 0, "weights": weights}],
+        "datasets": {"code": {"windows": 20}, "prose": {"windows": 4}},
+    }
     times = {"submit": 65, "eligible": 171, "start": 245, "script": 249}
     _begin(run, 2, job="42", base=5, begin=250, previous_job_end=previous, **times)
+    run.attempt(2).data.write_text(json.dumps(data))
     _started(run, 2, process=260, imported=280, initialised=290, loaded=295)
     at = 295.0
     for step in range(6, 11):

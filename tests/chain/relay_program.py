@@ -33,6 +33,7 @@ parser.add_argument("--save-seconds", type=float, default=0.0)
 parser.add_argument("--stop-at", type=int, default=-1, help="SIGSTOP of --stop-rank at this iteration")
 parser.add_argument("--stop-rank", type=int, default=-1)
 options = parser.parse_args()
+began = time.time()
 
 asked: list[str] = []
 signal.signal(signal.SIGUSR2, lambda *_: asked.append("SIGUSR2"))
@@ -72,7 +73,7 @@ if options.start_seconds:
     time.sleep(options.start_seconds)
     now = time.time()
     if rank == 0:
-        Started(process=now, imported=now, initialised=now, loaded=now).write(attempt.started)
+        Started(process=began, imported=began, initialised=now, loaded=now).write(attempt.started)
 
 if options.killed >= 0:
     node, started = os.environ.get("SLURMD_NODENAME", "n"), attempt.path / "killed"

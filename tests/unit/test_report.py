@@ -173,6 +173,10 @@ def test_the_commands_of_the_page_about_reports(accounted: Run, capsys: pytest.C
     assert value["series"]["loss"] == [[n, 10 - 0.5 * n] for n in range(1, 11)]
     assert value["validation"] == {"held-out": [[10.0, 2.5]]}
     assert [entry["iterations"] for entry in value["attempts"]] == [[1, 5], [6, 10]]
+    assert [(row["dataset"], row["samples"], row["epochs"]) for row in value["data"]] == [
+        ("code", 5, 0.25),
+        ("prose", 5, 1.25),
+    ]
     assert [entry["blamed"] for entry in value["attempts"]] == [["n1"], []]
     parts = value["goodput"]["node_seconds"]
     shares = [sum(column.get(name, 0.0) for column in value["band"]["shares"]) for name in parts]

@@ -32,9 +32,9 @@ class AttemptFacts:
     outcome: Outcome | None
     hang: Hang | None
     failure_time: float | None
-    """When the first rank that could say so failed."""
+    """When the first rank that could say so failed. None here, too, where rank 0 left on purpose, or nothing moved."""
     last_sign: float
-    """The newest sign of life that is no line of the metrics."""
+    """The newest sign of life that is no line of the metrics; when it began, where rank 0 left on purpose."""
     commits: Sequence[Commit]
     limit: float
     """The last iteration that counts: what lies beyond it was computed again, or lost."""
@@ -163,13 +163,15 @@ def _stay(
 def _allocation_of(each: AttemptFacts, known: Sequence[Allocation], taken: set[int]) -> int | None:
     """The place of the allocation in which an attempt began; a job that was queued again has several."""
     began = each.begin.start_time
-    inside = [
+    own = [
         at
         for at, entry in enumerate(known)
-        if entry.job_id == each.begin.job_id and at not in taken and entry.start - CLOCKS <= began
-        if entry.end is None or began <= entry.end + CLOCKS
+        if entry.job_id == each.begin.job_id and at not in taken and (entry.end is None or began <= entry.end + CLOCKS)
     ]
-    return inside[-1] if inside else None
+    before = [at for at in own if known[at].start <= began]
+    if before:
+        return before[-1]
+    return next((at for at in own if known[at].start - CLOCKS <= began), None)
 
 
 def _attempts(run: Run) -> list[AttemptFacts]:
@@ -191,15 +193,20 @@ def _attempts(run: Run) -> list[AttemptFacts]:
 
 def _facts(attempt: Attempt, begin: AttemptStart, end: End | None, *, limit: float, blamed: list[str]) -> AttemptFacts:
     commits = attempt.read_commits()
-    signs = [begin.start_time, *(beat.time for beat in attempt.read_heartbeats()), *(commit.time for commit in commits)]
+    outcome, hang = Outcome.read(attempt.outcome), Hang.read(attempt.hang)
+    failure_time, signs = None, [begin.start_time]
+    if outcome is None and hang is None:  # of the others nobody asks, and there may be a file for each node and rank
+        failure_time = min((failure.time for failure in evidence.failures(attempt)), default=None)
+        signs += [beat.time for beat in attempt.read_heartbeats()]
+        signs += [commit.time for commit in commits]
     return AttemptFacts(
         attempt=attempt,
         begin=begin,
         started=Started.read(attempt.started),
         end=end,
-        outcome=Outcome.read(attempt.outcome),
-        hang=Hang.read(attempt.hang),
-        failure_time=min((failure.time for failure in evidence.failures(attempt)), default=None),
+        outcome=outcome,
+        hang=hang,
+        failure_time=failure_time,
         last_sign=max(signs),
         commits=commits,
         limit=limit,

@@ -9,7 +9,7 @@ from relayrun.monitoring.page.markup import Markup, join, tag
 from relayrun.monitoring.page.series import Series, short, ticks
 
 WIDTH, HEIGHT = 1000.0, 100.0
-"""Of the SVG's own units."""
+"""The size of a chart in the SVG's own units."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,7 +102,7 @@ def as_json(page: RunPage) -> dict[str, Any]:
             }
             for stay, trained in zip(page.account.stays, page.trained, strict=True)
         ],
-        "data": [vars(row) | {"epochs": row.epochs} for row in page.data],
+        "data": [vars(row) for row in page.data],
         "data_missing": page.data_missing,
         "evaluations": [vars(result) for result in page.evaluations],
         "checkpoints": [

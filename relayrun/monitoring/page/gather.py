@@ -10,8 +10,9 @@ import numpy as np
 
 from relayrun.config import compose
 from relayrun.config.differences import differences
-from relayrun.data import audit
+from relayrun.data.order.schedule import Schedule
 from relayrun.errors import RelayrunError
+from relayrun.files import read_json
 from relayrun.monitoring.goodput.account import Account, account
 from relayrun.monitoring.goodput.book import SECOND, Counts, Sink, microseconds
 from relayrun.monitoring.goodput.facts import RunFacts, Stay, gather
@@ -48,6 +49,18 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataRead:
+    """What was read of one data set, up to the durable checkpoint."""
+
+    dataset: str
+    weight: float
+    """Share of the samples in the newest phase; 0: the data set has left the mixture."""
+    samples: int
+    epochs: float | None
+    """None where the data set does not say how long an epoch is."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunPage:
     """A run as a page shows it. Times are seconds since 1970."""
 
@@ -61,7 +74,7 @@ class RunPage:
     validation: dict[str, Series]
     """Loss of each validation set."""
     trained: Sequence[Trained | None]
-    """Of each stay of the account."""
+    """An entry for each stay of the account."""
     band: Sequence[dict[str, float]]
     """Share of the nodes' time by part, column by column from `band_start`, each `band_seconds` long."""
     band_start: float
@@ -69,7 +82,7 @@ class RunPage:
     checkpoints: Sequence[Commit]
     """Those that count, rising."""
     evaluations: Sequence[evaluations.Result]
-    data: Sequence[audit.LedgerRow]
+    data: Sequence[DataRead]
     data_missing: str
     """Why it is not known what was read; empty where it is."""
     changes: Sequence[Change]
@@ -158,7 +171,8 @@ def read_page(run: Run, *, now: float | None = None) -> RunPage:
     x = columns["iteration"]
     rises = bool(np.all(np.diff(x) >= 0))
     order = slice(None) if rises else np.argsort(x, kind="stable")
-    data, missing = _data(run)
+    checkpoints = Lineage(run).line()
+    data, missing = data_read(run, max(0, checkpoints[-1].consumed_samples) if checkpoints else 0)
     newest = max(run.revisions(), default=None)
     return RunPage(
         run=run,
@@ -171,7 +185,7 @@ def read_page(run: Run, *, now: float | None = None) -> RunPage:
         band=_shares(band, begin, grain, nodes=max(stay.nodes for stay in facts.stays)),
         band_start=begin / SECOND,
         band_seconds=grain / SECOND,
-        checkpoints=Lineage(run).line(),
+        checkpoints=checkpoints,
         evaluations=evaluations.results(run),
         data=data,
         data_missing=missing,
@@ -204,11 +218,35 @@ def _points(points: Sequence[tuple[float, float]]) -> Series:
     return reduced(x, y)
 
 
-def _data(run: Run) -> tuple[Sequence[audit.LedgerRow], str]:
-    try:
-        return audit.ledger(audit.audit(run)), ""
-    except (RelayrunError, OSError, KeyError, ValueError) as error:
-        return [], getattr(error, "message", None) or str(error)
+def data_read(run: Run, consumed: int) -> tuple[list[DataRead], str]:
+    """What was read of each data set up to so many samples; where that is not known, none and why.
+
+    It follows from the phases that the newest attempt wrote down: no file of the data is looked at.
+    """
+    for number in reversed(run.attempt_numbers()):
+        path = run.attempt(number).data
+        try:
+            state = read_json(path)
+            schedule = Schedule.from_json(state["phases"])
+            weights = schedule.phases[-1].weights
+            total = sum(weights.values())
+            found = []
+            for name, count in schedule.counts(consumed).items():
+                windows = int(state["datasets"][name].get("windows") or 0)
+                found.append(
+                    DataRead(
+                        dataset=name,
+                        weight=weights.get(name, 0) / total,
+                        samples=count,
+                        epochs=count / windows if windows else None,
+                    )
+                )
+            return found, ""
+        except FileNotFoundError:
+            continue
+        except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
+            return [], f"{path} is not readable: {error}"
+    return [], "no attempt has written down its data order"
 
 
 def _changes(run: Run) -> list[Change]:

@@ -17,7 +17,7 @@ from relayrun.monitoring.page.markup import Markup, join, tag
 from relayrun.monitoring.page.series import EMPTY, ticks
 
 ROWS = 200
-"""Of a table at most, the newest; a line says how many there are."""
+"""A table has so many rows at most, the newest; a line says how many there are."""
 
 GROUPS: tuple[tuple[str, tuple[str, ...], str], ...] = tuple(
     (name, parts, f"g{number}") for number, (name, parts) in enumerate(COLUMNS)
@@ -216,14 +216,11 @@ def data(page: RunPage) -> Markup:
             row.dataset,
             f"{row.weight:.4f}" if row.weight else "left",
             f"{row.samples:,}",
-            f"{row.epochs:.3f}",
-            f"{row.untrained:,}",
-            "never" if row.exhausted_sample is None else f"{row.exhausted_sample:,}",
+            "" if row.epochs is None else f"{row.epochs:.3f}",
         )
         for row in page.data
     ]
-    names = ("data set", "weight|n", "samples read|n", "epochs|n", "not trained on|n", "first epoch ends at sample|n")
-    return section("Data", table(names, rows))
+    return section("Data", table(("data set", "weight|n", "samples read|n", "epochs|n"), rows))
 
 
 def evaluated(page: RunPage) -> Markup:
