@@ -20,7 +20,7 @@ from relayrun.monitoring.goodput import view
 from relayrun.monitoring.goodput.account import Account, account
 from relayrun.monitoring.goodput.book import NEEDED, SECOND, Booked, book
 from relayrun.monitoring.goodput.facts import AttemptFacts, Stay
-from relayrun.monitoring.goodput.metrics import Block, read_blocks
+from relayrun.monitoring.goodput.metrics import Block, read_blocks, went_back
 from relayrun.monitoring.goodput.parts import NAMES, PARTS
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.records import AttemptStart, Commit, End, Hang, Outcome, Started
@@ -191,7 +191,7 @@ def facts(folder: Path = Path("/nowhere/0001"), **changes: Any) -> AttemptFacts:
         "last_sign": 2.0,
         "commits": [],
         "limit": float("inf"),
-        "rewinds": [],
+        "went_back": [],
         "blamed": [],
     }
     return AttemptFacts(**(values | changes))
@@ -266,7 +266,7 @@ def test_a_rewind_makes_steps_lost_and_the_way_back_is_recovery(tmp_path: Path) 
     lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), step(3, 16.0, 2.0), {"iteration": base, "rewind": back}]
     lines += [step(2, 24.0, 2.0), step(3, 26.0, 2.0)]
     outcome = Outcome(outcome="done", reason="", iteration=3, time=26.0)
-    place = stay(facts=facts(rewinds=[(1, 17.0)], outcome=outcome, end=ended(26.0, cause="done", code=0)), end=30.0)
+    place = stay(facts=facts(went_back=[1], outcome=outcome, end=ended(26.0, cause="done", code=0)), end=30.0)
     assert booked(tmp_path, lines, place) == START | {
         "step": 6.0,
         "redone": 4.0,
@@ -274,6 +274,15 @@ def test_a_rewind_makes_steps_lost_and_the_way_back_is_recovery(tmp_path: Path) 
         "recovery": 5.0,
         "end": 4.0,
     }
+
+
+def test_ranks_that_start_again_inside_a_job_go_back_likewise(tmp_path: Path) -> None:
+    lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), {"iteration": 1, "round": 2}, step(2, 24.0, 2.0)]
+    outcome = Outcome(outcome="done", reason="", iteration=2, time=24.0)
+    written(tmp_path, lines)
+    assert went_back(tmp_path / "metrics.jsonl", [5]) == [1, 5]  # a rewind is on record before its line
+    place = stay(facts=facts(went_back=[1], outcome=outcome, end=ended(24.0, cause="done", code=0)), end=25.0)
+    assert booked(tmp_path, lines, place) == START | {"step": 4.0, "redone": 2.0, "recovery": 8.0, "end": 1.0}
 
 
 def test_a_run_that_goes_on_is_booked_up_to_its_newest_sign(tmp_path: Path) -> None:
@@ -348,7 +357,7 @@ def test_whatever_clocks_say_the_parts_sum_to_the_stay(
         commits=[Commit(iteration=1, path="p", consumed_samples=1, time=times[9], seconds=times[10])],
         last_sign=times[11],
         limit=limit,
-        rewinds=[(entry["rewind"]["base_iteration"], entry["rewind"]["time"]) for entry in lines if "rewind" in entry],
+        went_back=[entry["iteration"] for entry in lines if "rewind" in entry],
     )
     folder = tmp_path_factory.mktemp("lines")
     told: list[tuple[str, int, int, int]] = []

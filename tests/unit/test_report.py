@@ -221,6 +221,11 @@ def test_axes_have_round_numbers(low: float, high: float, found: list[float]) ->
     assert ticks(low, high, 4) == pytest.approx(found)
 
 
+def test_iterations_are_whole() -> None:
+    assert ticks(1, 10, 4, whole=True) == [3, 6, 9]
+    assert ticks(1, 2, 4, whole=True) == [1, 2]
+
+
 @pytest.mark.long
 @pytest.mark.alone
 def test_a_million_iterations_take_less_than_ten_seconds_and_five_megabytes(accounted: Run) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relayrun.monitoring.goodput.facts import AttemptFacts, Stay
-from relayrun.monitoring.goodput.metrics import Block, Column
+from relayrun.monitoring.goodput.metrics import Block, Column, goes_back
 
 SECOND = 1_000_000
 """Microseconds."""
@@ -127,7 +127,7 @@ def book(
     _begin(ledger, facts)
     steps = _Steps(ledger, facts, grain=grain if sink is not None else None)
     for block in blocks:
-        for part in _between_rewinds(block):
+        for part in _between_ways_back(block):
             counts = steps.take(part)
             if seen is not None:
                 seen(part, counts)
@@ -171,13 +171,14 @@ class _Steps:
         self._first = True
         """No step has been seen."""
         self._gone_back = False
-        """A rewind is the newest that happened."""
+        """A way back to a checkpoint is the newest that happened."""
 
     def take(self, block: Block) -> Counts:
-        """Book the lines of a block, none of which but the first is a rewind; return which of them count."""
+        """Book the lines of a block, at most the first of which goes back; return which of them count."""
         record = block.records.get(0, {})
-        if "rewind" in record:
-            self._ledger.until("between", microseconds(record["rewind"]["time"]))
+        if goes_back(record):
+            if "rewind" in record:
+                self._ledger.until("between", microseconds(record["rewind"]["time"]))
             self._limit = self._limits.pop() if self._limits else self._facts.limit
             self._gone_back = True
             rest = self.take(block.part(1, block.rows)) if block.rows > 1 else np.zeros(0, dtype=np.bool_)
@@ -223,7 +224,7 @@ class _Steps:
         return np.diff(ends), ends[1:]
 
     def _first_step(self, columns: Mapping[str, Column], parts: Mapping[str, Amounts], places: Amounts) -> None:
-        """What the first step of the attempt took beyond the next ones, and the way back before one after a rewind."""
+        """Tell what an attempt's first step took beyond the next ones, and the way back before the first step after it."""
         at = int(places[0])
         if self._first and parts["step"][at]:
             seconds = columns["step_seconds"] - np.nan_to_num(columns["data_seconds"])
@@ -262,9 +263,9 @@ class _Steps:
         work.tflop_seconds += float((np.nan_to_num(columns["model_tflops_per_gpu"]) * seconds)[steps].sum())
 
 
-def _between_rewinds(block: Block) -> Iterator[Block]:
-    """The block in parts, each of which begins with a rewind, but for the first."""
-    edges = [0, *sorted(row for row, record in block.records.items() if row and "rewind" in record), block.rows]
+def _between_ways_back(block: Block) -> Iterator[Block]:
+    """The block in parts, each of which begins with a line by which training goes back, but for the first."""
+    edges = [0, *sorted(row for row, record in block.records.items() if row and goes_back(record)), block.rows]
     for first, end in pairwise(edges):
         yield block.part(first, end)
 
@@ -275,10 +276,10 @@ def _amounts(seconds: Column) -> Amounts:
 
 
 def _limits(facts: AttemptFacts) -> list[float]:
-    """The last iteration that counts behind the last rewind of the attempt, before it, ..., before the first one."""
+    """The last iteration that counts behind the attempt's last way back, before it, ..., before the first one."""
     limit = facts.limit
     found = [limit]
-    for base, _ in reversed(facts.rewinds):
+    for base in reversed(facts.went_back):
         limit = min(limit, base)
         found.append(limit)
     return found

@@ -10,6 +10,7 @@ from relayrun.chain import decide, evidence
 from relayrun.chain.nodes import read_strikes
 from relayrun.errors import RunDirError
 from relayrun.files import read_lines
+from relayrun.monitoring.goodput.metrics import went_back
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.evaluations import Policy
 from relayrun.rundir.plan import Plan
@@ -38,8 +39,8 @@ class AttemptFacts:
     commits: Sequence[Commit]
     limit: float
     """The last iteration that counts: what lies beyond it was computed again, or lost."""
-    rewinds: Sequence[tuple[int, float]]
-    """Iteration of the checkpoint that training went back to, and when."""
+    went_back: Sequence[int]
+    """Iterations of the checkpoints that training went back to inside the attempt, oldest first."""
     blamed: Sequence[str]
     """Nodes that got a strike for its end."""
 
@@ -210,6 +211,6 @@ def _facts(attempt: Attempt, begin: AttemptStart, end: End | None, *, limit: flo
         last_sign=max(signs),
         commits=commits,
         limit=limit,
-        rewinds=[(int(entry["base_iteration"]), float(entry["time"])) for entry in read_lines(attempt.rewinds)],
+        went_back=went_back(attempt.metrics, [int(entry["base_iteration"]) for entry in read_lines(attempt.rewinds)]),
         blamed=blamed,
     )

@@ -76,6 +76,38 @@ def read_blocks(path: Path, names: Sequence[str]) -> Iterator[Block]:
                 yield block
 
 
+BACK = ("rewind", "round")
+"""Names that tell a line by which training goes back: what follows begins behind its iteration."""
+
+
+def goes_back(record: Mapping[str, Any]) -> bool:
+    """Whether a line says that training went back to a checkpoint: by a rewind, or with ranks that started again."""
+    return any(name in record for name in BACK)
+
+
+def went_back(path: Path, rewinds: Sequence[int]) -> list[int]:
+    """The iterations to which an attempt went back, in the order of its metrics.
+
+    `rewinds`: those on record, each of which is there before its line. A missing file has no line.
+    """
+    keys = tuple(f'"{name}": '.encode() for name in BACK)
+    found, lines_of_rewinds = [], 0
+    try:
+        file = open(path, "rb")  # noqa: SIM115 - closed below
+    except FileNotFoundError:
+        return [*rewinds]
+    with file:
+        while lines := file.readlines(CHUNK):
+            text = b"".join(lines)
+            if not any(key in text for key in keys):
+                continue
+            for line in lines:
+                if any(key in line for key in keys) and (record := _parsed(line)) is not None and goes_back(record):
+                    found.append(int(record["iteration"]))
+                    lines_of_rewinds += "rewind" in record
+    return [*found, *rewinds[lines_of_rewinds:]]
+
+
 def _block(lines: Sequence[bytes], form: _Form | None, names: Sequence[str]) -> tuple[Block, int]:
     """The block of some lines, and how many of them were parsed."""
     if form is None:
@@ -121,7 +153,7 @@ def _first_form(lines: Sequence[bytes], names: Sequence[str]) -> _Form | None:
     """The form of the first line that has one."""
     for line in lines[:10]:
         record = _parsed(line)
-        if record is None or "evaluation_seconds" in record:  # few, and wanted whole
+        if record is None or "evaluation_seconds" in record or goes_back(record):  # few, and wanted whole
             continue
         if (form := _form(line, record, names)) is not None:
             return form

@@ -78,7 +78,7 @@ def lines(
             text = "".join(f"M{_n(at(x))},{_n(up(y))}h0" for x, y in points)
             shapes.append(tag("path", d=text, class_=f"dots {colour}"))
     y_labels = [(1 - up(y) / HEIGHT, short(y)) for y in ticks(low, high, 4)]
-    x_labels = [(at(x) / WIDTH, x_words(x)) for x in ticks(left, right, 4)]
+    x_labels = [(at(x) / WIDTH, x_words(x)) for x in ticks(left, right, 4, whole=x_name == "iteration")]
     named = [(line.name, f"c{line.colour % 8}") for line in there] if len(there) > 1 else []
     return _figure(title, unit, shapes, x_labels, y_labels, x_name=x_name, named=named)
 

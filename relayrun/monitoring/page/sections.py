@@ -268,7 +268,8 @@ def configuration(page: RunPage) -> Markup:
     return section(
         "Configuration",
         table(("revision|n", "what changed"), rows) if rows else tag("p", "It was submitted with one set of settings."),
-        tag("details", tag("summary", "all settings of the newest revision"), tag("pre", page.config)),
+        tag("h3", "All settings of the newest revision"),
+        tag("pre", page.config),
     )
 
 

@@ -49,13 +49,15 @@ def reduced(x: Points, y: Points, *, pixels: int = PIXELS) -> Series:
     return Series(x=x[places], y=y[places], left_out=left_out)
 
 
-def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Return round numbers between two values, at most about so many."""
+def ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -> list[float]:
+    """Return round numbers between two values, at most about so many; `whole`: integers alone."""
     if not high > low:
         return [low]
     raw = (high - low) / max(1, most)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
+    if whole:
+        step = math.ceil(step)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [number * step for number in range(first, last + 1)]

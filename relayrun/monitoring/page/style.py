@@ -49,7 +49,6 @@ th,td{{text-align:left;padding:.2rem .6rem .2rem 0;border-bottom:1px solid var(-
 th{{color:var(--soft);font-weight:600}} .n{{text-align:right;font-variant-numeric:tabular-nums}}
 pre{{background:var(--panel);border:1px solid var(--rule);border-radius:6px;padding:.6rem;font-size:.8rem;
  white-space:pre-wrap}}
-summary{{cursor:pointer}}
 @media screen and (max-width:800px){{
  thead{{display:none}} table,tbody,tr,td{{display:block;width:100%}}
  tr{{border-bottom:1px solid var(--rule);padding:.4rem 0}}
