@@ -23,6 +23,9 @@ SECOND = 1_000_000
 FOREVER = 1e9
 """Seconds that no step takes."""
 
+NEVER = 1e11
+"""Seconds since 1970 that no clock shows."""
+
 NEEDED = (
     "iteration",
     "loss",
@@ -41,6 +44,7 @@ HEAD = 21
 """Lines of an attempt of which the usual time of a step is taken, to tell what the first one took beyond it."""
 
 Amounts = npt.NDArray[np.int64]
+Places = npt.NDArray[np.intp]
 Counts = npt.NDArray[np.bool_]
 
 Sink = Callable[[str, int, int, int], None]
@@ -91,10 +95,6 @@ class Ledger:
         time = min(time, self.end)
         if time > self.cursor:
             self.mixed({part: time - self.cursor}, time)
-
-    def take(self, part: str, amount: int, *, before: int) -> None:
-        """So much, or what is left before this time, is this part."""
-        self.until(part, min(self.cursor + amount, before))
 
     def mixed(self, amounts: Mapping[str, int], time: int) -> None:
         """All up to this time, which is not behind the end, is these parts; they sum to it."""
@@ -188,11 +188,13 @@ class _Steps:
         evaluates = np.isnan(columns["loss"]) & ~np.isnan(columns["evaluation_seconds"])
         unsaid = np.isnan(columns["step_seconds"]) & ~evaluates
         asked = _amounts(np.where(evaluates, columns["evaluation_seconds"], columns["step_seconds"]))
-        if not self.begun and self._facts.started is None and not np.isnan(columns["time"][0]):
-            ledger.until("launch", microseconds(columns["time"][0]) - int(asked[0]))  # a program that says no more
+        said = _amounts(columns["time"], most=NEVER)
+        if not self.begun and self._facts.started is None:  # a program that does not say how it started
+            ledger.until("launch", int(said[0]) - int(asked[0]))
         self.begun = True
 
-        left, ends = self._left(columns["time"])
+        ends = np.maximum.accumulate(np.append(ledger.cursor, np.minimum(said, ledger.end)))  # no clock goes back
+        left, ends = np.diff(ends), ends[1:]
         held = np.minimum(np.where(evaluates, 0, _amounts(columns["save_seconds"])), left)
         took = np.where(unsaid, left - held, np.minimum(asked, left))
         held = np.minimum(held, left - took)
@@ -216,15 +218,8 @@ class _Steps:
         self._sum(columns, steps, ~counts & ~evaluates)
         return counts
 
-    def _left(self, times: Column) -> tuple[Amounts, Amounts]:
-        """Microseconds from each line to the one before, and where each ends; none where a clock went back."""
-        said = np.nan_to_num(times * SECOND, nan=0.0, posinf=0.0, neginf=0.0).astype(np.int64)
-        edges = np.concatenate([[self._ledger.cursor], np.minimum(said, self._ledger.end)])
-        ends = np.maximum.accumulate(edges)
-        return np.diff(ends), ends[1:]
-
-    def _first_step(self, columns: Mapping[str, Column], parts: Mapping[str, Amounts], places: Amounts) -> None:
-        """Tell what an attempt's first step took beyond the next ones, and the way back before the first step after it."""
+    def _first_step(self, columns: Mapping[str, Column], parts: Mapping[str, Amounts], places: Places) -> None:
+        """Tell what the first step took beyond the next ones, and the way back before the first one behind it."""
         at = int(places[0])
         if self._first and parts["step"][at]:
             seconds = columns["step_seconds"] - np.nan_to_num(columns["data_seconds"])
@@ -241,9 +236,8 @@ class _Steps:
 
     def _put(self, parts: Mapping[str, Amounts], ends: Amounts) -> None:
         """Book the lines: all at once, or where somebody wants to know when, by the grain."""
-        if self._grain is None:
-            starts = np.zeros(1, dtype=np.int64)
-        else:
+        starts: Places = np.zeros(1, dtype=np.intp)
+        if self._grain is not None:
             starts = np.flatnonzero(np.diff(ends // self._grain, prepend=-1))
         sums = {part: np.add.reduceat(amounts, starts).tolist() for part, amounts in parts.items()}
         lasts = ends[np.append(starts[1:], len(ends)) - 1].tolist()
@@ -252,7 +246,7 @@ class _Steps:
 
     def _sum(self, columns: Mapping[str, Column], steps: Counts, redone: Counts) -> None:
         work = self.work
-        seconds = np.nan_to_num(columns["step_seconds"])
+        seconds = _amounts(columns["step_seconds"]) / SECOND
         tokens = np.nan_to_num(columns["tokens_per_second"]) * seconds
         work.iterations += int(steps.sum())
         work.redone_iterations += int(redone.sum())
@@ -270,9 +264,9 @@ def _between_ways_back(block: Block) -> Iterator[Block]:
         yield block.part(first, end)
 
 
-def _amounts(seconds: Column) -> Amounts:
+def _amounts(seconds: Column, *, most: float = FOREVER) -> Amounts:
     """Seconds as microseconds; nothing where a program says what no clock does."""
-    return np.where((seconds > 0) & (seconds < FOREVER), seconds * SECOND, 0.0).astype(np.int64)
+    return np.asarray(np.where((seconds > 0) & (seconds < most), seconds, 0.0) * SECOND, dtype=np.int64)
 
 
 def _limits(facts: AttemptFacts) -> list[float]:
@@ -298,7 +292,7 @@ def _tail(ledger: Ledger, stay: Stay, facts: AttemptFacts, *, stepped: bool) -> 
             ledger.until("between", published - microseconds(commit.seconds))
             ledger.until("save", published)
         ledger.until("between", left)
-        ledger.until("end", ledger.end)
+        ledger.until("end" if stay.end_known else "unknown", ledger.end)
         return
     if hang is not None:
         ledger.until(under_way, microseconds(hang.time - hang.seconds))
