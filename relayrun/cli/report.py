@@ -11,6 +11,8 @@ from relayrun.config.writable import check_outputs
 from relayrun.errors import InputError, RunDirError
 from relayrun.files import whole_file
 from relayrun.monitoring import report
+from relayrun.monitoring.goodput import view
+from relayrun.monitoring.goodput.account import account
 from relayrun.monitoring.run_status_view import dump, show
 from relayrun.rundir.find import find_run
 from relayrun.rundir.run import Run
@@ -25,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the page into this file (default: report-NAME.html here, if nothing else is asked for)",
     )
-    parser.add_argument("--text", action="store_true", help="the attempts and the loss curve in the terminal")
+    parser.add_argument("--text", action="store_true", help="attempts, loss curve and goodput in the terminal")
     parser.add_argument("--json", action="store_true", help="all that the page shows, for programs")
     parser.add_argument(
         "--png", type=Path, metavar="FILE", help="draw the relay and the loss of one run into this file"
@@ -65,11 +67,14 @@ def _read(run: Run) -> report.Report:
 
 
 def _text(run: Run) -> None:
-    """Print a table of the attempts and the loss curve."""
+    """Print a table of the attempts, the loss curve, and where the node time went."""
     found = _read(run)
     show(report.attempts_table(found))
     if found.iterations:
         print(report.terminal_curve(found))
+    spent = account(run)
+    print(view.summary(spent))
+    show(view.parts_table(spent))
 
 
 def _page(runs: list[Run], target: Path | None, *, as_json: bool) -> None:
