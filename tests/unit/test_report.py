@@ -202,7 +202,7 @@ def test_every_pixel_keeps_its_least_and_its_greatest_value() -> None:
     assert found.size <= 200
     assert (found.x[[0, -1]] >= [1.0, 99_000.0]).all()
     assert (np.diff(found.x) > 0).all()
-    assert found.left_out == 1
+    assert found.left_out == 2
     assert {9.0, -9.0} <= set(found.y.tolist())
     assert reduced(x[:150], y[:150], pixels=100).size == 150
 

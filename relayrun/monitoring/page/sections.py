@@ -68,7 +68,9 @@ def training(page: RunPage) -> Markup:
         drawn = [Line(name=title, series=page.series.get(name, EMPTY))]
         smaller.append(chart.lines(title, drawn, marks=marks, unit=unit, from_zero=True))
     left_out = page.series.get("loss", EMPTY).left_out
-    words = tag("p", f"{left_out:,} losses are no finite number, and not drawn.", class_="bad") if left_out else None
+    words = (
+        tag("p", f"{left_out:,} iterations have no finite loss, and are not drawn.", class_="bad") if left_out else None
+    )
     hint = tag("p", "A dashed line is where an attempt began; red where the one before it failed.", class_="soft")
     others = tag("div", *filter(None, smaller), class_="charts")
     return section("Training", *charts, words, others, hint if marks else None)

@@ -21,7 +21,7 @@ class Series:
     x: Points
     y: Points
     left_out: int = 0
-    """Points that are no number."""
+    """Points that are no finite number; 0 where none is, as where nobody measures it."""
 
     @property
     def size(self) -> int:
@@ -37,7 +37,7 @@ def reduced(x: Points, y: Points, *, pixels: int = PIXELS) -> Series:
     `x` rises. Values that are no finite number are left out, and counted.
     """
     finite = np.isfinite(y) & np.isfinite(x)
-    left_out = int(np.isinf(y).sum())
+    left_out = int((~finite).sum()) if finite.any() else 0
     x, y = x[finite], y[finite]
     if x.size <= 2 * pixels:
         return Series(x=x, y=y, left_out=left_out)
