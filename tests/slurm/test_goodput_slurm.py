@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from relayrun.monitoring.goodput.account import Account, account
@@ -13,6 +15,7 @@ from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from .cluster import TestCluster
 from .conftest import MakeCluster
 from .test_chain import SLURM, ends, hurry, logs, start, wait_for_end, wait_for_iteration
+from .test_law_slurm import program
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.long]
 
@@ -26,11 +29,18 @@ def accounted(cluster: TestCluster, run: Run) -> Account:
 
 
 @pytest.mark.usefixtures("accounting")
-def test_the_parts_of_a_chain_sum_to_what_sacct_has(make_cluster: MakeCluster, make_run: MakeRun) -> None:  # noqa: F811
-    """One attempt is asked to leave, one is killed, one is done."""
+def test_the_parts_of_a_chain_sum_to_what_sacct_has(
+    make_cluster: MakeCluster,
+    make_run: MakeRun,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """One attempt is asked to leave, one is killed, one is done. The prolog and job.setup are slow."""
     cluster = make_cluster(nodes=2, accounting=True)
-    program = ("--steps=30", "--step-seconds=0.2", "--start-seconds=0.5", "--save-seconds=0.5")
-    run, plan = make_run(*program, total_steps=30, setup=["sleep 2"], **SLURM)
+    with cluster.conf.open("a") as conf:
+        conf.write(f"Prolog={program(tmp_path, 'prolog', 'sleep 3')}\n")
+    cluster.run(["scontrol", "reconfigure"])
+    arguments = ("--steps=30", "--step-seconds=0.2", "--start-seconds=0.5", "--save-seconds=0.5")
+    run, plan = make_run(*arguments, total_steps=30, setup=["sleep 2"], **SLURM)
     start(cluster, run)
     wait_for_iteration(cluster, run)
     first = AttemptStart.read(run.attempt(1).begin)
@@ -49,13 +59,12 @@ def test_the_parts_of_a_chain_sum_to_what_sacct_has(make_cluster: MakeCluster, m
     ids = [begin.job_id for begin in (AttemptStart.read(run.attempt(n).begin) for n in (1, 2, 3)) if begin]
     asked = ["sacct", "--noheader", "--parsable2", "--allocations", "--duplicates", f"--jobs={','.join(ids)}"]
     asked.append("--format=JobID,ElapsedRaw,NNodes,End")
-    rows = cluster.wait_until(
-        lambda: (
-            [row.split("|") for row in cluster.run(asked).stdout.splitlines() if "Unknown" not in row][2:]
-            and [row.split("|") for row in cluster.run(asked).stdout.splitlines()]
-        ),
-        what="sacct knows all ends",
-    )
+
+    def closed() -> list[list[str]]:
+        rows = [row.split("|") for row in cluster.run(asked).stdout.splitlines()]
+        return rows if len(rows) == len(ids) and not any(row[3] == "Unknown" for row in rows) else []
+
+    rows = cluster.wait_until(closed, what="sacct knows all ends")
     found = accounted(cluster, run)
     assert [stay.stay.source for stay in found.stays] == ["sacct"] * 3
     assert [stay.allocated for stay in found.stays] == [int(row[1]) * int(row[2]) * SECOND for row in rows]
@@ -63,5 +72,6 @@ def test_the_parts_of_a_chain_sum_to_what_sacct_has(make_cluster: MakeCluster, m
     assert found.parts["unknown"] <= 0.01 * found.allocated
     assert found.parts["redone"] > 0
     for stay in found.stays:
+        assert stay.parts["prolog"] >= 2 * 3 * SECOND, stay.parts
         assert stay.parts["launch"] >= 2 * 2 * SECOND, stay.parts
     assert [(loss.cause, loss.times) for loss in found.losses if loss.lost] == [("failed", 1)]
