@@ -97,7 +97,8 @@ def _remembered(plan: Plan) -> list[Allocation]:
 def _row(row: Sequence[str], *, source: str) -> Allocation | None:
     """An allocation from id, state, nodes, and the times of submission, eligibility, start and end; None: it had none.
 
-    What Slurm says of the start of a queued job, and of the end of a running one, is a guess.
+    What the controller says of the start of a queued job, and of the end of a running one, is a guess. To accounting a
+    job that was queued again is REQUEUED, with an end, in the row of each time before.
     """
     job_id, state, nodes, submit, eligible, start, end = row
     began, ended = timestamp(start), timestamp(end)
@@ -109,6 +110,6 @@ def _row(row: Sequence[str], *, source: str) -> Allocation | None:
         submit=timestamp(submit),
         eligible=timestamp(eligible),
         start=began,
-        end=None if state in LIVE_STATES else ended,
+        end=None if state in LIVE_STATES and state != "REQUEUED" else ended,
         source=source,
     )
