@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from relayrun import places
 from relayrun.files import append_line
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import AttemptStart, Commit, End, Failure, Outcome, Started
@@ -43,6 +44,12 @@ PARTS = {
     "end": 4.5 + 4.5,
 }
 """Seconds of each node."""
+
+
+def make_project(folder: Path) -> Run:
+    """Make a project of this folder, with the run as my-project/my-run."""
+    (folder / places.MARKER).touch()
+    return make_accounted(folder / "logs/runs/my-project/my-run")
 
 
 def make_accounted(folder: Path, *, scheduler: str = "slurm", name: str = "my-project/my-run") -> Run:

@@ -27,7 +27,7 @@ from relayrun.rundir.records import AttemptStart, Commit, End, Hang, Outcome, St
 from relayrun.rundir.run import Run
 from relayrun.scheduler import history
 from tests import accounted
-from tests.accounted import T, make_accounted
+from tests.accounted import T, make_accounted, make_project
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/goodput.md").read_text(encoding="utf-8")
@@ -52,7 +52,7 @@ def by_name(rows: str) -> str:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     install(tmp_path / "bin", monkeypatch, sacct=by_name(accounted.SACCT))
-    return make_accounted(tmp_path / "logs/runs/my-project/my-run")
+    return make_project(tmp_path)
 
 
 def seconds(parts: dict[str, int]) -> dict[str, float]:
@@ -131,7 +131,7 @@ def test_the_commands_of_the_page_and_what_it_shows(
     assert sum(value["node_seconds"].values()) == pytest.approx(value["allocated_node_seconds"], abs=1e-4)
     assert sum(value["google"].values()) == pytest.approx(value["allocated_node_seconds"], abs=1e-4)
     assert [each["times_from"] for each in value["attempts"]] == ["sacct", "sacct"]
-    assert main([*as_json[1:], str(run.path)]) == 0
+    assert main(["goodput", str(run.path), str(run.path), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 2
 
 
@@ -375,6 +375,12 @@ def test_whatever_clocks_say_the_parts_sum_to_the_stay(
 # --- lines
 
 
+def torn(path: Path, text: str) -> None:
+    """What a killed writer leaves."""
+    with path.open("a") as file:
+        file.write(text)
+
+
 def test_blocks_hold_what_the_lines_hold(tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = [step(n, 10.0 * n, 1.5, mfu=None, skipped=None) for n in range(1, 50)]
     lines[10]["skipped"] = "loss, nan"
@@ -384,8 +390,8 @@ def test_blocks_hold_what_the_lines_hold(tmp_path: Path) -> None:
     for number, line in enumerate(lines):
         append_line(path, line, durable=False)
         if number == 25:
-            path.open("a").write('{"iteration": 26, "lo')
-    path.open("a").write('{"iteration": 99, "loss": 1.0')
+            torn(path, '{"iteration": 26, "lo')
+    torn(path, '{"iteration": 99, "loss": 1.0')
     (block,) = read_blocks(path, NEEDED)
     assert block.rows == len(lines)
     assert block.columns["iteration"].tolist() == [line["iteration"] for line in lines]

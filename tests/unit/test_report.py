@@ -21,7 +21,7 @@ from relayrun.monitoring import report
 from relayrun.monitoring.page.series import reduced, ticks
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
-from tests.accounted import T, make_accounted
+from tests.accounted import T, make_project
 from tests.history import STEP, make_history
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/report.md").read_text(encoding="utf-8")
@@ -108,7 +108,7 @@ def accounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}/bin")
     monkeypatch.chdir(tmp_path)
-    return make_accounted(tmp_path / "logs/runs/my-project/my-run")
+    return make_project(tmp_path)
 
 
 def test_a_page_holds_all_that_it_shows_and_no_script(accounted: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,7 +222,7 @@ def test_axes_have_round_numbers(low: float, high: float, found: list[float]) ->
 
 
 def test_iterations_are_whole() -> None:
-    assert ticks(1, 10, 4, whole=True) == [3, 6, 9]
+    assert ticks(1, 10, 4, whole=True) == [2, 4, 6, 8, 10]
     assert ticks(1, 2, 4, whole=True) == [1, 2]
 
 

@@ -53,9 +53,9 @@ def ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -> lis
     """Return round numbers between two values, at most about so many; `whole`: integers alone."""
     if not high > low:
         return [low]
-    raw = (high - low) / max(1, most)
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
+    power = 10.0 ** math.floor(math.log10((high - low) / (most + 1)))
+    steps = (factor * power for factor in (1, 2, 2.5, 5, 10))
+    step = next(step for step in steps if math.floor((high - low) / step + 1e-9) <= most)
     if whole:
         step = math.ceil(step)
     first = math.ceil(low / step - 1e-9)
