@@ -121,8 +121,8 @@ def bar(parts: Sequence[tuple[str, str, float]]) -> Markup:
             words = tag("title", f"{name}: {share:.1%}")
             shapes.append(tag("rect", words, x=_n(at), y=0, width=_n(width), height=HEIGHT, class_=css))
         at += width
-    words = ", ".join(f"{name} {share:.1%}" for name, _, share in parts if share)
-    return tag("div", _svg(shapes), class_="bar", role="img", aria_label=words)
+    label = ", ".join(f"{name} {share:.1%}" for name, _, share in parts if share)
+    return tag("div", _svg(shapes), class_="bar", role="img", aria_label=label)
 
 
 def _figure(
