@@ -9,7 +9,7 @@ What lies where. A package imports only packages that stand below it in this lis
     submit          from a run config to a queued job
     export          a checkpoint as a model that other programs read, and back; its evaluation
     training        the program that a rank executes: model, checkpoints, reports, the loop
-    monitoring      where a run stands, for people: status, report, trackers
+    monitoring      where a run stands and what it cost, for people: status, report, goodput, trackers
     data            which tokens are sample k of a run; what a mixture takes; what was read
     shuffle         a global shuffle of a dataset on disk
     tokenization    text to token shards, dump by dump

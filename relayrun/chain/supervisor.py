@@ -14,7 +14,18 @@ import os
 import time
 from itertools import islice
 
-from relayrun.chain import decide, evaluations, evidence, fallback, messenger, nodes, render, successor, take_over
+from relayrun.chain import (
+    decide,
+    evaluations,
+    evidence,
+    fallback,
+    job_times,
+    messenger,
+    nodes,
+    render,
+    successor,
+    take_over,
+)
 from relayrun.chain.failed_attempts import failed_attempts
 from relayrun.chain.log import log
 from relayrun.chain.watch import Watch
@@ -212,6 +223,11 @@ def _open_attempt(
         rewound=rewound,
         start_time=time.time(),
         job_end_time=job.end_time,
+        job_submit_time=job.submit_time,
+        job_eligible_time=job.eligible_time,
+        job_start_time=job.start_time,
+        script_time=job_times.script_time(),
+        previous_job_end=None if previous is None else job_times.end_of(previous, scheduler, own=job.id),
         lead=leave_before,
         evaluation_seconds=evaluation,
         lead_floor=plan.lead_floor,

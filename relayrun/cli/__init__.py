@@ -30,7 +30,11 @@ COMMANDS = {
     "gpu-check": ("gpu_check", "what this machine's GPUs do with relayrun, in eight minutes"),
     "completion": ("completion", "a script that completes commands, options, runs and settings in a shell"),
     "status": ("status", "where a run stands; without RUN: all runs"),
-    "report": ("report", "what the attempts of a run did, and its loss; with --png as a picture"),
+    "goodput": ("goodput", "where the node hours of runs went: every second of every node in one named part"),
+    "report": (
+        "report",
+        "what runs did, as a page for a browser; --text: in the terminal; --png: as a picture",
+    ),
     "logs": ("logs", "what the jobs of a run wrote; with -f also what they add"),
     "notify": ("notify", "test whether those who are told of a run can be reached; send what was not sent"),
     "save": ("control", "write a checkpoint and go on"),

@@ -7,8 +7,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from relayrun.cli.diff import differences
 from relayrun.config import compose
+from relayrun.config.differences import differences
 from relayrun.config.schema import RunConfig
 from relayrun.config.yamlfile import LocatedSettings
 from relayrun.errors import RelayrunError

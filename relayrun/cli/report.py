@@ -1,35 +1,93 @@
-"""`relayrun report`: what the attempts of a run did, and its loss."""
+"""`relayrun report`: what runs did, trained and cost, as a page, as text, as JSON or as a picture."""
 
 from __future__ import annotations
 
 import argparse
+import re
+import time
 from pathlib import Path
 
 from relayrun.config.writable import check_outputs
-from relayrun.errors import RunDirError
+from relayrun.errors import InputError, RunDirError
+from relayrun.files import whole_file
 from relayrun.monitoring import report
-from relayrun.monitoring.run_status_view import show
+from relayrun.monitoring.goodput import view
+from relayrun.monitoring.goodput.account import account
+from relayrun.monitoring.run_status_view import dump, show
 from relayrun.rundir.find import find_run
+from relayrun.rundir.run import Run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun report`."""
-    parser.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the relay and the loss into this file, too")
+    parser.add_argument("names", nargs="+", metavar="RUN", help="run directory, or project/name below logs/runs")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write the page into this file (default: report-NAME.html here, if nothing else is asked for)",
+    )
+    parser.add_argument("--text", action="store_true", help="attempts, loss curve and goodput in the terminal")
+    parser.add_argument("--json", action="store_true", help="all that the page shows, for programs")
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="draw the relay and the loss of one run into this file"
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a table of the attempts and the loss curve. Raises RelayrunError."""
-    check_outputs({"--png": options.png})
-    run = find_run(options.name)
+    """Write a page about one or several runs, or what else is asked for. Raises RelayrunError."""
+    if options.png is not None and len(options.names) > 1:
+        raise InputError("--png draws one run", hint="name one RUN, or leave --png out: the page shows several")
+    if options.json and options.text:
+        raise InputError("--json and --text do not go together", hint="leave one of them out")
+    asked = options.text or options.json or options.png is not None
+    runs = [find_run(name) for name in options.names]
+    target = options.html
+    if target is None and not asked:
+        names = "-".join(run.path.name for run in runs)
+        target = Path(f"report-{re.sub(r'[^A-Za-z0-9._-]+', '_', names)[:100]}.html")
+    check_outputs({"--html": target, "--png": options.png})
+    if options.text:
+        for run in runs:
+            _text(run)
+    if target is not None or options.json:
+        _page(runs, target, as_json=options.json)
+    if options.png is not None:
+        report.write_png(_read(runs[0]), options.png)
+        print(options.png)
+    return 0
+
+
+def _read(run: Run) -> report.Report:
     found = report.read_report(run)
     if not found.attempts:
-        raise RunDirError("no attempt of this run has begun", where=run.path, hint=f"relayrun status {options.name}")
+        raise RunDirError("no attempt of this run has begun", where=run.path, hint=f"relayrun status {run.path}")
+    return found
+
+
+def _text(run: Run) -> None:
+    """Print a table of the attempts, the loss curve, and where the node time went."""
+    found = _read(run)
     show(report.attempts_table(found))
     if found.iterations:
         print(report.terminal_curve(found))
-    if options.png is not None:
-        report.write_png(found, options.png)
-        print(options.png)
-    return 0
+    spent = account(run)
+    print(view.summary(spent))
+    show(view.parts_table(spent))
+
+
+def _page(runs: list[Run], target: Path | None, *, as_json: bool) -> None:
+    # what reads data sets and configs: not paid for the text
+    from relayrun.monitoring.page import document
+    from relayrun.monitoring.page.gather import read_page
+
+    pages = [read_page(run) for run in runs]
+    if as_json:
+        values = [document.as_json(page) for page in pages]
+        print(dump(values if len(values) > 1 else values[0]))
+    if target is not None:
+        text = document.document(pages, now=time.time())
+        with whole_file(target) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+        print(target)

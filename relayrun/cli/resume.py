@@ -6,8 +6,8 @@ import argparse
 import logging
 
 from relayrun.cli import check, submit
-from relayrun.cli.diff import differences
 from relayrun.config import compose
+from relayrun.config.differences import differences
 from relayrun.errors import RunDirError
 from relayrun.rundir.find import find_run
 from relayrun.submit import submission

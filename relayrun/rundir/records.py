@@ -79,6 +79,16 @@ class AttemptStart(Record):
     start_time: float
     job_end_time: float | None
     """When the time limit is reached; None without a limit."""
+    job_submit_time: float | None = None
+    """When the job was queued. None here and below: the scheduler does not say, or an earlier version wrote this."""
+    job_eligible_time: float | None = None
+    """When nothing but a lack of nodes kept the job from starting any more."""
+    job_start_time: float | None = None
+    """When the job was given its nodes."""
+    script_time: float | None = None
+    """When the first lines of the job's script ran."""
+    previous_job_end: float | None = None
+    """When the job of the attempt before this one ended, where that was another job."""
     lead: float
     """Seconds before job_end_time at which rank 0 saves and leaves."""
     evaluation_seconds: float | None = None

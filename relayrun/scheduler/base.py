@@ -36,7 +36,13 @@ class Job:
     """Slurm's list of the nodes, compressed."""
     num_nodes: int = 1
     end_time: float | None = None
-    """When its time limit is reached; None while it is pending or without a limit."""
+    """When its time limit is reached, None while it is pending or without a limit; of a job that has ended, when it
+    did."""
+    submit_time: float | None = None
+    eligible_time: float | None = None
+    """When nothing but a lack of nodes kept it from starting any more; None where the scheduler does not say."""
+    start_time: float | None = None
+    """When it was given its nodes; None while it is pending."""
     options: Mapping[str, str] = field(default_factory=dict)
     """Options of sbatch by their long names, read back from the job, that hold for its successors."""
     requeue: bool = False

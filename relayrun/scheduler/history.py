@@ -58,7 +58,7 @@ def pending_reasons(plan: Plan) -> dict[str, str]:
     if plan.scheduler == "local":
         return {}
     names = ",".join([plan.job_name, plan.fallback_job_name])
-    text = _ask(["squeue", "--noheader", "--states=PENDING", f"--name={names}", "--format=%i|%r"])
+    text = ask(["squeue", "--noheader", "--states=PENDING", f"--name={names}", "--format=%i|%r"])
     rows = [line.partition("|") for line in (text or "").splitlines()]
     return {job_id: reason for job_id, _, reason in rows if reason not in ("", "None")}
 
@@ -76,7 +76,7 @@ _FOR_EVER = (
 
 def others_are_hidden() -> bool:
     """Whether Slurm shows everybody their own jobs alone (PrivateData=jobs)."""
-    found = re.search(r"^PrivateData\s*=\s*(\S*)", _ask(["scontrol", "show", "config"]) or "", re.M)
+    found = re.search(r"^PrivateData\s*=\s*(\S*)", ask(["scontrol", "show", "config"]) or "", re.M)
     return found is not None and "jobs" in found[1].split(",")
 
 
@@ -102,7 +102,7 @@ def _local(run: Run) -> JobEnd | None:
 
 
 def _accounted(plan: Plan, since: float) -> JobEnd | None:
-    text = _ask(
+    text = ask(
         [
             "sacct",
             "--allocations",
@@ -130,13 +130,13 @@ def _accounted(plan: Plan, since: float) -> JobEnd | None:
 
 
 def _remembered(plan: Plan) -> JobEnd | None:
-    text = _ask(["squeue", "--noheader", "--states=all", f"--name={plan.job_name}", "--format=%i|%T|%N"])
+    text = ask(["squeue", "--noheader", "--states=all", f"--name={plan.job_name}", "--format=%i|%T|%N"])
     rows = [row for line in (text or "").splitlines() if len(row := line.split("|")) == 3]
     ended = [row for row in rows if row[1] not in LIVE_STATES]
     if not ended:
         return None
     row = _newest([row for row in ended if row[2]] or ended)
-    shown = _ask(["scontrol", "show", "job", "--oneliner", row[0]]) or ""
+    shown = ask(["scontrol", "show", "job", "--oneliner", row[0]]) or ""
     fields = job_text.fields(shown, name=plan.job_name)
     return JobEnd(
         id=row[0],
@@ -165,8 +165,8 @@ def _known(text: str) -> str:
     return "" if text in ("None", "None assigned", "(null)") else text
 
 
-def _ask(command: Sequence[str]) -> str | None:
-    """What a command printed; None where it is missing, fails or takes too long."""
+def ask(command: Sequence[str]) -> str | None:
+    """What a command of Slurm's printed; None where it is missing, fails or takes too long."""
     if command[0] in SILENT:
         return None
     try:

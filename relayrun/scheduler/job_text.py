@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import time
 
-from relayrun.scheduler.base import Job
+from relayrun.scheduler.base import LIVE_STATES, Job
 from relayrun.slurmtime import parse_time
 
 COMMENT = "relayrun:"
@@ -91,15 +91,18 @@ def parse_job(text: str, *, name: str | None = None) -> Job:
         options["gpus-per-node"] = gpus[1]
     start, end = timestamp(known.get("StartTime", "")), timestamp(known.get("EndTime", ""))
     limit = None if known.get("TimeLimit", "UNLIMITED") == "UNLIMITED" else parse_time(known["TimeLimit"])
-    comment = known.get("Comment", "")
+    state, comment = known.get("JobState", "UNKNOWN"), known.get("Comment", "")
     failed = re.match(rf"{BEGIN_FAILED}(\d+)@(.*)", comment)
     return Job(
         id=known["JobId"],
         name=known.get("JobName", ""),
-        state=known.get("JobState", "UNKNOWN"),
+        state=state,
         nodes=known.get("NodeList", ""),
         num_nodes=int(known.get("NumNodes", "1").partition("-")[0]),
-        end_time=end if limit is not None else None,
+        end_time=end if limit is not None or state not in LIVE_STATES else None,
+        submit_time=timestamp(known.get("SubmitTime", "")),
+        eligible_time=timestamp(known.get("EligibleTime", "")),
+        start_time=None if state == "PENDING" else start,  # until then it is a guess
         options=options,
         at_limit=start is not None and end is not None and limit is not None and end - start >= limit,
         preempted=known.get("PreemptTime", "None") != "None",

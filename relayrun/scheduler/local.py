@@ -152,7 +152,15 @@ class LocalScheduler:
         if state == "RUNNING" and job.cancel_requested:
             state = "CANCELLED"
         return Job(
-            id=job.id, name=job.name, state=state, nodes=socket.gethostname(), end_time=job.end_time, requeue=True
+            id=job.id,
+            name=job.name,
+            state=state,
+            nodes=socket.gethostname(),
+            end_time=job.end_time,
+            submit_time=job.submit_time,
+            eligible_time=job.eligible_time,
+            start_time=job.start_time,
+            requeue=True,
         )
 
     def cancelled(self, job_id: str, *, nodes: str) -> bool:

@@ -34,6 +34,8 @@ class LocalJob(Record):
     signal_lead: int
     eligible_time: float
     """Not started before this (`--begin`)."""
+    submit_time: float | None = None
+    """None in a queue of an earlier version."""
     state: str = "PENDING"
     pid: int | None = None
     start_time: float | None = None
@@ -73,7 +75,7 @@ class LocalQueue:
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.locked():
             number = max((int(job.id) for job in self.every_job()), default=0) + 1
-            job = replace(job, id=str(number))
+            job = replace(job, id=str(number), submit_time=time.time())
             self.write_job(job)
         return job.id
 

@@ -33,6 +33,7 @@ parser.add_argument("--save-seconds", type=float, default=0.0)
 parser.add_argument("--stop-at", type=int, default=-1, help="SIGSTOP of --stop-rank at this iteration")
 parser.add_argument("--stop-rank", type=int, default=-1)
 options = parser.parse_args()
+began = time.time()
 
 asked: list[str] = []
 signal.signal(signal.SIGUSR2, lambda *_: asked.append("SIGUSR2"))
@@ -72,7 +73,7 @@ if options.start_seconds:
     time.sleep(options.start_seconds)
     now = time.time()
     if rank == 0:
-        Started(process=now, imported=now, initialised=now, loaded=now).write(attempt.started)
+        Started(process=began, imported=began, initialised=now, loaded=now).write(attempt.started)
 
 if options.killed >= 0:
     node, started = os.environ.get("SLURMD_NODENAME", "n"), attempt.path / "killed"
@@ -133,6 +134,7 @@ while True:
     iteration += 1
     if rank == 0:
         line = {"iteration": iteration, "attempt": options.attempt, "step_seconds": options.step_seconds}
+        line["time"] = time.time()
         append_line(attempt.metrics, line, durable=False)
         Heartbeat(node="n", iteration=iteration, phase="step", time=time.time(), step_p95=None, save_p95=None).write(
             attempt.heartbeats / "n.json"

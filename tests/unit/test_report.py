@@ -1,16 +1,30 @@
-"""`relayrun report`: the attempts of a run, its loss, and both as a picture."""
+"""`relayrun report`: a page, the attempts of a run, its loss, and both as a picture."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shlex
 import shutil
+import time
+from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from relayrun.cli import main
+from relayrun.cli import main, parse
+from relayrun.files import append_line
 from relayrun.monitoring import report
+from relayrun.monitoring.page.series import reduced, ticks
+from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
-from tests.history import make_history
+from tests.accounted import T, make_project
+from tests.history import STEP, make_history
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/report.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.mark.slow
 def test_the_table_the_curve_and_the_picture(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(run.path), "--png", str(tmp_path / "relay.png")]) == 0
+    assert main(["report", str(run.path), "--text", "--png", str(tmp_path / "relay.png")]) == 0
     out = capsys.readouterr().out
     assert "attempts of run" in out
     for iterations in ("1–10", "11–20", "21–30"):
@@ -43,5 +57,189 @@ def test_every_attempt_has_its_checkpoints_and_one_that_trained_nothing_says_so(
 def test_a_run_that_has_not_begun_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_history(tmp_path / "run", lines=10, attempts=1)
     shutil.rmtree(run.attempt(1).path)
-    assert main(["report", str(run.path)]) == 1
-    assert "no attempt of this run has begun" in capsys.readouterr().err
+    for options in ([], ["--text"], ["--png", "x.png"], ["--json"]):
+        assert main(["report", str(run.path), *options]) == 1
+        assert "no attempt of this run has begun" in capsys.readouterr().err
+
+
+# --- the page
+
+
+class Structure(HTMLParser):
+    """Which elements a page has; that each is closed where it must be."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.words: dict[str, list[str]] = {}
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        for name in set(self.open):
+            self.words.setdefault(name, []).append(data)
+
+    def tags(self) -> set[str]:
+        return {tag for tag, _ in self.seen}
+
+    def text(self, tag: str = "body") -> str:
+        return "".join(self.words.get(tag, []))
+
+
+EVIL = "<script>alert('x')</script>\"&"
+
+
+@pytest.fixture
+def accounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run without Slurm's commands, so that the chain's own times hold."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}/bin")
+    monkeypatch.chdir(tmp_path)
+    return make_project(tmp_path)
+
+
+def test_a_page_holds_all_that_it_shows_and_no_script(accounted: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "my-project/my-run"]) == 0
+    assert capsys.readouterr().out == "report-my-run.html\n"
+    text = Path("report-my-run.html").read_text(encoding="utf-8")
+    page = Structure(text)
+    assert not page.tags() & {"script", "link", "img", "iframe", "object", "embed", "base", "form"}
+    names = {name for _, attributes in page.seen for name in attributes}
+    assert not {name for name in names if name.startswith("on") or name in ("src", "href", "srcset", "action")}
+    assert not re.findall(r"url\(|@import|https?:", text)
+    headings = ["Training", "Goodput", "Failures", "Attempts", "Data", "Evaluations", "Checkpoints", "Configuration"]
+    assert page.words["h2"] == headings
+    for words in ("made by hand", "n1", "goodput23.9%", "iteration10 of 10", "held-out 2.5000", "redone", "in all"):
+        assert words in page.text(), words
+    titles = page.words["title"]
+    assert "attempt 2 from iteration 6; the one before: failed" in titles
+    assert {"loss", "learning rate", "throughput", "memory", "gradient norm", "over time"} <= set(page.words["b"])
+    viewport = [attributes["content"] for tag, attributes in page.seen if attributes.get("name") == "viewport"]
+    assert viewport == ["width=device-width, initial-scale=1"]
+    for words in ("prefers-color-scheme:dark", "@media print", "max-width:800px"):
+        assert words in page.text("style"), words
+
+
+def test_whatever_a_run_is_called_its_name_is_text(tmp_path: Path, accounted: Run) -> None:
+    plan = Plan.load(accounted)
+    replace(plan, run=EVIL).write(accounted.plan)
+    end = accounted.attempt(1).read_end()
+    assert end is not None
+    replace(end, reason=EVIL, cause=EVIL).write(accounted.attempt(1).end)
+    line = {"iteration": 10, "validation": {EVIL: 2.0}, "evaluation_seconds": 1.0, "time": T + 336.0}
+    append_line(accounted.attempt(2).metrics, line)
+    accounted.stop.write_text(EVIL)
+    accounted.config.mkdir(exist_ok=True)
+    (accounted.config / "0001.yaml").write_text(EVIL)
+    (accounted.config / "0002.yaml").write_text(EVIL)
+    evil = Run(accounted.path.rename(accounted.path.with_name("<b onclick=x>")))
+    assert main(["report", str(evil.path), str(evil.path), "--html", "evil.html"]) == 0
+    page = Structure(Path("evil.html").read_text(encoding="utf-8"))
+    assert not page.tags() & {"script", "b onclick=x"}
+    assert not any("onclick" in attributes for _, attributes in page.seen)
+    assert page.text("h1").count(EVIL) == 2
+    assert page.text("pre").count(EVIL) == 2
+    assert page.text("td").count(EVIL) >= 4
+
+
+def test_the_commands_of_the_page_about_reports(accounted: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(accounted.path, accounted.path.with_name("other-run"))
+    ((text,), tables) = (
+        re.findall(pattern, PAGE, re.M | re.S) for pattern in (r"^```bash\n(.*?)^```$", r"^\| (\w+) \| ")
+    )
+    one, two, drawn, as_json = (shlex.split(line)[1:] for line in text.splitlines())
+    assert main(one) == main(two) == 0
+    assert capsys.readouterr().out == "report-my-run.html\nboth.html\n"
+    both = Structure(Path("both.html").read_text(encoding="utf-8"))
+    assert both.words["h1"] == ["2 runs", "my-project/my-run", "my-project/my-run"]
+    assert both.words["h2"][0] == "Side by side"
+    assert tables[1:] == both.words["h2"][1:9]
+    assert callable(parse(drawn).run)  # drawn by a slow test above
+    assert main(as_json) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["series"]["loss"] == [[n, 10 - 0.5 * n] for n in range(1, 11)]
+    assert value["validation"] == {"held-out": [[10.0, 2.5]]}
+    assert [entry["iterations"] for entry in value["attempts"]] == [[1, 5], [6, 10]]
+    assert [(row["dataset"], row["samples"], row["epochs"]) for row in value["data"]] == [
+        ("code", 5, 0.25),
+        ("prose", 5, 1.25),
+    ]
+    assert [entry["blamed"] for entry in value["attempts"]] == [["n1"], []]
+    parts = value["goodput"]["node_seconds"]
+    shares = [sum(column.get(name, 0.0) for column in value["band"]["shares"]) for name in parts]
+    nodes = 2 * value["band"]["column_seconds"]
+    assert [share * nodes for share in shares] == pytest.approx(list(parts.values()), abs=1e-3)
+
+
+def test_options_that_do_not_go_together_are_refused(accounted: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(accounted.path)
+    assert main(["report", run, run, "--png", "x.png"]) == 1
+    assert "--png draws one run" in capsys.readouterr().err
+    assert main(["report", run, "--json", "--text"]) == 1
+    assert "do not go together" in capsys.readouterr().err
+    assert not list(Path.cwd().glob("*.html"))
+
+
+def test_every_pixel_keeps_its_least_and_its_greatest_value() -> None:
+    x = np.arange(1.0, 100_001.0)
+    y = np.sin(x / 5000)
+    y[[777, 50_000, 99_998]] = [9.0, -9.0, np.nan]
+    y[12_345] = np.inf
+    found = reduced(x, y, pixels=100)
+    assert found.size <= 200
+    assert (found.x[[0, -1]] >= [1.0, 99_000.0]).all()
+    assert (np.diff(found.x) > 0).all()
+    assert found.left_out == 2
+    assert {9.0, -9.0} <= set(found.y.tolist())
+    assert reduced(x[:150], y[:150], pixels=100).size == 150
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "found"),
+    [
+        (0, 10, [0, 2.5, 5, 7.5, 10]),
+        (1, 400, [100, 200, 300, 400]),
+        (2.5, 2.5, [2.5]),
+        (0.0, 3e-4, [0, 1e-4, 2e-4, 3e-4]),
+        (-1.2, 0.9, [-1, -0.5, 0, 0.5]),
+    ],
+)
+def test_axes_have_round_numbers(low: float, high: float, found: list[float]) -> None:
+    assert ticks(low, high, 4) == pytest.approx(found)
+
+
+def test_iterations_are_whole() -> None:
+    assert ticks(1, 10, 4, whole=True) == [2, 4, 6, 8, 10]
+    assert ticks(1, 2, 4, whole=True) == [1, 2]
+
+
+@pytest.mark.long
+@pytest.mark.alone
+def test_a_million_iterations_take_less_than_ten_seconds_and_five_megabytes(accounted: Run) -> None:
+    attempt = accounted.attempt(2)
+    end, at = attempt.read_end(), T + 295.0
+    assert end is not None
+    with open(attempt.metrics, "w") as file:
+        for number in range(6, 1_000_006):
+            at += 5.1
+            file.write(STEP.format(number).replace("1763790000.123", f"{at:.3f}"))
+    replace(end, end_time=at + 3, durable_iteration=1_000_005).write(attempt.end)
+    before = time.process_time()
+    assert main(["report", str(accounted.path), "--html", "long.html"]) == 0
+    seconds, size = time.process_time() - before, Path("long.html").stat().st_size
+    print(f"{seconds:.1f} s of CPU, {size / 1e6:.2f} MB")
+    assert size < 5_000_000
+    assert seconds < 10

@@ -56,6 +56,22 @@ def test_a_job_at_its_limit_is_told_from_one_that_was_ended_earlier(start: str, 
     assert parse_job(line.replace("EndTime=2026-11-22T04:50:32", f"EndTime={end}")).at_limit is at_limit
 
 
+def test_when_a_job_was_queued_started_and_ended() -> None:
+    times = "SubmitTime=2026-11-21T04:40:00 EligibleTime=2026-11-21T04:45:00 AccrueTime=Unknown StartTime="
+    line = LINE.replace("StartTime=", times, 1)
+    job = parse_job(line)
+    assert job.start_time is not None
+    assert job.submit_time == job.start_time - 512
+    assert job.eligible_time == job.start_time - 212
+    assert job.end_time == job.start_time + 86_520
+    assert parse_job(line.replace("JobState=RUNNING", "JobState=PENDING")).start_time is None
+    unlimited = line.replace("TimeLimit=1-00:02:00", "TimeLimit=UNLIMITED")
+    assert parse_job(unlimited).end_time is None
+    assert parse_job(unlimited.replace("JobState=RUNNING", "JobState=COMPLETED")).end_time == job.end_time
+    old = parse_job(LINE)
+    assert (old.submit_time, old.eligible_time) == (None, None)
+
+
 def test_typed_gpus_and_newer_slurm_are_read() -> None:
     assert parse_job(LINE.replace("gres:gpu:3", "gres/gpu:a100:4")).options["gpus-per-node"] == "a100:4"
 

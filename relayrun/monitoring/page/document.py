@@ -1,0 +1,117 @@
+"""A page about one run, or about several side by side: one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import relayrun
+from relayrun.monitoring.goodput import view
+from relayrun.monitoring.page import chart, sections
+from relayrun.monitoring.page.chart import Line
+from relayrun.monitoring.page.gather import RunPage
+from relayrun.monitoring.page.markup import Markup, tag
+from relayrun.monitoring.page.series import EMPTY, Series
+from relayrun.monitoring.page.style import STYLE
+
+
+def document(pages: Sequence[RunPage], *, now: float) -> str:
+    """Return the HTML of a page about these runs. `now`: seconds since 1970, which it names as its time."""
+    names = ", ".join(page.name for page in pages)
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", http_equiv="Content-Security-Policy", content="default-src 'none'; style-src 'unsafe-inline'"),
+        tag("title", f"{names} – relayrun"),
+        tag("style", Markup(STYLE)),
+    )
+    made = f"As it was at {sections.moment(now)}; relayrun {relayrun.__version__}."
+    if len(pages) == 1:
+        body = tag("body", _run(pages[0], made))
+    else:
+        top = [tag("h1", f"{len(pages)} runs"), tag("p", made, class_="soft"), _side_by_side(pages)]
+        body = tag("body", *top, *(_run(page, None) for page in pages))
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def _run(page: RunPage, made: str | None) -> Markup:
+    state = f"The chain has ended: {page.stop.partition(chr(10))[0]}" if page.stop else "The chain has not ended."
+    return tag(
+        "main",
+        tag("h1", page.name),
+        tag("p", str(page.run.path), class_="soft"),
+        tag("p", state),
+        tag("p", made, class_="soft") if made else None,
+        sections.facts(page),
+        *(part(page) for part in sections.SECTIONS),
+    )
+
+
+def _side_by_side(pages: Sequence[RunPage]) -> Markup:
+    rows = [
+        (
+            page.name,
+            f"{page.last.get('iteration', 0):,.0f}",
+            f"{page.last['loss']:.4f}" if "loss" in page.last else "",
+            ", ".join(f"{name} {series.y[-1]:.4f}" for name, series in page.validation.items() if series.size),
+            f"{page.account.goodput:.1%}",
+            view.node_time(page.account.allocated),
+            f"{rate:,.0f}" if (rate := page.account.tokens_per_node_hour) is not None else "",
+            str(len(page.account.stays)),
+        )
+        for page in pages
+    ]
+    names = (
+        "run",
+        "iteration|n",
+        "loss|n",
+        "held-out loss",
+        "goodput|n",
+        "allocated|n",
+        "tokens a node hour|n",
+        "jobs|n",
+    )
+    drawn = [
+        Line(name=page.name, series=page.series.get("loss", EMPTY), colour=number) for number, page in enumerate(pages)
+    ]
+    losses = tag("div", chart.lines("training loss", drawn, unit="nats per token"), class_="wide")
+    return sections.section("Side by side", sections.table(names, rows), losses)
+
+
+def as_json(page: RunPage) -> dict[str, Any]:
+    """Return what a page shows as plain values; of many points the least and the greatest of each pixel."""
+    return {
+        "run": page.name,
+        "path": str(page.run.path),
+        "stopped": page.stop,
+        "last": page.last,
+        "goodput": view.as_json(page.account),
+        "series": {name: _points(series) for name, series in page.series.items() if series.size},
+        "validation": {name: _points(series) for name, series in page.validation.items()},
+        "band": {"start_time": page.band_start, "column_seconds": page.band_seconds, "shares": list(page.band)},
+        "attempts": [
+            {
+                "attempt": stay.attempt,
+                "start_time": stay.start,
+                "end_time": stay.end,
+                "cause": stay.cause,
+                "reason": stay.reason,
+                "blamed": list(stay.blamed),
+                "iterations": None if trained is None else [trained.first, trained.last],
+            }
+            for stay, trained in zip(page.account.stays, page.trained, strict=True)
+        ],
+        "data": [vars(row) for row in page.data],
+        "data_missing": page.data_missing,
+        "evaluations": [vars(result) for result in page.evaluations],
+        "checkpoints": [
+            {"iteration": commit.iteration, "time": commit.time, "seconds": commit.seconds, "path": commit.path}
+            for commit in page.checkpoints
+        ],
+        "changes": [{"revision": change.revision, "lines": list(change.lines)} for change in page.changes],
+    }
+
+
+def _points(series: Series) -> list[list[float]]:
+    return [list(point) for point in zip(series.x.tolist(), series.y.tolist(), strict=True)]

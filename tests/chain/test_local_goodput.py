@@ -1,0 +1,50 @@
+"""The accounts of a chain that ran on one machine, with delays that were planted from outside."""
+
+from __future__ import annotations
+
+import pytest
+
+from relayrun.monitoring.goodput.account import account
+from relayrun.monitoring.goodput.book import SECOND
+from relayrun.rundir.run import Run
+from relayrun.scheduler.local_queue import LocalQueue
+
+from .conftest import MakeRun
+from .test_local_chain import CUT, logs, run_chain
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]  # it waits for real clocks
+
+
+def test_the_parts_of_a_chain_sum_to_what_its_queue_says(make_run: MakeRun) -> None:
+    planted = 2.0
+    program = ("--steps=40", "--step-seconds=0.35", "--start-seconds=0.5", "--save-seconds=0.5")
+    run, plan = make_run(*program, total_steps=40, setup=[f"sleep {planted}"], **CUT)
+    run_chain(run, plan)
+    found = account(Run(run.path))
+    jobs = LocalQueue(run.path / "local").every_job()
+    times = [(job.start_time, job.end_time) for job in jobs if job.start_time is not None]
+    assert len(found.stays) == len(times) >= 2, logs(run)
+    for stay, (start, end) in zip(found.stays, times, strict=True):
+        assert stay.allocated == round((end or 0.0) * SECOND) - round((start or 0.0) * SECOND)
+        assert stay.stay.source == "the local queue"
+        assert stay.parts["launch"] >= planted * SECOND
+        assert stay.parts["init"] >= 0.5 * SECOND
+        assert stay.parts["save"] >= 0.5 * SECOND
+        assert stay.parts["prolog"] > 0
+        assert stay.parts["supervisor"] > 0
+    assert found.parts["step"] >= 40 * 0.35 * SECOND
+    assert (found.parts["unknown"], found.work.redone_iterations, found.work.iterations) == (0, 0, 40)
+
+
+def test_a_hang_is_booked_until_it_is_noticed_and_what_was_not_saved_is_redone(make_run: MakeRun) -> None:
+    timeout = 3.0
+    changes = {"hang_timeout": timeout, "max_failed_attempts": 1}
+    run, plan = make_run("--steps=20", "--stop-at=5", "--stop-rank=1", "--start-seconds=0.1", **changes)
+    run_chain(run, plan)
+    found = account(Run(run.path))
+    (stay,) = found.stays
+    assert stay.cause == "hang", logs(run)
+    assert stay.parts["hang"] >= timeout * SECOND
+    assert (found.work.iterations, found.work.redone_iterations) == (0, 5)
+    assert sum(found.parts.values()) == found.allocated
+    assert [(loss.cause, loss.times) for loss in found.losses] == [("hang", 1)]

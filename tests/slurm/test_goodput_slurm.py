@@ -1,0 +1,77 @@
+"""The accounts of a chain on a real Slurm, closed against its own accounting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from relayrun.monitoring.goodput.account import Account, account
+from relayrun.monitoring.goodput.book import SECOND
+from relayrun.rundir.records import AttemptStart
+from relayrun.rundir.run import Run
+from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
+
+from .cluster import TestCluster
+from .conftest import MakeCluster
+from .test_chain import SLURM, ends, hurry, logs, start, wait_for_end, wait_for_iteration
+from .test_law_slurm import program
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.long]
+
+
+def accounted(cluster: TestCluster, run: Run) -> Account:
+    """As a person on this cluster sees it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("SLURM_CONF", "PATH"):
+            patch.setenv(name, cluster.env[name])
+        return account(Run(run.path))
+
+
+@pytest.mark.usefixtures("accounting")
+def test_the_parts_of_a_chain_sum_to_what_sacct_has(
+    make_cluster: MakeCluster,
+    make_run: MakeRun,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """One attempt is asked to leave, one is killed, one is done. The prolog and job.setup are slow."""
+    cluster = make_cluster(nodes=2, accounting=True)
+    with cluster.conf.open("a") as conf:
+        conf.write(f"Prolog={program(tmp_path, 'prolog', 'sleep 3')}\n")
+    cluster.run(["scontrol", "reconfigure"])
+    arguments = ("--steps=30", "--step-seconds=0.2", "--start-seconds=0.5", "--save-seconds=0.5")
+    run, plan = make_run(*arguments, total_steps=30, setup=["sleep 2"], **SLURM)
+    start(cluster, run)
+    wait_for_iteration(cluster, run)
+    first = AttemptStart.read(run.attempt(1).begin)
+    assert first is not None
+    cluster.run(["scancel", "--signal=USR2", "--batch", first.job_id])
+    wait_for_iteration(cluster, run, attempt=2)
+    second = AttemptStart.read(run.attempt(2).begin)
+    assert second is not None
+    cluster.run(["scancel", "--signal=KILL", f"{second.job_id}.0"])
+    cluster.wait_until(run.attempt(2).end.exists, timeout=240)
+    hurry(cluster, plan)
+    wait_for_end(cluster, run, plan)
+    assert [end.cause for end in ends(run)] == ["saved", "failed", "done"], logs(run)
+    assert second.previous_job_end is not None
+
+    ids = [begin.job_id for begin in (AttemptStart.read(run.attempt(n).begin) for n in (1, 2, 3)) if begin]
+    asked = ["sacct", "--noheader", "--parsable2", "--allocations", "--duplicates", f"--jobs={','.join(ids)}"]
+    asked.append("--format=JobID,ElapsedRaw,NNodes,End")
+
+    def closed() -> list[list[str]]:
+        rows = [row.split("|") for row in cluster.run(asked).stdout.splitlines()]
+        return rows if len(rows) == len(ids) and not any(row[3] == "Unknown" for row in rows) else []
+
+    rows = cluster.wait_until(closed, what="sacct knows all ends")
+    found = accounted(cluster, run)
+    assert [stay.stay.source for stay in found.stays] == ["sacct"] * 3
+    assert [stay.allocated for stay in found.stays] == [int(row[1]) * int(row[2]) * SECOND for row in rows]
+    assert sum(found.parts.values()) == found.allocated
+    assert found.parts["unknown"] <= 0.01 * found.allocated
+    assert found.parts["redone"] > 0
+    for stay in found.stays:
+        assert stay.parts["prolog"] >= 2 * 3 * SECOND, stay.parts
+        assert stay.parts["launch"] >= 2 * 2 * SECOND, stay.parts
+    assert [(loss.cause, loss.times) for loss in found.losses if loss.lost] == [("failed", 1)]

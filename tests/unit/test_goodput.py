@@ -1,0 +1,420 @@
+"""`relayrun goodput`: every node-second of a run in one part, and the parts sum to what was allocated."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relayrun.chain import decide
+from relayrun.cli import main
+from relayrun.files import append_line
+from relayrun.monitoring.goodput import view
+from relayrun.monitoring.goodput.account import Account, account
+from relayrun.monitoring.goodput.book import NEEDED, SECOND, Booked, book
+from relayrun.monitoring.goodput.facts import AttemptFacts, Stay
+from relayrun.monitoring.goodput.metrics import Block, read_blocks, went_back
+from relayrun.monitoring.goodput.parts import NAMES, PARTS
+from relayrun.rundir.attempt import Attempt
+from relayrun.rundir.records import AttemptStart, Commit, End, Hang, Outcome, Started
+from relayrun.rundir.run import Run
+from relayrun.scheduler import history
+from tests import accounted
+from tests.accounted import T, make_accounted, make_project
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/goodput.md").read_text(encoding="utf-8")
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> None:
+    """Only these commands of Slurm are there."""
+    folder.mkdir()
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setattr(history, "SECONDS", 60.0)
+    monkeypatch.setattr(history, "SILENT", set())
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/bin")
+
+
+def by_name(rows: str) -> str:
+    """A script that answers with these rows where it is asked by the name of the job."""
+    return f"case \"$*\" in *--name=*) cat << 'END'\n{rows}\nEND\n;; esac"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    install(tmp_path / "bin", monkeypatch, sacct=by_name(accounted.SACCT))
+    return make_project(tmp_path)
+
+
+def seconds(parts: dict[str, int]) -> dict[str, float]:
+    return {name: amount / SECOND for name, amount in parts.items() if amount}
+
+
+def test_every_second_of_a_run_is_in_the_part_where_it_belongs(run: Run) -> None:
+    found = account(run)
+    assert seconds(found.parts) == pytest.approx({name: 2 * each for name, each in accounted.PARTS.items()}, abs=1e-5)
+    assert sum(found.parts.values()) == found.allocated == (111 + 100) * 2 * SECOND
+    assert [each.stay.source for each in found.stays] == ["sacct", "sacct"]
+    assert found.waited == {"queued": (60 + 74) * SECOND, "back-off": 0, "stopped": 0}
+    assert found.elapsed == 345 * SECOND
+    assert found.goodput == pytest.approx(2 * 50 / 422)
+    assert found.effective_training_time == pytest.approx(50 / 345)
+    assert (found.work.iterations, found.work.redone_iterations) == (10, 3)
+    assert found.tokens_per_node_hour == pytest.approx(10 * 1000 / (422 / 3600))
+    assert found.mfu == pytest.approx(0.4 * (7.5 + 4 * 5.5 + 8.5 + 4 * 5.5) * 2 / 422)
+    failed, done = found.losses
+    assert (failed.cause, failed.times, failed.nodes) == ("failed", 1, {"n1": 1})
+    assert failed.lost == round((accounted.PARTS["redone"] + accounted.PARTS["recovery"]) * 2 * SECOND)
+    assert failed.waited == 74 * SECOND
+    assert (done.cause, done.lost, done.starts) == ("done", 0, 0)
+
+
+def test_without_accounting_the_chain_knows_the_ends_of_its_jobs_but_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path / "bin", monkeypatch)
+    found = account(make_accounted(tmp_path / "run"))
+    assert [(each.start - T, each.end - T) for each in found.stays] == [(60, 171), (245, 343.5)]
+    assert [each.stay.source for each in found.stays] == ["the chain", "the chain"]
+    assert seconds(found.parts)["end"] == pytest.approx(2 * (4.5 + 3.0), abs=1e-5)
+    assert found.parts["unknown"] == 0
+
+
+def test_the_controller_is_asked_where_there_is_no_accounting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row.split("|") for row in accounted.SACCT.splitlines()]
+    squeue = "\n".join("|".join([*row[:3], row[3], "", *row[5:]]) for row in rows)
+    squeue += "\n43|PENDING|2|2026-11-20T08:05:00||2026-11-21T08:05:00|2026-11-21T09:05:00"
+    refuses = "echo Slurm accounting storage is disabled >&2; exit 1"
+    install(tmp_path / "bin", monkeypatch, sacct=refuses, squeue=f"cat << 'END'\n{squeue}\nEND")
+    found = account(make_accounted(tmp_path / "run"))
+    assert [(each.stay.source, each.end - T) for each in found.stays] == [("squeue", 171), ("squeue", 345)]
+
+
+def test_a_job_that_was_queued_again_has_several_stays_and_one_that_began_nothing_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [row.replace("42|", "41|") for row in accounted.SACCT.splitlines()]
+    between = "41|REQUEUED|2|2026-11-20T08:02:51|2026-11-20T08:02:51|2026-11-20T08:03:00|2026-11-20T08:03:30"
+    install(tmp_path / "bin", monkeypatch, sacct=by_name("\n".join([rows[0], between, rows[1]])))
+    run = make_accounted(tmp_path / "run")
+    begin = run.attempt(2).begin
+    begin.write_text(begin.read_text().replace('"job_id": "42"', '"job_id": "41"'))
+    found = account(run)
+    assert [each.attempt for each in found.stays] == [1, None, 2]
+    assert seconds(found.stays[1].parts) == {"no attempt": 60.0}
+    assert found.waited["queued"] == (60 + 9 + 35) * SECOND
+    assert sum(found.parts.values()) == found.allocated == (111 + 30 + 100) * 2 * SECOND
+
+
+def test_the_commands_of_the_page_and_what_it_shows(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(run.path.parents[3])
+    (text, shown) = re.findall(r"^```(?:bash)?\n(.*?)^```$", PAGE, re.M | re.S)
+    table, as_json = (shlex.split(line) for line in text.splitlines())
+    assert main(table[1:]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(shown)
+    for words in ("where the node time went", "by attempt", "by cause of the end", "n1 (1)"):
+        assert words in out
+    assert main(as_json[1:]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert sum(value["node_seconds"].values()) == pytest.approx(value["allocated_node_seconds"], abs=1e-4)
+    assert sum(value["google"].values()) == pytest.approx(value["allocated_node_seconds"], abs=1e-4)
+    assert [each["times_from"] for each in value["attempts"]] == ["sacct", "sacct"]
+    assert main(["goodput", str(run.path), str(run.path), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 2
+
+
+def test_the_table_of_the_page_is_that_of_the_program() -> None:
+    rows = re.findall(r"^\| `([^`]+)` \| (.+) \| (\w+) \|$", PAGE, re.M)
+    assert rows == [(part.name, part.words, part.google or "productive") for part in PARTS]
+
+
+def test_a_run_without_an_attempt_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_accounted(tmp_path / "run", scheduler="local")
+    for number in (1, 2):
+        run.attempt(number).begin.unlink()
+    assert main(["goodput", str(run.path)]) == 1
+    assert "no attempt of this run has begun" in capsys.readouterr().err
+
+
+# --- one stay, by hand
+
+
+def stay(**changes: Any) -> Stay:
+    values: dict[str, Any] = {
+        "job_id": "1",
+        "nodes": 1,
+        "submit": None,
+        "eligible": None,
+        "start": 0.0,
+        "end": 100.0,
+        "ended": True,
+        "end_known": True,
+        "source": "sacct",
+    }
+    return Stay(**(values | changes))
+
+
+def facts(folder: Path = Path("/nowhere/0001"), **changes: Any) -> AttemptFacts:
+    begin = AttemptStart(
+        attempt=1,
+        job_id="1",
+        job_name="j",
+        nodes="n0",
+        config_revision=1,
+        base_iteration=changes.pop("base", 0),
+        base_path=None,
+        start_time=2.0,
+        job_end_time=None,
+        script_time=1.0,
+        lead=60.0,
+    )
+    values: dict[str, Any] = {
+        "attempt": Attempt(folder),
+        "begin": begin,
+        "started": Started(process=3.0, imported=5.0, initialised=8.0, loaded=10.0),
+        "end": None,
+        "outcome": None,
+        "hang": None,
+        "failure_time": None,
+        "last_sign": 2.0,
+        "commits": [],
+        "limit": float("inf"),
+        "went_back": [],
+        "blamed": [],
+    }
+    return AttemptFacts(**(values | changes))
+
+
+def ended(at: float, *, cause: str = "failed", code: int = 1) -> End:
+    return End(
+        attempt=1, cause=cause, reason="", exit_code=code, durable_iteration=0, progress=False, end_time=at, delay=0
+    )
+
+
+def step(iteration: int, at: float, took: float = 1.0, **more: Any) -> dict[str, Any]:
+    return {"iteration": iteration, "loss": 1.0, "step_seconds": took, "time": at, **more}
+
+
+def written(folder: Path, lines: list[dict[str, Any]]) -> list[Block]:
+    path = folder / "metrics.jsonl"
+    path.unlink(missing_ok=True)
+    for line in lines:
+        append_line(path, line, durable=False)
+    return list(read_blocks(path, NEEDED))
+
+
+def booked(folder: Path, lines: list[dict[str, Any]], place: Stay) -> dict[str, float]:
+    found = book(place, written(folder, lines))
+    assert sum(found.parts.values()) == found.end - found.start
+    return seconds(found.parts)
+
+
+START = {"prolog": 1.0, "supervisor": 1.0, "launch": 1.0, "import": 2.0, "init": 3.0, "load": 2.0}
+"""Up to second 10."""
+
+
+def test_a_hang_is_told_from_the_step_before_it_and_from_what_follows(tmp_path: Path) -> None:
+    hang = Hang(iteration=2, phase="step", seconds=30.0, silent=[1], time=60.0)
+    place = stay(facts=facts(hang=hang, end=ended(64.0, cause="hang")))
+    parts = booked(tmp_path, [step(1, 20.0, 10.0), step(2, 25.0, 5.0)], place)
+    assert parts == START | {"step": 15.0, "redone": 5.0, "hang": 30.0, "recovery": 4.0, "end": 36.0}
+
+
+def test_ranks_that_are_killed_without_a_word_stand_still_until_that_is_noticed(tmp_path: Path) -> None:
+    place = stay(facts=facts(last_sign=26.0, end=ended(30.0)))
+    assert booked(tmp_path, [step(1, 25.0, 15.0)], place) == START | {
+        "step": 15.0,
+        "redone": 1.0,
+        "hang": 4.0,
+        "end": 70.0,
+    }
+
+
+def test_where_nobody_saw_the_end_the_rest_is_unknown_and_slurm_knows_better(tmp_path: Path) -> None:
+    closed = ended(500.0, cause="unknown", code=decide.UNKNOWN)
+    place = stay(facts=facts(end=closed), end_known=False, source="the chain")
+    assert booked(tmp_path, [step(1, 25.0, 15.0)], place) == START | {"step": 15.0, "unknown": 75.0}
+    place = stay(facts=facts(end=closed))
+    assert booked(tmp_path, [step(1, 25.0, 15.0)], place) == START | {"step": 15.0, "hang": 75.0}
+
+
+def test_a_start_that_fails_is_a_part_of_its_own(tmp_path: Path) -> None:
+    place = stay(facts=facts(started=None, failure_time=20.0, end=ended(22.0)))
+    assert booked(tmp_path, [], place) == {
+        "prolog": 1.0,
+        "supervisor": 1.0,
+        "failed start": 18.0,
+        "recovery": 2.0,
+        "end": 78.0,
+    }
+
+
+def test_a_rewind_makes_steps_lost_and_the_way_back_is_recovery(tmp_path: Path) -> None:
+    base, back = 1, {"iteration": 3, "reason": "spike", "base_iteration": 1, "next_sample": 3, "time": 17.0}
+    lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), step(3, 16.0, 2.0), {"iteration": base, "rewind": back}]
+    lines += [step(2, 24.0, 2.0), step(3, 26.0, 2.0)]
+    outcome = Outcome(outcome="done", reason="", iteration=3, time=26.0)
+    place = stay(facts=facts(went_back=[1], outcome=outcome, end=ended(26.0, cause="done", code=0)), end=30.0)
+    assert booked(tmp_path, lines, place) == START | {
+        "step": 6.0,
+        "redone": 4.0,
+        "between": 1.0,
+        "recovery": 5.0,
+        "end": 4.0,
+    }
+
+
+def test_ranks_that_start_again_inside_a_job_go_back_likewise(tmp_path: Path) -> None:
+    lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), {"iteration": 1, "round": 2}, step(2, 24.0, 2.0)]
+    outcome = Outcome(outcome="done", reason="", iteration=2, time=24.0)
+    written(tmp_path, lines)
+    assert went_back(tmp_path / "metrics.jsonl", [5]) == [1, 5]  # a rewind is on record before its line
+    place = stay(facts=facts(went_back=[1], outcome=outcome, end=ended(24.0, cause="done", code=0)), end=25.0)
+    assert booked(tmp_path, lines, place) == START | {"step": 4.0, "redone": 2.0, "recovery": 8.0, "end": 1.0}
+
+
+def test_a_run_that_goes_on_is_booked_up_to_its_newest_sign(tmp_path: Path) -> None:
+    place = stay(facts=facts(last_sign=26.0), ended=False)
+    found = book(place, written(tmp_path, [step(1, 25.0, 15.0)]))
+    assert (found.start, found.end) == (0, 26 * SECOND)
+    assert seconds(found.parts) == START | {"step": 15.0, "between": 1.0}
+
+
+def test_saves_while_leaving_and_beside_training(tmp_path: Path) -> None:
+    commits = [
+        Commit(iteration=n, path="p", consumed_samples=n, time=at, seconds=8.0) for n, at in ((1, 26.0), (2, 44.0))
+    ]
+    outcome = Outcome(outcome="saved", reason="", iteration=2, time=45.0)
+    place = stay(facts=facts(commits=commits, outcome=outcome, end=ended(46.0, cause="saved", code=0)), end=50.0)
+    lines = [step(1, 20.0, 10.0), step(2, 32.0, 10.0, save_seconds=1.5)]
+    assert booked(tmp_path, lines, place) == START | {"step": 20.0, "save": 9.5, "between": 5.5, "end": 5.0}
+
+
+def test_a_program_that_says_little_is_booked_as_far_as_it_says(tmp_path: Path) -> None:
+    """Another trainer's: seen from outside when its first step was over, without seconds of steps."""
+    seen = Started(process=2.0, imported=2.0, initialised=2.0, loaded=20.0)
+    place = stay(facts=facts(started=seen, end=ended(30.0, cause="done", code=0), failure_time=30.0), end=30.0)
+    lines = [{"iteration": 1, "loss": 1.0, "time": 20.0}, {"iteration": 2, "loss": 1.0, "time": 30.0}]
+    assert booked(tmp_path, lines, place) == {"prolog": 1.0, "supervisor": 1.0, "init": 18.0, "step": 10.0}
+    place = stay(facts=facts(started=None, end=ended(30.0), failure_time=30.0), end=30.0)
+    lines = [step(1, 20.0, 4.0), step(2, 30.0, 10.0)]
+    assert booked(tmp_path, lines, place) == {"prolog": 1.0, "supervisor": 1.0, "launch": 14.0, "step": 14.0}
+
+
+TIMES = st.floats(-10, 120, allow_nan=False)
+LINES = st.lists(
+    st.fixed_dictionaries(
+        {"iteration": st.integers(-1, 9)},
+        optional={
+            "loss": st.floats(allow_nan=True, allow_infinity=True),
+            "time": TIMES | st.sampled_from([float("nan"), float("inf"), 1e300]),
+            "step_seconds": st.floats(-5, 50) | st.sampled_from([float("nan"), 1e300]),
+            "save_seconds": st.floats(-5, 50),
+            "data_seconds": st.floats(-5, 50) | st.none(),
+            "evaluation_seconds": st.floats(-5, 50),
+            "rewind": st.fixed_dictionaries({"time": TIMES, "base_iteration": st.integers(0, 5)}),
+        },
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=60)
+@given(
+    lines=LINES,
+    times=st.lists(TIMES, min_size=12, max_size=12),
+    there=st.lists(st.booleans(), min_size=6, max_size=6),
+    code=st.sampled_from([0, 1, decide.UNKNOWN]),
+    limit=st.sampled_from([0.0, 4.0, float("inf")]),
+)
+def test_whatever_clocks_say_the_parts_sum_to_the_stay(
+    tmp_path_factory: pytest.TempPathFactory,
+    lines: list[dict[str, Any]],
+    times: list[float],
+    there: list[bool],
+    code: int,
+    limit: float,
+) -> None:
+    started = Started(process=times[0], imported=times[1], initialised=times[2], loaded=times[3])
+    found = facts(
+        started=started if there[0] else None,
+        hang=Hang(iteration=1, phase="step", seconds=times[4], silent=[], time=times[5]) if there[1] else None,
+        failure_time=times[6] if there[2] else None,
+        outcome=Outcome(outcome="saved", reason="", iteration=1, time=times[7]) if there[3] else None,
+        end=ended(times[8], code=code) if there[4] else None,
+        commits=[Commit(iteration=1, path="p", consumed_samples=1, time=times[9], seconds=times[10])],
+        last_sign=times[11],
+        limit=limit,
+        went_back=[entry["iteration"] for entry in lines if "rewind" in entry],
+    )
+    folder = tmp_path_factory.mktemp("lines")
+    told: list[tuple[str, int, int, int]] = []
+    place = stay(facts=found, ended=there[5], end_known=code != decide.UNKNOWN)
+    whole: Booked = book(place, written(folder, lines), sink=lambda *each: told.append(each), grain=7 * SECOND)
+    assert sum(whole.parts.values()) == whole.end - whole.start
+    assert all(amount >= 0 for amount in whole.parts.values())
+    assert set(whole.parts) <= set(NAMES)
+    assert whole.end == 100 * SECOND or not there[5]
+    assert sum(each[1] for each in told) == whole.end - whole.start
+    assert all(each[2] <= each[3] for each in told)
+    assert book(place, written(folder, lines)).parts == whole.parts
+
+
+# --- lines
+
+
+def torn(path: Path, text: str) -> None:
+    """What a killed writer leaves."""
+    with path.open("a") as file:
+        file.write(text)
+
+
+def test_blocks_hold_what_the_lines_hold(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [step(n, 10.0 * n, 1.5, mfu=None, skipped=None) for n in range(1, 50)]
+    lines[10]["skipped"] = "loss, nan"
+    lines[20] = {"iteration": 20, "validation": {"a": 1.0}, "evaluation_seconds": 2.0, "time": 205.0}
+    lines[30]["loss"] = float("nan")
+    path = tmp_path / "metrics.jsonl"
+    for number, line in enumerate(lines):
+        append_line(path, line, durable=False)
+        if number == 25:
+            torn(path, '{"iteration": 26, "lo')
+    torn(path, '{"iteration": 99, "loss": 1.0')
+    (block,) = read_blocks(path, NEEDED)
+    assert block.rows == len(lines)
+    assert block.columns["iteration"].tolist() == [line["iteration"] for line in lines]
+    assert block.columns["time"].tolist() == [line["time"] for line in lines]
+    assert sorted(block.records) == [10, 20, 30]
+    assert block.records[20] == lines[20]
+    assert not list(read_blocks(tmp_path / "none", NEEDED))
+
+
+def test_a_file_that_changes_its_form_is_read_as_a_parser_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relayrun.monitoring.goodput.metrics.CHUNK", 1000)
+    lines = [step(n, float(n), timers={"a": {"min": 1.0}}) if n % 3 else step(n, float(n)) for n in range(1, 40)]
+    lines += [step(n, float(n), params_norm=2.0, memory=[1, 2]) for n in range(40, 90)]
+    blocks = written(tmp_path, lines)
+    assert len(blocks) > 3
+    assert [n for block in blocks for n in block.columns["iteration"].tolist()] == list(range(1, 90))
+    assert sum(len(block.records) for block in blocks[-2:]) == 0
+
+
+def test_the_summary_says_what_is_left_out(run: Run) -> None:
+    run.evaluations.mkdir(exist_ok=True)
+    run.evaluation_policy.write_text('{"interval": 5, "total_steps": 10, "hold": 1, "time_limit": 60}')
+    found: Account = account(run)
+    assert "evaluations have jobs of their own" in view.summary(found)
