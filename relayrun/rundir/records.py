@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from relayrun.errors import RunDirError
 from relayrun.files import read_json, write_json
@@ -47,7 +47,7 @@ class Record:
         """From a JSON object; names this version does not know are left out."""
         if not isinstance(value, Mapping):
             raise TypeError(f"{type(value).__name__} instead of an object")
-        known = _names(cls)
+        known = _names(cast("type[Record]", cls))
         return cls(**{name: item for name, item in value.items() if name in known})
 
     def write(self, path: Path) -> None:
