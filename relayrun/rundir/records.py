@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
 from relayrun.errors import RunDirError
 from relayrun.files import read_json, write_json
@@ -47,16 +46,11 @@ class Record:
         """From a JSON object; names this version does not know are left out."""
         if not isinstance(value, Mapping):
             raise TypeError(f"{type(value).__name__} instead of an object")
-        known = _names(cast("type[Record]", cls))
+        known = {entry.name for entry in fields(cls)}
         return cls(**{name: item for name, item in value.items() if name in known})
 
     def write(self, path: Path) -> None:
         write_json(path, asdict(self))
-
-
-@cache  # hundreds of records are read for a status
-def _names(kind: type[Record]) -> frozenset[str]:
-    return frozenset(entry.name for entry in fields(kind))
 
 
 @dataclass(frozen=True, kw_only=True)
