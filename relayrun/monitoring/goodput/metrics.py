@@ -130,13 +130,14 @@ def _block(lines: Sequence[bytes], form: _Form | None, names: Sequence[str]) -> 
             places.append(row)
             row += 1
     columns = {name: np.full(row, np.nan) for name in names}
+    at = np.array(places, dtype=np.intp)
     for number, name in enumerate(form.numbers if form is not None else (), start=1):
-        columns[name][places] = np.fromiter(map(float, pieces[number::stride]), dtype=np.float64, count=len(places))
-    for at, record in records.items():
+        columns[name][at] = np.fromiter(map(float, pieces[number::stride]), dtype=np.float64, count=len(places))
+    for place, record in records.items():
         for name in names:
             value = record.get(name)
             if type(value) in (int, float):
-                columns[name][at] = value
+                columns[name][place] = value
     return Block(rows=row, columns=columns, records=records), len(records)
 
 
