@@ -30,6 +30,7 @@ COMMANDS = {
     "gpu-check": ("gpu_check", "what this machine's GPUs do with relayrun, in eight minutes"),
     "completion": ("completion", "a script that completes commands, options, runs and settings in a shell"),
     "status": ("status", "where a run stands; without RUN: all runs"),
+    "sentinel": ("sentinel", "one look after the runs of folders, for cron: tells what no job can tell"),
     "report": ("report", "what the attempts of a run did, and its loss; with --png as a picture"),
     "logs": ("logs", "what the jobs of a run wrote; with -f also what they add"),
     "notify": ("notify", "test whether those who are told of a run can be reached; send what was not sent"),

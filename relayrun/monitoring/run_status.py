@@ -26,6 +26,7 @@ from relayrun.rundir.plan import Plan
 from relayrun.rundir.quarantine import LeftBehind
 from relayrun.rundir.records import AttemptStart, End
 from relayrun.rundir.run import Run
+from relayrun.rundir.sentinel import LastLook, last_look
 from relayrun.rundir.stop import stop_reason
 from relayrun.rundir.triggers import Trigger
 from relayrun.scheduler import history
@@ -149,6 +150,8 @@ class RunStatus:
     """Notices that somebody should have been told of by now."""
     unsent_reason: str = ""
     """Why they were not sent."""
+    sentinel: LastLook | None = None
+    """When the sentinel that looks after the run has last looked; None where none was set up."""
 
     @property
     def updated(self) -> float:
@@ -220,8 +223,8 @@ def gather_all(runs: Sequence[Run], *, now: float, ask: Callable[[Run], Queue] =
                 queue = ask(run)
                 silent = queue if queue.error is not None else silent
             found.append(gather(run, queue, now=now))
-        except RunDirError as error:
-            damaged.append(Damaged(path=str(run.path), error=error.message))
+        except (RunDirError, OSError) as error:  # what cannot be read of one hides no other
+            damaged.append(Damaged(path=str(run.path), error=getattr(error, "message", None) or str(error)))
     return [*sorted(found, key=lambda status: -status.updated), *damaged]
 
 
@@ -314,6 +317,7 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
         triggers=_pending(run),
         unsent_notices=late,
         unsent_reason=why_late,
+        sentinel=last_look(run, plan.owner, now=now),
     )
 
 

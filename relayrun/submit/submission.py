@@ -44,7 +44,7 @@ from relayrun.submit import code_snapshot, initial_checkpoint, notice_policy, ow
 from relayrun.submit.check import state
 from relayrun.submit.check.report import Report, report
 from relayrun.submit.check.state import Intent
-from relayrun.submit.trainer_settings import stop_after, total_steps, trainer_settings
+from relayrun.submit.trainer_settings import save_interval, stop_after, total_steps, trainer_settings
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +180,8 @@ def _undone_on_error(run: Run, made: Sequence[Path]) -> Iterator[None]:
     run directory and its parents, as far as this submit made them. Called under the lock.
     """
     scripts = (run.job_script, run.fallback_script, run.evaluation_script)
-    paths = (run.plan, *scripts, run.manifest, run.evaluation_policy, run.stop, run.owners, notices.policy_path(run))
+    policies = (run.evaluation_policy, notices.policy_path(run))
+    paths = (run.plan, *scripts, run.manifest, *policies, run.stop, run.owners)
     before = {path: path.read_bytes() if path.exists() else None for path in paths}
     revisions = set(run.revisions())
     folders = [run.config, run.code, run.evaluations, run.triggers, notices.folder(run)]
@@ -266,6 +267,7 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
         log_folder=str(log_folder(run)),
         load_path=base.path,
         load_iteration=base.iteration,
+        save_interval=save_interval(config),
     )
 
 
