@@ -19,9 +19,10 @@ from relayrun.errors import RunDirError, SchedulerError, user_name
 from relayrun.files import read_lines, read_lines_backwards
 from relayrun.monitoring import unsent
 from relayrun.monitoring.remaining import Past, Remaining, remaining
-from relayrun.rundir import evaluations, quarantine, triggers
+from relayrun.rundir import evaluations, mirror, quarantine, triggers
 from relayrun.rundir.evaluations import Result, Submitted
 from relayrun.rundir.lineage import Durable, Lineage
+from relayrun.rundir.mirror import LastPass
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.quarantine import LeftBehind
 from relayrun.rundir.records import AttemptStart, End
@@ -150,6 +151,8 @@ class RunStatus:
     """Notices that somebody should have been told of by now."""
     unsent_reason: str = ""
     """Why they were not sent."""
+    mirror: LastPass | None = None
+    """How the last pass of copying checkpoints to a second place ended; None where there was none."""
     sentinel: LastLook | None = None
     """When the sentinel that looks after the run has last looked; None where none was set up."""
 
@@ -317,6 +320,7 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
         triggers=_pending(run),
         unsent_notices=late,
         unsent_reason=why_late,
+        mirror=_last_pass(run),
         sentinel=last_look(run, plan.owner, now=now),
     )
 
@@ -444,6 +448,13 @@ def _durable(line: Lineage) -> tuple[Durable | None, str | None]:
         return line.durable(), None
     except RunDirError as error:
         return None, error.message
+
+
+def _last_pass(run: Run) -> LastPass | None:
+    try:
+        return mirror.read_last(run)
+    except RunDirError as error:  # it must not hide where the run stands
+        return LastPass(time=0.0, iteration=None, behind=0, complaint=error.message)
 
 
 def _pending(run: Run) -> list[Trigger]:

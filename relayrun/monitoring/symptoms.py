@@ -10,6 +10,7 @@
 | saves | stalled | training is several saves beyond the newest checkpoint |
 | stalled-... | stalled | no checkpoint for six hours of jobs, where nobody is told by notices |
 | unwritable | disk | nothing can be written: the disk or a quota is full, or the file system is broken |
+| mirror | disk | checkpoints wait for their copy in the second place for six hours of a job |
 | room | disk | the disk has room for few more checkpoints, while no job of the run is at work |
 
 One look proves little: who asks decides how long a symptom must be seen. Standard library only.
@@ -22,7 +23,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -30,7 +31,9 @@ from relayrun.chain.notices import little_room, stalled
 from relayrun.chain.watch import stall_limit
 from relayrun.files import read_lines_backwards, temporary_prefix
 from relayrun.monitoring.run_status import RunStatus
+from relayrun.rundir import mirror
 from relayrun.rundir.attempt import Attempt
+from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.notices import NoticePolicy
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import AttemptStart
@@ -48,6 +51,8 @@ CLOCKS_SECONDS = 60.0
 """How much the clocks of nodes may differ."""
 CHECKPOINTS = 2
 """The disk should have room for so many more checkpoints, where a run has no `notify` that says it."""
+NOT_COPIED_SECONDS = 21600.0
+"""For so long may a checkpoint wait for its copy while a job is at work that could make it."""
 NO_PROGRESS_SECONDS = 21600.0
 """For so long may jobs run without a new checkpoint, where a run has no `notify` that says it."""
 
@@ -88,6 +93,8 @@ def symptoms(
         found += _at_work(run, plan, now) if at_work else _unbegun(run, plan, status, now, running_since)
         if at_work and policy is None:
             found += _stalled(run, now)
+        if at_work:
+            found += _not_copied(run, now)
     return found
 
 
@@ -207,6 +214,24 @@ def _at_work(run: Run, plan: Plan, now: float) -> Iterator[Symptom]:
     for _, line in islice(read_lines_backwards(attempt.failed_saves), 1):
         words += f"; the last save failed: {line.get('error')}"
     yield Symptom(event="stalled", cause=f"saves-{attempt.number:04}-{base}", reason=words)
+
+
+def _not_copied(run: Run, now: float) -> Iterator[Symptom]:
+    attempt = run.newest_begun()
+    begin = None if attempt is None else attempt.read_begin()
+    if begin is None or mirror.read_policy(run) is None:
+        return
+    last = mirror.read_last(run)
+    copied = 0 if last is None or last.iteration is None else last.iteration
+    newer = takewhile(lambda counted: counted.commit.iteration > copied, Lineage(run).backwards())
+    waiting = [counted.commit.time for counted in newer if counted.published]
+    if not waiting or now - max(begin.start_time, min(waiting)) <= NOT_COPIED_SECONDS:
+        return
+    words = (
+        f"{len(waiting)} checkpoints wait for their copy in the second place; the newest copy is of {copied or 'none'}"
+    )
+    why = f": {last.complaint}" if last is not None and last.complaint else ""
+    yield Symptom(event="disk", cause=f"mirror-{copied}", reason=words + why)
 
 
 def _stalled(run: Run, now: float) -> Iterator[Symptom]:

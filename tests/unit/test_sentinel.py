@@ -20,9 +20,10 @@ from relayrun.cli import main
 from relayrun.errors import user_name
 from relayrun.monitoring import run_status, run_status_view, sentinel, symptoms, unsent
 from relayrun.monitoring.run_status import Queue, RunStatus
-from relayrun.rundir import find, notices
+from relayrun.rundir import find, mirror, notices
 from relayrun.rundir import sentinel as records
 from relayrun.rundir.lineage import Lineage
+from relayrun.rundir.mirror import LastPass, MirrorPolicy
 from relayrun.rundir.notices import EVENTS, NoticePolicy, Target
 from relayrun.rundir.records import Commit, End, Heartbeat, Started
 from relayrun.rundir.stop import write_stop
@@ -278,6 +279,21 @@ def test_a_disk_that_fills_while_the_run_waits_is_told_as_a_job_would(
     for _ in range(3):
         assert world.look() == []
     assert world.notices() == ["disk-0001"]
+
+
+def test_a_second_place_that_gets_no_copies_is_told(world: World) -> None:
+    train(world)
+    mirror.folder(world.run).mkdir()
+    MirrorPolicy(folder="/away", id="1", keep_last=1, program=[]).write(mirror.policy_path(world.run))
+    mirror.write_last(world.run, LastPass(time=world.now, iteration=50, behind=1, complaint="/away is away"))
+    for _ in range(4):
+        world.now += 2 * HOUR
+        world.beat(1)
+        world.look()
+    (notice,) = [entry for entry, _ in notices.pending(world.run) if entry.event == "disk"]
+    assert notice.id.startswith("disk-mirror-50-")
+    words = "1 checkpoints wait for their copy in the second place; the newest copy is of 50: /away is away"
+    assert notice.reason == words
 
 
 def test_a_folder_that_cannot_be_written_is_found() -> None:
