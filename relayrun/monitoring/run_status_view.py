@@ -15,7 +15,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from relayrun.monitoring.run_status import Damaged, RunStatus, job_words
-from relayrun.rundir.mirror import LastPass
 from relayrun.rundir.sentinel import LastLook
 from relayrun.scheduler.base import Job
 
@@ -136,7 +135,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("loss", _loss(status.loss)),
         ("tokens/s", _speed(status.tokens_per_second)),
         ("durable", _durable(status)),
-        ("mirror", "" if status.mirror is None else _mirror(status.mirror, now)),
+        ("mirror", _mirror(status, now)),
         ("left behind", _left_behind(status)),
         ("quarantine", _quarantine(status)),
         ("last end", f"attempt {status.last_end_attempt}: {status.last_end}" if status.last_end else ""),
@@ -195,12 +194,16 @@ def _quarantine(status: RunStatus) -> str:
     return "; ".join(f"{entry.iteration}, computed again since: {entry.why} ({entry.path})" for entry in rest)
 
 
-def _mirror(last: LastPass, now: float) -> str:
+def _mirror(status: RunStatus, now: float) -> str:
     """What is copied to the second place, and why not more."""
+    last = status.mirror
+    if last is None:
+        return ""
     what = "no copy yet" if last.iteration is None else f"iteration {last.iteration} is copied and verified"
-    behind = f"; {last.behind} not copied" if last.behind else ""
+    newest = status.durable_iteration or 0
+    behind = f"; iteration {newest} is not copied yet" if newest > (last.iteration or 0) else ""
     why = f": {last.complaint}" if last.complaint else ""
-    return f"{what}{behind}{why} ({duration(now - last.time)} ago)"
+    return f"{what}{behind}{why} (looked {duration(now - last.time)} ago)"
 
 
 def _left_behind(status: RunStatus) -> str:

@@ -540,7 +540,11 @@ def test_status_says_how_it_stands(mirrored: Mirrored) -> None:
     mirrored.sync()
     found = run_status.gather(mirrored.run, Queue(), now=time.time())
     lines = dict(run_status_view._lines(found, time.time()))
-    assert lines["mirror"].startswith("iteration 30 is copied and verified (")
+    assert lines["mirror"].startswith("iteration 30 is copied and verified (looked ")
+    mirrored.save(40)
+    found = run_status.gather(mirrored.run, Queue(), now=time.time())
+    words = "iteration 30 is copied and verified; iteration 40 is not copied yet (looked "
+    assert dict(run_status_view._lines(found, time.time()))["mirror"].startswith(words)
 
 
 def test_a_run_without_a_second_place_says_so(mirrored: Mirrored) -> None:

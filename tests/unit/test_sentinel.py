@@ -359,9 +359,11 @@ def quiet_hours(world: World, hours: float, *, every: float) -> None:
         job += 1
 
 
-@pytest.mark.slow
-def test_twenty_four_quiet_hours_without_a_false_alarm(world: World) -> None:
-    quiet_hours(world, 24, every=300.0)
+@pytest.mark.parametrize(
+    "every", [pytest.param(300.0, marks=pytest.mark.slow), pytest.param(120.0, marks=pytest.mark.long)]
+)
+def test_twenty_four_quiet_hours_without_a_false_alarm(world: World, every: float) -> None:
+    quiet_hours(world, 24, every=every)
     assert world.now - world.start >= 24 * HOUR
     assert world.notices() == []
     no_job(world)  # and behind them a death is seen
