@@ -177,7 +177,10 @@ def held(run: Run) -> set[int]:
     found = set() if copying is None else {copying.iteration}
     line = Lineage(run)
     verified = (Verified.of(entry) for _, entry in read_lines_backwards(folder(run) / "verified.jsonl"))
-    newest = next((each.iteration for each in verified if each.is_on(line)), None)
+    try:
+        newest = next((each.iteration for each in verified if each.is_on(line)), None)
+    except TypeError as error:
+        raise RunDirError(f"unreadable record: {error}", where=folder(run) / "verified.jsonl") from None
     return found if newest is None else found | {newest}
 
 

@@ -417,6 +417,12 @@ def test_no_rule_of_the_run_removes_the_last_verified_one(mirrored: Mirrored) ->
     assert sorted(path.name for path in mirrored.run.checkpoints.glob("iter_*")) == ["iter_0000060", "iter_0000070"]
 
 
+def test_a_damaged_record_fails_no_save_and_removes_nothing(mirrored: Mirrored) -> None:
+    (records.folder(mirrored.run) / "verified.jsonl").write_text('{"iteration": 20}\n')
+    mirrored.save(40, keep_last=1)
+    assert len(list(mirrored.run.checkpoints.glob("iter_*"))) == 4
+
+
 def test_no_rule_of_the_copies_removes_the_newest_while_another_is_not_whole(mirrored: Mirrored) -> None:
     mirrored.sync()
     mirrored.policy(keep_last=1)
