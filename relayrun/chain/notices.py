@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from relayrun.chain import decide
@@ -27,18 +27,24 @@ LINES = 500
 """The newest lines of metrics that are looked at, at a time."""
 EVALUATIONS = 10
 """The newest results that are looked at."""
+Source = Callable[[Run, Plan, NoticePolicy, float], Iterator[Notice]]
+"""What gives the notices of one kind, of a run, its plan, who is told, and the time."""
 NO_ROOM = ("No space left on device", "Disk quota exceeded")
 """What a save says that met a full disk."""
 
 
-def note(run: Run, plan: Plan, policy: NoticePolicy, *, now: float, at_work: bool) -> list[str]:
+def note(
+    run: Run, plan: Plan, policy: NoticePolicy, *, now: float, at_work: bool, more: Sequence[Notice] = ()
+) -> list[str]:
     """Write the notices that are due and not there; return what could not be looked at or written, in words.
 
-    `at_work`: a job of the chain asks, which sees how it goes; a person's command looks at what has ended alone.
+    `at_work`: a job of the chain runs, and how it goes is looked at; a person's command looks at what has ended alone.
+    `more`: what the caller has seen that follows from no record.
     """
     there = notices.known(run)
-    sources = [_of_stop, _of_attempt, _of_evaluations]
+    sources: list[Source] = [_of_stop, _of_attempt, _of_evaluations]
     sources += [_of_progress, _of_losses, _of_disk] if at_work else []
+    sources.append(lambda *_: iter(more))
     complaints = []
     for source in sources:
         try:
@@ -61,7 +67,7 @@ def _of_stop(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator
         reason, words, seen = "STOP is there, as a directory", "", now
     done = decide.is_done(reason)
     name = hashlib.sha256(f"{policy.since} {reason}".encode()).hexdigest()[:12]
-    yield _notice(
+    yield make_notice(
         run,
         plan,
         f"{'done' if done else 'stopped'}-{name}",
@@ -83,11 +89,11 @@ def _of_attempt(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Itera
             return
         words = f"attempt {number}: {record.reason}"
         if record.cause == "hang":
-            yield _notice(run, plan, f"hang-{number:04}", time=record.end_time, reason=words, attempt=number)
+            yield make_notice(run, plan, f"hang-{number:04}", time=record.end_time, reason=words, attempt=number)
         failed = failed_attempts(run, plan, last=number)
         if failed >= policy.failed_attempts:
             reason = f"{failed} attempts in a row without a new durable iteration; {words}"
-            yield _notice(run, plan, f"failed-{number:04}", time=record.end_time, reason=reason, attempt=number)
+            yield make_notice(run, plan, f"failed-{number:04}", time=record.end_time, reason=reason, attempt=number)
         return
 
 
@@ -104,7 +110,7 @@ def _of_evaluations(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> I
             if "stderr" not in name
         )
         what = scores if result.status == "done" else f"failed: {result.error}"
-        yield _notice(
+        yield make_notice(
             run,
             plan,
             f"evaluation-{result.iteration:07}-{result.attempt:04}",
@@ -115,20 +121,31 @@ def _of_evaluations(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> I
 
 
 def _of_progress(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
-    """Nothing durable came for long while jobs ran. The time in the queue before the first of them does not count."""
+    """Nothing durable came for long while jobs ran."""
     if not policy.wants("stalled") or run.stop.exists():
         return
+    found = stalled(run, since=policy.since, patience=policy.no_progress, now=now)
+    if found is not None:
+        name, reason = found
+        yield make_notice(run, plan, name, time=now, reason=reason)
+
+
+def stalled(run: Run, *, since: float, patience: float, now: float) -> tuple[str, str] | None:
+    """Return the id and the words of a notice, where nothing durable came for `patience` seconds while jobs ran.
+
+    The time in the queue before the first of them does not count, nor what was before `since`.
+    """
     newest = next(Lineage(run).backwards(), None)
     numbers = run.attempt_numbers()
     first = next((number for number in numbers if newest is None or number > newest.attempt), None)
     begin = run.attempt(first).read_begin() if first is not None else None
-    since = max(policy.since, 0.0 if newest is None else newest.commit.time, 0.0 if begin is None else begin.start_time)
+    since = max(since, 0.0 if newest is None else newest.commit.time, 0.0 if begin is None else begin.start_time)
     iteration = 0 if newest is None else newest.commit.iteration
-    times = int((now - since) // policy.no_progress)
+    times = int((now - since) // patience)
     if times < 1:
-        return
+        return None
     reason = f"no new durable iteration for {(now - since) / 3600:.1f} h of jobs; the newest is {iteration}"
-    yield _notice(run, plan, f"stalled-{iteration:07}-{numbers[-1] if numbers else 0}-{times}", time=now, reason=reason)
+    return f"stalled-{iteration:07}-{numbers[-1] if numbers else 0}-{times}", reason
 
 
 def _of_losses(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
@@ -141,7 +158,7 @@ def _of_losses(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterat
     noted = max((int(name) for name in names if name.isdecimal()), default=0)
     for name, reason, count in (_skipped(attempt, noted), _rewound(attempt)):
         if count:
-            yield _notice(run, plan, prefix + name, time=now, reason=reason, count=count)
+            yield make_notice(run, plan, prefix + name, time=now, reason=reason, count=count)
 
 
 def _skipped(attempt: Attempt, noted: int) -> tuple[str, str, int]:
@@ -176,20 +193,26 @@ def _of_disk(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator
         error = str(line["error"])
         if any(words in error for words in NO_ROOM):
             reason = f"a save of iteration {line['iteration']} failed: {error}"
-            yield _notice(run, plan, f"{name}-{line['iteration']}", time=now, reason=reason)
+            yield make_notice(run, plan, f"{name}-{line['iteration']}", time=now, reason=reason)
+    words = little_room(run, checkpoints=policy.disk_checkpoints)
+    if words is not None:
+        yield make_notice(run, plan, name, time=now, reason=words)
+
+
+def little_room(run: Run, *, checkpoints: int) -> str | None:
+    """Say that the disk has room for fewer than so many more checkpoints; None where it has, or none is known."""
     newest = next(Lineage(run).backwards(), None)
     size = 0 if newest is None else sum(newest.commit.files.values())
-    if size:
-        free = free_space(run.checkpoints)
-        if free < policy.disk_checkpoints * size:
-            reason = (
-                f"{free / 1e9:.1f} GB are free at {run.checkpoints}: room for {free // size} more checkpoints of "
-                f"{size / 1e9:.1f} GB"
-            )
-            yield _notice(run, plan, name, time=now, reason=reason)
+    free = free_space(run.checkpoints) if size else 0
+    if not size or free >= checkpoints * size:
+        return None
+    return (
+        f"{free / 1e9:.1f} GB are free at {run.checkpoints}: room for {free // size} more checkpoints of "
+        f"{size / 1e9:.1f} GB"
+    )
 
 
-def _notice(
+def make_notice(
     run: Run,
     plan: Plan,
     name: str,
@@ -200,8 +223,13 @@ def _notice(
     words: str = "",
     attempt: int | None = None,
     count: int = 1,
+    go_on: str | None = None,
 ) -> Notice:
-    """A notice with what is known of the attempt (the newest, where none is given) and of how far the run is."""
+    """Return a notice with what is known of the attempt (the newest, where none is given) and of how far the run is.
+
+    `name`: its id, which begins with the event. `cause`: the event, where none is given. `go_on`: the command that goes
+    on, where it is not the usual one.
+    """
     event = name.partition("-")[0]
     of = run.newest_begun() if attempt is None else run.attempt(attempt)
     begin = None if of is None else of.read_begin()
@@ -222,6 +250,6 @@ def _notice(
         total_steps=plan.total_steps,
         durable_iteration=end.durable_iteration if end else newest.commit.iteration if newest else 0,
         log=None if begin is None else begin.log,
-        go_on=f"relayrun resume {run.path}" if event == "stopped" else None,
+        go_on=f"relayrun resume {run.path}" if go_on is None and event == "stopped" else go_on,
         count=count,
     )

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from relayrun.chain import evaluations, evidence, successor
+from relayrun.chain.copier import Copier
 from relayrun.chain.guard import alive
 from relayrun.chain.log import log
 from relayrun.chain.messenger import Messenger
@@ -68,6 +69,7 @@ class Watch:
         self._observer = self._observing()
         self._views = Views(run)
         self._messenger = Messenger(run, self.plan)
+        self._copier = Copier(run, self.plan)
         self._complaints: dict[str, str] = {}
         """What was last said about each duty that fails."""
         self._seen: list[Heartbeat] = []
@@ -95,6 +97,7 @@ class Watch:
             if select.select([leaving], [], [], POLL_SECONDS)[0] and signal.SIGTERM in os.read(leaving, 1024):
                 break  # another signal is a duty's own
         self._messenger.finish()
+        self._copier.finish()
         self._try("the merged views", self._follow_to_the_end)
 
     def look(self, batch_pid: int) -> None:
@@ -106,6 +109,7 @@ class Watch:
         self._try("the guard", lambda: self._guard(batch_pid))
         self._try("the successor", self._look_after_successor)
         self._try("evaluations", self._evaluate)
+        self._try("the copies of checkpoints", lambda: self._copier.look(evidence.size(str(self.attempt.commits))))
         self._messenger.look()
 
     def _observing(self) -> Observing | None:

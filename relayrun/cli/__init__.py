@@ -26,10 +26,14 @@ COMMANDS = {
     "export": ("export", "a checkpoint in the form that other programs read"),
     "upload": ("upload", "an exported folder to a repository of the Hugging Face hub"),
     "import": ("import_checkpoint", "a checkpoint, to start a run from, of another program's model"),
-    "checkpoint": ("checkpoint", "whether a checkpoint still holds the bytes that were saved"),
+    "checkpoint": (
+        "checkpoint",
+        "whether a checkpoint still holds its bytes; copies of it in a second place",
+    ),
     "gpu-check": ("gpu_check", "what this machine's GPUs do with relayrun, in eight minutes"),
     "completion": ("completion", "a script that completes commands, options, runs and settings in a shell"),
     "status": ("status", "where a run stands; without RUN: all runs"),
+    "sentinel": ("sentinel", "one look after the runs of folders, for cron: tells what no job can tell"),
     "goodput": ("goodput", "where the node hours of runs went: every second of every node in one named part"),
     "report": (
         "report",

@@ -1,16 +1,21 @@
-"""`relayrun checkpoint`: whether a checkpoint still holds the bytes that were saved."""
+"""`relayrun checkpoint`: whether a checkpoint still holds the bytes that were saved, and copies of it elsewhere."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import time
 from pathlib import Path
 
 from relayrun.errors import InputError
+from relayrun.monitoring import run_status
 from relayrun.rundir import lineage
 from relayrun.rundir.find import find_run, split_iteration
+from relayrun.rundir.mirror import note_verified
 from relayrun.rundir.quarantine import LeftBehind, left_behind
-from relayrun.training.checkpoint import checksums
+from relayrun.rundir.run import Run
+from relayrun.training.checkpoint import checksums, mirror
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder of a checkpoint",
     )
     verify.set_defaults(run=verify_checkpoint)
+    copy = actions.add_parser("mirror", help="copy checkpoints to the second place of their run, as a job does")
+    copy.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
+    copy.add_argument("--verify", action="store_true", help="read all copies back in full, too")
+    copy.set_defaults(run=mirror_checkpoints)
+    restore = actions.add_parser("restore", help="put a copy back where the run expects it")
+    restore.add_argument(
+        "name",
+        metavar="RUN[:N]",
+        help="the run, and an iteration (default: the newest copy that counts and is missing or torn in the run)",
+    )
+    restore.set_defaults(run=restore_checkpoint)
 
 
 def verify_checkpoint(options: argparse.Namespace) -> int:
@@ -50,9 +66,41 @@ def verify_checkpoint(options: argparse.Namespace) -> int:
     if faults:
         print(f"damaged: {folder}", *(f"  {fault}" for fault in faults), sep="\n")
         return 1
+    if commit is not None and root is not None and (named := _run_of(folder)) is not None:
+        with contextlib.suppress(OSError):  # a run that this user may not write into
+            note_verified(named, commit, now=time.time())
     vouched = "" if root is not None else "; no run vouches for its checksums.json"
     print(f"clean: {folder}: {size:,} bytes in {time.monotonic() - began:.1f} s{vouched}")
     return 1 if torn else 0
+
+
+def _run_of(folder: Path) -> Run | None:
+    """The run that the folder of a checkpoint lies in."""
+    real = Path(os.path.realpath(folder))
+    run = Run(real.parent.parent)
+    return run if real.parent == run.checkpoints and run.attempts.is_dir() else None
+
+
+def mirror_checkpoints(options: argparse.Namespace) -> int:
+    """Bring the copies of a run up to date; the exit code is 1 where something was not copied. Raises RelayrunError."""
+    return mirror.sync(find_run(options.name), verify=options.verify).tell()
+
+
+def restore_checkpoint(options: argparse.Namespace) -> int:
+    """Put a copy back into a run that has no job. Raises RelayrunError."""
+    named, iteration = split_iteration(options.name)
+    run = find_run(named)
+    state = run_status.gather(run, run_status.ask(run), now=time.time()).state
+    if state in ("running", "queued", "unknown"):
+        raise InputError(
+            f"the chain is {state}: a job could begin with the checkpoints as they are now",
+            where=run.path,
+            hint=f"end it first: relayrun cancel {run.path}",
+        )
+    for line in mirror.restore(run, iteration):
+        print(line)
+    print(f"go on: relayrun resume {run.path}")
+    return 0
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:

@@ -55,6 +55,8 @@ def run(options: argparse.Namespace) -> int:
         print(run_status_view.dump([run_status_view.as_json(entry) for entry in found]))
     elif found:
         run_status_view.show(run_status_view.many(found))
+        for line in run_status_view.sentinels(found, now=now):
+            print(line)
     else:
         print(f"no runs below {find.runs()}")
     for run in runs:

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import model_validator
+from pydantic import Field, field_validator, model_validator
 
-from relayrun.config.section import Positive, Section
+from relayrun.config.section import Line, Positive, Section
+
+
+class Mirror(Section):
+    """A second place for copies of checkpoints. Each is read back in full before it counts."""
+
+    path: Line
+    """An absolute folder that is there, on another file system than the run; copies lie in PROJECT/NAME below it."""
+    keep_last: Positive = 2
+    """Newest copies that are kept."""
+    keep_every: Positive | None = None
+    """Copies whose iteration is a multiple of this are never removed."""
+    megabytes_per_second: Annotated[float, Field(gt=0)] | None = None
+    """Copied at most, in 10^6 bytes a second; default: as fast as it goes, at the lowest priority."""
+
+    @field_validator("path")
+    @classmethod
+    def _absolute(cls, value: str) -> str:
+        if "://" in value:
+            raise ValueError("is a URL; write the absolute path of a folder")
+        if not value.startswith("/"):
+            raise ValueError("is relative; write the absolute path of a folder")
+        return value
 
 
 class Checkpoint(Section):
@@ -26,6 +48,9 @@ class Checkpoint(Section):
     fully_parallel_load: bool = True
     """Data-parallel replicas divide what they read and send it to each other, so that a load reads what they have in
     common once, not once a replica; Megatron's ckpt_fully_parallel_load. false: each rank reads all that it needs."""
+    mirror: Mirror | None = None
+    """Where committed checkpoints are copied to, beside the jobs and by `relayrun checkpoint mirror`; default: nowhere.
+    `relayrun checkpoint restore` brings one back."""
     load: str | None = None
     """What a run without a checkpoint of its own goes on from: another run (its directory, or PROJECT/NAME), the
     folder of a checkpoint, or one of Megatron-LM with its checkpoints; `:ITERATION` takes another than the newest."""

@@ -19,13 +19,15 @@ from relayrun.errors import RunDirError, SchedulerError, user_name
 from relayrun.files import read_lines, read_lines_backwards
 from relayrun.monitoring import unsent
 from relayrun.monitoring.remaining import Past, Remaining, remaining
-from relayrun.rundir import evaluations, quarantine, triggers
+from relayrun.rundir import evaluations, mirror, quarantine, triggers
 from relayrun.rundir.evaluations import Result, Submitted
 from relayrun.rundir.lineage import Durable, Lineage
+from relayrun.rundir.mirror import LastPass
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.quarantine import LeftBehind
 from relayrun.rundir.records import AttemptStart, End
 from relayrun.rundir.run import Run
+from relayrun.rundir.sentinel import LastLook, last_look
 from relayrun.rundir.stop import stop_reason
 from relayrun.rundir.triggers import Trigger
 from relayrun.scheduler import history
@@ -149,6 +151,10 @@ class RunStatus:
     """Notices that somebody should have been told of by now."""
     unsent_reason: str = ""
     """Why they were not sent."""
+    mirror: LastPass | None = None
+    """How the last pass of copying checkpoints to a second place ended; None where there was none."""
+    sentinel: LastLook | None = None
+    """When the sentinel that looks after the run has last looked; None where none was set up."""
 
     @property
     def updated(self) -> float:
@@ -220,8 +226,8 @@ def gather_all(runs: Sequence[Run], *, now: float, ask: Callable[[Run], Queue] =
                 queue = ask(run)
                 silent = queue if queue.error is not None else silent
             found.append(gather(run, queue, now=now))
-        except RunDirError as error:
-            damaged.append(Damaged(path=str(run.path), error=error.message))
+        except (RunDirError, OSError) as error:  # what cannot be read of one hides no other
+            damaged.append(Damaged(path=str(run.path), error=getattr(error, "message", None) or str(error)))
     return [*sorted(found, key=lambda status: -status.updated), *damaged]
 
 
@@ -314,6 +320,8 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
         triggers=_pending(run),
         unsent_notices=late,
         unsent_reason=why_late,
+        mirror=_last_pass(run),
+        sentinel=last_look(run, plan.owner, now=now),
     )
 
 
@@ -440,6 +448,13 @@ def _durable(line: Lineage) -> tuple[Durable | None, str | None]:
         return line.durable(), None
     except RunDirError as error:
         return None, error.message
+
+
+def _last_pass(run: Run) -> LastPass | None:
+    try:
+        return mirror.read_last(run)
+    except RunDirError as error:  # it must not hide where the run stands
+        return LastPass(time=0.0, iteration=None, behind=0, complaint=error.message)
 
 
 def _pending(run: Run) -> list[Trigger]:

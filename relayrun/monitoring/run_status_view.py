@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from relayrun.monitoring.run_status import Damaged, RunStatus, job_words
+from relayrun.rundir.sentinel import LastLook
 from relayrun.scheduler.base import Job
 
 
@@ -134,6 +135,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("loss", _loss(status.loss)),
         ("tokens/s", _speed(status.tokens_per_second)),
         ("durable", _durable(status)),
+        ("mirror", _mirror(status, now)),
         ("left behind", _left_behind(status)),
         ("quarantine", _quarantine(status)),
         ("last end", f"attempt {status.last_end_attempt}: {status.last_end}" if status.last_end else ""),
@@ -143,8 +145,28 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("strikes", ", ".join(f"{node} {count}" for node, count in sorted(status.strikes.items()))),
         ("excluded", ", ".join(status.excluded)),
         ("triggers", ", ".join(f"{t.name} by {t.user}, {duration(now - t.time)} ago" for t in status.triggers)),
+        ("sentinel", "" if status.sentinel is None else sentinel(status.sentinel, now=now)),
         ("notices", f"{status.unsent_notices} not sent: " * bool(status.unsent_notices) + status.unsent_reason),
     ]
+
+
+def sentinel(look: LastLook, *, now: float) -> str:
+    """Return when a sentinel has last looked, and what that means where it is late."""
+    if look.time is None:
+        return f"nobody knows when it last looked: its record in {look.folder} cannot be read"
+    whose = f"{look.folder}, by {look.user} on {look.host}"
+    words = f"looked {duration(now - look.time)} ago ({whose})"
+    if not look.late:
+        return words
+    every = f" and every {duration(look.period)} before" if look.period else ""
+    return f"dead or late: {words}{every}; nobody looks: see `crontab -l` there"
+
+
+def sentinels(found: Sequence[RunStatus | Damaged], *, now: float) -> list[str]:
+    """Return a line for each sentinel that looks after some of these runs."""
+    known = [status.sentinel for status in found if isinstance(status, RunStatus) and status.sentinel is not None]
+    looks = {look.folder: look for look in known}
+    return [f"sentinel: {sentinel(look, now=now)}" for look in looks.values()]
 
 
 def _queue(status: RunStatus) -> str:
@@ -170,6 +192,18 @@ def _quarantine(status: RunStatus) -> str:
     told = {entry.path for entry in status.left_behind}
     rest = [entry for entry in status.in_quarantine if entry.path not in told]
     return "; ".join(f"{entry.iteration}, computed again since: {entry.why} ({entry.path})" for entry in rest)
+
+
+def _mirror(status: RunStatus, now: float) -> str:
+    """What is copied to the second place, and why not more."""
+    last = status.mirror
+    if last is None:
+        return ""
+    what = "no copy yet" if last.iteration is None else f"iteration {last.iteration} is copied and verified"
+    newest = status.durable_iteration or 0
+    behind = f"; iteration {newest} is not copied yet" if newest > (last.iteration or 0) else ""
+    why = f": {last.complaint}" if last.complaint else ""
+    return f"{what}{behind}{why} (looked {duration(now - last.time)} ago)"
 
 
 def _left_behind(status: RunStatus) -> str:

@@ -12,6 +12,7 @@ import time
 from relayrun import places
 from relayrun.errors import RelayrunError
 from relayrun.rundir import notices
+from relayrun.rundir.notices import NoticePolicy
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 
@@ -25,22 +26,34 @@ def send_in_background(run: Run) -> None:
         from relayrun.chain.notices import note  # not paid for by a look at runs that tell nobody
 
         note(run, plan, policy, now=time.time(), at_work=False)
-        waiting = notices.pending(run)
-        if not waiting or notices.is_being_sent(run):
-            return
-        told = notices.last_told(run, waiting, now=time.time())
-        if notices.due(policy.every_target(), waiting, told, now=time.time()):
-            _start(run)
+        start_sender(run, policy)
     except Exception:  # whatever it is, the command was about something else, and status says what is not sent
         return
 
 
-def _start(run: Run) -> None:
+def start_sender(run: Run, policy: NoticePolicy, *, again_and_again: bool = False) -> None:
+    """Start a process that sends what is due of a run, unless nothing is or another process does so now.
+
+    `again_and_again`: who asks does so every few minutes, so that what failed a moment ago is left alone for longer and
+    longer. Raises OSError, and RunDirError for a damaged record.
+    """
+    waiting = notices.pending(run)
+    if not waiting or notices.is_being_sent(run):
+        return
+    now = time.time()
+    messages = notices.due(policy.every_target(), waiting, notices.last_told(run, waiting, now=now), now=now)
+    if again_and_again:
+        messages = [message for message in messages if not notices.try_later(message, waiting, now=now)]
+    if messages:
+        _start(run, *(["--job"] if again_and_again else []))
+
+
+def _start(run: Run, *options: str) -> None:
     """Start the process that sends; it outlives this one, which does not wait for it."""
     nowhere = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in range(3)]
     os.posix_spawn(
         sys.executable,
-        [sys.executable, "-m", "relayrun.monitoring.deliver", str(run.path)],
+        [sys.executable, "-m", "relayrun.monitoring.deliver", str(run.path), *options],
         os.environ | {"PYTHONPATH": str(places.CODE), "PYTHONSAFEPATH": "1"},
         file_actions=nowhere,
         setsid=True,

@@ -5,7 +5,7 @@ A chain without jobs is asked about on its own, once: how its last job ended doe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from relayrun.errors import RunDirError, SchedulerError
@@ -20,7 +20,9 @@ from relayrun.scheduler.together import Waiting
 class Watcher:
     """Remembers between two looks what need not be asked again."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, without_jobs: Collection[Path] = ()) -> None:
+        """`without_jobs`: run directories of which who asks knows how it ended, should they have no job now."""
+        self._without_jobs = without_jobs
         self._jobs: dict[str, list[Waiting]] = {}
         self._error: str | None = None
         self._quiet: dict[Path, tuple[float, Queue]] = {}
@@ -45,6 +47,8 @@ class Watcher:
             self._quiet.pop(run.path, None)
             reasons = {each.job.id: each.reason for each in found if each.reason}
             return Queue(jobs=[each.job for each in found], reasons=reasons)
+        if run.path in self._without_jobs:
+            return Queue()
         submitted = run.plan.stat().st_mtime
         known = self._quiet.get(run.path)
         if known is None or known[0] != submitted or known[1].error is not None or known[1].hidden is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from relayrun import places
@@ -70,3 +72,39 @@ def _nearest_run(name: str, path: Path) -> str:
 def every_run() -> list[Run]:
     """All directories project/name below logs/runs of the project, whole or not."""
     return [Run(path) for path in sorted(runs().glob("*/*")) if path.is_dir()]
+
+
+def runs_below(folder: Path, *, depth: int) -> Iterator[Run]:
+    """Yield the runs in a folder and at most `depth` folders below it, by their paths; none lies inside another one.
+
+    Links are followed; a run that two paths lead to is found once. Hidden folders, and what may not be looked into, are
+    left out. Raises OSError where the folder itself cannot be read.
+    """
+    seen: set[str] = set()
+    level = [folder]
+    for left in range(depth, -1, -1):
+        below: list[Path] = []
+        for path in level:
+            real = os.path.realpath(path)
+            if real in seen:
+                continue
+            seen.add(real)
+            try:
+                if (path / "plan.json").is_file():
+                    yield Run(path)
+                    continue
+                with os.scandir(path) as entries:
+                    names = [entry for entry in entries if not entry.name.startswith(".")]
+                    below += [Path(entry.path) for entry in names if _is_dir(entry)]
+            except OSError:
+                if path == folder:
+                    raise
+        level = sorted(below) if left else []
+
+
+def _is_dir(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a folder, or a link to one; a link in a circle is none."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False

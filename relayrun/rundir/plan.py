@@ -88,6 +88,8 @@ class Plan(Record):
     load_path: str | None = None
     """The checkpoint that the run goes on from as long as it has none of its own."""
     load_iteration: int = 0
+    save_interval: int | None = None
+    """Iterations between saves; None where the program alone knows it."""
 
     @classmethod
     def load(cls, run: Run) -> Plan:

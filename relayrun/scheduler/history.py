@@ -68,10 +68,17 @@ def for_ever(reason: str | None) -> bool:
     return re.fullmatch(_FOR_EVER, reason or "") is not None
 
 
+def out_of_budget(reason: str | None) -> bool:
+    """Whether a job waits for this reason, in Slurm's word, until its account has more time to spend."""
+    return re.fullmatch(_OUT_OF_BUDGET, reason or "") is not None
+
+
 _FOR_EVER = (
     r"QOSMin\w+|Partition(Node|Time)Limit|DependencyNeverSatisfied|BadConstraints|JobHeld(User|Admin)|ReservationDeleted"
     r"|Invalid(Account|QOS)|AccountNotAllowed|QOSNotAllowed"
+    r"|JobHoldMaxRequeue|(launch[ _]failed|job)[ _]requeued[ _](in[ _])?held([ _]state)?"
 )
+_OUT_OF_BUDGET = r"(Assoc|QOS)(Grp(?!\w*Run)\w+Minutes|Max\w+MinutesPerJob)(Limit)?"
 
 
 def others_are_hidden() -> bool:

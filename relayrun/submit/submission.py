@@ -28,7 +28,7 @@ from relayrun.config.yamlfile import LocatedSettings
 from relayrun.data.evolution import weights_of
 from relayrun.errors import RunDirError
 from relayrun.files import write_atomic
-from relayrun.rundir import notices, triggers
+from relayrun.rundir import mirror, notices, triggers
 from relayrun.rundir.evaluations import Policy
 from relayrun.rundir.lead import first_lead
 from relayrun.rundir.lineage import BEGINNING, Durable, durable, line
@@ -40,11 +40,11 @@ from relayrun.scheduler.choose import for_plan
 from relayrun.scheduler.slurm import Slurm
 from relayrun.shards.manifest import Manifest
 from relayrun.slurmtime import format_time, parse_time
-from relayrun.submit import code_snapshot, initial_checkpoint, notice_policy, owner
+from relayrun.submit import code_snapshot, initial_checkpoint, mirror_policy, notice_policy, owner
 from relayrun.submit.check import state
 from relayrun.submit.check.report import Report, report
 from relayrun.submit.check.state import Intent
-from relayrun.submit.trainer_settings import stop_after, total_steps, trainer_settings
+from relayrun.submit.trainer_settings import save_interval, stop_after, total_steps, trainer_settings
 
 log = logging.getLogger(__name__)
 
@@ -167,6 +167,7 @@ def _prepared(config: CommonConfig, intent: Intent, given: LocatedSettings | Non
         if plan.fallback_job:
             write_atomic(run.fallback_script, render.fallback_script(plan, run), mode=0o777)
         _prepare_evaluations(config, plan, run)
+        mirror_policy.prepare(config, run)
         run.stop.unlink(missing_ok=True)
         notice_policy.prepare(config, run)  # behind STOP, which would be told once more
         yield run, plan
@@ -180,10 +181,11 @@ def _undone_on_error(run: Run, made: Sequence[Path]) -> Iterator[None]:
     run directory and its parents, as far as this submit made them. Called under the lock.
     """
     scripts = (run.job_script, run.fallback_script, run.evaluation_script)
-    paths = (run.plan, *scripts, run.manifest, run.evaluation_policy, run.stop, run.owners, notices.policy_path(run))
+    policies = (run.evaluation_policy, notices.policy_path(run), mirror.policy_path(run))
+    paths = (run.plan, *scripts, run.manifest, *policies, run.stop, run.owners)
     before = {path: path.read_bytes() if path.exists() else None for path in paths}
     revisions = set(run.revisions())
-    folders = [run.config, run.code, run.evaluations, run.triggers, notices.folder(run)]
+    folders = [run.config, run.code, run.evaluations, run.triggers, notices.folder(run), mirror.folder(run)]
     kept = {folder for folder in folders if folder.exists()} | set(run.code.glob("*"))
     try:
         yield
@@ -266,6 +268,7 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
         log_folder=str(log_folder(run)),
         load_path=base.path,
         load_iteration=base.iteration,
+        save_interval=save_interval(config),
     )
 
 

@@ -40,6 +40,12 @@ def stop_after(config: CommonConfig) -> int | None:
     return None if training is None else training.stop_after
 
 
+def save_interval(config: CommonConfig) -> int | None:
+    """Return the iterations between two saves; None where only the run's program, or a flag of its own, says it."""
+    checkpoint = config.checkpoint if isinstance(config, RunConfig | MegatronConfig) else None
+    return None if checkpoint is None else checkpoint.interval
+
+
 def command_settings(config: CommandConfig) -> CommandSettings:
     """Return what the chain needs to know of a program of the user's own."""
     command = config.command

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,9 @@ from relayrun.config.schema import CommonConfig, MegatronConfig, RunConfig
 from relayrun.config.writable import protected
 from relayrun.errors import InputError
 from relayrun.rundir.run import Run
+from relayrun.submit import mirror_policy
 from relayrun.submit.check.finding import Findings
+from relayrun.submit.mirror_policy import mirror_of
 
 WRITTEN = (
     "HF_HOME",
@@ -46,6 +49,18 @@ def look(config: CommonConfig, run: Run, log_folder: Path, findings: Findings) -
                 )
     if read_only and not any(finding.name == "place.read_only" for finding in findings.all):
         findings.ok("place.read_only", f"none of {count} paths that jobs write lies below {', '.join(read_only)}")
+    if (second := mirror_of(config)) is not None:
+        words = f"copies of checkpoints: {mirror_policy.folder_of(config, second)}"
+        with findings.catching("place.mirror", ok=words):
+            mirror_policy.check(second, run)
+        if Path(second.path).is_dir() and os.stat(second.path).st_dev == os.stat(existing(run.path)).st_dev:
+            findings.warn(
+                "place.mirror_apart",
+                "copies of checkpoints lie on the file system of the run, and are lost with it",
+                setting="checkpoint.mirror.path",
+                value=second.path,
+                remedy="set checkpoint.mirror.path to a folder of another file system",
+            )
     with findings.catching("place.logs", ok=f"the folder of the jobs' logs, {log_folder}, can be written"):
         check_log_folder(log_folder)
 
@@ -68,6 +83,8 @@ def written_paths(config: CommonConfig, run: Run, log_folder: Path) -> Iterator[
         run.path / "wandb",
     )
     yield from ((None, path) for path in inside if path.is_symlink())
+    if (second := mirror_of(config)) is not None:
+        yield "checkpoint.mirror.path", Path(second.path)
     data = config.data if isinstance(config, RunConfig | MegatronConfig) else None
     if data is not None and data.data_cache_dir is not None:
         yield "data.data_cache_dir", Path(data.data_cache_dir)

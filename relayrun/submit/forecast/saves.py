@@ -93,6 +93,7 @@ def checkpoint_size(config: RunConfig, parameters: int, run: Run) -> CheckpointS
         multiple = math.lcm(settings.interval, settings.keep_every)
         kept += max(0, (steps - last * settings.interval) // multiple)
     waiting = config.evaluation.hold if config.evaluation is not None else 0
+    waiting += 0 if settings.mirror is None else 2  # the one that is being copied, and the last verified one
     return CheckpointSize(bytes=size, source=source, kept=kept, most=kept + 1 + min(waiting, max(0, saves - kept)))
 
 

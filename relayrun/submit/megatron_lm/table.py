@@ -313,6 +313,7 @@ ELSEWHERE = {
     "optimizer.lr_decay_tokens": "becomes `--lr-decay-iters`",
     "checkpoint.keep_last": "the chain deletes older checkpoints",
     "checkpoint.keep_every": "the chain deletes older checkpoints",
+    "checkpoint.mirror": "the chain copies checkpoints",
     "checkpoint.load": "the first attempt begins with it: `--load` and `--ckpt-step`",
     "checkpoint.finetune": "`--finetune` for the attempts that begin with checkpoint.load",
     "checkpoint.no_load_optim": "`--no-load-optim` for the attempts that begin with checkpoint.load",

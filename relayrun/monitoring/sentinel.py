@@ -1,0 +1,335 @@
+"""One look at the runs of a folder, for cron: what no job of a chain can tell, because none runs or none can.
+
+A symptom counts when two looks a minute apart have seen it: an answer of Slurm that is not whole, or a job that is
+between two states, is none. Somebody is told by the run's notices, as a job tells it, and by a line of this program's
+output, which cron mails, where the run names nobody or a notice cannot be written. What was seen and told is kept in
+the folder that is looked after (`relayrun.rundir.sentinel`), so that anybody sees when the last look was. Standard
+library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from relayrun.chain.notices import make_notice, note
+from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
+from relayrun.monitoring import unsent
+from relayrun.monitoring.run_status import Damaged, RunStatus
+from relayrun.monitoring.symptoms import Symptom, is_at_work, running_job, symptoms, unwritable
+from relayrun.monitoring.watcher import Watcher
+from relayrun.rundir import notices, sentinel
+from relayrun.rundir.find import runs_below
+from relayrun.rundir.notices import QUIET_SECONDS, Notice
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
+from relayrun.rundir.sentinel import LATE_SECONDS, Memory
+
+SETTLE_SECONDS = 55.0
+"""A symptom counts when it is seen so long after the look that saw it first: cron may look each minute."""
+SILENT_SLURM = 3600.0
+"""For so long Slurm may not answer before somebody is told: controllers are updated and restarted."""
+OLD_SECONDS = 86400.0
+"""Chains that died so long before the first look are counted, and nobody is told of each."""
+SLURM = "slurm"
+"""What Slurm's silence is called where runs have their names."""
+
+
+@dataclass
+class _Seen:
+    """A symptom of one run, and what is remembered of it."""
+
+    symptom: Symptom
+    since: float
+    told: bool
+
+
+class Sentinel:
+    """One look after the runs of a folder.
+
+    Args:
+        folder: what is looked after; runs lie at most `sentinel.DEPTH` folders below it.
+        now: seconds since 1970.
+    """
+
+    def __init__(self, folder: Path, *, now: float) -> None:
+        self._folder = folder
+        self._now = now
+        self._lines: list[str] = []
+        self._user = user_name(os.geteuid())
+        self._first = False
+        self._settle = SETTLE_SECONDS
+        self._running: dict[str, dict[str, Any]] = {}
+        self._before = Memory(time=0.0, host="", user="")
+        self._said: dict[str, float] = {}
+
+    def look(self) -> list[str]:
+        """Look once; return the lines to print. Raises RelayrunError where the folder cannot be looked into."""
+        with _alone(sentinel.lock_path(self._folder, self._user)) as (fd, mine):
+            if mine:
+                return self._look(fd)
+            memory = self._remembered()[0]
+            stuck = memory is not None and self._now - memory.time > LATE_SECONDS
+            return self._once_an_hour(fd, [f"{self._folder}: a look that began long ago has not ended"] * stuck)
+
+    def _look(self, lock: int) -> list[str]:
+        before, complaint = self._remembered()
+        self._first = before is None
+        self._before = before or self._before
+        self._said = {key: when for key, when in self._before.said.items() if self._now - when < QUIET_SECONDS}
+        if complaint:
+            self._say(sentinel.memory_path(self._folder, self._user).name, "damaged", complaint)
+        kept = unwritable(self._folder) is None
+        if not kept:  # no later look will know what this one saw
+            self._settle = 0.0
+        seen = self._runs()
+        period = None if before is None else self._now - before.time
+        memory = Memory(
+            time=self._now,
+            period=period,
+            host=socket.gethostname(),
+            user=self._user,
+            seen={
+                name: {entry.symptom.cause: {"since": entry.since, "told": entry.told} for entry in entries}
+                for name, entries in seen.items()
+                if entries
+            },
+            running=self._running,
+            said=self._said,
+        )
+        try:
+            sentinel.write_memory(self._folder, memory)
+        except OSError as error:
+            path = sentinel.memory_path(self._folder, self._user)
+            self._lines.append(f"{path} cannot be written: {error.strerror or error}")
+            kept = False
+        return self._lines if kept else self._once_an_hour(lock, self._lines)
+
+    def _remembered(self) -> tuple[Memory | None, str]:
+        """The last look, None where none is known; and why it cannot be read."""
+        try:
+            return sentinel.read_memory(self._folder, self._user), ""
+        except RunDirError as error:
+            return None, f"what the last look saw is lost: {error.message}"
+
+    def _once_an_hour(self, lock: int, lines: list[str]) -> list[str]:
+        """Return the lines, unless some were returned within the hour; the lock's time remembers it on a full disk."""
+        if not lines or self._now - os.fstat(lock).st_mtime < QUIET_SECONDS:
+            return []
+        os.utime(lock, (self._now, self._now))
+        return lines
+
+    def _runs(self) -> dict[str, list[_Seen]]:
+        """Look at every run of this user's; return what is wrong with each, by its path below the folder."""
+        ended: list[tuple[Run, Plan]] = []
+        living: dict[str, tuple[Run, Plan]] = {}
+        seen: dict[str, list[_Seen]] = {}
+        for run in runs_below(self._folder, depth=sentinel.DEPTH):
+            try:
+                plan = Plan.load(run)
+                if plan.owner not in (None, os.geteuid()):  # its owner's jobs and notices are not this user's
+                    continue
+                if run.stop.exists():
+                    ended.append((run, plan))
+                else:
+                    living[self._name(run)] = run, plan
+            except (RelayrunError, OSError) as error:
+                seen[self._name(run)] = self._unreadable(run, getattr(error, "message", None) or str(error))
+        for run, plan in ended:
+            with contextlib.suppress(Exception):  # it has ended, and `relayrun status` says what is not told
+                self._tell(run, plan, [], at_work=False)
+        gone = [run.path for name, (run, _) in living.items() if self._is_known_gone(name, run)]
+        found = Watcher(without_jobs=gone).look([run for run, _ in living.values()], now=self._now)
+        states = {entry.path: entry for entry in found}
+        silent = None
+        old = 0
+        for name, (run, plan) in living.items():
+            status = states[str(run.path)]
+            if isinstance(status, Damaged):
+                seen[name] = self._unreadable(run, status.error)
+                continue
+            if status.state == "unknown":
+                silent = status.scheduler_error or "no answer"
+                seen[name] = self._as_before(name)
+                self._running |= {name: kept} if (kept := self._before.running.get(name)) else {}
+                continue
+            try:
+                seen[name] = self._symptoms(name, run, plan, status)
+                if self._first and status.state == "broken" and self._now - _last_sign(run, status) > OLD_SECONDS:
+                    for entry in seen[name]:
+                        entry.told = True
+                    old += 1
+                self._tell(run, plan, seen[name], at_work=is_at_work(run, status, self._running_since(name)))
+            except Exception as error:  # a defect in one run's records must not hide the others
+                seen[name] = self._unreadable(
+                    run, getattr(error, "message", None) or f"{type(error).__name__}: {error}"
+                )
+        if silent is not None:
+            seen[SLURM] = self._silent(silent)
+        if old:
+            self._lines.append(
+                f"{self._folder}: {old} chains died more than a day ago, of which nobody is told: `relayrun status`"
+            )
+        return seen
+
+    def _is_known_gone(self, name: str, run: Run) -> bool:
+        """Whether somebody was told that nothing goes on with a chain, and it was not submitted again since."""
+        since = [known["since"] for cause, known in self._before.seen.get(name, {}).items() if _is_gone(cause, known)]
+        try:
+            return bool(since) and run.plan.stat().st_mtime < max(since)
+        except OSError:
+            return False
+
+    def _symptoms(self, name: str, run: Run, plan: Plan, status: RunStatus) -> list[_Seen]:
+        job = running_job(status)
+        if job is not None:
+            known = self._before.running.get(name, {})
+            same = known.get("job") == job.id
+            self._running[name] = {"job": job.id, "since": known["since"] if same else self._now}
+        policy, since = notices.read_policy(run), self._running_since(name)
+        found = symptoms(run, plan, status, now=self._now, running_since=since, policy=policy)
+        return [self._seen(name, symptom) for symptom in found]
+
+    def _running_since(self, name: str) -> float | None:
+        """From which look on the run's job was seen running in each; None where none runs."""
+        return self._running[name]["since"] if name in self._running else None
+
+    def _seen(self, name: str, symptom: Symptom) -> _Seen:
+        known = self._before.seen.get(name, {}).get(symptom.cause, {})
+        return _Seen(symptom, since=float(known.get("since", self._now)), told=bool(known.get("told", False)))
+
+    def _as_before(self, name: str) -> list[_Seen]:
+        """What was seen of a run before Slurm stopped answering; it is neither told now nor forgotten."""
+        causes = self._before.seen.get(name, {})
+        return [self._seen(name, Symptom(event="stopped", cause=cause, reason="")) for cause in causes]
+
+    def _unreadable(self, run: Run, why: str) -> list[_Seen]:
+        """A run whose records cannot be read has no notices that could be trusted: a line says it."""
+        name = self._name(run)
+        entry = self._seen(name, Symptom(event="stopped", cause="unreadable", reason=f"it cannot be looked at: {why}"))
+        if self._is_due(entry, self._settle):
+            entry.told = self._say(name, entry.symptom.cause, entry.symptom.reason)
+        return [entry]
+
+    def _silent(self, why: str) -> list[_Seen]:
+        entry = self._seen(SLURM, Symptom(event="stopped", cause="no answer", reason=why))
+        if self._is_due(entry, SILENT_SLURM if shutil.which("squeue") else 0.0):
+            entry.told = self._say(SLURM, entry.symptom.cause, f"nothing is known of the jobs: {why}")
+        return [entry]
+
+    def _is_due(self, entry: _Seen, patience: float) -> bool:
+        return not entry.told and self._now - entry.since >= patience
+
+    def _tell(self, run: Run, plan: Plan, entries: Sequence[_Seen], *, at_work: bool) -> None:
+        """Have the run's notices tell what is due; a line tells what they cannot."""
+        due = [entry for entry in entries if self._is_due(entry, self._settle)]
+        name = self._name(run)
+        try:
+            policy = notices.read_policy(run)
+            written: Mapping[str, object] = {}
+            complaints: list[str] = []
+            if policy is not None:
+                more = [self._notice(run, plan, entry) for entry in due]
+                complaints = note(run, plan, policy, now=self._now, at_work=at_work, more=more)
+                written = notices.known(run)
+                unsent.start_sender(run, policy, again_and_again=True)
+        except (RelayrunError, OSError, TypeError, ValueError) as error:
+            policy, written = None, {}
+            complaints = [getattr(error, "message", None) or f"{type(error).__name__}: {error}"]
+        for entry in due:
+            if policy is not None and (self._id(entry) in written or not policy.wants(entry.symptom.event)):
+                entry.told = True
+            else:
+                usual = f"relayrun resume {run.path}" if entry.symptom.event == "stopped" else ""
+                go_on = entry.symptom.go_on or usual
+                entry.told = self._say(name, entry.symptom.cause, entry.symptom.reason, go_on=go_on)
+        if complaints and (due or at_work):  # they are tried again with the next look
+            self._say(name, "notices", f"its notices cannot be written: {'; '.join(complaints)}")
+
+    def _notice(self, run: Run, plan: Plan, entry: _Seen) -> Notice:
+        symptom = entry.symptom
+        return make_notice(
+            run,
+            plan,
+            self._id(entry),
+            cause=f"{symptom.event}-{symptom.cause}" if symptom.event == "stopped" else symptom.event,
+            time=self._now,
+            reason=symptom.reason,
+            go_on=symptom.go_on,
+        )
+
+    def _id(self, entry: _Seen) -> str:
+        """The id of its notice: the same for as long as the trouble lasts."""
+        since = entry.since if self._settle else self._now // QUIET_SECONDS * QUIET_SECONDS
+        return entry.symptom.notice or f"{entry.symptom.event}-{entry.symptom.cause}-{int(since)}"
+
+    def _say(self, name: str, cause: str, reason: str, *, go_on: str = "") -> bool:
+        """Print a line, at most one of a run and cause an hour; return whether it is said."""
+        key = f"{name} {cause}"
+        if key in self._said:
+            return False
+        self._said[key] = self._now
+        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._now))
+        self._lines.append(f"{clock} {name}: {reason}" + (f"\n  -> {go_on}" if go_on else ""))
+        return True
+
+    def _name(self, run: Run) -> str:
+        return os.path.relpath(run.path, self._folder)
+
+
+def look(folder: Path, *, now: float) -> list[str]:
+    """Look once after the runs of a folder; return the lines to print.
+
+    Raises InputError where it is no folder, or may not be written into; RelayrunError where it cannot be looked into.
+    """
+    if not folder.is_dir():
+        raise InputError("there is no such folder", where=folder, hint="give the folder that your runs lie in")
+    try:
+        return Sentinel(folder, now=now).look()
+    except OSError as error:
+        raise InputError(
+            f"it cannot be looked after: {error.strerror or error}",
+            where=error.filename or folder,
+            hint="the sentinel keeps what it saw in the folder that it looks after",
+        ) from None
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[tuple[int, bool]]:
+    """Hold a lock: its open file, and whether it is this process's now."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        os.utime(fd, (0, 0))  # nothing was said yet
+    except FileExistsError:
+        fd = os.open(path, os.O_RDWR)
+    try:
+        mine = True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            mine = False
+        except OSError:  # a file system without locks: two looks at once tell the same, by notices of the same names
+            pass
+        yield fd, mine
+    finally:
+        os.close(fd)
+
+
+def _is_gone(cause: str, known: Mapping[str, Any]) -> bool:
+    return cause.startswith("gone-") and bool(known.get("told"))
+
+
+def _last_sign(run: Run, status: RunStatus) -> float:
+    """When something was last known to happen in a run, in seconds since 1970."""
+    ended = 0.0 if status.last_job is None else status.last_job.end_time or 0.0
+    with contextlib.suppress(OSError):
+        return max(run.plan.stat().st_mtime, status.updated, ended)
+    return max(status.updated, ended)

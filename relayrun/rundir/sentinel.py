@@ -1,0 +1,121 @@
+"""What a sentinel leaves in the folder of runs that it looks after, so that anybody sees when it last looked.
+
+FOLDER/.sentinel-USER.json   its last look and its memory, see `Memory`
+FOLDER/.sentinel-USER.lock   held by the process that looks; its time is when something was said that could not be kept
+
+USER is whose runs it looks after; others have their own in the same folder. Standard library only.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from relayrun.errors import RunDirError, user_name
+from relayrun.rundir.records import Record
+from relayrun.rundir.run import Run
+
+DEPTH = 4
+"""Runs lie at most so many folders below the one that is looked after."""
+LATE_SECONDS = 900.0
+"""A sentinel that has not looked for so long is late, or for three times as long as between its last two looks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory(Record):
+    """`.sentinel-USER.json`: the last look of a sentinel, and what it must not forget until the next one.
+
+    Times are seconds since 1970. Runs are named by their path below the folder.
+    """
+
+    time: float
+    """When the last look ended."""
+    period: float | None = None
+    """Seconds between the last two looks; None after the first one."""
+    host: str
+    user: str
+    seen: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    """By run and cause: `since`, when it was first seen, and `told`, whether somebody was told."""
+    running: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By run: the `job` that runs, and `since`, from which look on it was seen running in each."""
+    said: dict[str, float] = field(default_factory=dict)
+    """When something was last printed, by run and cause."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastLook:
+    """When the sentinel that looks after a run has last looked."""
+
+    folder: str
+    """What it looks after."""
+    time: float | None
+    """Seconds since 1970; None where its record cannot be read."""
+    period: float | None
+    host: str
+    user: str
+    late: bool
+    """It should have looked since: it is dead, or its machine is."""
+
+
+def memory_path(folder: Path, user: str) -> Path:
+    return folder / f".sentinel-{user}.json"
+
+
+def lock_path(folder: Path, user: str) -> Path:
+    return folder / f".sentinel-{user}.lock"
+
+
+def read_memory(folder: Path, user: str) -> Memory | None:
+    """Return the user's last look in this folder; None where there was none. Raises RunDirError if it is damaged."""
+    return Memory.read(memory_path(folder, user))
+
+
+def write_memory(folder: Path, memory: Memory) -> None:
+    """Replace the record of its user's last look. Raises OSError."""
+    memory.write(memory_path(folder, memory.user))
+
+
+def last_look(run: Run, owner: int | None, *, now: float) -> LastLook | None:
+    """Return when its owner's sentinel has last looked at a run; None where none was set up.
+
+    `owner`: number of the user; None: who asks. `now`: seconds since 1970.
+    """
+    user = _name_of(os.geteuid() if owner is None else owner)
+    for path in dict.fromkeys((run.path.absolute(), Path(os.path.realpath(run.path)))):
+        for folder in (path, *path.parents[:DEPTH]):
+            try:
+                found = os.stat(memory_path(folder, user))
+            except OSError:
+                continue
+            try:
+                memory = _read_once(folder, user, found.st_ino, found.st_mtime_ns)
+            except PermissionError:  # another user's, who shows it to nobody
+                continue
+            except (RunDirError, OSError):
+                memory = None
+            if memory is None:
+                return LastLook(folder=str(folder), time=None, period=None, host="", user=user, late=True)
+            patience = max(LATE_SECONDS, 3 * (memory.period or 0.0))
+            return LastLook(
+                folder=str(folder),
+                time=memory.time,
+                period=memory.period,
+                host=memory.host,
+                user=memory.user,
+                late=now - memory.time > patience,
+            )
+    return None
+
+
+@functools.cache
+def _name_of(user: int) -> str:
+    return user_name(user)
+
+
+@functools.lru_cache(maxsize=8)
+def _read_once(folder: Path, user: str, inode: int, changed: int) -> Memory | None:
+    """Read it once for all runs of a folder, as long as it is the same file."""
+    return read_memory(folder, user)

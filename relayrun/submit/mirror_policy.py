@@ -1,0 +1,67 @@
+"""Where a run's checkpoints are copied to: from its config to the record that the supervisor reads."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import tempfile
+from pathlib import Path
+
+from relayrun.config.checkpoint import Mirror
+from relayrun.config.schema import CommonConfig, MegatronConfig, RunConfig
+from relayrun.errors import ConfigError
+from relayrun.files import write_atomic
+from relayrun.rundir import mirror
+from relayrun.rundir.mirror import MirrorPolicy
+from relayrun.rundir.run import Run
+
+
+def mirror_of(config: CommonConfig) -> Mirror | None:
+    """Return what the config says of a second place; None where it has none."""
+    checkpoint = config.checkpoint if isinstance(config, RunConfig | MegatronConfig) else None
+    return None if checkpoint is None else checkpoint.mirror
+
+
+def folder_of(config: CommonConfig, settings: Mirror) -> Path:
+    """Return the folder of the run's copies."""
+    return Path(settings.path) / config.project / config.name
+
+
+def prepare(config: CommonConfig, run: Run) -> None:
+    """Write the policy; none where the config has no second place. The copies that there are stay."""
+    settings = mirror_of(config)
+    if settings is None:
+        mirror.policy_path(run).unlink(missing_ok=True)
+        return
+    mirror.folder(run).mkdir(exist_ok=True)
+    MirrorPolicy(
+        folder=str(folder_of(config, settings)),
+        id=_id(run),
+        keep_last=settings.keep_last,
+        keep_every=settings.keep_every,
+        megabytes_per_second=settings.megabytes_per_second,
+        program=[config.cluster.python or sys.executable, "-m", "relayrun.training.checkpoint.mirror"],
+    ).write(mirror.policy_path(run))
+
+
+def _id(run: Run) -> str:
+    """The name under which the copies of this run are known; it stays."""
+    path = mirror.folder(run) / "id"
+    if not path.exists():
+        write_atomic(path, secrets.token_hex(8))
+    return path.read_text(encoding="ascii")
+
+
+def check(settings: Mirror, run: Run) -> None:
+    """Raise ConfigError where copies cannot lie in this place."""
+    path = Path(settings.path)
+    where = f"checkpoint.mirror.path: {path}"
+    if not path.is_dir():
+        raise ConfigError("there is no such folder", where=where, hint="make it, or mount it")
+    if path.resolve().is_relative_to(run.path.resolve()):
+        raise ConfigError("it lies in the run directory, and is lost with it", where=where)
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(f"it cannot be written: {error.strerror}", where=where) from None

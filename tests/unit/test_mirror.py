@@ -1,0 +1,560 @@
+"""Copies of checkpoints in a second place: what is claimed is there, whatever is cut, full, slow or wrong."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from relayrun.cli import checkpoint as command
+from relayrun.cli import main
+from relayrun.errors import InputError, RunDirError
+from relayrun.files import sizes
+from relayrun.monitoring import run_status, run_status_view
+from relayrun.monitoring.run_status import Queue
+from relayrun.rundir import mirror as records
+from relayrun.rundir.lineage import commit_of, durable
+from relayrun.rundir.mirror import MirrorPolicy
+from relayrun.rundir.records import Commit
+from relayrun.rundir.run import Run
+from relayrun.training.checkpoint import checksums, mirror, publish
+from relayrun.training.checkpoint.mirror import Pace
+from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
+from tests.history import began
+
+SIZE = 3000
+"""Bytes of a file of a checkpoint; the copy takes them piece by piece."""
+
+
+class Mirrored:
+    """A run with checkpoints, as training writes them, and a second place."""
+
+    def __init__(self, make: MakeRun, folder: Path) -> None:
+        self.run, _ = make(folder="run", auto_requeue=False)
+        began(self.run, 1)
+        self.run.checkpoints.mkdir()
+        (folder / "second").mkdir()
+        self.place = folder / "second/mine/run"
+        self.policy()
+
+    def policy(self, **changes: object) -> None:
+        values = MirrorPolicy(
+            folder=str(self.place),
+            id="0123",
+            keep_last=2,
+            program=[sys.executable, "-m", "relayrun.cli", "checkpoint", "mirror"],
+        )
+        records.folder(self.run).mkdir(exist_ok=True)
+        replace(values, **changes).write(records.policy_path(self.run))  # type: ignore[arg-type]
+
+    def save(self, iteration: int, *, hashed: bool = True, salt: str = "", keep_last: int = 100) -> Commit:
+        """Publish a checkpoint of two files; without hashes, as a foreign program does."""
+        staged = publish.prepare(self.run, 1, iteration)
+        for name in ("common.pt", "part/data"):
+            (staged / name).parent.mkdir(exist_ok=True)
+            (staged / name).write_bytes(f"{iteration} {name} {salt}".encode().ljust(SIZE, b"."))
+        root = checksums.write_index(staged, iteration, {}) if hashed else None
+        commit = Commit(
+            iteration=iteration,
+            path=str(self.run.checkpoint(iteration)),
+            consumed_samples=1,
+            time=time.time(),
+            seconds=1.0,
+            files=sizes(staged),
+            checksum=root,
+        )
+        publish.publish(self.run, 1, commit, staged)
+        publish.prune(self.run, 1, keep_last)
+        return commit
+
+    def sync(self, **options: object) -> list[str]:
+        """Make a pass that succeeds; what it did."""
+        done = mirror.sync(self.run, **options)  # type: ignore[arg-type]
+        assert done.complaints == []
+        return [line.split(":")[0].split(",")[0] for line in done.lines]
+
+    def claimed(self) -> list[int]:
+        """Iterations that are claimed to be in the second place; each is there, byte for byte."""
+        found = records.copies(self.place)
+        for copy in found.values():
+            assert digest(self.place / copy.name) == self.known[copy.iteration]
+        return sorted(copy.iteration for copy in found.values())
+
+    def remember(self) -> None:
+        """Note what the checkpoints hold that there are."""
+        self.known = {
+            int(path.name.removeprefix("iter_")): digest(path) for path in self.run.checkpoints.glob("iter_*")
+        }
+
+
+def digest(path: Path) -> str:
+    """One hash of all files and their names."""
+    found = xxhash.xxh3_128()
+    for each in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if each.is_file():
+            found.update(f"{each.relative_to(path)} {each.stat().st_size} ".encode() + each.read_bytes())
+    return str(found.hexdigest())
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[3] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def mirrored(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mirrored:  # noqa: F811
+    monkeypatch.setattr(mirror, "PIECE", 700)
+    made = Mirrored(make_run, tmp_path)
+    for iteration in (10, 20, 30):
+        made.save(iteration)
+    made.remember()
+    return made
+
+
+# what is copied, and what stays
+
+
+def test_the_newest_are_copied_and_verified_first(mirrored: Mirrored) -> None:
+    assert mirrored.sync() == ["copied iteration 30", "copied iteration 20"]
+    assert mirrored.claimed() == [20, 30]
+    assert mirrored.sync() == []
+    mirrored.save(40)
+    mirrored.remember()
+    assert mirrored.sync() == ["copied iteration 40", "removed iteration 20"]
+    assert mirrored.claimed() == [30, 40]
+    assert sorted(path.name for path in mirrored.place.iterdir()) == [
+        ".staging",
+        "copies.jsonl",
+        "iter_0000030",
+        "iter_0000040",
+        "mirror.json",
+    ]
+
+
+def test_multiples_stay_by_a_rule_of_its_own(mirrored: Mirrored) -> None:
+    mirrored.policy(keep_last=1, keep_every=20)
+    mirrored.sync()
+    assert mirrored.claimed() == [20, 30]
+    mirrored.save(50)
+    mirrored.remember()
+    mirrored.sync()
+    assert mirrored.claimed() == [20, 50]
+
+
+def test_what_was_computed_again_is_copied_again(mirrored: Mirrored) -> None:
+    mirrored.sync()
+    began(mirrored.run, 2, base=10)
+    for iteration in (20, 30):
+        shutil.rmtree(mirrored.run.checkpoint(iteration))
+        staged = publish.prepare(mirrored.run, 2, iteration)
+        (staged / "data").write_bytes(b"anew")
+        root = checksums.write_index(staged, iteration, {})
+        path = str(mirrored.run.checkpoint(iteration))
+        commit = Commit(iteration=iteration, path=path, consumed_samples=1, time=time.time(), seconds=1.0)
+        publish.publish(mirrored.run, 2, replace(commit, files=sizes(staged), checksum=root), staged)
+        if iteration == 20:  # the copies of the line that was left stay until this one is beyond them
+            mirrored.sync()
+            mirrored.remember()
+            assert 30 in {copy.iteration for copy in records.copies(mirrored.place).values()}
+    mirrored.remember()
+    mirrored.sync()
+    assert mirrored.claimed() == [20, 30]
+
+
+@pytest.mark.parametrize("file", [False, True], ids=["a folder", "a file"])
+def test_a_checkpoint_without_hashes_is_compared_with_its_copy(mirrored: Mirrored, file: bool) -> None:
+    commit = mirrored.save(40, hashed=False)
+    if file:
+        shutil.rmtree(commit.path)
+        Path(commit.path).write_bytes(b"all in one" * 200)
+        attempt = mirrored.run.attempt(1)
+        lines = attempt.commits.read_text().splitlines()[:-1]
+        attempt.commits.write_text("".join(line + "\n" for line in lines))
+        attempt.append_commit(replace(commit, files=sizes(commit.path)))
+    mirrored.remember()
+    assert mirrored.sync() == ["copied iteration 40", "copied iteration 30"]
+    assert mirrored.claimed() == [30, 40]
+    copy = records.copies(mirrored.place)["iter_0000040"]
+    assert set(copy.hashes) == set(copy.files)
+    target = mirrored.place / "iter_0000040"
+    flip(target if file else target / "common.pt")
+    done = mirror.sync(mirrored.run, verify=True)
+    assert "the copy of iteration 40 is damaged" in done.complaints[0]
+    assert mirrored.claimed() == [30, 40]
+
+
+# cut
+
+
+class Cut(BaseException):
+    """A kill, as far as a process can do it to itself."""
+
+
+@contextmanager
+def cut_at(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Cut before the call of this number, of those that change something, or before a piece of a copy."""
+    calls: list[str] = []
+
+    def counted(name: str, call: Callable[..., object]) -> Callable[..., object]:
+        def wrapped(*arguments: object, **options: object) -> object:
+            calls.append(name)
+            if len(calls) == number:
+                raise Cut
+            return call(*arguments, **options)
+
+        return wrapped
+
+    with monkeypatch.context() as patch:
+        for module, name in (
+            (os, "rename"),
+            (os, "fsync"),
+            (os, "unlink"),
+            (shutil, "rmtree"),
+            (records, "append_line"),
+        ):
+            patch.setattr(module, name, counted(name, getattr(module, name)))
+        patch.setattr(Pace, "spend", counted("spend", Pace.spend))
+        yield calls
+
+
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.long), pytest.param(7, marks=pytest.mark.slow)])
+def test_a_pass_that_is_cut_anywhere_claims_nothing_that_is_not_there(
+    mirrored: Mirrored, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    mirrored.sync()
+    mirrored.save(40)
+    mirrored.remember()
+    before = mirrored.place.with_name("before")
+    shutil.copytree(mirrored.place, before)
+    with cut_at(0, monkeypatch) as calls:
+        mirrored.sync()
+    assert {"rename", "fsync", "rmtree", "append_line", "spend"} <= set(calls)
+    for number in range(1, len(calls) + 1, every):
+        shutil.rmtree(mirrored.place)
+        shutil.copytree(before, mirrored.place)
+        with cut_at(number, monkeypatch), pytest.raises(Cut):
+            mirrored.sync()
+        assert set(mirrored.claimed()) >= {30}  # the last verified one, whatever happens
+        mirrored.sync()
+        assert mirrored.claimed() == [30, 40]
+        assert not list((mirrored.place / ".staging").iterdir())
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_goes_on_where_it_was(mirrored: Mirrored) -> None:
+    mirrored.policy(megabytes_per_second=1e-4)  # a hundred bytes a second
+    monitored = mirrored.place / ".staging/iter_0000030/common.pt"
+    program = "import sys; from relayrun.training.checkpoint import mirror; mirror.PIECE = 100; " + (
+        "from relayrun.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, "checkpoint", "mirror", str(mirrored.run.path)])
+    until = time.monotonic() + 300
+    while not (monitored.exists() and monitored.stat().st_size) and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert 0 < monitored.stat().st_size < SIZE
+    done = sum(sizes(mirrored.place / ".staging/iter_0000030").values())
+    assert records.copies(mirrored.place) == {}
+    mirrored.policy()
+    paces: list[int] = []
+
+    class Counted(Pace):
+        def spend(self, count: int) -> None:
+            paces.append(count)
+
+    assert mirrored.sync(pace=Counted(None))[0] == "copied iteration 30"
+    assert sum(paces) == sum(sum(sizes(mirrored.run.checkpoint(each)).values()) for each in (20, 30)) - done
+    assert mirrored.claimed() == [20, 30]
+
+
+# full
+
+
+def test_a_full_place_claims_nothing_and_goes_on_when_there_is_room(mirrored: Mirrored) -> None:
+    """A limit on the size of files stands for the full disk: the write itself fails, in the middle of a file."""
+    mirrored.sync()
+    mirrored.save(40)
+    mirrored.remember()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        done = mirror.sync(mirrored.run)
+        assert [os.strerror(errno.EFBIG) in each for each in done.complaints] == [True]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert mirrored.claimed() == [20, 30]
+    last = records.read_last(mirrored.run)
+    assert last is not None
+    assert (last.iteration, last.behind) == (30, 1)
+    assert os.strerror(errno.EFBIG) in (last.complaint or "")
+    assert mirrored.sync()[0] == "copied iteration 40"
+    assert mirrored.claimed() == [30, 40]
+
+
+# slow
+
+
+def test_no_more_than_so_many_bytes_a_second(mirrored: Mirrored) -> None:
+    slept = [0.0]
+    pace = Pace(1000.0, sleep=lambda seconds: slept.append(slept[-1] + seconds), clock=lambda: slept[-1])
+    mirrored.sync(pace=pace)
+    size = sum(sum(sizes(mirrored.run.checkpoint(each)).values()) for each in (20, 30))
+    assert slept[-1] == pytest.approx(size / 1000.0)
+
+
+def test_a_slow_copy_keeps_its_checkpoint_from_the_rules_of_the_run(mirrored: Mirrored) -> None:
+    """Training saves on meanwhile, and keeps but one."""
+    saved: list[int] = []
+
+    class Slow(Pace):
+        def spend(self, count: int) -> None:
+            if len(saved) < 5:
+                saved.append(40 + 10 * len(saved))
+                mirrored.save(saved[-1], keep_last=1)
+                assert mirrored.run.checkpoint(30).is_dir()
+
+    whole = mirrored.known
+    mirrored.sync(pace=Slow(None))
+    assert saved == [40, 50, 60, 70, 80]
+    mirrored.remember()
+    mirrored.known |= whole
+    assert mirrored.claimed()[-1] == 80
+    mirrored.save(90, keep_last=1)
+    assert sorted(path.name for path in mirrored.run.checkpoints.glob("iter_*")) == ["iter_0000080", "iter_0000090"]
+
+
+def test_a_checkpoint_that_goes_away_is_left_and_the_next_one_copied(mirrored: Mirrored) -> None:
+    class Away(Pace):
+        def spend(self, count: int) -> None:
+            shutil.rmtree(mirrored.run.checkpoint(30), ignore_errors=True)
+
+    done = mirror.sync(mirrored.run, pace=Away(None))
+    assert "cannot be read: No such file or directory" in done.complaints[0]
+    assert 20 in mirrored.claimed()
+    assert 30 not in mirrored.claimed()
+
+
+# corrupted
+
+
+def test_a_copy_that_is_wrong_on_its_way_is_copied_again(mirrored: Mirrored) -> None:
+    flipped: list[Path] = []
+
+    class Wrong(Pace):
+        def spend(self, count: int) -> None:
+            for path in (mirrored.place / ".staging").glob("*/common.pt"):
+                if not flipped and path.stat().st_size == SIZE:
+                    flip(path)
+                    flipped.append(path)
+
+    assert mirrored.sync(pace=Wrong(None)) == ["copied iteration 30", "copied iteration 20"]
+    assert len(flipped) == 1
+    assert mirrored.claimed() == [20, 30]
+
+
+def test_a_place_that_is_always_wrong_has_no_copies(mirrored: Mirrored) -> None:
+    class Wrong(Pace):
+        def spend(self, count: int) -> None:
+            for path in (mirrored.place / ".staging").glob("*/common.pt"):
+                if path.stat().st_size == SIZE:
+                    path.write_bytes(b"x" * SIZE)
+
+    done = mirror.sync(mirrored.run, pace=Wrong(None))
+    assert len(done.complaints) == 2
+    assert "is not what was saved, 2 times: common.pt is not the one that was saved" in done.complaints[0]
+    assert records.copies(mirrored.place) == {}
+
+
+def test_a_copy_that_goes_bad_is_taken_back_and_made_anew(mirrored: Mirrored) -> None:
+    mirrored.sync()
+    (mirrored.place / "iter_0000020/common.pt").write_bytes(b"short")  # its size tells
+    flip(mirrored.place / "iter_0000030/common.pt")  # its bytes alone do
+    done = mirror.sync(mirrored.run, verify=True)
+    assert sorted(each.split(":")[0] for each in done.complaints) == [
+        "the copy of iteration 20 is damaged",
+        "the copy of iteration 30 is damaged",
+    ]
+    assert mirrored.claimed() == [20, 30]
+    assert sorted(path.name for path in (mirrored.place / ".damaged").iterdir()) == ["iter_0000020", "iter_0000030"]
+
+
+def test_a_damaged_checkpoint_is_not_copied_and_takes_no_good_copy_away(mirrored: Mirrored) -> None:
+    mirrored.policy(keep_last=1)
+    mirrored.sync()
+    mirrored.save(40)
+    flip(mirrored.run.checkpoint(40) / "common.pt")
+    done = mirror.sync(mirrored.run)
+    (complaint,) = done.complaints
+    assert f"{mirrored.run.checkpoint(40)}: it is damaged: common.pt is not the one that was saved" in complaint
+    assert mirrored.claimed() == [30]
+
+
+# the last verified one
+
+
+def test_no_rule_of_the_run_removes_the_last_verified_one(mirrored: Mirrored) -> None:
+    assert main(["checkpoint", "verify", f"{mirrored.run.path}:20"]) == 0
+    for iteration in (40, 50, 60):
+        mirrored.save(iteration, keep_last=1)
+    assert sorted(path.name for path in mirrored.run.checkpoints.glob("iter_*")) == ["iter_0000020", "iter_0000060"]
+    assert main(["checkpoint", "verify", str(mirrored.run.path)]) == 0
+    mirrored.save(70, keep_last=1)
+    assert sorted(path.name for path in mirrored.run.checkpoints.glob("iter_*")) == ["iter_0000060", "iter_0000070"]
+
+
+def test_a_damaged_record_fails_no_save_and_removes_nothing(mirrored: Mirrored) -> None:
+    (records.folder(mirrored.run) / "verified.jsonl").write_text('{"iteration": 20}\n')
+    mirrored.save(40, keep_last=1)
+    assert len(list(mirrored.run.checkpoints.glob("iter_*"))) == 4
+
+
+def test_no_rule_of_the_copies_removes_the_newest_while_another_is_not_whole(mirrored: Mirrored) -> None:
+    mirrored.sync()
+    mirrored.policy(keep_last=1)
+    shutil.rmtree(mirrored.place / "iter_0000030")
+    for iteration in (20, 30):
+        shutil.rmtree(mirrored.run.checkpoint(iteration))
+    mirror.sync(mirrored.run)
+    assert 20 in mirrored.claimed()
+
+
+# back
+
+
+def lose(mirrored: Mirrored) -> None:
+    """The run's own checkpoints are gone, as after a purge."""
+    for path in mirrored.run.checkpoints.glob("iter_*"):
+        shutil.rmtree(path)
+
+
+def test_a_run_that_lost_its_checkpoints_gets_them_back(mirrored: Mirrored, capsys: pytest.CaptureFixture[str]) -> None:
+    mirrored.sync()
+    known = mirrored.known
+    lose(mirrored)
+    with pytest.raises(RunDirError, match="no checkpoint of this run is whole"):
+        durable(mirrored.run)
+    assert main(["checkpoint", "restore", str(mirrored.run.path)]) == 0
+    said = capsys.readouterr().out
+    assert "restored iteration 30: " in said
+    assert f"go on: relayrun resume {mirrored.run.path}" in said
+    assert digest(mirrored.run.checkpoint(30)) == known[30]
+    assert durable(mirrored.run).iteration == 30
+    commit = commit_of(mirrored.run.checkpoint(30))
+    assert commit is not None
+    assert checksums.verify(mirrored.run.checkpoint(30), commit.checksum)[1] == []
+    assert main(["checkpoint", "restore", f"{mirrored.run.path}:20"]) == 0
+    assert digest(mirrored.run.checkpoint(20)) == known[20]
+
+
+def test_a_damaged_copy_is_not_put_back_and_the_one_before_is(
+    mirrored: Mirrored, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mirrored.sync()
+    known = mirrored.known
+    flip(mirrored.place / "iter_0000030/common.pt")
+    lose(mirrored)
+    assert main(["checkpoint", "restore", f"{mirrored.run.path}:30"]) == 1
+    assert "the copy of iteration 30 is damaged: common.pt is not the one" in capsys.readouterr().err
+    assert main(["checkpoint", "restore", str(mirrored.run.path)]) == 0
+    said = capsys.readouterr().out
+    assert "not restored: " in said
+    assert "restored iteration 20: " in said
+    assert digest(mirrored.run.checkpoint(20)) == known[20]
+    assert durable(mirrored.run).iteration == 20
+
+
+def test_a_torn_one_stays_beside_what_takes_its_place(mirrored: Mirrored) -> None:
+    mirrored.sync()
+    (mirrored.run.checkpoint(30) / "common.pt").write_bytes(b"torn")
+    assert "restored iteration 30" in mirror.restore(mirrored.run, None)[0]
+    assert (mirrored.run.checkpoints / ".superseded/iter_0000030-torn/common.pt").read_bytes() == b"torn"
+
+
+def test_what_cannot_be_restored_is_one_error(mirrored: Mirrored, monkeypatch: pytest.MonkeyPatch) -> None:
+    mirrored.sync()
+    with pytest.raises(InputError, match="there is nothing to restore"):
+        mirror.restore(mirrored.run, None)
+    with pytest.raises(InputError, match="no copy of iteration 10") as error:
+        mirror.restore(mirrored.run, 10)
+    assert error.value.hint == "copies that count: 20, 30"
+    lose(mirrored)
+    monkeypatch.setattr(command.run_status, "gather", lambda *_, **__: type("Running", (), {"state": "running"})())
+    assert main(["checkpoint", "restore", str(mirrored.run.path)]) == 1
+    assert not list(mirrored.run.checkpoints.glob("iter_*"))
+
+
+# the place
+
+
+def test_the_place_of_another_run_is_refused(mirrored: Mirrored) -> None:
+    mirrored.sync()
+    mirrored.policy(id="4567")
+    with pytest.raises(RunDirError, match="holds the copies of another run"):
+        mirror.sync(mirrored.run)
+    last = records.read_last(mirrored.run)
+    assert last is not None
+    assert "holds the copies of another run" in (last.complaint or "")
+
+
+def test_a_copied_run_directory_does_not_take_the_copies_over_and_a_moved_one_does(mirrored: Mirrored) -> None:
+    mirrored.sync()
+    twin = Run(mirrored.run.path.with_name("twin"))
+    shutil.copytree(mirrored.run.path, twin.path)
+    with pytest.raises(RunDirError, match="holds the copies of another run"):
+        mirror.sync(twin)
+    shutil.rmtree(mirrored.run.path)
+    assert mirror.sync(twin).complaints == []
+
+
+def test_a_place_that_is_away_is_not_begun_anew(mirrored: Mirrored, tmp_path: Path) -> None:
+    """An empty mount point looks like a new place."""
+    mirrored.sync()
+    (tmp_path / "second").rename(tmp_path / "away")
+    for _ in range(2):
+        with pytest.raises(RunDirError, match="the second place is away, or was emptied: iteration 30"):
+            mirror.sync(mirrored.run)
+        (tmp_path / "second").mkdir(exist_ok=True)
+    (tmp_path / "second").rmdir()
+    (tmp_path / "away").rename(tmp_path / "second")
+    assert mirrored.sync() == []
+
+
+def test_two_do_not_copy_at_once(mirrored: Mirrored) -> None:
+    with open(records.folder(mirrored.run) / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(RunDirError, match="another process copies"):
+            mirror.sync(mirrored.run)
+
+
+def test_status_says_how_it_stands(mirrored: Mirrored) -> None:
+    assert run_status.gather(mirrored.run, Queue(), now=time.time()).mirror is None
+    mirrored.sync()
+    found = run_status.gather(mirrored.run, Queue(), now=time.time())
+    lines = dict(run_status_view._lines(found, time.time()))
+    assert lines["mirror"].startswith("iteration 30 is copied and verified (looked ")
+    mirrored.save(40)
+    found = run_status.gather(mirrored.run, Queue(), now=time.time())
+    words = "iteration 30 is copied and verified; iteration 40 is not copied yet (looked "
+    assert dict(run_status_view._lines(found, time.time()))["mirror"].startswith(words)
+
+
+def test_a_run_without_a_second_place_says_so(mirrored: Mirrored) -> None:
+    records.policy_path(mirrored.run).unlink()
+    with pytest.raises(RunDirError, match="not copied to a second place") as error:
+        mirror.sync(mirrored.run)
+    assert "set checkpoint.mirror" in (error.value.hint or "")
