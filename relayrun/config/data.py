@@ -68,7 +68,8 @@ class Data(Section):
     """Data sets by name. May be given as the name of a YAML or JSON file that holds this, or as `path*,0.3;path*,0.7`.
     A mixture that is changed on a resume goes on in every data set where it was."""
     validation: dict[Annotated[str, Field(pattern=NAME)], list[str]] = {}
-    """Held-out sets by name, each a list of folders; never part of training."""
+    """Held-out sets by name, each a list of folders; never part of training. With `order: document-window` their
+    documents are cut and packed as `document_window` says, with every other order they are read as with `window`."""
     split: Fraction = 0.0
     """Share of each data set's windows, at its end, that is held out: a validation set of the data set's name."""
     order: str = "window"
@@ -77,7 +78,8 @@ class Data(Section):
     document_window: DocumentWindow | None = None
     """How data sets of `order: document-window` are cut and packed, where they do not say it themselves."""
     data_cache_dir: str | None = None
-    """Folder for the indices of `order: megatron`; without it every rank builds them in memory."""
+    """Folder for the indices of `order: megatron`, without which every rank builds them in memory; and for the number
+    of rows of `order: document-window`, which is otherwise kept in the run directory."""
     max_epochs: Annotated[float, Field(gt=0)] = 100.0
     """How often a data set may be read until the last step. A submit refuses more; above 4 it warns (docs/check.md)."""
     reset_position_ids: bool = False
@@ -107,7 +109,7 @@ class Data(Section):
     @property
     def depends_on_ends(self) -> bool:
         """Whether something depends on which token ends a document."""
-        dropped = any(cut.drop_eod for cut in self.cut_by_document.values())
+        dropped = any(cut.drop_eod for cut in self._cuts)
         return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss or dropped
 
     @property
@@ -137,11 +139,21 @@ class Data(Section):
     @property
     def masks_loss(self) -> bool:
         """Whether there are tokens whose loss does not count."""
-        return self.eod_mask_loss or bool(self.cut_by_document)
+        return self.eod_mask_loss or bool(self._cuts)
+
+    @property
+    def validation_cut(self) -> DocumentWindow | None:
+        """How the sets of `validation` are cut and packed; None: as with `order: window`."""
+        return (self.document_window or DocumentWindow()) if self.order == DOCUMENT_WINDOW else None
+
+    @property
+    def _cuts(self) -> list[DocumentWindow]:
+        held_out = [self.validation_cut] if self.validation and self.validation_cut is not None else []
+        return [*self.cut_by_document.values(), *held_out]
 
     @property
     def _packs(self) -> bool:
-        return any(cut.packs for cut in self.cut_by_document.values())
+        return any(cut.packs for cut in self._cuts)
 
     @property
     def sources(self) -> dict[str, DataSource]:
@@ -175,6 +187,6 @@ class Data(Section):
                 )
             if self.split and name in self.validation:
                 raise ValueError(f"data.split makes a validation set {name!r}, and data.validation has one too")
-        if self.document_window is not None and not self.cut_by_document:
+        if self.document_window is not None and not self._cuts:
             raise ValueError(f"data.document_window: no data set has order: {DOCUMENT_WINDOW}, which alone reads it")
         return self

@@ -25,6 +25,9 @@ class Config(Protocol):
     @property
     def virtual_stages(self) -> int: ...
 
+    @property
+    def expert_replicas(self) -> int: ...
+
 
 def with_experts(pattern: int | Sequence[int], layers: int, experts: int | None) -> list[bool]:
     """Return, for each layer, whether it has experts: every `pattern`-th from the first on, or those with a 1."""
@@ -45,11 +48,12 @@ def check(config: Config) -> None:
     """Raise ValueError if experts or latent attention do not go with the layout, or with another setting."""
     experts = config.model.transformer.num_moe_experts
     if experts is None:
-        if (size := config.parallel.expert_model_parallel_size) > 1:
-            raise ValueError(
-                f"parallel.expert_model_parallel_size {size} splits experts over ranks, and the model has none; "
-                "set model.transformer.num_moe_experts, or leave it out"
-            )
+        for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+            if (size := getattr(config.parallel, name)) not in (1, None):
+                raise ValueError(
+                    f"parallel.{name} {size} splits experts over ranks, and the model has none; "
+                    "set model.transformer.num_moe_experts, or leave it out"
+                )
     else:
         _check_router(config.model, experts)
         _check_layout(config, experts)
@@ -110,43 +114,74 @@ def _check_router(model: Model, experts: int) -> None:
 def _check_layout(config: Config, experts: int) -> None:
     """How experts are split over ranks."""
     parallel, settings = config.parallel, config.model.transformer
-    size, tensor = parallel.expert_model_parallel_size, parallel.tensor_model_parallel_size
+    size, tensor, own = (
+        parallel.expert_model_parallel_size,
+        parallel.tensor_model_parallel_size,
+        parallel.expert_tensor_size,
+    )
     if experts % size:
         raise ValueError(
             f"model.transformer.num_moe_experts {experts} is no multiple of parallel.expert_model_parallel_size {size}"
         )
-    replicas = config.data_parallel_size * parallel.context_parallel_size
-    if replicas % size:
-        raise ValueError(
-            f"experts are split over ranks that are data- or context-parallel: {replicas} of them (data "
-            f"{config.data_parallel_size} x context {parallel.context_parallel_size}) are no multiple of "
-            f"parallel.expert_model_parallel_size {size}"
-        )
+    _check_ranks(config)
     if tensor > 1 and not parallel.sequence_parallel:
         raise ValueError(
             "experts with parallel.tensor_model_parallel_size above 1 need parallel.sequence_parallel=true: each "
             "tensor-parallel rank sends its own tokens to them"
         )
     dispatcher, on_gpus = settings.moe_token_dispatcher_type, config.job.gpus_per_node > 0
-    if dispatcher == "alltoall" and min(tensor, size) > 1 and not on_gpus:
+    if dispatcher == "alltoall" and min(own, size) > 1 and not on_gpus:
         raise ValueError(
             "model.transformer.moe_token_dispatcher_type alltoall gathers a different number of tokens from each "
-            "tensor-parallel rank, which gloo, without GPUs (job.gpus_per_node 0), cannot; set allgather"
+            "rank that has a part of an expert, which gloo, without GPUs (job.gpus_per_node 0), cannot; set allgather, "
+            "or parallel.expert_tensor_parallel_size=1"
         )
-    widths = {
-        "moe_ffn_hidden_size": settings.moe_ffn_hidden_size,
-        "moe_shared_expert_intermediate_size": settings.moe_shared_expert_intermediate_size,
-    }
-    for name, width in widths.items():
-        if width is not None and width % tensor:
-            raise ValueError(
-                f"model.transformer.{name} {width} is no multiple of parallel.tensor_model_parallel_size {tensor}"
-            )
-    if size > 1 and (bare := _stages_without_experts(config)):
+    _check_widths(config)
+    if parallel.separates_experts and (bare := _stages_without_experts(config)):
+        setting = "expert_model_parallel_size above 1" if size > 1 else f"expert_tensor_parallel_size {own}"
         raise ValueError(
             f"pipeline stage {bare[0]} has no layer with experts (model.transformer.moe_layer_freq); with "
-            "parallel.expert_model_parallel_size above 1 every stage needs one: change one of the two, or "
-            "parallel.pipeline_model_parallel_size"
+            f"parallel.{setting} every stage needs one: change one of the two, or parallel.pipeline_model_parallel_size"
+        )
+
+
+def _check_widths(config: Config) -> None:
+    """Whether the layers of experts can be split over their ranks."""
+    parallel, settings = config.parallel, config.model.transformer
+    tensor = ("tensor_model_parallel_size", parallel.tensor_model_parallel_size)
+    own = tensor
+    if parallel.expert_tensor_parallel_size is not None:
+        own = ("expert_tensor_parallel_size", parallel.expert_tensor_parallel_size)
+    width, shared = settings.moe_ffn_hidden_size, settings.moe_shared_expert_intermediate_size
+    for name, channels, (setting, parts) in (
+        ("model.transformer.moe_ffn_hidden_size", width or 0, own),
+        ("model.ffn_hidden_size", config.model.ffn_hidden_size if width is None else 0, own),
+        ("model.transformer.moe_shared_expert_intermediate_size", shared or 0, tensor),
+    ):
+        if channels % parts:
+            raise ValueError(f"{name} {channels} is no multiple of parallel.{setting} {parts}")
+
+
+def _check_ranks(config: Config) -> None:
+    """Whether the ranks of a pipeline stage can be divided among the parts of its experts."""
+    parallel = config.parallel
+    size, tensor, own = (
+        parallel.expert_model_parallel_size,
+        parallel.tensor_model_parallel_size,
+        parallel.expert_tensor_size,
+    )
+    replicas = config.data_parallel_size * parallel.context_parallel_size
+    if own == tensor and replicas % size:
+        raise ValueError(
+            f"experts are split over ranks that are data- or context-parallel: {replicas} of them (data "
+            f"{config.data_parallel_size} x context {parallel.context_parallel_size}) are no multiple of "
+            f"parallel.expert_model_parallel_size {size}"
+        )
+    if tensor * replicas % (own * size):
+        raise ValueError(
+            f"experts are split over the ranks of a pipeline stage: {tensor * replicas} of them (tensor {tensor} x "
+            f"data {config.data_parallel_size} x context {parallel.context_parallel_size}) are no multiple of "
+            f"parallel.expert_tensor_parallel_size {own} x expert_model_parallel_size {size}"
         )
 
 
@@ -161,9 +196,8 @@ def _stages_without_experts(config: Config) -> list[int]:
 def _check_settings(config: Config) -> None:
     """Settings of other sections, and of experts among themselves."""
     settings, training = config.model.transformer, config.training
-    if settings.add_bias_linear and (
-        config.parallel.tensor_model_parallel_size > 1 or settings.moe_shared_expert_intermediate_size is not None
-    ):
+    split = max(config.parallel.tensor_model_parallel_size, config.parallel.expert_tensor_size) > 1
+    if settings.add_bias_linear and (split or settings.moe_shared_expert_intermediate_size is not None):
         raise ValueError(
             "model.transformer.add_bias_linear: biases of experts are not split over tensor-parallel ranks, and shared "
             "experts have none; set it to false"

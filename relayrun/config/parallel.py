@@ -25,7 +25,10 @@ class Parallel(Section):
     attention splits heads in its place: their number is a multiple of tensor x context parallel size."""
     expert_model_parallel_size: Positive = 1
     """Split the experts of every layer (model.transformer.num_moe_experts) over this many of the ranks that are data-
-    or context-parallel for all else."""
+    or context-parallel for all else; or tensor-parallel, with a smaller expert_tensor_parallel_size."""
+    expert_tensor_parallel_size: Positive | None = None
+    """Ranks over which every expert is split; None: tensor_model_parallel_size. With 1 every expert is whole, and
+    tensor-parallel ranks hold different ones, or replicas of them."""
     use_distributed_optimizer: bool = False
     """Split the optimizer's state over the data-parallel ranks."""
     num_distributed_optimizer_instances: Positive = 1
@@ -52,6 +55,16 @@ class Parallel(Section):
     @property
     def virtual_stages(self) -> bool:
         return self.num_layers_per_virtual_pipeline_stage is not None
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Ranks over which every expert is split."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def separates_experts(self) -> bool:
+        """Whether the ranks that hold the same experts are others than those that hold the same of all else."""
+        return self.expert_model_parallel_size > 1 or self.expert_tensor_size != self.tensor_model_parallel_size
 
     @model_validator(mode="after")
     def _rules(self) -> Self:

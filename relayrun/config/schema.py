@@ -14,7 +14,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from relayrun.config import expert_layout
+from relayrun.config import expert_layout, fp8_layout
 from relayrun.config.checkpoint import Checkpoint
 from relayrun.config.command import CommandConfig
 from relayrun.config.common import CommonConfig
@@ -86,6 +86,20 @@ class RunConfig(CommonConfig):
             return 1
         replicas = self.data_parallel_size * self.parallel.context_parallel_size
         return replicas // self.parallel.num_distributed_optimizer_instances
+
+    @property
+    def expert_optimizer_parts(self) -> int:
+        """Ranks over which the optimizer's state of a part of the experts is divided."""
+        if not self.parallel.use_distributed_optimizer:
+            return 1
+        return self.expert_replicas // self.parallel.num_distributed_optimizer_instances
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same part of the same experts."""
+        parallel = self.parallel
+        ranks = parallel.tensor_model_parallel_size * self.data_parallel_size * parallel.context_parallel_size
+        return ranks // (parallel.expert_model_parallel_size * parallel.expert_tensor_size)
 
     @property
     def model_parallel_size(self) -> int:
@@ -180,9 +194,8 @@ class RunConfig(CommonConfig):
             )
         instances = self.parallel.num_distributed_optimizer_instances
         replicas = self.data_parallel_size * self.parallel.context_parallel_size
-        size = self.parallel.expert_model_parallel_size
-        if replicas % instances or replicas // size % instances:
-            experts = f", {replicas // size} for experts" if size > 1 else ""
+        if replicas % instances or self.expert_replicas % instances:
+            experts = f", {self.expert_replicas} for experts" if self.parallel.separates_experts else ""
             raise ValueError(
                 f"the {replicas} ranks that share a part of the model (data x context parallel{experts}) are no "
                 f"multiple of parallel.num_distributed_optimizer_instances {instances}"
@@ -264,8 +277,7 @@ class RunConfig(CommonConfig):
                 f"model.transformer.{needs[0]} needs layers of TransformerEngine; set "
                 "training.transformer_impl=transformer_engine, or leave it out"
             )
-        if "fp8" in given and self.training.resolved_precision != "bf16":
-            raise ValueError("model.transformer.fp8 keeps all but products in bf16; set training.precision=bf16")
+        fp8_layout.check(self)
         return self
 
     @model_validator(mode="after")
@@ -282,7 +294,10 @@ class RunConfig(CommonConfig):
     @model_validator(mode="after")
     def _document_windows(self) -> Self:
         length = self.training.seq_length
-        for name, cut in self.data.cut_by_document.items():
+        cuts = dict(self.data.cut_by_document)
+        if self.data.validation_cut is not None:
+            cuts |= dict.fromkeys(self.data.validation, self.data.validation_cut)
+        for name, cut in cuts.items():
             cut.check(cut.window or length)
             if (cut.window or 0) > length and cut.packing != "split":
                 raise ValueError(

@@ -132,7 +132,9 @@ class Transformer(ExpertFields, LatentAttentionFields, Fp8Fields, Section):
             given := [name for name in self.model_dump() if name in ExpertFields.model_fields]
         ):
             raise ValueError(f"{', '.join(given)}: only with num_moe_experts")
-        if self.fp8 is None and (given := [name for name in self.model_dump() if name in Fp8Fields.model_fields]):
+        if self.fp8 is not None:
+            self.check_recipe()
+        elif given := [name for name in self.model_dump() if name in Fp8Fields.model_fields]:
             raise ValueError(f"{', '.join(given)}: only with fp8")
         return self
 

@@ -25,6 +25,7 @@ ELSEWHERE = {
     "virtual_pipeline_model_parallel_size": "parallel.num_layers_per_virtual_pipeline_stage",
     "microbatch_group_size_per_vp_stage": "parallel.num_layers_per_virtual_pipeline_stage",
     "moe_router_topk_limited_devices": "model.transformer.moe_router_group_topk",
+    "moe_extended_tp": "parallel.expert_tensor_parallel_size",
 }
 """Settings of another name that say the same. Those of the same name in another section are found by it."""
 
@@ -94,10 +95,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "hybrid_context_parallel",
         "max_seqlen_per_dp_cp_rank",
         "cp_comm_type",
-    ),
-    "relayrun's expert parallelism has no setting for it": (
-        "expert_tensor_parallel_size",
-        "moe_extended_tp",
     ),
     "relayrun keeps what the backward pass needs on the GPU; training.recompute_granularity saves memory": (
         "cpu_offloading",

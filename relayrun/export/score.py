@@ -11,6 +11,7 @@ import torch
 
 from relayrun.config.schema import Evaluation
 from relayrun.data.order.build import validation_orders
+from relayrun.data.rows import Row
 from relayrun.errors import InputError
 from relayrun.export import huggingface
 from relayrun.export.checkpoint_source import CheckpointSource
@@ -60,7 +61,8 @@ def run_tasks(model: Path, settings: Evaluation) -> tuple[Results, dict[str, Any
 def held_out(checkpoint: CheckpointSource, model: Path, settings: Evaluation) -> tuple[Results, dict[str, Any]]:
     """Return mean loss in nats per token, and its exponential, on the windows that training itself evaluates on.
 
-    Documents are not told apart and no token is masked. Raises InputError if there is no validation set.
+    What rows of `order: document-window` hold is told apart, documents inside a window are not, and `eod_mask_loss`
+    masks nothing. Raises InputError if there is no validation set.
     """
     from transformers import AutoModelForCausalLM
 
@@ -72,16 +74,31 @@ def held_out(checkpoint: CheckpointSource, model: Path, settings: Evaluation) ->
     scored: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()
     found: Results = {}
     for name, order in orders.items():
-        windows = min(settings.limit or training.eval_steps * training.global_batch_size, order.windows_per_epoch)
-        total = 0.0
-        for number in range(windows):
-            tokens = torch.from_numpy(order.sample(number)).long().to(device)
-            with torch.no_grad():
-                logits = scored(tokens[None, :-1]).logits[0]
-            total += float(torch.nn.functional.cross_entropy(logits, tokens[1:]))
-        loss = total / windows
+        windows = min(settings.limit or training.eval_steps * training.global_batch_size, len(order))
+        sums = [_loss(scored, order.row(number), device) for number in range(windows)]
+        if training.resolved_loss_mean == "sample":
+            loss = sum(total / max(count, 1.0) for total, count in sums) / windows
+        else:
+            loss = sum(total for total, _ in sums) / max(1.0, sum(count for _, count in sums))
         found[name] = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, "windows": windows}
     return found, {"program": "held-out loss", "seq_length": training.seq_length}
+
+
+@torch.no_grad()
+def _loss(model: Any, row: Row, device: str) -> tuple[float, float]:
+    """The losses of a row's tokens that count, summed, and how many these are; each part of it alone."""
+    tokens = torch.from_numpy(row.tokens).long().to(device)
+    length = len(tokens) - 1
+    mask = torch.ones(length) if row.loss_mask is None else torch.from_numpy(row.loss_mask)
+    total, count, at = 0.0, 0.0, 0
+    for part in row.lengths or [length]:
+        inside, end = mask[at : at + part].to(device), at + part
+        if inside.any():
+            logits = model(tokens[None, at:end]).logits[0]
+            losses = torch.nn.functional.cross_entropy(logits, tokens[at + 1 : end + 1], reduction="none")
+            total, count = total + float((losses * inside).sum()), count + float(inside.sum())
+        at = end
+    return total, count
 
 
 def _is_number(value: object) -> bool:

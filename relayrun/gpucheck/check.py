@@ -84,6 +84,20 @@ PARTS: tuple[Part, ...] = (
         least=15,
     ),
     Part(
+        name="models",
+        what="other models, optimizers and types",
+        function="relayrun.gpucheck.models:measure",
+        seconds=150,
+        least=40,
+    ),
+    Part(
+        name="layouts",
+        what="two ranks, in every way that a model is split",
+        function="relayrun.gpucheck.models:measure_layouts",
+        seconds=180,
+        least=60,
+    ),
+    Part(
         name="export",
         what="logits of the exported model",
         function="relayrun.gpucheck.export:measure",

@@ -22,6 +22,10 @@ ROUNDING = 1e-4
 """Largest difference between logits in fp32, relative to the largest where that is above 1: one side is of a GPU
 and the other of the host, which add in other orders. A wrong weight is a hundred times as much."""
 
+LEARNED, NEAR = 0.95, 0.02
+"""The loss that a batch has at most behind a few iterations on it, as a share of the one before; and how far from it
+the same weights may be in fp32, as a share of that one's."""
+
 Figures = Mapping[str, Any]
 
 
@@ -221,6 +225,35 @@ def _attention(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
         )
 
 
+def _models(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
+    yield from _ways("models", figures)
+
+
+def _layouts(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
+    yield from _ways("layouts", figures)
+
+
+def _ways(part: str, figures: Figures) -> Iterator[Row]:
+    for name, one in figures.items():
+        what = one.get("what", name)
+        if "not_measured" in one:
+            yield Row(part=part, what=what, value=f"not measured: {one['not_measured']}")
+            continue
+        target = f"learns, {NEAR:.0%} of fp32's loss at most beside it"
+        value = f"failed: {one.get('failed')}"
+        verdict: Verdict = "missed"
+        if "last_loss" in one:
+            first, last, exact = one["first_loss"], one["last_loss"], one.get("exact_loss")
+            met = last <= LEARNED * first
+            value = f"loss {first:.4g}, then {last:.4g}"
+            if exact is not None:
+                value += f", {exact:.4g} in fp32"
+                met = met and abs(last - exact) <= NEAR * exact
+            value += f"; {one['tokens_per_second']:,.0f} tokens/s, {one['peak_bytes'] / 1e9:,.3g} GB"
+            verdict = "met" if met else "missed"
+        yield Row(part=part, what=what, value=value, target=target, verdict=verdict, hard=True)
+
+
 def _export(figures: Figures, result: Mapping[str, Any]) -> Iterator[Row]:
     target = "equal but for rounding"
     if "difference" not in figures:
@@ -258,6 +291,8 @@ _ROWS: dict[str, Callable[[Figures, Mapping[str, Any]], Iterator[Row]]] = {
     "speed": _speed,
     "save": _save,
     "attention": _attention,
+    "models": _models,
+    "layouts": _layouts,
     "export": _export,
     "bandwidth": _bandwidth,
 }

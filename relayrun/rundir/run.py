@@ -61,6 +61,11 @@ class Run:
         return self.path / "manifest.json"
 
     @property
+    def data_cache(self) -> Path:
+        """Indices of the data sets, where the config names no folder for them."""
+        return self.path / "data_cache"
+
+    @property
     def attempts(self) -> Path:
         return self.path / "attempts"
 

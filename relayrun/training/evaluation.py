@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from relayrun.config.schema import Training
-from relayrun.data.batches import checked_ids
-from relayrun.data.order.samples import SampleOrder
+from relayrun.data.batches import checked_row
+from relayrun.data.order.held_out import HeldOut
+from relayrun.data.rows import Rows
 from relayrun.training.loss import LossSum
 from relayrun.training.model.gpt import MicroBatch, Model
 from relayrun.training.parallel import Ranks
@@ -19,7 +20,7 @@ from relayrun.training.parallel import Ranks
 class Evaluation:
     """The validation sets of a run and what of them is evaluated."""
 
-    orders: dict[str, SampleOrder]
+    orders: dict[str, HeldOut]
     training: Training
     ranks: Ranks
     vocabulary_size: int
@@ -41,27 +42,28 @@ class Evaluation:
         finally:
             model.train_mode(True)
 
-    def _loss(self, model: Model, order: SampleOrder) -> float:
+    def _loss(self, model: Model, order: HeldOut) -> float:
         """Samples 0 .. eval_steps x global batch - 1, each window at most once."""
         wanted = self._samples(order)
         own = range(self.ranks.data_parallel_rank, wanted, self.ranks.data_parallel_size)
         size = self.training.micro_batch_size
         batches = [self._batch(order, own[at : at + size]) for at in range(0, len(own), size)]
         least = 0
-        if self.ranks.expert_size > 1:  # replicas send each other tokens, so all run as many as the first one
+        if self.ranks.replicas_share_experts:  # they send each other tokens, so all run as many as the first one
             least = -(-len(range(0, wanted, self.ranks.data_parallel_size)) // size)
         while len(batches) % model.batches_multiple or len(batches) < least:
             copied = batches[-1] if batches else self._batch(order, range(1))
-            batches.append(MicroBatch(tokens=copied.tokens, weights=np.zeros(size, dtype=np.float32)))
+            batches.append(replace(copied, weights=np.zeros(size, dtype=np.float32)))
         return self.ranks.mean_loss(model.run(batches, train=False) if batches else LossSum(total=0.0, count=0.0))
 
-    def _samples(self, order: SampleOrder) -> int:
-        return min(self.training.eval_steps * self.training.global_batch_size, order.windows_per_epoch)
+    def _samples(self, order: HeldOut) -> int:
+        return min(self.training.eval_steps * self.training.global_batch_size, len(order))
 
-    def _batch(self, order: SampleOrder, samples: range) -> MicroBatch:
+    def _batch(self, order: HeldOut, samples: range) -> MicroBatch:
         """A whole micro-batch: pipeline stages exchange fixed shapes, so a short one is filled up, weight 0."""
         size = self.training.micro_batch_size
-        tokens = [checked_ids(order, k, self.vocabulary_size) for k in samples]
+        found = [checked_row(order.row(k), order, k, self.vocabulary_size) for k in samples]
         weights = np.zeros(size, dtype=np.float32)
-        weights[: len(tokens)] = 1
-        return MicroBatch(tokens=np.stack(tokens + [tokens[-1]] * (size - len(tokens))), weights=weights)
+        weights[: len(found)] = 1
+        rows = Rows.of(found + [found[-1]] * (size - len(found)))
+        return MicroBatch(tokens=rows.tokens, weights=weights, lengths=rows.lengths, loss_mask=rows.loss_mask)

@@ -94,10 +94,10 @@ class Training:
         settings = config.training
         self.run_dir, self.attempt = run, run.attempt(begin.attempt)
         opening = ranks.on_first_rank(lambda: secrets.token_hex(8), InputError)
-        self.order = training_order(config, manifest, opening=opening)
+        self.order = training_order(config, manifest, opening=opening, cache=run.data_cache)
         self.vocabulary_size = manifest.vocabulary_size
         self.evaluation = Evaluation(
-            orders=validation_orders(config, manifest),
+            orders=validation_orders(config, manifest, opening=opening, cache=run.data_cache),
             training=settings,
             ranks=ranks,
             vocabulary_size=manifest.vocabulary_size,

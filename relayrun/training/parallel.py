@@ -46,7 +46,9 @@ class Ranks:
     context_size: int
     """Ranks that share a sequence."""
     expert_size: int
-    """Ranks that the experts of a layer are split over; they are data- or context-parallel for all else."""
+    """Ranks that the experts of a layer are split over; for all else they may be data-, context- or tensor-parallel."""
+    expert_tensor_size: int
+    """Ranks that every expert is split over."""
     pipeline_rank: int
     pipeline_size: int
     virtual_stages: int
@@ -62,8 +64,14 @@ class Ranks:
         virtual = f" x VPP{self.virtual_stages}" if self.virtual_stages > 1 else ""
         context = f" x CP{self.context_size}" if self.context_size > 1 else ""
         expert = f" x EP{self.expert_size}" if self.expert_size > 1 else ""
+        expert += f" x ETP{self.expert_tensor_size}" if self.expert_tensor_size != self.tensor_size else ""
         sizes = f"DP{self.data_parallel_size} x TP{self.tensor_size} x PP{self.pipeline_size}"
         return f"{sizes}{virtual}{context}{expert}"
+
+    @property
+    def replicas_share_experts(self) -> bool:
+        """Whether ranks of different replicas send each other tokens: those that hold a layer's experts together."""
+        return self.tensor_size % (self.expert_size * self.expert_tensor_size) != 0
 
     def in_save_thread(self) -> Ranks:
         """The same, for agreements between the threads that save."""
@@ -173,6 +181,7 @@ def start(config: RunConfig) -> Ranks:
         virtual_pipeline_model_parallel_size=config.virtual_stages if config.virtual_stages > 1 else None,
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         num_distributed_optimizer_instances=parallel.num_distributed_optimizer_instances,
         distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
         create_gloo_process_groups=False,
@@ -189,6 +198,7 @@ def start(config: RunConfig) -> Ranks:
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
         context_size=parallel_state.get_context_parallel_world_size(),
         expert_size=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor_size=parallel_state.get_expert_tensor_parallel_world_size(),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
         virtual_stages=config.virtual_stages,

@@ -6,15 +6,21 @@ import re
 from collections.abc import Iterator, Sequence
 
 import torch
+from megatron.core import parallel_state
 
 _LAYERS = re.compile(r"(.*\blayers)\.\d+$")
+_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc\d\.weight))(\d+)(.*)")
 
 
 def names(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Parameter, str]]:
-    """Yield this rank's parameters with their names; layers are counted from 0 over all pipeline stages."""
+    """Yield this rank's parameters with their names.
+
+    Layers are counted from 0 over all pipeline stages, experts over all ranks that a layer's are split over.
+    """
     for chunk in chunks:
-        layers = {}
+        layers, held = {}, 0
         for path, module in chunk.named_modules():
+            held = max(held, getattr(module, "num_local_experts", 0))
             if (found := _LAYERS.match(path)) and hasattr(module, "layer_number"):
                 layers[path] = f"{found[1]}.{module.layer_number - 1}"
         for path, parameter in chunk.named_parameters():
@@ -23,5 +29,8 @@ def names(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Paramete
                 if path.startswith(f"{layer}."):
                     name = counted + path.removeprefix(layer)
             name = re.sub(r"^(module\.)+", "", name)
+            if held and (found := _EXPERT.fullmatch(name)):
+                number = int(found[2]) + held * parallel_state.get_expert_model_parallel_rank()
+                name = f"{found[1]}{number}{found[3]}"
             copied = name == "output_layer.weight" and getattr(parameter, "shared", False)
             yield parameter, "embedding.word_embeddings.weight" if copied else name  # tied, on another stage

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
+from relayrun.config import yamlfile
+from relayrun.places import CODE
 from relayrun.rundir.run import Run
 from relayrun.shards.indexed import ShardWriter
 from relayrun.trainers.megatron_lm.program import Dialect, dialect_of
@@ -127,6 +131,63 @@ def plan(
     variables = ENVIRONMENT | ({"MEGATRON_ON_CPU_SLOW": slow} if slow else {}) | (environment or {})
     values = {"total_steps": steps, "environment": variables, "time_limit": 1200, "lead": 60.0}
     return values | {"trainer": "megatron-lm", "trainer_settings": trainer_settings} | changes
+
+
+def config(folder: Path, checkout: Path, *, arrays: str = "", **sections: dict[str, Any]) -> Path:
+    """Write a run config of this checkout on two ranks, its run directory `folder/run`; return its path.
+
+    `arrays`: Bash text with further flags. `sections`: changes of the config's.
+    """
+    make_shard(folder / "data")
+    python = folder / "python"  # the stand-ins for CUDA stand before the program
+    exports = "".join(f"export {name}='{value}'\n" for name, value in ENVIRONMENT.items() if name != "PYTHONPATH")
+    path = f'export PYTHONPATH="$PYTHONPATH:{ENVIRONMENT["PYTHONPATH"]}"\n'
+    with_stand_ins = f'case "$1" in *.py) set -- {HERE}/on_cpu.py "$@" ;; esac\n'
+    python.write_text(f'#!/bin/sh\n{exports}{path}{with_stand_ins}exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (folder / "launcher.sh").write_text(f"exit 1\nON_CPUS_ARGS=({ON_CPUS})\n{arrays}")
+    values: dict[str, Any] = {
+        "project": "tests",
+        "name": "megatron",
+        "run_dir": str(folder / "run"),
+        "trainer": "megatron-lm",
+        "megatron_lm": {
+            "dir": str(checkout),
+            "args_file": str(folder / "launcher.sh"),
+            "args": {"tokenizer-type": "NullTokenizer", "tokenizer-model": False, "vocab-size": VOCABULARY + 5},
+        },
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "ffn_hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
+        },
+        "data": {"tokenizer": "none", "datasets": [str(folder / "data")]},
+        "training": {"steps": 8, "micro_batch_size": 2, "global_batch_size": 4, "seq_length": 64},
+        "optimizer": {"lr": 1e-3, "min_lr": 1e-4, "lr_warmup_steps": 2},
+        "checkpoint": {"interval": 2, "keep_last": 2, "async_save": False},
+        "job": {"time": "30", "ntasks_per_node": 2},
+        "cluster": {"name": "local", "scheduler": "local", "python": str(python)},
+    }
+    for name, changes in sections.items():
+        values[name] = values.get(name, {}) | changes
+    written = folder / "run.yaml"
+    written.write_text(yamlfile.dump(values))
+    return written
+
+
+def evaluated(folder: Path) -> dict[str, Any]:
+    """The section `evaluation` of docs/export.md for checkpoints of Megatron-LM, on a task with data of its own."""
+    from tests.export.models import write_task, write_tokenizer  # which import torch
+
+    page = (CODE / "docs/export.md").read_text(encoding="utf-8")
+    (found,) = (text for text in re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S) if "convert:" in text)
+    section: dict[str, Any] = yaml.safe_load(found)["evaluation"]
+    tokenizer = str(write_tokenizer(folder / "tokenizer" / "tokenizer.json", VOCABULARY))
+    section["convert"] = [tokenizer if word == "/data/tokenizer" else word for word in section["convert"]]
+    tasks = write_task(folder / "tasks", documents=12)
+    return section | {"tasks": ["tiny_choice"], "include_path": str(tasks)}
 
 
 def as_one_attempt(run: Run, whole: Run) -> dict[int, tuple[str, str]]:

@@ -39,6 +39,17 @@ PARTS: dict[str, dict[str, Any]] = {
         },
         "copy": {"seconds_of_a_save": 0.35},
     },
+    "models": {
+        "muon": {
+            "what": "Muon",
+            "first_loss": 8.0,
+            "last_loss": 4.0,
+            "exact_loss": 4.05,
+            "tokens_per_second": 1e6,
+            "peak_bytes": 10**9,
+        },
+        "fp8": {"what": "fp8", "not_measured": "TransformerEngine is not installed"},
+    },
     "export": {"difference": 1e-7, "largest": 4.0, "tokens": 512, "equal": True},
 }
 
@@ -131,3 +142,24 @@ def test_a_part_that_failed_keeps_what_it_had_measured() -> None:
 def test_an_export_that_differs_fails() -> None:
     table = report.rows(result(export=PARTS["export"] | {"difference": 0.01}))
     assert report.exit_code(table) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [({}, 0), ({"last_loss": 7.7, "exact_loss": 7.7}, 1), ({"exact_loss": 4.1}, 1)],
+)
+def test_a_model_that_does_not_learn_or_computes_something_else_fails(changes: dict[str, Any], code: int) -> None:
+    table = report.rows(result(models={"muon": PARTS["models"]["muon"] | changes}))
+    assert report.exit_code(table) == code
+    (failed,) = [row for row in report.rows(result(models={"muon": {"failed": "RuntimeError: x"}})) if row.fails]
+    assert failed.value == "failed: RuntimeError: x"
+
+
+def test_what_a_model_needs_and_is_not_here_is_no_failure() -> None:
+    table = report.rows(result())
+    assert row([each for each in table if each.part == "models"], "fp8").value == (
+        "not measured: TransformerEngine is not installed"
+    )
+    assert row([each for each in table if each.part == "models"], "Muon").value == (
+        "loss 8, then 4, 4.05 in fp32; 1,000,000 tokens/s, 1 GB"
+    )

@@ -13,6 +13,7 @@ import pytest
 from relayrun.config import yamlfile
 from relayrun.gpucheck import report
 from relayrun.gpucheck.check import PARTS
+from relayrun.gpucheck.models import LAYOUTS, WAYS
 from tests import warm
 
 pytestmark = pytest.mark.slow
@@ -33,12 +34,14 @@ def gpu_check(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProces
 
 
 def test_the_whole_way_on_cpus(tmp_path: Path) -> None:
-    done, result = gpu_check(tmp_path)
+    every = [part.name for part in PARTS if part.name != "layouts"]  # of which a test of its own knows
+    done, result = gpu_check(tmp_path, "--only", *every)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [(part["name"], part["status"]) for part in result["parts"]] == [(part.name, "done") for part in PARTS]
+    assert [(part["name"], part["status"]) for part in result["parts"]] == [(name, "done") for name in every]
     table = report.rows(result)
     promised = {row.what: row.verdict for row in table if row.hard}
-    assert len(promised) == 3 + 1 + 1
+    not_here = [name for name, way in WAYS.items() if "TransformerEngine" in way.what or "8 bits" in way.what]
+    assert len(promised) == 3 + 1 + len(WAYS) - len(not_here) + 1
     assert set(promised.values()) == {"met"}
     for row in table:
         assert row.what in done.stdout or len(row.what) > 50
@@ -62,10 +65,27 @@ def test_the_whole_way_on_cpus(tmp_path: Path) -> None:
     assert figures["attention"]["packed"]["seconds"] > 0
     assert figures["attention"]["packed_masked"]["seconds"] > 0
     assert figures["attention"]["window"]["seconds"] > 0
+    for name in not_here:
+        assert "TransformerEngine is not installed" in figures["models"][name]["not_measured"]
+    assert figures["models"]["experts"]["first_loss"] != figures["models"]["llama"]["first_loss"]
     assert figures["bandwidth"]["machine"]["ranks"] == 2
     assert not list((tmp_path / "check").rglob("*.distcp")), "checkpoints are removed"
     assert str(tmp_path) not in json.dumps(result)
     assert str(ROOT) not in json.dumps(result)
+
+
+@pytest.mark.long
+def test_every_layout_of_two_ranks_learns(tmp_path: Path) -> None:
+    done, result = gpu_check(tmp_path, "--only", "layouts")
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = result["parts"][1]["figures"]
+    assert figures.keys() == LAYOUTS.keys()
+    assert "TransformerEngine is not installed" in figures.pop("overlap")["not_measured"]
+    assert {row.verdict for row in report.rows(result) if row.part == "layouts"} == {"met"}
+    plain = figures["tensor"]
+    for name in ("pipeline", "instances"):  # the same weights, and on CPUs the same ones in the beginning
+        assert figures[name]["first_loss"] == pytest.approx(plain["first_loss"], rel=1e-3)
+    assert figures["experts"]["exact_loss"] == pytest.approx(figures["whole_experts"]["exact_loss"], rel=0.05)
 
 
 @pytest.mark.long

@@ -14,8 +14,9 @@ warnings.simplefilter("ignore")
 import torch  # noqa: E402
 
 from relayrun.config.schema import RunConfig  # noqa: E402
+from relayrun.config.transformer import Transformer  # noqa: E402
 from relayrun.errors import FatalTrainingError  # noqa: E402
-from relayrun.training.model import fusions  # noqa: E402
+from relayrun.training.model import fp8, fusions  # noqa: E402
 from relayrun.training.model.gpt import layers  # noqa: E402
 
 CONFIG: dict[str, Any] = {
@@ -96,6 +97,34 @@ def overlap(*, new: bool) -> dict[str, Any]:
     return asked
 
 
+class Hopper:
+    """TransformerEngine's answers on such a GPU; its version knows no scales by blocks."""
+
+    @staticmethod
+    def is_fp8_available() -> tuple[bool, str]:
+        return True, ""
+
+    @staticmethod
+    def is_mxfp8_available() -> tuple[bool, str]:
+        return False, "a GPU of compute capability 10.0 is needed"
+
+
+def in_8_bits(recipe: str | None, *, known: bool = True) -> str:
+    """What a rank says of a recipe. `known`: whether the installed version has it."""
+
+    def made(_: Any) -> None:
+        if not known:
+            raise ValueError("no such recipe")
+
+    fp8.fp8_utils.get_fp8_recipe = made
+    settings = Transformer.model_validate({"fp8": "hybrid", "fp8_recipe": recipe} if recipe else {})
+    try:
+        fp8.check(settings, types.SimpleNamespace())
+    except FatalTrainingError as error:
+        return error.message
+    return "can"
+
+
 GROUPS = {"num_query_groups": 2}
 torch.distributed.get_rank = lambda group=None: 0
 fused: dict[str, Any] = {}
@@ -107,7 +136,12 @@ for there in (False, True):
             fused[f"{name}, {kind}, {'there' if there else 'missing'}"] = kernels(values, kind)
 fused["overlap"] = [overlap(new=new) for new in (False, True)]
 
-results: dict[str, Any] = {"fused": fused}
+without = in_8_bits("delayed")
+fp8.fp8_utils.FP8GlobalStateManager = Hopper
+recipes = {str(recipe): in_8_bits(recipe) for recipe in (None, "delayed", "tensorwise", "blockwise", "mxfp8")}
+recipes |= {"missing": without, "unknown": in_8_bits("tensorwise", known=False)}
+
+results: dict[str, Any] = {"fused": fused, "fp8": recipes}
 for installed in (False, True):
     for gpu in (False, True):
         layers.HAVE_TE = installed

@@ -101,3 +101,50 @@ def test_another_window_is_refused_by_the_ranks(harness: Callable[..., Any]) -> 
     attempt = made.start()
     assert attempt.wait() != [0, 0]
     assert "options of data set 'train' was" in "".join(failure.error for failure in attempt.failures())
+
+
+SCORED = """
+import json, sys
+from pathlib import Path
+from relayrun.config.schema import Evaluation
+from relayrun.export import score
+from relayrun.export.checkpoint_source import find_checkpoint
+from relayrun.rundir.run import Run
+source, model = find_checkpoint(Run(Path(sys.argv[1]))), Path(sys.argv[2])
+score.export(source, model)
+print(json.dumps(score.held_out(source, model, Evaluation(interval=4))[0]))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mean", ["token", "sample"])
+def test_validation_rows_have_the_loss_that_transformers_gives_their_windows(
+    harness: Callable[..., Any], tmp_path: Path, mean: str
+) -> None:
+    """The same for one replica and for two, whose last micro-batches are filled up; the rows are counted once."""
+    from tests.export.models import write_tokenizer  # which imports torch
+
+    def made(ranks: int) -> Any:
+        return harness(
+            data={
+                "order": "document-window",
+                "document_window": CUT,
+                "tokenizer": str(write_tokenizer(tmp_path / "tokenizer.json")),
+            },
+            # the padding of a vocabulary has a share in training's softmax alone
+            model={"hidden_dropout": 0.0, "attention_dropout": 0.0, "make_vocab_size_divisible_by": 4},
+            training={"steps": 4, "eval_interval": 4, "eval_steps": 20, "loss_mean": mean},
+            optimizer={"lr": 1e-2, "lr_decay_style": "constant", "lr_warmup_steps": 0},
+            checkpoint={"interval": 4},
+            job={"ntasks_per_node": ranks},
+        )
+
+    one, two = made(1), made(2)
+    losses = [each.train().evaluations()[4]["held-out"] for each in (one, two)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert len(list(one.run.data_cache.glob("*-rows.npy"))) == 2
+    scored = tmp_path / "scored.py"
+    scored.write_text(SCORED)
+    done = warm.run([sys.executable, scored, one.run.path, tmp_path / "out"])
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["held-out"]["loss"] == pytest.approx(losses[0], abs=1e-5)

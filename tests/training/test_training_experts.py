@@ -67,6 +67,8 @@ ASSIGNED: dict[str, Any] = EXPERTS | {
     "moe_apply_probs_on_input": True,
 }
 EP2 = {"expert_model_parallel_size": 2}
+ETP1 = {"expert_tensor_parallel_size": 1}
+ETP2 = {"expert_tensor_parallel_size": 2}
 LEAVE_OUT = {"hook": "tests.training.user_hooks:Objector", "options": {"action": "SKIP", "iteration": CUT + 1}}
 SMOOTH = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
@@ -88,6 +90,9 @@ LAYOUTS = [
     pytest.param(4, TENSOR | EP2, {}, GATHERED, id="DP2-TP2-EP2"),
     pytest.param(4, VIRTUAL | EP2, {"precision": "bf16"}, EXPERTS, id="DP2-PP2-virtual-EP2"),
     pytest.param(2, DISTRIBUTED | EP2 | {"context_parallel_size": 2}, {}, SENT, id="CP2-EP2-alltoall"),
+    pytest.param(2, TENSOR | EP2 | ETP1, {}, SENT, id="TP2-EP2-ETP1-alltoall"),
+    pytest.param(2, TENSOR | ETP1, {"precision": "bf16"}, EXPERTS, id="TP2-ETP1-bf16"),
+    pytest.param(2, DISTRIBUTED | ETP2, {}, GATHERED, id="DP2-ETP2"),
 ]
 
 
@@ -184,6 +189,33 @@ def test_another_way_to_split_experts_computes_the_same(harness: Make) -> None:
 
 
 @pytest.mark.long
+def test_experts_that_are_split_otherwise_than_the_rest_compute_the_same(harness: Make) -> None:
+    """From their first step; on other ranks, whole on tensor-parallel ranks, in parts on data-parallel ones."""
+    measured = {"tracking": {"log_interval": 1, "log_params_norm_per_param": True}}
+
+    def trained(ranks: int, parallel: dict[str, Any], experts: dict[str, Any]) -> dict[int, Any]:
+        made = harness(**sections(ranks, parallel, {}, experts, **SMOOTH), **measured)
+        steps: dict[int, Any] = made.train().steps()
+        return steps
+
+    reference = trained(2, DISTRIBUTED, GATHERED)
+    assert len([name for name in reference[1]["params_norm_per_param"] if ".0.mlp.experts.local_experts." in name]) == 8
+    layouts = (
+        (2, TENSOR | EP2 | ETP1, SENT),
+        (2, TENSOR | ETP1, SENT),
+        (2, DISTRIBUTED | ETP2, GATHERED),
+        (2, DISTRIBUTED | EP2, SENT),
+        (4, TENSOR | EP2 | ETP1, SENT),
+    )
+    for ranks, parallel, experts in layouts:
+        found = trained(ranks, parallel, experts)
+        assert_close(found, reference, loss=1e-5, norm=1e-4)
+        for iteration, step in found.items():
+            norms = step["params_norm_per_param"]
+            assert norms == pytest.approx(reference[iteration]["params_norm_per_param"], rel=1e-4), parallel
+
+
+@pytest.mark.long
 def test_the_balancing_loss_is_one_of_micro_batches(harness: Make) -> None:
     """Another size of them is another loss to train on; without that loss it is not."""
     for factor in (0.0, 0.1):
@@ -207,3 +239,23 @@ def test_experts_move_to_other_ranks_with_muon(harness: Make) -> None:
     assert_close(two.train().steps(), reference, loss=1e-5, norm=1e-4)
     for whole, layout in ((one, EP2), (two, {})):
         assert_close(resumed_from(whole, made(**layout)).steps(), reference, loss=1e-5, norm=1e-4)
+
+
+@pytest.mark.long
+def test_muon_gathers_experts_over_the_ranks_that_share_them(harness: Make) -> None:
+    """Over tensor-parallel ranks, split as all else is and otherwise."""
+
+    def made(ranks: int, **layout: Any) -> Any:
+        return harness(**sections(ranks, layout, {}, GATHERED, **SMOOTH), optimizer={"name": "muon"})
+
+    tensor = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    one = made(1)
+    reference = one.train().steps()
+    for ranks, layout in ((2, tensor), (2, tensor | EP2 | ETP1), (2, ETP2), (4, tensor | EP2)):
+        whole, rest = made(ranks, **layout), made(ranks, **layout)
+        assert_close(whole.train().steps(), reference, loss=1e-5, norm=1e-4)
+        resumed = resumed_from(whole, rest).steps()
+        assert {at: step["loss"].hex() for at, step in resumed.items()} == {
+            at: step["loss"].hex() for at, step in whole.attempts[-1].steps().items() if at > CUT
+        }
+        assert_close(resumed_from(one, made(ranks, **layout)).steps(), reference, loss=1e-5, norm=1e-4)

@@ -59,3 +59,13 @@ def test_fused_kernels_are_used_where_they_are_and_missed_in_words_where_they_ar
 def test_transformer_engine_is_asked_to_overlap_as_each_version_wants_it(found: dict[str, Any]) -> None:
     common = {"shape": [16, 32], "tp_size": 2, "backend": "nccl"}
     assert found["fused"]["overlap"] == [common | {"fp8": False}, common | {"modes": ["none"]}]
+
+
+def test_a_recipe_in_8_bits_that_cannot_be_had_here_is_said_before_the_first_step(found: dict[str, Any]) -> None:
+    said = found["fp8"]
+    assert said["None"] == said["delayed"] == said["tensorwise"] == "can"
+    assert said["missing"] == "can"  # the layers say that TransformerEngine is not there
+    words = "model.transformer.fp8 hybrid with fp8_recipe {} cannot be had here: "
+    assert said["mxfp8"] == words.format("mxfp8") + "a GPU of compute capability 10.0 is needed"
+    assert said["blockwise"].startswith(words.format("blockwise") + "TransformerEngine ")
+    assert said["unknown"].endswith("does not know it (no such recipe)")

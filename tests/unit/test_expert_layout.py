@@ -13,6 +13,7 @@ from relayrun.config.schema import Model, RunConfig
 from relayrun.training.model.size import flops_per_token, memory_bytes, parameters, routed
 
 EXPERTS: dict[str, Any] = {"num_moe_experts": 8, "moe_aux_loss_coeff": 0.01}
+TENSOR: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 LATENT: dict[str, Any] = {"multi_latent_attention": True}
 MIXTRAL = Model(
     num_layers=32,
@@ -76,13 +77,41 @@ def made(transformer: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:
         (
             EXPERTS | {"moe_token_dispatcher_type": "alltoall"},
             {
-                "parallel": {
-                    "tensor_model_parallel_size": 2,
-                    "sequence_parallel": True,
-                    "expert_model_parallel_size": 2,
-                }
+                "parallel": TENSOR | {"expert_model_parallel_size": 2},
             },
             "which gloo, without GPUs .* cannot; set allgather",
+        ),
+        ({}, {"parallel": {"expert_tensor_parallel_size": 2}}, "set model.transformer.num_moe_experts"),
+        (
+            EXPERTS,
+            {"parallel": TENSOR | {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 8}},
+            "4 of them .tensor 2 x data 2 x context 1. are no multiple of parallel.expert_tensor_parallel_size 1 x",
+        ),
+        (
+            EXPERTS | {"moe_ffn_hidden_size": 66},
+            {"parallel": {"expert_tensor_parallel_size": 4}},
+            "moe_ffn_hidden_size 66 is no multiple of parallel.expert_tensor_parallel_size 4",
+        ),
+        (
+            EXPERTS | {"moe_layer_freq": [0, 0, 1, 1]},
+            {"parallel": {"expert_tensor_parallel_size": 2, "pipeline_model_parallel_size": 2}},
+            "with parallel.expert_tensor_parallel_size 2 every stage needs one",
+        ),
+        (
+            EXPERTS | {"add_bias_linear": True},
+            {"parallel": {"expert_tensor_parallel_size": 2}},
+            "biases of experts are not split",
+        ),
+        (
+            EXPERTS,
+            {
+                "parallel": {
+                    "expert_tensor_parallel_size": 4,
+                    "num_distributed_optimizer_instances": 2,
+                    "use_distributed_optimizer": True,
+                }
+            },
+            "1 for experts. are no multiple of parallel.num_distributed_optimizer_instances 2",
         ),
         (
             EXPERTS | {"moe_ffn_hidden_size": 33},
@@ -163,3 +192,18 @@ def test_a_rank_holds_its_part_of_the_experts() -> None:
     moments = 8 * routed(made(EXPERTS).model) * 3 / 4
     assert whole.state - split.state == 8 * routed(made(EXPERTS).model) * 3 / 4 + moments
     assert whole.activations == split.activations
+
+
+def test_experts_may_lie_on_tensor_parallel_ranks() -> None:
+    """Four ranks of a stage: four whole experts each on one, or two halves on two; as many bytes of weights on each."""
+    held = []
+    for size, own in ((4, 1), (2, 2), (1, 4)):
+        sizes = {"expert_model_parallel_size": size, "expert_tensor_parallel_size": own}
+        config = made(EXPERTS, parallel=TENSOR | {"use_distributed_optimizer": True} | sizes)
+        assert config.expert_replicas == 1
+        held.append(memory_bytes(config, 100).state)
+    assert held[0] == held[1] == held[2]
+    config = made(EXPERTS, parallel=TENSOR | {"expert_tensor_parallel_size": 1})
+    assert config.expert_replicas == 4
+    sent = EXPERTS | {"moe_token_dispatcher_type": "alltoall"}
+    made(sent, parallel=TENSOR | {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1})

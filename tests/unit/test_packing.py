@@ -255,3 +255,45 @@ def test_the_rows_of_a_mixture_are_the_same_for_every_layout_and_after_every_res
         consumed = order.resume(state)
     assert len(pieces) == len(whole)
     assert [at for at, pair in enumerate(zip(pieces, whole, strict=True)) if pair[0] != pair[1]] == []
+
+
+def test_rows_are_counted_once_and_counted_anew_where_what_is_kept_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(packing, "BLOCK", 16)
+    manifest = shard(tmp_path / "s", np.random.default_rng(5).integers(1, 40, 90).tolist())
+    windows, kept = DocumentWindows(manifest, Cut(window=13, overlap=3, bos=1, eos=2)), tmp_path / "kept"
+    counted: list[int] = []
+    count = PackedRows._count
+
+    def counting(self: PackedRows, sizes: Any) -> int:
+        counted.append(len(sizes))
+        return count(self, sizes)
+
+    monkeypatch.setattr(PackedRows, "_count", counting)
+
+    def opened(how: packing.Packing = "best_fit", room: int = 16, cut: Cut = windows.cut) -> tuple[int, list[Any]]:
+        counted.clear()
+        rows = PackedRows(DocumentWindows(manifest, cut), room, how, cache=kept, opening="an attempt")
+        return len(counted), [rows.pieces(i) for i in range(len(rows))]
+
+    blocks, expected = opened()
+    assert blocks == -(-len(windows) // 16)
+    assert opened() == (0, expected)
+    for other in (opened("greedy"), opened(room=20), opened(cut=Cut(window=13, overlap=2, bos=1, eos=2))):
+        assert other[0] > 0, "other settings are other rows"
+        assert other[1] != expected
+    assert opened() == (0, expected)
+    for path in kept.glob("*-rows.npy"):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    assert opened() == (blocks, expected)
+    assert "is not what was built" in caplog.text
+    assert opened() == (0, expected)
+    for path in kept.iterdir():
+        path.unlink()
+    kept.rmdir()
+    kept.write_text("no folder")
+    assert opened() == (blocks, expected)
+    assert "counted at every start, and not kept" in caplog.text

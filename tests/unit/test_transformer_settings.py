@@ -169,12 +169,54 @@ def test_types_are_those_of_megatron_core(name: str) -> None:
         ("moe_router_topk=1", "moe_router_topk: only with num_moe_experts"),
         ("fp8_margin=1", "fp8_margin: only with fp8"),
         ("fp8=hybrid", "set training.transformer_impl=transformer_engine, or leave it out"),
+        ("moe_extended_tp=true", "a run says this with parallel.expert_tensor_parallel_size; set that"),
+        ("expert_tensor_parallel_size=1", "a run says this with parallel.expert_tensor_parallel_size; set that"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose.load(DEMO, [f"model.transformer.{text}"])
     assert words in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("transformer", "others", "words"),
+    [
+        ("", ["training.precision=fp32"], "set training.precision=bf16"),
+        (
+            ", fp8_margin: 1",
+            [],
+            "does not go with fp8_recipe tensorwise; set fp8_recipe to delayed, or leave",
+        ),
+        (", fp8_wgrad: false", [], "fp8_wgrad does not go with fp8_recipe tensorwise"),
+        (
+            ", fp8_recipe: delayed, first_last_layers_bf16: true",
+            [],
+            "to tensorwise or mxfp8 or blockwise",
+        ),
+        (", fp8_recipe: mxfp8, fp8_dot_product_attention: true", [], "set fp8_recipe to delayed or tensorwise"),
+        (", fp8_recipe: delayed, fp8_multi_head_attention: true", [], "needs fp8_dot_product_attention: true"),
+        (", num_layers_at_end_in_bf16: 2", [], "num_layers_at_end_in_bf16 needs first_last_layers_bf16: true"),
+        (", first_last_layers_bf16: true, num_layers_at_start_in_bf16: 6", [], "6 is above the 5 layers of a pipeline"),
+        ("", ["model.ffn_hidden_size=520"], "model.ffn_hidden_size comes to 520 on a rank, no multiple of 16"),
+        (", kv_channels: 20", [], "model.num_attention_heads x channels of a head comes to 120 on a rank"),
+        (", num_moe_experts: 2, moe_ffn_hidden_size: 24", [], "transformer.moe_ffn_hidden_size comes to 24 on a rank"),
+        (", fp8_recipe: mxfp8", ["training.seq_length=130"], "has 520 tokens"),
+        ("", ["training.seq_length=129", "training.micro_batch_size=1"], "129 tokens on a rank"),
+    ],
+)
+def test_what_products_in_8_bits_cannot_do_is_refused(transformer: str, others: list[str], words: str) -> None:
+    recipe = "" if "recipe" in transformer else ", fp8_recipe: tensorwise"
+    given = [f"model.transformer={{fp8: hybrid{recipe}{transformer}}}", *others]
+    with pytest.raises(ConfigError) as caught:
+        compose.load(DEMO, ["training.transformer_impl=transformer_engine", "training.precision=bf16", *given])
+    assert words in caught.value.message
+
+
+def test_products_in_8_bits_are_taken_where_they_can_be() -> None:
+    engine = ["training.transformer_impl=transformer_engine", "training.precision=bf16"]
+    for fields in ("", ", fp8_recipe: delayed, fp8_margin: 1", ", fp8_recipe: blockwise, first_last_layers_bf16: true"):
+        compose.load(DEMO, [*engine, f"model.transformer={{fp8: e4m3{fields}}}"])
 
 
 def test_a_window_over_ranks_needs_the_local_attention() -> None:

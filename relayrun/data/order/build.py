@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 
+from relayrun.config.document_window import DocumentWindow
 from relayrun.config.schema import MOCK_ORDER, RunConfig
 from relayrun.data.order.document_order import DocumentOrder
+from relayrun.data.order.held_out import HeldOut
 from relayrun.data.order.sampler import MixtureSampler, Part
 from relayrun.data.order.samples import Dataset, SampleOrder
 from relayrun.data.order.spec import DatasetSpec
@@ -22,8 +25,13 @@ VALIDATION_SEED = 0
 """Fixed, so that runs with other seeds are evaluated on the same windows."""
 
 
-def training_order(config: RunConfig, manifest: Manifest, *, opening: str | None = None) -> MixtureSampler:
-    """The samples of a run that begins. `opening`: see `DatasetSpec`. Raises ConfigError."""
+def training_order(
+    config: RunConfig, manifest: Manifest, *, opening: str | None = None, cache: Path | None = None
+) -> MixtureSampler:
+    """The samples of a run that begins. `opening`: see `DatasetSpec`. Raises ConfigError.
+
+    `cache`: the folder in which rows are counted once, where the config's data.data_cache_dir names none.
+    """
     data, training = config.data, config.training
     parts = {}
     for name, source in data.sources.items():
@@ -31,7 +39,7 @@ def training_order(config: RunConfig, manifest: Manifest, *, opening: str | None
         fingerprint = manifest.datasets[identity].fingerprint
         order, options = data.order_of(name)
         parts[identity] = Part(
-            dataset=make_dataset(config, manifest, name, opening=opening),
+            dataset=make_dataset(config, manifest, name, opening=opening, cache=cache),
             weight=source.weight,
             record={"fingerprint": fingerprint, "order": order, "options": options},
         )
@@ -46,16 +54,18 @@ def training_order(config: RunConfig, manifest: Manifest, *, opening: str | None
     return MixtureSampler(parts, settings)
 
 
-def validation_orders(config: RunConfig, manifest: Manifest) -> dict[str, SampleOrder]:
-    """The held-out sets: those given by path, and the share of each data set that `data.split` holds out."""
+def validation_orders(
+    config: RunConfig, manifest: Manifest, *, opening: str | None = None, cache: Path | None = None
+) -> dict[str, HeldOut]:
+    """The held-out sets: those given by path, and the share of each data set that `data.split` holds out.
+
+    `opening`, `cache`: as for `training_order`. Raises ConfigError.
+    """
     length, split = config.training.seq_length, config.data.split
-    orders = {
-        name: SampleOrder(dataset, seq_length=length, seed=VALIDATION_SEED, name=name)
-        for name, dataset in manifest.validation.items()
-    }
+    orders = {name: held_out_set(config, manifest, name, opening=opening, cache=cache) for name in manifest.validation}
     if split:
         for name, source in config.data.sources.items():
-            orders[name] = SampleOrder(
+            share = SampleOrder(
                 manifest.datasets[source.identity(name)],
                 seq_length=length,
                 name=name,
@@ -63,7 +73,23 @@ def validation_orders(config: RunConfig, manifest: Manifest) -> dict[str, Sample
                 split=split,
                 held_out=True,
             )
+            orders[name] = HeldOut(name=name, dataset=share)
     return orders
+
+
+def held_out_set(
+    config: RunConfig, manifest: Manifest, name: str, *, opening: str | None = None, cache: Path | None = None
+) -> HeldOut:
+    """The validation set called `name`, which is given by path. Raises ConfigError."""
+    shards, length = manifest.validation[name], config.training.seq_length
+    cut = config.data.validation_cut
+    dataset: Dataset
+    if cut is None:
+        dataset = SampleOrder(shards, seq_length=length, seed=VALIDATION_SEED, name=name)
+    else:
+        kept = _folder(config, cache)
+        dataset = _rows(config, manifest, shards, cut, name=name, seed=VALIDATION_SEED, cache=kept, opening=opening)
+    return HeldOut(name=name, dataset=dataset)
 
 
 def mixture_of(config: RunConfig) -> list[str]:
@@ -71,8 +97,10 @@ def mixture_of(config: RunConfig) -> list[str]:
     return [source.identity(name) for name, source in config.data.sources.items()]
 
 
-def make_dataset(config: RunConfig, manifest: Manifest, name: str, *, opening: str | None = None) -> Dataset:
-    """The data set that the config calls `name`. `opening`: see `DatasetSpec`."""
+def make_dataset(
+    config: RunConfig, manifest: Manifest, name: str, *, opening: str | None = None, cache: Path | None = None
+) -> Dataset:
+    """The data set that the config calls `name`. `opening`, `cache`: see `training_order`."""
     training, data = config.training, config.data
     source = data.sources[name]
     identity, order = source.identity(name), source.order or data.order
@@ -80,7 +108,7 @@ def make_dataset(config: RunConfig, manifest: Manifest, name: str, *, opening: s
     if order == "window":
         return SampleOrder(shards, seq_length=training.seq_length, seed=training.seed, name=identity, split=data.split)
     if name in data.cut_by_document:
-        return document_order(config, manifest, name, shards)
+        return document_order(config, manifest, name, shards, cache=_folder(config, cache), opening=opening)
     make = _maker(order, f"data set {identity!r}")
     dataset = make(
         DatasetSpec(
@@ -99,18 +127,51 @@ def make_dataset(config: RunConfig, manifest: Manifest, name: str, *, opening: s
     return dataset
 
 
-def document_order(config: RunConfig, manifest: Manifest, name: str, shards: DatasetManifest) -> DocumentOrder:
-    """The data set that the config calls `name`, of `order: document-window`, over `shards`. Raises ConfigError."""
+def document_order(
+    config: RunConfig,
+    manifest: Manifest,
+    name: str,
+    shards: DatasetManifest,
+    *,
+    cache: Path | None = None,
+    opening: str | None = None,
+) -> DocumentOrder:
+    """The data set that the config calls `name`, of `order: document-window`, over `shards`. Raises ConfigError.
+
+    `cache`: the folder in which its rows are counted once; None: they are counted here.
+    """
+    cut, identity = config.data.cut_by_document[name], config.data.sources[name].identity(name)
+    seed = config.training.seed
+    return _rows(config, manifest, shards, cut, name=identity, seed=seed, cache=cache, opening=opening)
+
+
+def _rows(
+    config: RunConfig,
+    manifest: Manifest,
+    shards: DatasetManifest,
+    cut: DocumentWindow,
+    *,
+    name: str,
+    seed: int,
+    cache: Path | None,
+    opening: str | None,
+) -> DocumentOrder:
     return DocumentOrder(
         shards,
-        config.data.cut_by_document[name],
+        cut,
         seq_length=config.training.seq_length,
-        seed=config.training.seed,
-        name=config.data.sources[name].identity(name),
+        seed=seed,
+        name=name,
         eod=manifest.eod,
         padding=manifest.eod or 0,
         vocabulary_size=manifest.vocabulary_size,
+        cache=cache,
+        opening=opening,
     )
+
+
+def _folder(config: RunConfig, cache: Path | None) -> Path | None:
+    return Path(config.data.data_cache_dir) if config.data.data_cache_dir else cache
 
 
 def _maker(order: str, where: str) -> Callable[[DatasetSpec], Dataset]:

@@ -11,6 +11,7 @@ window, or padding, and its loss does not count.
 from __future__ import annotations
 
 from functools import lru_cache, partial
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -69,12 +70,18 @@ class DocumentOrder:
         eod: int | None = None,
         padding: int = 0,
         vocabulary_size: int | None = None,
+        cache: Path | None = None,
+        opening: str | None = None,
     ) -> None:
-        """`padding`: id of the token that fills rows. Raises ConfigError as `cut_of`, and if there is no window."""
+        """`padding`: id of the token that fills rows. `cache`, `opening`: see `PackedRows`.
+
+        Raises ConfigError as `cut_of`, and if there is no window.
+        """
         where = f"data set {name!r}"
         self.cut = cut_of(settings, seq_length=seq_length, eod=eod, vocabulary_size=vocabulary_size, where=where)
         self.seq_length = seq_length
-        self.rows = PackedRows(DocumentWindows(manifest, self.cut), seq_length, settings.packing)
+        windows = DocumentWindows(manifest, self.cut)
+        self.rows = PackedRows(windows, seq_length, settings.packing, cache=cache, opening=opening)
         if not len(self.rows):
             raise ConfigError("there is no document, so no window", where=where, hint="give more data")
         self._lengths = settings.packs

@@ -1,6 +1,7 @@
-"""Indices of `order: megatron` that are built once and kept in `data.data_cache_dir`, for all ranks and attempts.
+"""Indices that are built once and kept in a folder, for all ranks and attempts.
 
-    HASH-document.npy  HASH-sample.npy  HASH-shuffle.npy    each synced, then renamed
+    HASH-document.npy  HASH-sample.npy  HASH-shuffle.npy    of `order: megatron`; each synced, then renamed
+    HASH-rows.npy                                           of `order: document-window`: the rows before each block
     HASH-checksums.json                                     bytes and XXH3-128 of each, written last
     HASH-checked.json                                       who found them whole: openings, and how the files were then
     HASH.lock                                               held by who reads (shared), or checks and builds (alone)
@@ -37,16 +38,16 @@ Indices = Sequence[npt.NDArray[Any]]
 
 
 class IndexCache:
-    """The indices of one epoch of one data set."""
+    """The indices of one data set, or of one epoch of it."""
 
-    def __init__(self, folder: Path, name: str, *, opening: str | None = None) -> None:
-        """`name`: the hash of everything that the indices depend on.
+    def __init__(self, folder: Path, name: str, *, opening: str | None = None, parts: Sequence[str] = NAMES) -> None:
+        """`name`: the hash of everything that the indices depend on. `parts`: what each of them is called.
 
         `opening`: what the ranks have in common that open it together, and no others; None for who is alone.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = folder / f"{name}.lock"
-        self._paths = [folder / f"{name}-{part}.npy" for part in NAMES]
+        self._paths = [folder / f"{name}-{part}.npy" for part in parts]
         self._record = folder / f"{name}-checksums.json"
         self._checked = folder / f"{name}-checked.json"
         self._opening = opening

@@ -20,17 +20,26 @@ from another place, and the number of rows would differ from epoch to epoch).
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 from bisect import bisect_left, insort
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from relayrun.config.document_window import Packing
 from relayrun.data.order.document_windows import DocumentWindows
+from relayrun.data.order.index_cache import IndexCache
+
+log = logging.getLogger(__name__)
 
 BLOCK = 512
 """Windows that are packed together. Part of the order: another number is another order."""
+VERSION = 1
+"""The way in which windows are packed: what another version of it has counted is not taken."""
 KEPT = 256
 """Blocks whose rows are kept in memory, the newest."""
 
@@ -94,14 +103,24 @@ def _best_fit(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
 class PackedRows:
     """The rows of a data set, by number. Thread-safe."""
 
-    def __init__(self, windows: DocumentWindows, room: int, packing: Packing) -> None:
-        """Pack every block once, for the number of its rows. `room`: tokens of a row."""
+    def __init__(
+        self,
+        windows: DocumentWindows,
+        room: int,
+        packing: Packing,
+        *,
+        cache: Path | None = None,
+        opening: str | None = None,
+    ) -> None:
+        """Pack every block once, for the number of its rows; or take them from `cache`, where they are kept.
+
+        `room`: tokens of a row. `opening`: see `DatasetSpec`.
+        """
         self.windows = windows
         self.packing = packing
         self._room = room
         self._alone = packing in ("none", "pad")
-        counts = [] if self._alone else [self._count(sizes) for sizes in windows.all_sizes(BLOCK)]
-        self._starts = np.cumsum([0, *counts], dtype=np.int64)
+        self._starts = np.zeros(1, np.int64) if self._alone else self._kept(cache, opening)
         self._block = lru_cache(KEPT)(self._packed)
 
     def __len__(self) -> int:
@@ -127,6 +146,27 @@ class PackedRows:
             found.append((first + window, start, stop))
             at, window = at + stop - start, window + 1
         return found
+
+    def _kept(self, cache: Path | None, opening: str | None) -> npt.NDArray[np.int64]:
+        """The rows before each block, and in all; int64 [blocks + 1]. What cannot be kept is counted."""
+        if cache is None:
+            return self._counted()
+        try:
+            kept = IndexCache(cache, self._identity(), opening=opening, parts=("rows",))
+            return kept.read_or_build(lambda: [self._counted()])[0]
+        except OSError as error:
+            log.warning("the rows of a data set are counted at every start, and not kept in %s: %s", cache, error)
+            return self._counted()
+
+    def _counted(self) -> npt.NDArray[np.int64]:
+        return np.cumsum([0, *map(self._count, self.windows.all_sizes(BLOCK))], dtype=np.int64)
+
+    def _identity(self) -> str:
+        """The hash of all that the rows depend on."""
+        cut = self.windows.cut
+        sizes = [cut.window, cut.overlap, cut.specials, cut.drop_end is not None]
+        identity = [VERSION, BLOCK, self._room, self.packing, *sizes, self.windows.manifest.fingerprint]
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
     def _count(self, sizes: npt.NDArray[np.int64]) -> int:
         if self.packing == "split":

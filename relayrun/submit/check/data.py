@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relayrun.config.schema import RunConfig
-from relayrun.data.order.build import document_order
+from relayrun.data.order.build import document_order, held_out_set
 from relayrun.data.order.document_order import cut_of
 from relayrun.data.order.samples import SampleOrder
 from relayrun.files import RealPath
@@ -91,8 +91,9 @@ def _shards(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
             with findings.catching("data.windows"):
                 SampleOrder(manifest.datasets[name], seq_length=length, seed=0, name=name, split=split)
     for name, shards in manifest.validation.items():
-        with findings.catching("data.windows"):
-            SampleOrder(shards, seq_length=length, seed=0, name=name)
+        if config.data.validation_cut is None or shards.documents <= PACKED_AT_MOST:
+            with findings.catching("data.windows"):
+                held_out_set(config, manifest, name)
     if len(findings.all) == before:
         every = [shards for _, shards in sets_of(manifest, None)]
         findings.ok(

@@ -216,6 +216,8 @@ def _layout(config: RunConfig, findings: Findings) -> None:
     micro = config.training.global_batch_size // (config.training.micro_batch_size * config.data_parallel_size)
     split = parallel.expert_model_parallel_size
     experts = f", experts over {split} of them" if split > 1 else ""
+    if parallel.expert_tensor_size != parallel.tensor_model_parallel_size:
+        experts += f", each expert over {parallel.expert_tensor_size}"
     findings.ok(
         "settings.layout",
         f"{config.world_size} ranks: tensor {parallel.tensor_model_parallel_size} x pipeline "

@@ -104,6 +104,7 @@ def forecast(config: RunConfig, plan: Plan, run: Run, vocabulary_size: int) -> F
             "context": parallel.context_parallel_size,
             "data": config.data_parallel_size,
             **({"expert": parallel.expert_model_parallel_size} if parallel.expert_model_parallel_size > 1 else {}),
+            **({"expert tensor": parallel.expert_tensor_size} if parallel.expert_tensor_parallel_size else {}),
         },
         parameters=count,
         vocabulary_size=size,

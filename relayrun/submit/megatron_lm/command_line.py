@@ -98,7 +98,7 @@ def _of_settings(config: MegatronConfig, run: Run, checkout: Checkout) -> list[F
         found += data_paths.flags_of(config.data)
         if config.data.data_cache_dir is None and not config.data.mock_data:
             # Megatron's own is beside the data, which may be read-only
-            found.append(Flag(name="data-cache-path", values=(str(run.path / "data_cache"),), source="run_dir"))
+            found.append(Flag(name="data-cache-path", values=(str(run.data_cache),), source="run_dir"))
     found += [Flag(name=name, values=tuple(values), source="the chain") for name, *values in table.ALWAYS]
     if "exit-signal" in checkout.flags:  # rank.sh has it ignored in a rank's children, which SIGTERM would end
         found.append(Flag(name="exit-signal", values=("SIGUSR2",), source="the chain"))

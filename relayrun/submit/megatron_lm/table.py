@@ -271,6 +271,7 @@ TABLE: tuple[Row, ...] = (
         lambda value, _: None if value == 1 else (str(value),),
         "--expert-model-parallel-size VALUE above 1",
     ),
+    _value("parallel.expert_tensor_parallel_size", "expert-tensor-parallel-size"),
     _switch("parallel.use_distributed_optimizer", "use-distributed-optimizer"),
     Row(
         "parallel.num_distributed_optimizer_instances",

@@ -6,6 +6,7 @@ Without TransformerEngine an expert is a feed-forward layer of its own, and thos
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
 
 def patch_router() -> None:
@@ -43,7 +45,9 @@ class Experts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no type
         drawn = int(torch.randint(1 << 62, ()))  # the same on all ranks of a stage
         first = self.ep_group.rank() * num_local_experts
         for number in range(first, first + num_local_experts):
-            with _generator_at(drawn + number):
+            with _generator_at(drawn + number), warnings.catch_warnings():
+                # a whole expert is told of the sequence parallelism around it, and says that it does without
+                warnings.filterwarnings("ignore", message="`sequence_parallel` is set to `True`")
                 expert = MLP(
                     self.config,
                     submodules,
@@ -63,6 +67,20 @@ def _generator_at(seed: int) -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(before)
+
+
+def reduce_over_own_replicas(model: torch.nn.Module) -> None:
+    """Let the gradients of experts be summed over the ranks that hold the same ones.
+
+    Fault: megatron-core 0.16.1 asks expert_model_parallel_size alone whether these are others than for the rest of the
+    model (tensor_parallel/layers.py:886 and 1209). With all experts on every rank, but each in other parts than the
+    rest, their gradients would be summed over data-parallel ranks only: replicas of an expert drift apart, and no
+    error says so.
+    """
+    for layer in model.modules():
+        if isinstance(layer, BaseMoELayer):
+            for parameter in layer.experts.parameters():
+                parameter.allreduce = False  # megatron-core's word for it
 
 
 def local_experts(config: TransformerConfig) -> ModuleSpec:

@@ -29,7 +29,16 @@ from relayrun.data import documents
 from relayrun.errors import ConfigError
 from relayrun.training import own_code, parallel
 from relayrun.training.loss import LossSum, Result, loss_function
-from relayrun.training.model import arguments, auxiliary_losses, fusions, layers, own_model, weight_gradients
+from relayrun.training.model import (
+    arguments,
+    auxiliary_losses,
+    experts,
+    fp8,
+    fusions,
+    layers,
+    own_model,
+    weight_gradients,
+)
 from relayrun.training.model.auxiliary_losses import AuxiliaryLosses
 from relayrun.training.model.documents import Documents, Positions, positions_for
 from relayrun.training.model.size import flops_per_token, padded
@@ -91,6 +100,8 @@ class Model:
         """What megatron-core's modules are told."""
         transformer.timers = self.timers if self.timers.level else None
         self._warmup_flush = config.parallel.overlap_p2p_communication_warmup_flush
+        self._layers = layers.implementation(config)  # says what is missing before it is asked for something
+        fp8.check(config.model.transformer, transformer)
         if transformer.tp_comm_overlap:
             fusions.start_overlap(config, transformer)
         ddp_config = DistributedDataParallelConfig(
@@ -150,7 +161,7 @@ class Model:
         self, config: RunConfig, transformer: TransformerConfig, stage: int
     ) -> ModuleSpec | TransformerBlockSubmodules | torch.nn.Module:
         """What the layers of one virtual stage are made of; the whole model, where `model.spec` gives that."""
-        block = layers.block_spec(layers.implementation(config), transformer, stage)
+        block = layers.block_spec(self._layers, transformer, stage)
         if config.model.spec is None:
             return block
         found = own_model.made(
@@ -170,6 +181,8 @@ class Model:
         """The model with what training needs around and in it."""
         if config.data.restarts_positions:
             self._restart_positions(gpt)
+        if config.parallel.separates_experts:
+            experts.reduce_over_own_replicas(gpt)
         gpt.model_type = ModelType.encoder_or_decoder  # the schedules ask for it
         if config.parallel.defer_embedding_wgrad_compute:
             weight_gradients.defer_output_layer_alone(gpt)
@@ -339,6 +352,7 @@ def _transformer_config(config: RunConfig, ranks: Ranks, dtype: torch.dtype) -> 
         tensor_model_parallel_size=ranks.tensor_size,
         context_parallel_size=ranks.context_size,
         expert_model_parallel_size=ranks.expert_size,
+        expert_tensor_parallel_size=ranks.expert_tensor_size,
         pipeline_model_parallel_size=ranks.pipeline_size,
         virtual_pipeline_model_parallel_size=ranks.virtual_stages if ranks.virtual_stages > 1 else None,
         # two stages with several parts would exchange several messages in one batch

@@ -183,16 +183,13 @@ def memory_bytes(config: RunConfig, vocabulary_size: int) -> Memory:
     again = 0
     if training.recompute_granularity == "full":
         again = min(layers, parts * training.recompute_num_layers if training.recompute_num_layers else layers)
-    split = routed(model) / tensor / pipeline
-    own = parameters(model, vocabulary_size) / tensor / pipeline - split
-    split /= parallel.expert_model_parallel_size
+    split = routed(model) / parallel.expert_model_parallel_size / parallel.expert_tensor_size / pipeline
+    own = (parameters(model, vocabulary_size) - routed(model)) / tensor / pipeline
     tokens = training.seq_length * training.micro_batch_size / tensor / parallel.context_parallel_size
     width, fixed, divided = _bytes_a_parameter(config)
     layer = width * (4 * model.hidden_size + 4 * _scored(model) + _kept_of_feed_forward(model)) * tokens
     kept = (layers - again) * layer + again * width * model.hidden_size * tokens + (layer if again else 0)
-    replicas = config.optimizer_parts
-    expert_replicas = max(1, replicas // parallel.expert_model_parallel_size)
-    state = own * (fixed + divided / replicas) + split * (fixed + divided / expert_replicas)
+    state = own * (fixed + divided / config.optimizer_parts) + split * (fixed + divided / config.expert_optimizer_parts)
     loss = (2 * width + 4 + 4) * vocabulary_size * tokens
     if parallel.defer_embedding_wgrad_compute:
         batches = training.global_batch_size // (training.micro_batch_size * config.data_parallel_size)
