@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from relayrun.config.section import Positive, Section
+from relayrun.config.section import NonNegative, Positive, Section
 
 
 class Checkpoint(Section):
@@ -26,6 +26,9 @@ class Checkpoint(Section):
     fully_parallel_load: bool = True
     """Data-parallel replicas divide what they read and send it to each other, so that a load reads what they have in
     common once, not once a replica; Megatron's ckpt_fully_parallel_load. false: each rank reads all that it needs."""
+    memory_interval: NonNegative = 0
+    """With chain.recovery `node`: iterations between copies of each rank's state in the memory of its own node
+    (/dev/shm), from which ranks go on that are started again. Two copies take that room. 0: from the disk."""
     load: str | None = None
     """What a run without a checkpoint of its own goes on from: another run (its directory, or PROJECT/NAME), the
     folder of a checkpoint, or one of Megatron-LM with its checkpoints; `:ITERATION` takes another than the newest."""
