@@ -97,12 +97,12 @@ def test_the_same_error_at_the_same_iteration_ends_the_attempt_at_its_second_tim
 
 
 @pytest.mark.long
-def test_rounds_without_a_new_durable_iteration_end_the_attempt(make_run: MakeRun) -> None:
-    """The first one brings iteration 5, and does not count."""
+def test_rounds_without_a_later_state_to_start_from_end_the_attempt(make_run: MakeRun) -> None:
+    """The second one brings iteration 5."""
     run, plan = make(make_run, "1:0:5:SIGKILL", "2:0:7:SIGKILL", "0:0:8:SIGKILL", max_failed_rounds=2)
     run_chain(run, plan)
     found = rounds.read(run.attempt(1))
-    assert [told(failed)[0] for failed in found] == [1, 2, 3]
+    assert [(failed.base_iteration, failed.next_iteration) for failed in found] == [(0, 0), (0, 5), (5, 5), (5, 5)]
     (record,) = ends(run)
     assert record.cause == "failed"
     assert record.exit_code == 128 + signal.SIGKILL
