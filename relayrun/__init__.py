@@ -14,6 +14,7 @@ What lies where. A package imports only packages that stand below it in this lis
     shuffle         a global shuffle of a dataset on disk
     tokenization    text to token shards, dump by dump
     chain           what becomes of a run when a job ends, and the supervisor beside the ranks
+    agent           what runs once a node, parent of its ranks, and starts them again inside the job
     trainers        programs that the ranks execute, and how a chain follows one that knows nothing of it
     scheduler       Slurm, or a queue on this machine
     rundir          the run directory: its file names, its records, its triggers

@@ -76,6 +76,11 @@ def task_ends(log: str) -> list[TaskEnd]:
     return found
 
 
+def without_task_ends(log: str) -> str:
+    """A job's standard error without what srun said of the ends of tasks."""
+    return "\n".join(line for line in log.splitlines() if not _TASK.match(line))
+
+
 def expand(text: str) -> list[str]:
     """Write out a compressed list: `n[1-3],m` is n1, n2, n3, m, and `0-2` is 0, 1, 2. Other text stays as it is."""
     found = []

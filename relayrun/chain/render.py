@@ -245,6 +245,13 @@ def exports(variables: Mapping[str, str]) -> list[str]:
     return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
 
 
+def program(plan: Plan, command: Sequence[str]) -> list[str]:
+    """What a job starts: a rank's `command`, or the agent that forks the ranks of a node, with the same arguments."""
+    if plan.recovery == "job":
+        return list(command)
+    return [command[0], "-m", "relayrun.agent", *command[3:]]
+
+
 def task_command(plan: Plan, starter: Sequence[str], program: Sequence[str], *, setup: Path) -> list[str]:
     """The whole command that starts `program` on the ranks; `setup`: the file with a person's own lines, if any."""
     rank = Path(plan.package_root) / "launchers" / "lib" / "rank.sh"

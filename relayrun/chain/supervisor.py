@@ -31,7 +31,7 @@ from relayrun.chain.log import log
 from relayrun.chain.watch import Watch
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
 from relayrun.files import fsync_directory, write_atomic
-from relayrun.rundir import lead, lineage, start_time, triggers, views
+from relayrun.rundir import lead, lineage, rounds, start_time, triggers, views
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.plan import FORMAT, Plan
@@ -318,7 +318,7 @@ def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled:
         delay=decision.delay,
     )
     if record.cause in ("failed", "unknown"):
-        blame = nodes.blamed(_log_of(attempt), evidence.failures(attempt), ntasks=_ranks(plan, started))
+        blame = nodes.blamed(_of_starter(plan, attempt), evidence.failures(attempt), ntasks=_ranks(plan, started))
         nodes.strike(run, attempt.number, blame, now=record.end_time)
         for node, reason in blame.items():
             log(f"a strike for node {node}: {reason}")
@@ -351,7 +351,7 @@ def _why_failed(
         return evidence.not_started_words(attempt), None
     if failed_line := evidence.setup_words(attempt, exit_code=exit_code):
         return failed_line, failed_line
-    log_text, failures = _log_of(attempt), evidence.failures(attempt)
+    log_text, failures = _of_starter(plan, attempt), evidence.failures(attempt)
     earlier = range(plan.submitted_after_attempt + 1, attempt.number)
     fatal = evidence.fatal_reason(
         log_text,
@@ -362,7 +362,8 @@ def _why_failed(
         worked_before=any(run.attempt(number).started.exists() for number in earlier),
         program=[*plan.command_prefix, *trainer_of(plan, run).command(started)][0],
     )
-    words = [evidence.failure_words(log_text, failures), start_time.shortage(attempt, now=time.time())]
+    who = _last_round(attempt) or evidence.failure_words(log_text, failures)
+    words = [who, start_time.shortage(attempt, now=time.time())]
     return "; ".join(filter(None, words if not attempt.started.exists() else words[:1])), fatal
 
 
@@ -387,9 +388,21 @@ def _close_predecessor(run: Run, plan: Plan, scheduler: Scheduler) -> tuple[bool
 
 
 def _log_of(attempt: Attempt) -> str:
-    """What the attempt's job wrote to its standard error since the attempt began."""
+    """What the attempt's job wrote to its standard error since the attempt, or its last round, began."""
     started = attempt.read_begin()
-    return "" if started is None else evidence.tail(started.log, since=started.log_offset)
+    since = max((failed.log_size for failed in rounds.read(attempt) if failed.again), default=0)
+    return "" if started is None else evidence.tail(started.log, since=max(since, started.log_offset))
+
+
+def _of_starter(plan: Plan, attempt: Attempt) -> str:
+    """The same, for who failed first; without srun's words on tasks that are agents, as these all end with one rank."""
+    return _log_of(attempt) if plan.recovery == "job" else nodes.without_task_ends(_log_of(attempt))
+
+
+def _last_round(attempt: Attempt) -> str:
+    """Why the ranks were not started again inside the job, in words; empty where nobody judged it."""
+    failed = rounds.read(attempt)[-1:]
+    return f"{failed[0].culprit}; {failed[0].reason}" if failed and not failed[0].again else ""
 
 
 def _environment(
@@ -414,7 +427,9 @@ def _environment(
     return render.attempt_environment(
         environment=environment,
         modules=plan.modules,
-        task_command=render.task_command(plan, launch.command, trainer.command(begin), setup=attempt.setup),
+        task_command=render.task_command(
+            plan, launch.command, render.program(plan, trainer.command(begin)), setup=attempt.setup
+        ),
         signal_command=launch.signal_command,
         leave_signal="" if leave is None else leave.name.removeprefix("SIG"),
     )

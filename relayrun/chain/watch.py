@@ -40,6 +40,8 @@ ANSWER_SECONDS = 5.0
 RETRY_SECONDS = 60.0
 RETRY_CEILING = 1800.0
 """Between two tries to queue a successor; each failed one doubles it."""
+AGENT_SECONDS = 60.0
+"""How long agents have to end ranks that hang, before the whole step is ended."""
 PATIENCE = 10.0
 """Seconds for which a controller that does not answer is asked again."""
 UNWRITABLE = 5
@@ -77,6 +79,8 @@ class Watch:
         self._next_try = time.monotonic() + RETRY_SECONDS
         self._pause = RETRY_SECONDS
         self._ended_hang = False
+        self._handed_over: float | None = None
+        """When a hang was left to the agents, which end the ranks and may start them again."""
         self._left: float | None = None
         """When the ranks' outcome was first seen."""
         self._guarded = False
@@ -148,6 +152,9 @@ class Watch:
         if self.attempt.outcome.exists():
             self._look_for_leaving()
             return
+        if self._handed_over is not None:
+            self._look_for_agents(self._handed_over)
+            return
         beats = self.attempt.read_heartbeats()
         if beats != self._seen:
             self._seen, self._changed = beats, time.monotonic()
@@ -156,6 +163,13 @@ class Watch:
         limit = stall_limit(beats, hang_timeout=self.plan.hang_timeout, start_timeout=self.plan.start_timeout)
         if still > limit and (self._writable() or still > UNWRITABLE * limit):
             self._end_hang(beats, still)
+
+    def _look_for_agents(self, since: float) -> None:
+        """See whether the agents have taken the hang: its record is put aside where another round begins."""
+        if not self.attempt.hang.exists():
+            self._handed_over, self._changed = None, time.monotonic()
+        elif time.monotonic() - since > AGENT_SECONDS:
+            self._end_step()
 
     def _writable(self) -> bool:
         """Whether signs of life can be written; where not, the ranks' silence says little."""
@@ -173,8 +187,7 @@ class Watch:
         self._left = self._left or now
         if now - self._left > max(self.plan.hang_timeout, LEAVE_SECONDS):
             log(f"the ranks left {now - self._left:.0f} s ago and are still there; ending them")
-            self.scheduler.signal_ranks(self.scheduler.current_job_id(), signal.SIGKILL)
-            self._ended_hang = True
+            self._end_step()
 
     def _end_hang(self, beats: Sequence[Heartbeat], seconds: float) -> None:
         """End the ranks, whatever else fails: only that is tried again. Raises SchedulerError where it fails."""
@@ -201,7 +214,13 @@ class Watch:
                 hang.write(self.attempt.hang)
             except OSError as error:  # its words stand in the log
                 log(f"{self.attempt.hang.name} not written: {error}")
-        self.scheduler.signal_ranks(job_id, signal.SIGKILL)
+        if self.plan.recovery == "node" and self.attempt.hang.exists():
+            self._handed_over = time.monotonic()
+        else:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        self.scheduler.signal_ranks(self.scheduler.current_job_id(), signal.SIGKILL)
         self._ended_hang = True
 
     def _guard(self, batch_pid: int) -> None:

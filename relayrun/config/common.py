@@ -10,6 +10,9 @@ from relayrun.config.job import Chain, Cluster, Debug, Evaluation, Job, Tracking
 from relayrun.config.notify import Notify
 from relayrun.config.section import NAME, Line, Section
 
+OF_ONE_TASK = ("--gpus-per-task", "--gpu-bind", "--tres-per-task", "--mem-per-gpu", "--cpus-per-gpu", "--ntasks")
+"""Options of Slurm that an agent, the one task of its node, would hold for all of its ranks."""
+
 TrainerName = Literal["native", "megatron-lm", "command"]
 
 
@@ -32,6 +35,29 @@ class CommonConfig(Section):
     evaluation: Evaluation | None = None
     job: Job
     cluster: Cluster
+
+    @model_validator(mode="after")
+    def _recovered(self) -> Self:
+        if self.chain.recovery == "job":
+            return self
+        if self.trainer != "native":
+            raise ValueError(
+                f"chain.recovery: node starts the ranks of trainer native again, not those of {self.trainer}; "
+                "set chain.recovery=job"
+            )
+        if self.debug.profile == "nsys":
+            raise ValueError(
+                "debug.profile: nsys must start a rank, and with chain.recovery=node it is forked; "
+                "set debug.profile=torch or chain.recovery=job"
+            )
+        own = [f"--{name}" for name, value in self.job.sbatch.items() if value is not False]
+        for option in [*own, *self.cluster.srun_options]:
+            if (name := option.partition("=")[0].partition(" ")[0]) in OF_ONE_TASK:
+                raise ValueError(
+                    f"{name} gives each task its own GPUs or processors, and with chain.recovery=node one task of a "
+                    "node, the agent, has them all; set job.gpus_per_node and leave it out, or set chain.recovery=job"
+                )
+        return self
 
     @model_validator(mode="after")
     def _scored(self) -> Self:

@@ -25,6 +25,12 @@ class Chain(Section):
     of the chain fails, and then queues the next one or says why not. It needs one CPU for seconds."""
     max_failed_attempts: Positive = 3
     """Attempts in a row without a new durable iteration, after which the chain stops."""
+    recovery: Literal["job", "node"] = "job"
+    """What starts again when a rank dies. `job`: the next job of the chain. `node`: the ranks, inside the same job, by
+    an agent on each node; with trainer `native` alone. What that cannot cure ends the attempt as with `job`."""
+    max_failed_rounds: Positive = 5
+    """With `recovery: node`, starts of the ranks in a row that brought no later state to start from, after which the
+    attempt ends."""
     lead: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
     """Seconds before the job's end at which rank 0 saves and leaves. `auto`: min(600, a quarter of the limit) for the
     first attempt, later what steps and saves took, measured while it runs."""

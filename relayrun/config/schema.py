@@ -110,6 +110,20 @@ class RunConfig(CommonConfig):
         )
 
     @model_validator(mode="after")
+    def _copied_to_memory(self) -> Self:
+        if self.checkpoint.memory_interval and self.chain.recovery != "node":
+            raise ValueError(
+                "checkpoint.memory_interval: copies in memory are for ranks that are started again inside the job; "
+                "set chain.recovery=node, or leave it out"
+            )
+        if self.checkpoint.memory_interval and self.optimizer.kind != "adam":
+            raise ValueError(
+                f"checkpoint.memory_interval: the state of the optimizer {self.optimizer.kind} is not copied to memory "
+                "yet; leave it out: ranks that are started again go on from the disk"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _profiled(self) -> Self:
         beyond = [rank for rank in self.debug.profile_ranks if rank >= self.world_size]
         if self.debug.profile is not None and beyond:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -28,7 +29,7 @@ class Follower:
             return
         self._next = now + self._seconds
         lines = self._new_lines()
-        steps = [line for line in lines if "validation" not in line]
+        steps = [line for line in lines if not line.keys() & {"validation", "rewind", "round"}]
         if steps:
             last = steps[-1]
             speeds = [line["tokens_per_second"] for line in steps if "tokens_per_second" in line]
@@ -54,4 +55,8 @@ class Follower:
             return []
         whole = text[: text.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines() if line.strip()]
+        found = []
+        for line in whole.splitlines():
+            with contextlib.suppress(ValueError):  # what a rank left that was killed, before a new round went on
+                found.append(json.loads(line))
+        return found

@@ -19,7 +19,7 @@ from relayrun.errors import RunDirError, SchedulerError, user_name
 from relayrun.files import read_lines, read_lines_backwards
 from relayrun.monitoring import unsent
 from relayrun.monitoring.remaining import Past, Remaining, remaining
-from relayrun.rundir import evaluations, mirror, quarantine, triggers
+from relayrun.rundir import evaluations, mirror, quarantine, rounds, triggers
 from relayrun.rundir.evaluations import Result, Submitted
 from relayrun.rundir.lineage import Durable, Lineage
 from relayrun.rundir.mirror import LastPass
@@ -134,6 +134,11 @@ class RunStatus:
     """Results of the evaluations, by iteration."""
     waiting_evaluations: dict[int, str]
     """Iterations whose evaluation has no result yet, and its job with its state as far as it is known."""
+    failed_rounds: int
+    """How often the ranks of the newest attempt failed; all but perhaps the last time they were started again inside
+    the job."""
+    last_failed_round: str | None
+    """Who failed then, where, and what it took to go on."""
     failed_saves: int
     """Saves of the whole run that did not work, after which training went on."""
     last_failed_save: str | None
@@ -268,6 +273,7 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
         if now - strike.time < nodes.EXPIRE_SECONDS:
             counts[strike.node] = counts.get(strike.node, 0) + 1
     failures = [line for number, _ in begun for line in read_lines(run.attempt(number).failed_saves)]
+    failed_rounds = rounds.read(run.attempt(number)) if number is not None else []
     beats = run.attempt(number).read_heartbeats() if running and number is not None else []
     end_time = begin.job_end_time if begin is not None and running else None
     late, why_late = unsent.not_sent(run, now=now)
@@ -311,6 +317,8 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
             iteration: f"job {job_id}" + (f", {queue.evaluations[job_id]}" if job_id in queue.evaluations else "")
             for iteration, job_id in _waiting(run)
         },
+        failed_rounds=len(failed_rounds),
+        last_failed_round=failed_rounds[-1].told if failed_rounds else None,
         failed_saves=len(failures),
         last_failed_save=f"iteration {failures[-1]['iteration']}: {failures[-1]['error']}" if failures else None,
         failed_attempts=failed_attempts(run, plan) - (1 if running else 0),
@@ -471,7 +479,9 @@ def _last_step(run: Run, begun: list[tuple[int, AttemptStart]]) -> dict[str, Any
     for number, begin in reversed(begun):
         line: dict[str, Any]
         for _, line in read_lines_backwards(run.attempt(number).metrics):
-            if begin.base_iteration < line.get("iteration", 0) <= limit and "validation" not in line:
+            if "rewind" in line or "round" in line:
+                limit = min(limit, line["iteration"])
+            elif begin.base_iteration < line.get("iteration", 0) <= limit and "validation" not in line:
                 return line
         limit = min(limit, begin.base_iteration)
     return {}

@@ -60,6 +60,11 @@ class Attempt:
         return self.path / "rewinds.jsonl"
 
     @property
+    def rounds(self) -> Path:
+        """What failed inside the attempt's job without ending it, by the coordinator; see `rundir.rounds`."""
+        return self.path / "rounds.jsonl"
+
+    @property
     def metrics(self) -> Path:
         """A line per iteration, by rank 0."""
         return self.path / "metrics.jsonl"

@@ -186,6 +186,10 @@ class Views:
                 self._reached = replace(self._reached, rewinds=reached.rewinds + 1)
                 self._cut(iteration)
                 reached, evaluations = self._reached, list(self._reached.evaluations)
+            elif "round" in value:  # so do its ranks when they are started again
+                put()
+                self._cut(iteration)
+                reached, evaluations = self._reached, list(self._reached.evaluations)
             elif iteration > begin.base_iteration:
                 text += line
                 reached = replace(reached, iteration=iteration)
@@ -262,7 +266,7 @@ def newest_lines(run: Run) -> Iterator[dict[str, Any]]:
             continue
         for _, line in read_lines_backwards(attempt.metrics):
             iteration = line.get("iteration", 0)
-            if "rewind" in line:
+            if "rewind" in line or "round" in line:
                 limit = min(limit, iteration)
             elif begin.base_iteration < iteration <= limit:
                 yield line
@@ -288,21 +292,36 @@ def lines_that_count(run: Run, *, above: int = 0, before: tuple[int, int] | None
         last = min((later.base_iteration for later in begins[number + 1 :]), default=None)
         if last is not None and last <= max(above, begin.base_iteration):
             continue
-        rewound = [entry["base_iteration"] for entry in read_lines(run.attempt(begin.attempt).rewinds)]
-        left = None
-        if before is not None and begin.attempt == before[0]:
-            rewound, left = rewound[: before[1] - 1], before[1]
+        left = before[1] if before is not None and begin.attempt == before[0] else None
+        ends = _went_back(run.attempt(begin.attempt), before_rewind=left)
         for line in read_lines(run.attempt(begin.attempt).metrics):
             iteration = line.get("iteration", 0)
-            if "rewind" in line:  # the attempt went back to a checkpoint: it computes what lies beyond it again
-                rewound = rewound[1:]
-                left = None if left is None else left - 1
+            if "rewind" in line or "round" in line:  # it went back to a checkpoint, and computes what lies beyond again
+                ends = ends[1:]
+                left = None if left is None else left - ("rewind" in line)
                 if left == 0:
                     break
             elif iteration > max(above, begin.base_iteration) and all(
-                iteration <= end for end in (*rewound, *([] if last is None else [last]))
+                iteration <= end for end in (*ends, *([] if last is None else [last]))
             ):
                 yield line
+
+
+def _went_back(attempt: Attempt, *, before_rewind: int | None) -> list[int]:
+    """The iterations to which an attempt went back, by a rewind or a new round, in the order of its metrics.
+
+    A rewind is on record before its line stands there. `before_rewind`: only those before the rewind of this number.
+    """
+    rewinds = [entry["base_iteration"] for entry in read_lines(attempt.rewinds)]
+    if not attempt.rounds.exists():
+        return rewinds if before_rewind is None else rewinds[: before_rewind - 1]
+    lines = [line for line in read_lines(attempt.metrics) if "rewind" in line or "round" in line]
+    found = [(line["iteration"], "rewind" in line) for line in lines]
+    found += [(iteration, True) for iteration in rewinds[sum(rewind for _, rewind in found) :]]
+    if before_rewind is not None:
+        places = [place for place, (_, rewind) in enumerate(found) if rewind]
+        found = found[: places[before_rewind - 1]] if len(places) >= before_rewind else found
+    return [iteration for iteration, _ in found]
 
 
 def _write_at(path: Path, at: int, data: bytes) -> None:

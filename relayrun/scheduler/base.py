@@ -194,7 +194,10 @@ class Scheduler(Protocol):
         """Send a signal to the ranks of the running job, not to its batch script."""
 
     def rank_launch(self, plan: Plan, job: Job, *, leave_signal: signal.Signals | None) -> RankLaunch:
-        """How the ranks of this running job are started and reached. `leave_signal`: asks them to save and leave."""
+        """How the ranks of this running job are started and reached; with agents, the agents, one a node.
+
+        `leave_signal`: asks them to save and leave.
+        """
 
     def single_task_command(self, plan: Plan, *, cpus_per_task: str) -> list[str]:
         """What stands before a program that a job outside the chain starts once, on so many processors."""

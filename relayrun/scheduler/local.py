@@ -176,7 +176,8 @@ class LocalScheduler:
 
     def rank_launch(self, plan: Plan, job: Job, *, leave_signal: signal.Signals | None) -> RankLaunch:
         del leave_signal  # the batch script sends it
-        starter = ["-m", "relayrun.scheduler.tasks", f"--ntasks={plan.ntasks}", f"--pid-file={self._starter_pid}", "--"]
+        tasks = 1 if plan.recovery == "node" else plan.ntasks
+        starter = ["-m", "relayrun.scheduler.tasks", f"--ntasks={tasks}", f"--pid-file={self._starter_pid}", "--"]
         return RankLaunch(command=[plan.host_python, *starter])  # which picks a free port
 
     def run_queue(self, on_event: Callable[[str], None], poll: Callable[[], None] = lambda: None) -> None:

@@ -281,7 +281,9 @@ class Slurm:
         name = "" if leave_signal is None else leave_signal.name.removeprefix("SIG")
         cpus = job.options.get("cpus-per-task", str(plan.cpus_per_task))
         return RankLaunch(
-            command=self.every_task_command(plan, nodes=job.num_nodes, cpus_per_task=cpus),
+            command=self.agent_command(plan, nodes=job.num_nodes, cpus_per_task=cpus)
+            if plan.recovery == "node"
+            else self.every_task_command(plan, nodes=job.num_nodes, cpus_per_task=cpus),
             signal_command=["scancel", f"--signal={name}", job.id] if name else ["true"],
             environment={
                 "MASTER_ADDR": self.nodes.expand(job.nodes)[0],
@@ -299,6 +301,19 @@ class Slurm:
             f"--nodes={nodes}",
             f"--ntasks-per-node={plan.ntasks_per_node}",
             f"--cpus-per-task={cpus_per_task}",  # srun does not inherit it from sbatch
+            *plan.srun_options,
+        ]
+
+    def agent_command(self, plan: Plan, *, nodes: int, cpus_per_task: str) -> list[str]:
+        """What stands before a program that a job starts once a node, with the processors of all its ranks."""
+        return [
+            "srun",
+            "--kill-on-bad-exit=1",
+            "--export=ALL",
+            f"--nodes={nodes}",
+            f"--ntasks={nodes}",  # else srun takes the job's number of ranks from the environment
+            "--ntasks-per-node=1",
+            f"--cpus-per-task={int(cpus_per_task) * plan.ntasks_per_node}",
             *plan.srun_options,
         ]
 

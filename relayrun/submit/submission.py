@@ -244,6 +244,9 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
         mode=config.chain.mode,
         fallback_job=config.chain.fallback_job and config.chain.auto_requeue and cluster.scheduler == "slurm",
         max_failed_attempts=config.chain.max_failed_attempts,
+        recovery=config.chain.recovery,
+        max_failed_rounds=config.chain.max_failed_rounds,
+        fork_server=_fork_server(config, run) if config.chain.recovery == "node" else [],
         time_limit=time_limit,
         lead=lead,
         lead_floor=min(config.chain.lead_floor, time_limit / 2) if fixed is None else fixed,
@@ -274,6 +277,10 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
 
 def _native_program(config: RunConfig, run: Run) -> list[str]:
     return [config.cluster.python or sys.executable, "-m", "relayrun.training", f"--run-dir={run.path}"]
+
+
+def _fork_server(config: CommonConfig, run: Run) -> list[str]:
+    return [config.cluster.python or sys.executable, "-m", "relayrun.training.fork_server", f"--run-dir={run.path}"]
 
 
 def _mounts(config: CommonConfig) -> list[str]:

@@ -8,6 +8,7 @@ its failure record says so.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ import sys
 import time
 import traceback
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError, log_to_stderr
@@ -51,6 +53,9 @@ OF_THE_NODE = re.compile(r"\bdevice|\bcuda\b", re.I)
 TORN = (UnicodeError, json.JSONDecodeError)
 """Kinds of ValueError that a file system which is away for a while causes, too."""
 
+PROGRAM = ("relayrun.config.compose", "relayrun.training.loop", "relayrun.training.reporting.debugging")
+"""What `main` imports after its first sign of life."""
+
 WORDS = 2000
 """Characters of an error that a failure record keeps."""
 
@@ -64,6 +69,8 @@ def main(flag: SignalFlag) -> int:
     parser = argparse.ArgumentParser(prog="python -m relayrun.training", description="Train one attempt on this rank.")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--base-iteration", type=int, help="of a later round, which starts from another checkpoint")
+    parser.add_argument("--base-path", help="the folder of that checkpoint; none: the beginning")
     arguments = parser.parse_args()
     began = time.time()
     run = Run(arguments.run_dir.absolute())
@@ -76,16 +83,15 @@ def main(flag: SignalFlag) -> int:
         begin = attempt.read_begin()
         if begin is None:
             raise RelayrunError("this attempt has not begun", where=attempt.begin)
+        if arguments.base_iteration is not None:
+            begin = replace(begin, base_iteration=arguments.base_iteration, base_path=arguments.base_path)
         base = begin.base_iteration
         if rank == 0:
             read_format(run)  # refuses a directory that a newer version wrote
         timings = Timings(begin)
         pulse = Pulse(attempt.heartbeats, node=node, active=is_first_of_node(), iteration=base, timings=timings)
         pulse.beat()
-        # what these two say to their own authors, at every import, config and save; PYTHONWARNINGS may ask for it
-        for kind in (FutureWarning, DeprecationWarning):
-            warnings.filterwarnings("ignore", category=kind, module=r"(torch|megatron)\.")
-        warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+        quiet_libraries()
         # from here on imports that take long; nsys must be around the process before torch is there
         from relayrun.config import compose
         from relayrun.training.reporting import debugging
@@ -113,6 +119,23 @@ def main(flag: SignalFlag) -> int:
             outcome.write(attempt.outcome)
         return FATAL if fatal else 1
     return 0
+
+
+def quiet_libraries() -> None:
+    """Leave out what torch and megatron-core say to their own authors, at every import, config and save.
+
+    PYTHONWARNINGS may ask for it.
+    """
+    for kind in (FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=kind, module=r"(torch|megatron)\.")
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
+
+
+def import_quietly() -> None:
+    """Import PROGRAM, for a process that forks ranks. Computes nothing."""
+    quiet_libraries()
+    for module in PROGRAM:
+        importlib.import_module(module)
 
 
 def would_come_again(error: BaseException, *, before_first_step: bool) -> bool:

@@ -6,7 +6,7 @@ import gc
 import logging
 import secrets
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from relayrun.data.progress import Progress
 from relayrun.data.rows import row_figures
 from relayrun.errors import FatalTrainingError, InputError, RelayrunError
 from relayrun.files import write_json
-from relayrun.rundir import rewinds
+from relayrun.rundir import rewinds, rounds
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lead import SAVES
 from relayrun.rundir.lineage import Durable, Lineage, is_own
@@ -31,6 +31,7 @@ from relayrun.training import determinism, parallel
 from relayrun.training.anomaly import LossGuard
 from relayrun.training.checkpoint.checksums import Damaged
 from relayrun.training.checkpoint.damaged import checksum_of, fall_back
+from relayrun.training.checkpoint.memory import MemoryTier
 from relayrun.training.checkpoint.state import Checkpointer
 from relayrun.training.control import Control
 from relayrun.training.data_check import check_data
@@ -43,6 +44,7 @@ from relayrun.training.model.size import peak_flops
 from relayrun.training.optimizer import Optimizer
 from relayrun.training.own_hooks import attempt_hooks
 from relayrun.training.parallel import Ranks
+from relayrun.training.reporting import agent_link
 from relayrun.training.reporting.heartbeat import Pulse
 from relayrun.training.reporting.metrics import Metrics
 from relayrun.training.reporting.timings import Timings
@@ -139,7 +141,8 @@ class Training:
         self._cut_by_document = bool(config.data.cut_by_document)
         self.position = Progress(settings.batch_sizes)
         self.initialised = time.time()
-        base = self._take_up_whole(Durable(iteration=begin.base_iteration, path=begin.base_path))
+        self.memory = self._memory_tier()
+        self.source, saved = self._take_up_first(Durable(iteration=begin.base_iteration, path=begin.base_path))
         self.saver = Saver(
             self.checkpointer,
             control=self.control,
@@ -148,16 +151,40 @@ class Training:
             timings=timings,
             pulse=pulse,
             asynchronous=config.checkpoint.async_save,
-            saved_iteration=self.position.iteration,
+            saved_iteration=saved,
         )
         self.peak = peak_flops(ranks.device_name) if config.training.resolved_precision == "bf16" else None
         where = f"{ranks.layout}, {ranks.device.type}" + (", deterministic" if settings.deterministic else "")
         self.metrics.say(
             f"attempt {begin.attempt}: {self.model.parameters():,} parameters on {ranks.world_size} ranks "
             f"({where}), from "
-            + (f"iteration {self.position.iteration} ({base.path})" if base.path else "the beginning")
+            + (f"iteration {self.position.iteration} ({self.source})" if self.source else "the beginning")
         )
         self.reader = self._set_out()
+        self._copied = self.position.iteration
+        """The newest iteration that has a copy in memory, or needs none."""
+
+    def _memory_tier(self) -> MemoryTier | None:
+        """Copies of the state in this node's memory, where there is an agent to keep them."""
+        folder = agent_link.memory_folder()
+        if folder is None or not self.config.checkpoint.memory_interval:
+            return None
+        return MemoryTier(folder, self.checkpointer, self.ranks)
+
+    def _take_up_first(self, base: Durable) -> tuple[str, int]:
+        """Put the state in place from which this start goes on; return where it came from, and what is durable."""
+        iteration = agent_link.memory_iteration()
+        if self.memory is not None and iteration is not None:
+            position = self.memory.load(iteration, self.config.training.batch_sizes)
+            if position is not None:
+                self.position = position
+                return "memory", base.iteration
+            self.memory.void()
+            self.metrics.say(f"the copies of iteration {iteration} in memory are not whole; from the disk")
+        taken = self._take_up_whole(base)
+        if self.ranks.rank == 0 and agent_link.round_number() > 1:  # it may be further back than was meant
+            rounds.mark(self.attempt, taken.iteration, number=agent_link.round_number())
+        return taken.path or "", self.position.iteration
 
     def _take_up_whole(self, base: Durable) -> Durable:
         """Put a checkpoint in place, or the newest before it that holds the bytes that were saved; return which."""
@@ -236,6 +263,9 @@ class Training:
                 self.saver.asked(self.position)
             if at % self.config.checkpoint.interval == 0:
                 self.saver.due(self.position)
+            if self.memory is not None and at % self.config.checkpoint.memory_interval == 0 and at != self._copied:
+                self._copied = at
+                self.saver.stall_seconds += self.memory.save(self.position)
             if not self._step():
                 continue
             interval = self.config.training.eval_interval
@@ -338,6 +368,9 @@ class Training:
         if not base:
             raise FatalTrainingError(f"iteration {at}: {reason}; there is no checkpoint to go back to")
         self.metrics.say(f"iteration {at}: {reason}; back to iteration {base}")
+        if self.memory is not None:
+            self.memory.void()
+            self.ranks.maximum([0])  # on every rank, before the rewind is on record
         self.pulse.enter("start", base)
         rewind = Rewind(
             iteration=at,
@@ -413,7 +446,10 @@ def train(
     training = Training(run, begin, config, ranks, flag, timings, pulse)
     if ranks.rank == 0:
         times = Started(process=process_began, imported=imported, initialised=training.initialised, loaded=time.time())
-        record_start(run.attempt(begin.attempt), times)
+        source = training.source if training.source == "memory" else "disk"
+        agent_link.tell("started", **asdict(times), source=source, iteration=training.position.iteration)
+        if not run.attempt(begin.attempt).started.exists():  # of later rounds, rounds.jsonl has the times
+            record_start(run.attempt(begin.attempt), times)
     training.hooks.at_start(training.position.iteration, training.position.consumed_samples)
     outcome = training.run()
     training.reader.close()

@@ -13,6 +13,7 @@ from relayrun.training.hooks import Context, Hook
 from relayrun.training.model.gpt import Model
 from relayrun.training.optimizer import Optimizer
 from relayrun.training.parallel import Ranks
+from relayrun.training.reporting.agent_link import FirstStep, has_agent
 from relayrun.training.reporting.debugging import Profiler
 from relayrun.training.reporting.metrics import Metrics
 from relayrun.training.reporting.progress_log import ProgressLog
@@ -66,5 +67,7 @@ def _reports(
     if config.debug.profile is not None and ranks.rank in config.debug.profile_ranks:
         folder = run.debug_of(begin.attempt) / "profile"
         yield Profiler(config.debug, rank=ranks.rank, folder=folder, say=metrics.say)
+    if ranks.rank == 0 and has_agent():
+        yield FirstStep()
     if ranks.rank == 0:
         yield Trackers(run, begin.attempt, config, metrics.say)

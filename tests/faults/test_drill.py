@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from relayrun.drill.table import FAULTS, Fault
 from relayrun.files import read_lines
+from relayrun.rundir import rounds
 from relayrun.rundir.plan import Plan, job_name
 from relayrun.rundir.run import Run
 from relayrun.submit.submission import log_folder
@@ -56,9 +57,14 @@ class SlurmStage:
             try:
                 words = (entry / "cmdline").read_bytes().split(b"\0")
                 variables = dict(item.partition(b"=")[::2] for item in (entry / "environ").read_bytes().split(b"\0"))
+                name = (entry / "comm").read_text().strip()
             except OSError:
                 continue
-            if f"--run-dir={self.run.path}".encode() in words and b"python" in words[0] and b"RANK" in variables:
+            if f"--run-dir={self.run.path}".encode() not in words or b"python" not in words[0]:
+                continue
+            if name.startswith("rank-"):  # one that a server of an agent forked
+                found[int(name.removeprefix("rank-"))] = int(entry.name)
+            elif b"RANK" in variables and b"relayrun.training" in words:
                 found[int(variables[b"RANK"])] = int(entry.name)
         return found
 
@@ -150,7 +156,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return Workspace.make(tmp_path_factory.mktemp("drill"))
 
 
-def configure(workspace: Workspace, folder: str, fault: Fault | None) -> Path:
+def configure(workspace: Workspace, folder: str, fault: Fault | None, *, recovery: str = "job") -> Path:
     inject = ",".join(filter(None, ["step-delay=0.05", fault.inject if fault else ""]))
     python = (
         sys.executable if fault and fault.long else warm.python()
@@ -159,7 +165,7 @@ def configure(workspace: Workspace, folder: str, fault: Fault | None) -> Path:
         "training": {"steps": STEPS, "hooks": [{"hook": FAULTS_HOOK, "options": {"faults": inject}}]},
         "checkpoint": {"interval": 10},
         "job": {"nodes": 2, "ntasks_per_node": 1, "time": "10"},
-        "chain": {"auto_requeue": True},
+        "chain": {"auto_requeue": True, "recovery": recovery},
         "cluster": {
             "name": "test",
             "scheduler": "slurm",
@@ -247,12 +253,56 @@ def small_disk(workspace: Workspace, request: pytest.FixtureRequest) -> Iterator
 def test_a_chain_survives_or_stops_with_a_reason(
     fault: Fault, make_cluster: MakeCluster, workspace: Workspace, reference: Run, tmp_path: Path
 ) -> None:
+    drill(fault, make_cluster, workspace, reference, tmp_path)
+
+
+AGAIN = ("rank-killed", "rank-stopped", "killed-while-staging", "latest-torn", "tracker-missing")
+"""Rows whose ranks agents start again inside their job."""
+AS_WITHOUT = (
+    "batch-script-killed",
+    "crash-loop",
+    "crash-after-progress",
+    "loss-nan",
+    "rank-asleep",
+    "setup-fails",
+    "python-missing",
+    "cancelled",
+    "preempted",
+    "node-lost",
+    "controller-down-at-exit",
+)
+"""Rows that end with agents as they do without."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [*AGAIN, *AS_WITHOUT])
+def test_a_chain_with_agents_survives_or_stops_with_a_reason(
+    name: str, make_cluster: MakeCluster, workspace: Workspace, reference: Run, tmp_path: Path
+) -> None:
+    fault = next(fault for fault in FAULTS if fault.name == name)
+    if name in AGAIN:
+        fault = replace(fault, causes=("done",), says="")
+    run = drill(fault, make_cluster, workspace, reference, tmp_path, recovery="node")
+    assert any(failed.again for failed in rounds.read(run.attempt(1))) or name not in AGAIN
+
+
+def drill(
+    fault: Fault,
+    make_cluster: MakeCluster,
+    workspace: Workspace,
+    reference: Run,
+    tmp_path: Path,
+    *,
+    recovery: str = "job",
+) -> Run:
+    """Let the fault happen to a chain, and see that it ends as the table says."""
+    folder = fault.name if recovery == "job" else f"{fault.name}-{recovery}"
     cluster = make_cluster(grace=30, node_timeout=10 if fault.name.startswith("node-lost") else 120)
-    run = workspace.run(fault.name)
+    run = workspace.run(folder)
     for log in logs(run):
         log.unlink()  # of an earlier run of the same name
     write_commands(cluster, fault, tmp_path)
-    submit(cluster, configure(workspace, fault.name, fault), tmp_path / "bin")
+    submit(cluster, configure(workspace, folder, fault, recovery=recovery), tmp_path / "bin")
     try:
         fault.act(SlurmStage(cluster, run, tmp_path))
         wait_for_end(cluster, run, timeout=800)
@@ -273,3 +323,4 @@ def test_a_chain_survives_or_stops_with_a_reason(
     else:
         assert run.stop.exists()
     assert not any(entry.name.startswith("iter") for entry in (run.checkpoints / ".staging").rglob("*"))
+    return run

@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relayrun.files import append_line, read_lines, read_lines_backwards
-from relayrun.rundir import views
-from relayrun.rundir.lineage import line
+from relayrun.rundir import rounds, views
+from relayrun.rundir.lineage import Durable, line
 from relayrun.rundir.records import AttemptStart, Commit, End
 from relayrun.rundir.rewinds import Rewind, append
+from relayrun.rundir.rounds import FailedRound
 from relayrun.rundir.run import Run
 from relayrun.rundir.views import Views, lines_that_count, newest_lines
 from tests.history import began
@@ -114,6 +115,7 @@ STEP = st.one_of(
     st.tuples(st.just("evaluate"), st.just(0)),
     st.tuples(st.just("torn"), st.just(0)),
     st.tuples(st.sampled_from(["rewind", "rewind without its line"]), st.integers(0, 5)),
+    st.tuples(st.just("next round"), st.integers(0, 5)),
     st.tuples(st.just("next attempt"), st.integers(0, 8)),
     st.tuples(st.just("killed before it began"), st.just(0)),
     st.tuples(st.just("end"), st.just(0)),
@@ -122,6 +124,11 @@ STEP = st.one_of(
     st.tuples(st.sampled_from(["lose views.json", "tear views.json", "lose the view", "shorten the view"]), st.just(0)),
     st.tuples(st.just("a zombie appends"), st.just(0)),
 )
+
+
+def failed_round(durable: int) -> FailedRound:
+    values = {"round": 1, "time": 1.0, "rank": 0, "node": "n", "words": "killed", "iteration": 0, "again": True}
+    return FailedRound.of(values | {"base_iteration": 0, "durable_iteration": durable, "next_iteration": durable})
 
 
 @pytest.mark.slow
@@ -151,6 +158,10 @@ def test_the_appended_views_hold_what_counts(steps: list[tuple[str, int]]) -> No
                     append_line(metrics, {"iteration": at, "rewind": {}}, durable=False)
                 else:
                     bare = True  # it was killed between the two
+            elif what == "next round":  # its ranks were killed wherever they were, and are started again
+                at, bare = max(base, at - much), False
+                rounds.append(run.attempt(number), failed_round(at))
+                rounds.go_back(run, run.attempt(number), Durable(iteration=at, path=None), next_round=2)
             elif what == "next attempt":
                 newest += 1
                 number, at, bare = newest, max(0, at - much), False

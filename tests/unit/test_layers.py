@@ -21,6 +21,7 @@ ORDER = re.findall(r"^    ([a-z]+) ", relayrun.__doc__ or "", re.M)
 STANDARD_LIBRARY_ONLY = (
     "__init__",
     "chain",
+    "agent",
     "trainers",
     "scheduler",
     "rundir",

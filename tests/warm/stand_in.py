@@ -16,7 +16,7 @@ import struct
 import sys
 
 GPU_CHECK = "relayrun.gpucheck.programs."
-MODULES = ("relayrun.training", "relayrun.export.evaluate", "tests.warm.probe")
+MODULES = ("relayrun.training", "relayrun.training.fork_server", "relayrun.export.evaluate", "tests.warm.probe")
 """What the server can be; and the programs of `relayrun gpu-check`."""
 FORWARDED = (
     signal.SIGHUP,

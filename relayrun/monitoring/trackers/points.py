@@ -121,6 +121,8 @@ class PointReader:
             self._mark, self._held = self._held.iteration, None
 
     def _take(self, line: dict[str, Any]) -> Iterator[Point]:
+        if "round" in line:  # what follows was told before, and is computed again to the same bits
+            return
         iteration = line.get("iteration", 0)
         if self._held is not None and iteration > self._held.iteration:
             yield from self._rest()

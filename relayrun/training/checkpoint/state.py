@@ -135,6 +135,38 @@ class Checkpointer:
             log.warning("rank %s: no host memory for the copies of saves: %s", self._ranks.rank, error)
             return None
 
+    def state(self, position: Progress) -> ShardedStateDict:
+        """All that a checkpoint holds, as this rank has it now."""
+        return {
+            **self._sharded_state(),
+            **self._common,
+            "data": self._order.state(position.consumed_samples),
+            "progress": position.state(),
+            **self._hooks.state_dict(),
+        }
+
+    def wanted(self) -> ShardedStateDict:
+        """What this rank would load of a state of its own layout."""
+        return self._sharded_state(found={})
+
+    def put(
+        self,
+        plain: dict[str, Any],
+        sizes: BatchSizes,
+        fill: Callable[[ShardedStateDict, dict[str, Any]], dict[str, Any]],
+    ) -> Progress:
+        """Put a state of this rank's own layout in place; return where it stands.
+
+        `plain`: its plain values. `fill` gives the parts that are wanted, merged with them.
+        """
+        position, hooks = self._position(plain, sizes, foreign=False), dict(plain)
+        state = fill(self.wanted(), plain)
+        self._model.load(state["model"])
+        self._optimizer.load(state["optimizer"], position)
+        self._hooks.load_state_dict(hooks)
+        random_state.restore(state["random"])
+        return position
+
     def begin(self, position: Progress, *, copy: bool, beside: bool) -> BackgroundSave:
         """Start to write, publish and record a checkpoint.
 
@@ -144,14 +176,7 @@ class Checkpointer:
         """
         started = time.monotonic()
         iteration, consumed_samples = position.iteration, position.consumed_samples
-        state = {
-            **self._sharded_state(),
-            **self._common,
-            "data": self._order.state(consumed_samples),
-            "progress": position.state(),
-            **self._hooks.state_dict(),
-        }
-        sharded, common = self._divided(state)
+        sharded, common = self._divided(self.state(position))
         shards = self._strategy.by_key(sharded)
         plain = _serialised(common) if self._ranks.rank == 0 else b""
         stream = self._host.follow()

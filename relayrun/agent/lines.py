@@ -1,0 +1,57 @@
+"""Messages between processes of one job: JSON objects, a line each, over a socket.
+
+No message runs anything by itself, and one that is no JSON object ends the connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from typing import Any
+
+Message = dict[str, Any]
+
+CHUNK = 1 << 16
+LONGEST = 1 << 20
+"""Bytes of a line: who sends more is none of ours."""
+
+
+class Lines:
+    """A socket that gives and takes messages."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._rest = b""
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self.connection.fileno()
+
+    def send(self, kind: str, **values: object) -> None:
+        """Send a message. Whether the other side is gone is seen where it is read from."""
+        with contextlib.suppress(OSError):
+            self.connection.sendall(json.dumps({"kind": kind, **values}).encode() + b"\n")
+
+    def receive(self) -> list[Message]:
+        """Return the whole messages that have come. Raises EOFError where the other side is gone, or talks nonsense."""
+        try:
+            data = self.connection.recv(CHUNK)
+        except OSError:
+            data = b""
+        if not data or len(self._rest) > LONGEST:
+            raise EOFError
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        try:
+            found = [json.loads(line) for line in lines]
+        except ValueError:
+            raise EOFError from None
+        if not all(isinstance(message, dict) and isinstance(message.get("kind"), str) for message in found):
+            raise EOFError
+        return found
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.connection.close()

@@ -1,0 +1,75 @@
+"""What the agent of the first node does besides: it accepts the other agents, and hands on what they say."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from functools import partial
+
+from relayrun.agent.coordinator import Coordinator
+from relayrun.agent.lines import Lines, Message
+
+
+class Reception:
+    """Connections of a coordinator.
+
+    Args:
+        coordinator: has the same `links`, by node number; node 0's own is there from the beginning.
+        listener: where the other agents connect; None where there are none.
+        job: what every agent's hello must say, `attempt` and `job`: ports of jobs may meet.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        links: dict[int, Lines],
+        *,
+        nodes: int,
+        listener: socket.socket | None,
+        job: Message,
+    ) -> None:
+        self._coordinator, self._links, self._nodes, self._job = coordinator, links, nodes, job
+        self._listener = listener
+
+    def watch(self, selector: selectors.BaseSelector) -> None:
+        """Register what is to be read from; the data of each key is what to call then."""
+        self._selector = selector
+        for node, lines in self._links.items():
+            selector.register(lines, selectors.EVENT_READ, partial(self._read, lines, node))
+        if self._listener is not None:
+            selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def look(self) -> None:
+        """Now and then: what nobody sends a message of."""
+        self._coordinator.look()
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            lines = Lines(self._listener.accept()[0])
+        except OSError:  # it has gone again
+            return
+        self._selector.register(lines, selectors.EVENT_READ, partial(self._read, lines, None))
+
+    def _read(self, lines: Lines, node: int | None) -> None:
+        """Hand on what has come; `node`: whose connection it is, None before its hello."""
+        try:
+            for message in lines.receive():
+                if node is None:
+                    node = self._welcome(lines, message)
+                self._coordinator.hear(node, message)
+        except EOFError:
+            self._selector.unregister(lines)
+            lines.close()
+            if node is not None:
+                self._coordinator.lose(node)
+
+    def _welcome(self, lines: Lines, hello: Message) -> int:
+        """The node that a first message comes from. Raises EOFError where it is none of this job's."""
+        node = hello.get("node")
+        ours = hello["kind"] == "hello" and all(hello.get(name) == value for name, value in self._job.items())
+        if not ours or not isinstance(node, int) or not 0 < node < self._nodes or node in self._links:
+            raise EOFError
+        self._links[node] = lines
+        self._selector.modify(lines, selectors.EVENT_READ, partial(self._read, lines, node))
+        return node

@@ -1,0 +1,55 @@
+"""The agent's side of the server that forks a node's ranks: a program that has done the imports, and computes nothing.
+
+    agent → server    fork {round, rank, arguments, environment} · end · signal {number}
+    server → agent    dead {round, rank, code} · unable {error}: the imports failed
+    rank 0 → agent    started, stepped {round, ...}
+
+Orders may be sent while it still imports. Its ranks hold the same socket: its end says that none of them lives.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from relayrun.agent.lines import Lines
+from relayrun.scheduler.tasks import die_with_parent
+
+IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+"""Signals that are for the ranks; some sites' Slurm sends them to every process of a step."""
+
+
+def _prepare() -> None:
+    die_with_parent(signal.SIGKILL)
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+
+
+class ForkServer:
+    """One server; it starts with this object."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start `command` with these variables besides the agent's own. Its standard input is the socket."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                stdin=theirs.fileno(),
+                env={**os.environ, **environment},
+                preexec_fn=_prepare,
+            )
+        self.lines = Lines(ours)
+
+    def end(self) -> None:
+        """End it, and with it its ranks, which die with their parent."""
+        self._process.kill()
+        self.gone()
+
+    def gone(self) -> int:
+        """Its socket is closed, by itself; return how it ended, as `subprocess` says it."""
+        self.lines.close()
+        code: int = self._process.wait()
+        return code

@@ -1,0 +1,161 @@
+"""`python -m relayrun.training.fork_server`: does the imports once, then forks the ranks of its node.
+
+`agent.server` has the messages. Started by a node's agent, which it talks to by a socket on its standard input. It
+never computes: no parallel region of OpenMP, no backward pass, no process group, no call of CUDA, or what it forks
+would hang. What it has opened or seeded, every rank would have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from typing import Any, NoReturn
+
+from relayrun.errors import log_to_stderr
+from relayrun.training.reporting.agent_link import VARIABLE
+from relayrun.training.signals import SignalFlag
+
+log = logging.getLogger(__name__)
+
+UNHEARD = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+"""They are for the ranks; a site's Slurm may send them to every process of a step."""
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+Order = dict[str, Any]
+
+
+class Server:
+    """The ranks that it forked, by the descriptor that tells of their end, and the socket of the agent."""
+
+    def __init__(self, agent: socket.socket) -> None:
+        self._agent = agent
+        self._ranks: dict[int, tuple[int, Order]] = {}
+        """Process and order of each rank that has not been waited for."""
+        self._rest = b""
+        self._poll = select.poll()
+        self._poll.register(agent, select.POLLIN)
+
+    def say(self, kind: str, **values: object) -> None:
+        """Tell the agent something."""
+        self._agent.sendall(json.dumps({"kind": kind, **values}).encode() + b"\n")
+
+    def serve(self) -> None:
+        """Do what the agent orders until it is gone; the ranks go with this process."""
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd in self._ranks:
+                    self._wait_for(fd)
+                    continue
+                data = self._agent.recv(1 << 16)
+                if not data:
+                    return
+                *lines, self._rest = (self._rest + data).split(b"\n")
+                for line in lines:
+                    self._obey(json.loads(line))
+
+    def _obey(self, order: Order) -> None:
+        if order["kind"] == "fork":
+            self._fork(order)
+        else:
+            number = signal.SIGKILL if order["kind"] == "end" else signal.Signals(order["number"])
+            for fd in self._ranks:
+                signal.pidfd_send_signal(fd, number)
+
+    def _fork(self, order: Order) -> None:
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._be_rank(order, server)
+        fd = os.pidfd_open(pid)
+        self._ranks[fd] = (pid, order)
+        self._poll.register(fd, select.POLLIN)
+
+    def _wait_for(self, fd: int) -> None:
+        pid, order = self._ranks.pop(fd)
+        self._poll.unregister(fd)
+        os.close(fd)
+        _, status = os.waitpid(pid, 0)
+        self.say("dead", round=order["round"], rank=order["rank"], code=os.waitstatus_to_exitcode(status))
+
+    def _be_rank(self, order: Order, server: int) -> NoReturn:
+        """In the child: become the training program, as if it had been started for this rank."""
+        code = 1
+        try:
+            LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+            if os.getppid() != server:
+                os._exit(1)
+            LIBC.prctl(PR_SET_NAME, f"rank-{order['rank']}".encode(), 0, 0, 0)  # for people who look at processes
+            for fd in self._ranks:
+                os.close(fd)
+            gc.enable()
+            os.environ.update(order["environment"])
+            os.environ[VARIABLE] = str(self._agent.fileno())  # kept open: its end says that no rank lives
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            flag = SignalFlag()
+            flag.install()
+            from relayrun.training import __main__ as program
+
+            sys.argv = [program.__file__, *order["arguments"]]
+            code = program.main(flag)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+
+def import_program() -> None:
+    """Import all that a rank needs before its first step. Raises what an import raises."""
+    from relayrun.training import __main__ as program
+
+    program.import_quietly()
+    import torch
+
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise RuntimeError(
+            "CUDA was started while the training program was imported, and no process forked after that can use it; "
+            "set chain.recovery=job"
+        )
+
+
+def main() -> int:
+    """Import, then serve; return the exit code."""
+    parser = argparse.ArgumentParser(prog="relayrun.training.fork_server", description="Forks the ranks of a node.")
+    parser.add_argument("--run-dir", help="for people who look at processes")
+    parser.parse_args()
+    for number in UNHEARD:
+        signal.signal(number, signal.SIG_IGN)
+    agent = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    server = Server(agent)
+    try:
+        import_program()
+    except BaseException as error:
+        traceback.print_exc()
+        server.say("unable", error=f"{type(error).__name__}: {error}")
+        return 1
+    if (threads := len(os.listdir("/proc/self/task"))) > 1:
+        log.warning("the imports started %s threads, which no forked rank has", threads - 1)
+    gc.collect()
+    gc.freeze()  # the collector of a rank must not touch, and so copy, what all share
+    server.serve()
+    return 0
+
+
+if __name__ == "__main__":
+    log_to_stderr()
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,96 @@
+"""Agents of two nodes agree on rounds over their connection, with the real fork server and a stand-in for the ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from relayrun.files import read_lines
+from relayrun.rundir import rounds
+from relayrun.rundir.records import Outcome
+from tests.history import began
+
+from .conftest import ROOT, MakeRun
+from .test_local_rounds import lives, make
+
+pytestmark = pytest.mark.slow  # they wait for processes
+
+
+class Nodes:
+    """Agents of an attempt, as srun starts them."""
+
+    def __init__(self, make_run: MakeRun, *faults: str, nodes: int = 2) -> None:
+        self.run, _ = make(make_run, *faults, nodes=nodes, ntasks_per_node=1)
+        began(self.run, 1)
+        self.attempt = self.run.attempt(1)
+        for path in (self.attempt.heartbeats, self.attempt.failures, self.run.stacks(1)):
+            path.mkdir(parents=True)
+        with socket.socket() as free:
+            free.bind(("", 0))
+            self.port = free.getsockname()[1]
+        self.agents = [self._start(node, nodes) for node in range(nodes)]
+
+    def _start(self, node: int, nodes: int) -> subprocess.Popen[bytes]:
+        variables = {"RANK": str(node), "WORLD_SIZE": str(nodes), "MASTER_ADDR": "127.0.0.1"}
+        variables |= {"MASTER_PORT": str(self.port), "SLURMD_NODENAME": f"n{node}", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "relayrun.agent", f"--run-dir={self.run.path}", "--attempt=1"]
+        with open(self.run.path / f"log{node}", "wb") as log:
+            return subprocess.Popen(command, env=os.environ | variables, stderr=log, stdin=subprocess.DEVNULL)
+
+    def wait(self) -> list[int]:
+        return [agent.wait(300) for agent in self.agents]
+
+    def log(self, node: int = 0) -> str:
+        return (self.run.path / f"log{node}").read_text()
+
+
+def test_two_nodes_start_all_ranks_again_when_one_of_them_dies(make_run: MakeRun) -> None:
+    nodes = Nodes(make_run, "1:1:7:SIGKILL", "2:0:12:OSError: away")
+    assert nodes.wait() == [0, 0], nodes.log()
+    outcome = Outcome.read(nodes.attempt.outcome)
+    assert outcome is not None
+    assert (outcome.outcome, outcome.iteration) == ("done", 20)
+    for rank in (0, 1):
+        lines = list(read_lines(nodes.attempt.path / f"starts-{rank}.jsonl"))
+        assert [(line["round"], line["base"]) for line in lines] == [(1, 0), (2, 5), (3, 10)]
+        assert len({line["pid"] for line in lines}) == 3
+    found = rounds.read(nodes.attempt)
+    assert [(failed.culprit, failed.steps_lost) for failed in found] == [
+        ("rank 1 on n1: killed by SIGKILL", 2),
+        ("rank 0 on n0: OSError: away", 2),
+    ]
+    assert "round 1: rank 1 on n1: killed by SIGKILL, at iteration 7; again from iteration 5" in nodes.log()
+
+
+def test_a_node_that_is_lost_ends_the_attempt_on_all_nodes(make_run: MakeRun) -> None:
+    nodes = Nodes(make_run, "0:0:7:told")
+    while not (nodes.attempt.path / "at-1-7-0").exists():
+        assert nodes.agents[0].poll() is None, nodes.log()
+        signal.sigtimedwait([], 0.05)
+    nodes.agents[1].kill()
+    assert nodes.wait() == [1, -signal.SIGKILL]
+    (failed,) = rounds.read(nodes.attempt)
+    assert (failed.again, failed.reason, failed.rank) == (False, "the agent of n1 is gone", None)
+    pids = [next(read_lines(nodes.attempt.path / f"starts-{rank}.jsonl"))["pid"] for rank in (0, 1)]
+    while any(lives(pid) for pid in pids):  # one dies with the other
+        signal.sigtimedwait([], 0.05)
+
+
+def test_a_connection_of_another_job_is_not_heard(make_run: MakeRun) -> None:
+    nodes = Nodes(make_run, "0:0:7:told")
+    while not (nodes.attempt.path / "at-1-7-0").exists():
+        assert nodes.agents[0].poll() is None, nodes.log()
+        signal.sigtimedwait([], 0.05)
+    hello = b'{"kind": "hello", "node": 1, "job": "2", "attempt": 1, "name": "x"}\n'
+    for words in (hello, hello.replace(b'"2"', b'"1"'), b"GET / HTTP/1.1\r\n\r\n", b'{"kind": "leave", "code": 0}\n'):
+        with socket.create_connection(("127.0.0.1", nodes.port)) as stranger:
+            stranger.sendall(words)
+            assert stranger.recv(100) == b""
+    nodes.agents[1].send_signal(signal.SIGUSR2)  # to one node alone: its ranks have heard it, and this test ends all
+    nodes.attempt.stop.touch()
+    assert nodes.wait() == [0, 0], nodes.log()

@@ -1,0 +1,81 @@
+"""Slots in memory: whole or not at all, with room that is there before they are written."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from relayrun.agent import memory
+from relayrun.agent.memory import HEADER, NoRoom, Slot, iterations
+from relayrun.files import remove_leftovers
+
+
+def write(slot: Slot, iteration: int, body: bytes) -> None:
+    view = slot.reserve(len(body))
+    slot.void()
+    view[HEADER : HEADER + len(body)] = body
+    slot.commit(iteration=iteration, size=len(body))
+
+
+def test_a_slot_counts_from_its_header_on(tmp_path: Path) -> None:
+    folder = tmp_path / "agent"
+    folder.mkdir(mode=0o700)
+    assert iterations(folder, 3) == []
+    one, other = Slot(folder, 3, 0), Slot(folder, 3, 1)
+    write(one, 46, b"a" * 5000)
+    write(other, 47, b"b" * 5000)
+    assert sorted(iterations(folder, 3)) == [46, 47]
+    assert iterations(folder, 2) == []
+    view = one.reserve(5000)
+    one.void()
+    view[HEADER : HEADER + 2500] = b"c" * 2500  # and then its rank was killed
+    assert iterations(folder, 3) == [47]
+    again = Slot(folder, 3, 1)  # as the rank of the next round finds it
+    assert again.header() == {"iteration": 47, "size": 5000}
+    assert bytes(again.open()[HEADER : HEADER + 5000]) == b"b" * 5000
+    again.void()
+    assert iterations(folder, 3) == []
+
+
+def test_the_folder_is_of_this_user_alone_and_nobody_makes_it_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "PLACE", tmp_path)
+    folder = memory.make_folder()
+    write(Slot(folder, 0, 0), 1, b"a")
+    assert (folder.stat().st_mode & 0o777, Slot(folder, 0, 0).path.stat().st_mode & 0o777) == (0o700, 0o600)
+    with pytest.raises(FileExistsError):
+        memory.make_folder()
+    assert remove_leftovers(tmp_path, shared=True) == []  # its owner lives
+
+
+def test_a_larger_state_takes_a_larger_slot(tmp_path: Path) -> None:
+    slot = Slot(tmp_path, 0, 0)
+    write(slot, 1, b"a" * 100)
+    write(slot, 2, b"b" * 100_000)
+    assert iterations(tmp_path, 0) == [2]
+    assert slot.path.stat().st_size == HEADER + 100_000
+
+
+def test_a_node_without_room_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_fd: int, _start: int, _size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(memory.os, "posix_fallocate", full)
+    monkeypatch.setattr(memory, "free_space", lambda _path: 1_000_000)
+    with pytest.raises(NoRoom) as refused:
+        Slot(tmp_path, 0, 0).reserve(5_000_000)
+    assert "takes 5,000,000 bytes, and 1,000,000 are free" in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_header_that_is_none_counts_as_no_copy(tmp_path: Path) -> None:
+    slot = Slot(tmp_path, 0, 0)
+    for text in (b"", b"\0" * 5000, b"[1]\n", b'{"iteration": \n'):
+        slot.path.write_bytes(text)
+        assert slot.header() is None

@@ -1,0 +1,81 @@
+"""`chain.recovery: node`: what is refused before anything is queued, and how the agents are started."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayrun.chain import render
+from relayrun.config import compose
+from relayrun.errors import ConfigError
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
+from relayrun.scheduler.slurm import Slurm
+from relayrun.submit.submission import make_plan
+from tests.unit.test_trainer_configs import COMMAND, MEGATRON, refused, written
+from tests.workspace import Workspace
+
+NODE = {"recovery": "node"}
+
+
+def plan_of(folder: Path, **sections: Any) -> Plan:
+    path = Workspace.make(folder).config("run", **sections)
+    return make_plan(compose.load(path), Run(folder / "run"), folder, revision=1)
+
+
+def test_agents_are_off_and_a_plan_of_an_earlier_version_has_none(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path)
+    assert (plan.recovery, plan.fork_server) == ("job", [])
+    earlier = {name: value for name, value in vars(plan).items() if name not in ("recovery", "fork_server")}
+    earlier.pop("max_failed_rounds")
+    assert Plan.of(earlier).recovery == "job"
+    assert render.program(plan, [*plan.program, "--attempt=1"]) == [*plan.program, "--attempt=1"]
+
+
+def test_an_agent_is_started_with_the_python_and_the_arguments_of_the_ranks(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, chain=NODE | {"max_failed_rounds": 2}, cluster={"python": sys.executable})
+    assert plan.max_failed_rounds == 2
+    assert plan.fork_server == [sys.executable, "-m", "relayrun.training.fork_server", f"--run-dir={tmp_path}/run"]
+    command = render.program(plan, [*plan.program, "--attempt=1"])
+    assert command == [sys.executable, "-m", "relayrun.agent", f"--run-dir={tmp_path}/run", "--attempt=1"]
+
+
+def test_slurm_starts_one_agent_a_node_with_the_processors_of_its_ranks(tmp_path: Path) -> None:
+    job = {"nodes": 3, "ntasks_per_node": 4, "cpus_per_task": 2}
+    plan = plan_of(tmp_path, chain=NODE, job=job, training={"global_batch_size": 24})
+    command = Slurm().agent_command(plan, nodes=3, cpus_per_task="2")
+    assert command[0] == "srun"
+    assert {"--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--cpus-per-task=8"} <= set(command)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"debug": {"profile": "nsys"}}, "set debug.profile=torch or chain.recovery=job"),
+        ({"cluster": {"srun_options": ["--gpus-per-task=1"]}}, "--gpus-per-task gives each task its own"),
+        ({"job": {"sbatch": {"gpu-bind": "closest"}}}, "--gpu-bind gives each task its own"),
+        ({"chain": NODE | {"max_failed_rounds": 0}}, "max_failed_rounds"),
+        ({"chain": {"recovery": "nodes"}}, "recovery"),
+        ({"chain": {"recovery": "job"}, "checkpoint": {"memory_interval": 1}}, "set chain.recovery=node"),
+        (
+            {"checkpoint": {"memory_interval": 1}, "optimizer": {"name": "muon"}},
+            "optimizer muon is not copied to memory",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_setting_to_change(
+    tmp_path: Path, sections: dict[str, Any], words: str
+) -> None:
+    path = Workspace.make(tmp_path).config("run", **({"chain": NODE} | sections))
+    with pytest.raises(ConfigError) as refused:
+        compose.load(path)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("values", [COMMAND, MEGATRON], ids=["command", "megatron-lm"])
+def test_another_trainer_is_refused(tmp_path: Path, values: dict[str, Any]) -> None:
+    said = refused(written(tmp_path, values, chain=NODE))
+    assert f"starts the ranks of trainer native again, not those of {values['trainer']}; set chain.recovery=job" in said
