@@ -46,7 +46,7 @@ class Ledger:
     samples: dict[int, str] = field(default_factory=dict)
     """Hash of each global sample."""
     texts: dict[int, tuple[str, int, int, int, str]] = field(default_factory=dict)
-    """Of each sample of a stream: data set, lane, epoch, block, and its text."""
+    """Each sample of a stream: data set, lane, epoch, block, and its text."""
 
     def forget(self, end: int) -> None:
         """Another mixture gives the samples from `end` on another meaning."""

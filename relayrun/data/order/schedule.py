@@ -168,6 +168,7 @@ class Phase:
 
     @cached_property
     def interleave(self) -> Interleave | Turned:
+        """How the samples of the phase are dealt to its datasets."""
         inner = Interleave(self.weights)
         return inner if self.lanes is None else Turned(inner, self.lanes)
 
