@@ -223,5 +223,7 @@ class Data(Section):
             raise ValueError(
                 f"mixture.{name}: data.split needs numbered windows, and a stream has none; hold out by path"
             )
-        if source.source != "parquet" and source.stream is not None and source.stream.filters is not None:
-            raise ValueError(f"mixture.{name}: stream.filters needs source: parquet; write the rows that you want anew")
+        if source.source != "parquet" and source.stream is not None:
+            for option in ("filters", "extra_columns"):
+                if getattr(source.stream, option):
+                    raise ValueError(f"mixture.{name}: stream.{option} needs source: parquet")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from relayrun.config import row_filter
-from relayrun.config.section import NonNegative, Positive, Section
+from relayrun.config.section import ImportPath, NonNegative, Positive, Section
 
 TOKENS = "tokens"
 Source = Literal["tokens", "parquet", "jsonl", "arrow"]
@@ -75,6 +75,12 @@ class Stream(Section):
     """Characters of a text; rows with fewer are left out, and counted."""
     max_len: Positive | None = None
     """Characters of a text; rows with more are left out, and counted. Default: none is."""
+    extra_columns: list[str] = []
+    """Columns of parquet files that `map` gets beside the text."""
+    map: ImportPath | None = None
+    """A user's own function of a row, a dict of the column of the text and `extra_columns`: it returns the text to
+    train on, or None to leave the row out. It comes behind all filters, runs in the ranks, and must always give the
+    same for a row."""
     limit: Limit | None = None
     """A part of the files, fragments or rows, for a trial."""
     shuffle_buffer: NonNegative = 10_000
@@ -85,6 +91,8 @@ class Stream(Section):
 
     @model_validator(mode="after")
     def _lengths(self) -> Self:
+        if self.extra_columns and self.map is None:
+            raise ValueError("stream.extra_columns are for stream.map, and there is none")
         if self.max_len is not None and self.max_len < self.min_len:
             raise ValueError(f"stream.max_len {self.max_len} is below stream.min_len {self.min_len}: no row fits")
         return self

@@ -53,6 +53,7 @@ def first_epoch(made: TextStream, lane: int) -> list[int]:
     return [row for block in epochs(made, lane, 1)[0] for row in block]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "arrow"])
 @pytest.mark.parametrize("sizes", [[50], [9, 30, 1, 20], [5] * 20], ids=["one", "few", "many"])
 def test_every_row_comes_once_an_epoch_whatever_the_files(tmp_path: Path, kind: str, sizes: list[int]) -> None:
@@ -107,6 +108,7 @@ def test_files_are_dealt_to_groups_of_lanes_evenly_or_in_runs(tmp_path: Path) ->
     assert groups_of(1733, 192) == 192
 
 
+@pytest.mark.slow
 def test_a_lane_goes_on_from_its_cursor_as_if_nothing_had_been(tmp_path: Path) -> None:
     write(tmp_path, "parquet", [9, 30, 1, 20])
     made = stream(tmp_path, "parquet", shuffle_buffer=20)
@@ -114,7 +116,7 @@ def test_a_lane_goes_on_from_its_cursor_as_if_nothing_had_been(tmp_path: Path) -
     expected = [(whole.cursor(2), streaming.digest(whole.take(2))) for _ in range(40)]
     assert LaneCursor(*expected[-1][0]).epoch > 0
     whole.close()
-    for at in range(0, 40, 3):
+    for at in range(0, 40, 7):
         again = stream(tmp_path, "parquet", shuffle_buffer=20).open_lanes({2: json.loads(json.dumps(expected[at][0]))})
         assert [streaming.digest(again.take(2)) for _ in range(at, 40)] == [sample for _, sample in expected[at:]]
         again.close()
@@ -136,6 +138,7 @@ def test_lanes_of_a_group_that_stand_in_different_blocks_go_on_each_from_its_own
     again.close()
 
 
+@pytest.mark.slow
 def test_rows_that_options_leave_out_are_counted(tmp_path: Path) -> None:
     rows = write(tmp_path, "parquet", [60], extra={3: None, 4: None, 5: ""})[0]
     made = stream(tmp_path, "parquet", filters='pc.field("even") == True', min_len=10, max_len=40, shuffle_buffer=60)
@@ -154,13 +157,36 @@ def test_rows_that_options_leave_out_are_counted(tmp_path: Path) -> None:
     assert sum(cursor.left_out for cursor in counted) == len(rows) - len(right)
 
 
+def louder(row: dict[str, Any]) -> str | None:
+    """A user's own function of a row: rows of which every third is left out, with their number before them."""
+    return None if row["number"] % 3 == 0 else f"{row['number']}!{row['text']}"
+
+
+def of_no_text(row: dict[str, Any]) -> Any:
+    return len(row["text"])
+
+
+def test_a_function_of_the_users_own_gives_the_text(tmp_path: Path) -> None:
+    rows = write(tmp_path, "parquet", [60], extra={4: None})[0]
+    here = "tests.unit.test_streams:"
+    made = stream(tmp_path, "parquet", map=f"{here}louder", extra_columns=["number"], filters="even == True")
+    right = [f"{row}!{streaming.text_of(row)}" for row in rows if row % 2 == 0 and row % 3 and row != 4]
+    found = [text for lane in range(4) for block in texts(made, lane, 1)[0] for text in block.split("\0") if text]
+    assert sorted(found) == sorted(right)
+    for name, words in (("of_no_text", "returned int, and no text"), ("missing", "cannot be imported")):
+        opened = stream(tmp_path, "parquet", map=here + name).open_lanes({0: [*LaneCursor()]})
+        with pytest.raises(FatalTrainingError, match=words):
+            opened.take(0)
+        opened.close()
+
+
 def test_the_state_is_small(tmp_path: Path) -> None:
     write(tmp_path, "parquet", [90])
     made = sampler({"web": stream(tmp_path, "parquet", lanes=64)}, {"web": 1})
     reading = made.reading(0, 0, 1)
-    for k in reading.numbers(0, 200):
+    for k in reading.numbers(0, 70):
         reading.row(k)
-    state = made.state(200, [reading.cursors(200)])
+    state = made.state(70, [reading.cursors(70)])
     reading.close()
     assert len(json.dumps(state["streams"]["web"])) < 100 * 64
 
@@ -353,6 +379,7 @@ def test_phases_keep_their_lanes() -> None:
     assert "lanes" not in Schedule.of({"a": 1}).to_json()[0]
 
 
+@pytest.mark.slow
 def test_samples_that_were_passed_over_are_read_and_left(tmp_path: Path) -> None:
     """A rewind goes back to a checkpoint at sample 40, and passes over what led to trouble before sample 60."""
     write(tmp_path, "parquet", [90])

@@ -70,6 +70,7 @@ def test_a_manifest_keeps_the_files(data: Data) -> None:
     assert manifest.differences(["web"]) == [f"web: {data.folder}/web/001.parquet: missing"]
 
 
+@pytest.mark.slow
 def test_the_check_says_what_is_streamed(data: Data, capsys: pytest.CaptureFixture[str]) -> None:
     main(["check", str(data.file()), "--json"])
     said = capsys.readouterr().out

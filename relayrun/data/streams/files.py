@@ -50,8 +50,8 @@ def freeze(name: str, source: DataSource, lanes: int) -> DatasetManifest:
     except InputError as error:
         hint = error.hint and error.hint.replace("--column", "stream.column")
         raise InputError(error.message, where=error.where, hint=hint) from None
-    if stream.filters is not None:
-        _try_filter(first, stream.filters, where)
+    if source.source == "parquet":
+        _try_columns(first, stream, where)
     if source.source == "parquet" and len(found) <= COUNTED and (rows := sum(map(_rows_of, found))) < lanes:
         raise ConfigError(
             f"{where}: its {rows:,} rows are fewer than data.lanes {lanes}, each of which needs one in every epoch",
@@ -167,17 +167,24 @@ def _filtered(table: pa.Table, condition: row_filter.Condition, setting: str, wh
         raise ConfigError(f"{setting} does not fit the columns: {str(error).splitlines()[0]}", where=where) from None
 
 
-def _try_filter(path: str, text: str, where: str) -> None:
-    """Apply a condition to no row of a parquet file, whose columns it must fit."""
-    condition = row_filter.parse(text)
+def _try_columns(path: str, stream: Stream, where: str) -> None:
+    """Apply the filter to no row of a parquet file; it and the other columns that are read must be there."""
+    condition = None if stream.filters is None else row_filter.parse(stream.filters)
     with opened_parquet(path) as file:
         schema = file.schema_arrow
-    for name in row_filter.columns(condition):
-        if name not in schema.names:
-            raise ConfigError(
-                f"stream.filters: no column {name!r}; there are: {', '.join(schema.names)}", where=f"{where}, {path}"
-            )
-    _filtered(schema.empty_table(), condition, "stream.filters", where)
+    wanted = {
+        "filters": [] if condition is None else row_filter.columns(condition),
+        "extra_columns": stream.extra_columns,
+    }
+    for option, names in wanted.items():
+        for name in names:
+            if name not in schema.names:
+                raise ConfigError(
+                    f"stream.{option}: no column {name!r}; there are: {', '.join(schema.names)}",
+                    where=f"{where}, {path}",
+                )
+    if condition is not None:
+        _filtered(schema.empty_table(), condition, "stream.filters", where)
 
 
 def _limited(paths: list[str], limit: Limit) -> list[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +41,8 @@ class FragmentReader:
         self._stream = stream
         condition = None if stream.filters is None else row_filter.parse(stream.filters)
         self._filter = None if condition is None else compiled(condition)
-        self._columns = [] if condition is None else row_filter.columns(condition)
+        looked_at = [] if condition is None else row_filter.columns(condition)
+        self._columns = list(dict.fromkeys([*looked_at, *stream.extra_columns]))
 
     def read(self, fragment: Fragment, start: int) -> Iterator[pa.RecordBatch]:
         """The rows of a fragment from row `start` on: `TEXT` (large_string, may be null) and the filter's columns.
@@ -78,6 +82,46 @@ class FragmentReader:
                 fits &= lengths <= self._stream.max_len
             chosen = chosen.filter(pa.array(fits))
         return np.sort(np.asarray(chosen[_ROW], np.int64))  # Arrow promises no order
+
+    def texts(self, rows: pa.Table) -> tuple[pa.Array, npt.NDArray[np.int64]]:
+        """The texts of a table that are trained on (large_string, without nulls), and the numbers of their rows.
+
+        Raises FatalTrainingError as `keep`, and where a user's own function raises or returns no text.
+        """
+        kept = self.keep(rows)
+        if self._stream.map is None:
+            return rows[TEXT].take(pa.array(kept)).combine_chunks(), kept
+        mapped = self._mapped
+        given = rows.take(pa.array(kept)).select([TEXT, *self._stream.extra_columns])
+        named = given.rename_columns([self._stream.column, *self._stream.extra_columns]).to_pylist()
+        found = [mapped(row) for row in named]
+        made = np.array([text is not None for text in found], np.bool_)
+        return pa.array([text for text in found if text is not None], pa.large_string()), kept[made]
+
+    @cached_property
+    def _mapped(self) -> Callable[[dict[str, Any]], str | None]:
+        """What a user's own function makes of a row."""
+        path = self._stream.map
+        assert path is not None
+        module, _, name = path.partition(":")
+        try:
+            function = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise FatalTrainingError(
+                f"stream.map {path!r} cannot be imported: {error}", hint="put its folder on PYTHONPATH of the ranks"
+            ) from None
+
+        def call(row: dict[str, Any]) -> str | None:
+            try:
+                text = function(row)
+                if text is None or (isinstance(text, str) and text.encode() is not None):
+                    return text
+                what = f"returned {type(text).__name__}, and no text"
+            except Exception as error:
+                what = f"raised {type(error).__name__}: {error}"
+            raise FatalTrainingError(f"stream.map {path!r} {what}, for the row that begins {str(row)[:80]!r}")
+
+        return call
 
     def _read(self, entry: FileEntry, fragment: Fragment, start: int) -> Iterator[pa.RecordBatch]:
         path = entry.path

@@ -26,7 +26,7 @@ from relayrun.data.streams.ahead import Ahead
 from relayrun.data.streams.blocks import Block, Blocks
 from relayrun.data.streams.cursor import LaneCursor, Place
 from relayrun.data.streams.fragments import FragmentOrder, groups_of
-from relayrun.data.streams.rows import TEXT, FragmentReader
+from relayrun.data.streams.rows import FragmentReader
 from relayrun.data.streams.samples import Encode, LaneSamples, Shape, origin_of
 from relayrun.errors import FatalTrainingError
 from relayrun.shards.manifest import FileEntry
@@ -195,8 +195,8 @@ class OpenTextLanes:
                 f"data set {stream.name!r}: lane {lane} stood at {now.cursor.place}, where no block begins",
                 hint="the files are not those of the checkpoint; put them back",
             )
-        now.origins, now.chosen = share.origins, stream.reader.keep(share.rows)
-        texts = share.rows[TEXT].take(pa.array(now.chosen)).combine_chunks()
+        now.origins = share.origins
+        texts, now.chosen = stream.reader.texts(share.rows)
         now.samples = LaneSamples(texts, stream.shape, stream.encode)
         if len(now.samples):
             return

@@ -156,6 +156,7 @@ def _names(config: RunConfig) -> list[str]:
     own = [entry.hook for entry in config.training.hooks]
     own += filter(None, [config.optimizer.class_path, config.model.spec, config.training.loss])
     own += [order for source in config.data.sources.values() if ":" in (order := source.order or config.data.order)]
+    own += [stream.map for stream in config.data.streams.values() if stream.map is not None]
     text = OF_STREAMS if config.data.streams else ()
     return [*NEEDED, *text, *dict.fromkeys(path.partition(":")[0].partition(".")[0] for path in own)]
 
