@@ -42,6 +42,9 @@ class DataSource(Section):
     """How the text of another source than `tokens` is read, filtered and shuffled."""
     options: dict[str, Any] = {}
     """Options that are handed to a user's own order, which alone reads them."""
+    loss_mask: bool = False
+    """A user's own order gives a loss mask with its tokens: `read` returns both, or `row` a
+    `relayrun.data.rows.Row`. Without this a mask ends the run."""
     edition: Positive = 1
     """Number of the edition, which rises when the files are replaced by others. Set by submit."""
 
@@ -163,7 +166,8 @@ class Data(Section):
     @property
     def masks_loss(self) -> bool:
         """Whether there are tokens whose loss does not count."""
-        return self.eod_mask_loss or bool(self.cut_by_document) or bool(self.streams)
+        masked = any(source.is_stream or source.loss_mask for source in self.sources.values())
+        return self.eod_mask_loss or masked or bool(self.cut_by_document)
 
     @property
     def _packs(self) -> bool:
@@ -184,6 +188,10 @@ class Data(Section):
                 raise ValueError(f"order {order!r} is none of window, document-window, megatron, module:callable")
             own = ":" in order or order == MOCK_ORDER
             self._check_stream(name, order)
+            if source.loss_mask and ":" not in order:
+                raise ValueError(
+                    f"mixture.{name}: loss_mask belongs to a user's own order, module:callable, not {order}"
+                )
             if not source.paths and not own:
                 raise ValueError(f"mixture.{name}: this data set has no path")
             if order == DOCUMENT_WINDOW and self.split:
