@@ -99,19 +99,29 @@ def ledger(audited: audit.Audited) -> None:
     for row in rows:
         step = "passed over" if row.exhausted_step is None else f"{row.exhausted_step:,}"
         end = ("never", "never") if row.exhausted_sample is None else (f"{row.exhausted_sample:,}", step)
+        if row.windows is None:
+            end = ("not known", "")
         table.add_row(
             row.dataset,
             f"{row.weight:.4f}" if row.weight else "left",
             f"{row.samples:,}",
             f"{row.untrained:,}",
-            f"{row.epochs:.3f}",
-            f"{row.windows:,}",
+            "" if row.epochs is None else f"{row.epochs:.3f}",
+            "stream" if row.windows is None else f"{row.windows:,}",
             *end,
         )
     table.add_row(
         "total", "", f"{sum(row.samples for row in rows):,}", f"{sum(row.untrained for row in rows):,}", "", "", "", ""
     )
     Console(width=120, highlight=False).print(table)
+    for row in rows:
+        if (read := row.lanes) is not None:
+            low, high = read.epochs
+            epochs = f"epoch {low}" if low == high else f"epochs {low} to {high}"
+            print(
+                f"{row.dataset}: at sample {read.sample:,} its lanes stood in {epochs} (from 0), behind {read.rows:,} "
+                f"rows, of which {read.left_out:,} were left out"
+            )
 
 
 def lengths(options: argparse.Namespace) -> None:

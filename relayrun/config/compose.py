@@ -179,8 +179,13 @@ def _absolute(path: str, root: Path) -> str:
 
 def _absolute_source(source: DataSource, root: Path) -> DataSource:
     path = source.path
-    absolute = _absolute(path, root) if isinstance(path, str) else path and [_absolute(part, root) for part in path]
-    return source.model_copy(update={"path": absolute})
+    if isinstance(path, str):
+        return source.model_copy(update={"path": _absolute_or_url(path, root)})
+    return source.model_copy(update={"path": path and [_absolute_or_url(part, root) for part in path]})
+
+
+def _absolute_or_url(path: str, root: Path) -> str:
+    return path if "://" in path else _absolute(path, root)
 
 
 def _absolute_or_name(text: str, root: Path) -> str:

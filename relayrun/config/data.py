@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from relayrun.config.document_window import DOCUMENT_WINDOW, DocumentWindow
 from relayrun.config.section import NAME, Fraction, Positive, Section
+from relayrun.config.streams import LANES, TOKENS, Source, Stream
 
 MOCK_ORDER = "mock"
 """Name of the order of the data set that `mock_data` makes."""
@@ -27,15 +28,23 @@ class DataSource(Section):
 
     path: str | list[str] | None = None
     """Folders of .bin/.idx shards, shards (without suffix), or patterns of either, read in the order of the list;
-    only a user's own order may do without."""
+    only a user's own order may do without. Of another `source`: folders, files or patterns of files, or URLs."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     """Share of the samples, in any unit: the weights of a mixture are divided by their sum."""
     order: str | None = None
     """`window`, `document-window`, `megatron` or `module:callable`; default: data.order."""
     document_window: DocumentWindow | None = None
     """How this data set's documents are cut and packed; default: data.document_window."""
+    source: Source = "tokens"
+    """What the files hold: `tokens`, or text that is tokenized as it is read: `parquet`, `jsonl` (also compressed) or
+    `arrow`."""
+    stream: Stream | None = None
+    """How the text of another source than `tokens` is read, filtered and shuffled."""
     options: dict[str, Any] = {}
     """Options that are handed to a user's own order, which alone reads them."""
+    loss_mask: bool = False
+    """A user's own order gives a loss mask with its tokens: `read` returns both, or `row` a
+    `relayrun.data.rows.Row`. Without this a mask ends the run."""
     edition: Positive = 1
     """Number of the edition, which rises when the files are replaced by others. Set by submit."""
 
@@ -44,6 +53,11 @@ class DataSource(Section):
     def identity(self, name: str) -> str:
         """The name under which the data set called `name` is counted: `name`, or `name@2` from edition 2 on."""
         return name if self.edition == 1 else f"{name}@{self.edition}"
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the data set is text that is tokenized as it is read."""
+        return self.source != TOKENS
 
     @property
     def paths(self) -> list[str]:
@@ -80,6 +94,9 @@ class Data(Section):
     data_cache_dir: str | None = None
     """Folder for the indices of `order: megatron`, without which every rank builds them in memory; and for the number
     of rows of `order: document-window`, which is otherwise kept in the run directory."""
+    lanes: Positive = LANES
+    """Lanes of the data sets that are streams: the number of data-parallel replicas must divide it at every resume. Set
+    a number with many divisors: 48 replicas take 192, 512 take 512."""
     max_epochs: Annotated[float, Field(gt=0)] = 100.0
     """How often a data set may be read until the last step. A submit refuses more; above 4 it warns (docs/check.md)."""
     reset_position_ids: bool = False
@@ -126,6 +143,18 @@ class Data(Section):
         source, cut = self.sources[name], self.cut_by_document.get(name)
         return source.order or self.order, source.options if cut is None else cut.model_dump(mode="json")
 
+    def stream_of(self, name: str) -> dict[str, Any]:
+        """What decides the samples of the data set called `name` beside order, options and files; of a stream alone."""
+        source = self.sources[name]
+        if not source.is_stream:
+            return {}
+        return {"source": source.source, "data.lanes": self.lanes, **(source.stream or Stream()).record()}
+
+    @property
+    def streams(self) -> dict[str, Stream]:
+        """How the data sets are read that are text, by name."""
+        return {name: source.stream or Stream() for name, source in self.sources.items() if source.is_stream}
+
     @property
     def attends_documents(self) -> bool:
         """Whether there are rows in which a token sees less than all before it."""
@@ -139,7 +168,8 @@ class Data(Section):
     @property
     def masks_loss(self) -> bool:
         """Whether there are tokens whose loss does not count."""
-        return self.eod_mask_loss or bool(self._cuts)
+        masked = any(source.is_stream or source.loss_mask for source in self.sources.values())
+        return self.eod_mask_loss or masked or bool(self._cuts)
 
     @property
     def validation_cut(self) -> DocumentWindow | None:
@@ -169,6 +199,11 @@ class Data(Section):
             if not _ORDER.fullmatch(order):
                 raise ValueError(f"order {order!r} is none of window, document-window, megatron, module:callable")
             own = ":" in order or order == MOCK_ORDER
+            self._check_stream(name, order)
+            if source.loss_mask and ":" not in order:
+                raise ValueError(
+                    f"mixture.{name}: loss_mask belongs to a user's own order, module:callable, not {order}"
+                )
             if not source.paths and not own:
                 raise ValueError(f"mixture.{name}: this data set has no path")
             if order == DOCUMENT_WINDOW and self.split:
@@ -190,3 +225,25 @@ class Data(Section):
         if self.document_window is not None and not self._cuts:
             raise ValueError(f"data.document_window: no data set has order: {DOCUMENT_WINDOW}, which alone reads it")
         return self
+
+    def _check_stream(self, name: str, order: str) -> None:
+        """Raise ValueError where source, stream, order and split do not go together."""
+        source = self.sources[name]
+        if not source.is_stream:
+            if source.stream is not None:
+                raise ValueError(f"mixture.{name}: stream belongs to source: parquet, jsonl or arrow, not {TOKENS}")
+            return
+        if order not in ("window", DOCUMENT_WINDOW):
+            raise ValueError(
+                f"mixture.{name}: source: {source.source} is read with order: window or {DOCUMENT_WINDOW}, not {order}"
+            )
+        if source.options:
+            raise ValueError(f"mixture.{name}: source: {source.source} takes stream, and no options")
+        if self.split:
+            raise ValueError(
+                f"mixture.{name}: data.split needs numbered windows, and a stream has none; hold out by path"
+            )
+        if source.source != "parquet" and source.stream is not None:
+            for option in ("filters", "extra_columns"):
+                if getattr(source.stream, option):
+                    raise ValueError(f"mixture.{name}: stream.{option} needs source: parquet")

@@ -321,6 +321,16 @@ class RunConfig(CommonConfig):
         return self
 
     @model_validator(mode="after")
+    def _lanes(self) -> Self:
+        if self.data.streams and self.data.lanes % self.data_parallel_size:
+            raise ValueError(
+                f"data.lanes {self.data.lanes} is no multiple of the data-parallel size {self.data_parallel_size}: "
+                "each replica reads as many lanes of a stream; a run that begins may set another data.lanes, one that "
+                "has begun needs another number of ranks"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _evaluated_checkpoints(self) -> Self:
         if self.evaluation is not None and self.evaluation.interval % self.checkpoint.interval:
             raise ValueError(

@@ -16,11 +16,13 @@ import numpy.typing as npt
 
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
-from relayrun.data.order.build import make_dataset, training_order
+from relayrun.data.build import make_dataset, training_order
+from relayrun.data.order.lanes import Standing, Stream
 from relayrun.data.order.sampler import MixtureSampler
 from relayrun.data.order.samples import Dataset
 from relayrun.data.order.windows import Origin
 from relayrun.data.progress import Progress
+from relayrun.data.streams.cursor import LaneCursor
 from relayrun.errors import InputError
 from relayrun.files import read_json
 from relayrun.rundir.lineage import durable, line
@@ -38,7 +40,7 @@ class Audited:
     run: Run
     config: RunConfig
     order: MixtureSampler
-    datasets: dict[str, Dataset]
+    datasets: dict[str, Dataset | Stream]
     """Data sets by identity, also those that have left the mixture."""
     progress: Progress
     """Which iteration trained on which samples, from the beginning on."""
@@ -55,12 +57,26 @@ class Sample:
     dataset: str
     epoch: int
     i: int
-    """The sample's place in the epoch of its data set."""
+    """The sample's place in the epoch of its data set; of a stream, its number among all samples of the data set."""
     step: int | None
     """The iteration that trained on it, or will with the batch sizes of now; None: it was passed over."""
     origins: list[Origin]
     """Documents that the sample is made of; empty for a data set that does not say."""
     tokens: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanesRead:
+    """How far the lanes of a stream were when the newest attempt began."""
+
+    sample: int
+    """The global sample that was next."""
+    epochs: tuple[int, int]
+    """Epoch of the lane that is furthest behind, and of the one furthest ahead; from 0."""
+    rows: int
+    """Rows in the blocks that lanes have left behind."""
+    left_out: int
+    """Rows among them that an option of the stream leaves out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +90,18 @@ class LedgerRow:
     """Samples of the data set that are consumed."""
     untrained: int
     """Consumed samples that no update came from: passed over by a rewind, or of an iteration that was skipped."""
-    windows: int
-    """Windows of the data set in one epoch."""
+    windows: int | None
+    """Windows of the data set in one epoch; None: it is a stream, which knows when it has read them."""
     exhausted_sample: int | None
-    """The sample that ends its first epoch; None if that never comes."""
+    """The sample that ends its first epoch; None if that never comes, or is not known."""
     exhausted_step: int | None
     """The iteration that trains on that sample, with the batch sizes of now; None if it was passed over."""
+    lanes: LanesRead | None = None
+    """How far the lanes of a stream are."""
 
     @property
-    def epochs(self) -> float:
-        return self.samples / self.windows
+    def epochs(self) -> float | None:
+        return None if self.windows is None else self.samples / self.windows
 
 
 def audit(run: Run) -> Audited:
@@ -105,7 +123,7 @@ def audit(run: Run) -> Audited:
     if state is not None:
         order.resume(state)
         progress = Progress.resume(state["progress"], config.training.batch_sizes)
-    datasets: dict[str, Dataset] = {name: part.dataset for name, part in order.parts.items()}
+    datasets: dict[str, Dataset | Stream] = {name: part.dataset for name, part in order.parts.items()}
     for number in reversed(revisions):
         past = config if number == revision else compose.native(compose.read_resolved(run.config_revision(number)))
         for name, source in past.data.sources.items():
@@ -128,6 +146,9 @@ def samples(audited: Audited, numbers: range) -> Iterator[Sample]:
     for k in numbers:
         name, epoch, i = audited.order.locate(k)
         dataset = audited.datasets[name]
+        if isinstance(dataset, Stream):
+            yield _of_stream(audited, k, name, i)
+            continue
         origins = getattr(dataset, "origins", None)
         yield Sample(
             number=k,
@@ -140,6 +161,43 @@ def samples(audited: Audited, numbers: range) -> Iterator[Sample]:
         )
 
 
+def _of_stream(audited: Audited, k: int, name: str, position: int) -> Sample:
+    """A sample of a stream, for which its lane is read from where the newest attempt began.
+
+    Raises InputError for a sample before that, and for a data set that has left the mixture.
+    """
+    from relayrun.data.streams.stream import TextStream  # pyarrow, which a look at token shards does without
+
+    stream, standing = audited.order.streams.get(name), audited.order.standing[name]
+    if not isinstance(stream, TextStream) or k < standing.at:
+        raise InputError(
+            f"sample {k} is of the stream {name!r}, whose samples are known from sample {standing.at} on: where the "
+            "newest attempt began, or the stream came into the mixture",
+            where=audited.run.path,
+            hint="a stream is read in order; ask for a later sample",
+        )
+    schedule = audited.order.schedule
+    lane = schedule.in_phase(k) % stream.lanes
+    lanes = stream.open_lanes({lane: standing.cursors[lane]})
+    try:
+        for before in range(k - (k - standing.at) // stream.lanes * stream.lanes, k, stream.lanes):
+            if schedule.locate(before)[0] == name and schedule.in_phase(before) % stream.lanes == lane:
+                lanes.take(lane)
+        row = lanes.take(lane)
+        origins, epoch = lanes.origins(lane), LaneCursor(*lanes.cursor(lane)).epoch
+    finally:
+        lanes.close()
+    return Sample(
+        number=k,
+        dataset=name,
+        epoch=epoch,
+        i=position,
+        step=audited.progress.iteration_of(k),
+        origins=origins,
+        tokens=row.tokens,
+    )
+
+
 def ledger(audited: Audited) -> list[LedgerRow]:
     """The account of each data set at the newest durable checkpoint. Its samples sum to the consumed samples."""
     schedule = audited.order.schedule
@@ -147,8 +205,8 @@ def ledger(audited: Audited) -> list[LedgerRow]:
     gaps = [(schedule.counts(first), schedule.counts(end)) for first, end in audited.progress.untrained]
     rows = []
     for name, count in schedule.counts(audited.consumed_samples).items():
-        windows = int(audited.order.records[name]["windows"])
-        last = schedule.sample_of(name, windows - 1)
+        windows = audited.order.records[name]["windows"]
+        last = None if windows is None else schedule.sample_of(name, windows - 1)
         rows.append(
             LedgerRow(
                 dataset=name,
@@ -158,9 +216,20 @@ def ledger(audited: Audited) -> list[LedgerRow]:
                 windows=windows,
                 exhausted_sample=last,
                 exhausted_step=None if last is None else audited.progress.iteration_of(last),
+                lanes=None if windows is not None else _lanes_read(audited.order.standing[name]),
             )
         )
     return rows
+
+
+def _lanes_read(standing: Standing) -> LanesRead:
+    lanes = [LaneCursor(*cursor) for cursor in standing.cursors]
+    return LanesRead(
+        sample=standing.at,
+        epochs=(min(lane.epoch for lane in lanes), max(lane.epoch for lane in lanes)),
+        rows=sum(lane.rows for lane in lanes),
+        left_out=sum(lane.left_out for lane in lanes),
+    )
 
 
 def differences(a: Audited, b: Audited) -> list[str]:

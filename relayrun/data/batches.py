@@ -6,7 +6,8 @@ micro-batch is
 
     sample c + (s * data_parallel_size + r) * micro_batch_size + m
 
-so that every accumulation step, over all ranks, is one contiguous run of sample numbers.
+so that every accumulation step, over all ranks, is one contiguous run of sample numbers. Where the order deals itself,
+because a rank has lanes of its own (`relayrun.data.order.lanes`), a rank takes the numbers that are its own, in turn.
 
 One thread prepares the next two iterations; there are no worker processes, since copying a sample
 between processes costs more than reading it. The only state is the number of consumed samples.
@@ -15,7 +16,7 @@ between processes costs more than reading it. The only state is the number of co
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from queue import Empty, Queue
 from types import TracebackType
 from typing import Protocol, Self
@@ -36,7 +37,10 @@ Batch = list[Rows]
 
 
 class Samples(Protocol):
-    """What is read: numbered samples, each int64 [seq_length + 1]. It may have a method `row(k)` as well."""
+    """What is read: numbered samples, each int64 [seq_length + 1].
+
+    It may have a method `row(k)` as well, and `numbers(first, end)`, the samples of this rank between the two.
+    """
 
     name: str
 
@@ -131,6 +135,8 @@ class BatchReader(Iterator[Batch]):
                 self._queue.get_nowait()
         except Empty:
             self._thread.join(CLOSE_SECONDS)
+        if (close := getattr(self._order, "close", None)) is not None:
+            close()
 
     def __enter__(self) -> Self:
         return self
@@ -154,9 +160,14 @@ class BatchReader(Iterator[Batch]):
         return checked_row(found, self._order, k, self._vocabulary_size)
 
     def _read(self, consumed: int) -> Batch:
-        step = self._size * self._micro_batch_size
-        first = consumed + self._rank * self._micro_batch_size
-        return [
-            Rows.of([self._row(k) for k in range(at, at + self._micro_batch_size)])
-            for at in range(first, first + self._batch_sizes.at(consumed), step)
-        ]
+        numbers, step = self._numbers(consumed, consumed + self._batch_sizes.at(consumed)), self._micro_batch_size
+        return [Rows.of([self._row(k) for k in numbers[at : at + step]]) for at in range(0, len(numbers), step)]
+
+    def _numbers(self, first: int, end: int) -> Sequence[int]:
+        """The samples of this rank, of those from `first` to below `end`."""
+        if (own := getattr(self._order, "numbers", None)) is not None:
+            numbers: Sequence[int] = own(first, end)
+            return numbers
+        size = self._micro_batch_size
+        starts = range(first + self._rank * size, end, self._size * size)
+        return [k for start in starts for k in range(start, start + size)]

@@ -7,7 +7,7 @@
 | other files under the same name | refused; accepted, the data set begins anew as its next edition, in a new phase |
 | files of an earlier edition are back | refused; accepted, that edition goes on where it was |
 | a new name for files that the run knows | refused; accepted, it begins at 0 and the windows come again |
-| a data set's own order or options | refused; accepted, as other files |
+| a data set's own order or options, source, stream or lanes | refused; accepted, as other files |
 | other files in a validation set | refused; accepted, they replace it |
 | other files under the same name, with `data.split` | refused; cannot be accepted: held-out windows would move |
 | tokenizer, sequence length, seed, split, of a run with a checkpoint | refused; cannot be accepted |
@@ -117,7 +117,7 @@ def _edition(
         twins = [
             other
             for other, dataset in frozen.datasets.items()
-            if dataset.shards and dataset.fingerprint == files.fingerprint and other != name
+            if (dataset.shards or dataset.files) and dataset.fingerprint == files.fingerprint and other != name
         ]
         return 1, [
             f"{name}: has the files of {twin!r}, which the run has under that name: its windows would come again"
@@ -127,6 +127,8 @@ def _edition(
     was, now = revision.data.order_of(name), data.order_of(name)
     if was != now:
         return max(editions) + 1, [f"{name}: order and options were {was}, are {now}: it would begin anew"]
+    if changed := _differing(revision.data.stream_of(name), data.stream_of(name)):
+        return max(editions) + 1, [f"{name}: {line}: it would begin anew" for line in changed]
     if editions[last.edition].fingerprint == files.fingerprint:
         return last.edition, []
     for edition, dataset in reversed(editions.items()):
@@ -134,6 +136,15 @@ def _edition(
             return edition, [f"{name}: has the files of its edition {edition} again, and would go on there"]
     lines = [f"{name}: {line}" for line in _shard_differences(editions[last.edition], files)]
     return max(editions) + 1, lines
+
+
+def _differing(was: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """What differs between the settings of a stream, by name."""
+    if not was or not now:
+        kinds = [side.get("source", "tokens") for side in (was, now)]
+        return [] if was == now else [f"source was {kinds[0]}, is {kinds[1]}"]
+    names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+    return [f"{name} was {was.get(name)!r}, is {now.get(name)!r}" for name in names]
 
 
 def _fixed(frozen: Manifest, previous: RunConfig, found: Manifest, config: RunConfig) -> list[str]:
@@ -160,6 +171,7 @@ def _shard_differences(before: DatasetManifest, now: DatasetManifest) -> list[st
     old, new = _by_name(before), _by_name(now)
     lines = [f"shard {name} is gone" for name in old if name not in new]
     lines += [f"shard {name} was added" for name in new if name not in old]
+    lines += _file_differences(before, now)
     for name in old:
         if name in new and (was := old[name]).fingerprint != (now_is := new[name]).fingerprint:
             same = ", in another order or of other lengths" if was.tokens == now_is.tokens else ""
@@ -174,9 +186,36 @@ def _shard_differences(before: DatasetManifest, now: DatasetManifest) -> list[st
     return lines if len(lines) <= 20 else [*lines[:20], f"and {len(lines) - 20:,} more"]
 
 
+def _file_differences(before: DatasetManifest, now: DatasetManifest) -> list[str]:
+    """What differs between two lists of files of text, by file name."""
+    old, new = ({file.path[_common(part) :]: file for file in part.files} for part in (before, now))
+    lines = [f"file {name} is gone" for name in old if name not in new]
+    lines += [f"file {name} was added" for name in new if name not in old]
+    for name in [name for name in old if name in new]:
+        was, now_is = old[name], new[name]
+        if was.size != now_is.size:
+            lines.append(f"file {name} had {was.size:,} bytes, now {now_is.size:,}")
+        elif was.fingerprint != now_is.fingerprint:
+            lines.append(f"file {name} was changed")
+        elif (was.fragments, was.rows) != (now_is.fragments, now_is.rows):
+            lines.append(f"file {name}: stream.limit takes another part of it")
+    if not lines and old:
+        lines = ["its files stand in another order"]
+    return lines
+
+
+def _common(dataset: DatasetManifest) -> int:
+    """How long the part of the paths is that all files of a data set have in common."""
+    return _length_of_common([file.path for file in dataset.files])
+
+
 def _by_name(dataset: DatasetManifest) -> dict[str, ShardEntry]:
     """By the part of the path that differs between the shards, so that a moved folder does not matter."""
-    prefixes = [shard.prefix for shard in dataset.shards]
+    common = _length_of_common([shard.prefix for shard in dataset.shards])
+    return {shard.prefix[common:]: shard for shard in dataset.shards}
+
+
+def _length_of_common(prefixes: list[str]) -> int:
     common = 0
     if len(prefixes) > 1:
         first, last = min(prefixes), max(prefixes)
@@ -184,7 +223,7 @@ def _by_name(dataset: DatasetManifest) -> dict[str, ShardEntry]:
         common = first.rfind("/", 0, same) + 1
     elif prefixes:
         common = prefixes[0].rfind("/") + 1
-    return {shard.prefix[common:]: shard for shard in dataset.shards}
+    return common
 
 
 def _short(value: object) -> str:

@@ -1,6 +1,7 @@
 """A sample with what is known of its tokens: where its documents end, and whose loss counts.
 
-A data set whose samples are more than tokens has a method `row(epoch, i)` beside `read(epoch, i)`, and gives a `Row`.
+A data set whose samples are more than tokens has a method `row(epoch, i)` beside `read(epoch, i)`, and gives a `Row`;
+or its `read` gives tokens and loss mask.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+
+from relayrun.errors import FatalTrainingError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +65,24 @@ class Rows:
 
 
 def row_of(dataset: Any, epoch: int, i: int) -> Row:
-    """Row i of an epoch of a data set (`relayrun.data.order.samples.Dataset`), whether it gives rows or tokens."""
+    """Row i of an epoch of a data set (`relayrun.data.order.samples.Dataset`), whether it gives rows or tokens.
+
+    Raises FatalTrainingError for a loss mask that does not fit the tokens.
+    """
     if (row := getattr(dataset, "row", None)) is not None:
         found: Row = row(epoch, i)
         return found
-    return Row(tokens=dataset.read(epoch, i))
+    read = dataset.read(epoch, i)
+    if not isinstance(read, tuple):
+        return Row(tokens=read)
+    tokens, mask = read[0], np.asarray(read[1], np.float32)
+    if mask.shape != (len(tokens) - 1,):
+        raise FatalTrainingError(
+            f"{type(dataset).__name__}.read({epoch}, {i}) gives a loss mask of shape {list(mask.shape)} with "
+            f"{len(tokens)} tokens",
+            hint=f"a mask has one number for each input: {len(tokens) - 1}",
+        )
+    return Row(tokens=tokens, loss_mask=mask)
 
 
 def row_figures(counts: Sequence[int], *, tokens: int, samples: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from relayrun.config.schema import Evaluation
-from relayrun.data.order.build import validation_orders
+from relayrun.data.build import validation_orders
 from relayrun.data.rows import Row
 from relayrun.errors import InputError
 from relayrun.export import huggingface

@@ -1,4 +1,4 @@
-"""The frozen, ordered lists of the shards that a run reads, one list for each data set.
+"""The frozen, ordered lists of the shards that a run reads, one list for each data set; of a stream, its files of text.
 
 The manifest is built when a run is made, and written into its directory; every attempt reads it
 and never looks for shards again, so that a file that appears later cannot shift the data. A submit with
@@ -9,7 +9,8 @@ cost a line of JSON and two `stat` calls per shard.
 
 A fingerprint is the SHA-256 of a shard's whole .idx, with its sizes: documents that were added, cut,
 reordered or tokenized otherwise change it. It does not depend on paths, so a data set may move. The
-.bin is not read: ids that change while every document keeps its length are not seen.
+.bin is not read: ids that change while every document keeps its length are not seen. Of a file of text
+the fingerprint is that of its two ends, where parquet has its list of row groups.
 """
 
 from __future__ import annotations
@@ -98,10 +99,38 @@ class ShardEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """One file of text as it was when the manifest was built."""
+
+    path: str
+    """Absolute path, links not resolved, or a URL."""
+    size: int
+    """Bytes."""
+    fingerprint: str
+    """SHA-256 of its first and last 64 KiB, hexadecimal."""
+    fragments: int | None = None
+    """Only its first so many row groups are read; None: all."""
+    rows: int | None = None
+    """Only its first so many rows are read; None: all."""
+
+    def differences(self) -> list[str]:
+        """What differs on disk: a line for a missing file or another size. A URL is compared when it is opened."""
+        if "://" in self.path:
+            return []
+        try:
+            now = os.stat(self.path).st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return [f"{self.path}: missing"]
+        return [] if now == self.size else [f"{self.path}: {now} bytes, was {self.size}"]
+
+
+@dataclass(frozen=True, kw_only=True)
 class DatasetManifest:
-    """Shards in the order in which they are read: together one stream of tokens."""
+    """Shards in the order in which they are read: together one stream of tokens. Or files of text, which have none."""
 
     shards: tuple[ShardEntry, ...]
+    files: tuple[FileEntry, ...] = ()
+    """Files of text, sorted by name or as listed; where there are some, there are no shards."""
 
     @cached_property
     def tokens(self) -> int:
@@ -120,7 +149,14 @@ class DatasetManifest:
                 f"{shard.dtype} {shard.tokens} {shard.documents} {shard.bin_bytes} "
                 f"{shard.idx_bytes} {shard.fingerprint}\n".encode()
             )
+        for file in self.files:
+            digest.update(f"{file.size} {file.fingerprint} {file.fragments} {file.rows}\n".encode())
         return digest.hexdigest()
+
+    def differences(self) -> list[str]:
+        """What differs on disk, a line each."""
+        entries: list[ShardEntry | FileEntry] = [*self.shards, *self.files]
+        return [line for entry in entries for line in entry.differences()]
 
     @classmethod
     def build(cls, prefixes: Sequence[str | os.PathLike[str]]) -> DatasetManifest:
@@ -162,7 +198,7 @@ class Manifest:
     @classmethod
     def build(
         cls,
-        datasets: Mapping[str, Sequence[str | os.PathLike[str]] | None],
+        datasets: Mapping[str, Sequence[str | os.PathLike[str]] | DatasetManifest | None],
         validation: Mapping[str, Sequence[str | os.PathLike[str]]],
         *,
         vocabulary_size: int,
@@ -173,16 +209,21 @@ class Manifest:
     ) -> Manifest:
         """Freeze the shards of each data set and of each validation set, by name; None: it has no shards by design.
 
+        A data set of files of text comes frozen.
+
         Raises InputError if a set is empty or a shard is refused (`ShardEntry.build`), and as `check_apart`.
         """
         built: list[dict[str, DatasetManifest]] = []
         for sets, what in ((datasets, "data set"), (validation, "validation set")):
-            for name, prefixes in sets.items():
+            frozen = {name: part for name, part in sets.items() if isinstance(part, DatasetManifest)}
+            named = {name: part for name, part in sets.items() if not isinstance(part, DatasetManifest)}
+            for name, prefixes in named.items():
                 if prefixes is not None and not prefixes:
                     raise InputError(
                         f"the {what} {name!r} has no shard", hint="give folders that hold .bin and .idx files"
                     )
-            built.append({name: DatasetManifest.build(prefixes or []) for name, prefixes in sets.items()})
+            made = frozen | {name: DatasetManifest.build(prefixes or []) for name, prefixes in named.items()}
+            built.append({name: made[name] for name in sets})
         manifest = cls(
             datasets=built[0],
             validation=built[1],
@@ -271,14 +312,9 @@ class Manifest:
 
     def differences(self, mixture: Iterable[str]) -> list[str]:
         """What differs on disk in the data sets `mixture` and the validation sets: two `stat` calls per shard."""
-        found = [
-            f"{name}: {line}"
-            for name in mixture
-            for shard in self.datasets[name].shards
-            for line in shard.differences()
-        ]
+        found = [f"{name}: {line}" for name in mixture for line in self.datasets[name].differences()]
         for name, dataset in self.validation.items():
-            found += [f"validation {name!r}: {line}" for shard in dataset.shards for line in shard.differences()]
+            found += [f"validation {name!r}: {line}" for line in dataset.differences()]
         return found
 
     def verify(self, mixture: Iterable[str] | None = None) -> None:
@@ -309,20 +345,22 @@ def _check_contiguous(shard: Shard) -> None:
 
 
 def _identities(name: str, dataset: DatasetManifest, *, missing_ok: bool = False) -> dict[tuple[int, int], str]:
-    """(device, inode) of every .bin → prefix."""
+    """(device, inode) of every .bin → prefix, and of every local file of text → path."""
     found: dict[tuple[int, int], str] = {}
-    for shard in dataset.shards:
+    named = [(shard.prefix, shard.prefix + ".bin") for shard in dataset.shards]
+    named += [(file.path, file.path) for file in dataset.files if "://" not in file.path]
+    for prefix, path in named:
         try:
-            status = os.stat(shard.prefix + ".bin")
+            status = os.stat(path)
         except FileNotFoundError:
             if missing_ok:
                 continue
             raise
-        other = found.setdefault((status.st_dev, status.st_ino), shard.prefix)
-        if other is not shard.prefix and not repeated_on_purpose(shard.prefix, other):
+        other = found.setdefault((status.st_dev, status.st_ino), prefix)
+        if other is not prefix and not repeated_on_purpose(prefix, other):
             raise InputError(
                 f"stands twice in {name}, also as {other}",
-                where=shard.prefix,
+                where=prefix,
                 hint="name each shard once, or its tokens are repeated within an epoch",
             )
     return found
@@ -333,11 +371,15 @@ def _json(dataset: DatasetManifest) -> dict[str, Any]:
         "fingerprint": dataset.fingerprint,
         "tokens": dataset.tokens,
         "shards": [asdict(shard) for shard in dataset.shards],
+        **({"files": [asdict(file) for file in dataset.files]} if dataset.files else {}),
     }
 
 
 def _dataset(value: dict[str, Any]) -> DatasetManifest:
-    dataset = DatasetManifest(shards=tuple(ShardEntry(**shard) for shard in value["shards"]))
+    dataset = DatasetManifest(
+        shards=tuple(ShardEntry(**shard) for shard in value["shards"]),
+        files=tuple(FileEntry(**file) for file in value.get("files", ())),  # none in runs of earlier versions
+    )
     if dataset.fingerprint != value["fingerprint"] or dataset.tokens != value["tokens"]:
         raise ValueError("its shards do not have the fingerprint that it names")
     return dataset

@@ -29,7 +29,10 @@ def build_manifest(config: RunConfig, run: Run | None = None) -> Manifest:
     tokenizer = load_tokenizer(TokenizeOptions(tokenizer=config.data.tokenizer))
     frozen = Manifest.read(run.manifest) if run is not None and run.manifest.exists() and run.revisions() else None
     return Manifest.build(
-        {name: _prefixes(name, source, frozen) for name, source in config.data.sources.items()},
+        {
+            name: _files(name, source, config.data.lanes) if source.is_stream else _prefixes(name, source, frozen)
+            for name, source in config.data.sources.items()
+        },
         {name: _held_out(name, folders, frozen) for name, folders in config.data.validation.items()},
         vocabulary_size=tokenizer.size,
         eod=tokenizer.eos_id,
@@ -37,6 +40,13 @@ def build_manifest(config: RunConfig, run: Run | None = None) -> Manifest:
         tokenizer_fingerprint=tokenizer.fingerprint,
         tokenizer_ids=tokenizer.ids_fingerprint,
     )
+
+
+def _files(name: str, source: DataSource, lanes: int) -> DatasetManifest:
+    """The files of a data set that is text."""
+    from relayrun.data.streams.files import freeze  # pyarrow, which a submit of token shards may do without
+
+    return freeze(name, source, lanes)
 
 
 def _prefixes(name: str, source: DataSource, frozen: Manifest | None) -> list[str] | None:

@@ -14,7 +14,7 @@ import torch
 
 from relayrun.config.schema import RunConfig
 from relayrun.data.batches import BatchReader
-from relayrun.data.order.build import mixture_of, training_order, validation_orders
+from relayrun.data.build import mixture_of, training_order, validation_orders
 from relayrun.data.progress import Progress
 from relayrun.data.rows import row_figures
 from relayrun.errors import FatalTrainingError, InputError, RelayrunError
@@ -138,7 +138,7 @@ class Training:
             },
             groups=[group.model_dump() for group in config.optimizer.groups],
         )
-        self._cut_by_document = bool(config.data.cut_by_document)
+        self._counts_padding = bool(config.data.cut_by_document or config.data.streams)
         self.position = Progress(settings.batch_sizes)
         self.initialised = time.time()
         self.memory = self._memory_tier()
@@ -229,8 +229,14 @@ class Training:
         if self.ranks.rank == 0:
             data = self.order.state(self.position.consumed_samples) | {"progress": self.position.state()}
             write_json(self.attempt.data, data)
+        reading = None
+        if self.order.lanes is not None:
+            reading = self.order.reading(
+                self.position.consumed_samples, self.ranks.data_parallel_rank, self.ranks.data_parallel_size
+            )
+        self.checkpointer.reading = reading
         return BatchReader(
-            self.order,
+            reading or self.order,
             data_parallel_rank=self.ranks.data_parallel_rank,
             data_parallel_size=self.ranks.data_parallel_size,
             micro_batch_size=self.config.training.micro_batch_size,
@@ -286,7 +292,7 @@ class Training:
         rows = next(self.reader)
         batches = [MicroBatch(tokens=one.tokens, lengths=one.lengths, loss_mask=one.loss_mask) for one in rows]
         read = time.perf_counter()
-        counts = [sum(one.padding for one in rows), sum(one.windows for one in rows)] if self._cut_by_document else []
+        counts = [sum(one.padding for one in rows), sum(one.windows for one in rows)] if self._counts_padding else []
         loss, counts = self.ranks.mean_loss_and(counts, self.model.run(batches, train=True))
         auxiliary = self.model.auxiliary_losses.take(len(batches))
         computed = time.perf_counter()

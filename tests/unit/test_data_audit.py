@@ -12,7 +12,7 @@ import pytest
 from relayrun.cli import main
 from relayrun.config import compose
 from relayrun.data import audit
-from relayrun.data.order.build import training_order
+from relayrun.data.build import training_order
 from relayrun.data.progress import Progress
 from relayrun.errors import InputError
 from relayrun.files import append_line, write_json

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from relayrun.config.schema import RunConfig
-from relayrun.data.order.build import VALIDATION_SEED, validation_orders
+from relayrun.data.build import VALIDATION_SEED, validation_orders
 from relayrun.data.order.document_order import DocumentOrder
 from relayrun.data.order.samples import SampleOrder
 from relayrun.shards.manifest import Manifest

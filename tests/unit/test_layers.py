@@ -111,7 +111,7 @@ def test_dependencies_point_one_way(path: Path) -> None:
     [
         ("files.py", "from relayrun.cli import main"),
         ("rundir/records.py", "from relayrun.chain import decide"),
-        ("data/order/build.py", "def later():\n    from relayrun.training.model import size"),
+        ("data/build.py", "def later():\n    from relayrun.training.model import size"),
         ("config/data.py", 'ORDER = "relayrun.data.order.mock:MockDataset"'),
         ("scheduler/local.py", 'COMMAND = ["python3", "-m", "relayrun.chain"]'),
     ],

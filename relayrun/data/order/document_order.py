@@ -10,8 +10,10 @@ window, or padding, and its loss does not count.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -105,32 +107,13 @@ class DocumentOrder:
 
     def row(self, epoch: int, i: int) -> Row:
         """Number i of an epoch. Errors as in `DocumentWindows.read`."""
-        tokens = np.full(self.seq_length + 1, self._padding, np.int64)
-        mask = np.zeros(self.seq_length, np.float32)
-        at, lengths = 0, []
         pieces = self.rows.pieces(self.number(epoch, i))
-        for window, start, stop in pieces:
-            text = self.rows.windows.read(window)
-            end = at + stop - start
-            tokens[at:end] = text[start:stop]
-            # the target of a piece's last token: in the window's next piece, which begins the next row, or nowhere
-            targets = min(stop, len(text) - 1) - start
-            if stop < len(text) and end <= self.seq_length:
-                tokens[end] = text[stop]
-            mask[at : at + targets] = 1
-            if self._mask_end and stop >= len(text) - 1 and targets:
-                mask[at + targets - 1] = 0
-            lengths.append(stop - start)
-            at = end
-        padding = self.seq_length - at
-        if padding:
-            lengths.append(padding)
-        return Row(
-            tokens=tokens,
-            lengths=lengths if self._lengths else None,
-            loss_mask=mask,
-            padding=padding,
-            windows=len(pieces),
+        return filled(
+            ((self.rows.windows.read(window), start, stop) for window, start, stop in pieces),
+            seq_length=self.seq_length,
+            padding=self._padding,
+            with_lengths=self._lengths,
+            mask_end=self._mask_end,
         )
 
     def origins(self, epoch: int, i: int) -> list[Origin]:
@@ -149,6 +132,47 @@ class DocumentOrder:
                     )
                 )
         return found
+
+
+def filled(
+    pieces: Iterable[tuple[npt.NDArray[np.integer[Any]], int, int]],
+    *,
+    seq_length: int,
+    padding: int,
+    with_lengths: bool,
+    mask_end: bool,
+) -> Row:
+    """A row of pieces of windows.
+
+    `pieces`: the tokens of each window, the first that the row takes, and the one behind the last. `padding`:
+    id of the token that fills the row. `with_lengths`: a token sees its own piece alone. `mask_end`: the loss of a
+    window's last token does not count.
+    """
+    tokens = np.full(seq_length + 1, padding, np.int64)
+    mask = np.zeros(seq_length, np.float32)
+    at, lengths = 0, []
+    for text, start, stop in pieces:
+        end = at + stop - start
+        tokens[at:end] = text[start:stop]
+        # the target of a piece's last token: in the window's next piece, which begins the next row, or nowhere
+        targets = min(stop, len(text) - 1) - start
+        if stop < len(text) and end <= seq_length:
+            tokens[end] = text[stop]
+        mask[at : at + targets] = 1
+        if mask_end and stop >= len(text) - 1 and targets:
+            mask[at + targets - 1] = 0
+        lengths.append(stop - start)
+        at = end
+    windows = len(lengths)
+    if at < seq_length:
+        lengths.append(seq_length - at)
+    return Row(
+        tokens=tokens,
+        lengths=lengths if with_lengths else None,
+        loss_mask=mask,
+        padding=seq_length - at,
+        windows=windows,
+    )
 
 
 def _epoch_permutation(rows: int, seed: int, name: str, epoch: int) -> Permutation:

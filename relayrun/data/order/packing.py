@@ -100,6 +100,28 @@ def _best_fit(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
     return rows
 
 
+def together(sizes: npt.NDArray[np.int64], room: int, packing: Packing) -> list[Pieces]:
+    """The rows that windows of these sizes give, int64 [windows], packed as one block."""
+    if packing != "split":
+        rows = assign(sizes, room, packing)
+        found: list[Pieces] = [[] for _ in range(int(rows.max()) + 1 if len(rows) else 0)]
+        for window, (row, size) in enumerate(zip(rows.tolist(), sizes.tolist(), strict=True)):
+            found[row].append((window, 0, size))
+        return found
+    found, left = [], 0
+    for window, size in enumerate(sizes.tolist()):
+        start = 0
+        while start < size:
+            if not left:
+                found.append([])
+                left = room
+            stop = min(size, start + left)
+            found[-1].append((window, start, stop))
+            left -= stop - start
+            start = stop
+    return found
+
+
 class PackedRows:
     """The rows of a data set, by number. Thread-safe."""
 

@@ -5,7 +5,8 @@
 The first step is the schedule's, the second a division by the windows of an epoch, the last the data set's.
 So the state is one number, the consumed samples. The rest of it is there to be compared on load: phases,
 fingerprints, and the ledger, the count of samples of each data set, which follows from the phases and is
-stored all the same, so that a change of the arithmetic could not pass unseen.
+stored all the same, so that a change of the arithmetic could not pass unseen. Streams, whose samples have no numbers,
+have cursors beside it (`lanes`).
 
 A new mixture makes a phase when a checkpoint is resumed, not before: it begins at the sample at which that
 checkpoint stands, whichever checkpoint it is.
@@ -13,7 +14,7 @@ checkpoint stands, whichever checkpoint it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relayrun.config.data import FORMER_ORDERS
+from relayrun.data.order.lanes import Cursor, LaneReading, Standing, Stream, read_standing
 from relayrun.data.order.samples import Dataset
 from relayrun.data.order.schedule import Schedule, integer_weights
 from relayrun.data.rows import Row, row_of
@@ -33,7 +35,7 @@ STATE_VERSION = 1
 class Part:
     """One data set of the mixture."""
 
-    dataset: Dataset
+    dataset: Dataset | Stream
     weight: float
     """Share of the samples, in any unit."""
     record: Mapping[str, Any]
@@ -51,34 +53,74 @@ class MixtureSampler:
         self.parts = dict(parts)
         self.settings = dict(settings)
         self.weights = integer_weights({name: part.weight for name, part in parts.items()})
-        self.schedule = Schedule.of(self.weights)
+        self.streams = {name: part.dataset for name, part in parts.items() if isinstance(part.dataset, Stream)}
+        """Data sets of the mixture without numbers; see `reading`."""
+        self.lanes = next((stream.lanes for stream in self.streams.values()), None)
+        """Lanes of the streams, the same of all; None: there is no stream."""
+        self.schedule = Schedule.of(self.weights, self.lanes)
         self.records: dict[str, dict[str, Any]] = {
-            name: {**part.record, "windows": len(part.dataset)} for name, part in parts.items()
+            name: {**part.record, "windows": None if isinstance(part.dataset, Stream) else len(part.dataset)}
+            for name, part in parts.items()
         }
         """Records of all data sets that the schedule names, also of those that have left the mixture."""
+        self.standing = {name: Standing(0, stream.first_cursors()) for name, stream in self.streams.items()}
+        """Where the lanes stand at the begin of this attempt, also those of streams that have left the mixture."""
 
     def locate(self, k: int) -> tuple[str, int, int]:
-        """Return (data set, epoch, i) of global sample k. Raises IndexError if k < 0."""
+        """Return (data set, epoch, i) of global sample k; of a stream (name, 0, position).
+
+        Raises IndexError if k < 0.
+        """
         name, position = self.schedule.locate(k)
-        epoch, i = divmod(position, int(self.records[name]["windows"]))
+        windows = self.records[name]["windows"]
+        epoch, i = (0, position) if windows is None else divmod(position, int(windows))
         return name, epoch, i
 
     def sample(self, k: int) -> npt.NDArray[np.int64]:
         """Return the token ids of global sample k, int64 [seq_length + 1]; inputs are [:-1], labels [1:].
 
-        Raises KeyError for a sample of a data set that has left the mixture.
+        Raises KeyError for a sample of a data set that has left the mixture; not for those of a stream.
         """
-        name, epoch, i = self.locate(k)
-        return self.parts[name].dataset.read(epoch, i)
+        return self.row(k).tokens
 
     def row(self, k: int) -> Row:
         """Return global sample k with what its data set knows of its tokens. Errors as in `sample`."""
         name, epoch, i = self.locate(k)
         return row_of(self.parts[name].dataset, epoch, i)
 
-    def state(self, consumed_samples: int) -> dict[str, Any]:
-        """Return what a checkpoint keeps, plain JSON: the next sample is number `consumed_samples`."""
+    def reading(self, consumed_samples: int, replica: int, replicas: int) -> LaneReading:
+        """Return the samples of one of the data-parallel replicas, from `consumed_samples` on. Only of streams."""
+        assert self.lanes is not None
+        return LaneReading(
+            self.schedule,
+            self.streams,
+            self.standing,
+            self.row,
+            name=self.name,
+            lanes=self.lanes,
+            consumed=consumed_samples,
+            replica=replica,
+            replicas=replicas,
+        )
+
+    def state(
+        self, consumed_samples: int, cursors: Sequence[Mapping[str, Mapping[int, Cursor]]] = ()
+    ) -> dict[str, Any]:
+        """Return what a checkpoint keeps, plain JSON: the next sample is number `consumed_samples`.
+
+        `cursors`: what `LaneReading.cursors` gave on every rank; none: lanes stand where the attempt began.
+        """
+        newer: dict[str, dict[int, Cursor]] = {}
+        for part in cursors:
+            for name, lanes in part.items():
+                newer.setdefault(name, {}).update(lanes)
+        standing: dict[str, dict[str, Any]] = {}
+        for name, one in self.standing.items():
+            if name not in self.streams:  # it has left the mixture, and stands still
+                one = Standing(consumed_samples, one.cursors)
+            standing[name] = one.to_json(consumed_samples, newer.get(name, {}))
         return {
+            **({"streams": standing} if standing else {}),
             "version": STATE_VERSION,
             "consumed_samples": consumed_samples,
             "settings": self.settings,
@@ -94,6 +136,7 @@ class MixtureSampler:
         another order, so that sample numbers would not mean the same samples, or if its ledger is wrong.
         """
         consumed, phases, records = _read(state)
+        standing = read_standing(state.get("streams", {}))
         differences = [
             f"{name} was {_text(old)}, is {_text(self.settings.get(name))}"
             for name, old in state["settings"].items()
@@ -114,8 +157,19 @@ class MixtureSampler:
                 + "; ".join(differences),
                 hint="restore these settings and the shards; `relayrun submit` says which changes it accepts",
             )
-        self.schedule = phases.with_phase(consumed, self.weights)
+        begun = {name: Standing(consumed, stream.first_cursors()) for name, stream in self.streams.items()}
+        for name, stream in self.streams.items():
+            if name in standing:
+                try:
+                    stream.check_cursors(standing[name].cursors)
+                except ValueError as error:
+                    raise FatalTrainingError(
+                        f"the lanes of data set {name!r} in the checkpoint are damaged: {error}",
+                        hint="resume from an older checkpoint",
+                    ) from None
+        self.schedule = phases.with_phase(consumed, self.weights, self.lanes)
         self.records = records | self.records
+        self.standing = begun | standing
         return consumed
 
 

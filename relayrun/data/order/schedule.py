@@ -24,9 +24,11 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, Self
+
+from relayrun.data.order.permutation import Permutation, permutation_key
 
 TOTAL = 1 << 32
 """Sum of the integer weights of a phase."""
@@ -73,7 +75,7 @@ class _Node:
 
 
 class Interleave:
-    """The samples 0, 1, ... of one phase, dealt to its datasets."""
+    """The samples 0, 1, ... of one phase, dealt to its datasets. `Turned` deals them in another order."""
 
     def __init__(self, weights: Mapping[str, int]) -> None:
         heap = [(weight, name, _Node(weight, name)) for name, weight in weights.items()]
@@ -111,6 +113,49 @@ class Interleave:
         return found
 
 
+class Turned:
+    """The samples of one phase of a mixture with streams: an `Interleave`, turned anew for every `lanes` samples.
+
+    Number r of turn t is number (r + shift of t) mod `lanes` of that turn in the `Interleave`. Without this a data set
+    that gives every second sample, say, would only ever use every second lane. Over `lanes` turns every shift comes
+    once, so each lane has its share of every data set. At the end of each turn the counts are those of the
+    `Interleave`, and inside of one they are off by a few samples at most.
+    """
+
+    def __init__(self, inner: Interleave, lanes: int) -> None:
+        self._inner = inner
+        self._lanes = lanes
+        self._shifts = Permutation(lanes, permutation_key(0, "turns", lanes))
+        self._turn = lru_cache(8)(self._counts_of_turn)
+
+    def locate(self, n: int) -> tuple[str, int]:
+        """As `Interleave.locate`."""
+        turn, r = divmod(n, self._lanes)
+        shift, _, at_shift, after = self._turn(turn)
+        first = turn * self._lanes
+        name, count = self._inner.locate(first + (r + shift) % self._lanes)
+        if r + shift < self._lanes:  # what stands before it there comes behind it here
+            return name, count - at_shift[name] + self._turn(turn)[1][name]
+        return name, count + after[name] - at_shift[name]
+
+    def counts(self, n: int) -> dict[str, int]:
+        """As `Interleave.counts`."""
+        turn, r = divmod(n, self._lanes)
+        shift, before, at_shift, after = self._turn(turn)
+        first = turn * self._lanes
+        if r + shift <= self._lanes:
+            now, base = self._inner.counts(first + r + shift), before
+        else:
+            now, base = self._inner.counts(first + r + shift - self._lanes), after
+        return {name: base[name] + count - at_shift[name] for name, count in now.items()}
+
+    def _counts_of_turn(self, turn: int) -> tuple[int, dict[str, int], dict[str, int], dict[str, int]]:
+        """The shift, and the counts of the `Interleave` before the turn, at its shift and after it."""
+        shift, first = self._shifts(turn % self._lanes), turn * self._lanes
+        counts = self._inner.counts
+        return shift, counts(first), counts(first + shift), counts(first + self._lanes)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Phase:
     """A mixture, from sample `start` on."""
@@ -118,10 +163,14 @@ class Phase:
     start: int
     weights: dict[str, int]
     """Weight of each dataset, integers that sum to 2^32."""
+    lanes: int | None = None
+    """Lanes of the streams in the mixture; None: there is no stream."""
 
     @cached_property
-    def interleave(self) -> Interleave:
-        return Interleave(self.weights)
+    def interleave(self) -> Interleave | Turned:
+        """How the samples of the phase are dealt to its datasets."""
+        inner = Interleave(self.weights)
+        return inner if self.lanes is None else Turned(inner, self.lanes)
 
 
 class Schedule:
@@ -144,9 +193,9 @@ class Schedule:
             self._before.append(_sum(self._before[-1], phase.interleave.counts(after.start - phase.start)))
 
     @classmethod
-    def of(cls, weights: Mapping[str, float]) -> Self:
+    def of(cls, weights: Mapping[str, float], lanes: int | None = None) -> Self:
         """Return the schedule of one phase, from sample 0 on."""
-        return cls([Phase(start=0, weights=integer_weights(weights))])
+        return cls([Phase(start=0, weights=integer_weights(weights), lanes=lanes)])
 
     @property
     def names(self) -> list[str]:
@@ -163,6 +212,10 @@ class Schedule:
         number = bisect_right(self._starts, k) - 1
         name, count = self.phases[number].interleave.locate(k - self._starts[number])
         return name, count + self._before[number].get(name, 0)
+
+    def in_phase(self, k: int) -> int:
+        """The number of global sample k in its phase. Modulo the lanes it is the lane that the sample comes from."""
+        return k - self._starts[max(0, bisect_right(self._starts, k) - 1)]
 
     def counts(self, k: int) -> dict[str, int]:
         """How many of the samples 0 .. k - 1 each dataset gives, in the order of their names; the sum is k."""
@@ -183,24 +236,33 @@ class Schedule:
             low, high = (middle, high) if self.counts(middle).get(name, 0) <= position else (low, middle)
         return low
 
-    def with_phase(self, start: int, weights: Mapping[str, int]) -> Schedule:
-        """The schedule of a run that goes on at sample `start` with these integer weights.
+    def with_phase(self, start: int, weights: Mapping[str, int], lanes: int | None = None) -> Schedule:
+        """The schedule of a run that goes on at sample `start` with these integer weights and lanes.
 
         Phases that would begin at `start` or later never saw a sample and are dropped; the same weights
         as before make no new phase.
         """
         kept = [phase for phase in self.phases if phase.start < start]
-        if not kept or kept[-1].weights != dict(weights):
-            kept.append(Phase(start=start, weights=dict(weights)))
+        if not kept or (kept[-1].weights, kept[-1].lanes) != (dict(weights), lanes):
+            kept.append(Phase(start=start, weights=dict(weights), lanes=lanes))
         return Schedule(kept)
 
     def to_json(self) -> list[dict[str, Any]]:
-        return [{"start": phase.start, "weights": dict(phase.weights)} for phase in self.phases]
+        return [
+            {"start": phase.start, "weights": dict(phase.weights)}
+            | ({} if phase.lanes is None else {"lanes": phase.lanes})
+            for phase in self.phases
+        ]
 
     @classmethod
     def from_json(cls, value: Iterable[Mapping[str, Any]]) -> Self:
         """Read what `to_json` wrote. Raises ValueError, KeyError or TypeError for anything else."""
-        return cls([Phase(start=int(entry["start"]), weights=dict(entry["weights"])) for entry in value])
+        return cls(
+            [
+                Phase(start=int(entry["start"]), weights=dict(entry["weights"]), lanes=entry.get("lanes"))
+                for entry in value
+            ]
+        )
 
 
 def _sum(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:

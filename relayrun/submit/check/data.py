@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relayrun.config.schema import RunConfig
-from relayrun.data.order.build import document_order, held_out_set
+from relayrun.data.build import document_order, held_out_set, text_stream
 from relayrun.data.order.document_order import cut_of
 from relayrun.data.order.samples import SampleOrder
 from relayrun.files import RealPath
@@ -80,7 +80,10 @@ def _shards(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
     length, split = config.training.seq_length, config.data.split
     before = len(findings.all)
     for name, source in config.data.sources.items():
-        if (cut := config.data.cut_by_document.get(name)) is not None:
+        if source.is_stream:
+            with findings.catching("data.windows"):
+                text_stream(config, manifest, name, manifest.datasets[name])
+        elif (cut := config.data.cut_by_document.get(name)) is not None:
             size, where = manifest.vocabulary_size, f"data set {name!r}"
             with findings.catching("data.windows"):
                 if manifest.datasets[name].documents <= PACKED_AT_MOST:
@@ -95,12 +98,28 @@ def _shards(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
             with findings.catching("data.windows"):
                 held_out_set(config, manifest, name)
     if len(findings.all) == before:
-        every = [shards for _, shards in sets_of(manifest, None)]
+        _say_streams(config, manifest, findings)
+        every = [shards for _, shards in sets_of(manifest, None) if not shards.files]
+        if not every:
+            return
         findings.ok(
             "data.shards",
             f"{counted(sum(len(shards.shards) for shards in every), 'shard')} with "
-            f"{sum(shards.tokens for shards in every):,} tokens in {counted(len(manifest.datasets), 'data set')} and "
+            f"{sum(shards.tokens for shards in every):,} tokens in "
+            f"{counted(len(every) - len(manifest.validation), 'data set')} and "
             f"{counted(len(manifest.validation), 'validation set')}",
+        )
+
+
+def _say_streams(config: RunConfig, manifest: Manifest, findings: Findings) -> None:
+    """Say what is tokenized as it is read; how often it is read nobody knows before."""
+    for name in config.data.streams:
+        files = manifest.datasets[name].files
+        findings.ok(
+            "data.streams",
+            f"data set {name!r}: {counted(len(files), config.data.sources[name].source + ' file')} with "
+            f"{sum(file.size for file in files):,} bytes, tokenized as they are read, in {config.data.lanes} lanes",
+            setting="data.lanes",
         )
 
 
@@ -119,7 +138,7 @@ def _tokenizer(config: RunConfig, manifest: Manifest, findings: Findings, *, beg
     for what, prefixes in without.items():
         with findings.catching("data.ids"):
             look_at(prefixes, what, manifest.vocabulary_size)
-    if not errors and not without:
+    if not errors and not without and any(shards.shards for _, shards in sets_of(manifest, None)):
         findings.ok("data.tokenizer", f"{data.tokenizer} made all of them", setting="data.tokenizer")
     elif without:
         words = f"{sum(map(len, without.values()))} shards do not say which tokenizer made them; ids are checked again "

@@ -23,6 +23,8 @@ OLDEST = (3, 11)
 """Python of the batch script and of the ranks, at least."""
 NEEDED = ("torch", "megatron.core", "pydantic", "yaml", "numpy")
 """What the ranks import."""
+OF_STREAMS = ("pyarrow", "tokenizers")
+"""What they import besides for data sets of text."""
 OF_MEGATRON_LM = ("torch", "numpy")
 """What any checkout of Megatron-LM imports, at least."""
 CONTAINER = ("--container-image", "--environment", "--container-name")
@@ -154,7 +156,9 @@ def _names(config: RunConfig) -> list[str]:
     own = [entry.hook for entry in config.training.hooks]
     own += filter(None, [config.optimizer.class_path, config.model.spec, config.training.loss])
     own += [order for source in config.data.sources.values() if ":" in (order := source.order or config.data.order)]
-    return [*NEEDED, *dict.fromkeys(path.partition(":")[0].partition(".")[0] for path in own)]
+    own += [stream.map for stream in config.data.streams.values() if stream.map is not None]
+    text = OF_STREAMS if config.data.streams else ()
+    return [*NEEDED, *text, *dict.fromkeys(path.partition(":")[0].partition(".")[0] for path in own)]
 
 
 def _search_path(config: CommonConfig) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from relayrun.config.schema import MOCK_ORDER, RunConfig
-from relayrun.data.order.build import document_order
+from relayrun.data.build import document_order
 from relayrun.data.order.samples import held_out_windows
 from relayrun.data.order.schedule import Schedule, integer_weights
 from relayrun.data.progress import Progress
@@ -33,7 +33,7 @@ class Usage:
     tokens: int
     """Tokens of its shards."""
     windows: int | None
-    """Samples of one epoch; None where only a user's own order knows, or counting takes too long."""
+    """Samples of one epoch; None where only a user's own order knows, of a stream, or counting takes too long."""
     share: float
     """Its part of the samples."""
     samples: int
@@ -50,7 +50,7 @@ def usage(config: RunConfig, manifest: Manifest, run: Run) -> list[Usage]:
     """What a run reads, its past included where it has one. `manifest` names data sets as the config does."""
     data, training = config.data, config.training
     weights = integer_weights({source.identity(name): source.weight for name, source in data.sources.items()})
-    schedule, position = _past(run, config, weights)
+    schedule, position = _past(run, config, weights, data.lanes if data.streams else None)
     samples = position.legs[-1].consumed(max(training.steps, position.iteration))
     counts = schedule.counts(samples)
     total = sum(weights.values())
@@ -60,7 +60,9 @@ def usage(config: RunConfig, manifest: Manifest, run: Run) -> list[Usage]:
         shards = manifest.datasets[name]
         windows = None
         order = source.order or data.order
-        if name in data.cut_by_document and shards.documents <= PACKED_AT_MOST:
+        if source.is_stream:
+            windows = None  # known when it is tokenized
+        elif name in data.cut_by_document and shards.documents <= PACKED_AT_MOST:
             with contextlib.suppress(ConfigError):  # said by the look at the shards
                 windows = len(document_order(config, manifest, name, shards))
         elif order in OWN_ORDERS:
@@ -82,7 +84,7 @@ def usage(config: RunConfig, manifest: Manifest, run: Run) -> list[Usage]:
     return found
 
 
-def _past(run: Run, config: RunConfig, weights: Mapping[str, int]) -> tuple[Schedule, Progress]:
+def _past(run: Run, config: RunConfig, weights: Mapping[str, int], lanes: int | None) -> tuple[Schedule, Progress]:
     """The schedule that a run has had, with the config's mixture from where it stands, and how far it is.
 
     A run that has not trained begins at sample 0; so does, for this forecast, one whose record cannot be read.
@@ -93,7 +95,7 @@ def _past(run: Run, config: RunConfig, weights: Mapping[str, int]) -> tuple[Sche
             state = read_json(run.attempt(number).data)
             position = Progress.resume(state["progress"], sizes)
             schedule = Schedule.from_json(state["phases"])
-            return schedule.with_phase(position.consumed_samples, weights), position
+            return schedule.with_phase(position.consumed_samples, weights, lanes), position
         except (OSError, ValueError, KeyError, TypeError, FatalTrainingError):
             continue
-    return Schedule.of(weights), Progress(sizes)
+    return Schedule.of(weights, lanes), Progress(sizes)

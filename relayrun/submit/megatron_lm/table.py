@@ -14,6 +14,7 @@ from typing import Any
 
 from relayrun.config.rampup import BatchSizes
 from relayrun.config.schema import MegatronConfig, Optimizer, Section
+from relayrun.config.streams import LANES
 from relayrun.config.transformer import Transformer
 from relayrun.errors import ConfigError, together
 from relayrun.submit.megatron_lm.checkout import Checkout
@@ -355,6 +356,7 @@ WITHOUT: dict[str, tuple[tuple[Any, ...], str]] = {
     "data.allow_other_tokenizer": ((False,), "nothing compares the shards' tokenizer with the run's"),
     "data.order": (("window", "megatron"), "Megatron-LM has an order of its own"),
     "data.document_window": ((None,), "it cuts one stream of tokens, whatever documents are in it"),
+    "data.lanes": ((LANES,), "it reads token shards, and no streams"),
     "data.max_epochs": ((100.0,), "nothing counts how often Megatron-LM reads its data"),
     "data.mock_vocabulary_size": ((128_256,), "Megatron-LM makes its own mock data"),
 }
@@ -411,6 +413,12 @@ def _unlike(config: MegatronConfig) -> Iterator[ConfigError]:
             "Megatron-LM takes validation data by a split or by paths, not both", where="data.split", hint="leave one"
         )
     for name, source in data.sources.items():
+        if source.is_stream:
+            yield ConfigError(
+                f"Megatron-LM reads token shards, and this data set is {source.source}",
+                where=f"data.mixture.{name}.source",
+                hint="tokenize it (relayrun dumps), or train with trainer: native",
+            )
         if source.order not in (None, "window", "megatron", "mock") or (source.options and not data.mock_data):
             yield ConfigError(
                 "Megatron-LM has an order of its own", where=f"data.mixture.{name}", hint="leave out order and options"

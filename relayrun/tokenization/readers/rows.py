@@ -92,7 +92,7 @@ def _look_at(path: str, size: int, column: str) -> RowFile:
     if kind_of(path) != "parquet":
         size *= 1 if compression_of(path) is None else _COMPRESSED
         return RowFile(path=path, size=size, rows=None, page=0, schema=pa.schema([(column, pa.string())]))
-    with _opened(path) as file:
+    with opened_parquet(path) as file:
         find_field(file.schema_arrow, path, column)
         metadata = file.metadata
         groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
@@ -118,7 +118,7 @@ def read_rows(file: RowFile, column: str, faults: LineFaults | None = None) -> I
         for array in read_column(file.path, column, batch_bytes=_BATCH_BYTES, faults=faults):
             yield pa.table([array.cast(pa.large_string())], schema)
         return
-    with _opened(file.path) as source:
+    with opened_parquet(file.path) as source:
         fields = find_field(source.schema_arrow, file.path, column)
         measured = 0.0
         for group in range(source.num_row_groups):
@@ -137,7 +137,8 @@ def read_rows(file: RowFile, column: str, faults: LineFaults | None = None) -> I
 
 
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[pq.ParquetFile]:
+def opened_parquet(path: str) -> Iterator[pq.ParquetFile]:
+    """Open a parquet file, local or below a URL. Raises InputError naming one that cannot be read."""
     try:
         # pages come through a buffer: without it a whole row group is read at once
         with (

@@ -44,6 +44,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from relayrun.config.rampup import BatchSizes, Leg
 from relayrun.config.schema import Checkpoint
+from relayrun.data.order.lanes import Cursor, LaneReading
 from relayrun.data.order.sampler import MixtureSampler
 from relayrun.data.progress import Progress
 from relayrun.errors import FatalTrainingError
@@ -108,6 +109,8 @@ class Checkpointer:
         self._model = model
         self._optimizer = optimizer
         self._order = order
+        self.reading: LaneReading | None = None
+        """What this rank reads of streams, set by who trains; None: there are none."""
         self._hooks = hooks
         self._settings = settings
         self._fixed = fixed
@@ -140,7 +143,7 @@ class Checkpointer:
         return {
             **self._sharded_state(),
             **self._common,
-            "data": self._order.state(position.consumed_samples),
+            "data": self._order.state(position.consumed_samples, self._cursors(position.consumed_samples)),
             "progress": position.state(),
             **self._hooks.state_dict(),
         }
@@ -201,6 +204,12 @@ class Checkpointer:
             return self._on_first_rank(partial(self._publish, folder, iteration, consumed_samples, started, files))
 
         return BackgroundSave(iteration, write, beside=beside)
+
+    def _cursors(self, consumed_samples: int) -> list[dict[str, dict[int, Cursor]]]:
+        """Where the lanes of streams stand, of every rank."""
+        if self.reading is None:
+            return []
+        return self._ranks.gather(self.reading.cursors(consumed_samples))
 
     def _copy(self, shards: Shards, stream: torch.cuda.Stream | None, iteration: int) -> None:
         late = self._host.fill(_tensors(shards), stream)

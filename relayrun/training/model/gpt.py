@@ -26,7 +26,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from relayrun.config.expert_layout import expert_layers
 from relayrun.config.schema import Data, RunConfig
 from relayrun.data import documents
-from relayrun.errors import ConfigError
+from relayrun.errors import ConfigError, FatalTrainingError
 from relayrun.training import own_code, parallel
 from relayrun.training.loss import LossSum, Result, loss_function
 from relayrun.training.model import (
@@ -283,6 +283,11 @@ class Model:
             counts = documents.loss_mask(batch.tokens[:, :-1], self._eod if self._data.eod_mask_loss else -1)
             counts = counts if batch.loss_mask is None else counts * batch.loss_mask
             parts["loss_mask"] = torch.from_numpy(counts).to(device)
+        elif batch.loss_mask is not None:
+            raise FatalTrainingError(
+                "a data set of the mixture gives a loss mask, and none was announced",
+                hint="set data.mixture.NAME.loss_mask=true",
+            )
         if self.ranks.context_size > 1:  # two parts of the sequence for each rank, so that all have as much to attend
             parts = get_batch_on_this_cp_rank(parts)
         mask = parts.pop("loss_mask", None)

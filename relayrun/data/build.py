@@ -1,7 +1,7 @@
 """From a config and a manifest to the order in which a run reads: the one place where data sets are made.
 
 `order: window` is `SampleOrder`, `document-window` is `DocumentOrder`; the others are callables that get one
-`DatasetSpec`, a user's own by import path.
+`DatasetSpec`, a user's own by import path. Text that is tokenized as it is read is a `TextStream`.
 They are imported by the ranks and by the audit only, never by a submit.
 """
 
@@ -15,6 +15,7 @@ from relayrun.config.document_window import DocumentWindow
 from relayrun.config.schema import MOCK_ORDER, RunConfig
 from relayrun.data.order.document_order import DocumentOrder
 from relayrun.data.order.held_out import HeldOut
+from relayrun.data.order.lanes import Stream
 from relayrun.data.order.sampler import MixtureSampler, Part
 from relayrun.data.order.samples import Dataset, SampleOrder
 from relayrun.data.order.spec import DatasetSpec
@@ -38,10 +39,12 @@ def training_order(
         identity = source.identity(name)
         fingerprint = manifest.datasets[identity].fingerprint
         order, options = data.order_of(name)
+        dataset = make_dataset(config, manifest, name, opening=opening, cache=cache)
+        stream = {**data.stream_of(name), **dataset.record()} if isinstance(dataset, Stream) else {}
         parts[identity] = Part(
-            dataset=make_dataset(config, manifest, name, opening=opening, cache=cache),
+            dataset=dataset,
             weight=source.weight,
-            record={"fingerprint": fingerprint, "order": order, "options": options},
+            record={"fingerprint": fingerprint, "order": order, "options": options, **stream},
         )
     settings = {
         "seed": training.seed,
@@ -99,12 +102,14 @@ def mixture_of(config: RunConfig) -> list[str]:
 
 def make_dataset(
     config: RunConfig, manifest: Manifest, name: str, *, opening: str | None = None, cache: Path | None = None
-) -> Dataset:
+) -> Dataset | Stream:
     """The data set that the config calls `name`. `opening`, `cache`: see `training_order`."""
     training, data = config.training, config.data
     source = data.sources[name]
     identity, order = source.identity(name), source.order or data.order
     shards = manifest.datasets[identity]
+    if source.is_stream:
+        return text_stream(config, manifest, name, shards)
     if order == "window":
         return SampleOrder(shards, seq_length=training.seq_length, seed=training.seed, name=identity, split=data.split)
     if name in data.cut_by_document:
@@ -125,6 +130,32 @@ def make_dataset(
     if len(dataset) < 1:
         raise ConfigError(f"{order} gives no window", where=f"data set {identity!r}")
     return dataset
+
+
+def text_stream(config: RunConfig, manifest: Manifest, name: str, files: DatasetManifest) -> Stream:
+    """The data set that the config calls `name`, which is text, over `files`. Raises ConfigError."""
+    # pyarrow and tokenizers: ranks that read token shards may do without
+    from relayrun.data.streams.encoder import Encoder
+    from relayrun.data.streams.samples import Shape
+    from relayrun.data.streams.stream import TextStream
+
+    data, identity, settings = config.data, config.data.sources[name].identity(name), config.data.streams[name]
+    shape = Shape.of(
+        data.cut_by_document.get(name),
+        seq_length=config.training.seq_length,
+        eod=manifest.eod,
+        vocabulary_size=manifest.vocabulary_size,
+        where=f"data set {identity!r}",
+    )
+    return TextStream(
+        files.files,
+        settings,
+        shape,
+        Encoder(data.tokenizer, manifest, files.files, settings.column),
+        name=identity,
+        seed=config.training.seed,
+        lanes=data.lanes,
+    )
 
 
 def document_order(

@@ -1,0 +1,77 @@
+"""An iterator that is read ahead by a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from queue import Empty, Full, Queue
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+_LOOK_SECONDS = 1.0
+"""How often a thread that waits for room looks whether it is still wanted."""
+
+
+class _End:
+    """What comes behind the last item: the error that ended the iterator, or none."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error
+
+
+class Ahead(Generic[T]):
+    """Up to `depth` items of an iterator before they are asked for; with 0 there is no thread.
+
+    What the iterator raises, `next` raises behind the items that came before. The thread is a daemon: one that hangs in
+    the file system keeps no process alive.
+    """
+
+    def __init__(self, items: Iterator[T], depth: int, *, name: str) -> None:
+        self._items = items
+        self._closing = threading.Event()
+        self._end: _End | None = None
+        self._queue: Queue[T | _End] = Queue(max(1, depth))
+        self._thread = threading.Thread(target=self._read, daemon=True, name=name) if depth else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._thread is None:
+            return next(self._items)
+        if self._end is None:
+            item = self._queue.get()
+            if not isinstance(item, _End):
+                return item
+            self._end = item
+        raise self._end.error or StopIteration
+
+    def close(self) -> None:
+        """Let the thread end when it has read what it is reading."""
+        self._closing.set()
+        try:
+            while True:
+                self._queue.get_nowait()
+        except Empty:
+            pass
+
+    def _read(self) -> None:
+        error: BaseException | None = None
+        try:
+            for item in self._items:
+                self._put(item)
+                if self._closing.is_set():
+                    return
+        except BaseException as met:
+            error = met
+        self._put(_End(error))
+
+    def _put(self, item: T | _End) -> None:
+        while not self._closing.is_set():
+            try:
+                self._queue.put(item, timeout=_LOOK_SECONDS)
+                return
+            except Full:
+                continue

@@ -1,0 +1,49 @@
+"""The tokenizer of a run, as the ranks use it on text: with the fastest engine that is proven to be exact."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cached_property
+
+from relayrun.errors import FatalTrainingError
+from relayrun.shards.manifest import FileEntry, Manifest
+from relayrun.tokenization.encode.engines import select
+from relayrun.tokenization.encode.libraries import Encoded, Engine
+from relayrun.tokenization.encode.tokenizer import load_tokenizer
+from relayrun.tokenization.fused import sample
+from relayrun.tokenization.options import TokenizeOptions
+from relayrun.tokenization.readers.texts import Texts
+
+log = logging.getLogger(__name__)
+
+SAMPLE_BYTES = 200_000
+"""Text of the data set on which a fast engine must prove itself."""
+
+
+class Encoder:
+    """Texts to ids. The tokenizer and its engine are loaded when the first text comes."""
+
+    def __init__(self, tokenizer: str, manifest: Manifest, files: Sequence[FileEntry], column: str) -> None:
+        """`tokenizer`: the setting data.tokenizer; `files`, `column`: where the proof takes its texts from."""
+        self._name = tokenizer
+        self._manifest = manifest
+        self._paths = [file.path for file in files]
+        self._column = column
+
+    def __call__(self, texts: Texts) -> Encoded:
+        """Ids of the texts, and how many each has. Raises FatalTrainingError if the tokenizer is another one now."""
+        return self._engine.encode(texts)
+
+    @cached_property
+    def _engine(self) -> Engine:
+        tokenizer = load_tokenizer(TokenizeOptions(tokenizer=self._name))
+        if tokenizer.ids_fingerprint != self._manifest.tokenizer_ids:
+            raise FatalTrainingError(
+                "data.tokenizer is not what it was when the run began: its ids would mean other text",
+                where=self._name,
+                hint="put it back",
+            )
+        texts = sample(self._column, self._paths, most_bytes=SAMPLE_BYTES)
+        chosen = select("auto", lambda: tokenizer.tokenizer, texts, log.warning, definition=tokenizer.definition)
+        return chosen.build(tokenizer.definition, lambda: tokenizer.tokenizer)

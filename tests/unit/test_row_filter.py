@@ -1,0 +1,76 @@
+"""Conditions on rows: what they mean, and that nothing of them is run."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+
+from relayrun.config.row_filter import columns, parse
+from relayrun.data.streams.conditions import compiled
+
+ROWS = pa.table(
+    {
+        "number": [0, 1, 2, 3, None],
+        "word": ["a", "bb", None, "dddd", "eeeee"],
+        "flag": [True, False, True, False, True],
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ('pc.field("number") == 0', [0]),
+        ("number >= 2", [2, 3]),
+        ("2 > number", [0, 1]),
+        ("1 <= number < 3", [1, 2]),
+        ("number != -1", [0, 1, 2, 3]),
+        ('(pc.field("number") > 0) & (pc.field("flag") == True)', [2]),
+        ("number == 0 or word == 'dddd'", [0, 3]),
+        ("not number > 1", [0, 1]),
+        ('~(field("number") > 1) | (word == "eeeee")', [0, 1, 4]),
+        ("word in ['a', 'bb']", [0, 1]),
+        ("word not in ('a',) and number > 0", [1, 2, 3]),
+        ('pc.field("word").isin(["a"])', [0]),
+        ('ds.field("number").is_null()', [4]),
+        ("number.is_valid()", [0, 1, 2, 3]),
+        ('pc.utf8_length(pc.field("word")) > 3', [3, 4]),
+    ],
+)
+def test_a_condition_keeps_the_rows_that_it_means(text: str, kept: list[int]) -> None:
+    table = ROWS.append_column("row", pa.array(range(5)))
+    assert table.filter(compiled(parse(text)))["row"].to_pylist() == kept
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "number",
+        "number ==",
+        "1 == 1",
+        "number is None",
+        "number == other(1)",
+        "number + 1 == 2",
+        "__import__('os').system('true')",
+        "().__class__ == 1",
+        "number == [x for x in 'ab']",
+        "number in other",
+        "number := 1",
+        'pc.field(name) == "a"',
+        "pc.scalar(1) == 1",
+        'f"{number}" == "1"',
+        "number == 1; word == 2",
+        "word == 1j",
+        "(lambda: 1)() == number",
+    ],
+)
+def test_all_else_is_refused(text: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"no condition|no column|no constant|no list|compares no rows|with a constant"
+    ):
+        parse(text)
+
+
+def test_columns_of_a_condition() -> None:
+    assert columns(parse("b > 1 and (a.is_null() or not utf8_length(c) < 3) or d in [1]")) == ["a", "b", "c", "d"]
