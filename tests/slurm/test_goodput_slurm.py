@@ -75,3 +75,34 @@ def test_the_parts_of_a_chain_sum_to_what_sacct_has(
         assert stay.parts["prolog"] >= 2 * 3 * SECOND, stay.parts
         assert stay.parts["launch"] >= 2 * 2 * SECOND, stay.parts
     assert [(loss.cause, loss.times) for loss in found.losses if loss.lost] == [("failed", 1)]
+
+
+@pytest.mark.usefixtures("accounting")
+def test_a_job_that_queues_itself_again_has_its_times_each_time(
+    make_cluster: MakeCluster,
+    make_run: MakeRun,  # noqa: F811
+) -> None:
+    cluster = make_cluster(nodes=2, accounting=True)
+    run, plan = make_run("--steps=30", "--step-seconds=0.2", total_steps=30, **(SLURM | {"mode": "requeue"}))
+    job = start(cluster, run)
+    wait_for_iteration(cluster, run)
+    cluster.run(["scancel", "--signal=USR2", "--batch", job])
+    wait_for_end(cluster, run, plan)
+    assert [end.cause for end in ends(run)] == ["saved", "done"], logs(run)
+    asked = [
+        "sacct",
+        "--noheader",
+        "--parsable2",
+        "--allocations",
+        "--duplicates",
+        f"--jobs={job}",
+        "--format=State,End",
+    ]
+    cluster.wait_until(lambda: "COMPLETED|2" in cluster.run(asked).stdout, what="sacct knows the last end")
+    found = accounted(cluster, run)
+    assert [stay.attempt for stay in found.stays] == [1, 2], cluster.run(asked).stdout
+    assert {(stay.stay.job_id, stay.stay.source) for stay in found.stays} == {(job, "sacct")}
+    assert found.stays[0].end <= found.stays[1].start
+    assert all(stay.stay.ended for stay in found.stays)
+    assert found.parts["unknown"] == 0
+    assert found.waited["queued"] > 0
