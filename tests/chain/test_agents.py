@@ -67,6 +67,7 @@ def test_two_nodes_start_all_ranks_again_when_one_of_them_dies(make_run: MakeRun
     assert "round 1: rank 1 on n1: killed by SIGKILL, at iteration 7; again from iteration 5" in nodes.log()
 
 
+@pytest.mark.long
 def test_a_node_that_is_lost_ends_the_attempt_on_all_nodes(make_run: MakeRun) -> None:
     nodes = Nodes(make_run, "0:0:7:told")
     while not (nodes.attempt.path / "at-1-7-0").exists():
@@ -81,6 +82,7 @@ def test_a_node_that_is_lost_ends_the_attempt_on_all_nodes(make_run: MakeRun) ->
         signal.sigtimedwait([], 0.05)
 
 
+@pytest.mark.long
 def test_a_connection_of_another_job_is_not_heard(make_run: MakeRun) -> None:
     nodes = Nodes(make_run, "0:0:7:told")
     while not (nodes.attempt.path / "at-1-7-0").exists():

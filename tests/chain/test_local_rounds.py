@@ -5,7 +5,6 @@ The program of the ranks is a stand-in (`forked_ranks.py`); `test_local_recovery
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -17,7 +16,6 @@ import pytest
 from relayrun.files import read_lines
 from relayrun.rundir import rounds, triggers
 from relayrun.rundir.plan import Plan
-from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.rounds import FailedRound
 from relayrun.rundir.run import Run
 from relayrun.scheduler.local import LocalScheduler
@@ -239,12 +237,3 @@ def lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def test_a_job_without_recovery_has_no_agent(make_run: MakeRun) -> None:
-    run, plan = make_run("--steps=2", "--step-seconds=0.01", total_steps=2)
-    run_chain(run, plan)
-    assert "relayrun.agent" not in (run.attempt(1).path / "job.env").read_text()
-    begin = AttemptStart.read(run.attempt(1).begin)
-    assert begin is not None
-    assert json.loads(run.plan.read_text())["recovery"] == "job"

@@ -30,6 +30,7 @@ def test_the_page_is_short_and_its_configs_are_some(tmp_path: Path) -> None:
         assert compose.load(tmp_path / "whole.yaml").chain.recovery == "node"
 
 
+@pytest.mark.slow
 def test_its_commands_run(capsys: pytest.CaptureFixture[str]) -> None:
     (commands,) = blocks("bash")
     for command in commands.splitlines():
