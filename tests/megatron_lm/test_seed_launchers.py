@@ -40,6 +40,7 @@ SAID = "Megatron-LM's default, said: defaults differ between checkouts"
 DIFFERENCES: dict[str, tuple[Words, Words, str]] = {
     "norm-epsilon": (None, ("1e-05",), SAID),
     "adam-eps": (None, ("1e-08",), SAID),
+    "eval-interval": (None, ("1000",), "nothing is evaluated, but NVIDIA's core 0.16 divides by it, without a default"),
     "override-opt_param-scheduler": (None, (), "TRAINING_STEPS may be raised on a resume; without it that ends a job"),
 }
 """Flags that differ in every run: the earlier launcher's words, ours, and why."""

@@ -19,13 +19,11 @@ from relayrun.rundir.run import Run
 from relayrun.trainers.megatron_lm import checkpoints
 from relayrun.trainers.megatron_lm.program import Dialect
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
-from tests.checkouts import as_one_attempt, checkout_of, config, evaluated, plan
+from tests.checkouts import as_one_attempt, checkout_of, plan
 from tests.workspace import steps
 
 from .cluster import TestCluster
 from .test_chain import SLURM, ends, hurry, logs, start, wait_for_end
-from .test_training_chain import SLURM as NATIVE
-from .test_training_chain import submit
 from .test_triggers_uids import MEMBER, OTHER, TEAM, touch_by_hand
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(3000)]
@@ -172,27 +170,3 @@ def test_a_crash_loop_stops(
     wait_for_end(cluster, run, made, timeout=600)
     assert [end.cause for end in ends(run)] == ["failed", "failed"], logs(run)
     assert run.stop.read_text().startswith("2 attempts in a row without a new durable iteration")
-
-
-def test_checkpoints_are_converted_and_scored_in_jobs_beside_the_chain(cluster: TestCluster, tmp_path: Path) -> None:
-    """A run config from `relayrun submit` to the last score; the last two checkpoints are all that is kept."""
-    evaluation = evaluated(tmp_path) | {"interval": 4, "job": {"time": "10"}}
-    python = {"python": str(tmp_path / "python")}
-    path = config(
-        tmp_path,
-        checkout_of(Dialect.NVIDIA),
-        evaluation=evaluation,
-        training={"steps": 12},
-        job={"nodes": 2, "ntasks_per_node": 1},
-        cluster=NATIVE | python,
-    )
-    submit(cluster, path)
-    run = Run(tmp_path / "run")
-    cluster.wait_until(lambda: not cluster.queue(), timeout=1500, interval=0.5, what="the last evaluation")
-    assert [end.cause for end in ends(run)] == ["done"]
-    lines = list(read_lines(run.evaluations_view))
-    assert sorted((line["iteration"], line["status"]) for line in lines) == [(4, "done"), (8, "done"), (12, "done")], (
-        lines
-    )
-    for line in lines:
-        assert line["results"]["tiny_choice"]["acc"] in [n / 12 for n in range(13)]

@@ -89,9 +89,12 @@ def _eval_iters(value: int, given: Given) -> Values:
 
 
 def _eval_interval(value: int, given: Given) -> Values:
-    """0 is after the last iteration only, at which Megatron-LM evaluates anyway."""
+    """0 is after the last iteration only, at which Megatron-LM evaluates anyway.
+
+    Without validation data it is what was the default: NVIDIA's of core 0.16 has none any more, and divides by it.
+    """
     assert given.config.training is not None
-    return (str(value or given.config.training.steps),) if _evaluates(given) else None
+    return (str(value or given.config.training.steps),) if _evaluates(given) else ("1000",)
 
 
 def _transformer_impl(value: str, given: Given) -> Values:
@@ -205,7 +208,7 @@ TABLE: tuple[Row, ...] = (
     _value("training.stop_after", "exit-interval"),
     _value("training.seed", "seed"),
     Row("training.eval_steps", "eval-iters", _eval_iters, "--eval-iters N, 0 without validation data"),
-    Row("training.eval_interval", "eval-interval", _eval_interval, "--eval-interval N, with validation data"),
+    Row("training.eval_interval", "eval-interval", _eval_interval, "--eval-interval N, 1000 without validation data"),
     _where("training.precision", "bf16", "bf16"),
     _switch("training.deterministic", "deterministic-mode"),
     Row("training.transformer_impl", "transformer-impl", _transformer_impl, "--transformer-impl VALUE; none for auto"),
