@@ -13,6 +13,7 @@ Results: benchmarks/results/streams.json.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import random
 import resource
@@ -112,7 +113,8 @@ def of_loop(folder: Path, tokenizer: DocumentTokenizer, *, batch: bool) -> Itera
 
 def of_grain(folder: Path, encode: Callable[[str], int]) -> Iterator[int]:
     """Tokens of each row of Grain's pipeline for parquet: files shuffled, interleaved, rows shuffled in a window."""
-    from grain import experimental, python
+    experimental: Any = importlib.import_module("grain.experimental")
+    python: Any = importlib.import_module("grain.python")
 
     files = python.MapDataset.source(sorted(map(str, folder.iterdir()))).shuffle(seed=1).repeat()
     rows = experimental.InterleaveIterDataset(files.map(experimental.ParquetIterDataset), cycle_length=5)
