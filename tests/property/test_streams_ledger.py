@@ -75,7 +75,7 @@ def run(folder: Path, seed: int) -> tuple[Ledger, MixtureSampler, dict[str, set[
     for name, files in sizes.items():  # no lane may be without a row
         files[0] += max(0, 3 * LANES - sum(files))
         write(folder / name, kinds[name], files)
-    options = {
+    options: dict[str, dict[str, Any]] = {
         name: {
             "shuffle_buffer": generator.choice([0, 20, 100]),
             "fragment_shuffle_window": generator.choice([0, 1, 5, -1]),
