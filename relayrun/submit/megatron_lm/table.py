@@ -354,6 +354,7 @@ WITHOUT: dict[str, tuple[tuple[Any, ...], str]] = {
     **{f"optimizer.{name}": ((value,), "it belongs to optimizer.name") for name, value in _MUON.items()},
     "checkpoint.writer_threads": ((2,), "Megatron-LM writes two files a rank"),
     "checkpoint.fully_parallel_load": ((True,), "give --ckpt-fully-parallel-load in megatron_lm.args, or leave it out"),
+    "checkpoint.memory_interval": ((0,), "its ranks are started again from the disk alone"),
     "checkpoint.no_load_data": ((False,), "its position in the data is the iteration"),
     "tracking.log_interval": ((10,), "every iteration is a line, as the chain needs it"),
     "data.allow_other_tokenizer": ((False,), "nothing compares the shards' tokenizer with the run's"),
