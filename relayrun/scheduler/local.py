@@ -302,7 +302,8 @@ class LocalScheduler:
 
         It is what `launchers/lib/again.sh` does on Slurm.
         """
-        if any(other.state == "PENDING" and not other.auxiliary for other in self._queue.every_job()):
+        others = (other for other in self._queue.every_job() if other.id != job.id)  # its own may not say RUNNING yet
+        if any(other.state == "PENDING" and not other.auxiliary for other in others):
             return job
         failed = job.failed_begins + 1
         job = replace(job, failed_begins=failed)

@@ -66,6 +66,17 @@ def test_a_begin_that_never_starts_ends_the_chain_with_a_reason(
 
 
 @pytest.mark.slow
+def test_a_job_that_ends_before_its_start_is_on_record_is_queued_again(
+    make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalScheduler, "_recorded", lambda self, job: False)
+    run, plan = make_run("--steps=5", total_steps=5, host_python=refusing_python(tmp_path, "begin", times=2))
+    events = chain(run, plan, monkeypatch)
+    assert [event for event in events if "queued again" in event] == ["job 1 ended: FAILED and is queued again"] * 2
+    assert (stop_reason(run) or "").startswith("the last iteration, 5, is durable")
+
+
+@pytest.mark.slow
 def test_without_auto_requeue_a_begin_that_cannot_start_is_not_tried_again(
     make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
