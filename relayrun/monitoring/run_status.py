@@ -30,6 +30,7 @@ from relayrun.rundir.run import Run
 from relayrun.rundir.sentinel import LastLook, last_look
 from relayrun.rundir.stop import stop_reason
 from relayrun.rundir.triggers import Trigger
+from relayrun.rundir.ways_back import goes_back
 from relayrun.scheduler import history
 from relayrun.scheduler.base import Job, Scheduler
 from relayrun.scheduler.choose import for_plan
@@ -41,7 +42,7 @@ of one job (`auto_requeue: false`) ended as planned, or a submit is under way. `
 or hides another user's jobs, and STOP is not there."""
 
 PLANNED = ("done", "saved", "exit")
-"""Causes of an end after which a chain of one job has done what it was asked for."""
+"""Causes of an end that was meant: a chain of one job has done what it was asked for, and nothing is lost."""
 
 PATIENCE = 5.0
 """Seconds for which a controller that does not answer is asked again."""
@@ -479,7 +480,7 @@ def _last_step(run: Run, begun: list[tuple[int, AttemptStart]]) -> dict[str, Any
     for number, begin in reversed(begun):
         line: dict[str, Any]
         for _, line in read_lines_backwards(run.attempt(number).metrics):
-            if "rewind" in line or "round" in line:
+            if goes_back(line):
                 limit = min(limit, line["iteration"])
             elif begin.base_iteration < line.get("iteration", 0) <= limit and "validation" not in line:
                 return line

@@ -29,6 +29,7 @@ from relayrun.files import read_lines, read_lines_backwards, write_json
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.records import AttemptStart, Record
 from relayrun.rundir.run import Run
+from relayrun.rundir.ways_back import goes_back, went_back
 
 CHUNK = 1 << 20
 """Bytes of an attempt's metrics that are taken at a time."""
@@ -181,13 +182,9 @@ class Views:
             if not isinstance(value, dict):
                 continue
             iteration = value.get("iteration", 0)
-            if "rewind" in value:  # the attempt went back to a checkpoint: it computes what lies beyond it again
+            if goes_back(value):  # what lies beyond that checkpoint is computed again
                 put()
-                self._reached = replace(self._reached, rewinds=reached.rewinds + 1)
-                self._cut(iteration)
-                reached, evaluations = self._reached, list(self._reached.evaluations)
-            elif "round" in value:  # so do its ranks when they are started again
-                put()
+                self._reached = replace(self._reached, rewinds=reached.rewinds + ("rewind" in value))
                 self._cut(iteration)
                 reached, evaluations = self._reached, list(self._reached.evaluations)
             elif iteration > begin.base_iteration:
@@ -266,7 +263,7 @@ def newest_lines(run: Run) -> Iterator[dict[str, Any]]:
             continue
         for _, line in read_lines_backwards(attempt.metrics):
             iteration = line.get("iteration", 0)
-            if "rewind" in line or "round" in line:
+            if goes_back(line):
                 limit = min(limit, iteration)
             elif begin.base_iteration < iteration <= limit:
                 yield line
@@ -293,10 +290,11 @@ def lines_that_count(run: Run, *, above: int = 0, before: tuple[int, int] | None
         if last is not None and last <= max(above, begin.base_iteration):
             continue
         left = before[1] if before is not None and begin.attempt == before[0] else None
-        ends = _went_back(run.attempt(begin.attempt), before_rewind=left)
-        for line in read_lines(run.attempt(begin.attempt).metrics):
+        attempt = run.attempt(begin.attempt)
+        ends = _ends(attempt, before_rewind=left)
+        for line in read_lines(attempt.metrics):
             iteration = line.get("iteration", 0)
-            if "rewind" in line or "round" in line:  # it went back to a checkpoint, and computes what lies beyond again
+            if goes_back(line):  # it went back to a checkpoint, and computes what lies beyond again
                 ends = ends[1:]
                 left = None if left is None else left - ("rewind" in line)
                 if left == 0:
@@ -307,21 +305,12 @@ def lines_that_count(run: Run, *, above: int = 0, before: tuple[int, int] | None
                 yield line
 
 
-def _went_back(attempt: Attempt, *, before_rewind: int | None) -> list[int]:
-    """The iterations to which an attempt went back, by a rewind or a new round, in the order of its metrics.
-
-    A rewind is on record before its line stands there. `before_rewind`: only those before the rewind of this number.
-    """
+def _ends(attempt: Attempt, *, before_rewind: int | None) -> list[int]:
+    """As `went_back`; where there were no rounds, the rewinds on record are all."""
     rewinds = [entry["base_iteration"] for entry in read_lines(attempt.rewinds)]
-    if not attempt.rounds.exists():
-        return rewinds if before_rewind is None else rewinds[: before_rewind - 1]
-    lines = [line for line in read_lines(attempt.metrics) if "rewind" in line or "round" in line]
-    found = [(line["iteration"], "rewind" in line) for line in lines]
-    found += [(iteration, True) for iteration in rewinds[sum(rewind for _, rewind in found) :]]
-    if before_rewind is not None:
-        places = [place for place, (_, rewind) in enumerate(found) if rewind]
-        found = found[: places[before_rewind - 1]] if len(places) >= before_rewind else found
-    return [iteration for iteration, _ in found]
+    if attempt.rounds.exists():
+        return went_back(attempt.metrics, rewinds, before_rewind=before_rewind)
+    return rewinds if before_rewind is None else rewinds[: before_rewind - 1]
 
 
 def _write_at(path: Path, at: int, data: bytes) -> None:

@@ -20,11 +20,12 @@ from relayrun.monitoring.goodput import view
 from relayrun.monitoring.goodput.account import Account, account
 from relayrun.monitoring.goodput.book import NEEDED, SECOND, Booked, book
 from relayrun.monitoring.goodput.facts import AttemptFacts, Stay
-from relayrun.monitoring.goodput.metrics import Block, read_blocks, went_back
+from relayrun.monitoring.goodput.metrics import Block, read_blocks
 from relayrun.monitoring.goodput.parts import NAMES, PARTS
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.records import AttemptStart, Commit, End, Hang, Outcome, Started
 from relayrun.rundir.run import Run
+from relayrun.rundir.ways_back import went_back
 from relayrun.scheduler import history
 from tests import accounted
 from tests.accounted import T, make_accounted, make_project

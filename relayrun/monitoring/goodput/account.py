@@ -12,9 +12,6 @@ from relayrun.monitoring.goodput.metrics import Block, read_blocks
 from relayrun.monitoring.goodput.parts import LOST, NAMES, START
 from relayrun.rundir.run import Run
 
-PLANNED = ("done", "saved", "exit")
-"""Causes of an end that lose nothing but the next start."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class StayAccount:

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from relayrun.monitoring.goodput.facts import AttemptFacts, Stay
-from relayrun.monitoring.goodput.metrics import Block, Column, goes_back
+from relayrun.monitoring.goodput.metrics import Block, Column
+from relayrun.rundir.ways_back import goes_back
 
 SECOND = 1_000_000
 """Microseconds."""

@@ -10,12 +10,12 @@ from relayrun.chain import decide, evidence
 from relayrun.chain.nodes import read_strikes
 from relayrun.errors import RunDirError
 from relayrun.files import read_lines
-from relayrun.monitoring.goodput.metrics import went_back
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.evaluations import Policy
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import AttemptStart, Commit, End, Hang, Outcome, Started
 from relayrun.rundir.run import Run
+from relayrun.rundir.ways_back import went_back
 from relayrun.scheduler.allocations import Allocation, allocations
 
 CLOCKS = 5.0

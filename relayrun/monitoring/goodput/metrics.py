@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-CHUNK = 1 << 20
-"""Bytes that are taken at a time."""
+from relayrun.rundir.ways_back import CHUNK, goes_back
 
 Column = npt.NDArray[np.float64]
 
@@ -74,38 +73,6 @@ def read_blocks(path: Path, names: Sequence[str]) -> Iterator[Block]:
                 form = _first_form(lines[::-1], names)
             if block.rows:
                 yield block
-
-
-BACK = ("rewind", "round")
-"""Names that tell a line by which training goes back: what follows begins behind its iteration."""
-
-
-def goes_back(record: Mapping[str, Any]) -> bool:
-    """Whether a line says that training went back to a checkpoint: by a rewind, or with ranks that started again."""
-    return any(name in record for name in BACK)
-
-
-def went_back(path: Path, rewinds: Sequence[int]) -> list[int]:
-    """The iterations to which an attempt went back, in the order of its metrics.
-
-    `rewinds`: those on record, each of which is there before its line. A missing file has no line.
-    """
-    keys = tuple(f'"{name}": '.encode() for name in BACK)
-    found, lines_of_rewinds = [], 0
-    try:
-        file = open(path, "rb")  # noqa: SIM115 - closed below
-    except FileNotFoundError:
-        return [*rewinds]
-    with file:
-        while lines := file.readlines(CHUNK):
-            text = b"".join(lines)
-            if not any(key in text for key in keys):
-                continue
-            for line in lines:
-                if any(key in line for key in keys) and (record := _parsed(line)) is not None and goes_back(record):
-                    found.append(int(record["iteration"]))
-                    lines_of_rewinds += "rewind" in record
-    return [*found, *rewinds[lines_of_rewinds:]]
 
 
 def _block(lines: Sequence[bytes], form: _Form | None, names: Sequence[str]) -> tuple[Block, int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from relayrun.monitoring.goodput.account import PLANNED, WAITS, StayAccount
+from relayrun.monitoring.goodput.account import WAITS, StayAccount
 from relayrun.monitoring.goodput.parts import PARTS
 from relayrun.monitoring.goodput.view import COLUMNS, duration, node_time, share
 from relayrun.monitoring.page import chart
@@ -15,6 +15,7 @@ from relayrun.monitoring.page.chart import Line, Mark
 from relayrun.monitoring.page.gather import RunPage
 from relayrun.monitoring.page.markup import Markup, join, tag
 from relayrun.monitoring.page.series import EMPTY, ticks
+from relayrun.monitoring.run_status import PLANNED
 
 ROWS = 200
 """A table has so many rows at most, the newest; a line says how many there are."""
