@@ -13,7 +13,6 @@ goes on where it was, a file that was mended is tokenized again alone, and so is
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -30,13 +29,12 @@ from relayrun.shards.indexed import Shard
 from relayrun.tokenization.locks import locked
 from relayrun.tokenization.readers.faults import MOST_EXAMPLES, LineFaults
 from relayrun.tokenization.readers.inputs import InputFile
-from relayrun.tokenization.readers.stores import is_url, join, open_input, printable
+from relayrun.tokenization.readers.stores import digest_of_ends, is_url, join, printable
 
 log = logging.getLogger(__name__)
 
 NAME = "tokenization.json"
 FORMAT = "relayrun tokenization, version 3"
-_END_BYTES = 65_536
 _WHOLE, _ENDS = "xxh3-128:", "ends:"
 
 
@@ -105,16 +103,10 @@ def fingerprint(path: str) -> str:
         with contextlib.suppress(OSError):
             return _WHOLE + checksum_of(path) if os.path.isfile(path) else ""
         return ""
-    digest = hashlib.sha256()
     try:
-        with open_input(path) as file:
-            digest.update(file.read(_END_BYTES))
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - _END_BYTES))
-            digest.update(file.read())
+        return _ENDS + digest_of_ends(path)
     except (OSError, InputError):
         return ""
-    return _ENDS + digest.hexdigest()
 
 
 def is_same(path: str, now: InputFile, then: InputFile, known: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,7 @@ from relayrun.tokenization.readers.rows import opened_parquet
 
 KINDS = {"parquet": "parquet", "jsonl": "json lines", "arrow": "arrow"}
 """What `formats.kind_of` calls the files of a source."""
-_END_BYTES = 1 << 16
+_BATCH_BYTES = 1 << 16
 _AT_A_TIME = 16
 """Files that are looked at together: most of the time goes into waiting for the file system."""
 
@@ -58,7 +57,7 @@ def freeze(name: str, source: DataSource, lanes: int) -> DatasetManifest:
             hint="set data.lanes lower, or give more rows",
         )
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        ends = pool.map(ends_of, (file.path for file in found))
+        ends = pool.map(stores.digest_of_ends, (file.path for file in found))
         return DatasetManifest(
             shards=(), files=tuple(replace(file, fingerprint=end) for file, end in zip(found, ends, strict=True))
         )
@@ -77,16 +76,6 @@ def find(source: DataSource, where: str) -> list[FileEntry]:
         found = {path: found[path] for path in _of_partitions(list(found), stream.partition_filters, where)}
     paths = _limited(list(found), stream.limit or Limit())
     return [*_cut([FileEntry(path=path, size=found[path], fingerprint="") for path in paths], stream)]
-
-
-def ends_of(path: str) -> str:
-    """SHA-256, hexadecimal, of the first and last 64 KiB of a file. Raises InputError and OSError."""
-    with stores.open_input(path) as file:
-        digest = hashlib.sha256(file.read(_END_BYTES))
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(0, end - _END_BYTES))
-        digest.update(file.read())
-    return digest.hexdigest()
 
 
 def _matches(path: str, kind: str, source: str) -> list[tuple[str, int]]:
@@ -229,4 +218,4 @@ def _size_of(path: str, stream: Stream) -> tuple[int, int]:
             return groups if stream.split_to_row_groups else 1, rows
     if stream.limit is not None and stream.limit.nb_fragments:
         return 1, 0
-    return 1, sum(len(array) for array in read_column(path, stream.column, batch_bytes=_END_BYTES))
+    return 1, sum(len(array) for array in read_column(path, stream.column, batch_bytes=_BATCH_BYTES))

@@ -18,6 +18,8 @@ from typing import Any, BinaryIO, cast
 from relayrun.errors import InputError, RelayrunError
 from relayrun.tokenization.readers.remote import RemoteFile, again
 
+_END_BYTES = 1 << 16
+
 
 class MissingInput(InputError):
     """A file of a dataset is not there."""
@@ -55,6 +57,16 @@ def join(folder: str, name: str) -> str:
 def open_input(path: str) -> BinaryIO:
     """Open a file to read its bytes; below a URL, reads that fail are tried again. Raises OSError and ImportError."""
     return cast(BinaryIO, RemoteFile(path)) if is_url(path) else open(path, "rb")
+
+
+def digest_of_ends(path: str) -> str:
+    """SHA-256, hexadecimal, of the first and last 64 KiB of a file. Raises InputError and OSError."""
+    with open_input(path) as file:
+        digest = hashlib.sha256(file.read(_END_BYTES))
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - _END_BYTES))
+        digest.update(file.read())
+    return digest.hexdigest()
 
 
 def find(url: str) -> list[tuple[str, int]]:
