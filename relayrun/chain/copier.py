@@ -6,22 +6,16 @@ It runs with the lowest priority and may be killed at any point; the next one go
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import subprocess
 import time
 
-from relayrun.chain.render import search_path
+from relayrun.chain import background
 from relayrun.rundir import mirror
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
-from relayrun.scheduler.base import user_python_path
 
 AGAIN_SECONDS = 900.0
 """Between two passes, where no checkpoint was saved meanwhile: what failed may work now."""
-LEAVE_SECONDS = 1.0
-"""From SIGTERM to SIGKILL."""
 
 
 class Copier:
@@ -47,16 +41,10 @@ class Copier:
             self._process = self._start(policy.program)
 
     def _start(self, program: list[str]) -> subprocess.Popen[bytes]:
-        environment = {
-            **os.environ,
-            **self._plan.environment,
-            "PYTHONPATH": ":".join([*search_path(self._plan), *user_python_path(os.environ)]),
-            "PYTHONSAFEPATH": "1",
-        }
         with open(mirror.folder(self._run) / "log", "ab") as log:
             return subprocess.Popen(
                 ["nice", "-n", "19", *program, str(self._run.path)],
-                env=environment,
+                env=background.environment(self._plan),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -65,11 +53,5 @@ class Copier:
 
     def finish(self) -> None:
         """End the pass that is under way: the job ends."""
-        if self._process is None:
-            return
-        for number, patience in ((signal.SIGTERM, LEAVE_SECONDS), (signal.SIGKILL, None)):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(patience)
-                return
+        if self._process is not None:
+            background.end(self._process)

@@ -6,25 +6,19 @@ script's own Python, which knows mail, webhooks and commands. Whatever becomes o
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import subprocess
 import time
 
+from relayrun.chain import background
 from relayrun.chain.log import log
 from relayrun.chain.notices import note
-from relayrun.chain.render import search_path
 from relayrun.rundir import notices
 from relayrun.rundir.notices import NoticePolicy
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
-from relayrun.scheduler.base import user_python_path
 
 END_SECONDS = 10.0
 """For so long at most the end of a job waits until its notices are sent; the next command sends what is left."""
-LEAVE_SECONDS = 1.0
-"""From SIGTERM to SIGKILL for the process that sends: it says what it was at."""
 LOOK_SECONDS = 60.0
 """Between two looks of a job for what is to be told."""
 
@@ -61,21 +55,12 @@ class Messenger:
         self._complain(note(self._run, self._plan, policy, now=now, at_work=self._at_work))
         if self._process is not None and self._process.poll() is None:
             return
-        waiting = notices.pending(self._run)
-        if not waiting or notices.is_being_sent(self._run):
-            return
-        messages = notices.due(policy.every_target(), waiting, notices.last_told(self._run, waiting, now=now), now=now)
-        if any(not notices.try_later(message, waiting, now=now) for message in messages):
+        if notices.is_time_to_send(self._run, policy, now=now, again_and_again=True):
             self._process = self._start(policy)
 
     def _start(self, policy: NoticePolicy) -> subprocess.Popen[bytes]:
         """Start the process; in a container's place the host's Python does it."""
-        environment = {
-            **os.environ,
-            **self._plan.environment,  # a proxy, say
-            "PYTHONPATH": ":".join([*search_path(self._plan), *user_python_path(os.environ)]),
-            "PYTHONSAFEPATH": "1",
-        }
+        environment = background.environment(self._plan)
         arguments = [*policy.program[1:], str(self._run.path), "--job"]
         try:
             return _process([policy.program[0], *arguments], environment)
@@ -84,17 +69,10 @@ class Messenger:
 
     def finish(self, seconds: float = 0.0) -> None:
         """Wait so long for the process that sends, then end it."""
-        process = self._process
-        if process is None:
+        if self._process is None:
             return
         try:
-            for number, patience in ((None, seconds), (signal.SIGTERM, LEAVE_SECONDS), (signal.SIGKILL, None)):
-                if number is not None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, number)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(patience)
-                    return
+            background.end(self._process, patience=seconds)
         except Exception as error:
             self._complain([f"{type(error).__name__}: {error}"])
 

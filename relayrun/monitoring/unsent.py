@@ -32,19 +32,8 @@ def send_in_background(run: Run) -> None:
 
 
 def start_sender(run: Run, policy: NoticePolicy, *, again_and_again: bool = False) -> None:
-    """Start a process that sends what is due of a run, unless nothing is or another process does so now.
-
-    `again_and_again`: who asks does so every few minutes, so that what failed a moment ago is left alone for longer and
-    longer. Raises OSError, and RunDirError for a damaged record.
-    """
-    waiting = notices.pending(run)
-    if not waiting or notices.is_being_sent(run):
-        return
-    now = time.time()
-    messages = notices.due(policy.every_target(), waiting, notices.last_told(run, waiting, now=now), now=now)
-    if again_and_again:
-        messages = [message for message in messages if not notices.try_later(message, waiting, now=now)]
-    if messages:
+    """Start a process that sends what is due of a run, where it is time to; see `notices.is_time_to_send`."""
+    if notices.is_time_to_send(run, policy, now=time.time(), again_and_again=again_and_again):
         _start(run, *(["--job"] if again_and_again else []))
 
 

@@ -334,6 +334,19 @@ def end_turn(own: Path) -> None:
         write_atomic(own, "{}\n", durable=False)
 
 
+def is_time_to_send(run: Run, policy: NoticePolicy, *, now: float, again_and_again: bool = False) -> bool:
+    """Whether something is due, and no other process sends now.
+
+    `again_and_again`: who asks does so every few minutes, so that what failed a moment ago is left alone for longer and
+    longer. Raises OSError, and RunDirError for a damaged record.
+    """
+    waiting = pending(run)
+    if not waiting or is_being_sent(run):
+        return False
+    messages = due(policy.every_target(), waiting, last_told(run, waiting, now=now), now=now)
+    return any(not (again_and_again and try_later(message, waiting, now=now)) for message in messages)
+
+
 def is_being_sent(run: Run) -> bool:
     """Whether a process sends now."""
     turns = _turns(run)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from relayrun.chain import messenger, supervisor
+from relayrun.chain import background, messenger, supervisor
 from relayrun.chain.messenger import Messenger
 from relayrun.chain.notices import note
 from relayrun.cli import main
@@ -328,7 +328,7 @@ def test_a_receiver_that_is_silent_does_not_hold_the_end_of_a_job(
     run: Run, web: Web, mail: Mailbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are told meanwhile; what was not sent stays for the next command, with the reason."""
-    monkeypatch.setattr(messenger, "LEAVE_SECONDS", 60.0)  # here a process may be slow for other reasons
+    monkeypatch.setattr(background, "LEAVE_SECONDS", 60.0)  # here a process may be slow for other reasons
     tell(run, f"http://127.0.0.1:{web.port}/", f"mailto://127.0.0.1:{mail.port}?to=ada@example.org")
     write_stop(run, "fatal: it broke")
     web.silent.set()
@@ -349,7 +349,7 @@ def test_a_receiver_that_is_silent_does_not_hold_the_end_of_a_job(
 def test_the_end_of_a_job_waits_for_its_seconds_and_no_longer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the process that sends does: this one takes no notice of SIGTERM."""
     monkeypatch.setattr(messenger, "END_SECONDS", 0.5)
-    monkeypatch.setattr(messenger, "LEAVE_SECONDS", 0.1)
+    monkeypatch.setattr(background, "LEAVE_SECONDS", 0.1)
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     tell(run, "http://127.0.0.1:1/", program=[sys.executable, "-c", stubborn])
     write_stop(run, "fatal: it broke")
