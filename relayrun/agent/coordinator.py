@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +28,7 @@ from relayrun.rundir.lineage import Durable
 from relayrun.rundir.records import Failure, Hang
 from relayrun.rundir.rounds import FailedRound
 from relayrun.rundir.run import Run
+from relayrun.scheduler.tasks import free_port
 
 FAILED = 1
 """Exit code of the agents where no rank's own says why the attempt failed."""
@@ -132,7 +132,7 @@ class Coordinator:
         self._from = base.iteration if memory is None else memory
         self._phase, self._round = "running", self._round + 1
         self._deaths, self._ended, self._memory, self._started = [], set(), [], {}
-        port = free_port()
+        port = free_port("")
         self._given_out = time.time()
         for link in self._links.values():
             link.send(
@@ -273,13 +273,6 @@ class Coordinator:
 PHASES = ("process", "initialised", "loaded")
 """What rank 0 says of its start, as in `rundir.records.Started`: its program began, groups and model are made, the
 checkpoint is in place."""
-
-
-def free_port() -> int:
-    """A TCP port that nobody on this node listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
 
 
 def _size(log: str | None) -> int:

@@ -38,10 +38,10 @@ def die_with_parent(signal_number: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(1, int(signal_number), 0, 0, 0)
 
 
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on now."""
+def free_port(address: str = "127.0.0.1") -> int:
+    """A TCP port that nobody listens on now, of the loopback interface or another address; empty: of all of them."""
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.bind((address, 0))
         return int(listener.getsockname()[1])
 
 

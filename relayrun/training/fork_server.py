@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import logging
 import os
 import select
@@ -18,36 +17,29 @@ import signal
 import socket
 import sys
 import traceback
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from relayrun.agent.lines import Lines, Message
+from relayrun.agent.server import IGNORED
 from relayrun.errors import log_to_stderr
+from relayrun.scheduler.tasks import die_with_parent
 from relayrun.training.reporting.agent_link import VARIABLE
 from relayrun.training.signals import SignalFlag
 
 log = logging.getLogger(__name__)
 
-UNHEARD = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
-"""They are for the ranks; a site's Slurm may send them to every process of a step."""
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-LIBC = ctypes.CDLL(None, use_errno=True)
-
-Order = dict[str, Any]
+PR_SET_NAME = 15
 
 
 class Server:
     """The ranks that it forked, by the descriptor that tells of their end, and the socket of the agent."""
 
     def __init__(self, agent: socket.socket) -> None:
-        self._agent = agent
-        self._ranks: dict[int, tuple[int, Order]] = {}
+        self.agent = Lines(agent)
+        self._ranks: dict[int, tuple[int, Message]] = {}
         """Process and order of each rank that has not been waited for."""
-        self._rest = b""
         self._poll = select.poll()
-        self._poll.register(agent, select.POLLIN)
-
-    def say(self, kind: str, **values: object) -> None:
-        """Tell the agent something."""
-        self._agent.sendall(json.dumps({"kind": kind, **values}).encode() + b"\n")
+        self._poll.register(self.agent, select.POLLIN)
 
     def serve(self) -> None:
         """Do what the agent orders until it is gone; the ranks go with this process."""
@@ -56,14 +48,14 @@ class Server:
                 if fd in self._ranks:
                     self._wait_for(fd)
                     continue
-                data = self._agent.recv(1 << 16)
-                if not data:
+                try:
+                    orders = self.agent.receive()
+                except EOFError:
                     return
-                *lines, self._rest = (self._rest + data).split(b"\n")
-                for line in lines:
-                    self._obey(json.loads(line))
+                for order in orders:
+                    self._obey(order)
 
-    def _obey(self, order: Order) -> None:
+    def _obey(self, order: Message) -> None:
         if order["kind"] == "fork":
             self._fork(order)
         else:
@@ -71,7 +63,7 @@ class Server:
             for fd in self._ranks:
                 signal.pidfd_send_signal(fd, number)
 
-    def _fork(self, order: Order) -> None:
+    def _fork(self, order: Message) -> None:
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -85,21 +77,22 @@ class Server:
         self._poll.unregister(fd)
         os.close(fd)
         _, status = os.waitpid(pid, 0)
-        self.say("dead", round=order["round"], rank=order["rank"], code=os.waitstatus_to_exitcode(status))
+        self.agent.send("dead", round=order["round"], rank=order["rank"], code=os.waitstatus_to_exitcode(status))
 
-    def _be_rank(self, order: Order, server: int) -> NoReturn:
+    def _be_rank(self, order: Message, server: int) -> NoReturn:
         """In the child: become the training program, as if it had been started for this rank."""
         code = 1
         try:
-            LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+            die_with_parent(signal.SIGKILL)
             if os.getppid() != server:
                 os._exit(1)
-            LIBC.prctl(PR_SET_NAME, f"rank-{order['rank']}".encode(), 0, 0, 0)  # for people who look at processes
+            # for people who look at processes
+            ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank-{order['rank']}".encode(), 0, 0, 0)
             for fd in self._ranks:
                 os.close(fd)
             gc.enable()
             os.environ.update(order["environment"])
-            os.environ[VARIABLE] = str(self._agent.fileno())  # kept open: its end says that no rank lives
+            os.environ[VARIABLE] = str(self.agent.fileno())  # kept open: its end says that no rank lives
             signal.signal(signal.SIGINT, signal.default_int_handler)
             flag = SignalFlag()
             flag.install()
@@ -134,7 +127,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="relayrun.training.fork_server", description="Forks the ranks of a node.")
     parser.add_argument("--run-dir", help="for people who look at processes")
     parser.parse_args()
-    for number in UNHEARD:
+    for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     agent = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -143,7 +136,7 @@ def main() -> int:
         import_program()
     except BaseException as error:
         traceback.print_exc()
-        server.say("unable", error=f"{type(error).__name__}: {error}")
+        server.agent.send("unable", error=f"{type(error).__name__}: {error}")
         return 1
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         log.warning("the imports started %s threads, which no forked rank has", threads - 1)
