@@ -81,12 +81,21 @@ class Copy(Record):
             self.checksum is not None or self.saved == commit.time
         )
 
+    def as_commit(self, folder: Path) -> Commit:
+        """The copy in this folder as if it were a checkpoint of a run."""
+        return Commit(
+            iteration=self.iteration,
+            path=str(folder / self.name),
+            consumed_samples=-1,
+            time=self.saved,
+            seconds=0.0,
+            files=self.files,
+            checksum=self.checksum,
+        )
+
     def fault(self, folder: Path) -> str | None:
         """Return what is wrong with it as far as names and sizes tell; None: it is whole. Raises OSError."""
-        path = str(folder / self.name)
-        return fault(
-            Commit(iteration=self.iteration, path=path, consumed_samples=-1, time=0.0, seconds=0.0, files=self.files)
-        )
+        return fault(self.as_commit(folder))
 
 
 @dataclass(frozen=True, kw_only=True)

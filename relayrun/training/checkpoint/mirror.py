@@ -224,7 +224,7 @@ class _Pass:
         for name, copy in mirror.copies(self._place).items():
             why = copy.fault(self._place)
             if why is None and verify:
-                found, _ = _faults(self._place / name, _commit_of(copy, self._place), hashes=copy.hashes)
+                found, _ = _faults(self._place / name, copy.as_commit(self._place), hashes=copy.hashes)
                 why = found[0] if found else None
                 self.done.lines += [f"verified iteration {copy.iteration}"] * (why is None)
             if why is not None:
@@ -315,7 +315,7 @@ def restore(run: Run, iteration: int | None, *, pace: Pace | None = None) -> lis
 
 
 def _put_back(run: Run, place: Path, copy: Copy, commit: Commit, pace: Pace) -> str:
-    source = _commit_of(copy, place)
+    source = copy.as_commit(place)
     staged = run.checkpoints / ".staging" / "restore" / copy.name
     try:
         _stage(source, staged, pace)
@@ -335,19 +335,6 @@ def _put_back(run: Run, place: Path, copy: Copy, commit: Commit, pace: Pace) -> 
     staged.with_name(f"{staged.name}.json").unlink(missing_ok=True)
     mirror.note_verified(run, commit, now=time.time())
     return f"restored iteration {copy.iteration}: {sum(copy.files.values()):,} bytes, verified: {final}"
-
-
-def _commit_of(copy: Copy, place: Path) -> Commit:
-    """A copy as if it were a checkpoint of a run."""
-    return Commit(
-        iteration=copy.iteration,
-        path=str(place / copy.name),
-        consumed_samples=-1,
-        time=copy.saved,
-        seconds=0.0,
-        files=copy.files,
-        checksum=copy.checksum,
-    )
 
 
 def _open(run: Run, policy: MirrorPolicy) -> None:
