@@ -203,7 +203,7 @@ def attempted(setup: Setup, figures: Figures, ways: Mapping[str, Way], *, ranks:
         try:
             write_atomic(folder / f"{name}.yaml", text(setup, name, way.sections, ranks=ranks, precision="bf16"))
             if way.exact is not None:
-                exact = merged(way.sections, way.exact)
+                exact = runs.merged(way.sections, way.exact)
                 write_atomic(folder / f"{name}-exact.yaml", text(setup, name, exact, ranks=ranks, precision="fp32"))
         except RelayrunError as error:
             (folder / f"{name}.yaml").unlink(missing_ok=True)
@@ -232,12 +232,7 @@ def text(setup: Setup, name: str, sections: Sections, *, ranks: int, precision: 
         "parallel": {"overlap_grad_reduce": False, "overlap_param_gather": False},
         "job": {"time": "01:00:00", "ntasks_per_node": ranks, "gpus_per_node": min(ranks, setup.gpus)},
     }
-    made = merged(merged(runs.values(setup, f"models-{name}", {}), common), sections)
+    made = runs.merged(runs.merged(runs.values(setup, f"models-{name}", {}), common), sections)
     if made["model"].get("transformer", {}).get("multi_latent_attention"):  # every head has keys of its own
         made["model"]["num_query_groups"] = made["model"]["num_attention_heads"]
     return compose.dump(runs.composed(setup, made))
-
-
-def merged(first: Mapping[str, Any], second: Sections) -> dict[str, Any]:
-    """Return the sections of both; where both set something, the second holds."""
-    return dict(first) | {name: {**first.get(name, {}), **changes} for name, changes in second.items()}

@@ -75,9 +75,14 @@ def values(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]]) -
     }
     if not setup.gpus:
         common["training"]["threads"] = 1
-    made = common | {name: common.get(name, {}) | dict(changes) for name, changes in sections.items()}
+    made = merged(common, sections)
     made["training"]["hooks"] = [*setup.hooks, *made["training"]["hooks"]]
     return made
+
+
+def merged(first: Mapping[str, Any], second: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the sections of both; where both set something, the second holds."""
+    return dict(first) | {name: {**first.get(name, {}), **changes} for name, changes in second.items()}
 
 
 def start(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any]]) -> Chain:

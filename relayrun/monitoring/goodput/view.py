@@ -14,7 +14,7 @@ from relayrun.monitoring.goodput.parts import PARTS
 
 COLUMNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("steps", ("step",)),
-    ("start", ("prolog", "supervisor", "launch", "import", "init", "load", "compile")),
+    ("start", tuple(part.name for part in PARTS if part.group == "start")),
     ("data", ("data",)),
     ("save", ("save",)),
     ("evaluation", ("evaluation",)),
