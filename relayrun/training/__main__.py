@@ -131,7 +131,6 @@ def quiet_libraries() -> None:
     for kind in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=kind, module=r"(torch|megatron)\.")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
-    megatron_core.quiet()
 
 
 def import_quietly() -> None:

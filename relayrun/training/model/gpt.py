@@ -45,6 +45,8 @@ from relayrun.training.own_loss import OwnLoss
 from relayrun.training.parallel import Ranks
 from relayrun.training.timers import Timers
 
+megatron_core.quiet()
+
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
