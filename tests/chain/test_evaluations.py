@@ -73,7 +73,7 @@ def test_each_checkpoint_is_exported_and_evaluated_beside_the_chain(tmp_path: Pa
 @pytest.mark.long
 @pytest.mark.parametrize("kind", SHAPES)
 def test_a_chain_that_trains_another_model_has_its_scores_by_tasks(tmp_path: Path, kind: str) -> None:
-    """Of one that trains a Llama: on Slurm, tests/slurm."""
+    """A chain that trains a Llama has one on Slurm, see tests/slurm."""
     workspace = Workspace.make(tmp_path)
     tasks = write_task(tmp_path / "tasks", documents=12)
     config = workspace.config(

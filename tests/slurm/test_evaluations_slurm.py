@@ -89,7 +89,7 @@ def test_each_checkpoint_is_evaluated_once_although_training_is_killed_around_it
 def test_a_chain_that_trains_another_model_has_its_scores(
     cluster: TestCluster, tmp_path_factory: pytest.TempPathFactory, kind: str
 ) -> None:
-    """Of two jobs, the first of which is asked to leave."""
+    """The chain has two jobs, the first of which is asked to leave."""
     workspace = Workspace.make(tmp_path_factory.mktemp("workspace"))
     tasks = write_task(workspace.folder / "tasks", documents=12)
     config = workspace.config(
