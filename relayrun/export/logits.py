@@ -86,6 +86,9 @@ def _transformers(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _megatron(source: CheckpointSource, tokens: torch.Tensor) -> torch.Tensor:
+    from relayrun.training import megatron_core
+
+    megatron_core.check()
     from relayrun.training import parallel
     from relayrun.training.checkpoint import strategy
     from relayrun.training.checkpoint.reader import CheckedReader

@@ -25,6 +25,7 @@ from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.plan import read_format
 from relayrun.rundir.records import Failure, Outcome
 from relayrun.rundir.run import Run
+from relayrun.training import megatron_core
 from relayrun.training.reporting.heartbeat import Pulse, is_first_of_node, node_name
 from relayrun.training.reporting.timings import Timings
 from relayrun.training.signals import SignalFlag, dump_stacks_on_request
@@ -92,6 +93,7 @@ def main(flag: SignalFlag) -> int:
         pulse = Pulse(attempt.heartbeats, node=node, active=is_first_of_node(), iteration=base, timings=timings)
         pulse.beat()
         quiet_libraries()
+        megatron_core.check()
         # from here on imports that take long; nsys must be around the process before torch is there
         from relayrun.config import compose
         from relayrun.training.reporting import debugging
@@ -134,6 +136,7 @@ def quiet_libraries() -> None:
 def import_quietly() -> None:
     """Import PROGRAM, for a process that forks ranks. Computes nothing."""
     quiet_libraries()
+    megatron_core.check()
     for module in PROGRAM:
         importlib.import_module(module)
 

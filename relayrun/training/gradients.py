@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 
+from relayrun.training import megatron_core
+
 
 @torch.no_grad()
 def total_norm(optimizer: MegatronOptimizer, device: torch.device) -> float:
@@ -50,7 +52,7 @@ def _by_group(optimizer: MegatronOptimizer) -> dict[dist.ProcessGroup, list[torc
     """The gradients of this rank by the ranks over which they are split: experts may have others than the rest."""
     found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
     for inner in optimizer.chained_optimizers:
-        found.setdefault(inner.get_grad_stats_parallel_group(), []).extend(inner.get_main_grads_for_grad_norm())
+        found.setdefault(inner.get_grad_stats_parallel_group(), []).extend(megatron_core.gradients_for_norm(inner))
     return found
 
 

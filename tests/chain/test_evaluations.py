@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.files import read_lines
+from tests.export.models import SHAPES, write_task
 from tests.workspace import Workspace, ends
 
 pytestmark = pytest.mark.slow
@@ -66,3 +68,34 @@ def test_each_checkpoint_is_exported_and_evaluated_beside_the_chain(tmp_path: Pa
         check=True,
     ).stdout
     assert re.search(r"evaluations +iteration 50: held-out loss \S+ perplexity \S+ windows 16; 3 done", said), said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_chain_that_trains_another_model_has_its_scores_by_tasks(tmp_path: Path, kind: str) -> None:
+    """A chain that trains a Llama has one on Slurm, see tests/slurm."""
+    workspace = Workspace.make(tmp_path)
+    tasks = write_task(tmp_path / "tasks", documents=12)
+    config = workspace.config(
+        "run",
+        model={"transformer": SHAPES[kind]},
+        training={"steps": 20},
+        checkpoint={"interval": 10},
+        evaluation={
+            "interval": 10,
+            "tasks": ["tiny_choice"],
+            "include_path": str(tasks),
+            "keep_exported": True,
+            "job": {"time": "10"},
+        },
+    )
+    done = submit(config)
+    assert done.returncode == 0, done.stderr
+    run = workspace.run("run")
+    assert [end.cause for end in ends(run)] == ["done"]
+    lines = list(read_lines(run.evaluations_view))
+    assert [(line["iteration"], line["status"]) for line in lines] == [(10, "done"), (20, "done")], lines
+    for line in lines:
+        assert line["results"]["tiny_choice"]["acc"] in [n / 12 for n in range(13)]
+        (architecture,) = json.loads((Path(line["model"]) / "config.json").read_text())["architectures"]
+        assert architecture == f"{kind}ForCausalLM"

@@ -49,6 +49,13 @@ TINY: dict[str, dict[str, Any]] = {
 }
 """Classes of transformers, and what a tiny one of each has besides `SMALL`."""
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen3": {"qk_layernorm": True, "kv_channels": 16},
+    "Mixtral": {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01},
+    "Apertus": {"qk_layernorm": True, "gated_linear_unit": False, "activation_func": "xielu"},
+}
+"""Classes of transformers, and `model.transformer` of a run that trains one."""
+
 
 def write_tokenizer(path: Path, size: int = VOCABULARY) -> Path:
     """One word an id."""

@@ -63,6 +63,38 @@ def test_a_local_task_is_evaluated_once(tmp_path: Path) -> None:
     assert made.run.evaluations_view.read_bytes() == before
 
 
+@pytest.mark.parametrize("kind", ["Qwen3", "Mixtral", "Apertus"])
+def test_each_class_has_the_score_that_transformers_gives_the_original(tmp_path: Path, kind: str) -> None:
+    documents = 40
+    hf = make_hf(tmp_path / "hf", kind)
+    tasks = write_task(tmp_path / "tasks", documents=documents)
+    made = make_run(
+        tmp_path / "run", hf, evaluation={"interval": 7, "tasks": ["tiny_choice"], "include_path": str(tasks)}
+    )
+    made.run.evaluations.mkdir()
+    Policy(interval=7, total_steps=14, hold=3, time_limit=60).write(made.run.evaluation_policy)
+    done = start(made)
+    _, errors = done.communicate()
+    assert done.returncode == 0, errors
+    (line,) = read_lines(made.run.evaluations_view)
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32).eval()
+    assert type(model).__name__ == f"{kind}ForCausalLM"
+    lines = [json.loads(text) for text in (tasks / "test.jsonl").read_text().splitlines()]
+    right = 0
+    for document in lines:
+        ids = [int(word.removeprefix("w")) for word in document["prompt"].split()]
+        choices = [int(word.removeprefix("w")) for word in document["choices"]]
+        with torch.no_grad():
+            scores = model(torch.tensor([ids])).logits[0, -1, choices]
+        right += int(scores.argmax()) == document["label"]
+    assert line["results"]["tiny_choice"]["acc"] == right / documents
+    assert 0 < right < documents, "a score that every model has would show nothing"
+
+
 @pytest.mark.parametrize(
     ("settings", "error"),
     [

@@ -11,7 +11,7 @@ import pytest
 
 from relayrun.files import read_lines
 from relayrun.rundir.plan import Plan
-from tests.export.models import write_task
+from tests.export.models import SHAPES, write_task
 from tests.workspace import Workspace, ends, steps
 
 from .cluster import ROOT, TestCluster
@@ -20,6 +20,7 @@ from .test_training_chain import SLURM, TWO_NODES, job_of, submit, wait_for_end
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.long]
 
 STEPS, INTERVAL = 300, 100
+FAULTS = "relayrun.drill.inject:Faults"
 
 
 def test_each_checkpoint_is_evaluated_once_although_training_is_killed_around_it(
@@ -82,3 +83,44 @@ def test_each_checkpoint_is_evaluated_once_although_training_is_killed_around_it
     ).stdout
     assert "iteration 300: tiny_choice " in said
     assert "3 done" in said
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_chain_that_trains_another_model_has_its_scores(
+    cluster: TestCluster, tmp_path_factory: pytest.TempPathFactory, kind: str
+) -> None:
+    """The chain has two jobs, the first of which is asked to leave."""
+    workspace = Workspace.make(tmp_path_factory.mktemp("workspace"))
+    tasks = write_task(workspace.folder / "tasks", documents=12)
+    config = workspace.config(
+        "run",
+        job=TWO_NODES | {"time": "10"},
+        cluster=SLURM,
+        model={"transformer": SHAPES[kind]},
+        parallel={"tensor_model_parallel_size": 2},
+        training={"steps": 60, "hooks": [{"hook": FAULTS, "options": {"faults": "slow-after=20:0.3"}}]},
+        checkpoint={"interval": 20},
+        evaluation={
+            "interval": 20,
+            "tasks": ["tiny_choice"],
+            "include_path": str(tasks),
+            "keep_exported": True,
+            "job": {"time": "5", "exclude": "n0,n1"},
+        },
+    )
+    submit(cluster, config)
+    run = workspace.run("run")
+    cluster.wait_until(lambda: bool(run.attempt(1).read_commits()), timeout=600, interval=0.1, what="a checkpoint")
+    cluster.run(["scancel", "--signal=USR2", "--batch", job_of(run, 1)])
+    wait_for_end(cluster, run, timeout=900)
+    causes = [end.cause for end in ends(run)]
+    assert len(causes) == 2
+    assert causes[1] == "done"
+    assert sorted(steps(run)) == list(range(1, 61))
+    cluster.wait_until(lambda: not cluster.queue(), timeout=600, interval=0.5, what="the last evaluation")
+    lines = list(read_lines(run.evaluations_view))
+    assert [(line["iteration"], line["status"]) for line in lines] == [(20, "done"), (40, "done"), (60, "done")], lines
+    for line in lines:
+        assert line["results"]["tiny_choice"]["acc"] in [n / 12 for n in range(13)]
+        (architecture,) = json.loads((Path(line["model"]) / "config.json").read_text())["architectures"]
+        assert architecture == f"{kind}ForCausalLM"

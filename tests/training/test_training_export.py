@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests import warm
-from tests.export.models import VOCABULARY, write_tokenizer
+from tests.export.models import SHAPES, VOCABULARY, write_tokenizer
 
 Make = Callable[..., Any]
 
@@ -24,9 +24,7 @@ TIED = {"untie_embeddings_and_output_weights": False}
 SCALED = {"rope_scaling_factor": 8.0, "rotary_base": 100}
 """With a base so small that the 16 channels of a head have long, short and middle wavelengths."""
 
-QWEN = {"transformer": {"qk_layernorm": True, "kv_channels": 16}}
-EXPERTS = {"transformer": {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01}}
-APERTUS = {"transformer": {"qk_layernorm": True, "gated_linear_unit": False, "activation_func": "xielu"}}
+QWEN, EXPERTS, APERTUS = ({"transformer": SHAPES[kind]} for kind in ("Qwen3", "Mixtral", "Apertus"))
 
 LONG = pytest.mark.long
 CASES = [

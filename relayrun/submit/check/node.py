@@ -18,6 +18,7 @@ from relayrun.config.schema import CommandConfig, CommonConfig, MegatronConfig, 
 from relayrun.errors import ConfigError
 from relayrun.submit.check import command, megatron_lm
 from relayrun.submit.check.finding import Findings
+from relayrun.training import megatron_core
 
 OLDEST = (3, 11)
 """Python of the batch script and of the ranks, at least."""
@@ -64,6 +65,9 @@ def look(config: CommonConfig, findings: Findings) -> None:
 
 
 def _packages(config: RunConfig, findings: Findings) -> None:
+    own = config.cluster.python is None and "PYTHONPATH" not in config.cluster.environment and not in_container(config)
+    if own and (found := megatron_core.problem()) is not None:  # another Python says it when its ranks start
+        findings.refuse("node.megatron_core", found[0], setting="cluster.python", remedy=found[1])
     if wanted := _of_transformer_engine(config):
         with findings.catching("node.transformer_engine", ok="TransformerEngine is there, or declared"):
             _check_transformer_engine(config, wanted)

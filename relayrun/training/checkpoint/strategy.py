@@ -13,20 +13,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, merge, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedBase,
     ShardedObject,
     ShardedStateDict,
+    apply_factory_merges,
 )
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
     MCoreSavePlanner,
-    TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
     _replace_sharded_keys_with_state_dict_keys,
     _replace_state_dict_keys_with_sharded_keys,
@@ -34,6 +33,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
+from megatron.core.dist_checkpointing.utils import extract_sharded_base, force_all_tensors_to_non_fp8
+from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
@@ -141,38 +142,20 @@ class _PlainObjects(MCoreLoadPlanner):  # type: ignore[misc]
         self.original_state_dict[read_item.dest_index.fqn] = found  # it is flat: keys of the checkpoint
 
 
-class _Sharded(TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """Reads the sharded part."""
-
-    def __init__(self, reader: CheckedReader, group: ProcessGroup | None) -> None:
-        super().__init__()
-        self._reader = reader
-        self._group = group
-
-    def load(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> dict[str, Any]:
-        by_key, paths, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
-        tensors = [shard for shard in nested_values(sharded_state_dict) if isinstance(shard, ShardedTensor)]
-        planner = _PlainObjects(
-            shapes_validation_sharded_tensors=[shard for shard in tensors if not shard.allow_shape_mismatch],
-            allow_shape_mismatch_sharded_tensors={shard.key: shard for shard in tensors if shard.allow_shape_mismatch},
-        )
-        state = mcore_to_pyt_state_dict(by_key, True)
-        state_dict_loader.load(state, storage_reader=self._reader, planner=planner, process_group=self._group)
-        parts = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
-        found: dict[str, Any] = _replace_sharded_keys_with_state_dict_keys(parts, paths, renamed)
-        _restore_dict_types(found, sharded_state_dict)
-        return found
-
-
-class _Common(TorchCommonLoadStrategy):  # type: ignore[misc]
-    """Has the common part."""
-
-    def __init__(self, common: dict[str, Any]) -> None:
-        super().__init__()
-        self._common = common
-
-    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        return self._common
+def _read(sharded_state_dict: ShardedStateDict, reader: CheckedReader, group: ProcessGroup | None) -> dict[str, Any]:
+    """Return the sharded part."""
+    by_key, paths, renamed = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+    tensors = [shard for shard in nested_values(sharded_state_dict) if isinstance(shard, ShardedTensor)]
+    planner = _PlainObjects(
+        shapes_validation_sharded_tensors=[shard for shard in tensors if not shard.allow_shape_mismatch],
+        allow_shape_mismatch_sharded_tensors={shard.key: shard for shard in tensors if shard.allow_shape_mismatch},
+    )
+    state = mcore_to_pyt_state_dict(by_key, True)
+    state_dict_loader.load(state, storage_reader=reader, planner=planner, process_group=group)
+    parts = {key: _unwrap_pyt_sharded_tensor(value) for key, value in state.items()}
+    found: dict[str, Any] = _replace_sharded_keys_with_state_dict_keys(parts, paths, renamed)
+    _restore_dict_types(found, sharded_state_dict)
+    return found
 
 
 def load(
@@ -199,10 +182,13 @@ def load(
         return value
 
     dict_list_map_inplace(without_missing, wanted)
-    state: dict[str, Any] = dist_checkpointing.load(
-        wanted,
-        str(reader.folder),
-        sharded_strategy=_Sharded(reader, group),
-        common_strategy=_Common(reader.common() if common is None else common),
-    )
-    return state
+    force_all_tensors_to_non_fp8(wanted)
+    # the steps of megatron-core's own load, which since 0.17 reads the common part by itself
+    state = reader.common() if common is None else common
+    sharded, nonpersistent, factories = load_preprocess(wanted)
+    sharded, _ = extract_sharded_base(sharded)
+    merge(state, nonpersistent)
+    validate_sharding_integrity(determine_global_metadata(sharded)[1])
+    merge(state, _read(sharded, reader, group))
+    found: dict[str, Any] = apply_factory_merges(state, factories)
+    return found

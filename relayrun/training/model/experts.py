@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+
+from relayrun.training import megatron_core
 
 
 def patch_router() -> None:
@@ -38,7 +40,12 @@ class Experts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no type
     """
 
     def __init__(
-        self, num_local_experts: int, config: TransformerConfig, submodules: MLPSubmodules, pg_collection: Any = None
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        pg_collection: Any = None,
+        **_: Any,  # a name, which later versions give it
     ) -> None:
         super().__init__(0, config, submodules, pg_collection)
         self.num_local_experts = num_local_experts
@@ -83,9 +90,8 @@ def reduce_over_own_replicas(model: torch.nn.Module) -> None:
                 parameter.allreduce = False  # megatron-core's word for it
 
 
-def local_experts(config: TransformerConfig) -> ModuleSpec:
+def local_experts(config: TransformerConfig) -> Any:
     """Return the feed-forward part of a layer with experts, made of local modules."""
     patch_router()
-    spec: ModuleSpec = get_mlp_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
-    spec.submodules.experts.module = Experts
-    return spec
+    part = get_mlp_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    return megatron_core.with_experts(part, Experts)

@@ -21,13 +21,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.utils import get_batch_on_this_cp_rank
 
 from relayrun.config.expert_layout import expert_layers
 from relayrun.config.schema import Data, RunConfig
 from relayrun.data import documents
 from relayrun.errors import ConfigError, FatalTrainingError
-from relayrun.training import own_code, parallel
+from relayrun.training import megatron_core, own_code, parallel
 from relayrun.training.loss import LossSum, Result, loss_function
 from relayrun.training.model import (
     arguments,
@@ -45,6 +44,8 @@ from relayrun.training.model.size import flops_per_token, padded
 from relayrun.training.own_loss import OwnLoss
 from relayrun.training.parallel import Ranks
 from relayrun.training.timers import Timers
+
+megatron_core.quiet()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +290,7 @@ class Model:
                 hint="set data.mixture.NAME.loss_mask=true",
             )
         if self.ranks.context_size > 1:  # two parts of the sequence for each rank, so that all have as much to attend
-            parts = get_batch_on_this_cp_rank(parts)
+            parts = megatron_core.batch_of_context_rank(parts)
         mask = parts.pop("loss_mask", None)
         for positions in self._restarted:
             positions.at(parts["position_ids"])

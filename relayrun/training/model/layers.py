@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from relayrun.config.expert_layout import with_experts
 from relayrun.config.schema import RunConfig
 from relayrun.errors import FatalTrainingError
+from relayrun.training import megatron_core
 from relayrun.training.model.activations import XieluMLP, within_its_layer
 from relayrun.training.model.attention import CausalAttention
 from relayrun.training.model.document_attention import document_attention
@@ -122,5 +123,5 @@ def _of_attention(transformer: TransformerConfig) -> dict[str, bool]:
 
 def _with_own_activation(layer: ModuleSpec, transformer: TransformerConfig) -> ModuleSpec:
     if transformer.activation_func is within_its_layer:
-        layer.submodules.mlp.module = XieluMLP
+        layer.submodules.mlp = megatron_core.with_feed_forward(layer.submodules.mlp, XieluMLP)
     return layer
