@@ -22,7 +22,7 @@ from relayrun.tokenization.pool import one_thread
 
 MODULES = (
     ("example", "text that every machine has, to try things with", example_text),
-    ("tokenizer", "train a tokenizer on a dataset's text", train_tokenizer),
+    ("tokenizer", "train a tokenizer on a dataset's text, or make one of bytes", train_tokenizer),
     ("shuffle", "shuffle a dataset globally, into parquet files of even size", reshard),
     ("prepare", "split a dataset into dumps, one job each", prepare_dumps),
     ("submit", "tokenize all dumps of a YAML config, as Slurm jobs or on this machine", submit_dumps),
