@@ -9,6 +9,7 @@ import textwrap
 from rich.console import Console
 from rich.table import Table
 
+from relayrun.cli import lengths
 from relayrun.data import audit
 from relayrun.errors import ConfigError
 from relayrun.rundir.find import find_run
@@ -30,22 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ledger.add_argument("runs", nargs=1, metavar="RUN")
     diff = commands.add_parser("diff", help="what differs in the data of two runs; exit code 1 if anything does")
     diff.add_argument("runs", nargs=2, metavar="RUN")
-    measure = commands.add_parser("lengths", help="how long the documents of a folder are, and their windows and rows")
-    measure.add_argument("folder", metavar="FOLDER", help="of .bin/.idx shards, or of text: parquet, jsonl, arrow, csv")
-    measure.add_argument("--window", type=int, default=8192, help="bos and eos included (default: %(default)s)")
-    measure.add_argument("--overlap", type=int, default=0, help="that windows of one document share (default: 0)")
-    measure.add_argument("--specials", type=int, choices=(0, 1, 2), default=0, help="bos and eos of a window: how many")
-    measure.add_argument("--seq-length", type=int, metavar="N", help="of a row that is packed (default: the window)")
-    measure.add_argument("--column", default=TokenizeOptions.default("column"), help="of the text (%(default)s)")
-    measure.add_argument("--tokenizer", metavar="T", help="measure text in its tokens: encodes all (default: in bytes)")
-    parser.set_defaults(run=run)
+    measure = commands.add_parser("lengths", help="how long documents are, and how they lie in their files")
+    lengths.add_arguments(measure)
+    for each in (show, ledger, diff):
+        each.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Do what `relayrun data ...` asks. Raises RelayrunError."""
-    if options.data_command == "lengths":
-        lengths(options)
-        return 0
     runs = [audit.audit(find_run(name)) for name in options.runs]
     if options.data_command == "show":
         show(runs[0], numbers(options.samples), full=options.full)
@@ -122,36 +115,3 @@ def ledger(audited: audit.Audited) -> None:
                 f"{row.dataset}: at sample {read.sample:,} its lanes stood in {epochs} (from 0), behind {read.rows:,} "
                 f"rows, of which {read.left_out:,} were left out"
             )
-
-
-def lengths(options: argparse.Namespace) -> None:
-    """Print how long the documents of a folder are, and what windows and rows they would give. Raises RelayrunError."""
-    # pyarrow and tokenizers: not paid for the other commands
-    from relayrun.data.lengths import lengths_of, summarize
-    from relayrun.data.order.document_windows import Cut
-
-    room = options.seq_length or options.window
-    specials = [0, 0][: options.specials] + [None] * (2 - options.specials)
-    try:
-        cut = Cut(window=options.window, overlap=options.overlap, bos=specials[0], eos=specials[1])
-    except ValueError as error:
-        raise ConfigError(str(error), where="--overlap", hint="give a smaller overlap or a longer window") from None
-    if room < options.window:
-        raise ConfigError(
-            f"a window of {options.window} does not fit a row of {room}", where="--seq-length", hint="make it longer"
-        )
-    measured, unit = lengths_of(options.folder, column=options.column, tokenizer=options.tokenizer)
-    found = summarize(measured, cut, room)
-    print(f"{found.documents:,} documents, {found.total:,} {unit}")
-    print(
-        f"min {found.shortest:,}, median {found.median:,.0f}, mean {found.mean:,.0f}, p99 {found.p99:,.0f}, "
-        f"max {found.longest:,}"
-    )
-    print(
-        f"{found.over:.1%} of the documents, with {found.in_long:.1%} of the {unit}, are longer than a window of "
-        f"{options.window:,}"
-    )
-    spread = "" if found.packed_windows == found.windows else f"; padding is that of {found.packed_windows:,} of them"
-    print(f"{found.windows:,} windows, overlap {options.overlap:,}{spread}")
-    for packing, share in found.padding.items():
-        print(f"padding of rows of {room:,}, {packing}: {share:.1%}")

@@ -7,6 +7,7 @@ import os
 import typing
 
 from relayrun.cli import (
+    download,
     dump_size,
     example_text,
     merge_shards,
@@ -22,7 +23,8 @@ from relayrun.tokenization.pool import one_thread
 
 MODULES = (
     ("example", "text that every machine has, to try things with", example_text),
-    ("tokenizer", "train a tokenizer on a dataset's text", train_tokenizer),
+    ("download", "files of a data set of the Hugging Face hub, their checksums compared", download),
+    ("tokenizer", "train a tokenizer on a dataset's text, or make one of bytes", train_tokenizer),
     ("shuffle", "shuffle a dataset globally, into parquet files of even size", reshard),
     ("prepare", "split a dataset into dumps, one job each", prepare_dumps),
     ("submit", "tokenize all dumps of a YAML config, as Slurm jobs or on this machine", submit_dumps),

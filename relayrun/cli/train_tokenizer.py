@@ -1,4 +1,4 @@
-"""`relayrun dumps tokenizer`: a tokenizer of one's own, trained on a dataset's text."""
+"""`relayrun dumps tokenizer`: a tokenizer of one's own, trained on a dataset's text, or of bytes alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 
 from relayrun.config.writable import check_outputs
+from relayrun.errors import ConfigError
+from relayrun.tokenization.byte_tokenizer import SPECIAL, byte_tokenizer
 from relayrun.tokenization.options import TokenizeOptions
 
 
@@ -13,7 +15,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
         "--dataset-folder",
-        required=True,
         nargs="+",
         metavar="D",
         help="folders or URLs with the files that `relayrun dumps prepare` takes; each gives an equal share",
@@ -25,12 +26,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--column", default=TokenizeOptions.default("column"), help="of the text (default: %(default)s)"
     )
+    parser.add_argument(
+        "--bytes", action="store_true", help="without training: every byte is a token, as models of genomes have it"
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train a tokenizer and say where it is. Raises RelayrunError."""
+    """Make a tokenizer and say where it is. Raises RelayrunError."""
     check_outputs({"--output-folder": options.output_folder})
+    if options.bytes:
+        if options.dataset_folder:
+            raise ConfigError("--bytes reads no text", where="--dataset-folder", hint="leave one of the two out")
+        made = byte_tokenizer(options.output_folder)
+        print(f"{made}: a token for each byte, its id the byte; {', '.join(SPECIAL.values())} are the tokens 0 to 3")
+        return 0
+    if not options.dataset_folder:
+        raise ConfigError(
+            "a tokenizer is trained on text", hint="give --dataset-folder, or --bytes for a tokenizer of bytes alone"
+        )
     from relayrun.tokenization.train_tokenizer import BEGIN, END, train_tokenizer  # pyarrow
 
     made = train_tokenizer(

@@ -64,7 +64,7 @@ class DataSource(Section):
         return [] if self.path is None else [self.path] if isinstance(self.path, str) else self.path
 
 
-_NOT_MOCKED = ("datasets", "validation", "split", "document_window")
+_NOT_MOCKED = ("datasets", "validation", "split", "document_window", "mask_tokens_except")
 """What made-up data take the place of."""
 _ORDER = re.compile(r"window|document-window|megatron|mock|[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -106,6 +106,9 @@ class Data(Section):
     """A token sees only its own document. No mask is made: time and memory fall with the documents' lengths."""
     eod_mask_loss: bool = False
     """What follows an end of document is not predicted: its loss does not count."""
+    mask_tokens_except: Annotated[str, Field(min_length=1)] | None = None
+    """Characters, such as `ACGTacgt`: a token that is none of them is not predicted, its loss does not count. Each must
+    be one token of the tokenizer. Default: all tokens count."""
     mock_data: bool = False
     """Made-up tokens in place of tokenizer, data sets and validation sets, whatever these are: nothing is read."""
     mock_vocabulary_size: Positive = 128_256
@@ -169,7 +172,7 @@ class Data(Section):
     def masks_loss(self) -> bool:
         """Whether there are tokens whose loss does not count."""
         masked = any(source.is_stream or source.loss_mask for source in self.sources.values())
-        return self.eod_mask_loss or masked or bool(self._cuts)
+        return self.eod_mask_loss or self.mask_tokens_except is not None or masked or bool(self._cuts)
 
     @property
     def validation_cut(self) -> DocumentWindow | None:

@@ -61,3 +61,11 @@ def loss_mask(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.float32
     """1, and 0 where the input is the end of a document; float32 [batch, sequence]: `eod_mask_loss`."""
     result: npt.NDArray[np.float32] = (inputs != eod).astype(np.float32)
     return result
+
+
+def counted_targets(targets: npt.NDArray[np.int64], counted: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
+    """1 where the target is a token that counts, else 0; float32 [batch, sequence]: `mask_tokens_except`.
+
+    `counted`: for each token of the vocabulary whether its loss counts.
+    """
+    return counted[targets].astype(np.float32)

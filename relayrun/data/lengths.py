@@ -7,12 +7,13 @@ in bytes of UTF-8, or in the tokens of a tokenizer, which then has to encode all
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Tokenizer
 
 from relayrun.config.document_window import Packing
 from relayrun.data.order.document_windows import Cut
@@ -57,38 +58,40 @@ class Summary:
     """Windows from which the shares of padding come: all, or those of blocks spread over the data."""
 
 
-def lengths_of(
+def lengths_by_file(
     folder: str | os.PathLike[str], *, column: str, tokenizer: str | None
-) -> tuple[npt.NDArray[np.int64], str]:
-    """Lengths of all documents below a folder in their order, and the unit: `tokens` or `bytes`.
+) -> tuple[list[tuple[str, npt.NDArray[np.int64]]], str]:
+    """Lengths of all documents of each file below a folder in their order, and the unit: `tokens` or `bytes`.
 
-    Texts that are missing (null) are no documents. Raises InputError for a folder with neither shards nor text, and
-    for what cannot be read in it.
+    Files are named by their paths below the folder; a shard is one. Texts that are missing (null) are no documents.
+    Raises InputError for a folder with neither shards nor text, and for what cannot be read in it.
     """
     place = stores.absolute(folder)
     if not stores.is_url(place) and any(Path(place).rglob("*.idx")):
-        shards = (Shard.open(prefix) for prefix in find_prefixes([Path(place)]))
-        return _joined(np.array(shard.lengths(), np.int64) for shard in shards), "tokens"
+        prefixes = find_prefixes([Path(place)])
+        return [
+            (os.path.relpath(prefix, place), np.array(Shard.open(prefix).lengths(), np.int64)) for prefix in prefixes
+        ], "tokens"
     files = find_files(place)
     if not files:
         raise InputError(f"no file below this folder ends in .idx, {', '.join(SUFFIXES)}", where=place)
-    paths = [stores.join(place, file.path) for file in files]
-    return _joined(_of_text(paths, column, tokenizer)), "tokens" if tokenizer else "bytes"
-
-
-def _of_text(paths: list[str], column: str, tokenizer: str | None) -> Iterator[npt.NDArray[np.int64]]:
     engine = load_tokenizer(TokenizeOptions(tokenizer=tokenizer, append_eod="no")).tokenizer if tokenizer else None
-    for path in paths:
-        for array in read_column(path, column, batch_bytes=_BATCH_BYTES):
-            texts = Texts.from_arrow(array.drop_null())
-            if engine is None:
-                yield np.array(texts.sizes, np.int64)
-            else:
-                encoded = engine.encode_batch_fast(texts.strings(), add_special_tokens=False)
-                yield np.array([len(each.ids) for each in encoded], np.int64)
+    found = [(file.path, joined(_of_text(stores.join(place, file.path), column, engine))) for file in files]
+    return found, "tokens" if tokenizer else "bytes"
 
 
-def _joined(parts: Iterator[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+def _of_text(path: str, column: str, engine: Tokenizer | None) -> Iterator[npt.NDArray[np.int64]]:
+    for array in read_column(path, column, batch_bytes=_BATCH_BYTES):
+        texts = Texts.from_arrow(array.drop_null())
+        if engine is None:
+            yield np.array(texts.sizes, np.int64)
+        else:
+            encoded = engine.encode_batch_fast(texts.strings(), add_special_tokens=False)
+            yield np.array([len(each.ids) for each in encoded], np.int64)
+
+
+def joined(parts: Iterable[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    """Lengths one behind the other."""
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 

@@ -62,7 +62,7 @@ def held_out(checkpoint: CheckpointSource, model: Path, settings: Evaluation) ->
     """Return mean loss in nats per token, and its exponential, on the windows that training itself evaluates on.
 
     What rows of `order: document-window` hold is told apart, documents inside a window are not, and `eod_mask_loss`
-    masks nothing. Raises InputError if there is no validation set.
+    and `mask_tokens_except` mask nothing. Raises InputError if there is no validation set.
     """
     from transformers import AutoModelForCausalLM
 

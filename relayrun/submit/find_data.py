@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 
 from relayrun.config.schema import DataSource, RunConfig
+from relayrun.data.run_tokenizer import ids_of_characters
 from relayrun.rundir.run import Run
 from relayrun.shards.manifest import DatasetManifest, Manifest
 from relayrun.shards.prefixes import expand, find_prefixes
@@ -27,6 +28,8 @@ def build_manifest(config: RunConfig, run: Run | None = None) -> Manifest:
         eod = 0 if config.data.depends_on_ends else None  # made-up tokens count up and begin again at 0
         return Manifest.build(dict.fromkeys(config.data.sources), {}, vocabulary_size=size, eod=eod, tokenizer="mock")
     tokenizer = load_tokenizer(TokenizeOptions(tokenizer=config.data.tokenizer))
+    if config.data.mask_tokens_except is not None:
+        ids_of_characters(config.data.mask_tokens_except, tokenizer)
     frozen = Manifest.read(run.manifest) if run is not None and run.manifest.exists() and run.revisions() else None
     return Manifest.build(
         {

@@ -17,6 +17,7 @@ from relayrun.data.batches import BatchReader
 from relayrun.data.build import mixture_of, training_order, validation_orders
 from relayrun.data.progress import Progress
 from relayrun.data.rows import row_figures
+from relayrun.data.run_tokenizer import counted_tokens
 from relayrun.errors import FatalTrainingError, InputError, RelayrunError
 from relayrun.files import write_json
 from relayrun.rundir import rewinds, rounds
@@ -107,7 +108,14 @@ class Training:
         timings.expect_evaluation(self.evaluation.samples)
         self.control = Control(run, begin, ranks, flag)
         self.metrics = Metrics(run.attempt(begin.attempt), ranks, total_steps=settings.steps)
-        self.model = Model(config, ranks, manifest.vocabulary_size, eod=manifest.eod, progress=pulse.beat)
+        self.model = Model(
+            config,
+            ranks,
+            manifest.vocabulary_size,
+            eod=manifest.eod,
+            counted=counted_tokens(config.data, manifest),
+            progress=pulse.beat,
+        )
         self.optimizer = Optimizer(config, self.model)
         self.measures = Measures(config, self.model, self.optimizer, ranks)
         self.guard = LossGuard(settings)

@@ -6,13 +6,11 @@ import logging
 from collections.abc import Sequence
 from functools import cached_property
 
-from relayrun.errors import FatalTrainingError
+from relayrun.data.run_tokenizer import run_tokenizer
 from relayrun.shards.manifest import FileEntry, Manifest
 from relayrun.tokenization.encode.engines import select
 from relayrun.tokenization.encode.libraries import Encoded, Engine
-from relayrun.tokenization.encode.tokenizer import load_tokenizer
 from relayrun.tokenization.fused import sample
-from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.readers.texts import Texts
 
 log = logging.getLogger(__name__)
@@ -37,13 +35,7 @@ class Encoder:
 
     @cached_property
     def _engine(self) -> Engine:
-        tokenizer = load_tokenizer(TokenizeOptions(tokenizer=self._name))
-        if tokenizer.ids_fingerprint != self._manifest.tokenizer_ids:
-            raise FatalTrainingError(
-                "data.tokenizer is not what it was when the run began: its ids would mean other text",
-                where=self._name,
-                hint="put it back",
-            )
+        tokenizer = run_tokenizer(self._name, self._manifest)
         texts = sample(self._column, self._paths, most_bytes=SAMPLE_BYTES)
         chosen = select("auto", lambda: tokenizer.tokenizer, texts, log.warning, definition=tokenizer.definition)
         return chosen.build(tokenizer.definition, lambda: tokenizer.tokenizer)

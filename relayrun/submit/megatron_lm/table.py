@@ -360,6 +360,7 @@ WITHOUT: dict[str, tuple[tuple[Any, ...], str]] = {
     "data.allow_other_tokenizer": ((False,), "nothing compares the shards' tokenizer with the run's"),
     "data.order": (("window", "megatron"), "Megatron-LM has an order of its own"),
     "data.document_window": ((None,), "it cuts one stream of tokens, whatever documents are in it"),
+    "data.mask_tokens_except": ((None,), "it masks ends of documents alone"),
     "data.lanes": ((LANES,), "it reads token shards, and no streams"),
     "data.max_epochs": ((100.0,), "nothing counts how often Megatron-LM reads its data"),
     "data.mock_vocabulary_size": ((128_256,), "Megatron-LM makes its own mock data"),

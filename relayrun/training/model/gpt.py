@@ -72,11 +72,13 @@ class Model:
         vocabulary_size: int,
         *,
         eod: int | None = None,
+        counted: npt.NDArray[np.int64] | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         """Build and initialise it from the run's seed; the generators are then seeded for training.
 
-        `progress` is called before every micro-batch.
+        `counted`: the tokens that alone are predicted (`data.mask_tokens_except`); None: all are. `progress` is called
+        before every micro-batch.
         """
         self.padded_vocabulary_size = padded(vocabulary_size, config.model.make_vocab_size_divisible_by)
         self.seq_length = config.training.seq_length
@@ -91,6 +93,10 @@ class Model:
         self._loss_mean = config.training.resolved_loss_mean
         self._own_loss = _own_loss(config.training.loss, ranks)
         self._eod = _eod(config.data, eod)
+        self._counted: npt.NDArray[np.bool_] | None = None
+        if counted is not None:
+            self._counted = np.zeros(self.padded_vocabulary_size, np.bool_)
+            self._counted[counted] = True
         self._progress = progress
         self.dtype = torch.bfloat16 if config.training.resolved_precision == "bf16" else torch.float32
         self.batches_multiple = ranks.pipeline_size if ranks.virtual_stages > 1 else 1
@@ -283,6 +289,8 @@ class Model:
         if self._masks_loss:
             counts = documents.loss_mask(batch.tokens[:, :-1], self._eod if self._data.eod_mask_loss else -1)
             counts = counts if batch.loss_mask is None else counts * batch.loss_mask
+            if self._counted is not None:
+                counts = counts * documents.counted_targets(batch.tokens[:, 1:], self._counted)
             parts["loss_mask"] = torch.from_numpy(counts).to(device)
         elif batch.loss_mask is not None:
             raise FatalTrainingError(

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=relayrun-og2_7b_thd_gqa
+#SBATCH --time=12:00:00
+#SBATCH --nodes=6
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=16
+#
+# The backstop of rank 0's own clock: to the batch script alone (B:), which asks the ranks to save and leave.
+# Slurm sends it up to 60 s early.
+#SBATCH --signal=B:SIGUSR2@540
+#
+# After a node failure the queued successor goes on; the same job coming back would make two.
+#SBATCH --no-requeue
+set -euo pipefail
+
+# Settings. An empty one is as in the YAML that CONFIG names; behind the # stands what that says. To set one, write it
+# behind :- or give it in the environment: MBS=4 sbatch launchers/submit-og2_7b_thd_gqa.sh.
+# The environment holds over this block, and both over the YAML. Nodes, time and such: the #SBATCH lines hold.
+export CONFIG="${CONFIG:-configs/runs/og2_7b_thd_gqa.yaml}"
+export MBS="${MBS:-}"                             # 2; sequences of a rank at a time
+export GBS="${GBS:-}"                             # 384; sequences of an iteration
+export SEQ_LEN="${SEQ_LEN:-}"                     # 8192; tokens
+export TRAINING_STEPS="${TRAINING_STEPS:-}"       # 182314; iterations
+export CHECKPOINT_STEPS="${CHECKPOINT_STEPS:-}"   # 5000; iterations
+export LOAD="${LOAD:-}"                           # none; begin with the checkpoint of another run, RUN[:ITERATION]
+export AUTO_JOB_REQUEUE="${AUTO_JOB_REQUEUE:-}"   # false; a successor behind every job; costs node hours unattended
+export TENSORBOARD="${TENSORBOARD:-}"             # true; event files in the run directory; W&B is on by WANDB_API_KEY
+export LOG_NCCL="${LOG_NCCL:-}"                   # false; these four: docs/monitoring.md
+export NSYS_PROFILER="${NSYS_PROFILER:-}"         # false
+export MOCK_DATA="${MOCK_DATA:-}"                 # false
+export BACKUP_CODEBASE="${BACKUP_CODEBASE:-}"     # false
+export DATASET_CACHE_DIR="${DATASET_CACHE_DIR:-}" # none; numbers of rows that were counted once
+export PROJECT_NAME="${PROJECT_NAME:-}"           # opengenome2-7b
+export EXP_NAME="${EXP_NAME:-}"                   # og2_7b_thd_gqa
+
+# In a job this file is a copy in Slurm's spool; Slurm knows where it was submitted from.
+self="${BASH_SOURCE[0]}"
+[[ -z "${SLURM_JOB_ID:-}" ]] || self="$(scontrol show job "${SLURM_JOB_ID}" | sed -n 's/^ *Command=//p')"
+# shellcheck source=lib/launch.sh
+source "$(dirname "${self}")/lib/launch.sh"

@@ -1,0 +1,222 @@
+"""Files of a data set of the Hugging Face hub, fetched once and compared with the hub's checksums.
+
+huggingface_hub fetches, and goes on with a file where an interrupted run left it. A file has its final name when it has
+arrived whole; then its checksum is compared, and noted in SHA256SUMS, which `sha256sum -c` reads. A file that is noted
+there with its size is not fetched or read again.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from relayrun.errors import InputError, RelayrunError
+from relayrun.files import write_atomic
+
+log = logging.getLogger(__name__)
+
+SUMS = "SHA256SUMS"
+PAUSES = (1.0, 4.0, 16.0, 60.0)
+"""Seconds between the tries of a file whose connection fails."""
+_CHUNK = 1 << 22
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubFile:
+    """A file of a data set, as the hub lists it."""
+
+    path: str
+    size: int
+    digest: str
+    """Hexadecimal: SHA-256 of a large file (Git LFS), else SHA-1 of it as a blob of Git."""
+    large: bool
+
+    def check(self, file: Path) -> str | None:
+        """Return the SHA-256 of a file on disk; None where it is not this one."""
+        sha256, blob = hashlib.sha256(), hashlib.sha1(f"blob {self.size}\0".encode(), usedforsecurity=False)
+        with file.open("rb") as data:
+            while chunk := data.read(_CHUNK):
+                sha256.update(chunk)
+                if not self.large:
+                    blob.update(chunk)
+        found = sha256.hexdigest()
+        return found if (found if self.large else blob.hexdigest()) == self.digest else None
+
+
+def download(
+    repository: str,
+    include: Sequence[str],
+    output: Path,
+    *,
+    revision: str = "main",
+    workers: int = 4,
+    endpoint: str | None = None,
+    report: Callable[[str], None] = print,
+) -> int:
+    """Fetch the files of a data set whose paths fit one of the patterns; return how many there are.
+
+    They keep their paths below `output`. `workers`: files at a time. `report` is told of each that is checked.
+    Raises InputError where the hub has no such data set, no file fits, a file does not have its checksum, or the
+    connection fails again and again; what has arrived is kept for the next run.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(endpoint=endpoint)
+    commit, files = _again(lambda: _listed(api, repository, revision), repository)
+    chosen = [file for file in files if any(fnmatch.fnmatchcase(file.path, pattern) for pattern in include)]
+    if not chosen:
+        raise InputError(
+            f"none of its {len(files):,} files fits {', '.join(include)}", where=repository, hint=_nearest(files)
+        )
+    output.mkdir(parents=True, exist_ok=True)
+    sums = _read_sums(output / SUMS)
+    missing = [file for file in chosen if not _is_here(file, output, sums)]
+    left, total = sum(file.size for file in missing), sum(file.size for file in chosen)
+    report(
+        f"{repository} at {commit[:12]}: {len(chosen):,} files, {total / 1e9:,.2f} GB; {left / 1e9:,.2f} GB to fetch"
+    )
+    failed: list[RelayrunError] = []
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        waiting = {pool.submit(_fetched, api, repository, commit, file, output): file for file in missing}
+        for number, future in enumerate(as_completed(waiting), start=1):
+            file = waiting[future]
+            try:
+                sums[file.path] = future.result()
+            except RelayrunError as error:
+                failed.append(error)
+                continue
+            _write_sums(output / SUMS, sums)
+            report(f"{number} of {len(missing)}: {file.path}, {file.size:,} bytes, checksum right")
+    if failed:
+        raise failed[0]
+    return len(chosen)
+
+
+def _listed(api: Any, repository: str, revision: str) -> tuple[str, list[HubFile]]:
+    from huggingface_hub.hf_api import RepoFile
+
+    commit = str(api.repo_info(repository, repo_type="dataset", revision=revision).sha)
+    entries = api.list_repo_tree(repository, repo_type="dataset", revision=commit, recursive=True)
+    return commit, [
+        HubFile(
+            path=entry.path,
+            size=entry.size,
+            digest=entry.blob_id if entry.lfs is None else entry.lfs.sha256,
+            large=entry.lfs is not None,
+        )
+        for entry in entries
+        if isinstance(entry, RepoFile)
+    ]
+
+
+def _fetched(api: Any, repository: str, commit: str, file: HubFile, output: Path) -> str:
+    """Fetch a file and return its SHA-256. One that is here with a wrong checksum is fetched once more."""
+
+    def fetch(force: bool) -> Path:
+        path = api.hf_hub_download(
+            repository,
+            file.path,
+            repo_type="dataset",
+            revision=commit,
+            local_dir=output,
+            force_download=force,
+        )
+        return Path(path)
+
+    for force in (False, True):
+        try_it = (lambda: fetch(True)) if force else (lambda: fetch(False))
+        here = _again(try_it, f"{repository}/{file.path}")
+        if (found := file.check(here)) is not None:
+            return found
+        here.unlink()
+        log.warning("%s: its checksum is wrong; %s", file.path, "given up" if force else "fetched once more")
+    raise InputError(
+        "this file arrived twice with a checksum that is not the hub's",
+        where=f"{repository}/{file.path}",
+        hint="run again later, or tell the owner of the data set",
+    )
+
+
+def _again(call: Callable[[], T], where: str) -> T:
+    """Return what `call` returns; after a failure that may pass, call it again after each of `PAUSES`."""
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    for pause in (*PAUSES, None):
+        try:
+            return call()
+        except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError, OfflineModeIsEnabled) as error:
+            hint = "look at its name and revision; a closed data set needs HF_TOKEN in the environment"
+            if isinstance(error, GatedRepoError):
+                hint = "accept its terms on the hub's page, and set HF_TOKEN in the environment"
+            raise InputError(f"the hub does not give this: {_first_line(error)}", where=where, hint=hint) from None
+        except OSError as error:
+            if _is_local(error):
+                raise InputError(f"cannot be written: {error}", where=error.filename or where) from None
+            if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+                raise InputError("the hub lists this file and does not have it", where=where) from None
+            reason = error
+        except Exception as error:  # of httpx, whose errors are no OSError
+            reason = error
+        if pause is None:
+            raise InputError(
+                f"the hub does not answer: {_first_line(reason)} (tried {len(PAUSES) + 1} times)",
+                where=where,
+                hint="run again: what has arrived is kept",
+            ) from None
+        log.warning("%s: %s; tried again in %g s", where, _first_line(reason), pause)
+        time.sleep(pause)
+    raise AssertionError("the last pause is None")
+
+
+def _is_local(error: OSError) -> bool:
+    """Whether it is this machine's file system that has failed: its errors alone carry a number and a name."""
+    return error.errno is not None and error.filename is not None
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _is_here(file: HubFile, output: Path, sums: dict[str, str]) -> bool:
+    """Whether a file was checked before: noted, there, and as long as the hub says."""
+    noted = sums.get(file.path)
+    if noted is None or (file.large and noted != file.digest):
+        return False
+    try:
+        return os.stat(output / file.path).st_size == file.size
+    except FileNotFoundError:
+        return False
+
+
+def _read_sums(path: Path) -> dict[str, str]:
+    if not path.exists():
+        return {}
+    lines = (line.split("  ", 1) for line in path.read_text(encoding="utf-8").splitlines())
+    return {name: digest for digest, name in lines}
+
+
+def _write_sums(path: Path, sums: dict[str, str]) -> None:
+    write_atomic(path, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
+
+
+def _nearest(files: Sequence[HubFile]) -> str:
+    folders = sorted({file.path.rpartition("/")[0] or "." for file in files})
+    return f"its folders: {', '.join(folders[:8])}{' ...' if len(folders) > 8 else ''}"
