@@ -22,7 +22,7 @@ from relayrun.data.order.sampler import MixtureSampler
 from relayrun.data.order.samples import Dataset
 from relayrun.data.order.windows import Origin
 from relayrun.data.progress import Progress
-from relayrun.data.streams.cursor import LaneCursor
+from relayrun.data.streams.cursor import LaneCursor, left_out
 from relayrun.errors import InputError
 from relayrun.files import read_json
 from relayrun.rundir.lineage import durable, line
@@ -75,8 +75,10 @@ class LanesRead:
     """Epoch of the lane that is furthest behind, and of the one furthest ahead; from 0."""
     rows: int
     """Rows in the blocks that lanes have left behind."""
-    left_out: int
-    """Rows among them that an option of the stream leaves out."""
+    left_out: dict[str, int]
+    """Rows among them that gave no sample, by reason."""
+    files: int
+    """Files that were left out whole, once an epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +230,8 @@ def _lanes_read(standing: Standing) -> LanesRead:
         sample=standing.at,
         epochs=(min(lane.epoch for lane in lanes), max(lane.epoch for lane in lanes)),
         rows=sum(lane.rows for lane in lanes),
-        left_out=sum(lane.left_out for lane in lanes),
+        left_out=left_out(lanes),
+        files=sum(lane.files for lane in lanes),
     )
 
 
