@@ -90,7 +90,7 @@ class FragmentReader:
             except InputError as error:
                 if not is_of_content(error):
                     raise
-                log.warning("a file is left out of its stream: %s", error)
+                log.warning("a file is left out of its stream: %s: %s", error.where, error.message)
                 self._left_out[number] = error.message
         return self._left_out[number]
 
