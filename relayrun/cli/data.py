@@ -111,7 +111,10 @@ def ledger(audited: audit.Audited) -> None:
         if (read := row.lanes) is not None:
             low, high = read.epochs
             epochs = f"epoch {low}" if low == high else f"epochs {low} to {high}"
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in read.left_out.items())
+            reasons = f" ({reasons})" if reasons else ""
+            files = f"; left out whole: {read.files:,} files, counted in every epoch" if read.files else ""
             print(
                 f"{row.dataset}: at sample {read.sample:,} its lanes stood in {epochs} (from 0), behind {read.rows:,} "
-                f"rows, of which {read.left_out:,} were left out"
+                f"rows, of which {sum(read.left_out.values()):,} were left out{reasons}{files}"
             )

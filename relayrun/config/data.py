@@ -247,6 +247,7 @@ class Data(Section):
                 f"mixture.{name}: data.split needs numbered windows, and a stream has none; hold out by path"
             )
         if source.source != "parquet" and source.stream is not None:
-            for option in ("filters", "extra_columns"):
-                if getattr(source.stream, option):
-                    raise ValueError(f"mixture.{name}: stream.{option} needs source: parquet")
+            if source.stream.filters and source.source != "jsonl":
+                raise ValueError(f"mixture.{name}: stream.filters needs source: parquet or jsonl")
+            if source.stream.extra_columns:
+                raise ValueError(f"mixture.{name}: stream.extra_columns needs source: parquet")

@@ -14,6 +14,7 @@ from relayrun.config.section import ImportPath, NonNegative, Positive, Section
 
 TOKENS = "tokens"
 Source = Literal["tokens", "parquet", "jsonl", "arrow"]
+OnError = Literal["fail", "skip-file", "skip-line"]
 
 LANES = 64
 """Lanes of a run, where nothing else is said."""
@@ -68,7 +69,12 @@ class Stream(Section):
     partition_filters: Filter | None = None
     """Files that are read: a condition on the parts `name=value` of their paths."""
     filters: Filter | None = None
-    """Rows that are read: a condition on the columns of parquet files, before everything else."""
+    """Rows that are read: a condition on the columns of parquet files, or on the names of lines of JSON (one that a
+    line lacks is null), before everything else."""
+    on_error: OnError = "fail"
+    """What becomes of what cannot be read, as with `--on-error` of tokenization. fail: it ends the run. skip-file: the
+    whole file is left out, and counted. skip-line: a line or row without a text in UTF-8 is left out, and counted by
+    reason, and so is a file that cannot be read at all. Each file is read once more, before its first row."""
     drop_null: bool = True
     """Rows without a text are left out, and counted; else they end the run."""
     min_len: NonNegative = 0
@@ -100,4 +106,6 @@ class Stream(Section):
     def record(self) -> dict[str, Any]:
         """What decides the samples, plain JSON, by the names of the settings."""
         values = self.model_dump(mode="json", exclude={"nb_prefetch"})
+        if self.on_error == "fail":
+            del values["on_error"]  # as checkpoints of earlier versions have it
         return {f"stream.{name}": value for name, value in values.items()}

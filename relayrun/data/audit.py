@@ -17,12 +17,13 @@ import numpy.typing as npt
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
 from relayrun.data.build import make_dataset, training_order
+from relayrun.data.lane_records import lane_samples, newest_cursors, standing_before
 from relayrun.data.order.lanes import Standing, Stream
 from relayrun.data.order.sampler import MixtureSampler
 from relayrun.data.order.samples import Dataset
 from relayrun.data.order.windows import Origin
 from relayrun.data.progress import Progress
-from relayrun.data.streams.cursor import LaneCursor
+from relayrun.data.streams.cursor import LaneCursor, left_out
 from relayrun.errors import InputError
 from relayrun.files import read_json
 from relayrun.rundir.lineage import durable, line
@@ -67,7 +68,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class LanesRead:
-    """How far the lanes of a stream were when the newest attempt began."""
+    """How far the lanes of a stream were at the newest record: a checkpoint, or where an attempt began."""
 
     sample: int
     """The global sample that was next."""
@@ -75,8 +76,10 @@ class LanesRead:
     """Epoch of the lane that is furthest behind, and of the one furthest ahead; from 0."""
     rows: int
     """Rows in the blocks that lanes have left behind."""
-    left_out: int
-    """Rows among them that an option of the stream leaves out."""
+    left_out: dict[str, int]
+    """Rows among them that gave no sample, by reason."""
+    files: int
+    """Files that were left out whole, once an epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,27 +165,25 @@ def samples(audited: Audited, numbers: range) -> Iterator[Sample]:
 
 
 def _of_stream(audited: Audited, k: int, name: str, position: int) -> Sample:
-    """A sample of a stream, for which its lane is read from where the newest attempt began.
+    """A sample of a stream, for which its lane is read from the nearest record before it.
 
-    Raises InputError for a sample before that, and for a data set that has left the mixture.
+    Raises InputError if there is none.
     """
     from relayrun.data.streams.stream import TextStream  # pyarrow, which a look at token shards does without
 
-    stream, standing = audited.order.streams.get(name), audited.order.standing[name]
-    if not isinstance(stream, TextStream) or k < standing.at:
+    stream, schedule = audited.datasets[name], audited.order.schedule
+    standing = standing_before(audited.run, schedule, name, audited.order.records[name], k)
+    if not isinstance(stream, TextStream) or standing is None:
         raise InputError(
-            f"sample {k} is of the stream {name!r}, whose samples are known from sample {standing.at} on: where the "
-            "newest attempt began, or the stream came into the mixture",
+            f"sample {k} is of the stream {name!r}, and no record says where its lanes stood before it",
             where=audited.run.path,
-            hint="a stream is read in order; ask for a later sample",
+            hint="attempts/*/data.json and checkpoints/*/data.json are these records; ask for a later sample",
         )
-    schedule = audited.order.schedule
     lane = schedule.in_phase(k) % stream.lanes
     lanes = stream.open_lanes({lane: standing.cursors[lane]})
     try:
-        for before in range(k - (k - standing.at) // stream.lanes * stream.lanes, k, stream.lanes):
-            if schedule.locate(before)[0] == name and schedule.in_phase(before) % stream.lanes == lane:
-                lanes.take(lane)
+        for _ in lane_samples(schedule, name, lane, stream.lanes, standing.at, k):
+            lanes.take(lane)
         row = lanes.take(lane)
         origins, epoch = lanes.origins(lane), LaneCursor(*lanes.cursor(lane)).epoch
     finally:
@@ -203,7 +204,7 @@ def ledger(audited: Audited) -> list[LedgerRow]:
     schedule = audited.order.schedule
     total = sum(schedule.phases[-1].weights.values())
     gaps = [(schedule.counts(first), schedule.counts(end)) for first, end in audited.progress.untrained]
-    rows = []
+    rows, newest = [], newest_cursors(audited.run, audited.consumed_samples)
     for name, count in schedule.counts(audited.consumed_samples).items():
         windows = audited.order.records[name]["windows"]
         last = None if windows is None else schedule.sample_of(name, windows - 1)
@@ -216,7 +217,7 @@ def ledger(audited: Audited) -> list[LedgerRow]:
                 windows=windows,
                 exhausted_sample=last,
                 exhausted_step=None if last is None else audited.progress.iteration_of(last),
-                lanes=None if windows is not None else _lanes_read(audited.order.standing[name]),
+                lanes=None if windows is not None else _lanes_read(newest.get(name, audited.order.standing[name])),
             )
         )
     return rows
@@ -228,7 +229,8 @@ def _lanes_read(standing: Standing) -> LanesRead:
         sample=standing.at,
         epochs=(min(lane.epoch for lane in lanes), max(lane.epoch for lane in lanes)),
         rows=sum(lane.rows for lane in lanes),
-        left_out=sum(lane.left_out for lane in lanes),
+        left_out=left_out(lanes),
+        files=sum(lane.files for lane in lanes),
     )
 
 

@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 from relayrun.chain import fallback, nodes, signs
 from relayrun.chain.failed_attempts import failed_attempts
+from relayrun.data.streams.cursor import BY_FAULT, LaneCursor, left_out
 from relayrun.errors import RunDirError, SchedulerError, user_name
-from relayrun.files import read_lines, read_lines_backwards
+from relayrun.files import read_json, read_lines, read_lines_backwards
 from relayrun.monitoring import unsent
 from relayrun.monitoring.remaining import Past, Remaining, remaining
 from relayrun.rundir import evaluations, mirror, quarantine, rounds, triggers
@@ -26,7 +27,7 @@ from relayrun.rundir.mirror import LastPass
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.quarantine import LeftBehind
 from relayrun.rundir.records import AttemptStart, End
-from relayrun.rundir.run import Run
+from relayrun.rundir.run import Run, data_of_checkpoint
 from relayrun.rundir.sentinel import LastLook, last_look
 from relayrun.rundir.stop import stop_reason
 from relayrun.rundir.triggers import Trigger
@@ -159,6 +160,8 @@ class RunStatus:
     """Why they were not sent."""
     mirror: LastPass | None = None
     """How the last pass of copying checkpoints to a second place ended; None where there was none."""
+    left_out: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Files and rows that streams could not read and left out, by data set and reason, up to the newest record."""
     sentinel: LastLook | None = None
     """When the sentinel that looks after the run has last looked; None where none was set up."""
 
@@ -327,6 +330,7 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
         strikes=counts,
         excluded=nodes.excluded(strikes, nodes=plan.nodes, now=now),
         triggers=_pending(run),
+        left_out=_left_out(run, line),
         unsent_notices=late,
         unsent_reason=why_late,
         mirror=_last_pass(run),
@@ -464,6 +468,23 @@ def _last_pass(run: Run) -> LastPass | None:
         return mirror.read_last(run)
     except RunDirError as error:  # it must not hide where the run stands
         return LastPass(time=0.0, iteration=None, behind=0, complaint=error.message)
+
+
+def _left_out(run: Run, line: Lineage) -> dict[str, dict[str, int]]:
+    """What streams could not read and left out, from the newest checkpoint that says where their lanes stood."""
+    commit = next((counted.commit for counted in line.backwards()), None)
+    path = None if commit is None else data_of_checkpoint(Path(commit.path))
+    if path is None or not path.is_file():
+        return {}
+    found = {}
+    for name, standing in read_json(path).get("streams", {}).items():
+        lanes = [LaneCursor(*cursor) for cursor in standing["cursors"]]
+        counts = {"files": sum(lane.files for lane in lanes)} | left_out(lanes)
+        faults = {
+            reason: count for reason, count in counts.items() if count and reason in ("files", *BY_FAULT.values())
+        }
+        found |= {name: faults} if faults else {}
+    return found
 
 
 def _pending(run: Run) -> list[Trigger]:

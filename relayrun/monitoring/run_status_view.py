@@ -135,6 +135,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("loss", _loss(status.loss)),
         ("tokens/s", _speed(status.tokens_per_second)),
         ("durable", _durable(status)),
+        ("left out", _left_out(status)),
         ("mirror", _mirror(status, now)),
         ("left behind", _left_behind(status)),
         ("quarantine", _quarantine(status)),
@@ -205,6 +206,14 @@ def _mirror(status: RunStatus, now: float) -> str:
     behind = f"; iteration {newest} is not copied yet" if newest > (last.iteration or 0) else ""
     why = f": {last.complaint}" if last.complaint else ""
     return f"{what}{behind}{why} (looked {duration(now - last.time)} ago)"
+
+
+def _left_out(status: RunStatus) -> str:
+    """What streams could not read and left out."""
+    return "; ".join(
+        f"{name}: " + ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
+        for name, counts in status.left_out.items()
+    )
 
 
 def _left_behind(status: RunStatus) -> str:

@@ -195,6 +195,11 @@ class Run:
         return self.checkpoints / ".staging" / f"{attempt:04}"
 
 
+def data_of_checkpoint(folder: Path) -> Path:
+    """Where the lanes of streams stood at a checkpoint, beside its other files; there is none without streams."""
+    return folder / "data.json"
+
+
 def _numbers(folder: Path, pattern: re.Pattern[str]) -> list[int]:
     try:
         names = os.listdir(folder)

@@ -43,6 +43,8 @@ class Block:
     """File in the manifest, row group (-1: none) and row in it of every row; int64 [rows, 3]."""
     order: npt.NDArray[np.int64]
     """Which row comes first, second, ... after the shuffle; int64 [rows]."""
+    files_left_out: int
+    """Files that were met on the way and left out."""
 
 
 class Blocks:
@@ -69,22 +71,25 @@ class Blocks:
         while epochs is None or place.epoch < epochs:
             some = place.number > 0
             for block in self._of_epoch(group, place):
-                some = True
+                some = some or len(block.rows) > 0
                 yield block
             if not some:
                 raise FatalTrainingError(
                     f"data set {self._name!r}: the files of a group of lanes have no row",
-                    hint="leave out empty files, or add others",
+                    hint="leave out empty files, or those that stream.on_error leaves out, or add others",
                 )
             place = Place(place.epoch + 1, 0, 0, 0)
 
     def _of_epoch(self, group: int, begin: Place) -> Iterator[Block]:
         parts: list[pa.RecordBatch] = []
         origins: list[npt.NDArray[np.int64]] = []
-        missing, place = self.rows, begin
+        missing, place, left_out = self.rows, begin, 0
         skipped = islice(self._order.of_epoch(begin.epoch, group), begin.fragment, None)
         for number, fragment in enumerate(skipped, start=begin.fragment):
             row = begin.row if number == begin.fragment else 0
+            if self._reader.why_left_out(fragment.file) is not None:
+                left_out += fragment.group in (None, 0)
+                continue
             for batch in self._reader.read(fragment, row):
                 while len(batch):
                     part = batch.slice(0, missing)
@@ -92,22 +97,28 @@ class Blocks:
                     origins.append(_origins(fragment, row, len(part)))
                     row, missing, batch = row + len(part), missing - len(part), batch.slice(len(part))
                     if not missing:
-                        yield self._block(group, place, parts, origins)
-                        parts, origins, missing = [], [], self.rows
+                        yield self._block(group, place, parts, origins, left_out)
+                        parts, origins, missing, left_out = [], [], self.rows, 0
                         place = Place(begin.epoch, place.number + 1, number, row)
-        if parts:
-            yield self._block(group, place, parts, origins)
+        if parts or left_out:
+            yield self._block(group, place, parts, origins, left_out)
 
     def _block(
-        self, group: int, place: Place, parts: Sequence[pa.RecordBatch], origins: Sequence[npt.NDArray[np.int64]]
+        self,
+        group: int,
+        place: Place,
+        parts: Sequence[pa.RecordBatch],
+        origins: Sequence[npt.NDArray[np.int64]],
+        files_left_out: int,
     ) -> Block:
-        tables = [pa.Table.from_batches([part]) for part in parts]
+        tables = [pa.Table.from_batches([part]) for part in parts] or [self._reader.no_rows]
         rows = pa.concat_tables(tables, promote_options="permissive").combine_chunks()
         order = np.arange(len(rows))
         if self._stream.shuffle_buffer:
             key = permutation_key(self._seed, f"{self._name}/{group}/rows/{place.number}", place.epoch)
             order = Permutation(len(rows), key).map(order)
-        return Block(place=place, rows=rows, origins=np.concatenate(origins), order=order)
+        where = np.concatenate([np.zeros((0, 3), np.int64), *origins])
+        return Block(place=place, rows=rows, origins=where, order=order, files_left_out=files_left_out)
 
     def of_lane(self, block: Block, lane: int) -> tuple[pa.Table, npt.NDArray[np.int64]]:
         """The rows of a block that a lane gets, in its order, and their origins."""

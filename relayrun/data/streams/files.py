@@ -16,6 +16,7 @@ from relayrun.config import row_filter
 from relayrun.config.data import DataSource
 from relayrun.config.streams import Limit, Stream
 from relayrun.data.streams.conditions import compiled
+from relayrun.data.streams.faults import RowFaults, is_of_content
 from relayrun.errors import ConfigError, InputError, nearest_path
 from relayrun.shards.manifest import DatasetManifest, FileEntry
 from relayrun.tokenization.dumps.split import find_files
@@ -43,15 +44,13 @@ def freeze(name: str, source: DataSource, lanes: int) -> DatasetManifest:
     """
     stream, where = source.stream or Stream(), f"data set {name!r}"
     found = find(source, where)
-    first = found[0].path
-    try:
-        look_at_column(first, stream.column)
-    except InputError as error:
-        hint = error.hint and error.hint.replace("--column", "stream.column")
-        raise InputError(error.message, where=error.where, hint=hint) from None
+    first = _first_good([file.path for file in found], stream)
     if source.source == "parquet":
         _try_columns(first, stream, where)
-    if source.source == "parquet" and len(found) <= COUNTED and (rows := sum(map(_rows_of, found))) < lanes:
+    elif stream.filters is not None:
+        _try_lines(first, stream, where)
+    counted = source.source == "parquet" and len(found) <= COUNTED and stream.on_error == "fail"
+    if counted and (rows := sum(map(_rows_of, found))) < lanes:
         raise ConfigError(
             f"{where}: its {rows:,} rows are fewer than data.lanes {lanes}, each of which needs one in every epoch",
             hint="set data.lanes lower, or give more rows",
@@ -61,6 +60,20 @@ def freeze(name: str, source: DataSource, lanes: int) -> DatasetManifest:
         return DatasetManifest(
             shards=(), files=tuple(replace(file, fingerprint=end) for file, end in zip(found, ends, strict=True))
         )
+
+
+def _first_good(paths: Sequence[str], stream: Stream) -> str:
+    """The first file whose first rows can be read; where `on_error` leaves no file out, it must be the first of all."""
+    bad: InputError | None = None
+    for path in paths[: 1 if stream.on_error == "fail" else COUNTED]:
+        try:
+            look_at_column(path, stream.column, skip_lines=stream.on_error == "skip-line")
+            return path
+        except InputError as error:
+            hint = error.hint and error.hint.replace("--column", "stream.column")
+            bad = bad or InputError(error.message, where=error.where, hint=hint)
+    assert bad is not None
+    raise bad
 
 
 def find(source: DataSource, where: str) -> list[FileEntry]:
@@ -176,6 +189,17 @@ def _try_columns(path: str, stream: Stream, where: str) -> None:
         _filtered(schema.empty_table(), condition, "stream.filters", where)
 
 
+def _try_lines(path: str, stream: Stream, where: str) -> None:
+    """Ask the condition of the first lines of a file; they must fit it, and some have its names."""
+    condition = row_filter.parse(stream.filters or "")
+    faults = RowFaults(condition, skip=stream.on_error == "skip-line")
+    arrays = read_column(path, stream.column, batch_bytes=_BATCH_BYTES, faults=faults)
+    next(arrays, None)
+    arrays.close()
+    if missing := [name for name in row_filter.columns(condition) if name not in faults.seen]:
+        raise ConfigError(f"stream.filters: the first lines have no {missing[0]!r}", where=f"{where}, {path}")
+
+
 def _limited(paths: list[str], limit: Limit) -> list[str]:
     if limit.fraction_of_files is not None:
         return paths[: max(1, round(len(paths) * limit.fraction_of_files))]
@@ -192,7 +216,12 @@ def _cut(files: list[FileEntry], stream: Stream) -> Iterator[FileEntry]:
     for file in files:
         if left <= 0:
             return
-        fragments, rows = _size_of(file.path, stream)
+        try:
+            fragments, rows = _size_of(file.path, stream)
+        except InputError as error:
+            if stream.on_error == "fail" or not is_of_content(error):
+                raise
+            fragments, rows = 1, 0
         count = fragments if limit.nb_fragments else rows
         part = min(left, count)
         left -= part
@@ -218,4 +247,5 @@ def _size_of(path: str, stream: Stream) -> tuple[int, int]:
             return groups if stream.split_to_row_groups else 1, rows
     if stream.limit is not None and stream.limit.nb_fragments:
         return 1, 0
-    return 1, sum(len(array) for array in read_column(path, stream.column, batch_bytes=_BATCH_BYTES))
+    faults = RowFaults(None, skip=stream.on_error == "skip-line")
+    return 1, sum(len(array) for array in read_column(path, stream.column, batch_bytes=_BATCH_BYTES, faults=faults))

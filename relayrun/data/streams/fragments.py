@@ -23,6 +23,8 @@ import numpy.typing as npt
 
 from relayrun.config.streams import Stream
 from relayrun.data.order.permutation import Permutation, permutation_key
+from relayrun.data.streams.faults import is_of_content
+from relayrun.errors import InputError
 from relayrun.shards.manifest import FileEntry
 from relayrun.tokenization.readers.formats import kind_of
 from relayrun.tokenization.readers.rows import opened_parquet
@@ -119,8 +121,13 @@ class FragmentOrder:
         entry = self.files[number]
         if kind_of(entry.path) != "parquet" or not self._stream.split_to_row_groups:
             return [Fragment(number, None, entry.rows)]
-        with opened_parquet(entry.path) as file:
-            sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+        try:
+            with opened_parquet(entry.path) as file:
+                sizes = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+        except InputError as error:
+            if self._stream.on_error == "fail" or not is_of_content(error):
+                raise
+            return [Fragment(number, None)]  # of which no row is read
         found, left = [], entry.rows
         for group, rows in enumerate(sizes[: entry.fragments]):
             if left is None:

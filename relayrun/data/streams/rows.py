@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -16,18 +18,21 @@ import pyarrow.compute as pc
 from relayrun.config import row_filter
 from relayrun.config.streams import Stream
 from relayrun.data.streams.conditions import compiled
+from relayrun.data.streams.faults import FILTERED, RowFaults, is_of_content
 from relayrun.data.streams.fragments import Fragment
 from relayrun.errors import FatalTrainingError, InputError
 from relayrun.shards.manifest import FileEntry
 from relayrun.tokenization.readers import stores
 from relayrun.tokenization.readers.columns import read_column
-from relayrun.tokenization.readers.faults import LineFaults
 from relayrun.tokenization.readers.formats import kind_of
 from relayrun.tokenization.readers.rows import opened_parquet
 from relayrun.tokenization.readers.rowtext import find_field, row_name, text_of, valid
 
+log = logging.getLogger(__name__)
+
 TEXT = "__text"
 """The column of the text, whatever the files call it."""
+_REASON = "__reason"
 _ROW = "__row"
 _BATCH_BYTES = 4_000_000
 _MOST_ROWS = 1024
@@ -39,17 +44,25 @@ class FragmentReader:
     def __init__(self, files: Sequence[FileEntry], stream: Stream) -> None:
         self._files = files
         self._stream = stream
-        condition = None if stream.filters is None else row_filter.parse(stream.filters)
-        self._filter = None if condition is None else compiled(condition)
-        looked_at = [] if condition is None else row_filter.columns(condition)
-        self._columns = list(dict.fromkeys([*looked_at, *stream.extra_columns]))
+        self._condition = None if stream.filters is None else row_filter.parse(stream.filters)
+        self._by_line = any(kind_of(file.path) == "json lines" for file in files)
+        """Whether the condition is asked of each line as it is read, and not of tables."""
+        self._filter = None if self._condition is None or self._by_line else compiled(self._condition)
+        looked_at = [] if self._condition is None else row_filter.columns(self._condition)
+        self._columns = [] if self._by_line else list(dict.fromkeys([*looked_at, *stream.extra_columns]))
+        self._left_out: dict[int, str | None] = {}
+        self.no_rows = pa.table({TEXT: pa.array([], pa.large_string()), _REASON: pa.array([], pa.string())})
+        """A table without a row, of which `texts` makes no text."""
 
     def read(self, fragment: Fragment, start: int) -> Iterator[pa.RecordBatch]:
-        """The rows of a fragment from row `start` on: `TEXT` (large_string, may be null) and the filter's columns.
+        """The rows of a fragment from row `start` on: `TEXT` (large_string, may be null), why a row is left out as it
+        is read (null: it is not), and the columns of filter and map.
 
-        Raises InputError for a file that is away, has changed or cannot be read, and naming a text that is not UTF-8.
+        Raises InputError for a file that is away or has changed, and, where `stream.on_error` does not leave it out,
+        for one that cannot be read, and naming a text that is not UTF-8.
         """
         entry = self._files[fragment.file]
+        self._check(entry)
         left = None if fragment.rows is None else fragment.rows - start
         if left is not None and left <= 0:
             return
@@ -60,14 +73,38 @@ class FragmentReader:
                 if left <= 0:
                     return
 
-    def keep(self, rows: pa.Table) -> npt.NDArray[np.int64]:
-        """Numbers of the rows that are samples, rising, int64: those that no option of the stream leaves out.
+    def why_left_out(self, number: int) -> str | None:
+        """Why a file is left out whole; None: it is read. Looked at once, for which it is read to its end.
+
+        Raises InputError for a file that is away or has changed, and StoreError for a store that does not answer.
+        """
+        if self._stream.on_error == "fail":
+            return None
+        if number not in self._left_out:
+            entry = self._files[number]
+            self._check(entry)
+            self._left_out[number] = None
+            try:
+                for _ in self._read(entry, Fragment(number, None), 0):
+                    pass
+            except InputError as error:
+                if not is_of_content(error):
+                    raise
+                log.warning("a file is left out of its stream: %s: %s", error.where, error.message)
+                self._left_out[number] = error.message
+        return self._left_out[number]
+
+    def keep(self, rows: pa.Table) -> tuple[npt.NDArray[np.int64], Counter[str]]:
+        """Numbers of the rows that are samples, rising, int64, and how many of the others there are by reason.
 
         Raises FatalTrainingError for a text that is missing where none may be.
         """
-        chosen = rows.append_column(_ROW, pa.array(np.arange(len(rows))))
-        if self._filter is not None:
+        found: Counter[str] = Counter(reason for reason in rows[_REASON].drop_null().to_pylist())
+        chosen = rows.append_column(_ROW, pa.array(np.arange(len(rows)))).filter(rows[_REASON].is_null())
+        if self._filter is not None and len(chosen):
+            before = len(chosen)
             chosen = chosen.filter(self._filter)
+            found[FILTERED] += before - len(chosen)
         texts = chosen[TEXT]
         if texts.null_count:
             if not self._stream.drop_null:
@@ -75,28 +112,32 @@ class FragmentReader:
                     f"a row has no text in the column {self._stream.column!r}", hint="set stream.drop_null=true"
                 )
             chosen = chosen.filter(texts.is_valid())
+            found["no text"] += texts.null_count
         if self._stream.min_len or self._stream.max_len is not None:
             lengths = np.asarray(pc.utf8_length(chosen[TEXT]))
             fits = lengths >= self._stream.min_len
             if self._stream.max_len is not None:
                 fits &= lengths <= self._stream.max_len
             chosen = chosen.filter(pa.array(fits))
-        return np.sort(np.asarray(chosen[_ROW], np.int64))  # Arrow promises no order
+            found["min_len, max_len"] += int((~fits).sum())
+        return np.sort(np.asarray(chosen[_ROW], np.int64)), found  # Arrow promises no order
 
-    def texts(self, rows: pa.Table) -> tuple[pa.Array, npt.NDArray[np.int64]]:
-        """The texts of a table that are trained on (large_string, without nulls), and the numbers of their rows.
+    def texts(self, rows: pa.Table) -> tuple[pa.Array, npt.NDArray[np.int64], Counter[str]]:
+        """The texts of a table that are trained on (large_string, without nulls), and the numbers of their rows; and
+        how many of the others there are by reason.
 
         Raises FatalTrainingError as `keep`, and where a user's own function raises or returns no text.
         """
-        kept = self.keep(rows)
-        if self._stream.map is None:
-            return rows[TEXT].take(pa.array(kept)).combine_chunks(), kept
+        kept, left_out = self.keep(rows)
+        if self._stream.map is None or not len(kept):
+            return rows[TEXT].take(pa.array(kept)).combine_chunks(), kept, left_out
         mapped = self._mapped
         given = rows.take(pa.array(kept)).select([TEXT, *self._stream.extra_columns])
         named = given.rename_columns([self._stream.column, *self._stream.extra_columns]).to_pylist()
         found = [mapped(row) for row in named]
         made = np.array([text is not None for text in found], np.bool_)
-        return pa.array([text for text in found if text is not None], pa.large_string()), kept[made]
+        left_out["stream.map"] += int((~made).sum())
+        return pa.array([text for text in found if text is not None], pa.large_string()), kept[made], left_out
 
     @cached_property
     def _mapped(self) -> Callable[[dict[str, Any]], str | None]:
@@ -123,26 +164,36 @@ class FragmentReader:
 
         return call
 
-    def _read(self, entry: FileEntry, fragment: Fragment, start: int) -> Iterator[pa.RecordBatch]:
+    def _check(self, entry: FileEntry) -> None:
+        """Raise InputError for a file that is not what it was."""
         path = entry.path
         size = stores.stat(path)[0] if stores.is_url(path) else os.path.getsize(path) if os.path.isfile(path) else None
         if size != entry.size:
             what = "is missing" if size is None else f"has {size:,} bytes, had {entry.size:,} when the run began"
             raise InputError(f"this file {what}", where=path, hint="put it back as it was")
-        if kind_of(path) == "parquet":
-            yield from self._parquet(path, fragment.group, start)
-        else:
-            yield from self._texts(path, start)
 
-    def _texts(self, path: str, start: int) -> Iterator[pa.RecordBatch]:
-        for array in read_column(path, self._stream.column, batch_bytes=_BATCH_BYTES):
+    def _read(self, entry: FileEntry, fragment: Fragment, start: int) -> Iterator[pa.RecordBatch]:
+        faults = RowFaults(self._condition if self._by_line else None, skip=self._stream.on_error == "skip-line")
+        if kind_of(entry.path) == "parquet":
+            yield from self._parquet(entry.path, fragment.group, start, faults)
+        else:
+            yield from self._texts(entry.path, start, faults)
+
+    def _texts(self, path: str, start: int, faults: RowFaults) -> Iterator[pa.RecordBatch]:
+        for array in read_column(path, self._stream.column, batch_bytes=_BATCH_BYTES, faults=faults):
+            reasons = _reasons(len(array), faults)
             if start < len(array):
-                yield pa.record_batch([array.slice(start).cast(pa.large_string())], [TEXT])
+                texts = array.slice(start).cast(pa.large_string())
+                yield pa.record_batch([texts, reasons.slice(start)], [TEXT, _REASON])
             start = max(0, start - len(array))
 
-    def _parquet(self, path: str, group: int | None, start: int) -> Iterator[pa.RecordBatch]:
+    def _parquet(self, path: str, group: int | None, start: int, faults: RowFaults) -> Iterator[pa.RecordBatch]:
         with opened_parquet(path) as file:
             fields = find_field(file.schema_arrow, path, self._stream.column)
+            if missing := [name for name in self._columns if name not in file.schema_arrow.names]:
+                raise InputError(
+                    f"no column {missing[0]!r}; there are: {', '.join(file.schema_arrow.names)}", where=path
+                )
             wanted = [".".join(fields), *(name for name in self._columns if name != ".".join(fields))]
             for number in range(file.metadata.num_row_groups) if group is None else [group]:
                 part = file.metadata.row_group(number)
@@ -154,12 +205,20 @@ class FragmentReader:
                 # one thread: ranks share the cores already
                 for batch in file.iter_batches(most, [number], wanted, use_threads=False):
                     if start < len(batch):
-                        yield self._named(batch.slice(start), fields, path, number, first + start)
+                        yield self._named(batch.slice(start), fields, row_name(path, number, first + start), faults)
                     start = max(0, start - len(batch))
                     first += len(batch)
 
-    def _named(self, batch: pa.RecordBatch, fields: list[str], path: str, group: int, first: int) -> pa.RecordBatch:
-        texts = valid(text_of(batch, fields), LineFaults(), row_name(path, group, first))
-        columns = {TEXT: texts.cast(pa.large_string())}
+    def _named(
+        self, batch: pa.RecordBatch, fields: list[str], where: Callable[[int], str], faults: RowFaults
+    ) -> pa.RecordBatch:
+        texts = valid(text_of(batch, fields), faults, where)
+        columns = {TEXT: texts.cast(pa.large_string()), _REASON: _reasons(len(batch), faults)}
         columns |= {name: batch.column(batch.schema.get_field_index(name)) for name in self._columns}
         return pa.record_batch(columns)
+
+
+def _reasons(rows: int, faults: RowFaults) -> pa.Array:
+    """Why each row of the array that was read last is left out; null: it is not."""
+    marks = dict(faults.take_marks())
+    return pa.array([marks.get(row) for row in range(rows)], pa.string()) if marks else pa.nulls(rows, pa.string())

@@ -2,14 +2,14 @@
 
     files → fragments → blocks of rows, shuffled → lanes → filters → tokens → windows → rows of a lane, in order
 
-A lane's cursor is eight integers: epoch, number, fragment and row of its block (`cursor.Place`), samples that were
-taken from the block, and, of the blocks before it in all epochs, rows that were read, rows that were left out, and
-samples.
+A lane's cursor is some integers: epoch, number, fragment and row of its block (`cursor.Place`), samples that were
+taken from the block, and, of the blocks before it in all epochs, rows that were read, rows that were left out, samples,
+and how many rows were left out for which reason.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from relayrun.data.order.windows import Origin
 from relayrun.data.rows import Row
 from relayrun.data.streams.ahead import Ahead
 from relayrun.data.streams.blocks import Block, Blocks
-from relayrun.data.streams.cursor import LaneCursor, Place
+from relayrun.data.streams.cursor import LEAST_FIELDS, LaneCursor, Place
 from relayrun.data.streams.fragments import FragmentOrder, groups_of
 from relayrun.data.streams.rows import FragmentReader
 from relayrun.data.streams.samples import Encode, LaneSamples, Shape, origin_of
@@ -70,8 +70,9 @@ class TextStream:
         """Raise ValueError if these can be no cursors of this stream."""
         if len(cursors) != self.lanes:
             raise ValueError(f"it has {len(cursors)} lanes, and data.lanes is {self.lanes}")
-        if any(len(cursor) != len(LaneCursor._fields) or min(cursor) < 0 for cursor in cursors):
-            raise ValueError("a cursor is no list of eight numbers")
+        lengths = LEAST_FIELDS, len(LaneCursor._fields)
+        if any(len(cursor) not in lengths or min(cursor) < 0 for cursor in cursors):
+            raise ValueError(f"a cursor is no list of {lengths[0]} or {lengths[1]} numbers")
 
     def open_lanes(self, cursors: Mapping[int, Cursor]) -> OpenTextLanes:
         """Go on in some lanes at these cursors, by lane."""
@@ -85,6 +86,7 @@ class _Share:
     place: Place
     rows: pa.Table
     origins: npt.NDArray[np.int64]
+    files_left_out: int
 
 
 class _Group:
@@ -109,7 +111,8 @@ class _Group:
                 return None
             for other, waiting in self._waiting.items():
                 if block.place >= self._from[other]:  # lanes of a group are not all in one block
-                    waiting.append(_Share(block.place, *self._stream.blocks.of_lane(block, other)))
+                    left_out = block.files_left_out if other == self._group else 0  # its first lane counts them
+                    waiting.append(_Share(block.place, *self._stream.blocks.of_lane(block, other), left_out))
         return self._waiting[lane].popleft()
 
     def close(self) -> None:
@@ -128,6 +131,10 @@ class _Lane:
         """Where all rows of the block come from, as in `Block`."""
         self.chosen: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         """Rows of the block that became texts."""
+        self.left_out: Counter[str] = Counter()
+        """The other rows of the block, by reason."""
+        self.files = 0
+        """Files that were left out on the way to the block."""
         self.without: int | None = None
         """The epoch since which the lane has had no sample."""
 
@@ -196,8 +203,10 @@ class OpenTextLanes:
                 hint="the files are not those of the checkpoint; put them back",
             )
         now.origins = share.origins
-        texts, now.chosen = stream.reader.texts(share.rows)
+        now.files = share.files_left_out
+        texts, now.chosen, now.left_out = stream.reader.texts(share.rows)
         now.samples = LaneSamples(texts, stream.shape, stream.encode)
+        now.left_out["no token"] = now.samples.empty
         if len(now.samples):
             return
         if now.without is None:
@@ -218,4 +227,5 @@ def _behind(lane: _Lane, samples: LaneSamples) -> LaneCursor:
         rows=cursor.rows + rows,
         left_out=cursor.left_out + rows - len(lane.chosen) + samples.empty,
         samples=cursor.samples + len(samples),
-    )
+        files=cursor.files + lane.files,
+    ).count(lane.left_out)

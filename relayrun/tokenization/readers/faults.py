@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from relayrun.errors import InputError
 from relayrun.tokenization.readers.stores import printable
@@ -29,9 +30,14 @@ class BadLine(Exception):
 class LineFaults:
     """What becomes of bad lines and rows."""
 
-    def __init__(self, *, skip: bool = False) -> None:
-        """`skip`: leave them out and count them; else the first one is an InputError."""
+    def __init__(self, *, skip: bool = False, keep: bool = False) -> None:
+        """`skip`: leave them out and count them; else the first one is an InputError.
+
+        `keep`: a row without a text stays in the place of each, so that rows keep their numbers; see `take_marks`.
+        """
         self._skip = skip
+        self.keep = keep
+        self._marks: list[tuple[int, str]] = []
         self.counts: dict[str, int] = {}
         """Lines that were left out, by reason."""
         self.examples: list[str] = []
@@ -45,3 +51,18 @@ class LineFaults:
         self.counts[bad.reason] = self.counts.get(bad.reason, 0) + 1
         if len(self.examples) < MOST_EXAMPLES:
             self.examples.append(f"{error.where}: {error.message}")
+
+    def look(self, row: Mapping[str, Any], long: Mapping[str, Any]) -> None:
+        """Look at the object of a line before its text is taken; raise BadLine to leave it out.
+
+        `long`: the long strings of the line, which have names in their place (`jsonlines`).
+        """
+
+    def mark(self, row: int, reason: str) -> None:
+        """Remember why row number `row` of the array that is read has no text."""
+        self._marks.append((row, reason))
+
+    def take_marks(self) -> list[tuple[int, str]]:
+        """Return the rows of the array that was read last that were kept without a text, and why; forget them."""
+        marks, self._marks = self._marks, []
+        return marks

@@ -15,7 +15,7 @@ import io
 import json
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, cast
 
 import orjson
@@ -88,13 +88,16 @@ def _texts(
         if not line or line.isspace():
             continue
         spilled: Spill | None = None
+        reason = None
         try:
-            text = _text(line, column)
+            text = _text(line, column, faults, taken)
             if text is not None and text in taken and (spilled := taken[text]) is None:
                 raise BadLine("not UTF-8", f"{column!r} holds what cannot be written as UTF-8")
         except BadLine as bad:
             faults.add(bad, f"{file}:{number}")
-            continue
+            if not faults.keep:
+                continue
+            text, reason = None, bad.reason
         finally:
             taken = {}
         length = len(line)
@@ -107,6 +110,8 @@ def _texts(
             yield array
             del array  # it is not kept while the next one is read
             continue
+        if reason is not None:
+            faults.mark(len(texts), reason)
         texts.append(text)
         size += length
     if texts:
@@ -135,8 +140,8 @@ def _refuse_other_kinds(first: bytes, file: str) -> None:
         )
 
 
-def _text(line: bytes, column: str) -> str | None:
-    """The text of a line. Raises BadLine."""
+def _text(line: bytes, column: str, faults: LineFaults, long: Mapping[str, Spill | None]) -> str | None:
+    """The text of a line, or the name of a long one. Raises BadLine."""
     exact = True
     try:
         row = orjson.loads(line)
@@ -146,6 +151,8 @@ def _text(line: bytes, column: str) -> str | None:
             row = _leniently(line.removeprefix(_BOM))
         except (ValueError, RecursionError):
             raise BadLine("not JSON", f"this line is not JSON: {error}") from None
+    if isinstance(row, dict):
+        faults.look(row, long)
     text = _value(row, column)
     if not exact and text is not None:
         try:

@@ -52,11 +52,13 @@ def text_of(batch: pa.RecordBatch, fields: Sequence[str]) -> pa.Array:
 def valid(array: pa.Array, faults: LineFaults, where: Callable[[int], str]) -> pa.Array:
     """The texts of a string or large_string array that are UTF-8, which Arrow's readers do not look at.
 
-    `where` names row i of the array. Raises InputError for the first other one, unless `faults` leaves it out, and
-    pa.ArrowInvalid for an array that is broken in another way.
+    `where` names row i of the array; `faults` may keep a null in the place of another one. Raises InputError for the
+    first other one, unless `faults` leaves it out, and pa.ArrowInvalid for an array that is broken in another way.
     """
     good = _good(array, faults, where)
-    return array if good is None else array.filter(good)
+    if good is None:
+        return array
+    return pc.if_else(good, array, pa.scalar(None, array.type)) if faults.keep else array.filter(good)
 
 
 def with_valid_text(
@@ -82,7 +84,10 @@ def _good(array: pa.Array, faults: LineFaults, where: Callable[[int], str]) -> p
             except UnicodeDecodeError as error:
                 good[row] = False
                 found = f"byte 0x{text[error.start]:02x} at {error.start} of its {len(text):,} bytes"
-                faults.add(BadLine("not UTF-8", f"the text is not UTF-8 ({found})"), where(row))
+                bad = BadLine("not UTF-8", f"the text is not UTF-8 ({found})")
+                faults.add(bad, where(row))
+                if faults.keep:
+                    faults.mark(row, bad.reason)
     mask = pa.array(good)
     array.filter(mask).validate(full=True)
     return mask

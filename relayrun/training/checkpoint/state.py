@@ -49,9 +49,9 @@ from relayrun.data.order.sampler import MixtureSampler
 from relayrun.data.progress import Progress
 from relayrun.errors import FatalTrainingError
 from relayrun.files import sizes as file_sizes
-from relayrun.files import write_atomic
+from relayrun.files import write_atomic, write_json
 from relayrun.rundir.records import Commit
-from relayrun.rundir.run import Run
+from relayrun.rundir.run import Run, data_of_checkpoint
 from relayrun.training import optimizer_groups, own_optimizer
 from relayrun.training.checkpoint import checksums, optimizer_layout, publish, random_state, strategy
 from relayrun.training.checkpoint.background import BackgroundSave
@@ -182,6 +182,7 @@ class Checkpointer:
         sharded, common = self._divided(self.state(position))
         shards = self._strategy.by_key(sharded)
         plain = _serialised(common) if self._ranks.rank == 0 else b""
+        readable = {**common["data"], "progress": common["progress"]}
         stream = self._host.follow()
 
         def write(copied: Callable[[], None]) -> Commit:
@@ -193,6 +194,8 @@ class Checkpointer:
             digests = self._host.digests() if copy else {}
             folder = Path(self._on_first_rank(lambda: str(publish.prepare(self._run, self._attempt, iteration))))
             self._on_first_rank(lambda: write_atomic(folder / COMMON, plain))
+            if self._order.lanes is not None:  # for people: a load reads what stands in COMMON
+                self._on_first_rank(lambda: write_json(data_of_checkpoint(folder), readable))
             try:
                 written = self._strategy.write(shards, folder, digests)
             except CheckpointException as error:
