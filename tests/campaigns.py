@@ -83,10 +83,10 @@ def write_config(folder: Path, name: str = "tiny", *, seconds: float = 0.05, **s
     return path
 
 
-def relayrun(*arguments: str | Path, timeout: float = 500, **options: Any) -> subprocess.CompletedProcess[str]:
+def relayrun(*arguments: str | Path, timeout: float = 500) -> subprocess.CompletedProcess[str]:
     """Call the command."""
     command = [sys.executable, "-m", "relayrun.cli", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout, **options)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout)
 
 
 def attempts(run: Run) -> list[AttemptStart]:

@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("resume", "go on with a sweep or stages that were stopped, or whose terminal has gone"),
     ):
         act = acts.add_parser(name, help=words)
-        act.add_argument("name", metavar="CAMPAIGN", help="directory of the sweep or stages, or project/name below logs/runs")
+        act.add_argument(
+            "name", metavar="CAMPAIGN", help="directory of the sweep or stages, or project/name below logs/runs"
+        )
         if name == "status":
             act.add_argument("--json", action="store_true")
     parser.set_defaults(run=run)
