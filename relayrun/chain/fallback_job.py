@@ -8,7 +8,7 @@ start is then for that job's `begin`.
 
 from __future__ import annotations
 
-from relayrun.chain import fallback, messenger, successor, take_over
+from relayrun.chain import campaign, fallback, messenger, successor, take_over
 from relayrun.chain.log import log
 from relayrun.errors import SchedulerError
 from relayrun.rundir.plan import Plan
@@ -46,6 +46,7 @@ def look(run: Run) -> int:
         write_stop(run, reason)
         log(f"the chain ends: {reason}")
         messenger.tell(run, plan)
+        campaign.attend(run)
         return 0
     _queue_next(run, plan, scheduler, jobs, order, failed)
     return 0

@@ -61,6 +61,13 @@ def ensure(
     return job_id
 
 
+def queue_first(run: Run, plan: Plan, scheduler: Scheduler) -> str:
+    """Queue the first job of a prepared run, and a fallback job behind it; return its id. Raises SchedulerError."""
+    job_id = scheduler.submit_first(plan, run.job_script)
+    fallback.put_behind(run, plan, job_id, options=plan.sbatch_options)
+    return job_id
+
+
 def cancel(scheduler: Scheduler, job: Job) -> None:
     """Cancel one queued job by its id. Raises SchedulerError."""
     scheduler.cancel(job.id)

@@ -15,6 +15,7 @@ import time
 from itertools import islice
 
 from relayrun.chain import (
+    campaign,
     decide,
     evaluations,
     evidence,
@@ -73,6 +74,7 @@ def begin(run: Run) -> int:
     except RelayrunError as error:
         stop_chain(run, plan, scheduler, f"this job could not begin: {error.message}", own_job=job_id)
         messenger.tell(run, plan)
+        campaign.attend(run)
         raise
 
 
@@ -110,6 +112,7 @@ def _begin(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
             _acknowledge(run, trigger, base.iteration, f"the chain ends: {decision.reason}")
         _update_views(run)
         messenger.tell(run, plan)
+        campaign.attend(run)
         return CHAIN_ENDS
     options = successor.own_options(job, scheduler)
     attempt = _open_attempt(run, plan, scheduler, job, line, base, options=options, rewound=chosen is not None)
@@ -119,6 +122,7 @@ def _begin(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
     chained = plan.auto_requeue and plan.mode == "singleton"
     _settle(scheduler, job, followed=chained and _queue_successor(run, plan, scheduler, attempt, job_id, options))
     evaluations.attend(run, plan, for_plan(plan, run, patience=0))
+    campaign.attend(run)
     log(f"attempt {attempt.number}, job {job_id}: {decision.reason}")
     print(attempt.path)
     return 0
@@ -159,6 +163,7 @@ def end(run: Run, number: int, exit_code: int) -> int:
         words = evidence.excerpt(_log_of(attempt)) if record.cause in ("failed", "fatal", "hang") else ""
         stop_chain(run, plan, scheduler, reason, own_job=own, words=words)
     evaluations.attend(run, plan, for_plan(plan, run, patience=0))
+    campaign.attend(run, leaves=record.action == "end")
     if run.attempt_numbers()[-1] == number:  # or the next one's `watch` writes them already
         _update_views(run)  # last: whatever becomes of it, the chain has been seen to
         messenger.tell(run, plan)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from relayrun.chain import evaluations, evidence, successor
+from relayrun.chain import campaign, evaluations, evidence, successor
 from relayrun.chain.copier import Copier
 from relayrun.chain.guard import alive
 from relayrun.chain.log import log
@@ -85,7 +85,7 @@ class Watch:
         """When the ranks' outcome was first seen."""
         self._guarded = False
         self._commits = 0
-        """Bytes of commits.jsonl when evaluations were last looked after."""
+        """Bytes of commits.jsonl when evaluations and the campaign were last looked after."""
         self._next_look = 0.0
 
     def loop(self, batch_pid: int) -> None:
@@ -112,7 +112,7 @@ class Watch:
         self._try("the look for ranks that hang", self._look_for_hang)
         self._try("the guard", lambda: self._guard(batch_pid))
         self._try("the successor", self._look_after_successor)
-        self._try("evaluations", self._evaluate)
+        self._try("evaluations, and the runs behind this one", self._look_at_saves)
         self._try("the copies of checkpoints", lambda: self._copier.look(evidence.size(str(self.attempt.commits))))
         self._messenger.look()
 
@@ -253,13 +253,14 @@ class Watch:
         nodes = int(self.begin.options.get("nodes", self.plan.nodes)) if self.begin else self.plan.nodes
         return nodes * self.plan.ntasks_per_node
 
-    def _evaluate(self) -> None:
-        """Submit the evaluation of a new checkpoint; look after the others now and then."""
+    def _look_at_saves(self) -> None:
+        """Submit the evaluation of a new checkpoint, begin runs that waited for it; also without one, now and then."""
         size = evidence.size(str(self.attempt.commits))
         if size == self._commits and time.monotonic() < self._next_look:
             return
         self._commits, self._next_look = size, time.monotonic() + RETRY_SECONDS
         evaluations.attend(self.run, self.plan, for_plan(self.plan, self.run, patience=0))
+        campaign.attend(self.run)
 
     def _look_after_successor(self) -> None:
         """Queue the successor that could not be queued when the attempt began; note it when somebody cancels it."""

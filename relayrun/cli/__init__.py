@@ -33,6 +33,8 @@ COMMANDS = {
     "gpu-check": ("gpu_check", "what this machine's GPUs do with relayrun, in eight minutes"),
     "completion": ("completion", "a script that completes commands, options, runs and settings in a shell"),
     "status": ("status", "where a run stands; without RUN: all runs"),
+    "sweep": ("campaign", "runs over axes of settings: submit, status, stop, resume"),
+    "stages": ("campaign", "runs one behind the other, from checkpoint to checkpoint: submit, status, stop, resume"),
     "sentinel": ("sentinel", "one look after the runs of folders, for cron: tells what no job can tell"),
     "goodput": ("goodput", "where the node hours of runs went: every second of every node in one named part"),
     "report": (

@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 
-from relayrun.chain import fallback, signs, supervisor
+from relayrun.chain import campaign, fallback, signs, supervisor
 from relayrun.errors import RunDirError, SchedulerError, user_name, whose
 from relayrun.monitoring import run_status, unsent
 from relayrun.rundir import find, triggers
@@ -38,6 +38,7 @@ def run(options: argparse.Namespace) -> int:
         end = stop if options.command == "stop" else cancel
         print(end(found, scheduler, user=user_name(os.geteuid())))
     unsent.send_in_background(found)
+    campaign.mend([found])
     return 0
 
 

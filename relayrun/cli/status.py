@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from relayrun.chain import campaign
 from relayrun.errors import InputError
 from relayrun.monitoring import run_status, run_status_view, unsent
 from relayrun.monitoring.run_status import Damaged, RunStatus
@@ -14,7 +15,7 @@ from relayrun.monitoring.watcher import Watcher
 from relayrun.rundir import find
 from relayrun.rundir.run import Run
 
-LIVING = ("running", "queued", "unknown")
+LIVING = ("running", "queued", "waiting", "unknown")
 """States in which something may still change by itself."""
 
 
@@ -42,6 +43,7 @@ def run(options: argparse.Namespace) -> int:
     now = time.time()
     if options.name is not None:
         run = find.find_run(options.name)
+        campaign.mend([run])
         facts = run_status.gather(run, run_status.ask(run), now=now)
         if options.json:
             print(run_status_view.dump(run_status_view.as_json(facts)))
@@ -50,6 +52,7 @@ def run(options: argparse.Namespace) -> int:
         unsent.send_in_background(run)
         return 0
     runs = find.every_run()
+    campaign.mend(runs)
     found = Watcher().look(runs, now=now)
     if options.json:
         print(run_status_view.dump([run_status_view.as_json(entry) for entry in found]))

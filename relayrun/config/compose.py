@@ -37,6 +37,8 @@ from relayrun.config.transformer_refused import refusal
 from relayrun.config.yamlfile import LocatedSettings, Location
 from relayrun.errors import ConfigError, nearest, nearest_path
 
+CAMPAIGNS = ("sweep", "stages")
+"""Sections of a config of several runs; see `relayrun.config.campaign`."""
 NODES = "{nodes}"
 """What stands in a run's name for the number of nodes of its jobs."""
 
@@ -60,13 +62,20 @@ def native(config: CommonConfig) -> RunConfig:
     return config
 
 
-def read_settings(path: Path, overrides: Sequence[str] = ()) -> LocatedSettings:
-    """Compose the run config at `path` without checking it: what was given, and where. Raises ConfigError."""
+def read_settings(
+    path: Path, overrides: Sequence[str] = (), *, changes: Sequence[LocatedSettings] = ()
+) -> LocatedSettings:
+    """Compose the run config at `path` without checking it: what was given, and where. Raises ConfigError.
+
+    `changes`: settings that hold over the file's and the overrides, but for those of the cluster.
+    """
     settings = _read_with_includes(path, ())
     settings.root = root = places.project(path)
     mixture.insert(settings, root)  # so that overrides may change a part of it
     of_cluster = [text for text in overrides if text.startswith("cluster.")]
     settings.merge(_overrides([text for text in overrides if text not in of_cluster]))
+    for own in changes:
+        settings.merge(own)
     sites.insert(settings, folders=sites.folders(path))
     settings.merge(_overrides(of_cluster))  # they hold over the cluster's file, whichever is named first
     sites.insert_job_defaults(settings)
@@ -81,6 +90,13 @@ def validate(settings: LocatedSettings) -> CommonConfig:
 
     Raises ConfigError.
     """
+    for several in CAMPAIGNS:
+        if several in settings.values:
+            raise ConfigError(
+                "this config is of several runs",
+                where=": ".join(filter(None, (settings.place((several,)), several))),
+                hint=f"`relayrun {several} submit` begins them",
+            )
     kind = _kind(settings)
     try:
         config = kind.model_validate(settings.values)
@@ -125,9 +141,7 @@ def read_resolved(path: Path) -> CommonConfig:
 
 
 def _with_absolute_paths(config: CommonConfig, root: Path) -> CommonConfig:
-    changes: dict[str, Any] = {
-        "run_dir": _absolute(config.run_dir or f"logs/runs/{config.project}/{config.name}", root)
-    }
+    changes: dict[str, Any] = {"run_dir": run_dir(config.run_dir, config.project, config.name, root)}
     if isinstance(config, RunConfig | MegatronConfig) and config.data is not None:
         changes["data"] = _absolute_data(config.data, root)
     if config.evaluation is not None:
@@ -142,6 +156,11 @@ def _with_absolute_paths(config: CommonConfig, root: Path) -> CommonConfig:
         }
         changes["command"] = config.command.model_copy(update=words)
     return config.model_copy(update=changes)
+
+
+def run_dir(given: str | None, project: str, name: str, root: Path) -> str:
+    """The absolute directory of a run: the one that is `given`, or its usual place below `root`."""
+    return _absolute(given or f"logs/runs/{project}/{name}", root)
 
 
 def _absolute_evaluation(own: Evaluation, root: Path) -> Evaluation:
@@ -217,17 +236,22 @@ def _overrides(texts: Sequence[str]) -> LocatedSettings:
     result = LocatedSettings()
     for text in texts:
         name, equals, value = text.partition("=")
-        location = tuple(name.split("."))
-        if not equals or not all(location):
+        if not equals or not all(name.split(".")):
             raise ConfigError(
                 f"{text!r} is no override; write NAME.NAME=VALUE", where="--set", hint="for example training.steps=50"
             )
-        nested: Any = yamlfile.parse_value(value)
-        places = {(*location, *inner): f"--set {text}" for inner in _locations(nested)}
-        for part in reversed(location):
-            nested = {part: nested}
-        result.merge(LocatedSettings(nested, places))
+        result.merge(located(name, yamlfile.parse_value(value), place=f"--set {text}"))
     return result
+
+
+def located(name: str, value: Any, *, place: str | None) -> LocatedSettings:
+    """One setting, named as `section.setting`, that was written in one place."""
+    location = tuple(name.split("."))
+    places = {(*location, *inner): place for inner in _locations(value)} if place is not None else {}
+    nested = value
+    for part in reversed(location):
+        nested = {part: nested}
+    return LocatedSettings(nested, places)
 
 
 def _locations(value: Any) -> Iterator[Location]:

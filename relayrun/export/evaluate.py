@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from relayrun.chain import messenger
+from relayrun.chain import campaign, messenger
 from relayrun.config import compose
 from relayrun.config.schema import CommonConfig, Evaluation, RunConfig
 from relayrun.errors import InputError, RelayrunError, run_main
@@ -72,6 +72,7 @@ def evaluate(run: Run, iteration: int, attempt: int) -> Result | None:
     evaluations.finish(run, result)
     if run.plan.exists():
         messenger.tell(run, Plan.load(run), at_work=False)
+        campaign.attend(run)  # a run may have waited for this result
     tell_wandb(run)
     return result
 

@@ -20,7 +20,7 @@ from relayrun.errors import RunDirError, SchedulerError, user_name
 from relayrun.files import read_json, read_lines, read_lines_backwards
 from relayrun.monitoring import unsent
 from relayrun.monitoring.remaining import Past, Remaining, remaining
-from relayrun.rundir import evaluations, mirror, quarantine, rounds, triggers
+from relayrun.rundir import campaign, evaluations, mirror, quarantine, rounds, triggers
 from relayrun.rundir.evaluations import Result, Submitted
 from relayrun.rundir.lineage import Durable, Lineage
 from relayrun.rundir.mirror import LastPass
@@ -37,10 +37,11 @@ from relayrun.scheduler.base import Job, Scheduler
 from relayrun.scheduler.choose import for_plan
 from relayrun.scheduler.history import JobEnd
 
-State = Literal["running", "queued", "stopped", "broken", "idle", "unknown"]
-"""State of a chain. `broken`: it has not ended, and nothing that would go on with it is queued or runs. `idle`: a chain
-of one job (`auto_requeue: false`) ended as planned, or a submit is under way. `unknown`: the scheduler did not answer,
-or hides another user's jobs, and STOP is not there."""
+State = Literal["running", "queued", "waiting", "stopped", "broken", "idle", "unknown"]
+"""State of a chain. `waiting`: its sweep, or the stage before it, begins it later. `broken`: it has not ended, and
+nothing that would go on with it is queued or runs. `idle`: a chain of one job (`auto_requeue: false`) ended as planned,
+or a submit is under way. `unknown`: the scheduler did not answer, or hides another user's jobs, and STOP is not
+there."""
 
 PLANNED = ("done", "saved", "exit")
 """Causes of an end that was meant: a chain of one job has done what it was asked for, and nothing is lost."""
@@ -402,7 +403,9 @@ def _state(run: Run, plan: Plan, queue: Queue, stop: str | None, last_end: End |
         return "queued"
     planned = not plan.auto_requeue and last_end is not None and last_end.cause in PLANNED
     newest = last_end is not None and last_end.attempt > plan.submitted_after_attempt
-    return "idle" if (planned and newest) or _submit_under_way(run) else "broken"
+    if (planned and newest) or _submit_under_way(run):
+        return "idle"
+    return "waiting" if campaign.waits(run) else "broken"
 
 
 def _submit_under_way(run: Run) -> bool:

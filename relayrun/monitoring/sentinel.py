@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relayrun.chain.campaign import mend
 from relayrun.chain.notices import make_notice, note
 from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
 from relayrun.monitoring import unsent
@@ -146,6 +147,7 @@ class Sentinel:
         for run, plan in ended:
             with contextlib.suppress(Exception):  # it has ended, and `relayrun status` says what is not told
                 self._tell(run, plan, [], at_work=False)
+        mend((run for run, _ in [*ended, *living.values()]), say=lambda words: None)  # cron would mail it
         gone = [run.path for name, (run, _) in living.items() if self._is_known_gone(name, run)]
         found = Watcher(without_jobs=gone).look([run for run, _ in living.values()], now=self._now)
         states = {entry.path: entry for entry in found}

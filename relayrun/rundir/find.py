@@ -9,6 +9,7 @@ from pathlib import Path
 
 from relayrun import places
 from relayrun.errors import RunDirError, nearest
+from relayrun.rundir.campaign import is_campaign, read_membership
 from relayrun.rundir.plan import Plan, read_format
 from relayrun.rundir.run import Run
 
@@ -34,8 +35,12 @@ def find_run(name: str) -> Run:
         if read_format(run) is not None or run.manifest.exists():
             return run
     for run in candidates:
-        if run.path.is_dir() and _around(run.path) is None:
+        if run.path.is_dir() and _around(run.path) is None and not is_campaign(run.path):
             Plan.load(run)  # says what is missing
+    for run in candidates:
+        if is_campaign(run.path):
+            hint = "`relayrun sweep status` and `relayrun stages status` show its runs"
+            raise RunDirError("these are several runs", where=run.path, hint=hint)
     around = _around(candidates[0].path)
     if around is not None:
         raise RunDirError("there is no such run", where=name, hint=f"this path lies in the run {around}")
@@ -70,8 +75,27 @@ def _nearest_run(name: str, path: Path) -> str:
 
 
 def every_run() -> list[Run]:
-    """All directories project/name below logs/runs of the project, whole or not."""
-    return [Run(path) for path in sorted(runs().glob("*/*")) if path.is_dir()]
+    """All directories project/name below logs/runs of the project, whole or not; campaigns are none."""
+    return [Run(path) for path in sorted(runs().glob("*/*")) if path.is_dir() and not is_campaign(path)]
+
+
+def find_campaign(name: str) -> Path:
+    """The campaign in this directory, or with this `project/name` below logs/runs of the project.
+
+    Raises RunDirError where there is none.
+    """
+    candidates = [Path(name).expanduser().absolute(), runs() / name]
+    for folder in candidates:
+        if is_campaign(folder):
+            return folder
+    for folder in candidates:
+        membership = read_membership(Run(folder))
+        if membership is not None:
+            return Path(membership.folder)
+    known = [f"{path.parent.name}/{path.name}" for path in sorted(runs().glob("*/*")) if is_campaign(path)]
+    usual = f"give its directory, or project/name below {runs()}"
+    hint = "; ".join(filter(None, [nearest(name, known), usual]))
+    raise RunDirError("there is no such sweep and no such stages", where=name, hint=hint)
 
 
 def runs_below(folder: Path, *, depth: int) -> Iterator[Run]:

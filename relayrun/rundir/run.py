@@ -15,6 +15,7 @@
     streams.json wandb/ tensorboard/   what trackers were told, written by them and by rank 0
     evaluations/  evaluations.jsonl  evaluation.sbatch    see `rundir.evaluations`
     notices/                     see `rundir.notices`
+    membership.json              see `rundir.campaign`
     triggers/  debug/<attempt>/  code/  owners.jsonl  STOP
 
 Standard library only.

@@ -137,7 +137,7 @@ def _folder(folder: Path, config: RunConfig, wanted: int | None) -> Durable:
     beside = folder / "model.yaml"
     if beside.is_file():
         model, iteration = _model(beside)
-        _same_model(model, config, folder)
+        same_model(model, config, folder)
         if iteration is None and not config.checkpoint.finetune:
             raise ConfigError(
                 f"{folder} holds weights alone", where="checkpoint.load", hint="set checkpoint.finetune=true"
@@ -172,7 +172,7 @@ def _run(name: str, config: RunConfig, wanted: int | None) -> Durable:
         raise InputError(
             f"checkpoint.load={config.checkpoint.load}: {error.message}", where=error.where, hint=error.hint
         ) from None
-    _same_model(found.config.model, config, found.folder)
+    same_model(found.config.model, config, found.folder)
     return Durable(iteration=found.iteration, path=str(found.folder))
 
 
@@ -186,7 +186,7 @@ def _as_it_lies(
         vocabulary = padded(manifest.vocabulary_size, config.model.make_vocab_size_divisible_by)
         if there != vocabulary:
             differences.append(f"the padded vocabulary is {there} there and {vocabulary} here")
-    _same_model(megatron_settings.model(found), config, found.folder, free=PADDING, differences=differences)
+    same_model(megatron_settings.model(found), config, found.folder, free=PADDING, differences=differences)
     with_optimizer = not (settings.finetune or settings.no_load_optim)
     fault = found.optimizer_fault()
     if with_optimizer and fault is not None:
@@ -213,7 +213,7 @@ def _as_it_lies(
     return Durable(iteration=found.iteration, path=str(found.folder))
 
 
-def _same_model(
+def same_model(
     other: Model,
     config: RunConfig,
     folder: Path,

@@ -16,19 +16,21 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from relayrun import places
-from relayrun.chain import decide, fallback, render
+from relayrun.chain import decide, fallback, render, successor
+from relayrun.chain.campaign import readiness
 from relayrun.config import compose, determinism
 from relayrun.config.sbatch import script_options
-from relayrun.config.schema import CommonConfig, Job, MegatronConfig, RunConfig
+from relayrun.config.schema import CommandConfig, CommonConfig, Job, MegatronConfig, RunConfig
 from relayrun.config.yamlfile import LocatedSettings
 from relayrun.data.evolution import weights_of
 from relayrun.errors import RunDirError
 from relayrun.files import write_atomic
-from relayrun.rundir import mirror, notices, triggers
+from relayrun.rundir import campaign, mirror, notices, triggers
+from relayrun.rundir.campaign import Campaign, Membership
 from relayrun.rundir.evaluations import Policy
 from relayrun.rundir.lead import first_lead
 from relayrun.rundir.lineage import BEGINNING, Durable, durable, line
@@ -75,15 +77,13 @@ def submit(
     `given`: where the settings were written, for errors.
     """
     intent = Intent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
-    with _prepared(config, intent, given) as (run, plan):
+    with prepared(config, intent, given) as (run, plan):
         return Submitted(run=run, plan=plan, job_id=queue_first(run, plan))
 
 
 def queue_first(run: Run, plan: Plan) -> str:
     """Queue the first job of a prepared run, and a fallback job behind it; return its id. Raises SchedulerError."""
-    job_id = _scheduler(plan, run).submit_first(plan, run.job_script)
-    fallback.put_behind(run, plan, job_id, options=plan.sbatch_options)
-    return job_id
+    return successor.queue_first(run, plan, _scheduler(plan, run))
 
 
 def adopt_job(
@@ -109,7 +109,7 @@ def adopt_job(
     cluster = config.cluster.model_copy(update={"host_python": host_python or config.cluster.host_python})
     config = type(config).model_validate(config.model_copy(update={"job": nodes, "cluster": cluster}).model_dump())
     intent = Intent(resume=resume, accept_data_change=accept_data_change, take_over=take_over)
-    with _prepared(config, intent) as (run, plan):
+    with prepared(config, intent) as (run, plan):
         scheduler.adopt(job, plan)  # under the lock: a second first job sees this one
         fallback.put_behind(run, plan, job.id, options=job.options)
         return run
@@ -129,8 +129,18 @@ def report_on(
 
 
 @contextmanager
-def _prepared(config: CommonConfig, intent: Intent, given: LocatedSettings | None = None) -> Iterator[tuple[Run, Plan]]:
-    """The run directory made or brought up to date, and locked. After an error it is as before, STOP too."""
+def prepared(
+    config: CommonConfig,
+    intent: Intent,
+    given: LocatedSettings | None = None,
+    *,
+    membership: Membership | None = None,
+    awaited: bool = False,
+) -> Iterator[tuple[Run, Plan]]:
+    """The run directory made or brought up to date, and locked. After an error it is as before, STOP too.
+
+    `membership`: of the campaign that the run is made for. `awaited`: what it begins with is not there yet.
+    """
     run = Run(Path(config.run_dir or ""))
     # the run's state is looked at under the lock, and Slurm by the scheduler
     plan = make_plan(config, run, places.CODE, revision=0)
@@ -149,7 +159,9 @@ def _prepared(config: CommonConfig, intent: Intent, given: LocatedSettings | Non
         if isinstance(config, RunConfig):
             assert found.manifest is not None  # without data there is an error
             config = _freeze_data(run, _with_loss_mean(run, config), found.manifest, accept=intent.accept_data_change)
-        base = initial_checkpoint.find_initial_checkpoint(config, run, found.manifest, tell=log.warning)
+        if membership is not None:  # before the plan, which makes it a run
+            membership.write(campaign.membership_path(run))
+        base = BEGINNING if awaited else _initial_checkpoint(config, run, found.manifest, new=membership is not None)
         root = code_snapshot.snapshot(run, places.CODE) if _takes_snapshot(config) else places.CODE
         revision = _add_revision(run, config)
         plan = make_plan(_with_checkout_snapshot(run, config), run, root, revision=revision, base=base)
@@ -173,6 +185,22 @@ def _prepared(config: CommonConfig, intent: Intent, given: LocatedSettings | Non
         yield run, plan
 
 
+def _initial_checkpoint(config: CommonConfig, run: Run, manifest: Manifest | None, *, new: bool) -> Durable:
+    """What a run without checkpoints of its own begins with. Raises RelayrunError where that is not there.
+
+    `new`: its campaign is being made.
+    """
+    membership = None if new else campaign.read_membership(run)
+    if not isinstance(config, CommandConfig) or membership is None or durable(run).path is not None:
+        return initial_checkpoint.find_initial_checkpoint(config, run, manifest, tell=log.warning)
+    whole = Campaign.load(Path(membership.folder))  # its config has no setting for a checkpoint to begin with
+    member = whole.member(membership.member)
+    ready = readiness(whole, member)
+    if ready.base is None:
+        raise RunDirError(f"this stage {ready.why}", where=run.path, hint="it begins by itself")
+    return replace(ready.base, iteration=0) if member.counts_from_zero else ready.base
+
+
 @contextmanager
 def _undone_on_error(run: Run, made: Sequence[Path]) -> Iterator[None]:
     """Put the run directory back as it was if the block fails: a refused submit leaves no plan, revision or run.
@@ -182,7 +210,7 @@ def _undone_on_error(run: Run, made: Sequence[Path]) -> Iterator[None]:
     """
     scripts = (run.job_script, run.fallback_script, run.evaluation_script)
     policies = (run.evaluation_policy, notices.policy_path(run), mirror.policy_path(run))
-    paths = (run.plan, *scripts, run.manifest, *policies, run.stop, run.owners)
+    paths = (run.plan, *scripts, run.manifest, *policies, run.stop, run.owners, campaign.membership_path(run))
     before = {path: path.read_bytes() if path.exists() else None for path in paths}
     revisions = set(run.revisions())
     folders = [run.config, run.code, run.evaluations, run.triggers, notices.folder(run), mirror.folder(run)]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from relayrun.files import free_name, fsync_directory
-from relayrun.rundir import evaluations, mirror
+from relayrun.rundir import campaign, evaluations, mirror
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
@@ -75,7 +75,7 @@ class Retention:
         old = [checkpoint for checkpoint in line[: -self._keep_last] if not self._is_multiple(checkpoint.iteration)]
         if not old:
             return
-        stays = evaluations.held(self._run) | mirror.held(self._run) | {self._tracked()}
+        stays = evaluations.held(self._run) | mirror.held(self._run) | campaign.held(self._run) | {self._tracked()}
         for checkpoint in old:
             if checkpoint.iteration in stays:
                 continue

@@ -98,7 +98,7 @@ class FakeSlurm:
         jobs = self.jobs()
         if program == "sbatch":
             delay = int(options.get("begin", "now+0").removeprefix("now+"))
-            name = options.get("job-name", self.name)
+            name = options.get("job-name") or self._header(rest[0], "job-name") or self.name
             comment, exclude = options.get("comment", ""), options.get("exclude", self._header(rest[0], "exclude"))
             self._known(exclude, "sbatch: error: Batch job submission failed: Invalid node name specified")
             if sum(job["state"] in LIVE for job in jobs.values()) >= self.limit:

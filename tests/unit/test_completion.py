@@ -62,7 +62,7 @@ def typed(bash: Path, folder: Path, *words: str) -> list[str]:
 
 
 def test_commands_and_their_options(bash: Path, project: Path) -> None:
-    assert typed(bash, project, "sta") == ["status"]
+    assert typed(bash, project, "stat") == ["status"]
     assert set(cli.COMMANDS) <= set(typed(bash, project, ""))
     assert typed(bash, project, "dumps", "pre") == ["prepare"]
     assert typed(bash, project, "submit", "--dr") == ["--dry-run"]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from relayrun.errors import FatalTrainingError, RunDirError
 from relayrun.files import free_name, fsync_directory, write_atomic
-from relayrun.rundir import evaluations, mirror
+from relayrun.rundir import campaign, evaluations, mirror
 from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
 
@@ -62,9 +62,10 @@ def prune(run: Run, attempt: int, keep_last: int, keep_every: int | None = None)
     """Remove this run's oldest checkpoints beyond `keep_last`, and what failed saves and dead attempts staged.
 
     In line are this attempt's own commits and what lies at or below its base. Multiples of `keep_every`
-    stay for good, what waits for its evaluation until that has it, what is being copied to a second place, and the last
-    one that was read back in full. The newest one always stays: it was checked a moment ago, so a good one is left
-    whatever has become of the others. What cannot be removed is reported and left.
+    stay for good, what waits for its evaluation until that has it, what another run will begin with until it has, what
+    is being copied to a second place, and the last one that was read back in full. The newest one always stays: it was
+    checked a moment ago, so a good one is left whatever has become of the others. What cannot be removed is reported
+    and left.
     """
     begin = run.attempt(attempt).read_begin()
     base = begin.base_iteration if begin is not None else 0
@@ -73,7 +74,7 @@ def prune(run: Run, attempt: int, keep_last: int, keep_every: int | None = None)
     try:
         found = [int(match[1]) for name in os.listdir(run.checkpoints) if (match := _NAME.fullmatch(name))]
         line = sorted((iteration for iteration in found if iteration <= base or iteration in own), reverse=True)
-        held = evaluations.held(run) | mirror.held(run)
+        held = evaluations.held(run) | mirror.held(run) | campaign.held(run)
         for iteration in line[keep_last:]:
             if (keep_every and iteration % keep_every == 0) or iteration in held:
                 continue

@@ -1,0 +1,172 @@
+"""`relayrun sweep` and `relayrun stages`: several runs from one config, and where they stand."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from relayrun.chain import campaign as supervisor
+from relayrun.chain import successor
+from relayrun.cli import control
+from relayrun.config import campaign as config
+from relayrun.errors import RelayrunError, RunDirError, user_name
+from relayrun.monitoring import campaign as view
+from relayrun.monitoring import run_status, unsent
+from relayrun.monitoring.follow import Follower
+from relayrun.monitoring.run_status_view import dump, show
+from relayrun.rundir import campaign
+from relayrun.rundir.campaign import Campaign, Member
+from relayrun.rundir.find import find_campaign
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.stop import stop_reason
+from relayrun.scheduler.local import LocalScheduler, print_event
+from relayrun.submit import campaign as submission
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `relayrun sweep` and `relayrun stages`."""
+    acts = parser.add_subparsers(dest="act", required=True)
+    act = acts.add_parser("submit", help="make the directories of all runs, and begin the first ones")
+    act.add_argument("config", type=Path, help="run config with a section `sweep` or `stages`")
+    act.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="override a setting of all runs, or of the section: --set sweep.at_once=2",
+    )
+    act.add_argument("--dry-run", action="store_true", help="check it and print the runs; write and submit nothing")
+    for name, words in (
+        ("status", "the runs beside each other: what differs, state, loss, cost"),
+        ("stop", "begin nothing more; runs that are under way save and end"),
+        ("resume", "go on with a sweep or stages that were stopped, or whose terminal has gone"),
+    ):
+        act = acts.add_parser(name, help=words)
+        act.add_argument(
+            "name", metavar="CAMPAIGN", help="directory of the sweep or stages, or project/name below logs/runs"
+        )
+        if name == "status":
+            act.add_argument("--json", action="store_true")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what the command line asks for. Raises RelayrunError."""
+    if options.act == "submit":
+        return submit(options)
+    acts: dict[str, Callable[[Path], int]] = {
+        "status": lambda folder: status(folder, as_json=options.json),
+        "stop": stop,
+        "resume": resume,
+    }
+    return acts[options.act](find_campaign(options.name))
+
+
+def submit(options: argparse.Namespace) -> int:
+    """Submit a campaign, or, with --dry-run, print its runs; the exit code is 1 where a run here was not done."""
+    described = config.describe(options.config, options.overrides, kind=options.command)
+    if options.dry_run:
+        submission.check(described)
+        for member in submission.campaign_of(described).members:
+            words = ", ".join(filter(None, [config.in_words(member.settings), view.begins(member)]))
+            print(f"{member.name}  {member.run_dir}  {words}")
+        return 0
+    new = submission.submit(described)
+    folder = described.folder
+    print(f"{len(described.runs)} runs, directory {folder}" + ("" if new else " (submitted before)"), flush=True)
+    return go_on(folder)
+
+
+def go_on(folder: Path) -> int:
+    """Begin what may begin now; on this machine, run it all. Returns an exit code."""
+    whole = Campaign.load(folder)
+    if whole.scheduler == "local":
+        return run_here(folder, whole)
+    for words in supervisor.begin_due(folder):
+        print(words)
+    return 0
+
+
+def run_here(folder: Path, whole: Campaign) -> int:
+    """Run all members one after the other on this machine, as far as their conditions hold; return an exit code."""
+    tried: set[str] = set()
+    while True:
+        for words in supervisor.begin_due(folder, from_terminal=True):
+            print(words, flush=True)
+        member = next((each for each in whole.members if each.name not in tried and _is_open(folder, each)), None)
+        if member is None:
+            break
+        tried.add(member.name)
+        _run_queue(member)
+    entries = view.gather(folder, now=time.time())
+    show(view.table(entries))
+    return int(any(entry.state != "done" for entry in entries))
+
+
+def _is_open(folder: Path, member: Member) -> bool:
+    """Whether a member has begun, and its chain has not ended."""
+    return campaign.has_begun(folder, member) and stop_reason(member.run) is None
+
+
+def _run_queue(member: Member) -> None:
+    run, plan = member.run, Plan.load(member.run)
+    scheduler = LocalScheduler(run)
+    if not scheduler.jobs(plan):  # the terminal that ran it has gone, and its job with it
+        successor.queue_first(run, plan, scheduler)
+    print(f"{plan.run}: run directory {run.path}", flush=True)
+    scheduler.run_queue(print_event, Follower(run, total_steps=plan.total_steps).poll)
+    unsent.send_in_background(run)
+
+
+def status(folder: Path, *, as_json: bool) -> int:
+    """Begin what may begin, and print where every run stands."""
+    try:
+        for words in supervisor.begin_due(folder):
+            print(words, file=sys.stderr)
+    except (RelayrunError, OSError) as error:
+        print(f"left for later: {getattr(error, 'message', error)}", file=sys.stderr)
+    entries = view.gather(folder, now=time.time())
+    if as_json:
+        print(dump([asdict(entry) for entry in entries]))
+    else:
+        show(view.table(entries))
+    return 0
+
+
+def stop(folder: Path) -> int:
+    """Begin nothing more, and stop the runs that are under way, each after a checkpoint."""
+    whole, user = Campaign.load(folder), user_name(os.geteuid())
+    try:
+        with campaign.alone(folder) as mine:  # nobody is between two runs
+            if not mine:
+                raise RunDirError("somebody begins runs of it right now", where=folder, hint="try again")
+            campaign.write_stop(folder, f"stopped by {user}")
+    except PermissionError:
+        hint = f"let {user_name(whole.owner)} stop it; `relayrun stop` asks the runs that are under way"
+        raise RunDirError("you may not write here", where=folder, hint=hint) from None
+    print(f"nothing more of {whole.name} begins")
+    for member in whole.members:
+        if _is_open(folder, member):
+            words = control.stop(member.run, run_status.scheduler(member.run), user=user)
+            print(f"{member.run.path.name}: {words}")
+            unsent.send_in_background(member.run)
+    return 0
+
+
+def resume(folder: Path) -> int:
+    """Let runs begin again. A run whose own chain was stopped is named, with the command that goes on."""
+    whole = Campaign.load(folder)
+    if whole.owner != os.geteuid():
+        raise RunDirError(f"these runs are {user_name(whole.owner)}'s", where=folder, hint="submit runs of your own")
+    campaign.stop_path(folder).unlink(missing_ok=True)
+    code = go_on(folder)
+    for entry in view.gather(folder, now=time.time()):
+        if entry.state in ("stopped", "broken"):
+            print(f"{entry.run} is {entry.state}: {entry.words}\n  -> relayrun resume {entry.path}")
+    return code
