@@ -7,7 +7,7 @@ from typing import Any
 
 import relayrun
 from relayrun.monitoring.goodput import view
-from relayrun.monitoring.page import chart, sections
+from relayrun.monitoring.page import sections
 from relayrun.monitoring.page.chart import Line
 from relayrun.monitoring.page.gather import RunPage
 from relayrun.monitoring.page.markup import Markup, tag
@@ -75,8 +75,7 @@ def _side_by_side(pages: Sequence[RunPage]) -> Markup:
     drawn = [
         Line(name=page.name, series=page.series.get("loss", EMPTY), colour=number) for number, page in enumerate(pages)
     ]
-    losses = tag("div", chart.lines("training loss", drawn, unit="nats per token"), class_="wide")
-    return sections.section("Side by side", sections.table(names, rows), losses)
+    return sections.section("Side by side", sections.table(names, rows), sections.losses("training loss", drawn))
 
 
 def as_json(page: RunPage) -> dict[str, Any]:
