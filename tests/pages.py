@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from PIL import Image
+import pytest
 
 from tests import browser
 from tests.browser import Page
 
 WIDTHS = (400, 1600)
 BETWEEN = (320, 820, 1024)
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Page]:
+    """A tab of a browser; where there is none the test fails, unless somebody goes without."""
+    if browser.program() is None and os.environ.get("RELAYRUN_NO_BROWSER") == "1" and os.environ.get("CI") != "true":
+        pytest.skip("RELAYRUN_NO_BROWSER=1")
+    with browser.running() as running:
+        yield running.page()
 
 
 def complaints(page: Page, url: str, *, own: Callable[[str], bool]) -> list[str]:
@@ -38,4 +48,6 @@ def complaints(page: Page, url: str, *, own: Callable[[str], bool]) -> list[str]
 
 def keep_picture(data: bytes, path: Path) -> None:
     """Write a screenshot with a palette of its own: a third of its bytes, and no difference to the eye."""
+    from PIL import Image  # conftest.py imports this module
+
     Image.open(io.BytesIO(data)).convert("RGB").quantize(256, Image.Quantize.FASTOCTREE).save(path, optimize=True)

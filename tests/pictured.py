@@ -27,7 +27,7 @@ STEPS = 6000
 STEP_SECONDS = 60.0
 SAVED_EVERY = 250
 TOKENS = 1 << 22
-"""Of a step."""
+"""How many one step trains on."""
 
 
 @dataclass

@@ -157,9 +157,10 @@ def test_whatever_a_run_is_called_its_name_is_text(tmp_path: Path, accounted: Ru
 
 def test_the_commands_of_the_page_about_reports(accounted: Run, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(accounted.path, accounted.path.with_name("other-run"))
-    ((text,), tables) = (
+    ((text, served), tables) = (
         re.findall(pattern, PAGE, re.M | re.S) for pattern in (r"^```bash\n(.*?)^```$", r"^\| (\w+) \| ")
     )
+    assert served == "relayrun report logs/runs --serve\n"  # tests/unit/test_report_server.py
     one, two, drawn, as_json = (shlex.split(line)[1:] for line in text.splitlines())
     assert main(one) == main(two) == 0
     assert capsys.readouterr().out == "report-my-run.html\nboth.html\n"
