@@ -31,13 +31,13 @@ demo: setup ## raw text to a trained model on this machine, without Slurm (about
 demo-slurm: setup slurm ## the same as Slurm jobs, on a four-node Slurm on this machine
 	scripts/tools/demo_slurm.sh $(DEMO)
 
-test: setup accounting ## set-up and all tests
+test: setup accounting browser ## set-up and all tests
 	status=0; \
 	$(PYTEST) $(BESIDE) $(SHUFFLE) -m "not long and not alone" || status=$$?; \
 	$(PYTEST) $(SHUFFLE) -m "alone and not long" $(ALONE) || status=$$?; \
 	exit $$status
 
-test-long: setup accounting ## the tests that take long
+test-long: setup accounting browser ## the tests that take long
 	status=0; \
 	$(PYTEST) $(BESIDE) $(SHUFFLE) -m "long and not alone" || status=$$?; \
 	$(PYTEST) $(SHUFFLE) -m "long and alone" $(ALONE) || status=$$?; \
@@ -70,6 +70,11 @@ slurm:
 	@if [[ "$${RELAYRUN_NO_SLURM:-}" != 1 ]]; then scripts/tools/install_slurm.sh; fi
 accounting: # as well slurmdbd and its database
 	@if [[ "$${RELAYRUN_NO_SLURM:-}" != 1 ]]; then scripts/tools/install_slurm.sh --accounting; fi
+
+# Chromium from Debian's packages, for tests of pages; RELAYRUN_NO_BROWSER=1 goes without.
+.PHONY: browser
+browser:
+	@if [[ "$${RELAYRUN_NO_BROWSER:-}" != 1 ]]; then scripts/tools/install_chromium.sh; fi
 
 cluster-up: setup slurm ## a real four-node Slurm on this machine, in .test-cluster/
 	scripts/tools/test_cluster.sh up

@@ -17,6 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from relayrun.errors import log_to_stderr
 from tests import warm
+from tests.pages import tab  # noqa: F401 - a fixture
 from tests.receivers import mail, web  # noqa: F401 - fixtures
 
 os.environ["RELAYRUN_CACHE"] = ""  # no test passes for what another one has proven

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
+import socket
 import time
 from pathlib import Path
 
@@ -17,10 +19,18 @@ from relayrun.monitoring.run_status_view import dump, show
 from relayrun.rundir.find import find_run
 from relayrun.rundir.run import Run
 
+PORT = 8765
+"""Where `--serve` listens, if nothing else is asked for."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `relayrun report`."""
-    parser.add_argument("names", nargs="+", metavar="RUN", help="run directory, or project/name below logs/runs")
+    parser.add_argument(
+        "names",
+        nargs="+",
+        metavar="RUN",
+        help="run directory, or project/name below logs/runs; with --serve a folder that runs lie in or below",
+    )
     parser.add_argument(
         "--html",
         type=Path,
@@ -32,6 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--png", type=Path, metavar="FILE", help="draw the relay and the loss of one run into this file"
     )
+    parser.add_argument(
+        "--serve", action="store_true", help="show all runs of a folder on 127.0.0.1, read-only, until Ctrl-C"
+    )
+    parser.add_argument("--port", type=int, metavar="N", help=f"of --serve (default: {PORT}; 0: any free one)")
     parser.set_defaults(run=run)
 
 
@@ -41,6 +55,10 @@ def run(options: argparse.Namespace) -> int:
         raise InputError("--png draws one run", hint="name one RUN, or leave --png out: the page shows several")
     if options.json and options.text:
         raise InputError("--json and --text do not go together", hint="leave one of them out")
+    if options.serve:
+        return _serve(options)
+    if options.port is not None:
+        raise InputError("--port goes with --serve", hint="add --serve, or leave --port out")
     asked = options.text or options.json or options.png is not None
     runs = [find_run(name) for name in options.names]
     target = options.html
@@ -56,6 +74,23 @@ def run(options: argparse.Namespace) -> int:
     if options.png is not None:
         report.write_png(_read(runs[0]), options.png)
         print(options.png)
+    return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    """Serve the runs of a folder until Ctrl-C. Raises RelayrunError."""
+    from relayrun.monitoring.page.server import serving
+
+    if options.html is not None or options.text or options.json or options.png is not None or len(options.names) > 1:
+        raise InputError("--serve shows one folder, and writes nothing", hint="relayrun report FOLDER --serve")
+    port = PORT if options.port is None else options.port
+    folder = Path(options.names[0]).expanduser().absolute()
+    with serving(folder, port=port) as (address, server), contextlib.suppress(KeyboardInterrupt):
+        port = server.server_address[1]
+        print(address)
+        print(f"from another machine: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}")
+        print("Ctrl-C ends it", flush=True)
+        server.serve_forever()
     return 0
 
 

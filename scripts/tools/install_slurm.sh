@@ -9,32 +9,12 @@ set -euo pipefail
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
 # shellcheck source=scripts/tools/lib/slurm.sh
 source "$here/lib/slurm.sh"
+# shellcheck source=scripts/tools/lib/packages.sh
+source "$here/lib/packages.sh"
 
 readonly PACKAGES=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge strace)
 # MariaDB's programs without its service: a cluster starts its own
 readonly ACCOUNTING_PACKAGES=(slurmdbd mariadb-server-core mariadb-client-core)
-
-# Runs a command as root.
-as_root() {
-  if [[ "$EUID" -eq 0 ]]; then
-    "$@"
-  else
-    sudo -- "$@"
-  fi
-}
-
-# install_packages MISSING PACKAGE...
-install_packages() {
-  local -r why="missing: $1"
-  shift
-  command -v apt-get >/dev/null ||
-    fail "$why; there is no apt-get here: install Slurm (slurmctld, slurmd, clients, basic plugins) and munge yourself"
-  [[ "$EUID" -eq 0 ]] || command -v sudo >/dev/null ||
-    fail "$why; neither root nor sudo here: ask root for apt-get install --no-install-recommends $*"
-  as_root apt-get update -qq || fail "$why; apt-get update failed (see above)"
-  as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >&2 ||
-    fail "$why; apt-get install failed (see above)"
-}
 
 # missing [--accounting]: what is missing, in one line.
 missing() {
@@ -60,7 +40,8 @@ main() {
       fail "Slurm is not complete; missing: $lacks; install it: scripts/tools/install_slurm.sh${accounting:+ $accounting}"
     local -a packages=("${PACKAGES[@]}")
     [[ -z "$accounting" ]] || packages+=("${ACCOUNTING_PACKAGES[@]}")
-    install_packages "$lacks" "${packages[@]}"
+    install_packages "missing: $lacks" "install Slurm (slurmctld, slurmd, clients, basic plugins) and munge yourself" \
+      "${packages[@]}"
     lacks="$(missing "$accounting")"
     [[ -z "$lacks" ]] || fail "the packages are installed, yet this is missing: $lacks"
   fi

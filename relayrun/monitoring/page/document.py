@@ -7,32 +7,30 @@ from typing import Any
 
 import relayrun
 from relayrun.monitoring.goodput import view
-from relayrun.monitoring.page import chart, sections
+from relayrun.monitoring.page import sections
 from relayrun.monitoring.page.chart import Line
 from relayrun.monitoring.page.gather import RunPage
 from relayrun.monitoring.page.markup import Markup, tag
 from relayrun.monitoring.page.series import EMPTY, Series
-from relayrun.monitoring.page.style import STYLE
+from relayrun.monitoring.page.shell import html
 
 
-def document(pages: Sequence[RunPage], *, now: float) -> str:
-    """Return the HTML of a page about these runs. `now`: seconds since 1970, which it names as its time."""
+def document(pages: Sequence[RunPage], *, now: float, home: str | None = None, refresh: int | None = None) -> str:
+    """Return the HTML of a page about these runs.
+
+    Args:
+        pages: the runs.
+        now: seconds since 1970, which it names as its time.
+        home: where a list of all runs stands, relative to the page.
+        refresh: after so many seconds a browser asks for it again.
+    """
     names = ", ".join(page.name for page in pages)
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", http_equiv="Content-Security-Policy", content="default-src 'none'; style-src 'unsafe-inline'"),
-        tag("title", f"{names} – relayrun"),
-        tag("style", Markup(STYLE)),
-    )
     made = f"As it was at {sections.moment(now)}; relayrun {relayrun.__version__}."
+    above = tag("nav", tag("a", "all runs", href=home)) if home else None
     if len(pages) == 1:
-        body = tag("body", _run(pages[0], made))
-    else:
-        top = [tag("h1", f"{len(pages)} runs"), tag("p", made, class_="soft"), _side_by_side(pages)]
-        body = tag("body", *top, *(_run(page, None) for page in pages))
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+        return html(names, above, _run(pages[0], made), refresh=refresh)
+    top = [tag("h1", f"{len(pages)} runs"), tag("p", made, class_="soft"), _side_by_side(pages)]
+    return html(names, above, *top, *(_run(page, None) for page in pages), refresh=refresh)
 
 
 def _run(page: RunPage, made: str | None) -> Markup:
@@ -75,8 +73,7 @@ def _side_by_side(pages: Sequence[RunPage]) -> Markup:
     drawn = [
         Line(name=page.name, series=page.series.get("loss", EMPTY), colour=number) for number, page in enumerate(pages)
     ]
-    losses = tag("div", chart.lines("training loss", drawn, unit="nats per token"), class_="wide")
-    return sections.section("Side by side", sections.table(names, rows), losses)
+    return sections.section("Side by side", sections.table(names, rows), sections.losses("training loss", drawn))
 
 
 def as_json(page: RunPage) -> dict[str, Any]:

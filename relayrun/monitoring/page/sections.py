@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from relayrun.monitoring.page.gather import RunPage
 from relayrun.monitoring.page.markup import Markup, join, tag
 from relayrun.monitoring.page.series import EMPTY, ticks
 from relayrun.monitoring.run_status import PLANNED
+from relayrun.rundir import rounds
+from relayrun.rundir.rounds import FailedRound
 
 ROWS = 200
 """A table has so many rows at most, the newest; a line says how many there are."""
@@ -52,7 +55,12 @@ def facts(page: RunPage) -> Markup:
         ("tokens a node hour", None if (rate := account.tokens_per_node_hour) is None else f"{rate:,.0f}"),
         ("MFU, all allocated time", None if account.mfu is None else f"{account.mfu:.1%}"),
     ]
-    return tag("div", *(tag("div", name, tag("b", text)) for name, text in figures if text is not None), class_="facts")
+    shown = [(name, *text.partition(" ")[::2]) for name, text in figures if text is not None]
+    return tag(
+        "div",
+        *(tag("div", name, tag("b", value, tag("small", f" {unit}") if unit else None)) for name, value, unit in shown),
+        class_="facts",
+    )
 
 
 def training(page: RunPage) -> Markup:
@@ -63,7 +71,7 @@ def training(page: RunPage) -> Markup:
         Line(name=name, series=series, colour=number, dots=True)
         for number, (name, series) in enumerate(page.validation.items(), start=1)
     ]
-    charts = [tag("div", chart.lines("loss", loss, marks=marks, unit="nats per token"), class_="wide")]
+    wide = losses("loss", loss, marks=marks)
     smaller = []
     for name, title, unit in CHARTS:
         drawn = [Line(name=title, series=page.series.get(name, EMPTY))]
@@ -72,13 +80,30 @@ def training(page: RunPage) -> Markup:
     words = (
         tag("p", f"{left_out:,} iterations have no finite loss, and are not drawn.", class_="bad") if left_out else None
     )
-    hint = tag("p", "A dashed line is where an attempt began; red where the one before it failed.", class_="soft")
+    hint = tag(
+        "p",
+        "A dashed line is where an attempt began; red where the one before it failed; "
+        "red and dotted where ranks were started again inside a job.",
+        class_="soft",
+    )
     others = tag("div", *filter(None, smaller), class_="charts")
-    return section("Training", *charts, words, others, hint if marks else None)
+    return section("Training", wide, words, others, hint if marks else None)
+
+
+def losses(title: str, drawn: Sequence[Line], *, marks: Sequence[Mark] = ()) -> Markup:
+    """Return a chart of losses, and beside it one of the last three quarters, whose changes the fall before hides."""
+    charts = [chart.lines(title, drawn, marks=marks, unit="nats per token")]
+    long = [line.series.x for line in drawn if line.series.size >= 100]
+    if long:
+        first, last = min(float(x[0]) for x in long), max(float(x[-1]) for x in long)
+        begin = round(first + (last - first) / 4)
+        later = [replace(line, series=line.series.after(begin)) for line in drawn]
+        charts.append(chart.lines(f"{title} from iteration {begin:,} on", later, marks=marks, unit="nats per token"))
+    return tag("div", *filter(None, charts), class_="wide charts")
 
 
 def attempt_marks(page: RunPage) -> list[Mark]:
-    """Return where attempts began, the newest of them, but for the first."""
+    """Return where attempts began, but for the first, and where ranks were started again; the newest of them."""
     marks = []
     before: StayAccount | None = None
     for stay, trained in zip(page.account.stays, page.trained, strict=True):
@@ -86,6 +111,9 @@ def attempt_marks(page: RunPage) -> list[Mark]:
             kind = "attempt" if before.cause in PLANNED else "failed"
             words = f"attempt {stay.attempt} from iteration {trained.first}; the one before: {before.cause}"
             marks.append(Mark(x=trained.first, words=words, kind=kind))
+        marks += [
+            Mark(x=each.next_iteration, words=each.told, kind="round") for each in failed_rounds(stay) if each.again
+        ]
         if trained is not None or stay.cause not in (*PLANNED, "running"):
             before = stay
     return marks[-ROWS:]
@@ -189,10 +217,21 @@ def attempts(page: RunPage) -> Markup:
     return section("Attempts", table(names, rows))
 
 
+def failed_rounds(stay: StayAccount) -> list[FailedRound]:
+    """Return the rounds of an allocation's attempt that failed."""
+    found = stay.stay.facts
+    return [] if found is None else rounds.read(found.attempt)
+
+
 def failures(page: RunPage) -> Markup:
-    """Return a table of the ends that nobody planned, with the nodes that were blamed."""
+    """Return a table of the ends that nobody planned, of attempts and of rounds, with the nodes that were blamed."""
     rows = []
     for stay in page.account.stays:
+        rows += [
+            (str(stay.attempt), moment(each.time), "ranks started again", each.node, each.told)
+            for each in failed_rounds(stay)
+            if each.again
+        ]
         if stay.cause in (*PLANNED, "running"):
             continue
         found = stay.stay.facts
@@ -284,7 +323,7 @@ def section(title: str, *children: str | None) -> Markup:
 def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
     """Return a table; `|n` behind a name makes it a column of numbers. Of many rows the newest are shown.
 
-    On a narrow screen a row is a list, in which each value stands behind its column's name.
+    On a narrow screen a row of more than four columns is a list, in which each value stands behind its column's name.
     """
     heads = [(name.removesuffix("|n"), "n" if name.endswith("|n") else None) for name in names]
     body = [
@@ -293,7 +332,7 @@ def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
     ]
     head = tag("thead", tag("tr", *(tag("th", name, class_=css) for name, css in heads)))
     more = tag("p", f"The newest {ROWS} of {len(rows):,}.", class_="soft") if len(rows) > ROWS else None
-    return join([tag("table", head, tag("tbody", *body)), more])
+    return join([tag("table", head, tag("tbody", *body), class_="many" if len(names) > 4 else None), more])
 
 
 def moment(seconds: float) -> str:

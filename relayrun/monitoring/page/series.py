@@ -27,6 +27,11 @@ class Series:
     def size(self) -> int:
         return int(self.x.size)
 
+    def after(self, x: float) -> Series:
+        """Return the points from this x on."""
+        there = self.x >= x
+        return Series(x=self.x[there], y=self.y[there])
+
 
 EMPTY = Series(x=np.zeros(0), y=np.zeros(0))
 
@@ -34,7 +39,8 @@ EMPTY = Series(x=np.zeros(0), y=np.zeros(0))
 def reduced(x: Points, y: Points, *, pixels: int = PIXELS) -> Series:
     """Return the points, or where there are more than two a pixel, the least and the greatest of each pixel.
 
-    `x` rises. Values that are no finite number are left out, and counted.
+    The first and the last point stay, so that charts of one run have one axis. `x` rises. Values that are
+    no finite number are left out, and counted.
     """
     finite = np.isfinite(y) & np.isfinite(x)
     left_out = int((~finite).sum()) if finite.any() else 0
@@ -45,7 +51,7 @@ def reduced(x: Points, y: Points, *, pixels: int = PIXELS) -> Series:
     starts = np.flatnonzero(np.diff(column, prepend=-1))
     order = np.lexsort((y, column))  # within a column by value
     ends = np.append(starts[1:], x.size) - 1
-    places = np.unique(np.concatenate([order[starts], order[ends]]))
+    places = np.unique(np.concatenate([[0], order[starts], order[ends], [x.size - 1]]))
     return Series(x=x[places], y=y[places], left_out=left_out)
 
 

@@ -1,0 +1,150 @@
+"""Reports in headless Chromium. UPDATE_PICTURES=1 draws the pictures of docs/report.md anew."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from relayrun.cli import main
+from relayrun.monitoring.page import overview
+from relayrun.monitoring.page.document import document
+from relayrun.monitoring.page.gather import RunPage, read_page
+from relayrun.monitoring.remaining import Remaining
+from relayrun.monitoring.run_status import Damaged, Queue, gather
+from relayrun.rundir.run import Run
+from tests import pages
+from tests.browser import Page
+from tests.history import STEP
+from tests.pictured import T, make_pictured
+
+PICTURES = Path(__file__).resolve().parents[2] / "docs/pictures"
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[RunPage]:
+    """Two runs of three attempts, as if they lay on a cluster's scratch."""
+    folder = tmp_path_factory.mktemp("pictured")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{folder}{os.pathsep}/bin")  # without Slurm's commands the chain's own times hold
+        runs = [
+            make_pictured(folder),
+            make_pictured(folder, name="ada/llama3-8b-warm", above=2.0, seed=2),
+        ]
+        return [replace(read_page(run), run=Run(Path("/scratch/ada/logs/runs") / run.path.name)) for run in runs]
+
+
+def wrong(tab: Page, path: Path, text: str) -> list[str]:
+    """All that is wrong with a page of this text; it asks for nothing but itself."""
+    path.write_text(text, encoding="utf-8")
+    return pages.complaints(tab, path.as_uri(), own=lambda url: url == path.as_uri())
+
+
+def test_a_run_of_three_attempts(tab: Page, two: list[RunPage], tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    assert wrong(tab, path, document(two[:1], now=T + 400_000)) == []
+    words = tab.evaluate("document.body.innerText")
+    for each in ("ranks started again", "uncorrectable ECC error", "nid001019", "checkpoint.interval: 500 -> 250"):
+        assert each in words, each
+    assert tab.evaluate("document.querySelectorAll('line.round').length") == 6
+    if os.environ.get("UPDATE_PICTURES"):
+        tab.show(path.as_uri(), width=1200)
+        pages.keep_picture(tab.picture(height=1500), PICTURES / "report.png")
+        tab.show(path.as_uri(), width=400, scheme="dark")
+        pages.keep_picture(tab.picture(height=1500), PICTURES / "report-phone.png")
+
+
+def test_two_runs_side_by_side(tab: Page, two: list[RunPage], tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    assert wrong(tab, path, document(two, now=T + 400_000)) == []
+    if os.environ.get("UPDATE_PICTURES"):
+        tab.show(path.as_uri(), width=1200, scheme="dark")
+        pages.keep_picture(tab.picture(height=640), PICTURES / "report-two.png")
+
+
+def test_names_and_words_without_a_space(tab: Page, two: list[RunPage], tmp_path: Path) -> None:
+    long = "without-a-space-" * 20
+    account = replace(two[0].account, name=long)
+    entry = replace(two[0], account=account, config=long, stop=long, run=Run(Path("/") / long[:200] / long[:200]))
+    entry = replace(entry, validation={long: two[0].validation["held-out web"]})
+    assert wrong(tab, tmp_path / "long.html", document([entry, entry], now=T)) == []
+
+
+def test_a_list_of_runs(tab: Page, two: list[RunPage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin")
+    now = T + 5 * 86400
+    done = gather(make_pictured(tmp_path), Queue(), now=now)
+    left = Remaining(
+        iterations=3380, seconds=203_000.0, node_hours=902.2, earliest_end=None, attempts=3, queue_seconds=None
+    )
+    going = replace(done, state="running", stop=None, remaining=left, last_end="saved: time limit near", loss=2.3911)
+    dead = replace(going, state="broken", broken="attempt 4, job 880421, NODE_FAIL on nid001019", iteration=5120)
+    names = {
+        "ada/llama3-8b-warm": replace(going, iteration=2620, durable_iteration=2500, step_time=now - 41),
+        "ada/llama3-8b-long": replace(going, iteration=1110, durable_iteration=1000, step_time=now - 12, loss=2.6032),
+        "ada/llama3-8b-wsd": replace(going, state="queued", iteration=4250, durable_iteration=4250, loss=2.3327),
+        "ada/llama3-70b": replace(dead, step_time=now - 5400, durable_iteration=5000),
+        "ada/llama3-8b": replace(done, durable_iteration=6000),
+    }
+    goodput = dict(zip(names, ("95.1%", "…", "93.8%", "88.2%", "94.9%"), strict=True))
+    text = overview.overview("/scratch/ada/logs/runs", list(names.items()), goodput, now=now, of=5)
+    path = tmp_path / "runs.html"
+    assert wrong(tab, path, text.replace('http-equiv="refresh"', 'name="none"')) == []
+    if os.environ.get("UPDATE_PICTURES"):
+        tab.show(path.as_uri(), width=1200)
+        pages.keep_picture(tab.picture(height=400), PICTURES / "report-runs.png")
+    long = "without-a-space-" * 20
+    entries = [(long, replace(dead, broken=long)), (long, Damaged(path=long, error=long))] * 2
+    text = overview.overview(f"/{long}", entries, {long: "…"}, now=now, page=2, pages=3, of=250)
+    assert wrong(tab, path, text.replace('http-equiv="refresh"', 'name="none"')) == []
+
+
+@pytest.mark.long
+def test_a_million_iterations(tab: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin")
+    run = make_pictured(tmp_path)
+    attempt = run.attempt(3)
+    with open(attempt.metrics, "w") as file:
+        file.writelines(STEP.format(number) for number in range(3751, 1_003_751))
+    target = tmp_path / "long.html"
+    assert main(["report", str(run.path), "--html", str(target)]) == 0
+    assert wrong(tab, target, target.read_text(encoding="utf-8")) == []
+
+
+PLANTED = {
+    "<p style='width:500px'>wide</p>": "p. wide: from",
+    "<p style='width:50px;white-space:nowrap'>more than fits</p>": "p. more than fits: holds",
+    "<p style='color:#aaa;background:#fff'>pale</p>": "pale: 2.32",
+    "<p style='color:#444'>by day alone</p>": "400 dark screen: by day alone",
+    "<img src='http://127.0.0.1:9/x.png'>": "asks for http://127.0.0.1:9/x.png",
+    "<script>console.warn('hm')</script>": "hm",
+    "<script>nothing()</script>": "nothing is not defined",
+    "<div class='x' style='height:1em'><span>100</span><span style='left:3px'>200</span></div>": "100 and 200 overlap",
+}
+"""What is put into a page, and what is said of it."""
+
+
+def test_what_is_wrong_is_found(tab: Page, two: list[RunPage], tmp_path: Path) -> None:
+    text = document(two[:1], now=T).replace("<main>", f"<main>{''.join(PLANTED)}", 1)
+    assert text.count("Content-Security-Policy") == 1
+    complaints = wrong(tab, tmp_path / "planted.html", text.replace("Content-Security-Policy", "none"))
+    for planted, found in PLANTED.items():
+        assert any(found in each for each in complaints), planted
+
+
+def test_the_policy_of_the_page_keeps_it_from_the_network(tab: Page, two: list[RunPage], tmp_path: Path) -> None:
+    path = tmp_path / "planted.html"
+    text = document(two[:1], now=T).replace("<main>", "<main><img src='http://127.0.0.1:9/x.png'>", 1)
+    path.write_text(text, encoding="utf-8")
+    seen = tab.show(path.as_uri(), width=400)
+    assert any("Content Security Policy" in each for each in seen.complaints)
+
+
+def test_the_pictures_of_the_docs_are_small() -> None:
+    found = sorted(PICTURES.glob("report*.png"))
+    assert {path.name for path in found} >= {"report.png", "report-phone.png", "report-two.png", "report-runs.png"}
+    assert all(path.stat().st_size < 150_000 for path in found)
