@@ -17,7 +17,7 @@ from pathlib import Path
 
 from relayrun.agent.coordinator import FAILED
 from relayrun.agent.lines import Lines, Message
-from relayrun.agent.memory import FOLDER, ITERATION, PLACE, iterations, make_folder
+from relayrun.agent.memory import FOLDER, ITERATION, PLACE, held, make_folder
 from relayrun.agent.reception import Reception
 from relayrun.agent.server import ForkServer
 from relayrun.files import remove_leftovers
@@ -220,5 +220,5 @@ class Agent:
         self._said_ended = self._round
         for command in leftover.end({MARK: self._mark}):
             self._say(f"a process that the ranks left behind is ended: {command}")
-        copies = [iterations(self._memory, rank) if self._memory is not None else [] for rank in self._ranks]
+        copies = [] if self._memory is None else held(self._memory)
         self._upward.send("ended", round=self._round, memory=copies)

@@ -21,6 +21,7 @@ from typing import Literal
 
 from relayrun.agent.decide import Death, RoundFacts, first_death, why_not_again
 from relayrun.agent.lines import Lines, Message
+from relayrun.agent.memory import Held, newest
 from relayrun.errors import RelayrunError, RunDirError
 from relayrun.rundir import rounds
 from relayrun.rundir.attempt import Attempt
@@ -66,8 +67,10 @@ class Coordinator:
         self._names: dict[int, str] = {}
         self._deaths: list[Death] = []
         self._ended: set[int] = set()
-        self._memory: list[set[int]] = []
-        """For each rank, the iterations of which its node's memory has a copy."""
+        self._memory: list[Held] = []
+        """The copies in the memory of all nodes."""
+        self._source = "disk"
+        """Where this round has its state from: `disk`, `memory` or `neighbour`."""
         self._from = self._base.iteration
         """The iteration from which this round started."""
         self._asked = ""
@@ -98,7 +101,7 @@ class Coordinator:
                 self._dead(Death(rank=rank, node=self._names[node], code=code, error=error))
         elif kind == "ended":
             self._ended.add(node)
-            self._memory += [set(found) for found in message["memory"]]
+            self._memory += [Held(*copy) for copy in message["memory"]]
             if len(self._ended) == self._nodes:
                 self._all_gone()
         elif kind == "started":
@@ -127,9 +130,9 @@ class Coordinator:
         if len(self._ended) == self._nodes:
             self._all_gone()
 
-    def _start(self, base: Durable, *, memory: int | None) -> None:
+    def _start(self, base: Durable, *, memory: int | None, source: str = "disk") -> None:
         """Give out the next round: from copies in memory of iteration `memory`, or else from `base`."""
-        self._from = base.iteration if memory is None else memory
+        self._from, self._source = base.iteration if memory is None else memory, source
         self._phase, self._round = "running", self._round + 1
         self._deaths, self._ended, self._memory, self._started = [], set(), [], {}
         port = free_port("")
@@ -171,8 +174,8 @@ class Coordinator:
             failures = {failure.rank: failure for failure in self._failures()}
             death = self._first(failures)
             base = rounds.newest_checkpoint(self._run, self._attempt)
-            memory = self._newest_copies(after=base.iteration)
-            failed = self._judge(death, base, memory)
+            memory, source = newest(self._memory, ranks=self._ranks, after=base.iteration) or (None, "disk")
+            failed = self._judge(death, base, memory, source)
             rounds.append(self._attempt, failed)
             if failed.again:
                 number = self._round + 1
@@ -187,18 +190,11 @@ class Coordinator:
             return
         self._say(failed.told)
         if failed.again:
-            self._start(base, memory=memory)
+            self._start(base, memory=memory, source=source)
         else:
             self._leave(death.exit_code or FAILED)
 
-    def _newest_copies(self, *, after: int) -> int | None:
-        """The newest iteration of which every rank has a copy in memory; None where none is later than `after`."""
-        if len(self._memory) < self._ranks:
-            return None
-        common = set.intersection(*self._memory)
-        return max((iteration for iteration in common if iteration > after), default=None)
-
-    def _judge(self, death: Death, base: Durable, memory: int | None) -> FailedRound:
+    def _judge(self, death: Death, base: Durable, memory: int | None, source: str) -> FailedRound:
         start = base.iteration if memory is None else memory
         earlier = rounds.read(self._attempt)
         iteration = rounds.newest_iteration(self._attempt)
@@ -225,7 +221,7 @@ class Coordinator:
             base_iteration=self._from,
             durable_iteration=base.iteration,
             next_iteration=start,
-            source="disk" if memory is None else "memory",
+            source=source,
             again=reason is None,
             reason=reason or "",
             steps_lost=max(0, iteration - start),
@@ -254,10 +250,10 @@ class Coordinator:
         seconds |= {"records": self._given_out - self._all_ended, "all": stepped - self._noticed}
         source, reached = self._started.get("source", "disk"), int(self._started.get("iteration", self._from))
         other = {}
-        if reached != self._from:  # copies that were not whole, or a damaged checkpoint
+        if (reached, source) != (self._from, self._source):  # copies that were not whole, or a damaged checkpoint
             lost = rounds.read(self._attempt)[-1].iteration - reached
             other = {"source": source, "next_iteration": reached, "steps_lost": lost}
-            self._from = reached
+            self._from, self._source = reached, source
         try:
             rounds.amend(self._attempt, self._round - 1, seconds=seconds, **other)
         except OSError as error:

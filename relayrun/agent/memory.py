@@ -1,9 +1,10 @@
-"""Copies of ranks' states in the memory of their own node, which outlive the ranks. Standard library only.
+"""Copies of ranks' states in the memory of their node and of the next one, which outlive the ranks.
 
-Each rank has two slots, files in a folder of /dev/shm that belongs to the node's agent. They take turns, so that one is
-whole while the other is written. A slot has a header of one line of JSON, which is there from the moment it counts:
+Standard library only. Each rank has two slots, files in a folder of /dev/shm that belongs to the node's agent, and two
+more for the copies that it keeps of a rank of the node before. Two take turns, so that one is whole while the other is
+written. A slot has a header of one line of JSON, which is there from the moment it counts:
 
-    {"iteration": 447, "size": 123456, "plain": 789, "layout": "...", "hash": "..."}
+    {"rank": 3, "ranks": 8, "iteration": 447, "size": 123456, "plain": 789, "layout": "...", "hash": "..."}
 
 The agent removes the folder when it ends; one that a killed agent left is removed by the next one on its node.
 """
@@ -15,8 +16,10 @@ import errno
 import json
 import mmap
 import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from relayrun.errors import RelayrunError
 from relayrun.files import free_space, temporary_prefix
@@ -29,6 +32,9 @@ ITERATION = "RELAYRUN_MEMORY_ITERATION"
 HEADER = 4096
 """Bytes before a copy; a page, so that the copy begins with one."""
 SLOTS = 2
+OWN, KEPT = "rank", "kept"
+"""What the names of a rank's own copies begin with, and of those that are kept for a rank of another node."""
+_NAME = re.compile(rf"({OWN}|{KEPT})-(\d+)\.(\d)")
 
 
 class NoRoom(RelayrunError):
@@ -46,17 +52,52 @@ def make_folder() -> Path:
     return folder
 
 
-def iterations(folder: Path, rank: int) -> list[int]:
-    """The iterations of which a rank has a copy in this folder."""
-    headers = (Slot(folder, rank, number).header() for number in range(SLOTS))
-    return [int(header["iteration"]) for header in headers if header is not None]
+class Held(NamedTuple):
+    """A whole copy in the memory of a node."""
+
+    rank: int
+    """Whose state it is."""
+    iteration: int
+    hash: str
+    kept: bool
+    """Whether it is kept for a rank of another node."""
+
+
+def held(folder: Path) -> list[Held]:
+    """The copies in this folder; what has no whole header is none."""
+    found = []
+    for path in sorted(folder.glob("*-*.*")):
+        if (name := _NAME.fullmatch(path.name)) is None:
+            continue
+        rank, kept = int(name[2]), name[1] == KEPT
+        header = Slot(folder, rank, int(name[3]), kept=kept).header() or {}
+        if isinstance(header.get("iteration"), int) and isinstance(header.get("hash"), str):
+            found.append(Held(rank, header["iteration"], header["hash"], kept))
+    return found
+
+
+def newest(copies: Iterable[Held], *, ranks: int, after: int) -> tuple[int, str] | None:
+    """The newest iteration after `after` of which there is a copy for each of these ranks, and where most are from.
+
+    That is `memory` where each rank has its own, and `neighbour` where one has lost it and another node keeps it. Two
+    copies of one rank must agree on the hash, or that iteration does not count. None where there is no such iteration.
+    """
+    found: dict[int, dict[int, dict[bool, str]]] = {}
+    for copy in copies:
+        found.setdefault(copy.iteration, {}).setdefault(copy.rank, {})[copy.kept] = copy.hash
+    for iteration in sorted((known for known in found if known > after), reverse=True):
+        places = [found[iteration].get(rank, {}) for rank in range(ranks)]
+        if all(len(set(place.values())) == 1 for place in places):
+            return iteration, "memory" if all(False in place for place in places) else "neighbour"
+    return None
 
 
 class Slot:
     """One of a rank's files; nothing of it is made before `reserve`."""
 
-    def __init__(self, folder: Path, rank: int, number: int) -> None:
-        self.path = folder / f"rank-{rank:04}.{number}"
+    def __init__(self, folder: Path, rank: int, number: int, *, kept: bool = False) -> None:
+        """`kept`: on another node than the rank's own."""
+        self.path = folder / f"{KEPT if kept else OWN}-{rank:04}.{number}"
         self.map: mmap.mmap | None = None
 
     def header(self) -> dict[str, Any] | None:
@@ -68,8 +109,8 @@ class Slot:
                 return found
         return None
 
-    def reserve(self, size: int) -> mmap.mmap:
-        """Return the slot with room for a copy of `size` bytes behind the header.
+    def reserve(self, size: int, *, spare: int = 0) -> mmap.mmap:
+        """Return the slot with room for a copy of `size` bytes behind the header; `spare`: so much more where it grows.
 
         The room is allocated at once: else a full file system would end the rank in the middle of a copy (SIGBUS).
         Raises NoRoom with the figures.
@@ -78,8 +119,8 @@ class Slot:
             return self.map
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.posix_fallocate(fd, 0, HEADER + size)
-            self.map = mmap.mmap(fd, HEADER + size)
+            os.posix_fallocate(fd, 0, HEADER + size + spare)
+            self.map = mmap.mmap(fd, HEADER + size + spare)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                 raise
@@ -95,8 +136,8 @@ class Slot:
     def void(self) -> None:
         """Let it hold nothing: before it is written, and where what it holds must not be taken up."""
         if self.map is None:
-            with contextlib.suppress(FileNotFoundError):
-                self.path.unlink()
+            with contextlib.suppress(FileNotFoundError), open(self.path, "r+b") as file:
+                file.write(b"\0")
         else:
             self.map[:1] = b"\0"
 

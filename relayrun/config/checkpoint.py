@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -51,9 +51,10 @@ class Checkpoint(Section):
     mirror: Mirror | None = None
     """Where committed checkpoints are copied to, beside the jobs and by `relayrun checkpoint mirror`; default: nowhere.
     `relayrun checkpoint restore` brings one back."""
-    memory_interval: NonNegative = 0
-    """With chain.recovery `node`: iterations between copies of each rank's state in the memory of its own node
-    (/dev/shm), from which ranks go on that are started again. Two copies take that room. 0: from the disk."""
+    memory_interval: Literal["auto"] | NonNegative = 0
+    """With chain.recovery `node`: iterations between copies of each rank's state in the memory of its own node and the
+    next one (/dev/shm), from which ranks go on that are started again. It takes the room of two copies, on several
+    nodes of four. `auto`: as often as 2 % of the steps' time allow. 0: from the disk."""
     load: str | None = None
     """What a run without a checkpoint of its own goes on from: another run (its directory, or PROJECT/NAME), the
     folder of a checkpoint, or one of Megatron-LM with its checkpoints; `:ITERATION` takes another than the newest."""

@@ -65,6 +65,11 @@ class Attempt:
         return self.path / "rounds.jsonl"
 
     @property
+    def memory_intervals(self) -> Path:
+        """A line per choice of `checkpoint.memory_interval: auto`, with what was measured, by rank 0."""
+        return self.path / "memory_intervals.jsonl"
+
+    @property
     def metrics(self) -> Path:
         """A line per iteration, by rank 0."""
         return self.path / "metrics.jsonl"

@@ -27,6 +27,9 @@ VARIABLE = "RELAYRUN_ROUND"
 """Environment variable of the ranks that has the number of their round."""
 
 
+PLACES = {"memory": " (memory)", "neighbour": " (memory of a neighbour)"}
+"""How people are told where a state came from that was not read from the disk."""
+
 SECONDS = {
     "end": "from the first failure that was noticed until no rank was left",
     "records": "until the next round was given out",
@@ -62,7 +65,8 @@ class FailedRound(Record):
     next_iteration: int
     """From which the next round starts: that one, or a later one of which all ranks have a copy in memory."""
     source: str = "disk"
-    """Where the next round has that from: `disk` or `memory`."""
+    """Where the next round has that from: `disk`, `memory` (each rank its own node's), or `neighbour`, where a rank has
+    lost its copy, and the memory of the next node had one."""
     again: bool
     """Whether the ranks were started again."""
     reason: str = ""
@@ -86,7 +90,7 @@ class FailedRound(Record):
         text = f"round {self.round}: {self.culprit}, at iteration {self.iteration}"
         if not self.again:
             return f"{text}; {self.reason}"
-        text += f"; again from iteration {self.next_iteration}" + " (memory)" * (self.source == "memory")
+        text += f"; again from iteration {self.next_iteration}" + PLACES.get(self.source, "")
         return text + (f", {seconds:.1f} s to the next step" if (seconds := self.seconds.get("all")) else "")
 
 

@@ -7,7 +7,7 @@
     manifest.json                the frozen, ordered list of shards
     attempts/0007/               begin.json end.json            written by the supervisor
                                  outcome.json data.json commits.jsonl metrics.jsonl failed_saves.jsonl
-                                 rewinds.jsonl                  by rank 0
+                                 rewinds.jsonl memory_intervals.jsonl   by rank 0
                                  rounds.jsonl                   by the agents
                                  stop                           asks the ranks to save and leave
     attempts.jsonl metrics.jsonl merged views, written by the supervisor

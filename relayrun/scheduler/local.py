@@ -176,7 +176,7 @@ class LocalScheduler:
 
     def rank_launch(self, plan: Plan, job: Job, *, leave_signal: signal.Signals | None) -> RankLaunch:
         del leave_signal  # the batch script sends it
-        tasks = 1 if plan.recovery == "node" else plan.ntasks
+        tasks = plan.nodes if plan.recovery == "node" else plan.ntasks
         starter = ["-m", "relayrun.scheduler.tasks", f"--ntasks={tasks}", f"--pid-file={self._starter_pid}", "--"]
         return RankLaunch(command=[plan.host_python, *starter])  # which picks a free port
 

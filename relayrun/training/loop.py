@@ -169,15 +169,15 @@ class Training:
             + (f"iteration {self.position.iteration} ({self.source})" if self.source else "the beginning")
         )
         self.reader = self._set_out()
-        self._copied = self.position.iteration
-        """The newest iteration that has a copy in memory, or needs none."""
+        if self.memory is not None:
+            self.memory.begin(self.position.iteration)
 
     def _memory_tier(self) -> MemoryTier | None:
         """Copies of the state in this node's memory, where there is an agent to keep them."""
         folder = agent_link.memory_folder()
         if folder is None or not self.config.checkpoint.memory_interval:
             return None
-        return MemoryTier(folder, self.checkpointer, self.ranks)
+        return MemoryTier(folder, self.config, self.attempt, self.checkpointer, self.ranks, say=self.metrics.say)
 
     def _take_up_first(self, base: Durable) -> tuple[str, int]:
         """Put the state in place from which this start goes on; return where it came from, and what is durable."""
@@ -186,9 +186,10 @@ class Training:
             position = self.memory.load(iteration, self.config.training.batch_sizes)
             if position is not None:
                 self.position = position
-                return "memory", base.iteration
-            self.memory.void()
+                return self.memory.source, base.iteration
             self.metrics.say(f"the copies of iteration {iteration} in memory are not whole; from the disk")
+        if self.memory is not None:
+            self.memory.void()
         taken = self._take_up_whole(base)
         if self.ranks.rank == 0 and agent_link.round_number() > 1:  # it may be further back than was meant
             rounds.mark(self.attempt, taken.iteration, number=agent_link.round_number())
@@ -277,9 +278,9 @@ class Training:
                 self.saver.asked(self.position)
             if at % self.config.checkpoint.interval == 0:
                 self.saver.due(self.position)
-            if self.memory is not None and at % self.config.checkpoint.memory_interval == 0 and at != self._copied:
-                self._copied = at
-                self.saver.stall_seconds += self.memory.save(self.position)
+            if self.memory is not None and self.memory.due(at):
+                usual = self.timings.step_median or 0.0
+                self.saver.stall_seconds += self.memory.save(self.position, step_seconds=usual)
             if not self._step():
                 continue
             interval = self.config.training.eval_interval
@@ -460,12 +461,14 @@ def train(
     training = Training(run, begin, config, ranks, flag, timings, pulse)
     if ranks.rank == 0:
         times = Started(process=process_began, imported=imported, initialised=training.initialised, loaded=time.time())
-        source = training.source if training.source == "memory" else "disk"
+        source = training.source if training.source in rounds.PLACES else "disk"
         agent_link.tell("started", **asdict(times), source=source, iteration=training.position.iteration)
         if not run.attempt(begin.attempt).started.exists():  # of later rounds, rounds.jsonl has the times
             record_start(run.attempt(begin.attempt), times)
     training.hooks.at_start(training.position.iteration, training.position.consumed_samples)
     outcome = training.run()
+    if training.memory is not None:
+        training.memory.finish()
     training.reader.close()
     training.metrics.say(f"leaving at iteration {outcome.iteration}: {outcome.outcome} ({outcome.reason})")
     parallel.stop()

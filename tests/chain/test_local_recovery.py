@@ -107,7 +107,7 @@ def test_ranks_go_on_from_memory_and_never_from_copies_that_were_changed(tmp_pat
     assert (found[3].iteration, found[3].source, found[3].next_iteration) == (12, "disk", 10)
     assert (found[4].next_iteration, found[4].source) == (16, "memory")
     assert_same_run(run, workspace.run("whole"))
-    folder = Path((run.path / "memory-folder").read_text())
+    folder = Path((run.path / "memory-folder-0").read_text())
     assert folder.parent == Path("/dev/shm")
     assert not folder.exists()
 

@@ -2,8 +2,10 @@
 
     {hook: "tests.training.killing:Kills", options: {kills: ["1:1:setup", "2:0:forward:12", "3:0:save:10"]}}
 
-Each entry is ROUND:RANK:WHERE[:ITERATION]. `spoil` is `update`, after a byte of all its copies in memory was changed.
-Where there are no rounds nothing is killed.
+Each entry is ROUND:RANK:WHERE[:ITERATION]. Some are `update`, after something was done to copies in memory: `spoil`, a
+byte of all its own was changed; `spoil-all`, and of those that the next node keeps of it; `lose`, its node's folder was
+emptied, as that of a node which takes the place of a lost one. `send` is while the copy of that iteration is on its way
+to the next node. Where there are no rounds nothing is killed.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from relayrun.agent.memory import HEADER
+from relayrun.training.checkpoint.neighbour import Neighbour
 from relayrun.training.hooks import Context, Gradients, Hook, StepStart
 
 
@@ -24,8 +28,13 @@ class Kills(Hook):
 
     def setup(self, context: Context) -> None:
         self._rank = context.ranks.rank
-        (context.run_dir / "memory-folder").write_text(os.environ.get("RELAYRUN_MEMORY", ""))
+        self._folders = context.run_dir
+        self._folder = Path(os.environ.get("RELAYRUN_MEMORY", ""))
+        (context.run_dir / f"memory-folder-{self._rank}").write_text(str(self._folder))
         self._here("setup")
+        self._sent = 0
+        if any(kill.startswith(f"{self._rank}:send:") for kill in self._kills):
+            self._watch_neighbour()
         context.model.chunks[0].register_forward_pre_hook(self._forward)
 
     def _here(self, where: str) -> None:
@@ -41,16 +50,42 @@ class Kills(Hook):
 
     def before_update(self, gradients: Gradients) -> None:
         """All ranks have computed their gradients."""
-        if f"{self._rank}:spoil:{gradients.iteration}" in self._kills:
-            for path in Path(os.environ["RELAYRUN_MEMORY"]).glob(f"rank-{self._rank:04}.*"):
-                with path.open("r+b") as file:
-                    file.seek(-200, os.SEEK_END)
-                    byte = file.read(1)
-                    file.seek(-200, os.SEEK_END)
-                    file.write(bytes([byte[0] ^ 1]))
+        at = gradients.iteration
+        if f"{self._rank}:spoil:{at}" in self._kills:
+            spoil(self._folder, f"rank-{self._rank:04}.*")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if f"{self._rank}:spoil-all:{at}" in self._kills:
+            for path in self._folders.glob("memory-folder-*"):
+                spoil(Path(path.read_text()), f"*-{self._rank:04}.*")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if f"{self._rank}:lose:{at}" in self._kills:
+            for path in self._folder.iterdir():
+                path.unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         self._here(f"update:{gradients.iteration}")
+
+    def _watch_neighbour(self) -> None:
+        """Kill this rank when it has sent the header of its copy, and not the copy."""
+        sends = Neighbour._pass
+
+        def send(neighbour: Neighbour, to: int | None, out: Any, source: int | None, into: Any) -> None:
+            self._sent += 1
+            if self._sent % 2 == 0:  # behind a header
+                self._here(f"send:{self._iteration}")
+            sends(neighbour, to, out, source, into)
+
+        Neighbour._pass = send  # type: ignore[method-assign]
 
     def before_publish(self, iteration: int, folder: Path) -> None:
         """All bytes of the checkpoint are written, and it does not count yet."""
         self._here(f"save:{iteration}")
+
+
+def spoil(folder: Path, names: str) -> None:
+    """Change a byte of each of these files."""
+    for path in folder.glob(names):
+        with path.open("r+b") as file:
+            file.seek(HEADER + 5000)
+            byte = file.read(1)
+            file.seek(HEADER + 5000)
+            file.write(bytes([byte[0] ^ 1]))

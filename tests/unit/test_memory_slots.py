@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.agent import memory
-from relayrun.agent.memory import HEADER, NoRoom, Slot, iterations
+from relayrun.agent.memory import HEADER, Held, NoRoom, Slot, held, newest
 from relayrun.files import remove_leftovers
 
 
@@ -17,7 +17,11 @@ def write(slot: Slot, iteration: int, body: bytes) -> None:
     view = slot.reserve(len(body))
     slot.void()
     view[HEADER : HEADER + len(body)] = body
-    slot.commit(iteration=iteration, size=len(body))
+    slot.commit(iteration=iteration, size=len(body), hash="h")
+
+
+def iterations(folder: Path, rank: int) -> list[int]:
+    return [copy.iteration for copy in held(folder) if copy.rank == rank and not copy.kept]
 
 
 def test_a_slot_counts_from_its_header_on(tmp_path: Path) -> None:
@@ -34,7 +38,7 @@ def test_a_slot_counts_from_its_header_on(tmp_path: Path) -> None:
     view[HEADER : HEADER + 2500] = b"c" * 2500  # and then its rank was killed
     assert iterations(folder, 3) == [47]
     again = Slot(folder, 3, 1)  # as the rank of the next round finds it
-    assert again.header() == {"iteration": 47, "size": 5000}
+    assert again.header() == {"iteration": 47, "size": 5000, "hash": "h"}
     assert bytes(again.open()[HEADER : HEADER + 5000]) == b"b" * 5000
     again.void()
     assert iterations(folder, 3) == []
@@ -79,3 +83,28 @@ def test_a_header_that_is_none_counts_as_no_copy(tmp_path: Path) -> None:
     for text in (b"", b"\0" * 5000, b"[1]\n", b'{"iteration": \n'):
         slot.path.write_bytes(text)
         assert slot.header() is None
+
+
+def test_copies_that_are_kept_for_another_node_have_names_of_their_own(tmp_path: Path) -> None:
+    write(Slot(tmp_path, 3, 0), 46, b"a")
+    write(Slot(tmp_path, 3, 1, kept=True), 47, b"b")
+    (tmp_path / "other-0003.0").write_bytes(b"")
+    assert held(tmp_path) == [Held(3, 47, "h", True), Held(3, 46, "h", False)]
+
+
+def test_an_iteration_counts_where_every_rank_has_a_copy_and_all_agree_on_its_hash() -> None:
+    def of(rank: int, iteration: int, digest: str = "", *, kept: bool = False) -> Held:
+        return Held(rank, iteration, digest or f"{rank}.{iteration}", kept)
+
+    own = [of(0, 46), of(0, 47), of(1, 46), of(1, 47)]
+    assert newest(own, ranks=2, after=40) == (47, "memory")
+    assert newest(own, ranks=2, after=47) is None
+    assert newest(own, ranks=3, after=40) is None
+    assert newest(own[:3], ranks=2, after=40) == (46, "memory")  # one has not copied 47 yet
+    assert newest([*own[:2], of(1, 46, kept=True)], ranks=2, after=40) == (
+        46,
+        "neighbour",
+    )
+    assert newest([*own, of(1, 47, kept=True)], ranks=2, after=40) == (47, "memory")
+    assert newest([*own, of(1, 47, "other", kept=True)], ranks=2, after=40) == (46, "memory")
+    assert newest([], ranks=2, after=0) is None

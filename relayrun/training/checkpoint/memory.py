@@ -1,9 +1,8 @@
-"""A rank's whole state in the memory of its own node, for rounds in which ranks died and no node was lost.
+"""A rank's whole state in the memory of its own node and of the next one, for rounds after the loss of ranks or a node.
 
 A copy holds what the rank itself has of the state: the parts of model and optimizer, its generators, and the plain
-values of a checkpoint. So it fits the layout of this job alone, and nothing is sent. It counts for a round when every
-rank has one of the same iteration, and is put in place only if every rank finds the bytes that it wrote: XXH3-128 over
-all of them, and the names, shapes and types of the parts.
+values of a checkpoint. So it fits the layout of this job alone. It counts for a round when every rank has one of the
+same iteration, its own or a neighbour's, and is put in place only if every rank finds the bytes that were written.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import io
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -26,9 +25,16 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedStateDi
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
-from relayrun.agent.memory import HEADER, SLOTS, NoRoom, Slot
+from relayrun.agent.memory import SLOTS, NoRoom, Slot
 from relayrun.config.rampup import BatchSizes
+from relayrun.config.schema import RunConfig
 from relayrun.data.progress import Progress
+from relayrun.errors import InputError
+from relayrun.files import append_line, read_lines_backwards
+from relayrun.rundir.attempt import Attempt
+from relayrun.training.checkpoint.memory_copy import MemoryCopy, whole, write
+from relayrun.training.checkpoint.memory_interval import CopyInterval, Measured
+from relayrun.training.checkpoint.neighbour import Neighbour, void
 from relayrun.training.checkpoint.state import Checkpointer
 from relayrun.training.parallel import Ranks
 
@@ -36,48 +42,102 @@ log = logging.getLogger(__name__)
 
 
 class MemoryTier:
-    """The copies of one rank. `load` is called by all ranks together, `save` at the same iterations."""
+    """The copies of one rank. Every method is called by all ranks together."""
 
-    def __init__(self, folder: Path, checkpointer: Checkpointer, ranks: Ranks) -> None:
-        """`folder`: of the agent, in memory."""
-        self._checkpointer, self._ranks = checkpointer, ranks
+    def __init__(
+        self,
+        folder: Path,
+        config: RunConfig,
+        attempt: Attempt,
+        checkpointer: Checkpointer,
+        ranks: Ranks,
+        *,
+        say: Callable[[str], None],
+    ) -> None:
+        """`folder`: of the agent, in memory. `say`: a line on the console of rank 0."""
+        self._checkpointer, self._ranks, self._attempt, self._say = checkpointer, ranks, attempt, say
+        self._asked = config.checkpoint.memory_interval
         self._slots = [Slot(folder, ranks.rank, number) for number in range(SLOTS)]
+        per_node = config.job.ntasks_per_node
+        self._neighbour = Neighbour(folder, ranks, per_node=per_node) if per_node < ranks.world_size else None
         self._on = True
+        self.source = "memory"
+        """Where the state was that `load` has put in place: there, or with a `neighbour`."""
+
+    def begin(self, iteration: int) -> None:
+        """Training goes on from here; `due` may be asked from now on."""
+        known = self._ranks.on_first_rank(self._known, InputError) if self._asked == "auto" else None
+        asked = None if self._asked == "auto" else self._asked
+        self._interval = CopyInterval(asked, at=iteration, known=known)
+
+    def due(self, iteration: int) -> bool:
+        """Whether the state of this iteration is to be copied."""
+        return self._on and self._interval.due(iteration)
 
     @torch.no_grad()
-    def save(self, position: Progress) -> float:
-        """Copy the state as it is now; return the seconds it took. Where there is no room, say so once and go on."""
+    def save(self, position: Progress, *, step_seconds: float) -> float:
+        """Copy the state as it is now, and begin to send it to the neighbour; return the seconds that training waited.
+
+        Where a rank has no room, it says so once, and all go on without copies. `step_seconds`: of a step, usually; 0
+        where that is not known yet.
+        """
         started = time.perf_counter()
-        state = self._checkpointer.state(position)  # by all ranks: a hook may gather
-        if self._on:
-            try:
-                self._write(position.iteration, state)
-            except (NoRoom, OSError) as error:
-                self._on = False
-                self.void()
-                log.warning("rank %s: no copies in memory: %s; rounds start from the disk", self._ranks.rank, error)
+        sent = 0.0
+        if self._neighbour is not None:
+            self._neighbour.wait()
+            sent = self._neighbour.seconds
+        written = None
+        try:
+            written = self._write(position.iteration, self._checkpointer.state(position))
+        except (NoRoom, OSError) as error:
+            words = "no copies in memory: %s; rounds start from the disk"
+            log.warning("rank %s: " + words, self._ranks.rank, error)
+        figures = [
+            int(written is None),
+            *(int(1e6 * each) for each in (time.perf_counter() - started, sent, step_seconds)),
+        ]
+        failed, *measured = self._ranks.maximum(figures)
+        if failed:
+            self._on = False
+            self.void()
+        else:
+            copy, neighbour, step = (each / 1e6 for each in measured)
+            changed = self._interval.copied(position.iteration, copy=copy, neighbour=neighbour, step=step)
+            if changed is not None and self._ranks.rank == 0:
+                self._note(position.iteration, changed)
+            if self._neighbour is not None and written is not None:
+                self._neighbour.begin(written)
         return time.perf_counter() - started
 
-    def void(self) -> None:
-        """Let no copy count: training goes back on purpose."""
-        for slot in self._slots:
-            slot.void()
+    def finish(self) -> None:
+        """Wait for what is under way."""
+        if self._neighbour is not None:
+            self._neighbour.wait()
+
+    def void(self, *, after: int = -1) -> None:
+        """Let no copy count that is later than iteration `after`: training goes back on purpose, or has gone back.
+
+        Later copies are of steps that are computed again, and must not be mixed with those of the second time.
+        """
+        void(self._slots, after=after)
+        if self._neighbour is not None:
+            self._neighbour.void(after=after)
 
     def load(self, iteration: int, sizes: BatchSizes) -> Progress | None:
         """Put the copies of this iteration in place; return where they stand.
 
-        None, on every rank, where one of them has not what it wrote; then nothing has changed.
+        None, on every rank, where one of them has not what it wrote, nor its neighbour; then nothing has changed.
         """
-        found = self._read(iteration)
+        found = self._find(iteration)
         wanted = self._checkpointer.wanted()
-        names = None if found is None else _layout(_parts_of_load(wanted)[0])
-        bad = found is None or found[0] != names
+        bad = found is None or found.header["layout"] != _layout(_parts_of_load(wanted)[0])
         if bad:
-            log.warning("rank %s: its copy of iteration %s in memory is not what it wrote", self._ranks.rank, iteration)
+            log.warning("rank %s: no copy of iteration %s in memory is what was written", self._ranks.rank, iteration)
         if self._ranks.maximum([int(bad)])[0]:
             return None
         assert found is not None
-        _, plain, body = found
+        self.void(after=iteration)
+        plain, body = found.body[: found.header["plain"]].tobytes(), found.body[found.header["plain"] :]
 
         def fill(wanted: ShardedStateDict, plain: dict[str, Any]) -> dict[str, Any]:
             parts, nonpersistent, factories = _parts_of_load(wanted)
@@ -103,7 +163,7 @@ class MemoryTier:
 
         return self._checkpointer.put(torch.load(io.BytesIO(plain), weights_only=True), sizes, fill)
 
-    def _write(self, iteration: int, state: ShardedStateDict) -> None:
+    def _write(self, iteration: int, state: ShardedStateDict) -> MemoryCopy:
         sharded, common = save_preprocess(state, validate_access_integrity=False)
         parts = list(nested_values(sharded))
         plain = _packed(common)
@@ -118,23 +178,42 @@ class MemoryTier:
         slot = min(self._slots, key=lambda slot: (slot.header() or {"iteration": -1})["iteration"])
         for each in self._slots:
             each.reserve(size)
-        slot.void()
-        digest = _copy(pieces, np.frombuffer(slot.reserve(size), dtype=np.uint8)[HEADER:])
-        slot.commit(iteration=iteration, size=size, plain=len(plain), layout=_layout(sharded), hash=digest)
+        header = {"rank": self._ranks.rank, "ranks": self._ranks.world_size, "iteration": iteration}
+        return write(slot, pieces, **header, size=size, plain=len(plain), layout=_layout(sharded))
 
-    def _read(self, iteration: int) -> tuple[str, bytes, npt.NDArray[np.uint8]] | None:
-        """The names of the parts, the plain values and the parts of a copy; None where it is not what was written."""
+    def _known(self) -> int | None:
+        """The interval that was chosen last in this attempt."""
+        lines = read_lines_backwards(self._attempt.memory_intervals)
+        return next((int(line["interval"]) for _, line in lines), None)
+
+    def _note(self, iteration: int, measured: Measured) -> None:
+        """On rank 0: say how often the state is copied from now on, and why. On a full disk training goes on."""
+        steps = self._interval.steps
+        cost = measured.cost(steps)
+        self._say(
+            f"iteration {iteration}: copies in memory every {steps} iterations, at {100 * cost:.1f} % of their time "
+            f"(a copy {measured.copy:.3f} s, a step {measured.step:.3f} s, the neighbour's {measured.neighbour:.3f} s)"
+        )
+        record = {"iteration": iteration, "interval": steps, "cost": cost, **asdict(measured), "time": time.time()}
+        try:
+            append_line(self._attempt.memory_intervals, record, durable=False)
+        except OSError as error:
+            log.warning("%s not written: %s", self._attempt.memory_intervals.name, error)
+
+    def _find(self, iteration: int) -> MemoryCopy | None:
+        """This rank's copy of an iteration, its own or else the neighbour's; None where neither is what was written."""
+        rank, size = self._ranks.rank, self._ranks.world_size
+        found = None
         for slot in self._slots:
-            header = slot.header()
-            if header is None or header.get("iteration") != iteration:
-                continue
-            try:
-                body = np.frombuffer(slot.open(), dtype=np.uint8)[HEADER : HEADER + header["size"]]
-                if len(body) == header["size"] and xxhash.xxh3_128_hexdigest(body.data) == header["hash"]:
-                    return str(header["layout"]), body[: header["plain"]].tobytes(), body[header["plain"] :]
-            except (OSError, KeyError, TypeError, ValueError):
-                continue
-        return None
+            found = found or whole(slot, rank=rank, ranks=size, iteration=iteration)
+        if self._neighbour is None:
+            return found
+        lost = self._ranks.maximum([int(found is None and number == rank) for number in range(size)])
+        if any(lost):
+            self.source = "neighbour"
+            brought = self._neighbour.bring(iteration, [bool(each) for each in lost], self._slots[0])
+            return found or brought
+        return found
 
 
 def _parts_of_load(wanted: ShardedStateDict) -> tuple[ShardedStateDict, dict[str, Any], Any]:
@@ -157,19 +236,3 @@ def _packed(value: object) -> bytes:
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
-
-
-def _copy(pieces: Sequence[torch.Tensor | bytes], target: npt.NDArray[np.uint8]) -> str:
-    """Lay the pieces one behind the other into the target; return the hash of what lies there then."""
-    found, at = xxhash.xxh3_128(), 0
-    for piece in pieces:
-        if isinstance(piece, bytes):
-            part = target[at : at + len(piece)]
-            part[:] = np.frombuffer(piece, dtype=np.uint8)
-        else:
-            part = target[at : at + piece.nbytes]
-            if len(part):
-                torch.from_numpy(part).copy_(piece.contiguous().reshape(-1).view(torch.uint8))
-        found.update(part.data)
-        at += len(part)
-    return found.hexdigest()
