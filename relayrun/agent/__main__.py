@@ -1,34 +1,50 @@
 """`python -m relayrun.agent --run-dir R --attempt N`, once a node: srun's task, or the local starter's.
 
 The environment says where it is: RANK and WORLD_SIZE count nodes here, MASTER_ADDR and MASTER_PORT are the first one's.
+Where there are spare nodes each agent is a step of its own, and RELAYRUN_NODE says which; the coordinator is then
+beside the batch script (`agent.steps`), at the same address.
 Exit code: 0 where all ranks left by themselves with 0; that of the rank that failed first where the attempt has failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
-from relayrun.agent.agent import Agent
+from relayrun.agent.agent import HANDED_ON, Agent
 from relayrun.agent.coordinator import Coordinator
 from relayrun.agent.lines import Lines, Message
 from relayrun.agent.reception import Reception
+from relayrun.agent.steps import NODE
 from relayrun.errors import RunDirError, run_main
+from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.plan import Plan
+from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
 
 PAUSE = 0.1
 """Seconds between two tries to reach the coordinator."""
+REACH_SECONDS = 120.0
+"""After which a step of its own takes a coordinator that it does not reach for lost: nobody else would see it."""
 
 
-def say(name: str, text: str) -> None:
-    """A line in the job's log, with the time and the node."""
-    print(f"[relayrun {time.strftime('%Y-%m-%dT%H:%M:%S')} {name}] {text}", file=sys.stderr, flush=True)
+def say(name: str, text: str, *, log: Path | None = None) -> None:
+    """A line in the job's log, with the time and the node; and in this file."""
+    line = f"[relayrun {time.strftime('%Y-%m-%dT%H:%M:%S')} {name}] {text}"
+    with contextlib.suppress(OSError):  # srun has gone with the batch host
+        print(line, file=sys.stderr, flush=True)
+    if log is not None:
+        with contextlib.suppress(OSError), open(log, "a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
 
 
 def main() -> int:
@@ -36,56 +52,114 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="relayrun.agent", description="The parent of a node's ranks.")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("orphaned", nargs="*", help="behind --: what a step of its own becomes without a coordinator")
     options = parser.parse_args()
     run = Run(options.run_dir.absolute())
     plan, attempt = Plan.load(run), run.attempt(options.attempt)
     begin = attempt.read_begin()
     if begin is None:
         raise RunDirError("this attempt has not begun", where=attempt.begin)
+    if NODE not in os.environ:
+        return _in_one_step(run, plan, attempt, begin)
+    return _in_a_step_of_its_own(run, plan, attempt, begin, orphaned=options.orphaned)
+
+
+def _in_one_step(run: Run, plan: Plan, attempt: Attempt, begin: AttemptStart) -> int:
+    """All agents are tasks of one step; that of the first node has the coordinator."""
     node, nodes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    words = partial(say, name)
-    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    words = partial(say, _name())
     job: Message = {"job": begin.job_id, "attempt": attempt.number}
-    reception = None
-    if node == 0:
-        ours, theirs = socket.socketpair()
-        upward = Lines(ours)
-        links = {0: Lines(theirs)}
-        listener = socket.create_server(("", address[1]), backlog=nodes) if nodes > 1 else None
-        coordinator = Coordinator(
-            run,
-            attempt,
-            nodes=nodes,
-            ranks=nodes * plan.ntasks_per_node,
-            links=links,
-            say=words,
-            max_failed_rounds=plan.max_failed_rounds,
-        )
-        reception = Reception(coordinator, links, nodes=nodes, listener=listener, job=job)
-    else:
-        upward = Lines(connect(address))
-    each = plan.ntasks_per_node
-    agent = Agent(
+    address = _address()
+    if node:
+        return _agent(run, plan, attempt, job, node=node, upward=Lines(connect(address)), words=words).run()
+    ours, theirs = socket.socketpair()
+    links = {0: Lines(theirs)}
+    coordinator = Coordinator(
+        run,
         attempt,
-        hello={**job, "node": node, "name": name},
-        ranks=range(node * each, (node + 1) * each),
-        world_size=nodes * each,
+        nodes=nodes,
+        ranks=nodes * plan.ntasks_per_node,
+        links=links,
+        say=words,
+        max_failed_rounds=plan.max_failed_rounds,
+    )
+    listener = socket.create_server(("", address[1]), backlog=nodes) if nodes > 1 else None
+    reception = Reception(coordinator, links, listener=listener, job=job)
+    return _agent(run, plan, attempt, job, node=0, upward=Lines(ours), words=words).run(reception)
+
+
+def _in_a_step_of_its_own(
+    run: Run, plan: Plan, attempt: Attempt, begin: AttemptStart, *, orphaned: Sequence[str]
+) -> int:
+    """The loss of another node does not end this agent; without a coordinator it becomes the program `orphaned`."""
+    node = int(os.environ[NODE])
+    attempt.agents.mkdir(exist_ok=True)
+    log = attempt.agents / f"{_name()}.log"
+    words = partial(say, _name(), log=log)
+    words(f"the agent of attempt {attempt.number}, job {begin.job_id}")
+    job: Message = {"job": begin.job_id, "attempt": attempt.number}
+    try:
+        upward = Lines(connect(_address(), until=time.monotonic() + REACH_SECONDS))
+    except OSError as error:
+        words(f"the coordinator at {':'.join(map(str, _address()))} is not reached: {error}")
+        _become(orphaned, plan, node=node, number=0, log=log)
+    agent = _agent(run, plan, attempt, job, node=node, upward=upward, words=words)
+    code = agent.run()
+    if agent.orphaned:
+        _become(orphaned, plan, node=node, number=agent.round, log=log)
+    return code
+
+
+def _become(command: Sequence[str], plan: Plan, *, node: int, number: int, log: Path) -> NoReturn:
+    """Become the program that closes this attempt where the batch script is gone; `number`: the newest round's."""
+    with open(log, "a", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    for signal_number in HANDED_ON:  # what Slurm sends with its orders must not cut them short
+        signal.signal(signal_number, signal.SIG_IGN)
+    own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": plan.package_root}
+    os.execvpe(command[0], [*command, f"--node={node}", f"--round={number}"], os.environ | own)
+
+
+def _agent(
+    run: Run, plan: Plan, attempt: Attempt, job: Message, *, node: int, upward: Lines, words: Callable[[str], None]
+) -> Agent:
+    return Agent(
+        attempt,
+        hello={**job, "node": node, "name": _name()},
+        place=node if node < plan.nodes or not plan.spare_nodes else None,
+        ranks_per_node=plan.ntasks_per_node,
         server=plan.fork_server,
         arguments=[f"--run-dir={run.path}", f"--attempt={attempt.number}"],
         upward=upward,
+        keep_address="MASTER_ADDR" in plan.environment,
         say=words,
     )
-    return agent.run(reception)
 
 
-def connect(address: tuple[str, int]) -> socket.socket:
-    """Reach the coordinator, which may start later than this agent: tried for as long as the job's step lasts."""
+def _name() -> str:
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def _address() -> tuple[str, int]:
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def connect(address: tuple[str, int], *, until: float | None = None) -> socket.socket:
+    """Reach the coordinator, which may start later than this agent.
+
+    It is tried for as long as the job's step lasts; or `until` this time of `time.monotonic`, then OSError is raised.
+    """
     while True:
         try:
-            return socket.create_connection(address)
+            found = socket.create_connection(address, timeout=None if until is None else PAUSE * 100)
         except OSError:
+            if until is not None and time.monotonic() > until:
+                raise
             time.sleep(PAUSE)
+        else:
+            found.settimeout(None)
+            return found
 
 
 if __name__ == "__main__":

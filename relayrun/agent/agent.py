@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from relayrun.agent.coordinator import FAILED
+from relayrun.agent.coordinator import BEAT_SECONDS, FAILED
 from relayrun.agent.lines import Lines, Message
 from relayrun.agent.memory import FOLDER, ITERATION, PLACE, held, make_folder
 from relayrun.agent.reception import Reception
@@ -25,12 +25,11 @@ from relayrun.rundir import rounds
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.records import Failure
 from relayrun.scheduler import leftover
+from relayrun.scheduler.tasks import free_port
 
 HANDED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 MARK = "RELAYRUN_AGENT"
 """Marks what the ranks of one agent start, so that nothing of it lives on beside the next round."""
-LOOK_SECONDS = 1.0
-"""Between two looks of the coordinator for what nobody sends a message of."""
 ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # numpy's: the server must have one thread, as a fork has no other
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # libraries that ask for CUDA while they are imported must not start it
@@ -43,9 +42,11 @@ class Agent:
 
     Args:
         hello: what the coordinator is told first: the number of this node in the job, from 0 on, its name, the job.
-        ranks: numbers of its ranks, rising. world_size: ranks of the whole job.
+        place: the number by which its ranks are counted, until the coordinator gives it another one; None: it is a
+            spare one. ranks_per_node: how many it has.
         server: the command of the server that forks ranks. arguments: of the program that each of them becomes.
         upward: to the coordinator.
+        keep_address: MASTER_ADDR is as the site says, wherever rank 0 is.
         say: writes a line into the job's log.
     """
 
@@ -54,15 +55,22 @@ class Agent:
         attempt: Attempt,
         *,
         hello: Message,
-        ranks: Sequence[int],
-        world_size: int,
+        place: int | None,
+        ranks_per_node: int,
         server: Sequence[str],
         arguments: Sequence[str],
         upward: Lines,
+        keep_address: bool = False,
         say: Callable[[str], None],
     ) -> None:
         self._attempt, self._hello, self._say = attempt, hello, say
-        self._ranks, self._world_size = ranks, world_size
+        self._ranks_per_node, self._ranks = ranks_per_node, numbers(place, ranks_per_node)
+        self._world_size = 0
+        self._keep_address = keep_address
+        self.orphaned = False
+        """Whether it left because the coordinator was gone."""
+        self._beat = 0.0
+        """When the coordinator last heard that this agent lives."""
         self._command, self._arguments = server, arguments
         self._upward = upward
         self._mark = f"{os.getpid()}-{time.time_ns()}"
@@ -71,7 +79,8 @@ class Agent:
         self._server: ForkServer | None = None
         self._unable = ""
         """What the server said of imports that failed."""
-        self._round = 0
+        self.round = 0
+        """The newest round that it knows of, counted from 1."""
         self._alive: set[int] = set()
         self._told_to_end = False
         self._said_ended = 0
@@ -98,11 +107,14 @@ class Agent:
             self._memory = make_folder()
         except OSError as error:
             self._say(f"ranks have no room in memory: {error}")
-        self._upward.send("hello", **self._hello)
+        self._upward.send("hello", **self._hello, port=free_port(""))
         self._start_server()
         while self._code is None:
-            for key, _ in self._watch.select(None if reception is None else LOOK_SECONDS):
+            for key, _ in self._watch.select(BEAT_SECONDS):
                 key.data()
+            if time.monotonic() - self._beat >= BEAT_SECONDS:
+                self._beat = time.monotonic()
+                self._upward.send("beat")
             if reception is not None:
                 reception.look()
         if self._server is not None:
@@ -128,13 +140,13 @@ class Agent:
             messages = self._upward.receive()
         except EOFError:
             self._say("the coordinator is gone; ending the ranks")
-            self._code = FAILED
+            self._code, self.orphaned = FAILED, True
             return
         for message in messages:
             if message["kind"] == "start":
                 self._start(message)
             elif message["kind"] == "end":
-                self._told_to_end = True
+                self._told_to_end, self.round = True, message["round"]
                 if self._alive and self._server is not None:
                     self._server.lines.send("end")
                 else:
@@ -143,7 +155,9 @@ class Agent:
                 self._code = int(message["code"])
 
     def _start(self, message: Message) -> None:
-        self._round, self._told_to_end, self._alive = message["round"], False, set(self._ranks)
+        self._ranks = numbers(message["place"], self._ranks_per_node)
+        self._world_size = message["nodes"] * self._ranks_per_node
+        self.round, self._told_to_end, self._alive = message["round"], False, set(self._ranks)
         if self._server is None:
             self._start_server()
         assert self._server is not None
@@ -152,15 +166,16 @@ class Agent:
         for rank in self._ranks:
             self._server.lines.send(
                 "fork",
-                round=self._round,
+                round=self.round,
                 rank=rank,
-                arguments=arguments if self._round > 1 else list(self._arguments),
-                environment=self._environment(rank, port=message["port"], memory=message["memory"]),
+                arguments=arguments if self.round > 1 else list(self._arguments),
+                environment=self._environment(rank, message),
             )
 
-    def _environment(self, rank: int, *, port: int, memory: int | None) -> Mapping[str, str]:
-        """What differs between ranks and rounds, under the names that srun and torch give it."""
+    def _environment(self, rank: int, start: Message) -> Mapping[str, str]:
+        """What differs between ranks and rounds, under the names that srun and torch give it; `start`: the order."""
         local, size = str(rank - self._ranks[0]), str(self._world_size)
+        keep = self._keep_address or start["address"] is None
         return {
             "RANK": str(rank),
             "LOCAL_RANK": local,
@@ -168,11 +183,13 @@ class Agent:
             "SLURM_PROCID": str(rank),
             "SLURM_LOCALID": local,
             "SLURM_NTASKS": size,
-            "MASTER_PORT": str(port),
-            rounds.VARIABLE: str(self._round),
+            **({"SLURM_NODEID": str(rank // self._ranks_per_node)} if "SLURM_NODEID" in os.environ else {}),
+            **({} if keep else {"MASTER_ADDR": start["address"]}),
+            "MASTER_PORT": str(start["port"]),
+            rounds.VARIABLE: str(self.round),
             MARK: self._mark,
             FOLDER: str(self._memory or ""),
-            ITERATION: "" if memory is None else str(memory),
+            ITERATION: "" if start["memory"] is None else str(start["memory"]),
         }
 
     def _from_server(self) -> None:
@@ -190,7 +207,7 @@ class Agent:
                 self._unable = str(message["error"])
             elif message["kind"] in ("started", "stepped"):
                 self._upward.send(**message)
-        if not self._alive and self._round:
+        if not self._alive and self.round:
             self._ended()
 
     def _server_gone(self) -> None:
@@ -206,19 +223,24 @@ class Agent:
                 with contextlib.suppress(OSError):  # on a full disk the log has the words
                     failure.write(self._attempt.failures / f"rank-{rank:04}.json")
         self._unable = ""
-        if self._alive or not self._round:
+        if self._alive or not self.round:
             self._alive.clear()
             self._say_dead(-1, code or FAILED, error)
         self._ended()
 
     def _say_dead(self, rank: int, code: int, error: str = "") -> None:
-        self._upward.send("dead", round=self._round, rank=rank, code=code, error=error, told=self._told_to_end)
+        self._upward.send("dead", round=self.round, rank=rank, code=code, error=error, told=self._told_to_end)
 
     def _ended(self) -> None:
-        if self._said_ended == self._round:
+        if self._said_ended == self.round:
             return
-        self._said_ended = self._round
+        self._said_ended = self.round
         for command in leftover.end({MARK: self._mark}):
             self._say(f"a process that the ranks left behind is ended: {command}")
         copies = [] if self._memory is None else held(self._memory)
-        self._upward.send("ended", round=self._round, memory=copies)
+        self._upward.send("ended", round=self.round, memory=copies, port=free_port(""))
+
+
+def numbers(place: int | None, ranks_per_node: int) -> range:
+    """The ranks of the agent that has this place; none for a spare one."""
+    return range(0) if place is None else range(place * ranks_per_node, (place + 1) * ranks_per_node)

@@ -1,12 +1,18 @@
-"""The agreement of the agents on rounds; it lives in the agent of the job's first node.
+"""The agreement of the agents on rounds.
 
-    agent → coordinator    hello · dead {round, rank, code, error, told} · ended {round, memory} · asked {why}
-                           · started, stepped {round, ...} (rank 0's own words)
-    coordinator → agent    start {round, base_iteration, base_path, memory, port} · end {round} · leave {code}
+It lives in the agent of the job's first node or, where there are spare nodes, beside the batch script (`agent.steps`).
 
-A round: a rank dies, or the supervisor finds that nothing moves → every agent ends its ranks and says when none is
-left → `decide` judges → the records are made ready → every agent starts its ranks again. Messages of a round that is
-over are not heard.
+    agent → coordinator    hello {port} · dead {round, rank, code, error, told} · ended {round, memory, port}
+                           · asked {why} · beat · started, stepped {round, ...} (rank 0's own words)
+    coordinator → agent    start {round, place, nodes, base_iteration, base_path, memory, address, port}
+                           · end {round} · leave {code}
+
+A round: a rank dies, a node is lost, or the supervisor finds that nothing moves → every agent ends its ranks and says
+when none is left → `decide` judges → the records are made ready → every agent starts its ranks again. Messages of a
+round that is over are not heard.
+
+Each agent has a *place*: the number by which its ranks are counted; a spare one has none. An agent that says nothing
+is given up with its node, and not heard again. Its place goes to a spare one in the next round.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -29,16 +35,25 @@ from relayrun.rundir.lineage import Durable
 from relayrun.rundir.records import Failure, Hang
 from relayrun.rundir.rounds import FailedRound
 from relayrun.rundir.run import Run
-from relayrun.scheduler.tasks import free_port
 
 FAILED = 1
 """Exit code of the agents where no rank's own says why the attempt failed."""
+BEAT_SECONDS = 1.0
+"""Between two words of an agent that has nothing to say, and between two looks at who has said none."""
+SILENT_BEATS = 20
+"""An agent of which so many looks in a row found no word is given up. Looks are counted and no seconds: the coordinator
+itself may have waited for a file system."""
+GATHER_SECONDS = 60.0
+"""How long the first round waits for the rest, when enough nodes are there."""
 
 
 class Coordinator:
     """Gives out rounds to the agents of an attempt.
 
     Args:
+        nodes: how many nodes train. spare_nodes: how many more there are.
+        ranks: of all nodes that train.
+        names: of the nodes, as far as they are known before their agents say hello.
         links: to the agents, by node number; filled by who accepts their connections, before their `hello`.
         say: writes a line into the job's log.
         max_failed_rounds: after so many in a row without a new durable iteration the attempt ends.
@@ -50,7 +65,9 @@ class Coordinator:
         attempt: Attempt,
         *,
         nodes: int,
+        spare_nodes: int = 0,
         ranks: int,
+        names: Mapping[int, str] | None = None,
         links: dict[int, Lines],
         say: Callable[[str], None],
         max_failed_rounds: int,
@@ -58,13 +75,26 @@ class Coordinator:
         begin = attempt.read_begin()
         if begin is None:
             raise RunDirError("this attempt has not begun", where=attempt.begin)
-        self._run, self._attempt, self._nodes, self._links, self._say = run, attempt, nodes, links, say
+        self._run, self._attempt, self._links, self._say = run, attempt, links, say
+        self._nodes, self._spare_nodes = nodes, spare_nodes
+        self._places: list[int] = []
+        """Which node has each place; at first none has."""
+        self._lost: dict[int, Death] = {}
+        """Nodes that were given up."""
+        self._ports: dict[int, int] = {}
+        """A port that was free on each node when its agent last said so."""
+        self._silent: dict[int, int] = {}
+        """How many looks in a row found no word of each node."""
+        self._looked = self._greeted = time.monotonic()
+        """When that was last counted; when the last agent said hello."""
+        self.code: int | None = None
+        """The exit code of the attempt, when all agents have been told to leave."""
         self._ranks, self._max_failed_rounds = ranks, max_failed_rounds
         self._log = begin.log
         self._base = Durable(iteration=begin.base_iteration, path=begin.base_path)
         self._phase: Literal["gathering", "running", "ending", "leaving"] = "gathering"
         self._round = 0
-        self._names: dict[int, str] = {}
+        self._names = dict(names or {})
         self._deaths: list[Death] = []
         self._ended: set[int] = set()
         self._memory: list[Held] = []
@@ -74,7 +104,6 @@ class Coordinator:
         self._from = self._base.iteration
         """The iteration from which this round started."""
         self._asked = ""
-        self._lost = ""
         self._noticed = 0.0
         """When the first failure of this round was noticed, in seconds since 1970."""
         self._all_ended = 0.0
@@ -85,14 +114,16 @@ class Coordinator:
     def hear(self, node: int, message: Message) -> None:
         """Take a message of the agent of this node."""
         kind = message["kind"]
+        self._silent[node] = 0
         if kind == "hello":
-            self._names[node] = str(message.get("name", node))
+            self._names[node], self._ports[node] = str(message.get("name", node)), int(message["port"])
+            self._greeted = time.monotonic()
             if self._phase == "leaving":
                 self._links[node].send("leave", code=FAILED)
-            elif len(self._names) == self._nodes:
-                self._start(self._base, memory=None)
+            elif self._phase == "gathering":
+                self._gather()
         elif kind == "asked":
-            self._asked = self._asked or str(message.get("why"))
+            self.ask(str(message.get("why")))
         elif message.get("round") != self._round:
             return
         elif kind == "dead":
@@ -101,9 +132,9 @@ class Coordinator:
                 self._dead(Death(rank=rank, node=self._names[node], code=code, error=error))
         elif kind == "ended":
             self._ended.add(node)
+            self._ports[node] = int(message["port"])
             self._memory += [Held(*copy) for copy in message["memory"]]
-            if len(self._ended) == self._nodes:
-                self._all_gone()
+            self._look_for_end()
         elif kind == "started":
             self._started = message
         elif kind == "stepped":
@@ -114,20 +145,72 @@ class Coordinator:
         with contextlib.suppress(OSError, RunDirError):  # it is looked for again soon
             if self._phase == "running" and (hang := Hang.read(self._attempt.hang)) is not None:
                 self._dead(Death(rank=-1, node="", code=FAILED, error=hang.words))
+        if self._phase == "gathering" and time.monotonic() - self._greeted > GATHER_SECONDS:
+            self._gather(late=True)
 
-    def lose(self, node: int) -> None:
-        """The agent of this node is gone: its node, or somebody killed it. Its ranks die with it."""
-        if self._phase == "leaving":
+    def silent(self) -> list[tuple[int, float]]:
+        """Nodes whose agents have said nothing for too long, with the seconds; to be asked for at each beat."""
+        if self._phase == "leaving" or time.monotonic() - self._looked < BEAT_SECONDS:
+            return []
+        self._looked = time.monotonic()
+        for node in self._links:
+            self._silent[node] = self._silent.get(node, 0) + 1
+        return [(node, SILENT_BEATS * BEAT_SECONDS) for node in self._links if self._silent[node] > SILENT_BEATS]
+
+    def expects(self, node: int) -> bool:
+        """Whether the agent of this node may say hello; one that was given up is never taken in again."""
+        if node in self._lost:
+            self._say(f"{self._name(node)} was given up, and is not taken in again: {self._lost[node].words}")
+        return 0 <= node < self._nodes + self._spare_nodes and node not in self._lost and node not in self._links
+
+    def given_up(self) -> set[int]:
+        """Nodes that were given up."""
+        return set(self._lost)
+
+    def ask(self, why: str) -> None:
+        """Note that the ranks were asked to leave: they are not started again."""
+        self._asked = self._asked or why
+
+    def lose(self, node: int, why: str) -> None:
+        """Give this node up: its agent is gone, and its ranks with it."""
+        if self._phase == "leaving" or node in self._lost:
             return
-        self._lost = self._lost or f"the agent of {self._names.get(node, f'node {node}')} is gone"
+        self._lost[node] = Death(rank=-1, node=self._name(node), code=FAILED, error=why, lost=True)
         self._links.pop(node, None)
         if self._phase == "gathering":
-            self._say(f"{self._lost} before the first round")
-            self._leave(FAILED)
+            self._say(f"{self._name(node)}: {why}, before the first round")
+            self._gather()
             return
-        self._ended.add(node)
-        self._end()
-        if len(self._ended) == self._nodes:
+        if node in self._places:
+            self._deaths.insert(0, self._lost[node])  # what others say of closed connections has this cause
+            self._end()
+        else:
+            self._say(f"the spare node {self._name(node)} is gone: {why}")
+        self._look_for_end()
+
+    def _name(self, node: int) -> str:
+        return self._names.get(node, f"node {node}")
+
+    def _gather(self, *, late: bool = False) -> None:
+        """Begin the first round when all nodes are there that may still come; `late`: those that are there must do."""
+        there = sorted(self._ports.keys() & self._links.keys())  # those that have said hello
+        every = self._nodes + self._spare_nodes
+        if every - len(self._lost) < self._nodes:
+            self._say(f"{self._nodes} nodes are to train, and {every - len(self._lost)} are left")
+            self._leave(FAILED)
+        elif len(there) == every - len(self._lost) or (late and len(there) >= self._nodes):
+            for node in set(range(every)) - set(there) - self._lost.keys():
+                self._lost[node] = Death(rank=-1, node=self._name(node), code=FAILED, error="it came late", lost=True)
+                self._say(
+                    f"{self._name(node)} has not said hello for {GATHER_SECONDS:.0f} s; the others begin without it"
+                )
+            self._places = there[: self._nodes]
+            self._start(self._base, memory=None)
+
+    def _look_for_end(self) -> None:
+        """See whether none of the round's ranks is left. Every agent is waited for that was told to end."""
+        waits = self._places if self._phase == "running" else self._links
+        if self._ended.issuperset(waits):
             self._all_gone()
 
     def _start(self, base: Durable, *, memory: int | None, source: str = "disk") -> None:
@@ -135,16 +218,19 @@ class Coordinator:
         self._from, self._source = base.iteration if memory is None else memory, source
         self._phase, self._round = "running", self._round + 1
         self._deaths, self._ended, self._memory, self._started = [], set(), [], {}
-        port = free_port("")
+        first = self._places[0]
         self._given_out = time.time()
-        for link in self._links.values():
+        for node, link in self._links.items():
             link.send(
                 "start",
                 round=self._round,
+                place=self._places.index(node) if node in self._places else None,
+                nodes=self._nodes,
                 base_iteration=base.iteration,
                 base_path=base.path,
                 memory=memory,
-                port=port,
+                address=self._names[first] if self._spare_nodes else None,
+                port=self._ports[first],
             )
 
     def _dead(self, death: Death) -> None:
@@ -175,7 +261,8 @@ class Coordinator:
             death = self._first(failures)
             base = rounds.newest_checkpoint(self._run, self._attempt)
             memory, source = newest(self._memory, ranks=self._ranks, after=base.iteration) or (None, "disk")
-            failed = self._judge(death, base, memory, source)
+            places = self._replace()
+            failed = self._judge(death, base, memory, source, places)
             rounds.append(self._attempt, failed)
             if failed.again:
                 number = self._round + 1
@@ -190,15 +277,25 @@ class Coordinator:
             return
         self._say(failed.told)
         if failed.again:
+            self._places = [places.get(node, node) for node in self._places]
             self._start(base, memory=memory, source=source)
         else:
             self._leave(death.exit_code or FAILED)
 
-    def _judge(self, death: Death, base: Durable, memory: int | None, source: str) -> FailedRound:
+    def _replace(self) -> dict[int, int]:
+        """For each node that had a place and is lost, the spare one that may have it, as far as there are some."""
+        spare = sorted(self._links.keys() - set(self._places))
+        return dict(zip((node for node in self._places if node in self._lost), spare, strict=False))
+
+    def _judge(
+        self, death: Death, base: Durable, memory: int | None, source: str, places: dict[int, int]
+    ) -> FailedRound:
         start = base.iteration if memory is None else memory
         earlier = rounds.read(self._attempt)
         iteration = rounds.newest_iteration(self._attempt)
         terminated = "SIGTERM" if death.code == -signal.SIGTERM else ""  # before it could heed it
+        gone = [node for node in self._places if node in self._lost]
+        left = [node for node in gone if node not in places]
         facts = RoundFacts(
             death=death,
             iteration=iteration,
@@ -206,7 +303,7 @@ class Coordinator:
             base_iteration=self._from,
             left=self._attempt.outcome.exists(),
             asked=self._asked or ("the stop file" if self._attempt.stop.exists() else "") or terminated,
-            lost=self._lost,
+            lost="" if not left else "no spare node is left" if self._spare_nodes else self._gone_words(left),
             earlier=earlier,
             max_failed_rounds=self._max_failed_rounds,
         )
@@ -225,13 +322,15 @@ class Coordinator:
             again=reason is None,
             reason=reason or "",
             steps_lost=max(0, iteration - start),
+            lost={self._name(node): self._name(places[node]) if node in places else "" for node in gone},
             log_size=_size(self._log),
             seconds={"end": self._all_ended - self._noticed},
         )
 
+    def _gone_words(self, nodes: list[int]) -> str:
+        return f"the agent of {', '.join(self._name(node) for node in nodes)} is gone"
+
     def _first(self, failures: dict[int, Failure]) -> Death:
-        if not self._deaths:
-            return Death(rank=-1, node="", code=FAILED, error=self._lost)
         first = first_death(self._deaths, {rank: failure.time for rank, failure in failures.items()})
         own = failures.get(first.rank)
         return first if own is None else replace(first, error=" ".join(own.error.split()), repeats=own.repeats)
@@ -261,7 +360,7 @@ class Coordinator:
         self._say(f"round {self._round}: the first step {seconds['all']:.1f} s after the failure")
 
     def _leave(self, code: int) -> None:
-        self._phase = "leaving"
+        self._phase, self.code = "leaving", code
         for link in self._links.values():
             link.send("leave", code=code)
 

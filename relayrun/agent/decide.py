@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 @dataclass(frozen=True, kw_only=True)
 class Death:
-    """The end of a rank, or of the server that forks a node's ranks, with which they all die."""
+    """The end of a rank, of the server that forks a node's ranks, with which they all die, or of a whole node."""
 
     rank: int
     """-1: the server; or nobody in particular, where nothing moved any more."""
@@ -32,6 +32,8 @@ class Death:
     """Its own last words, if it left some."""
     repeats: bool = False
     """Every start of it would meet that error, says the rank."""
+    lost: bool = False
+    """Its node is given up."""
 
     @property
     def words(self) -> str:
@@ -63,7 +65,7 @@ class RoundFacts:
     asked: str
     """Why the ranks were asked to leave, in words; empty where they were not."""
     lost: str
-    """What else than a rank is gone, in words: an agent, say; empty where nothing is."""
+    """What is gone and cannot be replaced, in words: a node, where no spare one is left; empty where nothing is."""
     earlier: Sequence[FailedRound]
     """The failed rounds of this attempt before this one, oldest first."""
     max_failed_rounds: int
@@ -96,8 +98,11 @@ def failed_in_a_row(earlier: Sequence[FailedRound]) -> int:
 
 
 def what_may_repeat(death: Death) -> str:
-    """Words by which the same failure is known again, without their numbers; empty for SIGKILL, which anybody sends."""
-    return "" if death.code == -signal.SIGKILL else _plain(death.words)
+    """Words by which the same failure is known again, without their numbers.
+
+    Empty for SIGKILL, which anybody sends, and for a node that is given up: it does not come back.
+    """
+    return "" if death.lost or death.code == -signal.SIGKILL else _plain(death.words)
 
 
 def first_death(deaths: Sequence[Death], said_at: dict[int, float]) -> Death:

@@ -13,6 +13,8 @@ from typing import Any
 Message = dict[str, Any]
 
 CHUNK = 1 << 16
+SILENCE_SECONDS = 20
+"""After so long without an answer the other machine is gone. The kernel asks it: its process may be busy."""
 LONGEST = 1 << 20
 """Bytes of a line: who sends more is none of ours."""
 
@@ -25,6 +27,11 @@ class Lines:
         self._rest = b""
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_SECONDS // 4)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_SECONDS // 4)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENCE_SECONDS)
 
     def fileno(self) -> int:
         """For selectors."""

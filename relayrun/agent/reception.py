@@ -1,4 +1,4 @@
-"""What the agent of the first node does besides: it accepts the other agents, and hands on what they say."""
+"""Connections of the coordinator: it accepts the agents, hands on what they say, and sees when one is gone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Reception:
     """Connections of a coordinator.
 
     Args:
-        coordinator: has the same `links`, by node number; node 0's own is there from the beginning.
+        coordinator: has the same `links`, by node number; that of an agent in this process is there at first.
         listener: where the other agents connect; None where there are none.
         job: what every agent's hello must say, `attempt` and `job`: ports of jobs may meet.
     """
@@ -24,11 +24,10 @@ class Reception:
         coordinator: Coordinator,
         links: dict[int, Lines],
         *,
-        nodes: int,
         listener: socket.socket | None,
         job: Message,
     ) -> None:
-        self._coordinator, self._links, self._nodes, self._job = coordinator, links, nodes, job
+        self._coordinator, self._links, self._job = coordinator, links, job
         self._listener = listener
 
     def watch(self, selector: selectors.BaseSelector) -> None:
@@ -42,6 +41,15 @@ class Reception:
     def look(self) -> None:
         """Now and then: what nobody sends a message of."""
         self._coordinator.look()
+        for node, seconds in self._coordinator.silent():
+            self.lose(node, f"no word from its agent for {seconds:.0f} s")
+
+    def lose(self, node: int, why: str) -> None:
+        """Give this node up: nothing that it says is heard any more."""
+        if (lines := self._links.pop(node, None)) is not None:
+            self._selector.unregister(lines)
+            lines.close()
+        self._coordinator.lose(node, why)
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -59,16 +67,17 @@ class Reception:
                     node = self._welcome(lines, message)
                 self._coordinator.hear(node, message)
         except EOFError:
-            self._selector.unregister(lines)
-            lines.close()
             if node is not None:
-                self._coordinator.lose(node)
+                self.lose(node, "its agent is gone")
+            else:
+                self._selector.unregister(lines)
+                lines.close()
 
     def _welcome(self, lines: Lines, hello: Message) -> int:
         """The node that a first message comes from. Raises EOFError where it is none of this job's."""
         node = hello.get("node")
         ours = hello["kind"] == "hello" and all(hello.get(name) == value for name, value in self._job.items())
-        if not ours or not isinstance(node, int) or not 0 < node < self._nodes or node in self._links:
+        if not ours or not isinstance(node, int) or not self._coordinator.expects(node):
             raise EOFError
         self._links[node] = lines
         self._selector.modify(lines, selectors.EVENT_READ, partial(self._read, lines, node))

@@ -1,4 +1,4 @@
-"""`python3 -m relayrun.chain begin|watch|guard|end|fallback|tell`, called by launchers/lib and by `watch`."""
+"""`python3 -m relayrun.chain begin|watch|guard|end|orphaned|fallback|tell`: launchers/lib, `watch`, agents."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from relayrun.chain import fallback_job, guard, messenger, supervisor
+from relayrun.chain import fallback_job, guard, messenger, orphaned, supervisor
 from relayrun.errors import run_main
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
@@ -20,7 +20,7 @@ def main() -> int:
     """
     parser = argparse.ArgumentParser(prog="relayrun.chain", description="The supervisor beside the ranks.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("begin", "watch", "guard", "end", "fallback", "tell"):
+    for name in ("begin", "watch", "guard", "end", "orphaned", "fallback", "tell"):
         command = commands.add_parser(name)
         command.add_argument("--run-dir", type=Path, required=True)
         if name not in ("begin", "fallback", "tell"):
@@ -29,6 +29,9 @@ def main() -> int:
             command.add_argument("--batch-pid", type=int, default=os.getppid())
         if name == "end":
             command.add_argument("--exit-code", type=int, required=True)
+        if name == "orphaned":
+            command.add_argument("--node", type=int, required=True)
+            command.add_argument("--round", type=int, required=True)
     options = parser.parse_args()
     run = Run(options.run_dir)
     if options.command == "begin":
@@ -37,6 +40,8 @@ def main() -> int:
         return supervisor.watch(run, options.attempt, batch_pid=options.batch_pid)
     if options.command == "guard":
         return guard.guard(run, options.attempt, batch_pid=options.batch_pid)
+    if options.command == "orphaned":
+        return orphaned.orphaned(run, options.attempt, node=options.node, number_of_round=options.round)
     if options.command == "fallback":
         return fallback_job.look(run)
     if options.command == "tell":

@@ -66,7 +66,7 @@ def _moved(jobs: FallbackJobs, job_id: str, order: FallbackOrder) -> bool:
 
 def _options_of_the_chain(plan: Plan, given: Mapping[str, str]) -> dict[str, str | None]:
     """All that the chain's jobs ask of sbatch: `given`, read back from one of them, wins over the plan."""
-    planned = {"nodes": str(plan.nodes), "cpus-per-task": str(plan.cpus_per_task), **plan.sbatch_options}
+    planned = {"nodes": str(plan.nodes_of_job), "cpus-per-task": str(plan.cpus_per_task), **plan.sbatch_options}
     return planned | gres.in_the_same_way(given, plan.sbatch_options)
 
 

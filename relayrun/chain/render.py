@@ -28,7 +28,7 @@ def job_script(plan: Plan, run: Run) -> str:
     options: dict[str, str | None] = {
         "job-name": plan.job_name,
         "time": format_time(plan.time_limit),
-        "nodes": str(plan.nodes),
+        "nodes": str(plan.nodes_of_job),
         "ntasks-per-node": str(plan.ntasks_per_node),
         "cpus-per-task": str(plan.cpus_per_task),
         **plan.sbatch_options,
@@ -39,6 +39,7 @@ def job_script(plan: Plan, run: Run) -> str:
         "signal": f"B:USR2@{plan.signal_lead}",
         # Slurm brings it back after the loss of its node; once a successor waits behind it, `begin` forbids that
         "requeue" if plan.auto_requeue else "no-requeue": None,
+        **({"no-kill": None} if plan.spare_nodes else {}),  # the loss of a node does not end the job
     }
     lines = [
         *_header(plan, options),
@@ -249,13 +250,25 @@ def program(plan: Plan, command: Sequence[str]) -> list[str]:
     """What a job starts: a rank's `command`, or the agent that forks the ranks of a node, with the same arguments."""
     if plan.recovery == "job":
         return list(command)
-    return [command[0], "-m", "relayrun.agent", *command[3:]]
+    arguments = command[3:]
+    agent = [command[0], "-m", "relayrun.agent", *arguments]
+    if not plan.spare_nodes:
+        return agent
+    return [*agent, "--", plan.host_python, "-P", "-m", "relayrun.chain", "orphaned", *arguments]
 
 
-def task_command(plan: Plan, starter: Sequence[str], program: Sequence[str], *, setup: Path) -> list[str]:
-    """The whole command that starts `program` on the ranks; `setup`: the file with a person's own lines, if any."""
+def task_command(
+    plan: Plan, starter: Sequence[str], program: Sequence[str], *, setup: Path, nodes: Sequence[str] = ()
+) -> list[str]:
+    """The whole command that starts `program` on the ranks.
+
+    `setup`: the file with a person's own lines, if any. `nodes`: where `starter` starts one step on each of these.
+    """
     rank = Path(plan.package_root) / "launchers" / "lib" / "rank.sh"
     before = ["bash", str(setup)] if plan.setup else []
+    if nodes:
+        where = [word for word in program[: program.index("--")] if word.startswith(("--run-dir=", "--attempt="))]
+        before += [plan.host_python, "-P", "-m", "relayrun.agent.steps", *where, f"--nodes={','.join(nodes)}", "--"]
     return [*before, *starter, "bash", str(rank), *plan.command_prefix, *program]
 
 

@@ -327,6 +327,8 @@ def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled:
         nodes.strike(run, attempt.number, blame, now=record.end_time)
         for node, reason in blame.items():
             log(f"a strike for node {node}: {reason}")
+    gone = {node: each.words for each in rounds.read(attempt) for node in each.lost}
+    nodes.strike(run, attempt.number, gone, now=record.end_time)
     record.write(attempt.end)
     return record
 
@@ -345,7 +347,7 @@ def _with_shortage(attempt: Attempt, outcome: Outcome) -> str:
 
 
 def _ranks(plan: Plan, started: AttemptStart) -> int:
-    return int(started.options.get("nodes", plan.nodes)) * plan.ntasks_per_node
+    return plan.training_nodes(int(started.options.get("nodes", plan.nodes))) * plan.ntasks_per_node
 
 
 def _why_failed(
@@ -433,7 +435,11 @@ def _environment(
         environment=environment,
         modules=plan.modules,
         task_command=render.task_command(
-            plan, launch.command, render.program(plan, trainer.command(begin)), setup=attempt.setup
+            plan,
+            launch.command,
+            render.program(plan, trainer.command(begin)),
+            setup=attempt.setup,
+            nodes=launch.nodes,
         ),
         signal_command=launch.signal_command,
         leave_signal="" if leave is None else leave.name.removeprefix("SIG"),

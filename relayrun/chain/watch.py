@@ -251,7 +251,7 @@ class Watch:
 
     def _ranks(self) -> int:
         nodes = int(self.begin.options.get("nodes", self.plan.nodes)) if self.begin else self.plan.nodes
-        return nodes * self.plan.ntasks_per_node
+        return self.plan.training_nodes(nodes) * self.plan.ntasks_per_node
 
     def _look_at_saves(self) -> None:
         """Submit the evaluation of a new checkpoint, begin runs that waited for it; also without one, now and then."""

@@ -39,6 +39,11 @@ class CommonConfig(Section):
     @model_validator(mode="after")
     def _recovered(self) -> Self:
         if self.chain.recovery == "job":
+            if self.job.spare_nodes:
+                raise ValueError(
+                    "job.spare_nodes: a spare node takes the place of another one inside the job; "
+                    "set chain.recovery=node, or leave it out"
+                )
             return self
         if self.trainer != "native":
             raise ValueError(
@@ -57,6 +62,13 @@ class CommonConfig(Section):
                     f"{name} gives each task its own GPUs or processors, and with chain.recovery=node one task of a "
                     "node, the agent, has them all; set job.gpus_per_node and leave it out, or set chain.recovery=job"
                 )
+        if self.job.spare_nodes and self.cluster.scheduler == "local":
+            raise ValueError("job.spare_nodes: scheduler local has one machine; leave it out")
+        if self.job.spare_nodes and self.cluster.container.runtime != "none":
+            raise ValueError(
+                "job.spare_nodes: where the batch host is lost, an agent asks Slurm by its commands, which a container "
+                "does not have; leave it out, or set cluster.container.runtime=none"
+            )
         return self
 
     @model_validator(mode="after")

@@ -152,7 +152,10 @@ class Job(Place):
     time: SlurmTime
     """Time limit of one job of the chain: MM, HH:MM:SS or D-HH:MM:SS."""
     nodes: Positive = 1
-    """Nodes of one job."""
+    """Nodes of one job whose ranks train."""
+    spare_nodes: NonNegative = 0
+    """Further nodes of one job, with `chain.recovery: node` on Slurm: one takes the place of a node that is lost,
+    inside the same job. Until then they do nothing, and cost as much."""
     ntasks_per_node: Positive = 1
     """Ranks per node, one per GPU where there are GPUs."""
     cpus_per_task: Positive = 1

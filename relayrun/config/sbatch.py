@@ -35,6 +35,7 @@ _SETTINGS = {
     "exclusive": "set job.exclusive",
     "signal": "set chain.signal_lead",
     "requeue": "set chain.auto_requeue",
+    "no-kill": "set job.spare_nodes: without them nobody would notice the loss of a node",
     "no-requeue": "set chain.auto_requeue",
     "dependency": "jobs of a chain wait for each other by it",
     "array": "a chain is one job after the other",

@@ -371,7 +371,7 @@ def _remaining(
             )
         )
     iteration = max(durable.iteration, step.get("iteration", 0) if running else 0)
-    total, nodes = plan.end_iteration, plan.nodes
+    total, nodes = plan.end_iteration, plan.nodes_of_job
     if total is None:
         return None
     return remaining(past, iteration=iteration, total=total, nodes=nodes, running=running, now=now)

@@ -105,6 +105,11 @@ class Attempt:
         return self.path / "failures"
 
     @property
+    def agents(self) -> Path:
+        """A log per node, by its agent, where each is a step of its own: the job's log ends with the batch host."""
+        return self.path / "agents"
+
+    @property
     def setup(self) -> Path:
         """The script of a person's own lines, `job.setup`, before the ranks; only where there are some."""
         return self.path / "setup.sh"

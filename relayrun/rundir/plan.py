@@ -69,6 +69,9 @@ class Plan(Record):
     """The same for an attempt that has not begun its first step: imports, set-up, loading."""
 
     nodes: int
+    """Nodes whose ranks train."""
+    spare_nodes: int = 0
+    """Further nodes of each job, of which one takes the place of a node that is lost."""
     ntasks_per_node: int
     cpus_per_task: int
     sbatch_options: dict[str, str | None]
@@ -138,6 +141,15 @@ class Plan(Record):
     @property
     def ntasks(self) -> int:
         return self.nodes * self.ntasks_per_node
+
+    @property
+    def nodes_of_job(self) -> int:
+        """Nodes that a job asks for."""
+        return self.nodes + self.spare_nodes
+
+    def training_nodes(self, num_nodes: int) -> int:
+        """How many nodes of a job that has `num_nodes` train; where there are spare ones, as many as the plan says."""
+        return self.nodes if self.spare_nodes else num_nodes
 
 
 def job_name(project: str, name: str, run: Path) -> str:

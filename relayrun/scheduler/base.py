@@ -35,6 +35,8 @@ class Job:
     nodes: str = ""
     """Slurm's list of the nodes, compressed."""
     num_nodes: int = 1
+    batch_host: str = ""
+    """The node of its batch script; it stays the same where Slurm takes that node out of `nodes`."""
     end_time: float | None = None
     """When its time limit is reached, None while it is pending or without a limit; of a job that has ended, when it
     did."""
@@ -73,6 +75,9 @@ class RankLaunch:
 
     command: Sequence[str]
     """What stands before a rank's program so that it is started once per rank."""
+    nodes: Sequence[str] = ()
+    """Where there are spare nodes: names of the job's nodes, on each of which `command` starts one step; see
+    `relayrun.agent.steps`."""
     signal_command: Sequence[str] = ()
     """Sends the signal asked for to all ranks; empty where the batch script signals the task starter itself."""
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -99,6 +99,7 @@ def parse_job(text: str, *, name: str | None = None) -> Job:
         state=state,
         nodes=known.get("NodeList", ""),
         num_nodes=int(known.get("NumNodes", "1").partition("-")[0]),
+        batch_host=known.get("BatchHost", ""),
         end_time=end if limit is not None or state not in LIVE_STATES else None,
         submit_time=timestamp(known.get("SubmitTime", "")),
         eligible_time=timestamp(known.get("EligibleTime", "")),

@@ -280,13 +280,20 @@ class Slurm:
     def rank_launch(self, plan: Plan, job: Job, *, leave_signal: signal.Signals | None) -> RankLaunch:
         name = "" if leave_signal is None else leave_signal.name.removeprefix("SIG")
         cpus = job.options.get("cpus-per-task", str(plan.cpus_per_task))
+        nodes = self.nodes.expand(job.nodes)
+        if plan.spare_nodes:
+            command = self.agent_command(plan, nodes=1, cpus_per_task=cpus)
+            command.insert(1, "--overlap")  # else a step waits where another one has not ended
+        elif plan.recovery == "node":
+            command = self.agent_command(plan, nodes=job.num_nodes, cpus_per_task=cpus)
+        else:
+            command = self.every_task_command(plan, nodes=job.num_nodes, cpus_per_task=cpus)
         return RankLaunch(
-            command=self.agent_command(plan, nodes=job.num_nodes, cpus_per_task=cpus)
-            if plan.recovery == "node"
-            else self.every_task_command(plan, nodes=job.num_nodes, cpus_per_task=cpus),
+            command=command,
+            nodes=nodes if plan.spare_nodes else (),
             signal_command=["scancel", f"--signal={name}", job.id] if name else ["true"],
             environment={
-                "MASTER_ADDR": self.nodes.expand(job.nodes)[0],
+                "MASTER_ADDR": nodes[0],
                 # one port per job: jobs that share a node must not meet
                 "MASTER_PORT": str(20_000 + int(job.id) % 20_000),
             },

@@ -27,7 +27,7 @@ from relayrun.config.sbatch import script_options
 from relayrun.config.schema import CommandConfig, CommonConfig, Job, MegatronConfig, RunConfig
 from relayrun.config.yamlfile import LocatedSettings
 from relayrun.data.evolution import weights_of
-from relayrun.errors import RunDirError
+from relayrun.errors import ConfigError, RunDirError
 from relayrun.files import write_atomic
 from relayrun.rundir import campaign, mirror, notices, triggers
 from relayrun.rundir.campaign import Campaign, Membership
@@ -105,6 +105,12 @@ def adopt_job(
     run = Run(Path(config.run_dir or ""))
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and run.plan.exists() and Plan.load(run).job_name == job.name:
         return run  # Slurm starts a requeued job with the launcher again; it was adopted the first time
+    if config.job.spare_nodes:
+        raise ConfigError(
+            "job.spare_nodes: the job of a launcher has not asked Slurm to outlive the loss of a node (--no-kill)",
+            where="settings block",
+            hint="start the run with `relayrun submit`, or leave job.spare_nodes out",
+        )
     nodes = config.job.model_copy(update={"nodes": job.num_nodes})
     cluster = config.cluster.model_copy(update={"host_python": host_python or config.cluster.host_python})
     config = type(config).model_validate(config.model_copy(update={"job": nodes, "cluster": cluster}).model_dump())
@@ -283,6 +289,7 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
         hang_timeout=config.chain.hang_timeout,
         start_timeout=config.chain.start_timeout,
         nodes=job.nodes,
+        spare_nodes=job.spare_nodes,
         ntasks_per_node=job.ntasks_per_node,
         cpus_per_task=job.cpus_per_task,
         sbatch_options=sbatch_options(job),

@@ -7,12 +7,15 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from relayrun.chain import render
 from relayrun.files import read_lines
 from relayrun.rundir import rounds
 from relayrun.rundir.records import Outcome
+from relayrun.scheduler.tasks import free_port
 from tests.history import began
 
 from .conftest import ROOT, MakeRun
@@ -96,3 +99,94 @@ def test_a_connection_of_another_job_is_not_heard(make_run: MakeRun) -> None:
     nodes.agents[1].send_signal(signal.SIGUSR2)  # to one node alone: its ranks have heard it, and this test ends all
     nodes.attempt.stop.touch()
     assert nodes.wait() == [0, 0], nodes.log()
+
+
+class Steps:
+    """The starter of agents and, by a stand-in for srun, an agent on each of three pretended nodes; one is spare."""
+
+    def __init__(self, make_run: MakeRun, *faults: str, spare: int = 1) -> None:
+        self.run, plan = make(make_run, *faults, nodes=2, spare_nodes=spare, ntasks_per_node=1)
+        began(self.run, 1)
+        self.attempt = self.run.attempt(1)
+        for path in (self.attempt.heartbeats, self.attempt.failures, self.run.stacks(1)):
+            path.mkdir(parents=True)
+        self.orphans = self.run.path / "orphans"
+        self.orphans.mkdir()
+        program = [*render.program(plan, [*plan.program, "--attempt=1"])]
+        orphaned = [sys.executable, "-c", ORPHANED, str(self.orphans)]  # in the place of `relayrun.chain orphaned`
+        program[program.index("--") + 1 :] = orphaned
+        names = [f"n{node}" for node in range(2 + spare)]
+        setup = self.attempt.setup
+        whole = render.task_command(plan, [str(SRUN)], program, setup=setup, nodes=names)
+        rank = whole.index("bash")
+        command = [*whole[:rank], *whole[rank + 2 :]]  # without rank.sh, which wants Slurm's own numbers
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+        with open(self.run.path / "log", "wb") as log:
+            self.starter = subprocess.Popen(
+                command, env=os.environ | variables, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+
+    def log(self) -> str:
+        return (self.run.path / "log").read_text()
+
+    def wait_for(self, path: Path) -> None:
+        while not path.exists():
+            assert self.starter.poll() is None, self.log()
+            signal.sigtimedwait([], 0.05)
+
+    def agent(self, node: int) -> int:
+        """The process of a node's agent."""
+        for entry in Path("/proc").iterdir():
+            ours = entry.name.isdecimal() and str(self.starter.pid) == _parent(entry)
+            if ours and f"RELAYRUN_NODE={node}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                return int(entry.name)
+        raise AssertionError(self.log())
+
+    def started(self, rank: int) -> list[tuple[int, int]]:
+        lines = read_lines(self.attempt.path / f"starts-{rank}.jsonl")
+        return [(line["round"], line["base"]) for line in lines]
+
+
+SRUN = Path(__file__).with_name("stand_in_srun.sh")
+ORPHANED = "import sys, pathlib; pathlib.Path(sys.argv[1], ' '.join(sys.argv[2:])).touch()"
+
+
+def _parent(process: Path) -> str:
+    try:
+        return (process / "stat").read_text().rpartition(")")[2].split()[1]
+    except OSError:
+        return ""
+
+
+def test_a_spare_node_goes_on_where_another_one_was_lost(make_run: MakeRun) -> None:
+    steps = Steps(make_run, "1:0:7:told", "2:1:12:SIGKILL")
+    steps.wait_for(steps.attempt.path / "at-1-7-0")
+    os.kill(steps.agent(0), signal.SIGKILL)  # rank 0's
+    assert steps.starter.wait(300) == 0, steps.log()
+    outcome = Outcome.read(steps.attempt.outcome)
+    assert outcome is not None
+    assert (outcome.outcome, outcome.iteration) == ("done", 20)
+    assert steps.started(0) == steps.started(1) == [(1, 0), (2, 5), (3, 10)]
+    first, second = rounds.read(steps.attempt)
+    assert (first.node, first.lost, first.rank) == ("n0", {"n0": "n2"}, None)
+    assert (second.culprit, second.lost) == ("rank 1 on n1: killed by SIGKILL", {})
+    assert "n2 takes the place of n0" in steps.log()
+    assert sorted(path.name for path in steps.attempt.agents.iterdir()) == ["n0.log", "n1.log", "n2.log"]
+    assert not list(steps.orphans.iterdir())
+
+
+@pytest.mark.long
+def test_agents_whose_coordinator_is_gone_end_their_ranks_and_look_after_the_job(make_run: MakeRun) -> None:
+    steps = Steps(make_run, "0:0:7:told")
+    steps.wait_for(steps.attempt.path / "at-1-7-0")
+    pids = [next(read_lines(steps.attempt.path / f"starts-{rank}.jsonl"))["pid"] for rank in (0, 1)]
+    steps.starter.kill()
+    steps.starter.wait()
+    wanted = [f"--node={node} --round=1" for node in range(3)]
+    for _ in range(1200):
+        if sorted(path.name for path in steps.orphans.iterdir()) == wanted:
+            break
+        signal.sigtimedwait([], 0.05)
+    assert sorted(path.name for path in steps.orphans.iterdir()) == wanted
+    assert not any(lives(pid) for pid in pids)
+    assert "the coordinator is gone" in (steps.attempt.agents / "n1.log").read_text()

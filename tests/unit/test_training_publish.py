@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from relayrun.errors import FatalTrainingError
-from relayrun.rundir import evaluations
+from relayrun.rundir import evaluations, rounds
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.evaluations import Policy
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.records import Commit
+from relayrun.rundir.rounds import FailedRound
 from relayrun.rundir.run import Run
 from relayrun.training.checkpoint import publish
+from relayrun.training.reporting import agent_link
 from tests.history import began
 
 
@@ -55,6 +59,38 @@ def test_a_published_checkpoint_has_its_name_its_commit_and_the_tracker(run: Run
     assert run.tracker.read_text() == "7\n"
     assert durable(run).path == str(run.checkpoint(7))
     assert list(run.staging(1).iterdir()) == []
+
+
+def test_a_rank_whose_round_is_over_publishes_nothing_and_ends(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ended(Exception):
+        pass
+
+    def ended(code: int) -> None:
+        raise Ended(code)
+
+    begin(run, 1)
+    monkeypatch.setenv(agent_link.VARIABLE, "0")
+    monkeypatch.setenv(rounds.VARIABLE, "2")
+    monkeypatch.setattr(os, "_exit", ended)
+    over = FailedRound(
+        round=1,
+        time=1e9,
+        rank=None,
+        node="n1",
+        words="its agent is gone",
+        iteration=7,
+        base_iteration=0,
+        durable_iteration=0,
+        next_iteration=0,
+        again=True,
+    )
+    rounds.append(run.attempt(1), over)
+    save(run, 1, 7)
+    rounds.append(run.attempt(1), replace(over, round=2))
+    with pytest.raises(Ended):
+        save(run, 1, 8)
+    assert durable(run).iteration == 7
+    assert names(run) == ["iter_0000007"]
 
 
 def test_an_attempt_that_is_no_longer_the_newest_publishes_nothing(run: Run) -> None:

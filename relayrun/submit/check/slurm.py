@@ -93,17 +93,22 @@ def _limit(partition: dict[str, str], plan: Plan, findings: Findings) -> None:
             setting="job.time",
             remedy="lower job.time: a chain goes on in the next job",
         )
-    if (most := partition.get("MaxNodes", "UNLIMITED")).isdecimal() and plan.nodes > int(most):
+    nodes = plan.nodes_of_job
+    if (most := partition.get("MaxNodes", "UNLIMITED")).isdecimal() and nodes > int(most):
         findings.refuse(
-            "slurm.nodes", f"{plan.nodes} nodes are more than partition {name} allows, {most}", setting="job.nodes"
+            "slurm.nodes",
+            f"{nodes} nodes are more than partition {name} allows, {most}",
+            setting="job.nodes",
         )
-    if (least := partition.get("MinNodes", "0")).isdecimal() and plan.nodes < int(least):
+    if (least := partition.get("MinNodes", "0")).isdecimal() and nodes < int(least):
         findings.refuse(
-            "slurm.nodes", f"{plan.nodes} nodes are fewer than partition {name} asks for, {least}", setting="job.nodes"
+            "slurm.nodes",
+            f"{nodes} nodes are fewer than partition {name} asks for, {least}",
+            setting="job.nodes",
         )
-    if (there := partition.get("TotalNodes", "")).isdecimal() and plan.nodes > int(there):
+    if (there := partition.get("TotalNodes", "")).isdecimal() and nodes > int(there):
         findings.refuse(
-            "slurm.nodes", f"{plan.nodes} nodes are more than partition {name} has, {there}", setting="job.nodes"
+            "slurm.nodes", f"{nodes} nodes are more than partition {name} has, {there}", setting="job.nodes"
         )
     if (state := partition.get("State", "UP")) != "UP":
         findings.warn("slurm.partition", f"partition {name} is {state}: jobs wait", setting="job.partition")

@@ -129,7 +129,8 @@ def _plan(report: Report) -> Iterator[tuple[str, str]]:
     config, future = report.config, report.forecast
     job = config.job
     gpus = f", {job.gpus_per_node} GPUs each" if job.gpus_per_node else ""
-    size = f"{counted(job.nodes, 'node')}{gpus}, {counted(job.ntasks_per_node, 'rank')} a node"
+    spare = f" and {counted(job.spare_nodes, 'spare node')}" if job.spare_nodes else ""
+    size = f"{counted(job.nodes, 'node')}{spare}{gpus}, {counted(job.ntasks_per_node, 'rank')} a node"
     yield "jobs", f"{size}, {job.time} each, on {config.cluster.name}"
     if not isinstance(config, RunConfig):
         yield from _foreign_plan(report)

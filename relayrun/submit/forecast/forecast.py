@@ -95,7 +95,7 @@ def forecast(config: RunConfig, plan: Plan, run: Run, vocabulary_size: int) -> F
     each = flops_per_token(config.model, size, training.seq_length)
     memory = config.cluster.gpu_memory_gb
     return Forecast(
-        nodes=job.nodes,
+        nodes=job.nodes + job.spare_nodes,
         ranks=config.world_size,
         gpus=job.nodes * job.gpus_per_node,
         layout={

@@ -2,7 +2,8 @@
 
 A checkpoint is written whole below `.staging/<attempt>/`, then renamed. What makes it count is the line in
 commits.jsonl after the rename; the tracker file is for other programs. An attempt that is no longer the
-newest must not publish: a later one has begun from an older checkpoint and owns the run.
+newest must not publish: a later one has begun from an older checkpoint and owns the run. Nor must a rank whose round
+is over: its node froze, was given up, and goes on.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from pathlib import Path
 
 from relayrun.errors import FatalTrainingError, RunDirError
 from relayrun.files import free_name, fsync_directory, write_atomic
-from relayrun.rundir import campaign, evaluations, mirror
+from relayrun.rundir import campaign, evaluations, mirror, rounds
 from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
+from relayrun.training.reporting import agent_link
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +38,14 @@ def prepare(run: Run, attempt: int, iteration: int) -> Path:
 def publish(run: Run, attempt: int, commit: Commit, staged: Path) -> None:
     """Make a complete staged checkpoint durable and give it its final name, then record it.
 
-    Raises FatalTrainingError if a newer attempt has begun.
+    Raises FatalTrainingError if a newer attempt has begun. Ends this process if a later round has: what it would write
+    about that would be taken for the words of the rank that has its number now.
     """
     _sync(staged)
+    number = agent_link.round_number()
+    if agent_link.has_agent() and any(failed.round >= number for failed in rounds.read(run.attempt(attempt))):
+        log.error("round %s is over, so this rank publishes nothing and ends", number)
+        os._exit(1)
     newest = run.attempt_numbers()[-1]
     if newest != attempt:
         raise FatalTrainingError(

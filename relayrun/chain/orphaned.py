@@ -1,0 +1,112 @@
+"""What an agent becomes when the coordinator is gone: it closes the attempt where nobody else is left to do so.
+
+A job with spare nodes outlives the loss of a node (`--no-kill`). Where that is the batch host, Slurm lets the job run
+without a batch script up to its time limit, and nobody would say so. Agents of the other nodes live on. Each asks Slurm
+now and then whether it has taken the batch host out of the job: Slurm's word alone counts, so that an agent that is
+merely cut off ends nothing. As long as the batch script lives it closes the attempt itself, and ends this with the job.
+
+The first that hears of the loss does what the batch script would have done: `end`. Then it queues the job again under
+its id, or cancels it where the chain ends. Nobody is elected: a node asks the later, the higher its number is, and what
+two do at the same time is done once.
+"""
+
+from __future__ import annotations
+
+import time
+
+from relayrun.chain import decide, supervisor
+from relayrun.chain.log import log
+from relayrun.errors import RelayrunError, SchedulerError
+from relayrun.rundir import rounds
+from relayrun.rundir.attempt import Attempt
+from relayrun.rundir.lineage import Lineage
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.rounds import FailedRound
+from relayrun.rundir.run import Run
+from relayrun.rundir.stop import stop_reason
+from relayrun.scheduler.base import Job, Scheduler
+from relayrun.scheduler.choose import for_plan
+
+LOOK_SECONDS = 5.0
+"""Between two questions of the first node."""
+LATER_SECONDS = 10.0
+"""By how much longer each node waits than the one before it; so many nodes do not ask Slurm at the same time."""
+RETRY_SECONDS = 30.0
+
+
+def orphaned(run: Run, number: int, *, node: int, number_of_round: int) -> int:
+    """Until this job is over, or this program has seen to it that it will be. Return the exit code of the agent.
+
+    The agent has left it the signals that ask ranks to leave as ignored ones.
+
+    `node`: number of this node in the job. `number_of_round`: the newest that its agent knew, 0 before the first.
+    """
+    plan, attempt = Plan.load(run), run.attempt(number)
+    scheduler = for_plan(plan, run, patience=0)
+    own = scheduler.current_job_id()
+    log(f"attempt {number}, job {own}: the coordinator is gone; Slurm is asked whether the batch host is")
+    while not (host := _lost_batch_host(scheduler, own)):
+        time.sleep(LOOK_SECONDS + LATER_SECONDS * node)
+    log(f"the batch host {host} is lost, and the batch script with it; this agent closes attempt {number}")
+    while True:
+        try:
+            _note(attempt, host, number_of_round, run)
+            supervisor.end(run, number, decide.UNKNOWN)
+            _end_job(run, plan, attempt, own)
+            return 1
+        except (OSError, RelayrunError) as error:
+            log(f"tried again in {RETRY_SECONDS:.0f} s: {getattr(error, 'message', error)}")
+        time.sleep(RETRY_SECONDS)
+
+
+def lost_batch_host(job: Job | None, names: list[str]) -> str:
+    """The batch host of a job that Slurm lets run without it; empty where it is there. `names`: nodes of the job."""
+    if job is None or job.state != "RUNNING" or not names or job.batch_host in names:
+        return ""
+    return job.batch_host
+
+
+def _lost_batch_host(scheduler: Scheduler, own: str) -> str:
+    try:
+        job = scheduler.query(own)
+        names = scheduler.nodes.expand(job.nodes) if job is not None and job.nodes and scheduler.nodes else []
+    except SchedulerError as error:
+        log(f"Slurm does not answer: {error.message}")
+        return ""
+    return lost_batch_host(job, names)
+
+
+def _note(attempt: Attempt, host: str, number: int, run: Run) -> None:
+    """Put on record why the attempt ends, for `end`; once."""
+    earlier = rounds.read(attempt)
+    begin = attempt.read_begin()
+    if begin is None or attempt.read_end() is not None or any(host in each.lost for each in earlier):
+        return
+    iteration, durable = rounds.newest_iteration(attempt), Lineage(run).durable().iteration
+    failed = FailedRound(
+        round=max(1, number, *(each.round + 1 for each in earlier)),
+        time=time.time(),
+        rank=None,
+        node=host,
+        words="the batch host is lost",
+        iteration=iteration,
+        base_iteration=earlier[-1].next_iteration if earlier else begin.base_iteration,
+        durable_iteration=durable,
+        next_iteration=durable,
+        again=False,
+        reason="the batch script is gone with it",
+        steps_lost=max(0, iteration - durable),
+        lost={host: ""},
+    )
+    rounds.append(attempt, failed)
+
+
+def _end_job(run: Run, plan: Plan, attempt: Attempt, own: str) -> None:
+    """Queue this job again, in front of the one that may wait behind it; cancel it where the chain has ended."""
+    record, scheduler = attempt.read_end(), for_plan(plan, run)
+    if record is not None and record.action in ("continue", "retry") and stop_reason(run) is None:
+        log(f"job {own} is queued again under its id")
+        scheduler.requeue(own, delay=record.delay)
+    else:
+        log(f"job {own} is cancelled")
+        scheduler.cancel(own)

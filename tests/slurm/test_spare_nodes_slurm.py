@@ -1,0 +1,123 @@
+"""Nodes of a real Slurm are lost, and a spare one goes on inside the same job: the real training program."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from relayrun.files import read_lines
+from relayrun.rundir import rounds
+from relayrun.rundir.records import AttemptStart
+from relayrun.rundir.run import Run
+from tests.chain.test_local_recovery import SETTINGS, assert_same_run
+from tests.workspace import Workspace, ends
+
+from . import power_loss
+from .cluster import TestCluster
+from .conftest import MakeCluster
+from .test_recovery_slurm import CLUSTER, agents
+from .test_training_chain import SLURM, TWO_NODES, job_of, submit, wait_for_end
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.long]
+
+SPARE = TWO_NODES | {"spare_nodes": 1, "time": "20"}
+
+
+@pytest.fixture
+def cluster(make_cluster: MakeCluster) -> Iterator[TestCluster]:
+    """Four nodes, of which Slurm notices the loss after 10 to 20 seconds; each test loses some."""
+    found = make_cluster(node_timeout=10)
+    yield found
+    found.down()
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return Workspace.make(tmp_path_factory.mktemp("workspace"))
+
+
+def config(workspace: Workspace, folder: str, *, slow: bool = True, **chain: object) -> Path:
+    hook = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "slow-after=6:1"}}
+    training = SETTINGS["training"] | ({"hooks": [hook]} if slow else {})
+    sections = SETTINGS | {
+        "training": training,
+        "chain": {"recovery": "node"} | chain,
+        "job": SPARE,
+        "cluster": CLUSTER,
+    }
+    return workspace.config(folder, **sections)
+
+
+def reference(cluster: TestCluster, workspace: Workspace) -> Run:
+    """The undisturbed run, without agents; trained once."""
+    run = workspace.run("whole")
+    if not run.path.exists():
+        submit(cluster, workspace.config("whole", **SETTINGS, job=TWO_NODES | {"time": "20"}, cluster=SLURM))
+        wait_for_end(cluster, run, timeout=600)
+    return run
+
+
+def wait_for(cluster: TestCluster, run: Run, iteration: int, *, attempt: int = 1) -> None:
+    def reached() -> bool:
+        return any(line["iteration"] >= iteration for line in read_lines(run.attempt(attempt).metrics))
+
+    cluster.wait_until(reached, timeout=360, interval=0.1, what=f"iteration {iteration}")
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["dead", "silent"])
+def test_a_spare_node_goes_on_inside_the_job(cluster: TestCluster, workspace: Workspace, silent: bool) -> None:
+    whole = reference(cluster, workspace)
+    name = f"lost-{silent}"
+    submit(cluster, config(workspace, name))
+    run = workspace.run(name)
+    wait_for(cluster, run, 8)
+    gone = power_loss.lose(cluster, "n1", silent=silent)
+    if silent:
+        cluster.wait_until(lambda: len(agents_of_round_2(run)) > 0, timeout=300, what="a round without n1")
+        power_loss.bring_back(gone)
+    wait_for_end(cluster, run, timeout=600)
+    assert [end.cause for end in ends(run)] == ["done"]
+    (failed,) = rounds.read(run.attempt(1))
+    assert (failed.rank, failed.node, failed.lost) == (None, "n1", {"n1": "n2"})
+    begin = AttemptStart.read(run.attempt(1).begin)
+    assert begin is not None
+    assert cluster.job(begin.job_id)["Restarts"] == "0"
+    assert_same_run(run, whole)
+    done = cluster.run([sys.executable, "-m", "relayrun.cli", "status", str(run.path)])
+    assert "n2 takes the place of n1" in done.stdout
+    cluster.wait_until(lambda: not agents(run), timeout=60, what="the end of all agents")
+
+
+def agents_of_round_2(run: Run) -> list[object]:
+    return [failed for failed in rounds.read(run.attempt(1)) if failed.seconds.get("all")]
+
+
+def test_the_batch_host_is_lost_and_the_job_begins_again_under_its_id(
+    cluster: TestCluster, workspace: Workspace
+) -> None:
+    whole = reference(cluster, workspace)
+    submit(cluster, config(workspace, "batch", auto_requeue=True))
+    run = workspace.run("batch")
+    wait_for(cluster, run, 8)
+    power_loss.lose(cluster, "n0")
+    wait_for_end(cluster, run, timeout=600)
+    assert [end.cause for end in ends(run)] == ["unknown", "done"]
+    assert ends(run)[0].reason.startswith("n0: the batch host is lost; the batch script is gone with it")
+    assert job_of(run, 1) == job_of(run, 2)
+    assert cluster.job(job_of(run, 1))["Restarts"] == "1"
+    assert_same_run(run, whole)
+
+
+def test_without_a_successor_the_job_ends_with_its_batch_host(cluster: TestCluster, workspace: Workspace) -> None:
+    submit(cluster, config(workspace, "alone", auto_requeue=False))
+    run = workspace.run("alone")
+    wait_for(cluster, run, 8)
+    power_loss.lose(cluster, "n0")
+    cluster.wait_until(run.attempt(1).end.exists, timeout=300)
+    assert cluster.wait_job(job_of(run, 1)) == "CANCELLED"
+    (end,) = ends(run)
+    assert (end.cause, end.action) == ("unknown", "end")
+    assert end.reason.startswith("n0: the batch host is lost")

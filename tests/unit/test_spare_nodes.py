@@ -1,0 +1,285 @@
+"""Nodes that are lost and spare ones in their place: what the coordinator decides, without processes."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from relayrun.agent import coordinator as module
+from relayrun.agent.coordinator import SILENT_BEATS, Coordinator
+from relayrun.agent.lines import Lines
+from relayrun.agent.reception import Reception
+from relayrun.chain.orphaned import lost_batch_host
+from relayrun.files import append_line
+from relayrun.rundir import rounds
+from relayrun.rundir.records import Commit
+from relayrun.rundir.run import Run
+from relayrun.scheduler.base import Job
+from relayrun.scheduler.job_text import parse_job
+from tests.history import began
+
+NAMES = ("n0", "n1", "n2", "n3", "n4")
+
+
+class Link:
+    """What the coordinator has of an agent: keeps what it sends."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+
+    def send(self, kind: str, **values: Any) -> None:
+        self.sent.append({"kind": kind, **values})
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.sent[-1]
+
+
+class Nodes:
+    """A coordinator, and agents that answer as real ones do: two nodes train with two ranks each, others are spare."""
+
+    def __init__(self, folder: Path, *, spare: int, max_failed_rounds: int = 5) -> None:
+        self.run = Run(folder / "run")
+        began(self.run, 1)
+        self.attempt = self.run.attempt(1)
+        self.attempt.failures.mkdir()
+        self.said: list[str] = []
+        self.links: dict[int, Link] = {}
+        self.coordinator = Coordinator(
+            self.run,
+            self.attempt,
+            nodes=2,
+            spare_nodes=spare,
+            ranks=4,
+            names=dict(enumerate(NAMES[: 2 + spare])),
+            links=cast("dict[int, Lines]", self.links),
+            say=self.said.append,
+            max_failed_rounds=max_failed_rounds,
+        )
+        self.all = {node: Link() for node in range(2 + spare)}
+
+    def hello(self, *nodes: int) -> None:
+        for node in nodes:
+            assert self.coordinator.expects(node)
+            self.links[node] = self.all[node]
+            self.coordinator.hear(node, {"kind": "hello", "name": NAMES[node], "port": 1000 + node})
+
+    def lose(self, node: int, why: str = "its agent is gone") -> None:
+        self.coordinator.lose(node, why)
+
+    def dead(self, node: int, rank: int, code: int = 1, error: str = "") -> None:
+        number = self.all[node].last["round"]
+        message = {"kind": "dead", "round": number, "rank": rank, "code": code, "error": error, "told": False}
+        self.coordinator.hear(node, message)
+
+    def end(self, *nodes: int, memory: list[list[int]] | None = None) -> None:
+        """These agents answer the order to end."""
+        for node in nodes:
+            assert self.all[node].last["kind"] == "end", self.all[node].sent
+            number = self.all[node].last["round"]
+            message = {"kind": "ended", "round": number, "memory": memory or [], "port": 2000 + node}
+            self.coordinator.hear(node, message)
+
+    def places(self) -> list[int | None]:
+        """The place of each node, in the newest order to start."""
+        assert all(link.last["kind"] == "start" for link in self.links.values()), self.said
+        return [self.links[node].last["place"] if node in self.links else None for node in self.all]
+
+    def reached(self, iteration: int) -> None:
+        append_line(self.attempt.metrics, {"iteration": iteration})
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Nodes:
+    nodes = Nodes(tmp_path, spare=1)
+    nodes.hello(2, 0, 1)
+    assert nodes.places() == [0, 1, None]
+    assert (nodes.all[1].last["address"], nodes.all[1].last["port"]) == ("n0", 1000)
+    nodes.reached(7)
+    return nodes
+
+
+def test_a_spare_node_takes_the_place_of_one_that_is_lost(one: Nodes) -> None:
+    one.lose(1, "no word from its agent for 20 s")
+    one.end(0, memory=[[7], [7]])
+    assert one.coordinator.code is None
+    one.end(2)
+    assert one.places() == [0, None, 1]
+    (failed,) = rounds.read(one.attempt)
+    assert (failed.rank, failed.node, failed.lost, failed.again, failed.source) == (
+        None,
+        "n1",
+        {"n1": "n2"},
+        True,
+        "disk",
+    )
+    assert failed.told == (
+        "round 1: n1: no word from its agent for 20 s, at iteration 7; n2 takes the place of n1; again from iteration 0"
+    )
+    assert one.said[-1] == failed.told
+
+
+def test_rank_0_moves_with_its_place(one: Nodes) -> None:
+    one.lose(0)
+    one.end(1, 2)
+    assert one.places() == [None, 1, 0]
+    assert (one.all[1].last["address"], one.all[1].last["port"]) == ("n2", 2002)
+
+
+def test_a_lost_node_is_the_cause_of_what_its_neighbours_say(one: Nodes) -> None:
+    one.dead(0, 1, error="RuntimeError: connection closed by peer")
+    one.end(0, 2)  # node 1 does not answer any more
+    assert not rounds.read(one.attempt)
+    one.lose(1)
+    (failed,) = rounds.read(one.attempt)
+    assert (failed.culprit, failed.again) == ("n1: its agent is gone", True)
+
+
+def test_the_same_words_at_the_same_iteration_do_not_end_the_attempt(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, spare=3)
+    nodes.hello(*range(5))
+    nodes.lose(1)
+    nodes.end(0, 2, 3, 4)
+    nodes.lose(2)
+    nodes.end(0, 3, 4)
+    assert nodes.places() == [0, None, None, 1, None]
+
+
+def test_two_nodes_are_lost_at_once_and_one_more_in_the_round_between(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, spare=3)
+    nodes.hello(*range(5))
+    nodes.lose(0)
+    nodes.lose(2)  # a spare one
+    nodes.end(3, 4)
+    nodes.lose(1)  # before it says that its ranks have ended
+    assert nodes.places() == [None, None, None, 0, 1]
+    (failed,) = rounds.read(nodes.attempt)
+    assert failed.lost == {"n0": "n3", "n1": "n4"}
+    assert nodes.said[0] == "the spare node n2 is gone: its agent is gone"
+
+
+def test_without_a_spare_node_left_the_attempt_ends(one: Nodes) -> None:
+    one.lose(2)
+    assert one.all[0].last["kind"] == "start"  # nobody is disturbed
+    one.lose(1)
+    one.end(0)
+    assert (one.coordinator.code, one.all[0].last) == (1, {"kind": "leave", "code": 1})
+    (failed,) = rounds.read(one.attempt)
+    assert (failed.again, failed.reason, failed.lost) == (False, "no spare node is left", {"n1": ""})
+
+
+def test_rounds_without_a_later_state_end_the_attempt_though_spare_nodes_are_left(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, spare=3, max_failed_rounds=2)
+    nodes.hello(*range(5))
+    nodes.lose(1)
+    nodes.end(0, 2, 3, 4)
+    nodes.lose(2)
+    nodes.end(0, 3, 4)
+    assert nodes.coordinator.code == 1
+    assert "2 rounds in a row" in rounds.read(nodes.attempt)[-1].reason
+
+
+def test_a_later_checkpoint_is_where_the_spare_node_begins(one: Nodes) -> None:
+    folder = one.run.checkpoint(5)
+    folder.mkdir(parents=True)
+    one.attempt.append_commit(Commit(iteration=5, path=str(folder), consumed_samples=5, time=1.0, seconds=0.0))
+    one.lose(1)
+    one.end(0, 2)
+    start = one.all[2].last
+    assert (start["base_iteration"], start["base_path"], start["memory"]) == (5, str(folder), None)
+    assert rounds.read(one.attempt)[0].steps_lost == 2
+
+
+def test_an_agent_without_a_word_is_given_up_and_not_heard_again(one: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BEAT_SECONDS", 0.0)
+    for _ in range(SILENT_BEATS):
+        one.coordinator.hear(0, {"kind": "beat"})
+        one.coordinator.hear(2, {"kind": "beat"})
+        assert one.coordinator.silent() == []
+    one.coordinator.hear(0, {"kind": "beat"})
+    one.coordinator.hear(2, {"kind": "beat"})
+    ((node, _),) = one.coordinator.silent()
+    assert node == 1
+    one.lose(1, "no word from its agent for 20 s")
+    assert not one.coordinator.expects(1)
+    assert one.said[-1] == "n1 was given up, and is not taken in again: no word from its agent for 20 s"
+
+
+def test_the_first_round_waits_for_spare_nodes_and_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path, spare=2)
+    nodes.hello(3, 1)
+    nodes.coordinator.look()
+    assert nodes.all[1].sent == []
+    monkeypatch.setattr(module, "GATHER_SECONDS", -1.0)
+    nodes.coordinator.look()
+    assert nodes.places() == [None, 0, None, 1]
+    assert not nodes.coordinator.expects(0)
+
+
+def test_nodes_that_are_lost_before_the_first_round(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, spare=1)
+    nodes.hello(0, 2)
+    nodes.lose(1, "the step of its agent ended with exit code 1")
+    assert nodes.places() == [0, None, 1]
+    few = Nodes(tmp_path / "few", spare=1)
+    few.hello(0)
+    few.lose(1)
+    few.lose(2)
+    assert few.coordinator.code == 1
+    assert few.said[-1] == "2 nodes are to train, and 1 are left"
+
+
+def test_the_reception_closes_what_is_given_up_and_refuses_it_afterwards(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, spare=1)
+    links: dict[int, Lines] = {}
+    nodes.coordinator._links = links
+    listener = socket.create_server(("127.0.0.1", 0))
+    reception = Reception(nodes.coordinator, links, listener=listener, job={"job": "1", "attempt": 1})
+    selector = selectors.DefaultSelector()
+    reception.watch(selector)
+
+    def turn() -> None:
+        while found := selector.select(0.05):
+            for key, _ in found:
+                key.data()
+
+    def connect(node: int) -> Lines:
+        lines = Lines(socket.create_connection(listener.getsockname()))
+        lines.send("hello", job="1", attempt=1, node=node, name=NAMES[node], port=1)
+        turn()
+        return lines
+
+    agents = [connect(node) for node in range(3)]
+    assert sorted(links) == [0, 1, 2]
+    reception.lose(1, "no word")
+    (start,) = agents[1].receive()
+    assert start["kind"] == "start"
+    agents.append(connect(1))
+    for closed in (agents[1], agents[3]):
+        with pytest.raises(EOFError):
+            closed.receive()
+    assert nodes.said[-1] == "n1 was given up, and is not taken in again: no word"
+    assert sorted(links) == [0, 2]
+    for lines in (*agents, *links.values()):
+        lines.close()
+    listener.close()
+
+
+LOST = "JobId=7 JobName=x UserId=a(1) JobState=RUNNING NodeList=n[1-3] BatchHost=n0 NumNodes=3 Network=(null) Command=c"
+
+
+def test_the_word_of_slurm_on_the_batch_host() -> None:
+    job = parse_job(LOST)
+    assert (job.batch_host, job.nodes) == ("n0", "n[1-3]")
+    assert lost_batch_host(job, ["n1", "n2", "n3"]) == "n0"
+    assert not lost_batch_host(job, ["n0", "n1", "n2"])
+    assert not lost_batch_host(job, [])
+    assert not lost_batch_host(None, ["n1"])
+    assert not lost_batch_host(parse_job(LOST.replace("RUNNING", "PENDING")), ["n1"])
+    assert not lost_batch_host(Job(id="7", name="x", state="COMPLETING", batch_host="n0"), ["n1"])
