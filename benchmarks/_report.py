@@ -167,6 +167,17 @@ SECTIONS: dict[str, list[Row]] = {
         ),
         Row("load of the machine meanwhile", "load_average", ".1f"),
     ],
+    "sorted_files": [
+        Row("lag-1 correlation of lengths in files that are sorted", "lag_1_correlation", ".2f"),
+        Row("change of the loss from step to step, sorted files over shuffled ones", "loss_noise_ratio", ".1f"),
+        Row("largest rise of the loss in a step, nats, sorted", "runs.sorted.largest_rise", ".2f"),
+        Row("the same, shuffled", "runs.shuffled.largest_rise", ".2f"),
+        Row("CPU time of the longest step over the median, sorted", "runs.sorted.longest_step", ".1f"),
+        Row("the same, shuffled", "runs.shuffled.longest_step", ".1f"),
+        Row("loss on held-out sequences at the end, sorted", "runs.sorted.held_out_loss", ".3f"),
+        Row("the same, shuffled", "runs.shuffled.held_out_loss", ".3f"),
+        Row("load of the machine meanwhile", "load_average", ".1f"),
+    ],
     "checksums": [
         Row("CPU time that checksums add to that of a save", "hashing_over_save", ".3f", most=0.05),
         Row("of it, in the copy, where the values are hashed", "hashing_in_the_copy_over_save", ".3f"),

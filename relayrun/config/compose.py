@@ -176,9 +176,10 @@ def _absolute_data(data: Data, root: Path) -> Data:
     return data.model_copy(
         update={
             "tokenizer": _absolute_or_name(data.tokenizer, root),
-            "datasets": [_absolute(folder, root) for folder in data.datasets],
+            "datasets": [_absolute_or_url(folder, root) for folder in data.datasets],
             "mixture": {name: _absolute_source(source, root) for name, source in data.mixture.items()},
             "data_cache_dir": _absolute(data.data_cache_dir, root) if data.data_cache_dir else None,
+            "shard_cache_dir": _absolute(data.shard_cache_dir, root) if data.shard_cache_dir else None,
             "validation": {
                 name: [_absolute(folder, root) for folder in folders] for name, folders in data.validation.items()
             },

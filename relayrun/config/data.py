@@ -94,6 +94,10 @@ class Data(Section):
     data_cache_dir: str | None = None
     """Folder for the indices of `order: megatron`, without which every rank builds them in memory; and for the number
     of rows of `order: document-window`, which is otherwise kept in the run directory."""
+    shard_cache_dir: str | None = None
+    """Folder of each node's own disk through which token shards below URLs are read, block by block; they need one."""
+    shard_cache_gb: Annotated[float, Field(ge=0.01)] = 20.0
+    """10^9 bytes of that folder, at most, for all ranks of a node together; what was used longest ago leaves it."""
     lanes: Positive = LANES
     """Lanes of the data sets that are streams: the number of data-parallel replicas must divide it at every resume. Set
     a number with many divisors: 48 replicas take 192, 512 take 512."""
@@ -207,6 +211,7 @@ class Data(Section):
                 raise ValueError(
                     f"mixture.{name}: loss_mask belongs to a user's own order, module:callable, not {order}"
                 )
+            self._check_urls(name, order)
             if not source.paths and not own:
                 raise ValueError(f"mixture.{name}: this data set has no path")
             if order == DOCUMENT_WINDOW and self.split:
@@ -225,9 +230,26 @@ class Data(Section):
                 )
             if self.split and name in self.validation:
                 raise ValueError(f"data.split makes a validation set {name!r}, and data.validation has one too")
+        held_out = [path for paths in self.validation.values() for path in paths if "://" in path]
+        if held_out:
+            raise ValueError(
+                f"data.validation: {held_out[0]} is a URL, and validation sets are read from local folders"
+            )
         if self.document_window is not None and not self._cuts:
             raise ValueError(f"data.document_window: no data set has order: {DOCUMENT_WINDOW}, which alone reads it")
         return self
+
+    def _check_urls(self, name: str, order: str) -> None:
+        """Raise ValueError for token shards below URLs that would not be found or read there."""
+        source = self.sources[name]
+        urls = [path for path in source.paths if "://" in path]
+        if urls and not source.is_stream:
+            if order not in ("window", DOCUMENT_WINDOW):
+                raise ValueError(f"mixture.{name}: order {order} reads local shards, and {urls[0]} is a URL")
+            if self.shard_cache_dir is None:
+                raise ValueError(
+                    f"mixture.{name}: {urls[0]} is a URL; set data.shard_cache_dir, a folder of each node's own disk"
+                )
 
     def _check_stream(self, name: str, order: str) -> None:
         """Raise ValueError where source, stream, order and split do not go together."""

@@ -19,6 +19,7 @@ from relayrun.data.order.lanes import Stream
 from relayrun.data.order.sampler import MixtureSampler, Part
 from relayrun.data.order.samples import Dataset, SampleOrder
 from relayrun.data.order.spec import DatasetSpec
+from relayrun.data.remote_shards import block_cache
 from relayrun.errors import ConfigError
 from relayrun.shards.manifest import DatasetManifest, Manifest
 
@@ -75,6 +76,7 @@ def validation_orders(
                 seed=VALIDATION_SEED,
                 split=split,
                 held_out=True,
+                blocks=block_cache(config.data, manifest.datasets[source.identity(name)]),
             )
             orders[name] = HeldOut(name=name, dataset=share)
     return orders
@@ -111,7 +113,14 @@ def make_dataset(
     if source.is_stream:
         return text_stream(config, manifest, name, shards)
     if order == "window":
-        return SampleOrder(shards, seq_length=training.seq_length, seed=training.seed, name=identity, split=data.split)
+        return SampleOrder(
+            shards,
+            seq_length=training.seq_length,
+            seed=training.seed,
+            name=identity,
+            split=data.split,
+            blocks=block_cache(data, shards),
+        )
     if name in data.cut_by_document:
         return document_order(config, manifest, name, shards, cache=_folder(config, cache), opening=opening)
     make = _maker(order, f"data set {identity!r}")
@@ -198,6 +207,7 @@ def _rows(
         vocabulary_size=manifest.vocabulary_size,
         cache=cache,
         opening=opening,
+        blocks=block_cache(config.data, shards),
     )
 
 

@@ -85,8 +85,10 @@ class ShardEntry:
         )
 
     def differences(self) -> list[str]:
-        """What differs on disk: a line per missing file or other size."""
-        found = []
+        """What differs on disk: a line per missing file or other size. A URL is compared when it is opened."""
+        found: list[str] = []
+        if "://" in self.prefix:
+            return found
         for suffix, size in ((".bin", self.bin_bytes), (".idx", self.idx_bytes)):
             try:
                 now = os.stat(self.prefix + suffix).st_size
@@ -347,7 +349,11 @@ def _check_contiguous(shard: Shard) -> None:
 def _identities(name: str, dataset: DatasetManifest, *, missing_ok: bool = False) -> dict[tuple[int, int], str]:
     """(device, inode) of every .bin → prefix, and of every local file of text → path."""
     found: dict[tuple[int, int], str] = {}
-    named = [(shard.prefix, shard.prefix + ".bin") for shard in dataset.shards]
+    below_urls = [shard.prefix for shard in dataset.shards if "://" in shard.prefix]
+    if len(set(below_urls)) < len(below_urls):
+        twice = next(prefix for number, prefix in enumerate(below_urls) if prefix in below_urls[:number])
+        raise InputError(f"stands twice in {name}", where=twice, hint="name each shard once")
+    named = [(shard.prefix, shard.prefix + ".bin") for shard in dataset.shards if "://" not in shard.prefix]
     named += [(file.path, file.path) for file in dataset.files if "://" not in file.path]
     for prefix, path in named:
         try:

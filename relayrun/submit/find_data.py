@@ -8,12 +8,14 @@ from itertools import count
 from pathlib import Path
 
 from relayrun.config.schema import DataSource, RunConfig
+from relayrun.data.remote_shards import freeze as freeze_shards
 from relayrun.data.run_tokenizer import ids_of_characters
 from relayrun.rundir.run import Run
 from relayrun.shards.manifest import DatasetManifest, Manifest
 from relayrun.shards.prefixes import expand, find_prefixes
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
 from relayrun.tokenization.options import TokenizeOptions
+from relayrun.tokenization.readers.stores import is_url
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +54,12 @@ def _files(name: str, source: DataSource, lanes: int) -> DatasetManifest:
     return freeze(name, source, lanes)
 
 
-def _prefixes(name: str, source: DataSource, frozen: Manifest | None) -> list[str] | None:
+def _prefixes(name: str, source: DataSource, frozen: Manifest | None) -> list[str] | DatasetManifest | None:
     """The shards of a data set; None where it has none by design."""
     if not source.paths:
         return None
+    if any(is_url(path) for path in source.paths):
+        return freeze_shards(source.paths)
     prefixes = expand(source.paths)
     if frozen is None or frozen.listed_order or len(source.paths) == 1:
         return prefixes

@@ -158,6 +158,7 @@ def _again(call: Callable[[], T], where: str) -> T:
         RevisionNotFoundError,
     )
 
+    reason: Exception
     for pause in (*PAUSES, None):
         try:
             return call()
@@ -166,13 +167,13 @@ def _again(call: Callable[[], T], where: str) -> T:
             if isinstance(error, GatedRepoError):
                 hint = "accept its terms on the hub's page, and set HF_TOKEN in the environment"
             raise InputError(f"the hub does not give this: {_first_line(error)}", where=where, hint=hint) from None
-        except OSError as error:
-            if _is_local(error):
-                raise InputError(f"cannot be written: {error}", where=error.filename or where) from None
-            if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-                raise InputError("the hub lists this file and does not have it", where=where) from None
+        except LocalEntryNotFoundError as error:
             reason = error
-        except Exception as error:  # of httpx, whose errors are no OSError
+        except EntryNotFoundError:
+            raise InputError("the hub lists this file and does not have it", where=where) from None
+        except Exception as error:  # OSError, and those of httpx, which are none
+            if isinstance(error, OSError) and _is_local(error):
+                raise InputError(f"cannot be written: {error}", where=error.filename or where) from None
             reason = error
         if pause is None:
             raise InputError(

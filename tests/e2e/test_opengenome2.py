@@ -18,6 +18,7 @@ from relayrun.config import compose, yamlfile
 from relayrun.data import audit
 from relayrun.files import read_lines
 from relayrun.rundir.run import Run
+from relayrun.shuffle.reshard import ReshardOptions, reshard
 from tests import genomes, warm
 from tests.readme import ROOT, copy_tracked
 from tests.unit.test_download import FOLDER, DatasetHub
@@ -53,8 +54,8 @@ def test_the_launchers_of_the_page_are_there() -> None:
 def test_a_shrunk_copy_trains_through_a_chain_to_the_end(tmp_path: Path) -> None:
     """Sorted JSONL files, shuffled globally; the first job crashes behind iteration 4, the next one goes on from 3."""
     texts = genomes.write(tmp_path / "train")
-    shuffle = ["dumps", "shuffle", "--dataset-folder", str(tmp_path / "train"), "--file-size", "0.01", "--seed", "1"]
-    assert main([*shuffle, "--output-folder", str(tmp_path / "shuffled")]) == 0
+    folder = str(tmp_path / "train")
+    reshard(ReshardOptions(dataset_folder=folder, output=tmp_path / "shuffled", file_size=10_000, seed=1))
     assert main(["dumps", "tokenizer", "--bytes", "--output-folder", str(tmp_path / "tokenizer")]) == 0
     genomes.write(tmp_path / "valid", files=1, count=200, seed=2)
     (tmp_path / "valid.txt").write_text("data_metagenomics_train_chunk1.jsonl.gz\n")

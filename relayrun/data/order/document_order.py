@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relayrun.config.document_window import DocumentWindow
+from relayrun.data.order.block_cache import BlockCache
 from relayrun.data.order.document_windows import Cut, DocumentWindows
 from relayrun.data.order.packing import PackedRows
 from relayrun.data.order.permutation import Permutation, permutation_key
@@ -74,15 +75,16 @@ class DocumentOrder:
         vocabulary_size: int | None = None,
         cache: Path | None = None,
         opening: str | None = None,
+        blocks: BlockCache | None = None,
     ) -> None:
-        """`padding`: id of the token that fills rows. `cache`, `opening`: see `PackedRows`.
+        """`padding`: id of the token that fills rows. `cache`, `opening`: see `PackedRows`; `blocks`: `WindowDataset`.
 
         Raises ConfigError as `cut_of`, and if there is no window.
         """
         where = f"data set {name!r}"
         self.cut = cut_of(settings, seq_length=seq_length, eod=eod, vocabulary_size=vocabulary_size, where=where)
         self.seq_length = seq_length
-        windows = DocumentWindows(manifest, self.cut)
+        windows = DocumentWindows(manifest, self.cut, blocks=blocks)
         self.rows = PackedRows(windows, seq_length, settings.packing, cache=cache, opening=opening)
         if not len(self.rows):
             raise ConfigError("there is no document, so no window", where=where, hint="give more data")

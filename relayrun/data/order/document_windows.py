@@ -15,7 +15,6 @@ tokens but not windows.
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,10 +24,13 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
+from relayrun.data.order.block_cache import BlockCache
+from relayrun.data.order.shard_bytes import open_bytes
 from relayrun.data.order.windows import OPEN_FILES, Origin, WindowDataset
 from relayrun.errors import FatalTrainingError, InputError
 from relayrun.shards.indexed import HEADER, Shard
-from relayrun.shards.manifest import DatasetManifest
+from relayrun.shards.manifest import DatasetManifest, ShardEntry
+from relayrun.tokenization.readers.stores import is_url
 
 BLOCK = 128
 """Documents between two entries of the table."""
@@ -109,13 +111,23 @@ class Place:
 class DocumentWindows:
     """The windows of a data set. Thread-safe; holds at most 2 x `open_files` files open."""
 
-    def __init__(self, manifest: DatasetManifest, cut: Cut, *, open_files: int = OPEN_FILES) -> None:
-        """Read the lengths of all documents. Raises InputError if a shard is not there or has become shorter."""
+    def __init__(
+        self,
+        manifest: DatasetManifest,
+        cut: Cut,
+        *,
+        open_files: int = OPEN_FILES,
+        blocks: BlockCache | None = None,
+    ) -> None:
+        """Read the lengths of all documents. `blocks`: as for `WindowDataset`.
+
+        Raises InputError if a shard is not there or has become shorter.
+        """
         self.manifest = manifest
         self.cut = cut
-        self._stream = WindowDataset(manifest, 1, open_files=open_files)
+        self._stream = WindowDataset(manifest, 1, open_files=open_files, blocks=blocks)
         self._stream_starts = list(accumulate((shard.tokens for shard in manifest.shards), initial=0))
-        self._file = lru_cache(open_files)(partial(_open, manifest))
+        self._file = lru_cache(open_files)(partial(_open, manifest, blocks))
         self._tables = [self._table(number) for number in range(len(manifest.shards))]
         self._starts = list(accumulate((int(table[-1]) for table in self._tables), initial=0))
 
@@ -221,15 +233,15 @@ class DocumentWindows:
 
 
 class _IndexFile:
-    """An open .idx. Closed when the last user lets go of it, so that one thread cannot close it on another."""
+    """An open .idx."""
 
-    def __init__(self, prefix: str) -> None:
-        self._fd = -1
-        shard = Shard.open(prefix)
-        self._path = prefix + ".idx"
-        self.documents = shard.sequences
-        self._itemsize = shard.dtype.itemsize
-        self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, shard: ShardEntry, blocks: BlockCache | None) -> None:
+        if not is_url(shard.prefix):
+            Shard.open(shard.prefix)  # says what is wrong with it
+        self._path = shard.prefix + ".idx"
+        self._bytes = open_bytes(self._path, shard.idx_bytes, shard.fingerprint, blocks)
+        self.documents: int = HEADER.unpack(self._read(HEADER.size, 0))[3]
+        self._itemsize = np.dtype(shard.dtype).itemsize
 
     def lengths(self, first: int, end: int) -> npt.NDArray[np.int32]:
         """Tokens of the documents first .. end - 1."""
@@ -241,15 +253,11 @@ class _IndexFile:
         return int.from_bytes(offset, "little") // self._itemsize
 
     def _read(self, size: int, at: int) -> bytes:
-        data = os.pread(self._fd, size, at)
+        data = self._bytes.pread(size, at)
         if len(data) != size:
             raise InputError("index has become shorter", where=self._path, hint="put the shard back as it was")
         return data
 
-    def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
 
-
-def _open(manifest: DatasetManifest, number: int) -> _IndexFile:
-    return _IndexFile(manifest.shards[number].prefix)
+def _open(manifest: DatasetManifest, blocks: BlockCache | None, number: int) -> _IndexFile:
+    return _IndexFile(manifest.shards[number], blocks)

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from relayrun.data.order.block_cache import BlockCache
 from relayrun.data.order.permutation import Permutation, permutation_key
 from relayrun.data.order.windows import Origin, WindowDataset
 from relayrun.errors import ConfigError
@@ -55,13 +56,14 @@ class SampleOrder:
         shuffle: bool = True,
         split: float = 0.0,
         held_out: bool = False,
+        blocks: BlockCache | None = None,
     ) -> None:
         self.manifest = manifest
         self.seq_length = seq_length
         self.seed = seed
         self.name = name
         self.shuffle = shuffle
-        self.windows = WindowDataset(manifest, seq_length)
+        self.windows = WindowDataset(manifest, seq_length, blocks=blocks)
         training = len(self.windows) - held_out_windows(len(self.windows), split)
         self._first = training if held_out else 0
         self.windows_per_epoch = len(self.windows) - training if held_out else training

@@ -14,7 +14,6 @@ was truncated is an error that names it, where a map would end the process with 
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -23,9 +22,12 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
+from relayrun.data.order.block_cache import BlockCache
+from relayrun.data.order.shard_bytes import open_bytes
 from relayrun.errors import InputError
-from relayrun.shards.indexed import Shard
+from relayrun.shards.indexed import HEADER, Shard
 from relayrun.shards.manifest import DatasetManifest, ShardEntry
+from relayrun.tokenization.readers.stores import is_url
 
 OPEN_FILES = 128
 """Shards of one data set that are held open; many systems allow a process 1,024 files in all."""
@@ -34,13 +36,22 @@ OPEN_FILES = 128
 class WindowDataset:
     """Windows of `seq_length` + 1 tokens. Thread-safe; holds at most `open_files` files open."""
 
-    def __init__(self, manifest: DatasetManifest, seq_length: int, *, open_files: int = OPEN_FILES) -> None:
+    def __init__(
+        self,
+        manifest: DatasetManifest,
+        seq_length: int,
+        *,
+        open_files: int = OPEN_FILES,
+        blocks: BlockCache | None = None,
+    ) -> None:
+        """`blocks`: the cache for shards below URLs; without any there may be none of these."""
         if seq_length < 1:
             raise ValueError(f"seq_length must be positive, not {seq_length}")
         self.manifest = manifest
         self.seq_length = seq_length
         self._starts = list(accumulate((shard.tokens for shard in manifest.shards), initial=0))
-        self._file = lru_cache(open_files)(partial(_open, manifest.shards))
+        self._file = lru_cache(open_files)(partial(_open, manifest.shards, blocks))
+        self._blocks = blocks
 
     def __len__(self) -> int:
         """Windows in one epoch."""
@@ -80,7 +91,7 @@ class WindowDataset:
             number = bisect_right(self._starts, at) - 1
             entry = self.manifest.shards[number]
             itemsize = np.dtype(entry.dtype).itemsize
-            offsets = Shard.open(entry.prefix).offsets()
+            offsets = _offsets(entry, self._blocks)
             within = at - self._starts[number]
             document = int(np.searchsorted(offsets, within * itemsize, side="right")) - 1
             stop = int(offsets[document + 1]) // itemsize if document + 1 < len(offsets) else entry.tokens
@@ -108,17 +119,16 @@ class Origin:
 
 
 class _TokenFile:
-    """An open .bin. Closed when the last user lets go of it, so that one thread cannot close it on another."""
+    """An open .bin."""
 
-    def __init__(self, shard: ShardEntry) -> None:
-        self._fd = -1
+    def __init__(self, shard: ShardEntry, blocks: BlockCache | None) -> None:
         self._path = shard.prefix + ".bin"
         self._dtype = np.dtype(shard.dtype).newbyteorder("<")
-        self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        self._bytes = open_bytes(self._path, shard.bin_bytes, shard.fingerprint, blocks)
 
     def read(self, start: int, count: int) -> npt.NDArray[np.generic]:
         size = count * self._dtype.itemsize
-        data = os.pread(self._fd, size, start * self._dtype.itemsize)
+        data = self._bytes.pread(size, start * self._dtype.itemsize)
         if len(data) != size:
             raise InputError(
                 f"token file has become shorter: no token {start + len(data) // self._dtype.itemsize}",
@@ -127,10 +137,15 @@ class _TokenFile:
             )
         return np.frombuffer(data, dtype=self._dtype)
 
-    def __del__(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
+
+def _open(shards: tuple[ShardEntry, ...], blocks: BlockCache | None, number: int) -> _TokenFile:
+    return _TokenFile(shards[number], blocks)
 
 
-def _open(shards: tuple[ShardEntry, ...], number: int) -> _TokenFile:
-    return _TokenFile(shards[number])
+def _offsets(shard: ShardEntry, blocks: BlockCache | None) -> npt.NDArray[np.int64]:
+    """Byte offset of each sequence of a shard in its .bin."""
+    if not is_url(shard.prefix):
+        return Shard.open(shard.prefix).offsets()
+    index = open_bytes(shard.prefix + ".idx", shard.idx_bytes, shard.fingerprint, blocks)
+    sequences = HEADER.unpack(index.pread(HEADER.size, 0))[3]
+    return np.frombuffer(index.pread(8 * sequences, HEADER.size + 4 * sequences), "<i8")

@@ -361,6 +361,8 @@ WITHOUT: dict[str, tuple[tuple[Any, ...], str]] = {
     "data.order": (("window", "megatron"), "Megatron-LM has an order of its own"),
     "data.document_window": ((None,), "it cuts one stream of tokens, whatever documents are in it"),
     "data.mask_tokens_except": ((None,), "it masks ends of documents alone"),
+    "data.shard_cache_dir": ((None,), "it reads local shards"),
+    "data.shard_cache_gb": ((20.0,), "it reads local shards"),
     "data.lanes": ((LANES,), "it reads token shards, and no streams"),
     "data.max_epochs": ((100.0,), "nothing counts how often Megatron-LM reads its data"),
     "data.mock_vocabulary_size": ((128_256,), "Megatron-LM makes its own mock data"),
