@@ -27,6 +27,7 @@ from relayrun.tokenization.readers.columns import read_column
 from relayrun.tokenization.readers.formats import kind_of
 from relayrun.tokenization.readers.rows import opened_parquet
 from relayrun.tokenization.readers.rowtext import find_field, row_name, text_of, valid
+from relayrun.tokenization.readers.stores import MissingInput
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +168,10 @@ class FragmentReader:
     def _check(self, entry: FileEntry) -> None:
         """Raise InputError for a file that is not what it was."""
         path = entry.path
-        size = stores.stat(path)[0] if stores.is_url(path) else os.path.getsize(path) if os.path.isfile(path) else None
+        try:
+            size = stores.stat(path)[0] if stores.is_url(path) else os.path.getsize(path)
+        except (MissingInput, FileNotFoundError, NotADirectoryError):
+            size = None
         if size != entry.size:
             what = "is missing" if size is None else f"has {size:,} bytes, had {entry.size:,} when the run began"
             raise InputError(f"this file {what}", where=path, hint="put it back as it was")
