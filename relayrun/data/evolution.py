@@ -196,7 +196,8 @@ def _file_differences(before: DatasetManifest, now: DatasetManifest) -> list[str
         if was.size != now_is.size:
             lines.append(f"file {name} had {was.size:,} bytes, now {now_is.size:,}")
         elif was.fingerprint != now_is.fingerprint:
-            lines.append(f"file {name} was changed")
+            why = f": {was.other_time()}" if was.changed != now_is.changed and not was.content else ""
+            lines.append(f"file {name} was changed{why}")
         elif (was.fragments, was.rows) != (now_is.fragments, now_is.rows):
             lines.append(f"file {name}: stream.limit takes another part of it")
     if not lines and old:

@@ -10,7 +10,8 @@ cost a line of JSON and two `stat` calls per shard.
 A fingerprint is the SHA-256 of a shard's whole .idx, with its sizes: documents that were added, cut,
 reordered or tokenized otherwise change it. It does not depend on paths, so a data set may move. The
 .bin is not read: ids that change while every document keeps its length are not seen. Of a file of text
-the fingerprint is that of its two ends, where parquet has its list of row groups.
+the fingerprint is that of its two ends, where parquet has its list of row groups; its time of change tells whether it
+may have been edited between them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import numpy as np
 
 from relayrun.errors import InputError, RelayrunError, together
 from relayrun.files import read_json, write_json
+from relayrun.shards.checksum import checksum_of
 from relayrun.shards.indexed import Shard
 from relayrun.shards.mixture_folder import repeated_on_purpose
 
@@ -109,21 +111,39 @@ class FileEntry:
     size: int
     """Bytes."""
     fingerprint: str
-    """SHA-256 of its first and last 64 KiB, hexadecimal."""
+    """SHA-256 of its first and last 64 KiB, hexadecimal; of a file that was edited between them, of its whole, too."""
+    changed: int = 0
+    """When it was changed last, ns since 1970; 0: not known."""
+    content: str = ""
+    """xxh3-128 of all of it; empty: it was never read whole."""
     fragments: int | None = None
     """Only its first so many row groups are read; None: all."""
     rows: int | None = None
     """Only its first so many rows are read; None: all."""
 
     def differences(self) -> list[str]:
-        """What differs on disk: a line for a missing file or another size. A URL is compared when it is opened."""
+        """What differs on disk: a line for a missing file, another size, or another time of change.
+
+        Where the time is another one the file is read whole, and is the same if its content is known to be. A URL is
+        compared when it is opened.
+        """
         if "://" in self.path:
             return []
         try:
-            now = os.stat(self.path).st_size
+            now = os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
             return [f"{self.path}: missing"]
-        return [] if now == self.size else [f"{self.path}: {now} bytes, was {self.size}"]
+        if now.st_size != self.size:
+            return [f"{self.path}: {now.st_size} bytes, was {self.size}"]
+        same = self.changed in (0, now.st_mtime_ns) or (self.content and checksum_of(self.path) == self.content)
+        return [] if same else [f"{self.path}: was changed: {self.other_time()}"]
+
+    def other_time(self) -> str:
+        """What is wrong with a file of the same size whose time of change is another one, in words."""
+        if self.content:
+            return "its content is another one"
+        when = f"{self.changed // 10**9}.{self.changed % 10**9:09}"
+        return f"its time of change is another one (if its content is the same: touch -d @{when} FILE)"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,9 @@ def build_manifest(config: RunConfig, run: Run | None = None) -> Manifest:
     frozen = Manifest.read(run.manifest) if run is not None and run.manifest.exists() and run.revisions() else None
     return Manifest.build(
         {
-            name: _files(name, source, config.data.lanes) if source.is_stream else _prefixes(name, source, frozen)
+            name: _files(name, source, config.data.lanes, frozen)
+            if source.is_stream
+            else _prefixes(name, source, frozen)
             for name, source in config.data.sources.items()
         },
         {name: _held_out(name, folders, frozen) for name, folders in config.data.validation.items()},
@@ -47,11 +49,12 @@ def build_manifest(config: RunConfig, run: Run | None = None) -> Manifest:
     )
 
 
-def _files(name: str, source: DataSource, lanes: int) -> DatasetManifest:
+def _files(name: str, source: DataSource, lanes: int, frozen: Manifest | None) -> DatasetManifest:
     """The files of a data set that is text."""
     from relayrun.data.streams.files import freeze  # pyarrow, which a submit of token shards may do without
 
-    return freeze(name, source, lanes)
+    editions = [] if frozen is None else _editions(name, source, frozen)
+    return freeze(name, source, lanes, [file for edition in editions for file in edition.files])
 
 
 def _prefixes(name: str, source: DataSource, frozen: Manifest | None) -> list[str] | DatasetManifest | None:

@@ -34,6 +34,12 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "PAUSES", (0.0, 0.0, 0.0))
 
 
+def page(folder: Path) -> bytes:
+    """A listing of a folder, as servers of web pages give it."""
+    names = sorted(each.name + "/" * each.is_dir() for each in folder.iterdir())
+    return "".join(f'<a href="{name}">{name}</a>\n' for name in names).encode()
+
+
 class Server:
     """A web server of one folder; `faults` says what becomes of the requests that come: None, a status, or `cut`."""
 
@@ -53,10 +59,10 @@ class Server:
                 server.requests += 1
                 fault = server.faults.pop(0) if server.faults else None
                 file = folder / self.path.lstrip("/")
-                if isinstance(fault, int) or not file.is_file():
+                if isinstance(fault, int) or not file.exists():
                     self.send_error(fault if isinstance(fault, int) else 404)
                     return
-                content, status = file.read_bytes(), 200
+                content, status = page(file) if file.is_dir() else file.read_bytes(), 200
                 total = len(content)
                 wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
                 if wanted and ranges:

@@ -298,6 +298,21 @@ def test_a_file_that_has_changed_is_named_when_it_is_read(tmp_path: Path) -> Non
     opened.close()
 
 
+def test_a_file_that_is_edited_while_it_is_read_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "jsonl", [30])
+    path = tmp_path / "000.jsonl"
+    made = stream(tmp_path, "jsonl")
+    path.touch()  # the same content
+    opened = made.open_lanes({0: [*LaneCursor()]})
+    opened.take(0)
+    opened.close()
+    path.write_bytes(path.read_bytes().replace(b"xx", b"yy"))
+    opened = made.open_lanes({0: [*LaneCursor()]})
+    with pytest.raises(InputError, match=r"000\.jsonl: this file was changed: its content is another one"):
+        opened.take(0)
+    opened.close()
+
+
 @pytest.mark.parametrize(
     ("limit", "rows"),
     [

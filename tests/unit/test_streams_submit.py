@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from relayrun.cli import main
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
 from relayrun.data.evolution import Evolved, evolve
+from relayrun.data.streams import files
 from relayrun.errors import ConfigError, InputError
 from relayrun.shards.manifest import Manifest
 from relayrun.submit.find_data import build_manifest
@@ -40,7 +44,12 @@ class Data:
     def submit(self, *, accept: bool = False, **source: Any) -> Evolved:
         config = compose.load(self.file(**source))
         assert isinstance(config, RunConfig)
-        found = build_manifest(config)
+        run = self.workspace.run("run")
+        if self.manifest is not None:
+            run.config.mkdir(parents=True, exist_ok=True)
+            run.config_revision(1).touch()
+            self.manifest.write(run.manifest)
+        found = build_manifest(config, run)
         if self.manifest is None:
             self.manifest, self.history = found, [config]
             return Evolved(config=config, manifest=found, notes=[])
@@ -112,6 +121,82 @@ def test_changed_files_are_refused_by_name(data: Data) -> None:
     write(data.folder / "web", "parquet", [20, 20, 20], first=1)
     with pytest.raises(InputError, match=r"web: file 000\.parquet (was changed|had )"):
         data.submit()
+
+
+def edited_in_its_middle(path: Path) -> None:
+    """Another byte, far from the two ends that the fingerprint is of; the size stays."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def long_file(data: Data) -> Path:
+    """A file of lines that is longer than its two ends."""
+    folder = data.folder / "lines"
+    write(folder, "jsonl", [20], extra={row: f"{row} " + "x" * 20_000 for row in range(20)})
+    return folder / "000.jsonl"
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_file_that_was_edited_in_its_middle_is_refused_or_begins_anew(
+    data: Data, long_file: Path, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its size and its ends are the same."""
+    if not whole:  # too large to be hashed at the first submit
+        monkeypatch.setattr(files, "HASHED_BYTES", 1)
+    lines: dict[str, Any] = {"source": "jsonl", "path": str(long_file.parent)}
+    first = data.submit(**lines).manifest
+    original, status = long_file.read_bytes(), long_file.stat()
+    assert bool(first.datasets["web"].files[0].content) is whole
+    edited_in_its_middle(long_file)
+    (difference,) = first.differences(["web"])
+    assert "000.jsonl: was changed: its " in difference
+    with pytest.raises(InputError, match=r"web: file 000\.jsonl was changed"):
+        data.submit(**lines)
+    evolved = data.submit(accept=True, **lines)
+    assert "web@2" in [source.identity(name) for name, source in evolved.config.data.sources.items()]
+    assert data.submit(**lines).notes == []
+    long_file.write_bytes(original)
+    os.utime(long_file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(InputError, match="has the files of its edition 1 again"):
+        data.submit(**lines)
+
+
+def test_another_time_alone_is_no_change_where_the_content_is_known(data: Data, long_file: Path) -> None:
+    lines: dict[str, Any] = {"source": "jsonl", "path": str(long_file.parent)}
+    first = data.submit(**lines).manifest
+    os.utime(long_file, (1e9, 1e9))
+    assert first.differences(["web"]) == []
+    again = data.submit(**lines)
+    assert again.notes == []
+    assert again.manifest.datasets["web"].files[0].changed == 10**18
+
+
+def test_another_time_alone_is_refused_with_its_remedy_where_the_content_is_not_known(
+    data: Data, long_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "HASHED_BYTES", 1)
+    lines: dict[str, Any] = {"source": "jsonl", "path": str(long_file.parent)}
+    os.utime(long_file, ns=(10**18, 10**18 + 5))
+    data.submit(**lines)
+    os.utime(long_file, (2e9, 2e9))
+    with pytest.raises(InputError, match=r"touch -d @1000000000\.000000005 FILE"):
+        data.submit(**lines)
+    subprocess.run(["touch", "-d", "@1000000000.000000005", long_file], check=True)
+    assert data.submit(**lines).notes == []
+
+
+def test_a_manifest_of_an_earlier_version_knows_no_times(data: Data, long_file: Path) -> None:
+    lines: dict[str, Any] = {"source": "jsonl", "path": str(long_file.parent)}
+    data.submit(**lines)
+    assert data.manifest is not None
+    web = data.manifest.datasets["web"]
+    earlier = replace(web, files=tuple(replace(file, changed=0, content="") for file in web.files))
+    data.manifest = replace(data.manifest, datasets=data.manifest.datasets | {"web": earlier})
+    os.utime(long_file, (1e9, 1e9))
+    assert data.manifest.differences(["web"]) == []
+    assert data.submit(**lines).manifest.datasets["web"].files[0].changed == 10**18
 
 
 def test_a_file_in_two_streams_is_refused(data: Data) -> None:

@@ -55,7 +55,8 @@ class RowFaults(LineFaults):
 def is_of_content(error: InputError) -> bool:
     """Whether a file cannot be read because of its bytes, which are the same for everybody who reads it."""
     cause = error.__context__
-    of_the_system = isinstance(cause, OSError) and cause.errno is not None
+    known = (PermissionError, FileNotFoundError, ConnectionError, TimeoutError)
+    of_the_system = isinstance(cause, known) or (isinstance(cause, OSError) and cause.errno is not None)
     return not (of_the_system or isinstance(error, MissingInput))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from relayrun.config.streams import Limit, Stream
 from relayrun.data.streams.conditions import compiled
 from relayrun.data.streams.faults import RowFaults, is_of_content
 from relayrun.errors import ConfigError, InputError, nearest_path
+from relayrun.shards.checksum import checksum_of
 from relayrun.shards.manifest import DatasetManifest, FileEntry
 from relayrun.tokenization.dumps.split import find_files
 from relayrun.tokenization.readers import stores
@@ -35,8 +37,15 @@ COUNTED = 64
 """Files whose rows are counted at the submit, at most."""
 
 
-def freeze(name: str, source: DataSource, lanes: int) -> DatasetManifest:
+HASHED_BYTES = 4_000_000_000
+"""Bytes of all files of a data set, at most, for which each is read whole and hashed at the first submit."""
+
+
+def freeze(name: str, source: DataSource, lanes: int, known: Sequence[FileEntry] = ()) -> DatasetManifest:
     """The files of the stream called `name`, in the order in which they are named; those of a folder sorted.
+
+    `known`: files that the run has under this name. One whose time of change is another one now is hashed whole, where
+    it is local; it is the known one if that has this hash, else another file.
 
     Raises InputError if there are none, if one is listed twice or is of another kind than `source.source`, or if the
     first one has no such column; ConfigError for a condition that does not fit the files, and where a few parquet files
@@ -55,11 +64,40 @@ def freeze(name: str, source: DataSource, lanes: int) -> DatasetManifest:
             f"{where}: its {rows:,} rows are fewer than data.lanes {lanes}, each of which needs one in every epoch",
             hint="set data.lanes lower, or give more rows",
         )
+    whole = sum(file.size for file in found) <= HASHED_BYTES
+    by_name: dict[tuple[str, int], list[FileEntry]] = {}
+    for file in known:
+        by_name.setdefault((os.path.basename(file.path), file.size), []).append(file)
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        ends = pool.map(stores.digest_of_ends, (file.path for file in found))
-        return DatasetManifest(
-            shards=(), files=tuple(replace(file, fingerprint=end) for file, end in zip(found, ends, strict=True))
+        files = pool.map(
+            lambda file: _frozen(file, by_name.get((os.path.basename(file.path), file.size), []), whole=whole), found
         )
+        return DatasetManifest(shards=(), files=tuple(files))
+
+
+def _frozen(file: FileEntry, known: Sequence[FileEntry], *, whole: bool) -> FileEntry:
+    """A file as it is now; with the fingerprint of the known file of its name and size that it is, if it is one.
+
+    `whole`: a file that is not known is hashed whole.
+    """
+    local = not stores.is_url(file.path)
+    changed = os.stat(file.path).st_mtime_ns if local else stores.stat(file.path)[1]
+    ends = stores.digest_of_ends(file.path)
+    now = replace(file, fingerprint=ends, changed=changed)
+    alike = [one for one in known if one.fingerprint in (ends, _of_whole(ends, one))]
+    for one in alike:
+        if one.changed == changed or 0 in (one.changed, changed):  # an earlier version kept no times
+            return replace(now, fingerprint=one.fingerprint, content=one.content)
+    now = replace(now, content=checksum_of(file.path) if local and (alike or whole) else "")
+    for one in alike:
+        if now.content and now.content == one.content:
+            return replace(now, fingerprint=one.fingerprint)
+    return replace(now, fingerprint=_of_whole(ends, now)) if alike else now
+
+
+def _of_whole(ends: str, file: FileEntry) -> str:
+    """The fingerprint of a file whose ends are those of another one; below a URL its time stands for its content."""
+    return hashlib.sha256(f"{ends} {file.content or file.changed}".encode()).hexdigest()
 
 
 def _first_good(paths: Sequence[str], stream: Stream) -> str:

@@ -21,12 +21,14 @@ from relayrun.data.streams.conditions import compiled
 from relayrun.data.streams.faults import FILTERED, RowFaults, is_of_content
 from relayrun.data.streams.fragments import Fragment
 from relayrun.errors import FatalTrainingError, InputError
+from relayrun.shards.checksum import checksum_of
 from relayrun.shards.manifest import FileEntry
 from relayrun.tokenization.readers import stores
 from relayrun.tokenization.readers.columns import read_column
 from relayrun.tokenization.readers.formats import kind_of
 from relayrun.tokenization.readers.rows import opened_parquet
 from relayrun.tokenization.readers.rowtext import find_field, row_name, text_of, valid
+from relayrun.tokenization.readers.stores import MissingInput
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ class FragmentReader:
         looked_at = [] if self._condition is None else row_filter.columns(self._condition)
         self._columns = [] if self._by_line else list(dict.fromkeys([*looked_at, *stream.extra_columns]))
         self._left_out: dict[int, str | None] = {}
+        self._same: dict[str, int] = {}
+        """Times of change at which files were found to hold what they held, by path."""
         self.no_rows = pa.table({TEXT: pa.array([], pa.large_string()), _REASON: pa.array([], pa.string())})
         """A table without a row, of which `texts` makes no text."""
 
@@ -166,10 +170,20 @@ class FragmentReader:
 
     def _check(self, entry: FileEntry) -> None:
         """Raise InputError for a file that is not what it was."""
-        path = entry.path
-        size = stores.stat(path)[0] if stores.is_url(path) else os.path.getsize(path) if os.path.isfile(path) else None
-        if size != entry.size:
-            what = "is missing" if size is None else f"has {size:,} bytes, had {entry.size:,} when the run began"
+        path, local = entry.path, not stores.is_url(entry.path)
+        what = None
+        try:
+            size, changed = _local(path) if local else stores.stat(path)
+            if size != entry.size:
+                what = f"has {size:,} bytes, had {entry.size:,} when the run began"
+            elif 0 not in (changed, entry.changed) and changed not in (entry.changed, self._same.get(path)):
+                if local and entry.content and checksum_of(path) == entry.content:
+                    self._same[path] = changed
+                else:
+                    what = f"was changed: {entry.other_time()}"
+        except (MissingInput, FileNotFoundError, NotADirectoryError):
+            what = "is missing"
+        if what is not None:
             raise InputError(f"this file {what}", where=path, hint="put it back as it was")
 
     def _read(self, entry: FileEntry, fragment: Fragment, start: int) -> Iterator[pa.RecordBatch]:
@@ -216,6 +230,12 @@ class FragmentReader:
         columns = {TEXT: texts.cast(pa.large_string()), _REASON: _reasons(len(batch), faults)}
         columns |= {name: batch.column(batch.schema.get_field_index(name)) for name in self._columns}
         return pa.record_batch(columns)
+
+
+def _local(path: str) -> tuple[int, int]:
+    """Bytes of a file, and when it was changed last, in ns."""
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
 
 
 def _reasons(rows: int, faults: RowFaults) -> pa.Array:

@@ -10,7 +10,7 @@ import functools
 import io
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from relayrun.errors import InputError, RelayrunError
@@ -81,6 +81,12 @@ def _is_of_a_connection(cause: Exception) -> bool:
     return isinstance(cause, OSError) or type(cause).__module__.split(".")[0] == "aiohttp"
 
 
+def _is_refusal(error: Exception) -> bool:
+    cause = error.__cause__ if isinstance(error, FileNotFoundError) else None  # so fsspec says it of a web page
+    refused = isinstance(error, PermissionError) or _status(error) in _EXPIRED
+    return refused or (cause is not None and _status(cause) in _EXPIRED)
+
+
 def _status(error: BaseException) -> int:
     """The status of HTTP that an error of aiohttp, botocore or azure carries, or 0."""
     response: Any = getattr(error, "response", None)
@@ -90,16 +96,26 @@ def _status(error: BaseException) -> int:
     return found if isinstance(found, int) else 0
 
 
+_EXPIRED = (401, 403, 410)
+"""What a store answers to a signed link, or a token, that has run out."""
+
+
 class RemoteFile(io.RawIOBase):
-    """A file below a URL, to read. A read that fails is tried again on a file that is opened anew at the same place."""
+    """A file below a URL, to read. A read that fails is tried again on a file that is opened anew at the same place.
+
+    So is one that is refused although the one before was not: links and tokens run out, and a store's package gets new
+    ones where it opens a file. Where that is refused, too, it is a StoreError.
+    """
 
     def __init__(self, url: str) -> None:
         """Open it. Raises as `again` does."""
         self._url = url
         self._at = 0
         self._streams = False
+        self._allowed = False
         self._file: Any = None
-        self._file = again(self._open, url)
+        with self._refusals():
+            self._file = again(self._open, url)
         self._size: int | None = getattr(self._file, "size", None)
 
     def readable(self) -> bool:
@@ -124,7 +140,9 @@ class RemoteFile(io.RawIOBase):
         left = float("inf") if size is None or size < 0 else size
         while left > 0:
             try_it = functools.partial(self._read, int(min(left, _PIECE)))
-            if not (piece := again(try_it, self._url)):
+            with self._refusals():
+                piece = again(try_it, self._url)
+            if not piece:
                 break
             self._at += len(piece)
             left -= len(piece)
@@ -152,6 +170,7 @@ class RemoteFile(io.RawIOBase):
             data = bytes(self._file.read(size))
             if not data and self._size is not None and self._at < self._size:
                 raise OSError(f"the connection ended at {self._at:,} of {self._size:,} bytes")
+            self._allowed = True
             return data
         except ValueError as error:
             self._drop()
@@ -159,14 +178,34 @@ class RemoteFile(io.RawIOBase):
                 raise OSError(str(error)) from None
             self._streams = True  # a server of web pages without ranges: from the begin, as one stream
             return self._read(size)
-        except Exception:
+        except Exception as error:
             self._drop()
+            if self._allowed and _is_refusal(error):
+                self._allowed = False  # one more try, on a file that is opened with what is valid now
+                return self._read(size)
             raise
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Name the URL in errors of packages that are no OSError."""
+        try:
+            yield
+        except Exception as error:
+            if not _is_refusal(error):
+                raise
+            reason = error.__cause__ or error
+            text = (str(reason).splitlines() or [""])[0] or type(reason).__name__
+            raise StoreError(
+                f"the store refuses this: {text}", where=self._url, hint="look at your access, then run again"
+            ) from None
 
     def _open(self) -> Any:
         import fsspec
 
-        file = fsspec.open(self._url, "rb", **({"block_size": 0} if self._streams else {})).open()
+        options = {"block_size": 0} if self._streams else {}
+        if self._at and not self._allowed:  # not the connection that was refused, nor its token
+            options["skip_instance_cache"] = True
+        file = fsspec.open(self._url, "rb", **options).open()
         if self._at and getattr(file, "size", None) not in (None, self._size):
             raise InputError("this file was changed while it was read", where=self._url, hint="run again")
         return file
