@@ -7,6 +7,7 @@ ulimit -c 0
 began="${EPOCHREALTIME:-$(date +%s.%N)}"          # an old Bash does not know it
 export RELAYRUN_SCRIPT_TIME="${began/,/.}"        # some locales write a comma
 export RELAYRUN_USER_PYTHONPATH="${PYTHONPATH:-}" # as submitted: for the ranks, and for the next job
+export RELAYRUN_USER_PYTHONSAFEPATH="${PYTHONSAFEPATH:-}"
 
 # exit codes of the supervisor; any other one says that it could not do its part
 readonly CHAIN_ENDS=10 # `begin`: the ranks must not start

@@ -94,14 +94,14 @@ class _Reading:
         section = self._whole.values.get(self._kind)
         if not isinstance(section, dict) or not section:
             self._refuse((self._kind,), "this section is missing, or is empty", f"see docs/{self._page}")
-        names = [self._text(name) for name in ("project", "name")]
+        project, own = self._text("project"), self._text("name")
         given = self._whole.values.get("run_dir")
-        self._folder = Path(compose.run_dir(given if isinstance(given, str) else None, *names, self._root))
+        self._folder = Path(compose.run_dir(given if isinstance(given, str) else None, project, own, self._root))
         at_once, runs = (None, self._stages(section)) if self._kind == "stages" else self._sweep(section)
         clusters = {run.config.cluster.scheduler for run in runs}
         if len(clusters) > 1:
             self._refuse((self._kind,), "these runs are of clusters with different schedulers", "let all have one")
-        return Described(kind=self._kind, name="/".join(names), folder=self._folder, at_once=at_once, runs=runs)
+        return Described(kind=self._kind, name=f"{project}/{own}", folder=self._folder, at_once=at_once, runs=runs)
 
     @property
     def _page(self) -> str:

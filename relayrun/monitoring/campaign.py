@@ -55,14 +55,14 @@ def gather(folder: Path, *, now: float) -> list[MemberStatus]:
 
 
 def _one(folder: Path, whole: Campaign, member: Member, status: RunStatus | Damaged) -> MemberStatus:
-    common = {
+    common: dict[str, Any] = {
         "member": member.name,
         "path": member.run_dir,
         "settings": member.settings,
         "begins": begins(member),
     }
     if isinstance(status, Damaged):
-        nothing = {"iteration": 0, "total_steps": None, "loss": None, "node_hours": None, "attempts": 0}
+        nothing: dict[str, Any] = {"iteration": 0, "total_steps": None, "loss": None, "node_hours": None, "attempts": 0}
         return MemberStatus(run=member.run.path.name, state="damaged", words=status.error, **nothing, **common)
     state, words = str(status.state), status.stop or status.broken or status.last_end or ""
     if status.stop is not None and decide.is_done(status.stop) and state == "stopped":

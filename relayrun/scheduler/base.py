@@ -215,13 +215,14 @@ FOREIGN = ("SLURM_", "SBATCH_", "SRUN_", "SQUEUE_", "SCANCEL_", "SINFO_", "SACCT
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Without the variables of the surrounding job, which would give a new job wrong defaults.
 
-    Nor with a person's defaults for Slurm's commands: with SQUEUE_STATES=RUNNING no job would wait. PYTHONPATH is the
-    user's again: the supervisor runs with another one, and a new job would inherit it.
+    Nor with a person's defaults for Slurm's commands: with SQUEUE_STATES=RUNNING no job would wait. PYTHONPATH and
+    PYTHONSAFEPATH are the user's again: the supervisor runs with others, and a new job would inherit them.
     """
     kept = {name: value for name, value in environment.items() if name == "SLURM_CONF" or not name.startswith(FOREIGN)}
     if USER_PYTHONPATH in environment:
-        kept.pop("PYTHONPATH", None)
-        kept |= {"PYTHONPATH": environment[USER_PYTHONPATH]} if environment[USER_PYTHONPATH] else {}
+        for name in ("PYTHONPATH", "PYTHONSAFEPATH"):
+            kept.pop(name, None)
+            kept |= {name: own} if (own := environment.get(f"RELAYRUN_USER_{name}")) else {}
     return kept
 
 

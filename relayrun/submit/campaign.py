@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from relayrun.config import compose
 from relayrun.config.campaign import Described, DescribedRun
-from relayrun.config.schema import RunConfig
+from relayrun.config.schema import CommonConfig, RunConfig
 from relayrun.errors import ConfigError, RelayrunError, RunDirError
 from relayrun.rundir import campaign
 from relayrun.rundir.campaign import Campaign, Member, Membership
@@ -133,9 +134,9 @@ def _refuse_another(described: Described, whole: Campaign) -> None:
             raise ConfigError(f"this {word} was submitted with other settings", where=own.path, hint=hint)
 
 
-def _comparable(config: compose.CommonConfig) -> dict[str, object]:
+def _comparable(config: CommonConfig) -> dict[str, Any]:
     """The settings that a config gave: a submit adds the editions of data sets and the mean of the loss."""
-    values = config.model_dump(mode="json")
+    values: dict[str, Any] = config.model_dump(mode="json")
     if isinstance(values.get("training"), dict):
         values["training"].pop("loss_mean", None)
     if isinstance(values.get("data"), dict):

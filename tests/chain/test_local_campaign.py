@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 DONE = "the last iteration, 4, is durable"
 
 
+@pytest.mark.long
 def test_a_sweep_runs_each_of_its_runs_once(tmp_path: Path) -> None:
     path = write_config(tmp_path, sweep={"product": {"job.cpus_per_task": [1, 2]}})
     done = relayrun("sweep", "submit", path)
@@ -59,6 +60,7 @@ def test_stages_begin_one_behind_the_other_from_each_others_checkpoints(tmp_path
     assert iterations(runs["long"]) == [5, 6]
 
 
+@pytest.mark.long
 def test_a_terminal_that_is_killed_is_followed_by_resume(tmp_path: Path) -> None:
     path = write_config(tmp_path, seconds=0.5, sweep={"product": {"job.cpus_per_task": [1, 2]}})
     first, second = Run(tmp_path / "tiny-01"), Run(tmp_path / "tiny-02")
@@ -78,6 +80,7 @@ def test_a_terminal_that_is_killed_is_followed_by_resume(tmp_path: Path) -> None
     assert len(attempts(second)) == 1
 
 
+@pytest.mark.long
 def test_a_sweep_that_is_stopped_begins_nothing_until_it_is_resumed(tmp_path: Path) -> None:
     path = write_config(tmp_path, sweep={"product": {"job.cpus_per_task": [1, 2]}})
     (tmp_path / "train.py").write_text("raise SystemExit('broken')")

@@ -23,9 +23,9 @@ def sweep(workspace: Workspace, **section: Any) -> campaign.Described:
     return campaign.describe(workspace.config("sweep", name="lr", sweep=section), kind="sweep")
 
 
-def stages(workspace: Workspace, _name: str = "stages", **section: Any) -> campaign.Described:
+def stages(workspace: Workspace, **section: Any) -> campaign.Described:
     settings = {"checkpoint": {"interval": 5}, "optimizer": {"lr_decay_style": "constant"}}
-    path = workspace.config(_name, name="plan", stages=section, **settings)
+    path = workspace.config("stages", name="plan", stages=section, **settings)
     described = campaign.describe(path, kind="stages")
     submission.check(described)
     return described
