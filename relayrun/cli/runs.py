@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def list_runs(options: argparse.Namespace) -> int:
     """Print the runs in folders. Raises InputError where one cannot be read."""
     now = time.time()
-    runs = {}
+    runs: dict[Path, Run] = {}
     for folder in options.folders or [find.runs()]:
         try:
             runs |= {run.path: run for run in runs_below(folder.expanduser().absolute(), depth=DEPTH)}
