@@ -37,6 +37,7 @@ COMMANDS = {
     "stages": ("campaign", "runs one behind the other, from checkpoint to checkpoint: submit, status, stop, resume"),
     "sentinel": ("sentinel", "one look after the runs of folders, for cron: tells what no job can tell"),
     "goodput": ("goodput", "where the node hours of runs went: every second of every node in one named part"),
+    "runs": ("runs", "runs in folders: where they stand and how large they are; archive and move them"),
     "report": (
         "report",
         "what runs did, as a page for a browser; --text: in the terminal; --png: as a picture",
