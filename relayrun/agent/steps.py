@@ -46,16 +46,16 @@ HEEDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Steps:
-    """The steps of the agents, by node number."""
+    """The steps of the agents, by node number; `port`: where the coordinator of this node hears them."""
 
-    def __init__(self, command: Sequence[str], nodes: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], nodes: Sequence[str], *, port: int) -> None:
         self._names = nodes
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._ended: set[int] = set()
         """Those that were ended by a signal."""
         for number, name in enumerate(nodes):
             step = [command[0], f"--nodelist={name}", *command[1:]]
-            environment = os.environ | {NODE: str(number)}
+            environment = os.environ | {NODE: str(number), "MASTER_PORT": str(port)}
             self._running[number] = subprocess.Popen(
                 step, env=environment, stdin=subprocess.DEVNULL, preexec_fn=_prepare
             )
@@ -112,13 +112,13 @@ def main() -> int:
         say=partial(_say, name),
         max_failed_rounds=plan.max_failed_rounds,
     )
-    listener = socket.create_server(("", int(os.environ["MASTER_PORT"])), backlog=len(names))
+    listener = socket.create_server(("", 0), backlog=len(names))
     reception = Reception(coordinator, links, listener=listener, job={"job": begin.job_id, "attempt": attempt.number})
     for number in HEEDED:  # the agents hear those that are for the ranks
         signal.signal(number, lambda heard, _frame: coordinator.ask("SIGTERM") if heard == signal.SIGTERM else None)
     selector = selectors.DefaultSelector()
     reception.watch(selector)
-    steps = Steps(command, names)
+    steps = Steps(command, names, port=listener.getsockname()[1])
     steps.watch(selector, reception)
     deadline: float | None = None
     while steps.left() - coordinator.given_up() or coordinator.code is None:

@@ -155,9 +155,11 @@ class Slurm:
         self.order(["scontrol", "update", f"JobId={job.id}", *changes])
 
     def requeue(self, job_id: str, *, delay: int = 0) -> None:
-        with contextlib.suppress(SchedulerError):  # refused while the job ends; it is allowed by then
-            self.order(["scontrol", "update", f"JobId={job_id}", "Requeue=1"])
-        later = ([f"StartTime=now+{delay}"] if delay else []) + self._nodes_come_back(job_id)
+        job = self._seen_once(job_id)
+        if job is None or not job.requeue:
+            with contextlib.suppress(SchedulerError):  # refused while the job ends; it is allowed by then
+                self.order(["scontrol", "update", f"JobId={job_id}", "Requeue=1"])
+        later = ([f"StartTime=now+{delay}"] if delay else []) + self._nodes_come_back(job)
         try:
             if later:  # one process gives both orders: with the first one Slurm ends the job that this may run in
                 self.order(["scontrol"], [f"requeue {job_id}", " ".join([f"update JobId={job_id}", *later])])
@@ -167,19 +169,22 @@ class Slurm:
             if "pending execution" not in error.message:
                 raise
 
-    def _nodes_come_back(self, job_id: str) -> list[str]:
-        """Changes by which a job whose `begin` worked may have the nodes again where it had failed before.
-
-        Slurm is asked once: that the job is queued again is what counts, and there may be seconds for it.
-        """
+    def _seen_once(self, job_id: str) -> Job | None:
+        """The job; None where Slurm does not say. It is asked once, where there may be seconds for what counts."""
         try:
-            job = parse_job(self._once(["scontrol", "show", "job", "--oneliner", job_id]))
-            if not job.begin_failed_on:
-                return []
-            tried = set(job.begin_failed_on.split(","))
-            shown = job.options.get("exclude")
-            given = self._once(["scontrol", "show", "hostnames", shown]).split() if shown else []
+            return parse_job(self._once(["scontrol", "show", "job", "--oneliner", job_id]))
         except (SchedulerError, KeyError):
+            return None
+
+    def _nodes_come_back(self, job: Job | None) -> list[str]:
+        """Changes by which a job whose `begin` worked may have the nodes again where it had failed before."""
+        if job is None or not job.begin_failed_on:
+            return []
+        tried = set(job.begin_failed_on.split(","))
+        shown = job.options.get("exclude")
+        try:
+            given = self._once(["scontrol", "show", "hostnames", shown]).split() if shown else []
+        except SchedulerError:
             return []
         return [f"ExcNodeList={','.join(node for node in given if node not in tried)}", "Comment="]
 

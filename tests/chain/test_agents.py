@@ -15,7 +15,6 @@ from relayrun.chain import render
 from relayrun.files import read_lines
 from relayrun.rundir import rounds
 from relayrun.rundir.records import Outcome
-from relayrun.scheduler.tasks import free_port
 from tests.history import began
 
 from .conftest import ROOT, MakeRun
@@ -120,7 +119,7 @@ class Steps:
         whole = render.task_command(plan, [str(SRUN)], program, setup=setup, nodes=names)
         rank = whole.index("bash")
         command = [*whole[:rank], *whole[rank + 2 :]]  # without rank.sh, which wants Slurm's own numbers
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+        variables = {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
         with open(self.run.path / "log", "wb") as log:
             self.starter = subprocess.Popen(
                 command, env=os.environ | variables, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import selectors
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
 from relayrun.scheduler.base import Job
 from relayrun.scheduler.job_text import parse_job
+from relayrun.scheduler.slurm import Slurm
 from tests.history import began
 
 NAMES = ("n0", "n1", "n2", "n3", "n4")
@@ -283,3 +285,19 @@ def test_the_word_of_slurm_on_the_batch_host() -> None:
     assert not lost_batch_host(None, ["n1"])
     assert not lost_batch_host(parse_job(LOST.replace("RUNNING", "PENDING")), ["n1"])
     assert not lost_batch_host(Job(id="7", name="x", state="COMPLETING", batch_host="n0"), ["n1"])
+
+
+@pytest.mark.parametrize(("allowed", "first"), [("1", []), ("0", ["scontrol update JobId=7 Requeue=1"])])
+def test_a_job_that_may_come_back_is_not_changed_before(
+    monkeypatch: pytest.MonkeyPatch, allowed: str, first: list[str]
+) -> None:
+    """Slurm without accounting takes no change of a job that has lost a node, and lets one wait for its refusal."""
+    said: list[str] = []
+
+    def once(_self: Slurm, command: Sequence[str], lines: Sequence[str] = (), **_: object) -> str:
+        said.append(" ".join([*command, *lines]))
+        return LOST.replace("NumNodes=3", f"NumNodes=3 Requeue={allowed}")
+
+    monkeypatch.setattr(Slurm, "_once", once)
+    Slurm(patience=0).requeue("7")
+    assert said == ["scontrol show job --oneliner 7", *first, "scontrol requeue 7"]
