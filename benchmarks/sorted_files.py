@@ -220,7 +220,7 @@ def draw(figures: dict[str, Any], picture: Path) -> None:
 
     panels = {
         "loss": "loss",
-        "step_cpu_seconds": "CPU seconds of a step, with its data",
+        "step_cpu_seconds": "CPU seconds of a step",
         "windows_per_row": "windows in a row",
     }
     with rc_context({"svg.hashsalt": "relayrun", "svg.fonttype": "none"}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -101,3 +102,17 @@ def test_an_iteration_has_384_rows_and_replicas_divide_the_lanes(name: str) -> N
     assert made.data.lanes % groups_of(files, made.data.lanes) == 0
     assert made.data.masks_loss
     assert made.training.resolved_loss_mean == "token"
+
+
+def test_the_figures_of_the_page_are_those_of_the_last_benchmark() -> None:
+    found = json.loads((ROOT / "benchmarks/results/sorted_files.json").read_text())["figures"]["runs"]
+    page = (ROOT / "docs/opengenome2.md").read_text(encoding="utf-8")
+    for what, key, form in (
+        ("change of the loss from step to step, nats", "loss_noise", ".3f"),
+        ("largest rise of the loss in one step, nats", "largest_rise", ".2f"),
+        ("CPU time of the longest step, over the median", "longest_step", ".1f"),
+        ("loss on held-out sequences at the end, nats", "held_out_loss", ".3f"),
+    ):
+        assert f"| {what} | {found['sorted'][key]:{form}} | {found['shuffled'][key]:{form}} |" in page
+    assert found["sorted"]["loss_noise"] > found["shuffled"]["loss_noise"]
+    assert {len(run["steps"]["loss"]) for run in found.values()} == {300}
