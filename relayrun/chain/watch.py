@@ -207,6 +207,7 @@ class Watch:
                 seconds=seconds,
                 silent=sorted(set(range(self._ranks())) - evidence.answered(stacks)) if asked else [],
                 asked=asked,
+                late={str(rank): place for rank, place in evidence.late(stacks).items()} if asked else {},
                 time=time.time(),
             )
             log(f"{hang.words}; {f'Python stacks in {stacks}; ' if asked else ''}ending the ranks")

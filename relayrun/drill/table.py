@@ -107,7 +107,7 @@ FAULTS: tuple[Fault, ...] = (
         causes=("hang", "done"),
         inject="sleep-at=15:1",
         config={"chain": {"hang_timeout": 5}},
-        says="all ranks answered",
+        says="all ranks answered, others wait for rank 1 in",
         long=True,
     ),
     Fault(

@@ -192,12 +192,16 @@ class Hang(Record):
     """Ranks that did not answer when asked for their stacks."""
     asked: bool = True
     """Whether they were asked."""
+    late: dict[str, str] = field(default_factory=dict)
+    """Ranks that the others wait for by their stacks, with the function that each was in."""
     time: float
 
     @property
     def words(self) -> str:
-        """One line for people: how long nothing moved, where, and which ranks did not answer."""
+        """One line for people: how long nothing moved, where, which ranks did not answer, and which are late."""
         who = f"ranks {', '.join(map(str, self.silent))} did not answer" if self.silent else "all ranks answered"
+        if self.late:
+            who += ", others wait for " + ", ".join(f"rank {rank} in {place}" for rank, place in self.late.items())
         what = f"hang: no progress for {self.seconds:.0f} s in {self.phase} after iteration {self.iteration}"
         return f"{what}; {who}" if self.asked else what
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -96,8 +97,12 @@ def test_a_node_without_room_is_warned_of_with_figures_and_goes_on(tmp_path: Pat
     done = subprocess.run([*command, *program], cwd=ROOT, capture_output=True, text=True, check=False, timeout=900)
     run = workspace.run("killed")
     assert [end.cause for end in ends(run)] == ["done"], done.stderr
-    log = "".join(path.read_text() for path in (run.path / "logs").rglob("*") if path.is_file()) + done.stderr
-    assert "bytes, and " in log
+    begin = run.attempt(1).read_begin()
+    assert begin is not None
+    assert begin.log is not None
+    log = Path(begin.log).read_text()
+    assert ("no copies of rank" if source == "memory" else "no copies in memory") in log
+    assert re.search(r"takes [\d,]+ bytes, and [\d,]+ are free", log), log
     assert [found[0] for found in sources(run)] == [source]
     assert_same_run(run, reference)
 
