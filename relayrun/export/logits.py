@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from relayrun.config.schema import Parallel, RunConfig
+from relayrun.config.schema import Data, Parallel, RunConfig
 from relayrun.config.transformer import NEEDS_TRANSFORMER_ENGINE
 from relayrun.errors import InputError
 from relayrun.export.checkpoint_source import CheckpointSource
@@ -127,6 +127,7 @@ def _one_rank(config: RunConfig) -> RunConfig:
     model = config.model.model_copy(update={"transformer": transformer.model_copy(update=plain)})
     return config.model_copy(
         update={
+            "data": Data(tokenizer="none", datasets=["none"]),  # a row is one document, as in transformers
             "training": training,
             "model": model,
             "parallel": Parallel(),

@@ -72,6 +72,20 @@ def test_megatron_core_and_transformers_give_the_same_logits(tmp_path: Path, kin
     assert float(match[2]) > 0.1
 
 
+@pytest.mark.slow
+@pytest.mark.long
+def test_logits_are_compared_of_a_run_that_tells_documents_apart(tmp_path: Path) -> None:
+    """A row of random tokens is one document for both sides, whatever ends one in training."""
+    hf = make_hf(tmp_path / "hf")
+    documents = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+    tokenizer = {"tokenizer": str(hf / "tokenizer.json"), "datasets": [str(tmp_path / "run/data")]}
+    made = make_run(tmp_path / "run", hf, data=tokenizer | documents)
+    command = [sys.executable, "-m", "relayrun.cli", "export", "hf", str(made.run.path), "--output"]
+    done = warm.run([*command, str(tmp_path / "out"), "--test-logits"])
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"differ by at most (\S+) \(largest logit", done.stdout)
+
+
 def test_transformers_computes_the_same_of_what_went_there_and_back(tmp_path: Path) -> None:
     """Its config too: the rotary positions of an Apertus are others where config.json does not name them."""
     from transformers import AutoModelForCausalLM
