@@ -361,6 +361,7 @@ WITHOUT: dict[str, tuple[tuple[Any, ...], str]] = {
     "data.order": (("window", "megatron"), "Megatron-LM has an order of its own"),
     "data.document_window": ((None,), "it cuts one stream of tokens, whatever documents are in it"),
     "data.lanes": ((LANES,), "it reads token shards, and no streams"),
+    "data.num_workers": ((1,), "it reads token shards, and no streams"),
     "data.max_epochs": ((100.0,), "nothing counts how often Megatron-LM reads its data"),
     "data.mock_vocabulary_size": ((128_256,), "Megatron-LM makes its own mock data"),
 }
