@@ -101,6 +101,9 @@ class Data(Section):
     lanes: Positive = LANES
     """Lanes of the data sets that are streams: the number of data-parallel replicas must divide it at every resume. Set
     a number with many divisors: 48 replicas take 192, 512 take 512."""
+    num_workers: Annotated[int, Field(ge=0, le=1)] = 1
+    """Processes beside each rank that read and tokenize its streams; 0: the rank does it itself, in a thread. Changes
+    speed and memory alone."""
     max_epochs: Annotated[float, Field(gt=0)] = 100.0
     """How often a data set may be read until the last step. A submit refuses more; above 4 it warns (docs/check.md)."""
     reset_position_ids: bool = False

@@ -115,7 +115,7 @@ class FileEntry:
     changed: int = 0
     """When it was changed last, ns since 1970; 0: not known."""
     content: str = ""
-    """xxh3-128 of all of it; empty: it was never read whole."""
+    """The xxh3-128 of all of it; empty: it was never read whole."""
     fragments: int | None = None
     """Only its first so many row groups are read; None: all."""
     rows: int | None = None

@@ -18,6 +18,7 @@ from relayrun.data.build import mixture_of, training_order, validation_orders
 from relayrun.data.progress import Progress
 from relayrun.data.rows import row_figures
 from relayrun.data.run_tokenizer import counted_tokens
+from relayrun.data.stream_worker import Worker
 from relayrun.errors import FatalTrainingError, InputError, RelayrunError
 from relayrun.files import write_json
 from relayrun.rundir import rewinds, rounds
@@ -240,9 +241,20 @@ class Training:
             write_json(self.attempt.data, data)
         reading = None
         if self.order.lanes is not None:
-            reading = self.order.reading(
-                self.position.consumed_samples, self.ranks.data_parallel_rank, self.ranks.data_parallel_size
-            )
+            consumed, ranks = self.position.consumed_samples, self.ranks
+            replica, replicas = ranks.data_parallel_rank, ranks.data_parallel_size
+            streams = None
+            if self.config.data.num_workers:
+                worker = Worker(
+                    self.config,
+                    self.run_dir.manifest,
+                    self.order,
+                    consumed=consumed,
+                    replica=replica,
+                    replicas=replicas,
+                )
+                streams = worker.streams(self.order.streams)
+            reading = self.order.reading(consumed, replica, replicas, streams=streams)
         self.checkpointer.reading = reading
         return BatchReader(
             reading or self.order,

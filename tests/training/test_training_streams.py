@@ -45,7 +45,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def with_streams(harness: Callable[..., Any], folder: Path) -> Any:
+def with_streams(harness: Callable[..., Any], folder: Path, *, num_workers: int = 1) -> Any:
     """A run over two streams and token shards, as a submit leaves it."""
     web = {"shuffle_buffer": 64, "fragment_shuffle_window": 4, "filters": "score > 0.2"}
     mixture = {
@@ -61,7 +61,8 @@ def with_streams(harness: Callable[..., Any], folder: Path) -> Any:
         "tokens": {"path": str(folder / "data"), "weight": 1.0},
     }
     made = harness(
-        data={"tokenizer": str(folder / "tokenizer.json"), "datasets": [], "mixture": mixture, "lanes": LANES},
+        data={"tokenizer": str(folder / "tokenizer.json"), "datasets": [], "mixture": mixture}
+        | {"lanes": LANES, "num_workers": num_workers},
         model={"hidden_dropout": 0.0, "attention_dropout": 0.0},
         training={"steps": 12, "loss_mean": "token"},
         optimizer={"lr_decay_style": "constant", "lr_warmup_steps": 0},
@@ -75,8 +76,11 @@ def with_streams(harness: Callable[..., Any], folder: Path) -> Any:
 def test_a_run_over_streams_in_pieces_and_with_other_ranks_is_the_run_in_one_piece(
     harness: Callable[..., Any], files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Through the borders of epochs: 12 steps of 8 rows; two replicas, cut at 4 and 8; then one, and four."""
-    whole, pieces = with_streams(harness, files), with_streams(harness, files)
+    """Through the borders of epochs: 12 steps of 8 rows; two replicas, cut at 4 and 8; then one, and four.
+
+    The ranks of the run in one piece read by themselves, those of the others have processes beside them or not.
+    """
+    whole, pieces = with_streams(harness, files, num_workers=0), with_streams(harness, files, num_workers=1)
     expected = whole.train().steps()
     for end in (4, 8, None):
         pieces.config["training"]["stop_after"] = end
@@ -114,10 +118,10 @@ def test_a_run_over_streams_in_pieces_and_with_other_ranks_is_the_run_in_one_pie
     assert rows["web"].lanes.left_out["stream.filters"] > 0
     assert rows["tokens"].lanes is None
     assert main(["data", "ledger", str(pieces.run.path)]) == 0
-    assert "web: at sample 64 its lanes stood in epoch" in capsys.readouterr().out
-    assert main(["data", "show", str(pieces.run.path), "--samples", "90:96"]) == 0
-    shown = capsys.readouterr().out
-    assert ".parquet, row group" in shown
+    assert "web: at sample 96 its lanes stood in epoch" in capsys.readouterr().out
+    for numbers in ("90:96", "2:8"):
+        assert main(["data", "show", str(pieces.run.path), "--samples", numbers]) == 0
+        assert ".parquet, row group" in capsys.readouterr().out
     state = read_json(pieces.attempts[-1].directory.data)
     assert {name: len(entry["cursors"]) for name, entry in state["streams"].items()} == {"web": LANES, "code": LANES}
 

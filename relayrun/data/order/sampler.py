@@ -88,12 +88,17 @@ class MixtureSampler:
         name, epoch, i = self.locate(k)
         return row_of(self.parts[name].dataset, epoch, i)
 
-    def reading(self, consumed_samples: int, replica: int, replicas: int) -> LaneReading:
-        """Return the samples of one of the data-parallel replicas, from `consumed_samples` on. Only of streams."""
+    def reading(
+        self, consumed_samples: int, replica: int, replicas: int, *, streams: Mapping[str, Stream] | None = None
+    ) -> LaneReading:
+        """Return the samples of one of the data-parallel replicas, from `consumed_samples` on. Only of streams.
+
+        `streams`: what is opened in place of the streams of the mixture, and gives their samples.
+        """
         assert self.lanes is not None
         return LaneReading(
             self.schedule,
-            self.streams,
+            self.streams if streams is None else streams,
             self.standing,
             self.row,
             name=self.name,

@@ -57,7 +57,7 @@ class LaneCursor(NamedTuple):
         """The rows that were left out by reason, in the words of `REASONS`; those of which there are none, too."""
         return {words: getattr(self, name) for name, words in REASONS.items()}
 
-    def count(self, counts: Mapping[str, int]) -> LaneCursor:
+    def with_left_out(self, counts: Mapping[str, int]) -> LaneCursor:
         """The cursor with so many more rows left out, by reason."""
         more = {name: getattr(self, name) + counts[words] for name, words in REASONS.items() if words in counts}
         return self._replace(**more)

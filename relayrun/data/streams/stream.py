@@ -228,4 +228,4 @@ def _behind(lane: _Lane, samples: LaneSamples) -> LaneCursor:
         left_out=cursor.left_out + rows - len(lane.chosen) + samples.empty,
         samples=cursor.samples + len(samples),
         files=cursor.files + lane.files,
-    ).count(lane.left_out)
+    ).with_left_out(lane.left_out)

@@ -364,6 +364,7 @@ WITHOUT: dict[str, tuple[tuple[Any, ...], str]] = {
     "data.shard_cache_dir": ((None,), "it reads local shards"),
     "data.shard_cache_gb": ((20.0,), "it reads local shards"),
     "data.lanes": ((LANES,), "it reads token shards, and no streams"),
+    "data.num_workers": ((1,), "it reads token shards, and no streams"),
     "data.max_epochs": ((100.0,), "nothing counts how often Megatron-LM reads its data"),
     "data.mock_vocabulary_size": ((128_256,), "Megatron-LM makes its own mock data"),
 }

@@ -1,0 +1,313 @@
+"""One process beside a rank that reads and tokenizes its streams, ahead of the rank and without its interpreter's lock.
+
+    rank                                          worker: python -m relayrun.data.stream_worker
+    LaneReading over `Received` streams  ◄─pipe─  LaneReading over the streams themselves
+
+Which lanes are asked, and in which order, follows from schedule and position, so both sides ask alike, and nothing is
+asked over the pipe: the worker sends each sample with the cursor of its lane, and is held up where the pipe is full.
+The rank keeps the cursors of what it has taken; what was read ahead is in no checkpoint. So the samples, and the state,
+are those of a rank that reads by itself.
+
+The rank writes one line of JSON to the worker's standard input, and keeps it open: its end ends the worker, however the
+rank has died. Nothing is unpickled. A worker that dies is an error that names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import numpy as np
+
+from relayrun import errors
+from relayrun.config.schema import RunConfig
+from relayrun.data.build import text_stream
+from relayrun.data.order.lanes import Cursor, LaneReading, OpenLanes, Standing, Stream, read_standing
+from relayrun.data.order.sampler import MixtureSampler
+from relayrun.data.order.schedule import Schedule
+from relayrun.data.rows import Row
+from relayrun.errors import RelayrunError, log_to_stderr
+from relayrun.shards.manifest import Manifest
+
+log = logging.getLogger(__name__)
+
+PIPE_BYTES = 1 << 20
+"""Room for samples between the two processes, where the kernel gives so much: at 4,096 tokens about 30 of them."""
+END_SECONDS = 10.0
+_HEAD = struct.Struct("<II")
+"""Bytes of the JSON and of the tokens and mask that follow."""
+_OF_THE_RANK = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
+"""Signals that ask the rank for something. A job's go to all its processes; the worker lives as long as the rank."""
+
+
+class WorkerDied(RelayrunError):
+    """The process that reads a rank's streams has ended. The next attempt may do better: it may have been killed."""
+
+
+class Worker:
+    """The process that reads what one rank takes of streams, as this rank sees it."""
+
+    def __init__(
+        self, config: RunConfig, manifest: Path, order: MixtureSampler, *, consumed: int, replica: int, replicas: int
+    ) -> None:
+        """Start it. `order`, as it stands when sample `consumed` is next."""
+        job = {
+            "config": config.model_dump(mode="json"),
+            "manifest": str(manifest),
+            "phases": order.schedule.to_json(),
+            "standing": {name: order.standing[name].to_json(consumed, {}) for name in order.streams},
+            "consumed": consumed,
+            "replica": replica,
+            "replicas": replicas,
+        }
+        receiving, sending = os.pipe()
+        with contextlib.suppress(OSError):  # the limit of a user; then the pipe is as large as it is
+            fcntl.fcntl(sending, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_RANK)  # a child begins with its parent's mask
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "relayrun.data.stream_worker", str(sending)],
+                stdin=subprocess.PIPE,
+                pass_fds=[sending],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.close(sending)
+        self._samples: BinaryIO = os.fdopen(receiving, "rb")
+        self._closing = False
+        try:
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(job).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            self._died()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def streams(self, of: Mapping[str, Stream]) -> dict[str, Stream]:
+        """The streams, of which the worker opens the lanes."""
+        return {name: _Received(name, stream, self) for name, stream in of.items()}
+
+    def take(self, name: str, lane: int) -> tuple[Row, Cursor]:
+        """Return the next sample, which must be of this lane, and where the lane stands behind it.
+
+        Raises what the worker raised, and WorkerDied.
+        """
+        head = self._samples.read(_HEAD.size)
+        sizes = _HEAD.unpack(head) if len(head) == _HEAD.size else (0, 0)
+        text, data = self._samples.read(sizes[0]), self._samples.read(sizes[1])
+        if not sizes[0] or (len(text), len(data)) != sizes:
+            self._died()
+        entry = json.loads(text)
+        if "error" in entry:
+            kinds = (getattr(errors, each, None) for each in entry["error"])
+            kind = next(each for each in kinds if isinstance(each, type) and issubclass(each, RelayrunError))
+            raise kind(entry["message"], where=entry["where"], hint=entry["hint"])
+        if (entry["name"], entry["lane"]) != (name, lane):
+            raise RuntimeError(f"the worker read lane {entry['lane']} of {entry['name']}, not {lane} of {name}")
+        tokens = np.frombuffer(data, np.int32, entry["tokens"]).astype(np.int64)
+        mask = np.frombuffer(data, np.float32, offset=4 * entry["tokens"]).copy() if entry["masked"] else None
+        row = Row(
+            tokens=tokens,
+            lengths=entry["lengths"],
+            loss_mask=mask,
+            padding=entry["padding"],
+            windows=entry["windows"],
+        )
+        return row, entry["cursor"]
+
+    def close(self) -> None:
+        """End the worker."""
+        if self._closing:
+            return
+        self._closing = True
+        with contextlib.suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # hangs in the file system: it goes when that lets it
+            log.warning("the process %d that reads streams does not end; it was killed", self.pid)
+            return
+        self._samples.close()
+
+    def _died(self) -> NoReturn:
+        try:
+            code = self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = None
+        how = (
+            "closed its pipe"
+            if code is None
+            else f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
+        raise WorkerDied(
+            f"the process that reads this rank's streams (pid {self.pid}) {how}",
+            hint="SIGKILL: look for a lack of memory on the node; else its words stand in the rank's log. "
+            "data.num_workers=0 reads in the rank itself",
+        )
+
+
+class _Received:
+    """A stream whose lanes another process opens (`relayrun.data.order.lanes.Stream`)."""
+
+    def __init__(self, name: str, stream: Stream, worker: Worker) -> None:
+        self._name, self._stream, self._worker = name, stream, worker
+        self.lanes = stream.lanes
+
+    def first_cursors(self) -> list[Cursor]:
+        return self._stream.first_cursors()
+
+    def record(self) -> dict[str, Any]:
+        return self._stream.record()
+
+    def check_cursors(self, cursors: Sequence[Cursor]) -> None:
+        self._stream.check_cursors(cursors)
+
+    def open_lanes(self, cursors: Mapping[int, Cursor]) -> OpenLanes:
+        return _ReceivedLanes(self._name, dict(cursors), self._worker)
+
+
+class _ReceivedLanes:
+    """Lanes that another process reads."""
+
+    def __init__(self, name: str, cursors: dict[int, Cursor], worker: Worker) -> None:
+        self._name, self._cursors, self._worker = name, cursors, worker
+
+    def take(self, lane: int) -> Row:
+        row, self._cursors[lane] = self._worker.take(self._name, lane)
+        return row
+
+    def cursor(self, lane: int) -> Cursor:
+        return [*self._cursors[lane]]
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+class _Sent:
+    """A stream whose samples are sent as they are taken."""
+
+    def __init__(self, name: str, stream: Stream, pipe: BinaryIO) -> None:
+        self._name, self._stream, self._pipe = name, stream, pipe
+        self.lanes = stream.lanes
+
+    def first_cursors(self) -> list[Cursor]:
+        return self._stream.first_cursors()
+
+    def record(self) -> dict[str, Any]:
+        return self._stream.record()
+
+    def check_cursors(self, cursors: Sequence[Cursor]) -> None:
+        self._stream.check_cursors(cursors)
+
+    def open_lanes(self, cursors: Mapping[int, Cursor]) -> OpenLanes:
+        return _SentLanes(self._name, self._stream.open_lanes(cursors), self._pipe)
+
+
+class _SentLanes:
+    """Lanes whose samples are sent as they are taken."""
+
+    def __init__(self, name: str, lanes: OpenLanes, pipe: BinaryIO) -> None:
+        self._name, self._lanes, self._pipe = name, lanes, pipe
+
+    def take(self, lane: int) -> Row:
+        row = self._lanes.take(lane)
+        mask = b"" if row.loss_mask is None else row.loss_mask.astype(np.float32).tobytes()
+        head = {
+            "name": self._name,
+            "lane": lane,
+            "cursor": self._lanes.cursor(lane),
+            "tokens": len(row.tokens),
+            "lengths": None if row.lengths is None else [int(length) for length in row.lengths],
+            "masked": row.loss_mask is not None,
+            "padding": int(row.padding),
+            "windows": int(row.windows),
+        }
+        _send(self._pipe, head, row.tokens.astype(np.int32).tobytes() + mask)
+        return row
+
+    def cursor(self, lane: int) -> Cursor:
+        return self._lanes.cursor(lane)
+
+    def close(self) -> None:
+        self._lanes.close()
+
+
+def _send(pipe: BinaryIO, head: Mapping[str, Any], data: bytes = b"") -> None:
+    text = json.dumps(head).encode()
+    pipe.write(_HEAD.pack(len(text), len(data)) + text + data)
+    pipe.flush()
+
+
+def read_for_ever(job: Mapping[str, Any], pipe: BinaryIO) -> None:
+    """Send the samples that a rank takes of streams, in its order. Raises BrokenPipeError when the rank is gone."""
+    config = RunConfig.model_validate(job["config"])
+    manifest = Manifest.read(job["manifest"])
+    schedule = Schedule.from_json(job["phases"])
+    names = {config.data.sources[name].identity(name): name for name in config.data.streams}
+    standing: dict[str, Standing] = read_standing(job["standing"])
+    streams: dict[str, Stream] = {
+        identity: _Sent(identity, text_stream(config, manifest, names[identity], manifest.datasets[identity]), pipe)
+        for identity in job["standing"]
+    }
+    reading = LaneReading(
+        schedule,
+        streams,
+        standing,
+        _not_here,
+        name="train",
+        lanes=config.data.lanes,
+        consumed=job["consumed"],
+        replica=job["replica"],
+        replicas=job["replicas"],
+    )
+    for k in reading.numbers(job["consumed"], 1 << 62):
+        if schedule.locate(k)[0] in streams:
+            reading.row(k)
+            reading.cursors(k)  # forgets what it has sent
+
+
+def _not_here(k: int) -> Row:
+    raise AssertionError(f"sample {k} is of no stream")
+
+
+def main() -> None:
+    """Read the job, then send samples until the rank ends."""
+    log_to_stderr()
+    pipe: BinaryIO = os.fdopen(int(sys.argv[1]), "wb", PIPE_BYTES)
+    job = json.loads(sys.stdin.buffer.readline() or b"{}")
+    threading.Thread(target=_end_with_the_rank, daemon=True, name="rank").start()
+    try:
+        read_for_ever(job, pipe)
+    except RelayrunError as error:
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        _send(pipe, {"error": kinds, "message": error.message, "where": error.where, "hint": error.hint})
+    except BrokenPipeError:
+        os._exit(0)
+
+
+def _end_with_the_rank() -> None:
+    os.read(0, 1)  # not through sys.stdin, whose lock the interpreter wants at its end
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
