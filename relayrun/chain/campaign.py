@@ -7,15 +7,14 @@ of the run, which the next look finds; and should there be two all the same, the
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from relayrun.chain import decide, fallback, successor
+from relayrun.chain import decide, successor
 from relayrun.chain.log import log
 from relayrun.errors import RelayrunError, SchedulerError
 from relayrun.rundir import campaign, evaluations, lineage
@@ -24,6 +23,7 @@ from relayrun.rundir.lineage import BEGINNING, Durable
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason
+from relayrun.scheduler import together
 from relayrun.scheduler.choose import for_plan
 
 PATIENCE = 5.0
@@ -90,22 +90,24 @@ def _begin_due(folder: Path, whole: Campaign, leaving: Run | None, patience: flo
     said: list[str] = []
     if campaign.stop_reason(folder) is not None:
         return said
+    due = list(_due(folder, whole))
     limit = 1 if whole.scheduler == "local" else whole.at_once
-    others = [member for member in whole.members if leaving is None or member.run != leaving]
-    room = None if limit is None else limit - sum(_holds_a_place(folder, member, patience) for member in others)
+    if limit is not None and due:
+        due = due[: max(0, limit - _living(folder, whole, leaving, patience))]
+    for member, base in due:
+        said.append(_begin(folder, member, base, patience))
+    return said
+
+
+def _due(folder: Path, whole: Campaign) -> Iterator[tuple[Member, Durable]]:
+    """The members that have not begun and may, in order, each with the checkpoint to begin with."""
     for member in whole.members:
-        if room is not None and room <= 0:
-            break
         if campaign.begun_path(folder, member.name).exists():
             continue
         if stop_reason(member.run) is not None and member.run.newest_begun() is None:
             continue  # a person stopped it before it began
-        ready = readiness(whole, member)
-        if ready.base is None:
-            continue
-        said.append(_begin(folder, member, ready.base, patience))
-        room = None if room is None else room - 1
-    return said
+        if (base := readiness(whole, member).base) is not None:
+            yield member, base
 
 
 def _begin(folder: Path, member: Member, base: Durable, patience: float) -> str:
@@ -168,13 +170,18 @@ def _evaluation(run: Run, iteration: int) -> Literal["done", "failed"] | None:
     return found[-1] if found else None
 
 
-def _holds_a_place(folder: Path, member: Member, patience: float) -> bool:
-    """Whether a member's chain lives. One that is broken holds up no other; one that nobody can be asked about may."""
-    run = member.run
-    if stop_reason(run) is not None or not campaign.has_begun(folder, member):
-        return False
-    with contextlib.suppress(SchedulerError):
-        plan = Plan.load(run)
-        scheduler = for_plan(plan, run, patience=patience)
-        return bool(scheduler.jobs(plan) or fallback.live(plan, scheduler))
-    return True
+def _living(folder: Path, whole: Campaign, leaving: Run | None, patience: float) -> int:
+    """How many chains live, but for the one that is `leaving`: one that is broken holds up no other.
+
+    Where the scheduler does not answer, any that has begun and not ended may live.
+    """
+    begun = [member.run for member in whole.members if campaign.has_begun(folder, member)]
+    runs = [run for run in begun if run != leaving and stop_reason(run) is None]
+    try:
+        if whole.scheduler == "local":
+            return sum(bool(for_plan(plan, run).jobs(plan)) for run in runs for plan in (Plan.load(run),))
+        names = [(plan.job_name, plan.fallback_job_name) for plan in map(Plan.load, runs)]
+        jobs = together.jobs_of([name for pair in names for name in pair], patience=patience)
+        return sum(any(jobs[name] for name in pair) for pair in names)
+    except SchedulerError:
+        return len(runs)
