@@ -40,7 +40,7 @@ from relayrun.tokenization.readers.texts import Texts
 
 ROW, BATCH, FILES, SEQUENCES, BUFFER = 256, 4, 8, 6000, 256
 MEDIAN, SPREAD = 55.0, 1.1
-"""Of the lengths: a fortieth of OpenGenome2's median, and a mean of 1.8 times the median as there."""
+"""What lengths are drawn from: a fortieth of OpenGenome2's median, and a mean of 1.8 times the median as there."""
 HELD_OUT_ROWS = 64
 BASES = np.frombuffer(b"ACGT", np.uint8)
 WIDTH, HEADS, LAYERS = 64, 4, 2

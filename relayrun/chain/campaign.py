@@ -7,15 +7,14 @@ of the run, which the next look finds; and should there be two all the same, the
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from relayrun.chain import decide, fallback, successor
+from relayrun.chain import decide, successor
 from relayrun.chain.log import log
 from relayrun.errors import RelayrunError, SchedulerError
 from relayrun.rundir import campaign, evaluations, lineage
@@ -24,6 +23,7 @@ from relayrun.rundir.lineage import BEGINNING, Durable
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason
+from relayrun.scheduler import together
 from relayrun.scheduler.choose import for_plan
 
 PATIENCE = 5.0
@@ -40,25 +40,34 @@ class Readiness:
     """What it waits for."""
 
 
-def attend(run: Run, *, leaves: bool = False) -> None:
+def attend(run: Run, *, leaves: bool = False, patience: float = PATIENCE) -> None:
     """Begin what may begin now of the campaign that a run belongs to, if to any. What fails is left for later.
 
-    `leaves`: this is the last job of the run's chain, also where no STOP says it.
+    `leaves`: this is the last job of the run's chain, also where no STOP says it. `patience`: seconds for which a
+    controller that does not answer is asked again, and for which another one who begins runs is waited for.
     """
-    mend([run], leaving=run if leaves else None)
+    mend([run], leaving=run if leaves else None, patience=patience)
 
 
-def mend(runs: Iterable[Run], *, leaving: Run | None = None, say: Callable[[str], None] = log) -> None:
+def mend(
+    runs: Iterable[Run],
+    *,
+    leaving: Run | None = None,
+    patience: float = PATIENCE,
+    say: Callable[[str], None] = log,
+) -> None:
     """The same for many runs: each of their campaigns is looked at once."""
     for folder in campaign.folders_of(runs):
         try:
-            for words in begin_due(folder, leaving=leaving):
+            for words in begin_due(folder, leaving=leaving, patience=patience):
                 say(words)
         except (RelayrunError, OSError) as error:
             say(f"the next run of {folder} is left for later: {getattr(error, 'message', error)}")
 
 
-def begin_due(folder: Path, *, from_terminal: bool = False, leaving: Run | None = None) -> list[str]:
+def begin_due(
+    folder: Path, *, from_terminal: bool = False, leaving: Run | None = None, patience: float = PATIENCE
+) -> list[str]:
     """Begin every member that may begin; return what was done, in words.
 
     `from_terminal`: this process runs the jobs of this machine, without whom nobody would. `leaving`: the run whose
@@ -71,41 +80,43 @@ def begin_due(folder: Path, *, from_terminal: bool = False, leaving: Run | None 
         return []
     if all(campaign.begun_path(folder, member.name).exists() for member in whole.members):
         return []
-    with campaign.alone(folder) as mine:
+    with campaign.alone(folder, patience=patience) as mine:
         if not mine:
             return []
-        return _begin_due(folder, whole, leaving)
+        return _begin_due(folder, whole, leaving, patience)
 
 
-def _begin_due(folder: Path, whole: Campaign, leaving: Run | None) -> list[str]:
+def _begin_due(folder: Path, whole: Campaign, leaving: Run | None, patience: float) -> list[str]:
     said: list[str] = []
     if campaign.stop_reason(folder) is not None:
         return said
+    due = list(_due(folder, whole))
     limit = 1 if whole.scheduler == "local" else whole.at_once
-    others = [member for member in whole.members if leaving is None or member.run != leaving]
-    room = None if limit is None else limit - sum(_holds_a_place(folder, member) for member in others)
+    if limit is not None and due:
+        due = due[: max(0, limit - _living(folder, whole, leaving, patience))]
+    for member, base in due:
+        said.append(_begin(folder, member, base, patience))
+    return said
+
+
+def _due(folder: Path, whole: Campaign) -> Iterator[tuple[Member, Durable]]:
+    """The members that have not begun and may, in order, each with the checkpoint to begin with."""
     for member in whole.members:
-        if room is not None and room <= 0:
-            break
         if campaign.begun_path(folder, member.name).exists():
             continue
         if stop_reason(member.run) is not None and member.run.newest_begun() is None:
             continue  # a person stopped it before it began
-        ready = readiness(whole, member)
-        if ready.base is None:
-            continue
-        said.append(_begin(folder, member, ready.base))
-        room = None if room is None else room - 1
-    return said
+        if (base := readiness(whole, member).base) is not None:
+            yield member, base
 
 
-def _begin(folder: Path, member: Member, base: Durable) -> str:
+def _begin(folder: Path, member: Member, base: Durable, patience: float) -> str:
     """Queue the first job of a member, unless one is there. Raises SchedulerError, RunDirError and OSError."""
     run = member.run
     plan = Plan.load(run)
     record = campaign.begun_path(folder, member.name)
     record.parent.mkdir(parents=True, exist_ok=True)
-    scheduler = for_plan(plan, run, patience=PATIENCE)
+    scheduler = for_plan(plan, run, patience=patience)
     newest = run.newest_begun()
     begun = None if newest is None else newest.read_begin()
     if begun is not None:  # its record was lost with who queued it, or a person submitted it
@@ -159,13 +170,18 @@ def _evaluation(run: Run, iteration: int) -> Literal["done", "failed"] | None:
     return found[-1] if found else None
 
 
-def _holds_a_place(folder: Path, member: Member) -> bool:
-    """Whether a member's chain lives. One that is broken holds up no other; one that nobody can be asked about may."""
-    run = member.run
-    if stop_reason(run) is not None or not campaign.has_begun(folder, member):
-        return False
-    with contextlib.suppress(SchedulerError):
-        plan = Plan.load(run)
-        scheduler = for_plan(plan, run, patience=PATIENCE)
-        return bool(scheduler.jobs(plan) or fallback.live(plan, scheduler))
-    return True
+def _living(folder: Path, whole: Campaign, leaving: Run | None, patience: float) -> int:
+    """How many chains live, but for the one that is `leaving`: one that is broken holds up no other.
+
+    Where the scheduler does not answer, any that has begun and not ended may live.
+    """
+    begun = [member.run for member in whole.members if campaign.has_begun(folder, member)]
+    runs = [run for run in begun if run != leaving and stop_reason(run) is None]
+    try:
+        if whole.scheduler == "local":
+            return sum(bool(for_plan(plan, run).jobs(plan)) for run in runs for plan in (Plan.load(run),))
+        names = [(plan.job_name, plan.fallback_job_name) for plan in map(Plan.load, runs)]
+        jobs = together.jobs_of([name for pair in names for name in pair], patience=patience)
+        return sum(any(jobs[name] for name in pair) for pair in names)
+    except SchedulerError:
+        return len(runs)

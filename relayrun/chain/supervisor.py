@@ -165,10 +165,11 @@ def end(run: Run, number: int, exit_code: int) -> int:
         words = evidence.excerpt(_log_of(attempt)) if record.cause in ("failed", "fatal", "hang") else ""
         stop_chain(run, plan, scheduler, reason, own_job=own, words=words)
     evaluations.attend(run, plan, for_plan(plan, run, patience=0))
-    campaign.attend(run, leaves=record.action == "end")
     if run.attempt_numbers()[-1] == number:  # or the next one's `watch` writes them already
         _update_views(run)  # last: whatever becomes of it, the chain has been seen to
         messenger.tell(run, plan)
+    over = record.action == "end" or stop_reason(run) is not None  # then perhaps nobody else begins the next run
+    campaign.attend(run, leaves=record.action == "end", patience=PATIENCE if over else campaign.PATIENCE)
     return 0 if record.cause in ("done", "saved", "exit") else FAILED
 
 

@@ -27,9 +27,6 @@ from relayrun.rundir import lineage
 from relayrun.rundir.records import Record
 from relayrun.rundir.run import Run
 
-LOCK_SECONDS = 20.0
-"""How long somebody waits for another one who begins runs; then it is left to the next look."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Member(Record):
@@ -186,11 +183,11 @@ def write_stop(folder: Path, reason: str) -> None:
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[bool]:
-    """Hold the lock of a campaign, and yield whether it was to be had. Raises OSError."""
+def alone(folder: Path, *, patience: float = 20.0) -> Iterator[bool]:
+    """Hold the lock of a campaign, and yield whether it was to be had within `patience` seconds. Raises OSError."""
     fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        deadline = time.monotonic() + LOCK_SECONDS
+        deadline = time.monotonic() + patience
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -118,9 +118,14 @@ class FakeSlurm:
             live = {key: job for key, job in jobs.items() if job["state"] in LIVE or options.get("states") == "all"}
             if "jobs" in options:
                 live = {options["jobs"]: live[options["jobs"]]}
-            rows = [(key, job) for key, job in live.items() if options.get("name", job["name"]) == job["name"]]
+            rows = [
+                (key, job) for key, job in live.items() if job["name"] in options.get("name", job["name"]).split(",")
+            ]
             form = options["format"]
-            values = [{"%i": key, "%j": job["name"], "%T": job["state"], "%k": job["comment"]} for key, job in rows]
+            values = [
+                {"%i": key, "%j": job["name"], "%T": job["state"], "%k": job["comment"], "%r": "None"}
+                for key, job in rows
+            ]
             return "".join("|".join(value[field] for field in form.split("|")) + "\n" for value in values)
         if program == "sacct":  # a cluster without accounting
             return ""

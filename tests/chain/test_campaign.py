@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -116,14 +117,9 @@ def test_who_cannot_ask_for_jobs_begins_none_beyond_the_limit(make: Make, monkey
     folder, slurm = make({}, {}, at_once=1)
     begin_due(folder)
     slurm.set("1", state="FAILED")
-    answer = slurm.run
-
-    def silent(command: list[str], lines: str = "") -> Any:
-        return answer(["sacct"]) if command[0] == "nothing" else type(answer(["sacct"]))(command, 1, "", "down")
-
-    monkeypatch.setattr(supervisor, "PATIENCE", 0.0)
-    monkeypatch.setattr(slurm, "run", silent)
-    assert begin_due(folder) == []
+    down = subprocess.CompletedProcess([], 1, "", "slurm_load_jobs error: Unable to contact slurm controller")
+    monkeypatch.setattr(slurm, "run", lambda *_: down)
+    assert begin_due(folder, patience=0) == []
 
 
 def test_eight_who_look_at_once_begin_each_run_once(make: Make) -> None:

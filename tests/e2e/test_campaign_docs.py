@@ -38,7 +38,6 @@ def project(tmp_path: Path) -> Path:
         "my-run",
         project="my-project",
         training={"steps": 10, "global_batch_size": 16, "micro_batch_size": 4},
-        cluster={"python": None},
     )
     values = {name: value for name, value in yamlfile.read(path).values.items() if name != "run_dir"}
     (folder / "configs/runs/my-run.yaml").write_text(yamlfile.dump(values))

@@ -265,7 +265,9 @@ def test_a_new_job_gets_the_users_python_path_and_not_the_supervisors() -> None:
     inside = {"PYTHONPATH": "/relayrun", "RELAYRUN_USER_PYTHONPATH": "/my/hooks"}
     assert clean_environment(inside) == {"PYTHONPATH": "/my/hooks"}
     assert clean_environment(inside | {"RELAYRUN_USER_PYTHONPATH": ""}) == {}
-    inside["PYTHONSAFEPATH"] = "1"  # the supervisor's: a program finds the modules beside it in every job
+    inside["PYTHONSAFEPATH"] = (
+        "1"  # the supervisor's: a program finds the modules beside it in every job, not the first
+    )
     assert clean_environment(inside) == {"PYTHONPATH": "/my/hooks"}
     mine = {"RELAYRUN_USER_PYTHONSAFEPATH": "1"}
     assert clean_environment(inside | mine) == {"PYTHONPATH": "/my/hooks", "PYTHONSAFEPATH": "1"}
