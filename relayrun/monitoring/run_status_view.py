@@ -136,6 +136,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("tokens/s", _speed(status.tokens_per_second)),
         ("durable", _durable(status)),
         ("mirror", _mirror(status, now)),
+        *(("purge", purge.words(now)) for purge in status.purges),
         ("left behind", _left_behind(status)),
         ("quarantine", _quarantine(status)),
         ("last end", f"attempt {status.last_end_attempt}: {status.last_end}" if status.last_end else ""),
