@@ -93,7 +93,6 @@ def look_at_purges(purge_days: Mapping[str, float], run: Run, manifest: Manifest
                 findings.warn(
                     "storage.purge",
                     each.words(now),
-                    where=each.path,
                     value=each.time,
                     remedy="read it, or copy it to another file system (checkpoint.mirror, `relayrun runs archive`)",
                 )
