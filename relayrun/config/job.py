@@ -261,6 +261,9 @@ class Cluster(Section):
     """Python of the batch script, 3.11 or newer; needs the standard library alone."""
     read_only_paths: list[str] = []
     """Nothing may be written below these."""
+    purge_days: dict[Line, Annotated[float, Field(gt=0)]] = {}
+    """Folders whose files the site removes, each with the days without use after which it does, for example
+    `{/scratch: 30}`. `relayrun check`, `status` and `sentinel` tell before the newest checkpoint or data go."""
     gpu_memory_gb: Annotated[float, Field(gt=0)] | None = None
     """Memory of one GPU in 10^9 bytes, for `relayrun check`; None: not known."""
     tflops_per_gpu: Annotated[float, Field(gt=0)] | None = None

@@ -20,11 +20,12 @@ from relayrun.errors import RunDirError, SchedulerError, user_name
 from relayrun.files import read_json, read_lines, read_lines_backwards
 from relayrun.monitoring import unsent
 from relayrun.monitoring.remaining import Past, Remaining, remaining
-from relayrun.rundir import campaign, evaluations, mirror, quarantine, rounds, triggers
+from relayrun.rundir import campaign, evaluations, mirror, purge, quarantine, rounds, triggers
 from relayrun.rundir.evaluations import Result, Submitted
 from relayrun.rundir.lineage import Durable, Lineage
 from relayrun.rundir.mirror import LastPass
 from relayrun.rundir.plan import Plan
+from relayrun.rundir.purge import Purge
 from relayrun.rundir.quarantine import LeftBehind
 from relayrun.rundir.records import AttemptStart, End
 from relayrun.rundir.run import Run, data_of_checkpoint
@@ -163,6 +164,8 @@ class RunStatus:
     """How the last pass of copying checkpoints to a second place ended; None where there was none."""
     left_out: dict[str, dict[str, int]] = field(default_factory=dict)
     """Files and rows that streams could not read and left out, by data set and reason, up to the newest record."""
+    purges: list[Purge] = field(default_factory=list)
+    """When the newest checkpoint, and data of a chain that goes on, would be purged by the site."""
     sentinel: LastLook | None = None
     """When the sentinel that looks after the run has last looked; None where none was set up."""
 
@@ -332,6 +335,7 @@ def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
         excluded=nodes.excluded(strikes, nodes=plan.nodes, now=now),
         triggers=_pending(run),
         left_out=_left_out(run, line),
+        purges=_purges(run, plan, durable, living=state != "stopped"),
         unsent_notices=late,
         unsent_reason=why_late,
         mirror=_last_pass(run),
@@ -457,6 +461,14 @@ def job_words(job: JobEnd) -> str:
     """How a job ended, without its id."""
     code = f"exit code {job.exit_code}" if job.exit_code.isdecimal() else job.exit_code
     return ", ".join(filter(None, [job.state, code, f"on {job.nodes}" if job.nodes else "", job.reason]))
+
+
+def _purges(run: Run, plan: Plan, durable: Durable | None, *, living: bool) -> list[Purge]:
+    if not plan.purge_days:
+        return []
+    found = [purge.of_checkpoint(durable.iteration, durable.path, plan.purge_days)] if durable else []
+    found += [purge.of_data(run, plan.purge_days)] if living else []
+    return [each for each in found if each is not None]
 
 
 def _durable(line: Lineage) -> tuple[Durable | None, str | None]:

@@ -137,6 +137,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("durable", _durable(status)),
         ("left out", _left_out(status)),
         ("mirror", _mirror(status, now)),
+        *(("purge", purge.words(now)) for purge in status.purges),
         ("left behind", _left_behind(status)),
         ("quarantine", _quarantine(status)),
         ("last end", f"attempt {status.last_end_attempt}: {status.last_end}" if status.last_end else ""),

@@ -25,10 +25,11 @@ from relayrun.chain.notices import make_notice, note
 from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
 from relayrun.monitoring import unsent
 from relayrun.monitoring.run_status import Damaged, RunStatus
-from relayrun.monitoring.symptoms import Symptom, is_at_work, running_job, symptoms, unwritable
+from relayrun.monitoring.symptoms import Symptom, is_at_work, purged_soon, running_job, symptoms, unwritable
 from relayrun.monitoring.watcher import Watcher
-from relayrun.rundir import notices, sentinel
+from relayrun.rundir import notices, purge, sentinel
 from relayrun.rundir.find import runs_below
+from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.notices import QUIET_SECONDS, Notice
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
@@ -146,7 +147,8 @@ class Sentinel:
                 seen[self._name(run)] = self._unreadable(run, getattr(error, "message", None) or str(error))
         for run, plan in ended:
             with contextlib.suppress(Exception):  # it has ended, and `relayrun status` says what is not told
-                self._tell(run, plan, [], at_work=False)
+                seen[self._name(run)] = self._purged(run, plan)
+                self._tell(run, plan, seen[self._name(run)], at_work=False)
         mend((run for run, _ in [*ended, *living.values()]), say=lambda words: None)  # cron would mail it
         gone = [run.path for name, (run, _) in living.items() if self._is_known_gone(name, run)]
         found = Watcher(without_jobs=gone).look([run for run, _ in living.values()], now=self._now)
@@ -189,6 +191,13 @@ class Sentinel:
             return bool(since) and run.plan.stat().st_mtime < max(since)
         except OSError:
             return False
+
+    def _purged(self, run: Run, plan: Plan) -> list[_Seen]:
+        """What the site would soon remove of a chain that has ended: nobody else looks after it."""
+        newest = Lineage(run).durable() if plan.purge_days else None
+        found = None if newest is None else purge.of_checkpoint(newest.iteration, newest.path, plan.purge_days)
+        told = purged_soon([] if found is None else [found], now=self._now)
+        return [self._seen(self._name(run), symptom) for symptom in told]
 
     def _symptoms(self, name: str, run: Run, plan: Plan, status: RunStatus) -> list[_Seen]:
         job = running_job(status)

@@ -11,6 +11,7 @@
 | stalled-... | stalled | no checkpoint for six hours of jobs, where nobody is told by notices |
 | unwritable | disk | nothing can be written: the disk or a quota is full, or the file system is broken |
 | mirror | disk | checkpoints wait for their copy in the second place for six hours of a job |
+| purge-... | disk | the site would remove the newest checkpoint, or data of a chain that goes on, within a week |
 | room | disk | the disk has room for few more checkpoints, while no job of the run is at work |
 
 One look proves little: who asks decides how long a symptom must be seen. Standard library only.
@@ -21,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from pathlib import Path
@@ -36,6 +37,7 @@ from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.notices import NoticePolicy
 from relayrun.rundir.plan import Plan
+from relayrun.rundir.purge import DAY, Purge
 from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
 from relayrun.scheduler import history
@@ -83,7 +85,7 @@ def symptoms(
         running_since: from when on the job that runs now was seen running at each look; None where none does.
         policy: who is told of what; what a job at work tells is left to the notices that it writes. None: nobody.
     """
-    found = [*_gone(run, status), *_waiting(status)]
+    found = [*_gone(run, status), *_waiting(status), *purged_soon(status.purges, now=now)]
     full = _unwritable(run, status)
     found += full
     at_work = is_at_work(run, status, running_since)
@@ -120,6 +122,15 @@ def _last_sign(attempt: Attempt, begin: AttemptStart) -> float:
 def running_job(status: RunStatus) -> Job | None:
     """The job of a chain that runs now; one that is suspended, completes or waits is none."""
     return next((job for job in status.jobs if job.state == "RUNNING"), None)
+
+
+def purged_soon(purges: Sequence[Purge], *, now: float) -> Iterator[Symptom]:
+    """Yield what the site would remove within a week."""
+    for purge in purges:
+        if purge.is_soon(now):
+            cause = f"purge-{purge.what}-{int(purge.time // DAY)}"
+            words = f"{purge.words(now)}: read it, or copy it elsewhere (checkpoint.mirror, relayrun runs archive)"
+            yield Symptom(event="disk", cause=cause, reason=words)
 
 
 def _gone(run: Run, status: RunStatus) -> Iterator[Symptom]:

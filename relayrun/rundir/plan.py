@@ -96,6 +96,8 @@ class Plan(Record):
     load_path: str | None = None
     """The checkpoint that the run goes on from as long as it has none of its own."""
     load_iteration: int = 0
+    purge_days: dict[str, float] = field(default_factory=dict)
+    """After how many days without use the site removes files, by folder."""
     save_interval: int | None = None
     """Iterations between saves; None where the program alone knows it."""
 

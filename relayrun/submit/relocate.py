@@ -41,10 +41,10 @@ class Entry:
     """`file`, `folder`, `link`, or `other`: a socket or pipe, which is nobody's without its process."""
     size: int = 0
     changed: int = 0
-    """Of a file, in nanoseconds since 1970."""
+    """When a file was last written, in nanoseconds since 1970."""
     mode: int = 0
     target: str = ""
-    """Of a link."""
+    """What a link leads to."""
 
     def is_same(self, line: dict[str, Any]) -> bool:
         """Whether this file is still the one that a line of `proven.jsonl` tells of."""

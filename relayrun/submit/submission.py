@@ -306,6 +306,7 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
         log_folder=str(log_folder(run)),
         load_path=base.path,
         load_iteration=base.iteration,
+        purge_days=cluster.purge_days,
         save_interval=save_interval(config),
     )
 

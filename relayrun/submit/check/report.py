@@ -71,6 +71,7 @@ def report(
         _host_memory(config.job, future, findings)
         with findings.catching("storage.space"):
             storage.look(future, run, findings)
+    storage.look_at_purges(config.cluster.purge_days, run, manifest, findings)
     if plan.scheduler == "slurm" and script is not None:
         slurm.look(plan, script, findings)
     tracking.look(config, findings)

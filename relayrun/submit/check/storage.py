@@ -6,11 +6,16 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from relayrun.rundir import purge
+from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.run import Run
+from relayrun.shards.made_by import sets_of
+from relayrun.shards.manifest import Manifest
 from relayrun.submit.check.finding import Findings
 from relayrun.submit.check.place import existing
 from relayrun.submit.forecast.forecast import Forecast, in_bytes
@@ -66,6 +71,36 @@ def look(forecast: Forecast, run: Run, findings: Findings) -> None:
         findings.refuse("storage.files", f"no file more can be made below {place}", where=place, value=0)
     for quota in quotas(place):
         _quota(quota, place, one, kept - already, findings)
+
+
+def look_at_purges(purge_days: Mapping[str, float], run: Run, manifest: Manifest | None, findings: Findings) -> None:
+    """Say what the site would remove of a run's newest checkpoint and of its data, and when; warn of the next week."""
+    if not purge_days:
+        return
+    now = time.time()
+    with findings.catching("storage.purge"):
+        newest = Lineage(run).durable()
+        every = [] if manifest is None else [shards for _, shards in sets_of(manifest, None)]
+        paths = [f"{shard.prefix}.bin" for shards in every for shard in shards.shards]
+        paths += [file.path for shards in every for file in shards.files if "://" not in file.path]
+        found = [
+            purge.of_checkpoint(newest.iteration, newest.path, purge_days),
+            purge.foreseen("training data", "data", paths, purge_days),
+        ]
+        told = [each for each in found if each is not None]
+        for each in told:
+            if each.is_soon(now):
+                findings.warn(
+                    "storage.purge",
+                    each.words(now),
+                    value=each.time,
+                    remedy="read it, or copy it to another file system (checkpoint.mirror, `relayrun runs archive`)",
+                )
+            else:
+                findings.ok("storage.purge", each.words(now), value=each.time)
+        if not told:
+            rules = ", ".join(f"{folder} after {days:g} days" for folder, days in purge_days.items())
+            findings.ok("storage.purge", f"nothing of the run is old enough, or lies there: {rules}")
 
 
 def _quota(quota: Quota, place: Path, one: int, kept: int, findings: Findings) -> None:
