@@ -491,7 +491,7 @@ def _left_out(run: Run, line: Lineage) -> dict[str, dict[str, int]]:
     path = None if commit is None else data_of_checkpoint(Path(commit.path))
     if path is None or not path.is_file():
         return {}
-    found = {}
+    found: dict[str, dict[str, int]] = {}
     for name, standing in read_json(path).get("streams", {}).items():
         lanes = [LaneCursor(*cursor) for cursor in standing["cursors"]]
         counts = {"files": sum(lane.files for lane in lanes)} | left_out(lanes)
