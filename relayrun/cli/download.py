@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
         options.include,
         options.output_folder,
         revision=options.revision,
-        workers=options.workers,
+        at_once=options.workers,
         endpoint=os.environ.get("HF_ENDPOINT"),
         report=lambda line: print(line, flush=True),
     )

@@ -58,13 +58,13 @@ def download(
     output: Path,
     *,
     revision: str = "main",
-    workers: int = 4,
+    at_once: int = 4,
     endpoint: str | None = None,
     report: Callable[[str], None] = print,
 ) -> int:
     """Fetch the files of a data set whose paths fit one of the patterns; return how many there are.
 
-    They keep their paths below `output`. `workers`: files at a time. `report` is told of each that is checked.
+    They keep their paths below `output`. `at_once`: how many files at a time. `report` is told of each that is checked.
     Raises InputError where the hub has no such data set, no file fits, a file does not have its checksum, or the
     connection fails again and again; what has arrived is kept for the next run.
     """
@@ -85,7 +85,7 @@ def download(
         f"{repository} at {commit[:12]}: {len(chosen):,} files, {total / 1e9:,.2f} GB; {left / 1e9:,.2f} GB to fetch"
     )
     failed: list[RelayrunError] = []
-    with ThreadPoolExecutor(max(1, workers)) as pool:
+    with ThreadPoolExecutor(max(1, at_once)) as pool:
         waiting = {pool.submit(_fetched, api, repository, commit, file, output): file for file in missing}
         for number, future in enumerate(as_completed(waiting), start=1):
             file = waiting[future]

@@ -197,7 +197,7 @@ def test_watch_does_all_its_duties_though_one_fails(run: Run, what: str, monkeyp
     names = {
         "views": "_follow",
         "heartbeats": "_look_for_hang",
-        "evaluations": "_evaluate",
+        "evaluations": "_look_at_saves",
         "successor": "_look_after_successor",
     }
     for duty, name in names.items():

@@ -161,7 +161,8 @@ def test_another_setting_of_the_model_is_refused_without_a_mapping(name: str, va
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/models").glob("*.yaml")), ids=lambda path: path.stem)
 def test_each_named_config_is_of_the_class_of_its_name(path: Path) -> None:
     model = Model.model_validate(yamlfile.read(path).values["model"])
-    assert path.stem.startswith(choose.for_model(model).model_type)
+    family = {"og2-7b": "llama"}.get(path.stem, path.stem)  # its name is the data's
+    assert family.startswith(choose.for_model(model).model_type)
 
 
 def test_what_only_training_knows_does_not_matter() -> None:

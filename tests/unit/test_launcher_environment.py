@@ -74,8 +74,10 @@ def test_every_launcher_offers_the_same_settings_and_all_of_them_are_read() -> N
     by_trainer: dict[str, list[list[str]]] = {}
     for path in launchers:
         offered = re.findall(r'^export (\w+)="\$\{\1:-', path.read_text(encoding="utf-8"), re.M)
+        if "-og2_" in path.name:  # its raw text is named in the YAML, with how it is read
+            offered[1:1] = ["DATASETS", "MIXTURE"]
         by_trainer.setdefault("megatron-lm" if "-megatron-" in path.name else "native", []).append(offered)
-    assert {trainer: len(each) for trainer, each in by_trainer.items()} == {"native": 6, "megatron-lm": 2}
+    assert {trainer: len(each) for trainer, each in by_trainer.items()} == {"native": 8, "megatron-lm": 2}
     for trainer, each in by_trainer.items():
         assert each == [each[0]] * len(each)
         names = set(launcher_environment.names_of(trainer))

@@ -78,7 +78,7 @@ class Nodes:
         message = {"kind": "dead", "round": number, "rank": rank, "code": code, "error": error, "told": False}
         self.coordinator.hear(node, message)
 
-    def end(self, *nodes: int, memory: list[list[int]] | None = None) -> None:
+    def end(self, *nodes: int, memory: list[tuple[int, int, str, bool]] | None = None) -> None:
         """These agents answer the order to end."""
         for node in nodes:
             assert self.all[node].last["kind"] == "end", self.all[node].sent
@@ -105,9 +105,21 @@ def one(tmp_path: Path) -> Nodes:
     return nodes
 
 
+def test_the_ranks_of_a_lost_node_begin_with_the_copies_that_the_next_node_keeps(one: Nodes) -> None:
+    one.lose(1, "its agent is gone")
+    own = [(rank, 7, f"hash {rank}", False) for rank in (0, 1)]
+    one.end(0, memory=[*own, *((rank, 7, f"hash {rank}", True) for rank in (2, 3))])
+    one.end(2)
+    assert one.places() == [0, None, 1]
+    (failed,) = rounds.read(one.attempt)
+    assert (failed.source, failed.next_iteration, failed.steps_lost) == ("neighbour", 7, 0)
+    assert failed.told.endswith("n2 takes the place of n1; again from iteration 7 (memory of a neighbour)")
+    assert one.all[2].last["memory"] == 7
+
+
 def test_a_spare_node_takes_the_place_of_one_that_is_lost(one: Nodes) -> None:
     one.lose(1, "no word from its agent for 20 s")
-    one.end(0, memory=[[7], [7]])
+    one.end(0, memory=[(0, 7, "a", False), (1, 7, "b", False)])  # its own ranks' alone
     assert one.coordinator.code is None
     one.end(2)
     assert one.places() == [0, None, 1]
