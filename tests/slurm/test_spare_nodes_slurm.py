@@ -40,11 +40,11 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return Workspace.make(tmp_path_factory.mktemp("workspace"))
 
 
-def config(workspace: Workspace, folder: str, *, slow: bool = True, **chain: object) -> Path:
+def config(workspace: Workspace, folder: str, *, memory_interval: int = 0, **chain: object) -> Path:
     hook = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "slow-after=6:1"}}
-    training = SETTINGS["training"] | ({"hooks": [hook]} if slow else {})
     sections = SETTINGS | {
-        "training": training,
+        "training": SETTINGS["training"] | {"hooks": [hook]},
+        "checkpoint": SETTINGS["checkpoint"] | {"memory_interval": memory_interval},
         "chain": {"recovery": "node"} | chain,
         "job": SPARE,
         "cluster": CLUSTER,
@@ -90,6 +90,23 @@ def test_a_spare_node_goes_on_inside_the_job(cluster: TestCluster, workspace: Wo
     done = cluster.run([sys.executable, "-m", "relayrun.cli", "status", str(run.path)])
     assert "n2 takes the place of n1" in done.stdout
     cluster.wait_until(lambda: not agents(run), timeout=60, what="the end of all agents")
+
+
+def test_a_spare_node_begins_with_the_copies_that_the_next_node_keeps(
+    cluster: TestCluster, workspace: Workspace
+) -> None:
+    whole = reference(cluster, workspace)
+    submit(cluster, config(workspace, "copies", memory_interval=1))
+    run = workspace.run("copies")
+    wait_for(cluster, run, 8)
+    power_loss.lose(cluster, "n1")
+    wait_for_end(cluster, run, timeout=600)
+    assert [end.cause for end in ends(run)] == ["done"]
+    (failed,) = rounds.read(run.attempt(1))
+    assert (failed.lost, failed.source) == ({"n1": "n2"}, "neighbour")
+    assert failed.next_iteration >= 7
+    assert failed.steps_lost <= 1
+    assert_same_run(run, whole)
 
 
 def agents_of_round_2(run: Run) -> list[object]:
