@@ -216,6 +216,8 @@ def test_from_the_command_line_until_ctrl_c(folder: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        # as in a terminal: what a shell starts in the background takes no notice of Ctrl-C, nor does what that starts
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert process.stdout is not None
