@@ -86,13 +86,13 @@ def test_stages_that_let_go_of_what_they_sent_compute_the_same_bits(
 def test_a_fused_adamw_resumes_exactly_and_goes_on_from_one_that_was_not(
     harness: Make, parallel: dict[str, Any]
 ) -> None:
-    """With torch's fused kernel for CPUs, whose bits are others."""
+    """With torch's fused kernel for CPUs, whose bits are others on most processors."""
     asked = settings(parallel) | {"checkpoint": {"interval": STEPS // 2}}
     plain, fused, resumed, changed = (harness(**asked) for _ in range(4))
     reference = plain.train().steps()
     whole = fused.start(prefix=variant("fuse-adamw"))
     assert whole.wait() == [0, 0], whole.output()
-    assert whole.steps()[STEPS]["grad_norm"] != reference[STEPS]["grad_norm"], "it was another kernel"
+    assert "the fused kernel has run" in whole.output()
     pieces = []
     for made, base in ((resumed, fused), (changed, plain)):
         path = str(base.run.checkpoint(STEPS // 2))
