@@ -165,11 +165,11 @@ class Worker:
         )
 
 
-class _Received:
-    """A stream whose lanes another process opens (`relayrun.data.order.lanes.Stream`)."""
+class _Shared:
+    """A stream, of which each of the two processes opens the lanes in its way (`relayrun.data.order.lanes.Stream`)."""
 
-    def __init__(self, name: str, stream: Stream, worker: Worker) -> None:
-        self._name, self._stream, self._worker = name, stream, worker
+    def __init__(self, name: str, stream: Stream) -> None:
+        self._name, self._stream = name, stream
         self.lanes = stream.lanes
 
     def first_cursors(self) -> list[Cursor]:
@@ -180,6 +180,14 @@ class _Received:
 
     def check_cursors(self, cursors: Sequence[Cursor]) -> None:
         self._stream.check_cursors(cursors)
+
+
+class _Received(_Shared):
+    """A stream whose lanes another process opens."""
+
+    def __init__(self, name: str, stream: Stream, worker: Worker) -> None:
+        super().__init__(name, stream)
+        self._worker = worker
 
     def open_lanes(self, cursors: Mapping[int, Cursor]) -> OpenLanes:
         return _ReceivedLanes(self._name, dict(cursors), self._worker)
@@ -202,21 +210,12 @@ class _ReceivedLanes:
         self._worker.close()
 
 
-class _Sent:
+class _Sent(_Shared):
     """A stream whose samples are sent as they are taken."""
 
     def __init__(self, name: str, stream: Stream, pipe: BinaryIO) -> None:
-        self._name, self._stream, self._pipe = name, stream, pipe
-        self.lanes = stream.lanes
-
-    def first_cursors(self) -> list[Cursor]:
-        return self._stream.first_cursors()
-
-    def record(self) -> dict[str, Any]:
-        return self._stream.record()
-
-    def check_cursors(self, cursors: Sequence[Cursor]) -> None:
-        self._stream.check_cursors(cursors)
+        super().__init__(name, stream)
+        self._pipe = pipe
 
     def open_lanes(self, cursors: Mapping[int, Cursor]) -> OpenLanes:
         return _SentLanes(self._name, self._stream.open_lanes(cursors), self._pipe)
