@@ -97,7 +97,7 @@ def test_a_chain_that_trains_another_model_has_its_scores(
         job=TWO_NODES | {"time": "10"},
         cluster=SLURM,
         model={"transformer": SHAPES[kind]},
-        parallel={"tensor_model_parallel_size": 2},
+        parallel={"tensor_model_parallel_size": 2, "sequence_parallel": True},  # which experts need
         training={"steps": 60, "hooks": [{"hook": FAULTS, "options": {"faults": "slow-after=20:0.3"}}]},
         checkpoint={"interval": 20},
         evaluation={
