@@ -66,11 +66,16 @@ def test_the_folders_of_an_attempt(run: Run) -> None:
     assert value(words, "--save") == value(words, "--load") == str(run.checkpoints)
     assert value(words, "--trigger-path") == str(run.attempt(1).client)
     assert "--trigger-path" not in trainer(run, dialect=Dialect.NVIDIA).command(begin_of(run))
-    assert "--wandb-save-dir" not in words
+    assert {"--wandb-save-dir", "--tensorboard-dir"}.isdisjoint(words)
+
+
+def test_wandb_gets_its_folder_and_the_one_without_which_megatron_tells_it_no_loss(run: Run) -> None:
     told = trainer(run, "--wandb-project", "p").command(begin_of(run))
     assert value(told, "--wandb-save-dir") == str(run.path)
-    given = trainer(run, "--wandb-project=p", "--wandb-save-dir=/elsewhere").command(begin_of(run))
-    assert "--wandb-save-dir" not in given
+    assert value(told, "--tensorboard-dir") == str(run.tensorboard)
+    elsewhere = ("--wandb-save-dir=/elsewhere", "--tensorboard-dir=/elsewhere")
+    given = trainer(run, "--wandb-project=p", *elsewhere).command(begin_of(run))
+    assert {"--wandb-save-dir", "--tensorboard-dir"}.isdisjoint(given)
 
 
 def test_another_runs_checkpoint_is_loaded_from_where_it_lies(run: Run, tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 The newest one asks for Python 3.12 when it is installed; what relayrun imports of it runs on 3.11 as well. So a folder
 made with
 
-    pip install -t FOLDER --no-deps --only-binary :all: --python-version 3.12 --ignore-requires-python megatron-core==0.19.2
+    pip install -t FOLDER --no-deps --only-binary :all: --python-version 3.12 --ignore-requires-python \\
+        megatron-core==0.19.2
     pip install -t FOLDER --no-deps triton
 
 and MEGATRON_CORE_NEWER=FOLDER in the environment give these tests both versions. On Python 3.12 the newest is what

@@ -101,10 +101,8 @@ class MegatronTrainer:
         if self._dialect is Dialect.SWISS_AI:
             words += ["--trigger-path", str(self._triggers(begin))]
         if settings.wandb_project is not None and settings.wandb_name is not None:
-            project, name = settings.wandb_project, settings.wandb_name
-            words += around.wandb_flags(words, project=project, name=name, folder=self._run.path)
-        elif _has(words, "--wandb-project") and not _has(words, "--wandb-save-dir"):  # else among the checkpoints
-            words += ["--wandb-save-dir", str(self._run.path)]
+            words += around.wandb_flags(words, project=settings.wandb_project, name=settings.wandb_name)
+        words += around.folders_of_wandb(words, self._run)
         if settings.profile != "nsys":
             return words
         output = f"{self._profiles(begin.attempt)}/nsys-trace-hostname-%h-procid-%q{{SLURM_PROCID}}.nsys-rep"
