@@ -19,7 +19,7 @@ from relayrun.trainers.megatron_lm import checkpoints
 from relayrun.trainers.megatron_lm.program import Dialect
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.chain.test_local_chain import run_chain
-from tests.checkouts import as_one_attempt, checkout_of, plan
+from tests.checkouts import ENVIRONMENT, as_one_attempt, checkout_of, plan
 from tests.slurm.conftest import MakeCluster
 from tests.slurm.test_chain import SLURM, logs
 from tests.slurm.test_megatron_slurm import ranks
@@ -118,6 +118,8 @@ def test_a_chain_survives_or_stops_with_a_reason(
     whole = reference(dialect, make_run) if fault.expect == "resumed" else None
     cluster = make_cluster(grace=60, node_timeout=10 if name.startswith("node-lost") else 120)
     environment = {"MASTER_ADDR": "127.0.0.1"} | ({"MEGATRON_ON_CPU_FAIL": FAILS[name]} if name in FAILS else {})
+    if fault.commands:  # the checkout's own PATH would hide them from what runs behind the attempt's environment
+        environment["PATH"] = f"{tmp_path / 'bin'}:{ENVIRONMENT['PATH']}"
     on_slurm = {key: SLURM[key] for key in ("scheduler", "nodes", "ntasks_per_node")}
     settings = on_slurm | {"fallback_job": True, "auto_requeue": True} | changes(fault)
     if "python3" in fault.commands:
