@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from relayrun import places
@@ -21,7 +21,7 @@ from relayrun.drill.reach import Reach
 from relayrun.drill.result import Result
 from relayrun.drill.site import REFERENCE, Site
 from relayrun.drill.stage import DidNotHappen, Stage
-from relayrun.errors import ConfigError, RelayrunError, SchedulerError
+from relayrun.errors import ConfigError, RelayrunError, RunDirError, SchedulerError
 from relayrun.monitoring.goodput.account import account
 from relayrun.monitoring.goodput.book import SECOND
 from relayrun.monitoring.goodput.parts import LOST, START
@@ -60,7 +60,7 @@ class Company:
 def undisturbed(company: Company) -> Result:
     """Do the run that nothing happens to, which the others are compared with."""
     fault = Fault(name=REFERENCE, what="nothing: what the others are compared with", expect="resumed", causes=("done",))
-    return row(company, fault)
+    return replace(row(company, fault), bit_for_bit=None)
 
 
 def row(company: Company, fault: Fault) -> Result:
@@ -112,11 +112,13 @@ def wait_for_begin(stage: Stage) -> None:
 
 
 def wait_for_end(stage: Stage) -> None:
-    """Wait until no job of the chain waits or runs any more. Raises DidNotHappen."""
+    """Wait until no job of the chain waits or runs any more. Raises DidNotHappen, and where two jobs wait."""
     answered = time.monotonic()
     limit = time.monotonic() + stage.queue_seconds + 3600
     while time.monotonic() < limit:
         try:
+            if len(waiting := stage.waiting_jobs()) > 1:
+                raise RunDirError(f"more than one job of the chain waits: {', '.join(waiting)}", where=stage.run.path)
             if over(stage):
                 return
             answered = time.monotonic()

@@ -97,7 +97,12 @@ class Stage:
         return {job.id: job.state for job in self.slurm.jobs(Plan.load(self.run))}
 
     def job_id(self) -> str:
-        """Id of the running job. Raises DidNotHappen where none runs."""
+        """Id of the running job, by the record of the newest attempt, or else by Slurm. Raises DidNotHappen."""
+        numbers = self.run.attempt_numbers()
+        newest = self.run.attempt(numbers[-1]) if numbers else None
+        begin = newest.read_begin() if newest is not None and not newest.end.exists() else None
+        if begin is not None:
+            return begin.job_id
         running = [job for job, state in self.jobs().items() if state == "RUNNING"]
         self.must(running, "no job of the chain runs")
         return running[0]
