@@ -29,6 +29,9 @@ class Control(Protocol):
     def start_ctld(self) -> None:
         """Start the controller with the queue that it had; returns when it answers."""
 
+    def start_node(self, node: str) -> None:
+        """Start the node's slurmd again; nothing where it runs."""
+
 
 class TestClusterControl:
     """The test cluster in a folder."""
@@ -50,10 +53,8 @@ class TestClusterControl:
     def start_ctld(self) -> None:
         self._script("start-ctld")
 
-    def start_nodes(self) -> None:
-        """Start the daemons of nodes that were lost, and let all nodes have jobs again. Raises SchedulerError."""
-        for node in (self._folder / "nodes").read_text(encoding="utf-8").split():
-            self._script("start-node", node)
+    def start_node(self, node: str) -> None:
+        self._script("start-node", node)
 
     def _script(self, verb: str, *arguments: str) -> None:
         command = [str(places.shared(SCRIPT)), verb, str(self._folder), *arguments]

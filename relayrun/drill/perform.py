@@ -52,7 +52,7 @@ class Company:
     queue_seconds: float = 3600.0
     patience: float = PATIENCE
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
-    """Of the submit."""
+    """What the submit finds in its environment."""
     tell: Callable[[str], None] = print
     """Is given what a person should know, a line each."""
 
@@ -92,6 +92,7 @@ def row(company: Company, fault: Fault) -> Result:
         finally:
             if run.plan.exists() and is_live(stage):
                 company.tell(f"{fault.name}: {end_jobs(stage)}")
+            stage.bring_back_nodes()
         verdict = judge(run, fault, site.run(REFERENCE), commands) if run.plan.exists() else Verdict(causes=[], said="")
         return _result(run, fault, begin, verdict, failed)
 

@@ -46,6 +46,8 @@ class Stage:
     """How long a job may wait in the queue; that time is in no other wait."""
     own_jobs: list[str] = field(default_factory=list)
     """Ids of jobs that the fault queued itself, beside those of the chain."""
+    lost_nodes: list[str] = field(default_factory=list)
+    """Nodes whose daemons the fault has ended."""
 
     def wait(self, condition: Callable[[], object], seconds: float = 60, *, what: str = "what the fault needs") -> None:
         """Wait until the condition holds. Raises DidNotHappen.
@@ -146,7 +148,7 @@ class Stage:
 
     def kill_node(self) -> None:
         """End the daemon of the node that rank 1 runs on."""
-        self._control.kill_node(self._nodes()[1])
+        self._lose(self._nodes()[1])
 
     def lose_node(self) -> None:
         """End the daemon of the node that the batch script runs on, the batch script, and all that it started."""
@@ -154,11 +156,23 @@ class Stage:
         job = self.slurm.query(job_id)
         self.must(job is not None, f"job {job_id} has gone")
         assert job is not None
-        self._control.kill_node(job.batch_host)
+        self._lose(job.batch_host)
         pids = processes.of_job(job_id)
         for pid in {*pids, *processes.step_daemons(pids)}:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    def _lose(self, node: str) -> None:
+        self._control.kill_node(node)
+        self.lost_nodes.append(node)
+
+    def bring_back_nodes(self) -> None:
+        """Start the daemons again that the fault has ended, and let their nodes have jobs. Raises SchedulerError."""
+        for node in self.lost_nodes:
+            self._control.start_node(node)
+            with suppress(SchedulerError):  # it need not be drained or down
+                self.order("scontrol", "update", f"NodeName={node}", "State=RESUME")
+        self.lost_nodes.clear()
 
     @contextmanager
     def slow_epilogs(self) -> Iterator[None]:
