@@ -90,8 +90,8 @@ def test_the_page_asks_before_it_queues(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(Session, "check", lambda self: None)
     monkeypatch.setattr("sys.stdin", io.StringIO())
     (command,) = blocks("drill")
+    options = parse([*shlex.split(command)[1:], "--directory", str(tmp_path)])
     with pytest.raises(InputError, match="nobody can be asked whether to queue this\n  -> add --yes"):
-        options = parse([*shlex.split(command)[1:], "--directory", str(tmp_path)])
         options.run(options)
     assert not (tmp_path / "runs").exists()
 
