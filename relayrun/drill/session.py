@@ -30,6 +30,9 @@ from relayrun.files import free_name, read_json, write_json
 from relayrun.submit import submission
 from relayrun.submit.check.state import Intent
 
+NEVER_RUN = "check"
+"""Name of the run config that is looked at alone: a run of the drill may be there already."""
+
 MINUTES_OF_A_JOB = 3.0
 """What a job of a row takes for about, its start included, in minutes."""
 
@@ -122,7 +125,7 @@ class Session:
         )
 
     def check(self) -> None:
-        """Raise what a submit of the undisturbed run would raise, before anything is queued, or too few nodes."""
+        """Raise what a submit would raise, before anything is queued, or for too few nodes."""
         known = len(self.company.slurm.nodes.known())
         if known < self.site.nodes:
             raise ConfigError(f"the cluster has {known} nodes, and the drill needs {self.site.nodes}", where="--nodes")
@@ -133,7 +136,7 @@ class Session:
                 hint="--nodes 2, or job.ntasks_per_node in the cluster's file",
             )
         self._own_cluster()
-        config = compose.load(self.site.write_config(REFERENCE, None))
+        config = compose.load(self.site.write_config(NEVER_RUN, None))
         submission.report_on(config, intent=Intent()).findings.raise_errors()
 
     def _own_cluster(self) -> None:
