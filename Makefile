@@ -15,7 +15,7 @@ SHUFFLE := $(if $(filter random,$(ORDER)),--shuffle=$(shell date +%s%N))
 ALONE = $(shell grep -lr --include=*.py pytest.mark.alone tests)
 SHELL_FILES = $(shell git ls-files '*.sh')
 
-.PHONY: help setup demo demo-slurm test test-long check format gpu-check container-env bench cluster-up cluster-down clean
+.PHONY: help setup demo demo-slurm test test-long check format gpu-check container-env bench cluster-up cluster-down drill clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -78,6 +78,15 @@ browser:
 
 cluster-up: setup slurm ## a real four-node Slurm on this machine, in .test-cluster/
 	scripts/tools/test_cluster.sh up
+
+# The cluster is the drill's own: it ends daemons of it.
+drill: setup slurm ## faults on purpose, on a four-node Slurm of this machine; FAULTS=rank-killed,... or all
+	status=0; \
+	scripts/tools/test_cluster.sh up .drill-cluster --node-timeout 30; \
+	SLURM_CONF=$(CURDIR)/.drill-cluster/etc/slurm.conf $(BIN)/python -m relayrun.cli drill --cluster test --yes \
+	  --test-cluster .drill-cluster $(if $(FAULTS),--faults "$(FAULTS)") $(DRILL) || status=$$?; \
+	scripts/tools/test_cluster.sh down .drill-cluster; \
+	exit $$status
 
 cluster-down: ## stop it
 	scripts/tools/test_cluster.sh down

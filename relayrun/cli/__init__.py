@@ -31,6 +31,7 @@ COMMANDS = {
         "whether a checkpoint still holds its bytes; copies of it in a second place",
     ),
     "gpu-check": ("gpu_check", "what this machine's GPUs do with relayrun, in eight minutes"),
+    "drill": ("drill", "faults on purpose, on your cluster: which ones a chain survives, and what each costs"),
     "completion": ("completion", "a script that completes commands, options, runs and settings in a shell"),
     "status": ("status", "where a run stands; without RUN: all runs"),
     "sweep": ("campaign", "runs over axes of settings: submit, status, stop, resume"),

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(run_status_view.dump([run_status_view.as_json(entry) for entry in found]))
     elif found:
-        run_status_view.show(run_status_view.many(found))
+        run_status_view.show_many(found)
         for line in run_status_view.sentinels(found, now=now):
             print(line)
     else:

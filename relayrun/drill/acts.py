@@ -1,4 +1,4 @@
-"""What is done to a training chain while it runs; `table` says which fault does what."""
+"""What is done to a training chain while it runs; the table says which fault does what."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 import shutil
 import signal
 
+from relayrun.drill.programs import provoked
 from relayrun.drill.stage import Stage
 from relayrun.rundir import triggers
-from relayrun.rundir.plan import Plan
 
 
 def nothing(_stage: Stage) -> None:
@@ -18,13 +18,13 @@ def nothing(_stage: Stage) -> None:
 def kill_rank(stage: Stage) -> None:
     """Send SIGKILL to rank 1 after iteration 15, when there is a checkpoint to resume from."""
     stage.wait_iteration(15)
-    os.kill(stage.rank_pids()[1], signal.SIGKILL)
+    stage.signal_ranks(signal.SIGKILL, 1)
 
 
 def kill_batch_script(stage: Stage) -> None:
     """Send SIGKILL to the batch script after iteration 15; the ranks live on."""
     stage.wait_iteration(15)
-    os.kill(stage.batch_pid(), signal.SIGKILL)
+    stage.signal_batch(signal.SIGKILL)
 
 
 def kill_guarded_batch_script(stage: Stage) -> None:
@@ -37,30 +37,29 @@ def kill_guarded_batch_script(stage: Stage) -> None:
 def stop_rank(stage: Stage) -> None:
     """Send SIGSTOP to rank 1 after iteration 15, so that the others hang in their next collective."""
     stage.wait_iteration(15)
-    os.kill(stage.rank_pids()[1], signal.SIGSTOP)
+    stage.signal_ranks(signal.SIGSTOP, 1)
 
 
 def kill_while_staging(stage: Stage) -> None:
     """Send SIGKILL to all ranks between the last byte of the checkpoint of iteration 20 and its publication."""
     staged = stage.run.staging(1) / "iter_0000020"
     stage.wait(lambda: (staged / "metadata.json").exists())
-    for pid in stage.rank_pids().values():
-        os.kill(pid, signal.SIGKILL)
+    stage.signal_ranks(signal.SIGKILL)
 
 
 def cancel(stage: Stage) -> None:
     """Cancel the running job by its id after iteration 15, as its owner would."""
     stage.wait_iteration(15)
-    stage.command("scancel", stage.job_id())
+    stage.order("scancel", stage.job_id())
 
 
 def cancel_after_killing_the_batch_script(stage: Stage) -> None:
     """Cancel the running job and kill its batch script, which never sees the cancel."""
     stage.wait_iteration(15)
     job = stage.job_id()
-    os.kill(stage.batch_pid(), signal.SIGSTOP)  # it will not see the cancel
-    stage.command("scancel", job)
-    os.kill(stage.batch_pid(), signal.SIGKILL)
+    stage.signal_batch(signal.SIGSTOP)  # it will not see the cancel
+    stage.order("scancel", job)
+    stage.signal_batch(signal.SIGKILL)
 
 
 def tear_latest(stage: Stage) -> None:
@@ -68,8 +67,8 @@ def tear_latest(stage: Stage) -> None:
     stage.wait(lambda: stage.run.checkpoint(20).is_dir())
     victim = max(stage.run.checkpoint(20).glob("*.distcp"), key=lambda path: path.stat().st_size)
     os.truncate(victim, victim.stat().st_size // 2)
-    for pid in stage.rank_pids().values():
-        os.kill(pid, signal.SIGKILL)
+    stage.signal_ranks(signal.SIGKILL)
+    stage.must(not stage.run.checkpoint(30).exists(), "a newer checkpoint than the torn one was saved meanwhile")
     stage.hurry()
 
 
@@ -77,20 +76,16 @@ def lose_tracker(stage: Stage) -> None:
     """Remove latest_checkpointed_iteration.txt after the first save, and kill rank 0."""
     stage.wait(stage.run.tracker.exists)
     stage.run.tracker.unlink()
-    os.kill(stage.rank_pids()[0], signal.SIGKILL)
+    stage.signal_ranks(signal.SIGKILL, 0)
 
 
 def overtake(stage: Stage) -> None:
     """Stop the first attempt inside its save, out of Slurm's reach; let it go on beside its successor."""
     staged = stage.run.staging(1) / "iter_0000020"
     stage.wait(lambda: (staged / "metadata.json").exists())
-    daemons, zombies = stage.step_daemons(), stage.rank_pids()
-    for pid in (*daemons, *zombies.values()):
-        os.kill(pid, signal.SIGSTOP)
-    os.kill(stage.batch_pid(), signal.SIGKILL)
-    stage.wait_iteration(15, attempt=2)
-    for pid in (*zombies.values(), *daemons):
-        os.kill(pid, signal.SIGCONT)
+    with stage.frozen():
+        stage.signal_batch(signal.SIGKILL)
+        stage.wait_iteration(15, attempt=2)
 
 
 def fill_disk(stage: Stage) -> None:
@@ -117,27 +112,21 @@ def controller_down_at_exit(stage: Stage) -> None:
     """Tell the job to leave after iteration 15, and take the controller away for 60 s meanwhile."""
     stage.wait_iteration(15)
     job = stage.job_id()
-    stage.command("scancel", "--signal=USR2", "--batch", job)
+    stage.order("scancel", "--signal=USR2", "--batch", job)
     stage.stop_controller(60)
 
 
 def preempt(stage: Stage) -> None:
     """Submit a job to a partition of higher priority that needs all nodes; return when the second attempt has begun."""
     stage.wait_iteration(15)
-    stage.command("sbatch", "--partition=high", "--nodes=4", "--exclusive", "--wrap=sleep 5", "--output=/dev/null")
+    stage.queue_job("--partition=high", "--nodes=4", "--exclusive", "--wrap=sleep 5", "--output=/dev/null")
     stage.wait(stage.run.attempt(2).begin.exists, 120)
 
 
 def leave(stage: Stage) -> None:
     """Tell the job to save and leave after iteration 15, as Slurm does before the time limit."""
     stage.wait_iteration(15)
-    stage.command("scancel", "--signal=USR2", "--batch", stage.job_id())
-
-
-def _jobs(stage: Stage) -> list[str]:
-    """Ids of the chain's jobs that are queued or run."""
-    name = Plan.load(stage.run).job_name
-    return stage.command("squeue", "--noheader", f"--name={name}", "--format=%i").split()
+    stage.order("scancel", "--signal=USR2", "--batch", stage.job_id())
 
 
 def hurry(stage: Stage) -> None:
@@ -150,34 +139,34 @@ def keep_completing(stage: Stage) -> None:
     with stage.slow_epilogs():
         leave(stage)
         stage.wait_iteration(20, attempt=2)
-        assert stage.command("squeue", "--noheader", "--states=COMPLETING", "--format=%i").strip()
-        os.kill(stage.batch_pid(), signal.SIGKILL)
+        stage.must("COMPLETING" in stage.jobs().values(), "the first job does not stay COMPLETING")
+        stage.signal_batch(signal.SIGKILL)
 
 
 def read_only_at_boundary(stage: Stage) -> None:
     """Let the run directory be read-only when the second job begins, and writable again for its second try."""
     stage.wait(stage.run.attempt(1).successor.exists)
-    (waiting,) = stage.waiting_jobs()
-    stage.command("scontrol", "update", f"JobId={waiting}", "StartTime=now+600")
+    waiting = stage.waiting_job()
+    stage.order("scontrol", "update", f"JobId={waiting}", "StartTime=now+600")
     leave(stage)
-    stage.wait(lambda: _jobs(stage) == [waiting])
+    stage.wait(lambda: list(stage.jobs()) == [waiting])
     stage.remount("ro")
     stage.hurry()
-    stage.wait(lambda: "begin-failed=1" in stage.command("scontrol", "show", "job", waiting))
+    stage.wait(lambda: "begin-failed=1" in stage.ask("scontrol", "show", "job", waiting))
     stage.remount("rw")
     stage.hurry()
 
 
 def lose_node_before_begin(stage: Stage) -> None:
     """Lose the node of the batch script while `begin` runs, which has queued nothing."""
-    stage.wait((stage.commands / "provoked").exists)
+    stage.wait(provoked(stage.commands).exists)
     stage.lose_node()
 
 
 def kill_watch(stage: Stage) -> None:
     """Kill the watch, and stop a rank."""
     stage.wait_iteration(15)
-    os.kill(stage.watch_pid(), signal.SIGKILL)
+    stage.signal_watch(signal.SIGKILL)
     stop_rank(stage)
 
 
@@ -203,15 +192,15 @@ def ask_to_exit(stage: Stage) -> None:
 def kill_begin(stage: Stage) -> None:
     """Kill the batch script, and the next job's `begin` (by `Fault.commands`)."""
     kill_batch_script(stage)
-    stage.wait((stage.commands / "provoked").exists)
+    stage.wait(provoked(stage.commands).exists)
     stage.hurry()
 
 
 def kill_batch_script_at_begin(stage: Stage) -> None:
     """Let the first job leave; the next one's batch script is killed (by `Fault.commands`), and another job comes."""
     leave(stage)
-    stage.wait((stage.commands / "provoked").exists)
-    killed = (stage.commands / "provoked").read_text().strip()
+    stage.wait(provoked(stage.commands).exists)
+    killed = provoked(stage.commands).read_text().strip()
     stage.wait(lambda: [job for job in stage.waiting_jobs() if job != killed])
     stage.hurry()
 
@@ -219,20 +208,20 @@ def kill_batch_script_at_begin(stage: Stage) -> None:
 def cancel_successor(stage: Stage) -> None:
     """Cancel the waiting job, then let the running one leave."""
     stage.wait(stage.run.attempt(1).successor.exists)
-    (waiting,) = stage.waiting_jobs()
-    stage.command("scancel", waiting)
+    waiting = stage.waiting_job()
+    stage.order("scancel", waiting)
     leave(stage)
 
 
 def hold_successor(stage: Stage) -> None:
     """Hold the waiting job; release it when the attempt has failed and the same job still waits, held."""
     stage.wait(stage.run.attempt(1).successor.exists)
-    (waiting,) = stage.waiting_jobs()
-    stage.command("scontrol", "hold", waiting)
+    waiting = stage.waiting_job()
+    stage.order("scontrol", "hold", waiting)
     stage.wait(stage.run.attempt(1).end.exists)
-    stage.wait(lambda: _jobs(stage) == [waiting])
-    assert "Reason=JobHeld" in stage.command("scontrol", "show", "job", waiting)
-    stage.command("scontrol", "release", waiting)
+    stage.wait(lambda: list(stage.jobs()) == [waiting])
+    stage.must("Reason=JobHeld" in stage.ask("scontrol", "show", "job", waiting), "the waiting job is not held")
+    stage.order("scontrol", "release", waiting)
     stage.hurry()
 
 

@@ -138,24 +138,27 @@ def train_until(setup: Setup, name: str, sections: Mapping[str, Mapping[str, Any
 
 def real_data(setup: Setup) -> dict[str, Any]:
     """Return section `data` with random documents over a skewed vocabulary, and a tokenizer; written once."""
-    folder, size = setup.path / "data", setup.sizes.resumed_vocabulary
+    sizes = setup.sizes
+    return random_data(
+        setup.path / "data", vocabulary=sizes.resumed_vocabulary, longest=4 * sizes.resumed_seq_length, documents=400
+    )
+
+
+def random_data(folder: Path, *, vocabulary: int, longest: int, documents: int) -> dict[str, Any]:
+    """Write random documents of 20 to `longest` tokens and a tokenizer, once; return them as section `data`."""
     if not (folder / "tokenizer.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         generator = np.random.default_rng(SEED)
-        lengths = generator.integers(20, 4 * setup.sizes.resumed_seq_length, 400)
-        writer = ShardWriter(folder / "shard", token_dtype(size))
-        writer.add(np.minimum(generator.geometric(10 / size, lengths.sum()), size - 1), lengths)
+        lengths = generator.integers(20, longest, documents)
+        writer = ShardWriter(folder / "shard", token_dtype(vocabulary))
+        writer.add(np.minimum(generator.geometric(10 / vocabulary, lengths.sum()), vocabulary - 1), lengths)
         writer.finish()
-        words = {"</s>": 0} | {f"w{number}": number for number in range(1, size)}
+        words = {"</s>": 0} | {f"w{number}": number for number in range(1, vocabulary)}
         tokenizer = Tokenizer(models.WordLevel(words, unk_token="</s>"))
         tokenizer.add_special_tokens(["</s>"])
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         tokenizer.save(str(folder / "tokenizer.json"))
-    return {
-        "tokenizer": str(folder / "tokenizer.json"),
-        "datasets": [str(folder)],
-        "mock_data": False,
-    }
+    return {"tokenizer": str(folder / "tokenizer.json"), "datasets": [str(folder)], "mock_data": False}
 
 
 def steps_of(run: Run, attempt: int) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -220,11 +220,14 @@ def _asked_since(run: Run) -> float:
     return run.plan.stat().st_mtime - 3600
 
 
-def gather_all(runs: Sequence[Run], *, now: float, ask: Callable[[Run], Queue] = ask) -> list[RunStatus | Damaged]:
+def gather_all(
+    runs: Sequence[Run], *, now: float, ask: Callable[[Run], Queue] = ask, plans: Mapping[Path, Plan] | None = None
+) -> list[RunStatus | Damaged]:
     """Return the status of many runs, the newest first, damaged ones last.
 
-    `ask` gives the jobs of one run; `monitoring.watcher` has one that asks for all runs together. Once Slurm has not
-    answered it is not asked again, and not for runs that have been stopped.
+    `plans`: those that were read already, by run directory. `ask` gives the jobs of one run; `monitoring.watcher` has
+    one that asks for all runs together. Once Slurm has not answered it is not asked again, and not for runs that have
+    been stopped.
     """
     found: list[RunStatus] = []
     damaged: list[Damaged] = []
@@ -238,19 +241,19 @@ def gather_all(runs: Sequence[Run], *, now: float, ask: Callable[[Run], Queue] =
             else:
                 queue = ask(run)
                 silent = queue if queue.error is not None else silent
-            found.append(gather(run, queue, now=now))
+            found.append(gather(run, queue, now=now, plan=(plans or {}).get(run.path)))
         except (RunDirError, OSError) as error:  # what cannot be read of one hides no other
             damaged.append(Damaged(path=str(run.path), error=getattr(error, "message", None) or str(error)))
     return [*sorted(found, key=lambda status: -status.updated), *damaged]
 
 
-def gather(run: Run, queue: Queue, *, now: float) -> RunStatus:
-    """Return the status of a run.
+def gather(run: Run, queue: Queue, *, now: float, plan: Plan | None = None) -> RunStatus:
+    """Return the status of a run. `plan`: the run's, where it was read already.
 
     Raises RunDirError, with one clear message, where the directory is no run or damaged.
     """
     try:
-        return _gather(run, queue, now)
+        return _gather(run, Plan.load(run) if plan is None else plan, queue, now)
     except (KeyError, TypeError, ValueError, AttributeError) as error:  # records that were edited, or torn by a disk
         raise RunDirError(
             f"its records cannot be read: {type(error).__name__}: {error}",
@@ -259,8 +262,7 @@ def gather(run: Run, queue: Queue, *, now: float) -> RunStatus:
         ) from None
 
 
-def _gather(run: Run, queue: Queue, now: float) -> RunStatus:
-    plan = Plan.load(run)
+def _gather(run: Run, plan: Plan, queue: Queue, now: float) -> RunStatus:
     begun = [(number, begin) for number in run.attempt_numbers() if (begin := run.attempt(number).read_begin())]
     ended = [(number, end) for number, _ in begun if (end := run.attempt(number).read_end())]
     number, begin = begun[-1] if begun else (None, None)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -39,31 +40,55 @@ def one(status: RunStatus, *, now: float) -> Table:
     return table
 
 
+COLUMNS = ("run", "state", "attempt", "iteration", "left", "loss", "tokens/s", "durable", "age", "the last end")
+"""Columns of the table of many runs."""
+RIGHT = frozenset({"attempt", "left", "loss", "tokens/s", "durable", "age"})
+"""Those that hold numbers."""
+FOLDED = 200
+"""A terminal gets a table of at most so many runs folded to its width: of a thousand that takes a second."""
+
+
+def show_many(found: Sequence[RunStatus | Damaged]) -> None:
+    """Print a line a run."""
+    if sys.stdout.isatty() and len(found) <= FOLDED:
+        show(many(found))
+        return
+    rows = [list(COLUMNS), *map(_cells, found)]
+    widths = [max(map(cell_len, cells)) for cells in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(map(_padded, row, widths, COLUMNS)).rstrip())
+
+
+def _padded(text: str, width: int, column: str) -> str:
+    space = " " * (width - cell_len(text))
+    return space + text if column in RIGHT else text + space
+
+
 def many(found: Sequence[RunStatus | Damaged]) -> Table:
     """Return a table with one line a run; of a damaged one its error."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("run", "state", "attempt", "iteration", "left", "loss", "tokens/s", "durable", "age", "the last end"):
-        table.add_column(
-            name, justify="right" if name in ("attempt", "left", "loss", "tokens/s", "durable", "age") else "left"
-        )
+    for name in COLUMNS:
+        table.add_column(name, justify="right" if name in RIGHT else "left")
     for entry in found:
-        if isinstance(entry, Damaged):
-            name = "/".join(entry.path.split("/")[-2:])
-            table.add_row(escape(name), "damaged", *[""] * 7, escape(entry.error))
-            continue
-        table.add_row(
-            escape(entry.run),
-            entry.state,
-            str(entry.attempt or ""),
-            f"{entry.iteration}/{entry.total_steps or '?'}",
-            short_remaining(entry),
-            _loss(entry.loss),
-            _speed(entry.tokens_per_second),
-            "none whole" if entry.durable_iteration is None else str(entry.durable_iteration),
-            duration(entry.durable_age),
-            escape((entry.stop or entry.broken or entry.last_end or "").partition("\n")[0]),
-        )
+        table.add_row(*map(escape, _cells(entry)))
     return table
+
+
+def _cells(entry: RunStatus | Damaged) -> list[str]:
+    if isinstance(entry, Damaged):
+        return ["/".join(entry.path.split("/")[-2:]), "damaged", *[""] * 7, " ".join(entry.error.split())]
+    return [
+        entry.run,
+        entry.state,
+        str(entry.attempt or ""),
+        f"{entry.iteration}/{entry.total_steps or '?'}",
+        short_remaining(entry),
+        _loss(entry.loss),
+        _speed(entry.tokens_per_second),
+        "none whole" if entry.durable_iteration is None else str(entry.durable_iteration),
+        duration(entry.durable_age),
+        (entry.stop or entry.broken or entry.last_end or "").partition("\n")[0],
+    ]
 
 
 def line(entry: RunStatus | Damaged) -> str:

@@ -26,18 +26,22 @@ class Watcher:
         self._jobs: dict[str, list[Waiting]] = {}
         self._error: str | None = None
         self._quiet: dict[Path, tuple[float, Queue]] = {}
+        self._plans: dict[Path, Plan] = {}
+        """The plans of the look that is under way."""
 
     def look(self, runs: Sequence[Run], *, now: float) -> list[RunStatus | Damaged]:
         """Return the status of every run, the newest first, damaged ones last. `now`: seconds since 1970."""
-        names = [plan.job_name for run in runs if (plan := _asked_of_slurm(run)) is not None]
+        self._plans = {run.path: plan for run in runs if (plan := _plan(run)) is not None}
+        asked = [run for run in runs if run.path in self._plans and not run.stop.exists()]
+        names = [plan.job_name for run in asked if (plan := self._plans[run.path]).scheduler == "slurm"]
         try:
             self._jobs, self._error = together.jobs_of(names, patience=run_status.PATIENCE), None
         except SchedulerError as error:
             self._jobs, self._error = {}, error.message
-        return run_status.gather_all(runs, now=now, ask=self._queue)
+        return run_status.gather_all(runs, now=now, ask=self._queue, plans=self._plans)
 
     def _queue(self, run: Run) -> Queue:
-        plan = Plan.load(run)
+        plan = self._plans.get(run.path) or Plan.load(run)
         if plan.scheduler != "slurm":
             return run_status.ask(run)
         if self._error is not None:
@@ -56,10 +60,9 @@ class Watcher:
         return known[1]
 
 
-def _asked_of_slurm(run: Run) -> Plan | None:
-    """The plan of a run whose jobs Slurm knows, unless its chain has ended; damaged runs are told of elsewhere."""
+def _plan(run: Run) -> Plan | None:
+    """The plan of a run; damaged runs are told of elsewhere."""
     try:
-        plan = Plan.load(run)
-    except RunDirError:
+        return Plan.load(run)
+    except (RunDirError, OSError):
         return None
-    return plan if plan.scheduler == "slurm" and not run.stop.exists() else None

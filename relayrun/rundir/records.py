@@ -27,6 +27,10 @@ OutcomeName = Literal["done", "saved", "exit", "fatal"]
 (the chain ends); cannot go on, and another attempt would fail in the same way."""
 
 
+_NAMES: dict[type, frozenset[str]] = {}
+"""Names of the fields of each kind of record: asked for with each that is read, thousands where there are many runs."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """A dataclass that is one JSON object."""
@@ -46,7 +50,7 @@ class Record:
         """From a JSON object; names this version does not know are left out."""
         if not isinstance(value, Mapping):
             raise TypeError(f"{type(value).__name__} instead of an object")
-        known = {entry.name for entry in fields(cls)}
+        known = _NAMES.get(cls) or _NAMES.setdefault(cls, frozenset(entry.name for entry in fields(cls)))
         return cls(**{name: item for name, item in value.items() if name in known})
 
     def write(self, path: Path) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from relayrun.files import append_line, read_lines, read_lines_backwards
@@ -167,6 +168,11 @@ def mark(attempt: Attempt, iteration: int, *, number: int) -> None:
         append_line(attempt.metrics, {"iteration": iteration, "round": number})
 
 
+def set_aside(top: Path, number: int) -> Path:
+    """The folder below `top` with what ranks of a round left there, when a later one has begun."""
+    return top / f"round-{number:04}"
+
+
 def _set_aside(run: Run, attempt: Attempt, number: int) -> None:
     """Put what ranks of a round left, and the record of a hang, into folders that later ones do not look into."""
     stacks = run.stacks(attempt.number)
@@ -174,7 +180,7 @@ def _set_aside(run: Run, attempt: Attempt, number: int) -> None:
         (attempt.failures, [*attempt.failures.glob("rank-*.json"), *attempt.path.glob(attempt.hang.name)]),
         (stacks, stacks.glob("rank-*.txt")),
     ):
-        folder = top / f"round-{number:04}"
+        folder = set_aside(top, number)
         for path in sorted(found):
             folder.mkdir(exist_ok=True)
             os.rename(path, folder / path.name)

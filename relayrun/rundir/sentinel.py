@@ -78,6 +78,15 @@ def write_memory(folder: Path, memory: Memory) -> None:
     memory.write(memory_path(folder, memory.user))
 
 
+@functools.lru_cache(maxsize=1024)
+def _stat(folder: Path, user: str, now: float) -> os.stat_result | None:
+    """What the file system says of a record; None where there is none. Runs of one look at `now` share folders."""
+    try:
+        return os.stat(memory_path(folder, user))
+    except OSError:
+        return None
+
+
 def last_look(run: Run, owner: int | None, *, now: float) -> LastLook | None:
     """Return when its owner's sentinel has last looked at a run; None where none was set up.
 
@@ -86,9 +95,7 @@ def last_look(run: Run, owner: int | None, *, now: float) -> LastLook | None:
     user = _name_of(os.geteuid() if owner is None else owner)
     for path in dict.fromkeys((run.path.absolute(), Path(os.path.realpath(run.path)))):
         for folder in (path, *path.parents[:DEPTH]):
-            try:
-                found = os.stat(memory_path(folder, user))
-            except OSError:
+            if (found := _stat(folder, user, now)) is None:
                 continue
             try:
                 memory = _read_once(folder, user, found.st_ino, found.st_mtime_ns)

@@ -189,28 +189,21 @@ class Slurm:
         return [f"ExcNodeList={','.join(node for node in given if node not in tried)}", "Comment="]
 
     def guard(self, job_id: str, command: Sequence[str], *, log: Path) -> None:
-        step = [
-            "srun",
-            f"--jobid={job_id}",
-            "--overlap",
-            "--relative=0",
-            "--nodes=1",
-            "--ntasks=1",
-            "--cpus-per-task=1",
-            "--cpu-bind=none",
-            "--mem=0",
-            "--gres=none",
-            "--input=none",
-            "--quiet",
-            f"--output={literal(str(log))}",
-            "--export=ALL",
-        ]
+        step = [*_step_beside(job_id, nodes=1), "--relative=0", f"--output={literal(str(log))}", "--export=ALL"]
         environment = clean_environment(os.environ)  # srun would take the job's own options from it
         devnull = subprocess.DEVNULL
         try:  # it ends with the job; nobody waits for it
             subprocess.Popen([*step, *command], env=environment, stdin=devnull, stdout=devnull, stderr=devnull)
         except OSError as error:
             raise SchedulerError(f"srun: {error}") from None
+
+    def run_beside(self, job_id: str, command: Sequence[str], *, nodes: int) -> str:
+        """Run a program once on each of the first nodes of a running job, beside its ranks; return what it printed.
+
+        Raises SchedulerError.
+        """
+        where = ["--relative=0"] if nodes == 1 else []
+        return self._once([*_step_beside(job_id, nodes=nodes), *where, *command])
 
     def kill_wait(self) -> float:
         """Seconds from SIGTERM to SIGKILL when a job is ended."""
@@ -389,6 +382,23 @@ class SlurmNodes:
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
         self._slurm.order(["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}"])
+
+
+def _step_beside(job_id: str, *, nodes: int) -> list[str]:
+    """What starts one task a node as a step of a running job that takes nothing from its other steps."""
+    return [
+        "srun",
+        f"--jobid={job_id}",
+        "--overlap",
+        f"--nodes={nodes}",
+        f"--ntasks={nodes}",
+        "--cpus-per-task=1",
+        "--cpu-bind=none",
+        "--mem=0",
+        "--gres=none",
+        "--input=none",
+        "--quiet",
+    ]
 
 
 def whole_job_command(srun_options: Sequence[str]) -> list[str]:

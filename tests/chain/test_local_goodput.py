@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from relayrun.monitoring.goodput.account import account
 from relayrun.monitoring.goodput.book import SECOND
 from relayrun.rundir.run import Run
 from relayrun.scheduler.local_queue import LocalQueue
+from tests.workspace import Workspace, ends
 
 from .conftest import MakeRun
 from .test_local_chain import CUT, logs, run_chain
+from .test_local_training import ROOT, submit
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]  # it waits for real clocks
 
@@ -48,3 +53,37 @@ def test_a_hang_is_booked_until_it_is_noticed_and_what_was_not_saved_is_redone(m
     assert (found.work.iterations, found.work.redone_iterations) == (0, 5)
     assert sum(found.parts.values()) == found.allocated
     assert [(loss.cause, loss.times) for loss in found.losses] == [("hang", 1)]
+
+
+DELAY = 40.0
+"""Seconds of each planted delay: long enough that a twentieth of it is more than chance."""
+
+
+@pytest.mark.alone
+def test_delays_that_come_from_outside_land_in_their_parts(tmp_path: Path) -> None:
+    """Slow imports, slow reads and a slow file system, which our own programs know nothing of."""
+    workspace = Workspace.make(tmp_path)
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text((ROOT / "tests/chain/planted_delays.py").read_text())
+    variables = {
+        "PYTHONPATH": str(site),
+        "PLANTED_DELAYS": ",".join(f"{name}={DELAY}" for name in ("import", "read", "save")),
+        "PLANTED_FOLDER": str(site),
+    }
+    settings = {"training": {"steps": 30}, "checkpoint": {"interval": 20, "async_save": False}}
+    parts = {}
+    for name, environment in (("whole", {}), ("planted", variables)):
+        cluster = {"python": sys.executable, "environment": environment}
+        done = submit(workspace.config(name, **settings, cluster=cluster))
+        assert [end.cause for end in ends(workspace.run(name))] == ["done"], done.stderr
+        found = account(workspace.run(name))
+        assert found.parts["unknown"] == 0
+        parts[name] = {part: amount / SECOND for part, amount in found.parts.items()}
+    assert {path.name for path in site.iterdir()} >= {"import", "read", "save"}
+    beyond = {part: amount - parts["whole"][part] for part, amount in parts["planted"].items()}
+    print({part: round(seconds, 2) for part, seconds in beyond.items()})
+    for part in ("import", "data", "save"):
+        assert beyond[part] == pytest.approx(DELAY, abs=0.05 * DELAY + 0.2 * parts["whole"][part]), beyond
+    for part in beyond.keys() - {"import", "data", "save"}:
+        assert abs(beyond[part]) < 0.05 * DELAY + 0.5 * parts["whole"][part], (part, beyond)

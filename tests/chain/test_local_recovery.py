@@ -15,6 +15,8 @@ import pytest
 from relayrun.cli import main
 from relayrun.data.audit import audit, ledger
 from relayrun.files import read_lines
+from relayrun.monitoring.goodput.account import account
+from relayrun.monitoring.goodput.book import SECOND
 from relayrun.rundir import rounds
 from relayrun.rundir.run import Run
 from tests.checkpoints import assert_same_bytes
@@ -83,7 +85,20 @@ def test_a_run_whose_ranks_are_killed_equals_the_undisturbed_one(
     assert found[4].durable_iteration == 10
     assert all(failed.seconds["all"] > 0 for failed in found[1:])
     assert_same_run(run, reference)
+    spent = account(Run(run.path))
+    (stay,) = spent.stays
+    assert len(stay.rounds) == len(kills) + 1
+    assert sum(spent.parts.values()) == spent.allocated
+    assert spent.parts["unknown"] <= 0.01 * spent.allocated
+    assert [each.redone_iterations for each in stay.rounds] == [failed.steps_lost for failed in found] + [0]
+    assert sum(each.iterations for each in stay.rounds) == STEPS
+    # as the coordinator's clock has it, of one node; its last part is the first step itself
+    for failed, each in zip(found[1:], stay.rounds[2:], strict=True):
+        way = sum(failed.seconds[name] for name in ("end", "records", "fork", "groups", "load"))
+        assert each.parts["recovery"] / SECOND == pytest.approx(way, abs=1.0)
     capsys.readouterr()
+    assert main(["goodput", str(run.path)]) == 0
+    assert "by round" in capsys.readouterr().out
     assert main(["status", str(run.path)]) == 0
     assert "failed rounds 5; the last: round 5: rank 0 on " in " ".join(capsys.readouterr().out.split())
 

@@ -6,15 +6,20 @@ stages, and those that a hook injects, have no place here.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from relayrun.drill.table import FAULTS, Fault
+from relayrun.drill import perform
+from relayrun.drill.fault import Fault
+from relayrun.drill.programs import provoked, write_commands
+from relayrun.drill.reach import HereReach
+from relayrun.drill.stage import Stage
+from relayrun.drill.table import BY_NAME
 from relayrun.rundir.run import Run
+from relayrun.scheduler.slurm import Slurm
 from relayrun.trainers.megatron_lm import checkpoints
 from relayrun.trainers.megatron_lm.program import Dialect
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
@@ -24,8 +29,6 @@ from tests.slurm.conftest import MakeCluster
 from tests.slurm.test_chain import SLURM, logs
 from tests.slurm.test_megatron_slurm import ranks
 from tests.workspace import ends, steps
-
-from .test_drill import SlurmStage, wait_for_end, write_commands
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(3000)]
 
@@ -56,7 +59,6 @@ ROWS = [
     "take-over-refused",
     "module-missing",
 ]
-BY_NAME = {fault.name: fault for fault in FAULTS}
 SAYS = {"ranks 1 did not answer": "no progress for"}
 """What is said of a program that nobody asks for its stacks."""
 CAUSES = {"preempted": ("saved|failed", "done"), "preempted-requeue": ("saved|failed", "done")}
@@ -65,11 +67,11 @@ FAILS = {"crash-loop": "0"}
 """At which iteration of an attempt a program fails, for rows whose hook has it raise."""
 
 
-class MegatronStage(SlurmStage):
-    """A stage whose ranks are Megatron-LM's."""
+class MegatronReach(HereReach):
+    """Reaches the ranks of Megatron-LM."""
 
-    def rank_pids(self) -> dict[int, int]:
-        return ranks(self.run)
+    def rank_pids(self, run: Run, job_id: str) -> dict[int, int]:
+        return ranks(run)
 
 
 def changes(fault: Fault) -> dict[str, Any]:
@@ -113,6 +115,7 @@ def test_a_chain_survives_or_stops_with_a_reason(
     make_run: MakeRun,  # noqa: F811
     reference: Callable[[Dialect, MakeRun], Run],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fault, checkout = BY_NAME[name], checkout_of(dialect)
     whole = reference(dialect, make_run) if fault.expect == "resumed" else None
@@ -127,16 +130,18 @@ def test_a_chain_survives_or_stops_with_a_reason(
     slow = "12:1.5" if name.startswith("node-lost") else "12:0.5"
     values = plan(checkout, tmp_path, steps=STEPS, interval=10, slow=slow, environment=environment, **settings)
     run, _ = make_run(**values)
-    write_commands(cluster, fault, tmp_path)
+    write_commands(fault.commands, tmp_path, search=cluster.env["PATH"], real={})
     (tmp_path / "logs").mkdir(exist_ok=True)
     paths = f"{tmp_path / 'bin'}:{cluster.env['PATH']}" if fault.commands else cluster.env["PATH"]
     cluster.sbatch([run.job_script], env={"PATH": paths})
     try:
-        stage = MegatronStage(cluster, run, tmp_path)
+        for variable in ("SLURM_CONF", "PATH"):  # of Slurm's commands that the stage runs
+            monkeypatch.setenv(variable, cluster.env[variable])
+        stage = Stage(run=run, commands=tmp_path, slurm=Slurm(), reach=MegatronReach(), control=cluster, patience=4)
         if name == "latest-torn":  # its folder is there before its files are
             stage.wait(lambda: checkpoints.tracked(run.checkpoints) == 20, 150)
         fault.act(stage)
-        wait_for_end(cluster, run, timeout=1200)
+        perform.wait_for_end(stage)
     finally:
         cluster.down()
     records = ends(run)
@@ -148,7 +153,7 @@ def test_a_chain_survives_or_stops_with_a_reason(
     assert SAYS.get(fault.says, fault.says) in said
     assert fault.logged in logs(run)
     if fault.commands:
-        assert os.path.exists(tmp_path / "provoked")
+        assert provoked(tmp_path).exists()
     if whole is None:
         assert run.stop.exists()
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +88,14 @@ def test_a_spare_node_goes_on_inside_the_job(cluster: TestCluster, workspace: Wo
     assert begin is not None
     assert cluster.job(begin.job_id)["Restarts"] == "0"
     assert_same_run(run, whole)
+    shown = cluster.run([sys.executable, "-m", "relayrun.cli", "goodput", "--json", str(run.path)]).stdout
+    spent = json.loads(shown)
+    (attempt,) = (each for each in spent["attempts"] if each["attempt"] is not None)
+    first, second = (each["node_seconds"] for each in attempt["rounds"])
+    assert (first["spare"] > 0, first.get("given up", 0)) == (True, 0)
+    assert (second.get("spare", 0), second["given up"] > 0) == (0, True)
+    assert sum(spent["node_seconds"].values()) == pytest.approx(spent["allocated_node_seconds"], abs=1e-3)
+    assert spent["node_seconds"]["unknown"] <= 0.01 * spent["allocated_node_seconds"]
     done = cluster.run([sys.executable, "-m", "relayrun.cli", "status", str(run.path)])
     assert "n2 takes the place of n1" in done.stdout
     cluster.wait_until(lambda: not agents(run), timeout=60, what="the end of all agents")

@@ -24,6 +24,7 @@ from relayrun.monitoring.goodput.metrics import Block, read_blocks
 from relayrun.monitoring.goodput.parts import NAMES, PARTS
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.records import AttemptStart, Commit, End, Hang, Outcome, Started
+from relayrun.rundir.rounds import FailedRound
 from relayrun.rundir.run import Run
 from relayrun.rundir.ways_back import went_back
 from relayrun.scheduler import history
@@ -218,7 +219,8 @@ def written(folder: Path, lines: list[dict[str, Any]]) -> list[Block]:
 
 def booked(folder: Path, lines: list[dict[str, Any]], place: Stay) -> dict[str, float]:
     found = book(place, written(folder, lines))
-    assert sum(found.parts.values()) == found.end - found.start
+    assert sum(found.parts.values()) == (found.end - found.start) * place.nodes
+    assert sum(sum(each.parts.values()) for each in found.rounds) == sum(found.parts.values())
     return seconds(found.parts)
 
 
@@ -284,6 +286,89 @@ def test_ranks_that_start_again_inside_a_job_go_back_likewise(tmp_path: Path) ->
     assert went_back(tmp_path / "metrics.jsonl", [5]) == [1, 5]  # a rewind is on record before its line
     place = stay(facts=facts(went_back=[1], outcome=outcome, end=ended(24.0, cause="done", code=0)), end=25.0)
     assert booked(tmp_path, lines, place) == START | {"step": 4.0, "redone": 2.0, "recovery": 8.0, "end": 1.0}
+
+
+def failed(number: int, at: float, **changes: Any) -> FailedRound:
+    values: dict[str, Any] = {
+        "rank": 1,
+        "node": "n1",
+        "words": "killed by SIGKILL",
+        "iteration": 2,
+        "base_iteration": 0,
+    }
+    values |= {"durable_iteration": 1, "next_iteration": 1, "again": True, "steps_lost": 1}
+    return FailedRound(round=number, time=at, **(values | changes))
+
+
+def by_round(found: Booked) -> list[dict[str, float]]:
+    return [seconds(each.parts) for each in found.rounds]
+
+
+def test_each_round_has_an_account_of_its_own(tmp_path: Path) -> None:
+    lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), {"iteration": 1, "round": 2}, step(2, 24.0, 2.0)]
+    outcome = Outcome(outcome="done", reason="", iteration=2, time=24.0)
+    done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
+    place = stay(facts=facts(went_back=[1], rounds=[failed(1, 15.0)], **done), end=25.0)
+    found = book(place, written(tmp_path, lines))
+    assert by_round(found) == [
+        START | {"step": 2.0, "redone": 2.0 + 1.0},  # the step that was under way
+        {"recovery": 7.0, "step": 2.0, "end": 1.0},
+    ]
+    assert [each.redone_iterations for each in found.rounds] == [1, 0]
+    assert sum(found.parts.values()) == 25 * SECOND
+
+
+def test_a_round_that_fails_at_its_checkpoint_leaves_no_line_and_one_that_fails_at_once_no_step(tmp_path: Path) -> None:
+    lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), step(3, 40.0, 4.0)]
+    outcome = Outcome(outcome="done", reason="", iteration=3, time=40.0)
+    hang = Hang(iteration=2, phase="step", seconds=5.0, silent=[1], time=20.0)
+    rounds = [
+        failed(1, 20.1, next_iteration=2, steps_lost=0),
+        failed(2, 30.0, next_iteration=2, steps_lost=0),
+    ]
+    done = {"outcome": outcome, "end": ended(40.0, cause="done", code=0)}
+    place = stay(facts=facts(rounds=rounds, hangs={1: hang}, **done), end=41.0)
+    found = book(place, written(tmp_path, lines))
+    assert by_round(found) == [
+        START | {"step": 4.0, "redone": 1.0, "hang": 5.0, "recovery": pytest.approx(0.1)},
+        {"recovery": pytest.approx(9.9)},
+        {"recovery": 6.0, "step": 4.0, "end": 1.0},
+    ]
+
+
+def test_a_start_that_failed_is_not_told_by_the_times_of_the_next_round(tmp_path: Path) -> None:
+    started = Started(process=13.0, imported=15.0, initialised=18.0, loaded=20.0)  # of round 2
+    outcome = Outcome(outcome="done", reason="", iteration=1, time=24.0)
+    done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
+    rounds = [failed(1, 12.0, iteration=0, next_iteration=0, steps_lost=0)]
+    place = stay(facts=facts(started=started, rounds=rounds, **done), end=25.0)
+    found = book(place, written(tmp_path, [step(1, 24.0, 3.0)]))
+    assert by_round(found) == [
+        {"prolog": 1.0, "supervisor": 1.0, "failed start": 10.0},
+        {"recovery": 9.0, "step": 3.0, "end": 1.0},
+    ]
+
+
+def test_rounds_of_an_attempt_that_fails_in_the_end_are_recovery(tmp_path: Path) -> None:
+    rounds = [failed(1, 15.0), failed(2, 20.0, again=False, reason="no")]
+    place = stay(facts=facts(rounds=rounds, failure_time=20.0, limit=1.0, end=ended(22.0)), end=23.0)
+    found = book(place, written(tmp_path, [step(1, 12.0, 2.0), step(2, 14.0, 2.0)]))
+    assert by_round(found) == [START | {"step": 2.0, "redone": 3.0}, {"recovery": 7.0, "end": 1.0}]
+
+
+def test_spare_nodes_wait_until_one_takes_the_place_of_a_lost_node(tmp_path: Path) -> None:
+    lines = [step(1, 12.0, 2.0), step(2, 14.0, 2.0), {"iteration": 1, "round": 2}, step(2, 24.0, 2.0)]
+    outcome = Outcome(outcome="done", reason="", iteration=2, time=24.0)
+    done = {"outcome": outcome, "end": ended(24.0, cause="done", code=0)}
+    rounds = [failed(1, 15.0, lost={"n1": "n3"})]
+    place = stay(facts=facts(went_back=[1], rounds=rounds, **done), end=25.0, nodes=4, spare_nodes=2)
+    found = book(place, written(tmp_path, lines))
+    assert by_round(found) == [
+        {"prolog": 4.0, "supervisor": 4.0, "launch": 4.0, "import": 8.0, "init": 6.0, "load": 4.0}
+        | {"step": 4.0, "redone": 6.0, "spare": 2 * (3.0 + 2.0 + 2.0 + 3.0)},
+        {"recovery": 14.0, "step": 4.0, "end": 4.0, "spare": 9.0, "given up": 9.0},
+    ]
+    assert sum(found.parts.values()) == 4 * 25 * SECOND
 
 
 def test_a_run_that_goes_on_is_booked_up_to_its_newest_sign(tmp_path: Path) -> None:

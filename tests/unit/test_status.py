@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Commit, End, Heartbeat
 from relayrun.rundir.run import Run
 from relayrun.scheduler.base import Job
+from tests.accounted import make_accounted
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.history import began
 
@@ -328,3 +330,18 @@ def test_evaluations_done_failed_and_on_their_way(run: Run) -> None:
     )
     local = run_status.ask(run)  # the local scheduler never heard of them
     assert local.evaluations == {"108": "gone", "110": "gone"}
+
+
+def test_the_table_of_a_pipe_is_that_of_a_terminal_that_is_wide(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_accounted(tmp_path / "run", name="p/[bold]名前", scheduler="local")
+    found = [
+        run_status.gather(run, Queue(), now=time.time()),
+        Damaged(path="/runs/p/torn", error="plan.json: no JSON"),
+    ]
+    run_status_view.show(run_status_view.many(found))
+    folded = capsys.readouterr().out
+    run_status_view.show_many(found)
+    assert capsys.readouterr().out == folded
+    assert "[bold]名前" in folded

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from relayrun.monitoring.goodput.book import NEEDED, SECOND, Booked, Counts, Sink, Work, book, microseconds
+from relayrun.monitoring.goodput.book import NEEDED, SECOND, Booked, Counts, Round, Sink, Work, book, microseconds
 from relayrun.monitoring.goodput.facts import RunFacts, Stay, gather
 from relayrun.monitoring.goodput.metrics import Block, read_blocks
 from relayrun.monitoring.goodput.parts import LOST, NAMES, START
+from relayrun.rundir.rounds import FailedRound
 from relayrun.rundir.run import Run
 
 
@@ -22,6 +23,8 @@ class StayAccount:
     end: float
     parts: dict[str, int]
     work: Work
+    rounds: Sequence[Round]
+    """The same by round of its ranks, oldest first; one where they were not started again."""
     waited: dict[str, int]
     """Before it: microseconds `queued`, in `back-off` after a failure, and `stopped`, when nothing was asked for."""
 
@@ -32,6 +35,16 @@ class StayAccount:
     @property
     def nodes(self) -> int:
         return self.stay.nodes
+
+    @property
+    def training_nodes(self) -> int:
+        """Its nodes without spare ones."""
+        return self.stay.nodes - self.stay.spare_nodes
+
+    @property
+    def failed_rounds(self) -> Sequence[FailedRound]:
+        """Why ranks were started again, in the order of `rounds`, or were not."""
+        return [] if self.stay.facts is None else self.stay.facts.rounds
 
     @property
     def allocated(self) -> int:
@@ -111,7 +124,7 @@ class Account:
     @property
     def effective_training_time(self) -> float:
         """Share of the time since the first submission in which steps were computed that count; the queue is in it."""
-        stepped = sum(each.parts.get("step", 0) / each.nodes for each in self.stays)
+        stepped = sum(each.parts.get("step", 0) / each.training_nodes for each in self.stays)
         return stepped / self.elapsed if self.elapsed else 0.0
 
     @property
@@ -134,7 +147,7 @@ class Account:
         return self._of_allocated(lambda work: work.tflop_seconds)
 
     def _of_allocated(self, sum_of: Callable[[Work], float]) -> float | None:
-        total = sum(sum_of(each.work) * each.nodes for each in self.stays)
+        total = sum(sum_of(each.work) * each.training_nodes for each in self.stays)
         return total / (self.allocated / SECOND) if total and self.allocated else None
 
 
@@ -182,7 +195,8 @@ def _account(stay: Stay, booked: Booked, before: Sequence[StayAccount]) -> StayA
         stay=stay,
         start=booked.start / SECOND,
         end=booked.end / SECOND,
-        parts={part: amount * stay.nodes for part, amount in booked.parts.items()},
+        parts=booked.parts,
+        rounds=booked.rounds,
         work=booked.work,
         waited=waits(stay, before[-1].stay if before else None),
     )

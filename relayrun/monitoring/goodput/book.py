@@ -7,7 +7,7 @@ once, and none before the start or behind the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from relayrun.monitoring.goodput.facts import AttemptFacts, Stay
 from relayrun.monitoring.goodput.metrics import Block, Column
+from relayrun.monitoring.goodput.parts import ALL_NODES
 from relayrun.rundir.ways_back import goes_back
 
 SECOND = 1_000_000
@@ -49,7 +50,7 @@ Places = npt.NDArray[np.intp]
 Counts = npt.NDArray[np.bool_]
 
 Sink = Callable[[str, int, int, int], None]
-"""Is told of a part, its microseconds, and between which two times (microseconds since 1970) they lie."""
+"""Is told of a part, its microseconds of all nodes, and between which two times (microseconds since 1970) they lie."""
 
 
 def microseconds(seconds: float) -> int:
@@ -73,23 +74,51 @@ class Work:
 
 
 @dataclass(kw_only=True)
+class Round:
+    """What the nodes of a stay did in one round of its ranks; see `Booked`."""
+
+    parts: dict[str, int] = field(default_factory=dict)
+    iterations: int = 0
+    """Steps that count."""
+    redone_iterations: int = 0
+
+
+@dataclass(kw_only=True)
 class Booked:
-    """The parts of a stay, in microseconds of one node; they sum to `end` - `start`."""
+    """The parts of a stay, in microseconds of all its nodes; they sum to `end` - `start` times its nodes."""
 
     start: int
     end: int
-    parts: dict[str, int]
+    rounds: Sequence[Round]
+    """Its rounds, oldest first: one, where ranks were not started again."""
     work: Work = field(default_factory=Work)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The parts of all rounds together."""
+        found: dict[str, int] = {}
+        for each in self.rounds:
+            for part, amount in each.parts.items():
+                found[part] = found.get(part, 0) + amount
+        return found
 
 
 class Ledger:
-    """The cursor, and what has been booked up to it."""
+    """The cursor, and what has been booked up to it, for all nodes of a stay."""
 
-    def __init__(self, start: int, end: int, sink: Sink | None = None) -> None:
-        self.start = self.cursor = start
-        self.end = max(start, end)
-        self.parts: dict[str, int] = {}
+    def __init__(self, stay: Stay, sink: Sink | None = None) -> None:
+        self.start = self.cursor = microseconds(stay.start)
+        self.end = max(self.start, microseconds(stay.end))
+        self.rounds = [Round()]
+        self._training = stay.nodes - stay.spare_nodes
+        self._spare, self._given_up = stay.spare_nodes, 0
         self._sink = sink
+
+    def next_round(self, lost: Sequence[str]) -> None:
+        """What follows is of the next round, without these nodes, in whose places spare ones train."""
+        self.rounds.append(Round())
+        gone = min(len(lost), self._spare)
+        self._spare, self._given_up = self._spare - gone, self._given_up + gone
 
     def until(self, part: str, time: int) -> None:
         """All up to this time is this part; nothing where that lies behind the cursor."""
@@ -99,12 +128,23 @@ class Ledger:
 
     def mixed(self, amounts: Mapping[str, int], time: int) -> None:
         """All up to this time, which is not behind the end, is these parts; they sum to it."""
+        idle = 0
         for part, amount in amounts.items():
-            if amount:
-                self.parts[part] = self.parts.get(part, 0) + amount
-                if self._sink is not None:
-                    self._sink(part, amount, self.cursor, time)
+            if part in ALL_NODES:
+                self._put(part, amount * (self._training + self._spare + self._given_up), time)
+            else:
+                self._put(part, amount * self._training, time)
+                idle += amount
+        self._put("spare", idle * self._spare, time)
+        self._put("given up", idle * self._given_up, time)
         self.cursor = time
+
+    def _put(self, part: str, amount: int, time: int) -> None:
+        if amount:
+            parts = self.rounds[-1].parts
+            parts[part] = parts.get(part, 0) + amount
+            if self._sink is not None:
+                self._sink(part, amount, self.cursor, time)
 
 
 def book(
@@ -120,29 +160,31 @@ def book(
     `sink` is told of each part, of steps about every `grain` microseconds. `seen` is given each block, and which of its
     lines count. A stay that has not ended is divided up to its newest sign of life, which is then its end.
     """
-    ledger = Ledger(microseconds(stay.start), microseconds(stay.end), sink)
+    ledger = Ledger(stay, sink)
     facts = stay.facts
     if facts is None:
         ledger.until("no attempt", ledger.end)
-        return Booked(start=ledger.start, end=ledger.end, parts=ledger.parts)
+        return Booked(start=ledger.start, end=ledger.end, rounds=ledger.rounds)
     _begin(ledger, facts)
     steps = _Steps(ledger, facts, grain=grain if sink is not None else None)
     for block in blocks:
         for part in _between_ways_back(block):
-            counts = steps.take(part)
-            if seen is not None:
-                seen(part, counts)
-    stepped = steps.begun or facts.started is not None
+            for piece in steps.by_round(part):
+                counts = steps.take(piece)
+                if seen is not None:
+                    seen(piece, counts)
+    steps.end_rounds()
     if stay.ended:
-        _tail(ledger, stay, facts, stepped=stepped)
+        _tail(ledger, stay, facts, under_way=steps.under_way)
     else:
-        ledger.until("between" if stepped else "launch", microseconds(facts.last_sign))
-    return Booked(start=ledger.start, end=ledger.cursor, parts=ledger.parts, work=steps.work)
+        start = "between" if steps.under_way == "redone" else steps.under_way
+        ledger.until("launch" if start == "failed start" else start, microseconds(facts.last_sign))
+    return Booked(start=ledger.start, end=ledger.cursor, rounds=ledger.rounds, work=steps.work)
 
 
 def _begin(ledger: Ledger, facts: AttemptFacts) -> None:
     """Up to where the first step could begin."""
-    begin, started = facts.begin, facts.started
+    begin, started = facts.begin, facts.first_start
     if begin.script_time is not None:
         ledger.until("prolog", microseconds(begin.script_time))
     ledger.until("supervisor" if begin.script_time is not None else "prolog", microseconds(begin.start_time))
@@ -173,6 +215,50 @@ class _Steps:
         """No step has been seen."""
         self._gone_back = False
         """A way back to a checkpoint is the newest that happened."""
+        self._failed = [each for each in facts.rounds if each.again]
+        """Rounds behind which another one was begun, of which no line has been seen yet."""
+
+    @property
+    def under_way(self) -> str:
+        """The part of what ranks do that leave no line behind the newest one."""
+        if self._gone_back:
+            return "recovery"
+        return "redone" if self.begun or self._facts.first_start is not None else "failed start"
+
+    def by_round(self, block: Block) -> Iterator[Block]:
+        """Cut the lines where a round failed between two of them; what ends a round is booked on the way.
+
+        A round whose newest step was lost has a line that says so. One that failed at its checkpoint has none.
+        """
+        number = block.records.get(0, {}).get("round")
+        while self._failed and isinstance(number, int) and self._failed[0].round < number:
+            self._end_round()
+        times = block.columns["time"]
+        while self._failed and self._failed[0].iteration <= self._failed[0].next_iteration:
+            behind = np.flatnonzero(times > self._failed[0].time)
+            if not behind.size:
+                break
+            if at := int(behind[0]):
+                yield block.part(0, at)
+                block = block.part(at, block.rows)
+                times = block.columns["time"]
+            self._end_round()
+        yield block
+
+    def end_rounds(self) -> None:
+        """Book the ends of rounds behind which there is no line."""
+        while self._failed:
+            self._end_round()
+
+    def _end_round(self) -> None:
+        failed = self._failed.pop(0)
+        if (hang := self._facts.hangs.get(failed.round)) is not None:
+            self._ledger.until(self.under_way, microseconds(hang.time - hang.seconds))
+            self._ledger.until("hang", microseconds(hang.time))
+            self._gone_back = True
+        self._ledger.until(self.under_way, microseconds(failed.time))
+        self._ledger.next_round(list(failed.lost))
+        self._gone_back = True
 
     def take(self, block: Block) -> Counts:
         """Book the lines of a block, at most the first of which goes back; return which of them count."""
@@ -190,7 +276,9 @@ class _Steps:
         unsaid = np.isnan(columns["step_seconds"]) & ~evaluates
         asked = _amounts(np.where(evaluates, columns["evaluation_seconds"], columns["step_seconds"]))
         said = _amounts(columns["time"], most=NEVER)
-        if not self.begun and self._facts.started is None:  # a program that does not say how it started
+        if (
+            not (self.begun or self._gone_back) and self._facts.first_start is None
+        ):  # a program that does not say how it started
             ledger.until("launch", int(said[0]) - int(asked[0]))
         self.begun = True
 
@@ -249,8 +337,9 @@ class _Steps:
         work = self.work
         seconds = _amounts(columns["step_seconds"]) / SECOND
         tokens = np.nan_to_num(columns["tokens_per_second"]) * seconds
-        work.iterations += int(steps.sum())
-        work.redone_iterations += int(redone.sum())
+        for each in (work, self._ledger.rounds[-1]):
+            each.iterations += int(steps.sum())
+            each.redone_iterations += int(redone.sum())
         work.step_seconds += float(seconds[steps].sum())
         work.tokens += float(tokens[steps].sum())
         work.redone_tokens += float(tokens[redone].sum())
@@ -280,14 +369,14 @@ def _limits(facts: AttemptFacts) -> list[float]:
     return found
 
 
-def _tail(ledger: Ledger, stay: Stay, facts: AttemptFacts, *, stepped: bool) -> None:
+def _tail(ledger: Ledger, stay: Stay, facts: AttemptFacts, *, under_way: str) -> None:
     """From the last line of the metrics to the end of the stay."""
     outcome, hang, end = facts.outcome, facts.hang, facts.end
-    under_way = "redone" if stepped else "failed start"
+    stepped = under_way != "failed start"
     if outcome is not None:
         left = microseconds(outcome.time)
-        if not stepped:
-            ledger.until("failed start", left)
+        if under_way != "redone":
+            ledger.until(under_way, left)
         for commit in facts.commits:
             published = min(microseconds(commit.time), left)
             ledger.until("between", published - microseconds(commit.seconds))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from relayrun.chain import decide, evidence
 from relayrun.chain.nodes import read_strikes
 from relayrun.errors import RunDirError
 from relayrun.files import read_lines
+from relayrun.rundir import rounds
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.evaluations import Policy
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import AttemptStart, Commit, End, Hang, Outcome, Started
+from relayrun.rundir.rounds import FailedRound
 from relayrun.rundir.run import Run
 from relayrun.rundir.ways_back import went_back
 from relayrun.scheduler.allocations import Allocation, allocations
@@ -43,6 +45,16 @@ class AttemptFacts:
     """Iterations of the checkpoints that training went back to inside the attempt, oldest first."""
     blamed: Sequence[str]
     """Nodes that got a strike for its end."""
+    rounds: Sequence[FailedRound] = ()
+    """Rounds of its ranks that failed, oldest first."""
+    hangs: Mapping[int, Hang] = field(default_factory=dict)
+    """What was written down of those that stood still, by round."""
+
+    @property
+    def first_start(self) -> Started | None:
+        """How far the start of its first round was; None where that failed, and `started` is a later one's."""
+        failed = self.started is not None and bool(self.rounds) and self.rounds[0].time < self.started.loaded
+        return None if failed else self.started
 
     @property
     def end_seen(self) -> bool:
@@ -66,6 +78,8 @@ class Stay:
     """False: nobody who saw the end has said when it was."""
     source: str
     facts: AttemptFacts | None
+    spare_nodes: int = 0
+    """How many of its nodes did not train at first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,9 +161,10 @@ def _stay(
     if end is None:
         limit = float("inf") if begin.job_end_time is None else begin.job_end_time
         end = min(now, limit)
+    nodes = int(begin.options.get("nodes", plan.nodes_of_job)) if entry is None else entry.nodes
     return Stay(
         job_id=begin.job_id,
-        nodes=int(begin.options.get("nodes", plan.nodes)) if entry is None else entry.nodes,
+        nodes=nodes,
         submit=begin.job_submit_time if entry is None or entry.submit is None else entry.submit,
         eligible=begin.job_eligible_time if entry is None or entry.eligible is None else entry.eligible,
         start=begin.start_time if start is None else start,
@@ -158,6 +173,7 @@ def _stay(
         end_known=end_known,
         source="the chain" if entry is None else entry.source,
         facts=each,
+        spare_nodes=max(0, nodes - plan.training_nodes(nodes)),
     )
 
 
@@ -200,6 +216,10 @@ def _facts(attempt: Attempt, begin: AttemptStart, end: End | None, *, limit: flo
         failure_time = min((failure.time for failure in evidence.failures(attempt)), default=None)
         signs += [beat.time for beat in attempt.read_heartbeats()]
         signs += [commit.time for commit in commits]
+    failed = rounds.read(attempt)
+    hangs = {
+        each.round: Hang.read(rounds.set_aside(attempt.failures, each.round) / attempt.hang.name) for each in failed
+    }
     return AttemptFacts(
         attempt=attempt,
         begin=begin,
@@ -213,4 +233,6 @@ def _facts(attempt: Attempt, begin: AttemptStart, end: End | None, *, limit: flo
         limit=limit,
         went_back=went_back(attempt.metrics, [int(entry["base_iteration"]) for entry in read_lines(attempt.rewinds)]),
         blamed=blamed,
+        rounds=failed,
+        hangs={number: found for number, found in hangs.items() if found is not None},
     )

@@ -47,6 +47,12 @@ PARTS: tuple[Part, ...] = (
         google="OTHER",
     ),
     Part(
+        name="spare",
+        group="overhead",
+        words="spare nodes waited to take the place of a lost one",
+        google="OTHER",
+    ),
+    Part(
         name="prolog",
         group="start",
         words="from the allocation to the first lines of the batch script",
@@ -108,6 +114,12 @@ PARTS: tuple[Part, ...] = (
         google="INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
     ),
     Part(
+        name="given up",
+        group="lost",
+        words="nodes that were lost, and whose job went on without them",
+        google="INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
+    ),
+    Part(
         name="no attempt",
         group="lost",
         words="jobs that had nodes and began no attempt",
@@ -126,3 +138,5 @@ PARTS: tuple[Part, ...] = (
 NAMES: tuple[str, ...] = tuple(part.name for part in PARTS)
 START: frozenset[str] = frozenset(part.name for part in PARTS if part.group == "start")
 LOST: frozenset[str] = frozenset(part.name for part in PARTS if part.group == "lost")
+ALL_NODES: frozenset[str] = frozenset({"prolog", "supervisor", "launch", "import", "no attempt", "end", "unknown"})
+"""What spare nodes do as all others; in the rest they wait."""

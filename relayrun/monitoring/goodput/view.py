@@ -19,11 +19,15 @@ COLUMNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("save", ("save",)),
     ("evaluation", ("evaluation",)),
     ("redone", ("redone",)),
-    ("lost", ("failed start", "hang", "recovery", "no attempt")),
-    ("rest", ("between", "end")),
+    ("lost", ("failed start", "hang", "recovery", "given up", "no attempt")),
+    ("rest", ("between", "spare", "end")),
     ("unknown", ("unknown",)),
 )
 """Columns of the table of attempts, and what stands in each."""
+
+
+ROUND_COLUMNS = ("round", "failed", "steps again", "node time")
+"""Columns of the table of rounds before those of `COLUMNS`."""
 
 
 def summary(account: Account) -> str:
@@ -78,6 +82,30 @@ def stays_table(account: Account) -> Table:
             *(share(amount, each.allocated) for amount in sums),
         )
     return table
+
+
+def rounds_table(account: Account) -> Table | None:
+    """Return a table of the rounds of attempts whose ranks were started again; None where there is none."""
+    table = Table(title="by round", box=None, title_justify="left", padding=(0, 2, 0, 0))
+    for name in (*ROUND_COLUMNS, *(name for name, _ in COLUMNS)):
+        table.add_column(name, justify="left" if name == "failed" else "right")
+    for row in round_rows(account):
+        table.add_row(*map(escape, row))
+    return table if table.row_count else None
+
+
+def round_rows(account: Account) -> list[list[str]]:
+    """Return the cells of that table, a list a row."""
+    rows = []
+    for stay in account.stays:
+        words = [failed.culprit for failed in stay.failed_rounds]
+        for number, each in enumerate(stay.rounds if len(stay.rounds) > 1 else (), start=1):
+            total = sum(each.parts.values())
+            said = words[number - 1] if number <= len(words) else ""
+            sums = [sum(each.parts.get(part, 0) for part in parts) for _, parts in COLUMNS]
+            shares = [share(amount, total) for amount in sums]
+            rows.append([f"{stay.attempt}.{number}", said, str(each.redone_iterations), node_time(total), *shares])
+    return rows
 
 
 def losses_table(account: Account) -> Table:
@@ -156,6 +184,17 @@ def _stay_as_json(each: StayAccount) -> dict[str, Any]:
         "without_nodes_seconds": _seconds(each.waited),
         "iterations": each.work.iterations,
         "redone_iterations": each.work.redone_iterations,
+        "spare_nodes": each.stay.spare_nodes,
+        "rounds": [
+            {
+                "round": number,
+                "node_seconds": _seconds(part.parts),
+                "iterations": part.iterations,
+                "redone_iterations": part.redone_iterations,
+                "failed": next((failed.culprit for failed in each.failed_rounds if failed.round == number), None),
+            }
+            for number, part in enumerate(each.rounds, start=1)
+        ],
     }
 
 
@@ -185,4 +224,5 @@ def share(amount: int, total: int) -> str:
 
 def tables(account: Account) -> Sequence[Table]:
     """Return all tables of an account."""
-    return [parts_table(account), stays_table(account), losses_table(account)]
+    rounds = rounds_table(account)
+    return [parts_table(account), stays_table(account), *([rounds] if rounds else []), losses_table(account)]

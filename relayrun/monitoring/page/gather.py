@@ -110,7 +110,7 @@ class _Band:
                 inside = min(end, (column + 1) * self.grain) - max(start, column * self.grain)
                 share = inside / (end - start) if end > start else 1.0
                 sums = self.columns.setdefault(column, {})
-                sums[part] = sums.get(part, 0.0) + amount * share * stay.nodes
+                sums[part] = sums.get(part, 0.0) + amount * share
 
         return take
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from relayrun.monitoring.goodput.account import WAITS, StayAccount
 from relayrun.monitoring.goodput.parts import PARTS
-from relayrun.monitoring.goodput.view import COLUMNS, duration, node_time, share
+from relayrun.monitoring.goodput.view import COLUMNS, ROUND_COLUMNS, duration, node_time, round_rows, share
 from relayrun.monitoring.page import chart
 from relayrun.monitoring.page.chart import Line, Mark
 from relayrun.monitoring.page.gather import RunPage
@@ -137,6 +137,8 @@ def goodput(page: RunPage) -> Markup:
         ("attempt|n", "job", "nodes|n", "ended", "queued|n", "node time|n", *(f"{name}|n" for name, _, _ in GROUPS)),
         [_stay_row(each) for each in account.stays],
     )
+    again = round_rows(account)
+    rounds_again = [tag("h3", "By round"), _rounds_table(again)] if again else []
     losses = table(
         ("ended", "times|n", "lost|n", "next starts|n", "waited|n", "nodes blamed"),
         [
@@ -163,9 +165,15 @@ def goodput(page: RunPage) -> Markup:
         parts,
         tag("h3", "By attempt"),
         attempts,
+        *rounds_again,
         tag("h3", "By cause of the end"),
         losses,
     )
+
+
+def _rounds_table(rows: Sequence[Sequence[str]]) -> Markup:
+    heads = [name if name == "failed" else f"{name}|n" for name in (*ROUND_COLUMNS, *(name for name, _, _ in GROUPS))]
+    return table(tuple(heads), [tuple(row) for row in rows])
 
 
 def _key(name: str, css: str, part: float) -> Markup:

@@ -1,0 +1,230 @@
+"""The drill without a cluster: what is refused, what it would cost, how a run is judged, what its page says."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayrun.cli import main, parse
+from relayrun.cli.drill import FAULTS as DEFAULT
+from relayrun.config import compose
+from relayrun.drill import page, session
+from relayrun.drill.judge import checkpoint_differences
+from relayrun.drill.perform import Company
+from relayrun.drill.programs import provoked, write_commands
+from relayrun.drill.reach import StepReach
+from relayrun.drill.result import Result
+from relayrun.drill.session import Session
+from relayrun.drill.site import REFERENCE, Site
+from relayrun.drill.table import BY_NAME, FAULTS
+from relayrun.errors import ConfigError, InputError
+from relayrun.gpucheck.site import read_cluster
+from relayrun.scheduler.slurm import Slurm
+from relayrun.training.checkpoint import checksums
+from tests.readme import ROOT
+
+CLUSTERS = sorted(path.stem for path in (ROOT / "configs/clusters").glob("*.yaml") if path.stem != "local")
+
+
+def drill(folder: Path, names: str = "rank-killed,cancelled", **values: Any) -> Session:
+    site = Site(folder=folder, cluster=read_cluster("test"), nodes=2, **values)
+    company = Company(site=site, slurm=Slurm(patience=0), reach=StepReach(Slurm(patience=0)))
+    faults = session.chosen(names)
+    return Session(company, faults, skipped=session.left_out(faults, test_cluster=False))
+
+
+def done(name: str, **values: Any) -> Result:
+    return Result(name=name, what="w", expect="resumed", **({"passed": True} | values))
+
+
+def put(found: Session, *results: Result) -> None:
+    (found.folder / "results").mkdir(parents=True, exist_ok=True)
+    for result in results:
+        result.write(found.folder / "results" / f"{result.name}.json")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--cluster", "test", "--faults", "rank-kiled"], "error: --faults: unknown fault 'rank-kiled'"),
+        (["--cluster", "test", "--faults", ","], "error: --faults: no fault is named"),
+        (["--cluster", "nowhere"], "error: --cluster: unknown cluster 'nowhere'"),
+        (["--cluster", "local"], "error: --cluster: cluster local has no Slurm"),
+        (["--cluster", "test", "--nodes", "0"], "error: --nodes: 0 is less than 1"),
+        (["--cluster", "test", "--test-cluster", "/nowhere"], "error: /nowhere: no test cluster was started here"),
+    ],
+)
+def test_bad_input_is_one_error(words: list[str], said: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "relayrun.cli", "drill", "--directory", str(tmp_path / "d"), *words]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout) == (1, "")
+    assert found.stderr.startswith(said)
+    assert found.stderr.count("error:") == 1
+    assert not (tmp_path / "d").exists()
+
+
+def blocks(kind: str) -> list[str]:
+    text = (ROOT / "docs/drill.md").read_text(encoding="utf-8")
+    return re.findall(rf"^```bash {kind}\n(.*?)^```$", text, re.M | re.S)
+
+
+def test_the_page_lists_the_faults(capsys: pytest.CaptureFixture[str]) -> None:
+    (look,) = blocks("look")
+    assert main(shlex.split(look)[1:]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == list(BY_NAME)
+    assert sum("(left out: " in line for line in lines) == 10
+
+
+def test_the_page_asks_before_it_queues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "check", lambda self: None)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    (command,) = blocks("drill")
+    options = parse([*shlex.split(command)[1:], "--directory", str(tmp_path)])
+    with pytest.raises(InputError, match="nobody can be asked whether to queue this\n  -> add --yes"):
+        options.run(options)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_default_faults_need_no_rights() -> None:
+    faults = session.chosen(DEFAULT)
+    assert len(faults) == 6
+    assert not session.left_out(faults, test_cluster=False)
+    assert session.chosen("all") == list(FAULTS)
+
+
+def test_what_needs_rights_is_left_out_with_the_reason() -> None:
+    reasons = session.left_out(FAULTS, test_cluster=False)
+    assert {"node-lost", "controller-down-at-exit", "preempted", "disk-full", "overtaken"} <= reasons.keys()
+    assert all("only on a test cluster" in reason for reason in reasons.values())
+    assert "rank-killed" not in reasons
+    assert len(reasons) == 10
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_the_runs_of_a_drill_can_be_written_for_every_site(cluster: str, tmp_path: Path) -> None:
+    site = Site(folder=tmp_path, cluster=read_cluster(cluster))
+    config = compose.load(site.write_config("rank-stopped", BY_NAME["rank-stopped"]))
+    assert config.chain.hang_timeout == 5
+    assert config.job.nodes == 2
+    for fault in FAULTS:
+        compose.load(site.write_config(fault.name, fault))
+
+
+def test_few_nodes_and_one_rank_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relayrun.scheduler.slurm.SlurmNodes.known", lambda self: {"n0", "n1"})
+    found = drill(tmp_path)
+    with pytest.raises(ConfigError, match="--nodes: the cluster has 2 nodes, and the drill needs 3"):
+        Session(replace(found.company, site=replace(found.site, nodes=3)), [], skipped={}).check()
+    with pytest.raises(ConfigError, match="--nodes: a drill needs two ranks"):
+        Session(replace(found.company, site=replace(found.site, nodes=1)), [], skipped={}).check()
+
+
+def test_a_folder_of_another_drill_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relayrun.scheduler.slurm.SlurmNodes.known", lambda self: {"n0", "n1", "n2"})
+    monkeypatch.setattr("relayrun.submit.submission.report_on", lambda *a, **k: type("R", (), {"findings": Quiet()})())
+    found = drill(tmp_path)
+    found.check()
+    found.check()
+    with pytest.raises(InputError, match="another cluster or other nodes"):
+        Session(replace(found.company, site=replace(found.site, nodes=3)), [], skipped={}).check()
+
+
+class Quiet:
+    """Findings without one."""
+
+    def raise_errors(self) -> None:
+        pass
+
+
+def test_rows_that_are_done_are_kept_and_the_reference_comes_first(tmp_path: Path) -> None:
+    found = drill(tmp_path, "rank-killed,cancelled,node-lost")
+    assert found.to_do() == [REFERENCE, "rank-killed", "cancelled"]
+    assert found.cost(found.to_do()).jobs == 1 + 2 + 1
+    assert found.cost(found.to_do()).most_node_minutes == 4 * 2 * 10
+    put(found, done(REFERENCE), done("rank-killed", passed=False, wrong=["no"]))
+    assert found.to_do() == ["cancelled"]
+    with found.locked(), pytest.raises(InputError, match="another drill"), drill(tmp_path).locked():
+        pass
+    put(found, done("cancelled"))
+    assert found.to_do() == []
+    found.again()
+    assert found.to_do() == ["rank-killed", "cancelled"]
+    put(found, done(REFERENCE, passed=False))
+    assert found.to_do()[0] == REFERENCE
+
+
+def test_the_page_says_what_failed_and_what_is_left_out(tmp_path: Path) -> None:
+    found = drill(tmp_path, "rank-killed,cancelled,node-lost")
+    bad = done("rank-killed", passed=False, wrong=["a | <b>worse</b> end"], bit_for_bit=False, steps_lost=5)
+    put(found, done(REFERENCE), bad)
+    text, html = page.markdown(found), page.document(found)
+    assert "drill on test: 0 of 1 faults passed" in text
+    assert "| rank-killed | w | – | 0 | 5 | NO | FAILED |" in text
+    assert "a \\| &lt;b>worse&lt;/b> end" in text
+    assert "Not done yet: cancelled." in text
+    assert "<b>worse" not in html
+    assert "default-src &#x27;none&#x27;" in html
+    assert "only on a test cluster" in html
+    values = page.as_json(found)
+    assert json.loads(json.dumps(values)) == values
+    assert (values["passed"], values["not_done"], list(values["left_out"])) == (False, ["cancelled"], ["node-lost"])
+    assert values["rows"][1] == asdict(bad)
+
+
+def write_checkpoint(folder: Path, values: bytes) -> None:
+    folder.mkdir()
+    (folder / "__0_0.distcp").write_bytes(values)
+    (folder / "common.pt").write_bytes(b"common")
+    sums = checksums.of_bytes(values).xxh3_128
+    empty = checksums.of_bytes(b"").xxh3_128
+    assert sums is not None
+    assert empty is not None
+    block = checksums.Block(
+        key="w",
+        offset=[0],
+        shape=[4],
+        dtype="f",
+        file="__0_0.distcp",
+        at=0,
+        bytes=len(values),
+        values_bytes=len(values),
+        values=sums,
+        frame=empty,
+    )
+    files = checksums.write_blocks(folder, 0, 40, [block], {"__0_0.distcp": len(values)})
+    checksums.write_index(folder, 40, files)
+
+
+def test_one_other_bit_and_one_damaged_byte_of_a_checkpoint_are_found(tmp_path: Path) -> None:
+    one, same, other = tmp_path / "one", tmp_path / "same", tmp_path / "other"
+    write_checkpoint(one, b"abcd")
+    write_checkpoint(same, b"abcd")
+    write_checkpoint(other, b"abce")
+    assert list(checkpoint_differences(one, same)) == []
+    assert [text.split(" in the")[0] for text in checkpoint_differences(one, other)] == ["w"]
+    (same / "common.pt").write_bytes(b"commoN")
+    assert "common.pt is not the one that was saved" in next(checkpoint_differences(one, same))
+    shutil.rmtree(other)
+    assert "checksums.json is missing" in next(checkpoint_differences(other, one))
+
+
+def test_a_command_before_slurms_own_acts_inside_jobs_alone(tmp_path: Path) -> None:
+    write_commands({"sh": 'touch "${provoked}"; exit 3'}, tmp_path, search="/bin:/usr/bin", real={})
+    outer = ["bash", "-c", f'"{tmp_path}/bin/sh" -c "exit 0"; echo $?']
+    for job, code, harm in ((None, "0", False), ("7", "3", True)):
+        environment = {"PATH": "/bin:/usr/bin"} | ({"SLURM_JOB_ID": job} if job else {})
+        said = subprocess.run(outer, env=environment, capture_output=True, text=True, check=True).stdout
+        assert (said.strip(), provoked(tmp_path).exists()) == (code, harm)
+    with pytest.raises(InputError, match="no-such-command is not on PATH"):
+        write_commands({"no-such-command": ""}, tmp_path, search="/bin", real={})
