@@ -202,7 +202,7 @@ class Agent:
         for message in messages:
             if message["kind"] == "dead":
                 self._alive.discard(message["rank"])
-                self._say_dead(message["rank"], message["code"])
+                self._say_dead(message["rank"], message["code"], told=message["told"])
             elif message["kind"] == "unable":
                 self._unable = str(message["error"])
             elif message["kind"] in ("started", "stepped"):
@@ -225,11 +225,11 @@ class Agent:
         self._unable = ""
         if self._alive or not self.round:
             self._alive.clear()
-            self._say_dead(-1, code or FAILED, error)
+            self._say_dead(-1, code or FAILED, error=error, told=self._told_to_end)
         self._ended()
 
-    def _say_dead(self, rank: int, code: int, error: str = "") -> None:
-        self._upward.send("dead", round=self.round, rank=rank, code=code, error=error, told=self._told_to_end)
+    def _say_dead(self, rank: int, code: int, *, told: bool, error: str = "") -> None:
+        self._upward.send("dead", round=self.round, rank=rank, code=code, error=error, told=told)
 
     def _ended(self) -> None:
         if self._said_ended == self.round:
