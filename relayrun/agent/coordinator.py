@@ -44,8 +44,6 @@ BEAT_SECONDS = 1.0
 SILENT_BEATS = 20
 """An agent of which so many looks in a row found no word is given up. Looks are counted and no seconds: the coordinator
 itself may have waited for a file system."""
-STACKS_SECONDS = 2.0
-"""How long ranks that hang have to write their Python stacks."""
 GATHER_SECONDS = 60.0
 """How long the first round waits for the rest, when enough nodes are there."""
 
@@ -114,8 +112,6 @@ class Coordinator:
         self._started: Message = {}
         """Rank 0's times of its start, in this round."""
         self._hangs = hangs.Hangs()
-        self._asked_for_stacks: float | None = None
-        """When ranks that hang were asked for them."""
 
     def hear(self, node: int, message: Message) -> None:
         """Take a message of the agent of this node."""
@@ -159,15 +155,10 @@ class Coordinator:
             self._gather(late=True)
 
     def _look_for_hang(self) -> None:
-        found = self._hangs.judge(self._places, ranks=self._ranks)
-        now = time.monotonic()
-        if found is None:
-            self._asked_for_stacks = None
-        elif self._asked_for_stacks is None:
-            self._asked_for_stacks = now
-            for link in self._links.values():
-                link.send("stacks")
-        elif now - self._asked_for_stacks > STACKS_SECONDS:
+        found, ask = self._hangs.look(self._places, ranks=self._ranks)
+        for link in self._links.values() if ask else ():
+            link.send("stacks")
+        if found is not None:
             hang = hangs.record(found, self._run.stacks(self._attempt.number))
             try:
                 hang.write(self._attempt.hang)  # where the attempt ends with it the supervisor says so
@@ -250,7 +241,7 @@ class Coordinator:
         self._from, self._source = base.iteration if memory is None else memory, source
         self._phase, self._round = "running", self._round + 1
         self._deaths, self._ended, self._memory, self._started = [], set(), [], {}
-        self._hangs, self._asked_for_stacks = hangs.Hangs(), None
+        self._hangs = hangs.Hangs()
         first = self._places[0]
         self._given_out = time.time()
         for node, link in self._links.items():

@@ -15,12 +15,17 @@ from relayrun.agent.sections import Standing
 from relayrun.rundir import stacks as of_ranks
 from relayrun.rundir.records import Hang
 
+STACKS_SECONDS = 2.0
+"""How long ranks that hang have to write their Python stacks."""
+
 
 class Hangs:
     """What agents say of where their ranks stand, in one round."""
 
     def __init__(self) -> None:
         self._nodes: dict[int, Sequence[Standing]] = {}
+        self._asked: float | None = None
+        """When ranks that hang were asked for their stacks."""
 
     def hear(self, node: int, standing: Iterable[Sequence[object]] | None) -> None:
         """Take the word of an agent; None: its ranks come further, or have not begun."""
@@ -28,6 +33,18 @@ class Hangs:
             self._nodes.pop(node, None)
         else:
             self._nodes[node] = [Standing(*values) for values in standing]  # type: ignore[arg-type]
+
+    def look(self, nodes: Iterable[int], *, ranks: int) -> tuple[Sequence[Standing] | None, bool]:
+        """Where ranks stand that hang and have had the time to write their stacks; whether to ask for these now."""
+        found = self.judge(nodes, ranks=ranks)
+        if found is None:
+            self._asked = None
+        elif self._asked is None:
+            self._asked = time.monotonic()
+            return None, True
+        elif time.monotonic() - self._asked > STACKS_SECONDS:
+            return found, False
+        return None, False
 
     def judge(self, nodes: Iterable[int], *, ranks: int) -> Sequence[Standing] | None:
         """Where all ranks stand if they hang; None where they do not. `nodes`: those that train."""
