@@ -119,9 +119,8 @@ class Checkpointer:
         self._host = HostCopy(ranks.device)
         assert self._writers.messages is not None
         self._strategy = InProcessStrategy(self._writers.messages, settings.writer_threads)
-        self._copy_seconds = 0.0
-        """That this rank's newest copy took."""
         self._own_seconds: list[float] = []
+        """What `take_own_seconds` gives, a number for each copy and each writing."""
         self._division = FullyParallelSaveStrategyWrapper(
             self._strategy,
             parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -196,13 +195,17 @@ class Checkpointer:
         readable = {**common["data"], "progress": common["progress"]}
         stream = self._host.follow()
 
+        def copy_timed() -> None:
+            began = time.perf_counter()
+            self._copy(shards, stream, iteration)
+            self._own_seconds.append(time.perf_counter() - began)
+
         def write(copied: Callable[[], None]) -> Commit:
             if self._ranks.device.type == "cuda":
                 torch.cuda.set_device(self._ranks.device)  # a new thread begins with the first one
             if copy:
-                self._agree(lambda: self._copy(shards, stream, iteration))
+                self._agree(copy_timed)
             copied()
-            took = self._copy_seconds if copy else 0.0
             digests = self._host.digests() if copy else {}
             folder = Path(self._on_first_rank(lambda: str(publish.prepare(self._run, self._attempt, iteration))))
             self._on_first_rank(lambda: write_atomic(folder / COMMON, plain))
@@ -213,7 +216,8 @@ class Checkpointer:
             except CheckpointException as error:
                 rank, (cause, _) = next(iter(error.failures.items()))
                 raise SaveFailed(f"rank {rank}: {type(cause).__name__}: {cause}") from None
-            self._own_seconds.append(took + (0.0 if beside else self._strategy.write_seconds))
+            if not beside:
+                self._own_seconds.append(self._strategy.write_seconds)
             files = {COMMON: checksums.of_bytes(plain)}
             for part in self._agree(lambda: self._record(folder, iteration, written)):
                 files |= part
@@ -228,9 +232,7 @@ class Checkpointer:
         return self._ranks.gather(self.reading.cursors(consumed_samples))
 
     def _copy(self, shards: Shards, stream: torch.cuda.Stream | None, iteration: int) -> None:
-        began = time.perf_counter()
         late = self._host.fill(_tensors(shards), stream)
-        self._copy_seconds = time.perf_counter() - began
         if late.size:
             rank, size = self._ranks.rank, late.size / (1 << 30)
             log.info("rank %s: the save of iteration %s allocated %.1f GiB of host memory", rank, iteration, size)
