@@ -108,7 +108,8 @@ def test_a_rank_that_reads_for_ever_is_a_hang_of_its_section(tmp_path: Path) -> 
     workspace = Workspace.make(tmp_path)
     reads = {"30:1": 10_000.0}
     hook = {"hook": "tests.training.stalls:Stalls", "options": {"reads": reads, "saves": {}, "scale": 20}}
-    done = submit(workspace.config("late", **settings(40, hooks=[hook])))
+    values = settings(40, hooks=[hook], hang_timeout=60, auto_requeue=False) | {"job": {"time": "20"}}
+    done = submit(workspace.config("late", **values))
     run = workspace.run("late")
     found = rounds.read(run.attempt(1))
     assert [(failed.rank, failed.again) for failed in found] == [(1, True), (1, False)], done.stderr
