@@ -15,7 +15,7 @@ SHUFFLE := $(if $(filter random,$(ORDER)),--shuffle=$(shell date +%s%N))
 ALONE = $(shell grep -lr --include=*.py pytest.mark.alone tests)
 SHELL_FILES = $(shell git ls-files '*.sh')
 
-.PHONY: help setup demo demo-slurm test test-long check format gpu-check container-env bench cluster-up cluster-down drill clean
+.PHONY: help setup demo demo-slurm test test-long check format gpu-check container-env drill drill-kills bench cluster-up cluster-down clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -60,8 +60,11 @@ gpu-check: $(if $(PYTHON),,setup) ## what this machine's GPUs do with relayrun, 
 container-env: ## inside an image: relayrun's packages beside it; ENV=/shared/folder (docs/containers.md)
 	container/make_env.sh "$(ENV)" $(IMAGE_PYTHON)
 
-bench: setup ## all benchmarks; results go to benchmarks/results/ and docs/benchmarks.md
-	for script in benchmarks/[!_]*.py; do $(BIN)/python "$$script"; done
+drill-kills: setup slurm ## a rank killed every minute, a node lost every ten, for an hour (MINUTES=60), and what it cost
+	$(BIN)/python benchmarks/kills.py $(if $(MINUTES),--minutes=$(MINUTES)) $(KILLS)
+
+bench: setup ## all benchmarks but the drill of kills; results go to benchmarks/results/ and docs/benchmarks.md
+	for script in $(filter-out benchmarks/kills.py,$(wildcard benchmarks/[!_]*.py)); do $(BIN)/python "$$script"; done
 	$(BIN)/python benchmarks/_report.py
 
 # Slurm from Debian's packages, for the tests; RELAYRUN_NO_SLURM=1 goes without.

@@ -20,7 +20,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 class Row:
     what: str
     place: str
-    """Keys below the figures of a result, with dots; there is a number, or an object with min, median and max."""
+    """Keys below the figures of a result, with dots; there is a number, an object with min, median and max, or a list,
+    which counts."""
     form: str
     least: float | None = None
     most: float | None = None
@@ -29,6 +30,7 @@ class Row:
         value = reduce(
             lambda found, key: found[int(key) if isinstance(found, list) else key], self.place.split("."), figures
         )
+        value = len(value) if isinstance(value, list) else value
         if isinstance(value, dict):
             middle = value["median"]
             text = f"{middle:{self.form}} ({value['min']:{self.form}} to {value['max']:{self.form}})"
@@ -195,6 +197,30 @@ SECTIONS: dict[str, list[Row]] = {
     "relay": [
         Row("seconds from the signal to the first new step of the next job", "total", ".1f"),
         Row("the launcher's own part of it", "own_share", ".3f", most=0.1),
+    ],
+    "kills": [
+        Row(
+            "effective training time, with as many spare nodes as were lost", "spares.effective_share", ".3f", least=0.9
+        ),
+        Row("seconds from its first step to its last", "spares.seconds", ".0f"),
+        Row("the same, undisturbed", "undisturbed.seconds", ".0f"),
+        Row("seconds between two kills of a random rank", "kill_every_seconds", ".0f"),
+        Row("seconds between two losses of a random node", "lose_every_seconds", ".0f"),
+        Row("ranks killed", "spares.kills", ".0f"),
+        Row("nodes lost", "spares.nodes_lost", ".0f"),
+        Row("jobs", "spares.jobs", ".0f", most=1),
+        Row("steps", "spares.steps", ".0f"),
+        Row("steps done again", "spares.steps_lost", ".0f"),
+        Row("median seconds of a step", "spares.step_seconds", ".2f"),
+        Row("the same, undisturbed", "undisturbed.step_seconds", ".2f"),
+        Row("seconds from a failure to the next step, median", "spares.round_seconds.all.median", ".1f"),
+        Row("the same, 95th percentile", "spares.round_seconds.all.p95", ".1f"),
+        Row("tensors of the last checkpoint compared with the undisturbed run's", "spares.tensors_compared", ".0f"),
+        Row("claims that do not hold", "does_not_hold", ".0f", most=0),
+        Row("effective training time with one spare node", "one_spare.effective_share", ".3f"),
+        Row("nodes lost there", "one_spare.nodes_lost", ".0f"),
+        Row("jobs there", "one_spare.jobs", ".0f"),
+        Row("load of the machine meanwhile, beside other work: seconds are upper bounds", "load_average", ".0f"),
     ],
     "check": [
         Row("CPU seconds of `relayrun check` of a run with 4 shards", "demo.cpu", ".2f", most=1),

@@ -46,12 +46,15 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
-def write(name: str, figures: dict[str, Any]) -> Path:
-    """Write `results/NAME.json` with the date, the command, versions and the number of CPUs beside the figures."""
-    RESULTS.mkdir(exist_ok=True)
+def write(name: str, figures: dict[str, Any], path: Path | None = None) -> Path:
+    """Write `results/NAME.json` with the date, the command, versions and the number of CPUs beside the figures.
+
+    `path`: a file in its place.
+    """
+    path = path or RESULTS / f"{name}.json"
     versions = {package: importlib.metadata.version(package) for package in PACKAGES}
     write_json(
-        RESULTS / f"{name}.json",
+        path,
         {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
@@ -62,4 +65,4 @@ def write(name: str, figures: dict[str, Any]) -> Path:
             "figures": figures,
         },
     )
-    return RESULTS / f"{name}.json"
+    return path

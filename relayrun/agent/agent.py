@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from relayrun.agent import sections
 from relayrun.agent.coordinator import BEAT_SECONDS, FAILED
 from relayrun.agent.lines import Lines, Message
 from relayrun.agent.memory import FOLDER, ITERATION, PLACE, held, make_folder
@@ -114,7 +115,7 @@ class Agent:
                 key.data()
             if time.monotonic() - self._beat >= BEAT_SECONDS:
                 self._beat = time.monotonic()
-                self._upward.send("beat")
+                self._upward.send("beat", round=self.round, standing=self._standing())
             if reception is not None:
                 reception.look()
         if self._server is not None:
@@ -151,8 +152,19 @@ class Agent:
                     self._server.lines.send("end")
                 else:
                     self._ended()
+            elif message["kind"] == "stacks":
+                if self._server is not None:
+                    self._server.lines.send("signal", number=int(signal.SIGUSR1))
             elif message["kind"] == "leave":
                 self._code = int(message["code"])
+
+    def _standing(self) -> list[sections.Standing] | None:
+        """Where the ranks stand, if none of them has come further for a while; None where one has, or not all began."""
+        if self._memory is None or len(self._alive) < len(self._ranks):
+            return None
+        found = sections.standing(self._memory, self._ranks)
+        still = len(found) == len(self._ranks) and all(one.seconds > sections.QUIET_SECONDS for one in found)
+        return found if found and still else None
 
     def _start(self, message: Message) -> None:
         self._ranks = numbers(message["place"], self._ranks_per_node)
@@ -161,6 +173,8 @@ class Agent:
         if self._server is None:
             self._start_server()
         assert self._server is not None
+        if self._memory is not None:
+            sections.forget(self._memory)
         arguments = [*self._arguments, f"--base-iteration={message['base_iteration']}"]
         arguments += [] if message["base_path"] is None else [f"--base-path={message['base_path']}"]
         for rank in self._ranks:
@@ -202,7 +216,7 @@ class Agent:
         for message in messages:
             if message["kind"] == "dead":
                 self._alive.discard(message["rank"])
-                self._say_dead(message["rank"], message["code"])
+                self._say_dead(message["rank"], message["code"], told=message["told"])
             elif message["kind"] == "unable":
                 self._unable = str(message["error"])
             elif message["kind"] in ("started", "stepped"):
@@ -225,11 +239,11 @@ class Agent:
         self._unable = ""
         if self._alive or not self.round:
             self._alive.clear()
-            self._say_dead(-1, code or FAILED, error)
+            self._say_dead(-1, code or FAILED, error=error, told=self._told_to_end)
         self._ended()
 
-    def _say_dead(self, rank: int, code: int, error: str = "") -> None:
-        self._upward.send("dead", round=self.round, rank=rank, code=code, error=error, told=self._told_to_end)
+    def _say_dead(self, rank: int, code: int, *, told: bool, error: str = "") -> None:
+        self._upward.send("dead", round=self.round, rank=rank, code=code, error=error, told=told)
 
     def _ended(self) -> None:
         if self._said_ended == self.round:

@@ -3,9 +3,9 @@
 It lives in the agent of the job's first node or, where there are spare nodes, beside the batch script (`agent.steps`).
 
     agent → coordinator    hello {port} · dead {round, rank, code, error, told} · ended {round, memory, port}
-                           · asked {why} · beat · started, stepped {round, ...} (rank 0's own words)
+                           · asked {why} · beat {round, standing} · started, stepped {round, ...} (rank 0's words)
     coordinator → agent    start {round, place, nodes, base_iteration, base_path, memory, address, port}
-                           · end {round} · leave {code}
+                           · end {round} · stacks: ask the ranks for their Python stacks · leave {code}
 
 A round: a rank dies, a node is lost, or the supervisor finds that nothing moves → every agent ends its ranks and says
 when none is left → `decide` judges → the records are made ready → every agent starts its ranks again. Messages of a
@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal
 
+from relayrun.agent import hangs
 from relayrun.agent.decide import Death, RoundFacts, first_death, why_not_again
 from relayrun.agent.lines import Lines, Message
 from relayrun.agent.memory import Held, newest
@@ -110,6 +111,7 @@ class Coordinator:
         self._given_out = 0.0
         self._started: Message = {}
         """Rank 0's times of its start, in this round."""
+        self._hangs = hangs.Hangs()
 
     def hear(self, node: int, message: Message) -> None:
         """Take a message of the agent of this node."""
@@ -135,18 +137,39 @@ class Coordinator:
             self._ports[node] = int(message["port"])
             self._memory += [Held(*copy) for copy in message["memory"]]
             self._look_for_end()
+        elif kind == "beat":
+            self._hangs.hear(node, message.get("standing"))
         elif kind == "started":
             self._started = message
         elif kind == "stepped":
             self._stepped(float(message["time"]))
 
     def look(self) -> None:
-        """Now and then: see whether the supervisor has found that nothing moves any more."""
+        """Now and then: see whether nothing moves any more, by where the ranks stand or by the supervisor's word."""
+        if self._phase == "running":
+            self._look_for_hang()
         with contextlib.suppress(OSError, RunDirError):  # it is looked for again soon
             if self._phase == "running" and (hang := Hang.read(self._attempt.hang)) is not None:
-                self._dead(Death(rank=-1, node="", code=FAILED, error=hang.words))
+                self._hung(hang)
         if self._phase == "gathering" and time.monotonic() - self._greeted > GATHER_SECONDS:
             self._gather(late=True)
+
+    def _look_for_hang(self) -> None:
+        found, ask = self._hangs.look(self._places, ranks=self._ranks)
+        for link in self._links.values() if ask else ():
+            link.send("stacks")
+        if found is not None:
+            hang = hangs.record(found, self._run.stacks(self._attempt.number))
+            try:
+                hang.write(self._attempt.hang)  # where the attempt ends with it the supervisor says so
+            except OSError as error:
+                self._say(f"{self._attempt.hang.name} not written: {error}")
+            self._hung(hang)
+
+    def _hung(self, hang: Hang) -> None:
+        who = hang.culprit
+        node = "" if who is None else self._name(self._places[who * self._nodes // self._ranks])
+        self._dead(Death(rank=-1, node=node, code=FAILED, error=hang.words, late=who))
 
     def silent(self) -> list[tuple[int, float]]:
         """Nodes whose agents have said nothing for too long, with the seconds; to be asked for at each beat."""
@@ -218,6 +241,7 @@ class Coordinator:
         self._from, self._source = base.iteration if memory is None else memory, source
         self._phase, self._round = "running", self._round + 1
         self._deaths, self._ended, self._memory, self._started = [], set(), [], {}
+        self._hangs = hangs.Hangs()
         first = self._places[0]
         self._given_out = time.time()
         for node, link in self._links.items():
@@ -311,7 +335,7 @@ class Coordinator:
         return FailedRound(
             round=self._round,
             time=self._noticed,
-            rank=death.rank if death.rank >= 0 else None,
+            rank=death.rank if death.rank >= 0 else death.late,
             node=death.node,
             words=death.words,
             iteration=iteration,

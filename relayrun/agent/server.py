@@ -1,7 +1,8 @@
 """The agent's side of the server that forks a node's ranks: a program that has done the imports, and computes nothing.
 
     agent → server    fork {round, rank, arguments, environment} · end · signal {number}
-    server → agent    dead {round, rank, code} · unable {error}: the imports failed
+    server → agent    dead {round, rank, code, told}: whether it lived when it was to be ended
+                      · unable {error}: the imports failed
     rank 0 → agent    started, stepped {round, ...}
 
 Orders may be sent while it still imports. Its ranks hold the same socket: its end says that none of them lives.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from itertools import islice
-from pathlib import Path
 
 from relayrun.chain import nodes
 from relayrun.chain.log import PREFIX
@@ -186,44 +184,3 @@ def failures(attempt: Attempt, rank: int | None = None) -> list[Failure]:
     name = "rank-*.json" if rank is None else f"rank-{rank:04}.json"
     found = [Failure.read(path) for path in attempt.failures.glob(name)]
     return sorted((failure for failure in found if failure), key=lambda failure: failure.time)
-
-
-def answered(stacks: Path) -> set[int]:
-    """Ranks that wrote their stacks."""
-    found = set()
-    for path in stacks.glob("rank-*.txt"):
-        if path.stat().st_size:
-            found.add(int(path.stem.removeprefix("rank-")))
-    return found
-
-
-WAITING = ("/torch/distributed/", "/torch/cuda/", "/megatron/core/pipeline_parallel/p2p", "/megatron/core/distributed/")
-"""Parts of paths of functions in which a rank waits for others, or for what it has given to its GPU."""
-NEWEST = 3
-"""Frames of a stack, from the innermost on, by which a rank's place is told."""
-_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)')
-
-
-def late(stacks: Path) -> dict[int, str]:
-    """Ranks for which the others wait, by their Python stacks, with their places: `sleep_on (hooks.py:33)`.
-
-    A rank waits where the innermost frames of its main thread are in a collective, a message or a wait for its GPU.
-    Empty where no rank waits, or all do: then the stacks do not tell.
-    """
-    places: dict[int, list[re.Match[str]]] = {}
-    for path in stacks.glob("rank-*.txt"):
-        main = path.read_text(encoding="utf-8", errors="replace").rpartition("hread 0x")[
-            2
-        ]  # the last one that is written
-        if frames := list(islice(_FRAME.finditer(main), NEWEST)):
-            places[int(path.stem.removeprefix("rank-"))] = frames
-    waiting = {
-        rank for rank, frames in places.items() if any(part in frame["file"] for frame in frames for part in WAITING)
-    }
-    if not waiting:
-        return {}
-    return {
-        rank: f"{frames[0]['name']} ({Path(frames[0]['file']).name}:{frames[0]['line']})"
-        for rank, frames in sorted(places.items())
-        if rank not in waiting
-    }

@@ -22,10 +22,11 @@ from relayrun.chain.copier import Copier
 from relayrun.chain.guard import alive
 from relayrun.chain.log import log
 from relayrun.chain.messenger import Messenger
-from relayrun.errors import SchedulerError
+from relayrun.errors import RunDirError, SchedulerError
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Hang, Heartbeat
 from relayrun.rundir.run import Run
+from relayrun.rundir.stacks import answered, late
 from relayrun.rundir.views import Views
 from relayrun.scheduler.base import Scheduler
 from relayrun.scheduler.choose import for_plan
@@ -40,6 +41,8 @@ ANSWER_SECONDS = 5.0
 RETRY_SECONDS = 60.0
 RETRY_CEILING = 1800.0
 """Between two tries to queue a successor; each failed one doubles it."""
+AGENTS_FIRST = 30.0
+"""Where agents look for hangs, too, and know more, they have so many seconds more than the supervisor's limit."""
 AGENT_SECONDS = 60.0
 """How long agents have to end ranks that hang, before the whole step is ended."""
 PATIENCE = 10.0
@@ -161,6 +164,7 @@ class Watch:
             return
         still = time.monotonic() - self._changed
         limit = stall_limit(beats, hang_timeout=self.plan.hang_timeout, start_timeout=self.plan.start_timeout)
+        limit += AGENTS_FIRST if self.plan.recovery == "node" else 0.0
         if still > limit and (self._writable() or still > UNWRITABLE * limit):
             self._end_hang(beats, still)
 
@@ -201,13 +205,15 @@ class Watch:
                     time.sleep(ANSWER_SECONDS)
             except SchedulerError as error:
                 log(f"the ranks could not be asked for their stacks: {error.message}")
+            if self._goes_on(beats):
+                return
             hang = Hang(
                 iteration=max((beat.iteration for beat in beats), default=0),
                 phase=beats[0].phase if beats else "start",
                 seconds=seconds,
-                silent=sorted(set(range(self._ranks())) - evidence.answered(stacks)) if asked else [],
+                silent=sorted(set(range(self._ranks())) - answered(stacks)) if asked else [],
                 asked=asked,
-                late={str(rank): place for rank, place in evidence.late(stacks).items()} if asked else {},
+                late={str(rank): place for rank, place in late(stacks).items()} if asked else {},
                 time=time.time(),
             )
             log(f"{hang.words}; {f'Python stacks in {stacks}; ' if asked else ''}ending the ranks")
@@ -219,6 +225,13 @@ class Watch:
             self._handed_over = time.monotonic()
         else:
             self._end_step()
+
+    def _goes_on(self, beats: Sequence[Heartbeat]) -> bool:
+        """Whether something has moved since: while ranks were asked, agents may have begun another round."""
+        try:
+            return self.attempt.read_heartbeats() != beats
+        except (OSError, RunDirError):
+            return False
 
     def _end_step(self) -> None:
         self.scheduler.signal_ranks(self.scheduler.current_job_id(), signal.SIGKILL)

@@ -39,7 +39,8 @@ class Chain(Section):
     signal_lead: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
     """Seconds before the end at which Slurm sends SIGUSR2, the backstop; `auto`: 60 less than the lead, or half."""
     hang_timeout: Positive = 300
-    """Seconds without progress after which the ranks are ended; ten usual steps if that is longer."""
+    """Seconds without progress after which the ranks are ended; ten usual steps if that is longer. With `recovery:
+    node` steps, saves and reads have limits of their own, never shorter than 60 s or this (docs/hangs.md)."""
     start_timeout: Positive = 1800
     """Seconds without progress before the first step (imports, set-up, loading) after which the ranks are ended."""
     triggers_group: str | None = None

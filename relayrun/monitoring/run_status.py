@@ -31,6 +31,7 @@ from relayrun.rundir.records import AttemptStart, End
 from relayrun.rundir.run import Run, data_of_checkpoint
 from relayrun.rundir.sentinel import LastLook, last_look
 from relayrun.rundir.stop import stop_reason
+from relayrun.rundir.stragglers import Straggler
 from relayrun.rundir.triggers import Trigger
 from relayrun.rundir.ways_back import goes_back
 from relayrun.scheduler import history
@@ -142,6 +143,8 @@ class RunStatus:
     """How often the ranks of the newest attempt failed; all but perhaps the last time they were started again inside
     the job."""
     last_failed_round: str | None
+    straggler: str | None
+    """Which rank is slower than its peers, and in what; None where none is."""
     """Who failed then, where, and what it took to go on."""
     failed_saves: int
     """Saves of the whole run that did not work, after which training went on."""
@@ -329,6 +332,7 @@ def _gather(run: Run, plan: Plan, queue: Queue, now: float) -> RunStatus:
         },
         failed_rounds=len(failed_rounds),
         last_failed_round=failed_rounds[-1].told if failed_rounds else None,
+        straggler=Straggler.of(step["straggler"]).words if step.get("straggler") else None,
         failed_saves=len(failures),
         last_failed_save=f"iteration {failures[-1]['iteration']}: {failures[-1]['error']}" if failures else None,
         failed_attempts=failed_attempts(run, plan) - (1 if running else 0),

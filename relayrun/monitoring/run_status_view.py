@@ -168,6 +168,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("last end", f"attempt {status.last_end_attempt}: {status.last_end}" if status.last_end else ""),
         ("evaluations", _evaluations(status)),
         ("failed rounds", f"{status.failed_rounds}; the last: {status.last_failed_round}" * bool(status.failed_rounds)),
+        ("straggler", status.straggler or ""),
         ("failed saves", f"{status.failed_saves}; the last: {status.last_failed_save}" if status.failed_saves else ""),
         ("failed", failed if status.failed_attempts else ""),
         ("strikes", ", ".join(f"{node} {count}" for node, count in sorted(status.strikes.items()))),

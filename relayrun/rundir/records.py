@@ -187,7 +187,7 @@ class Failure(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Hang(Record):
-    """`hang.json`: the supervisor ended an attempt that stood still."""
+    """`hang.json`: an attempt stood still, and the supervisor or the agents' coordinator ended its ranks."""
 
     iteration: int
     phase: str
@@ -197,8 +197,14 @@ class Hang(Record):
     asked: bool = True
     """Whether they were asked."""
     late: dict[str, str] = field(default_factory=dict)
-    """Ranks that the others wait for by their stacks, with the function that each was in."""
+    """Ranks that the others wait for, with the function or the section that each was in."""
     time: float
+
+    @property
+    def culprit(self) -> int | None:
+        """The rank for which the others wait, or that alone did not answer; None where it is not one."""
+        who = [int(rank) for rank in self.late] or self.silent
+        return who[0] if len(who) == 1 else None
 
     @property
     def words(self) -> str:

@@ -8,6 +8,7 @@ its failure record says so.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import logging
@@ -19,6 +20,7 @@ import traceback
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from relayrun.errors import ConfigError, FatalTrainingError, RelayrunError, log_to_stderr
 from relayrun.rundir.attempt import Attempt
@@ -29,6 +31,9 @@ from relayrun.training import megatron_core
 from relayrun.training.reporting.heartbeat import Pulse, is_first_of_node, node_name
 from relayrun.training.reporting.timings import Timings
 from relayrun.training.signals import SignalFlag, dump_stacks_on_request
+
+if TYPE_CHECKING:  # it takes long to import
+    from relayrun.config.schema import RunConfig
 
 log = logging.getLogger(__name__)
 
@@ -95,10 +100,9 @@ def main(flag: SignalFlag) -> int:
         quiet_libraries()
         megatron_core.check()
         # from here on imports that take long; nsys must be around the process before torch is there
-        from relayrun.config import compose
         from relayrun.training.reporting import debugging
 
-        config = compose.native(compose.read_resolved(run.config_revision(begin.config_revision)))
+        config = config_of(run.config_revision(begin.config_revision))
         debug = run.debug_of(attempt.number)
         debugging.enter_nsys(config.debug, debug / "profile", rank)
         if config.debug.log_nccl:
@@ -121,6 +125,14 @@ def main(flag: SignalFlag) -> int:
             outcome.write(attempt.outcome)
         return FATAL if fatal else 1
     return 0
+
+
+@functools.cache
+def config_of(revision: Path) -> RunConfig:
+    """Read a revision of a run's config, which never changes; a process that forks ranks has read it for them."""
+    from relayrun.config import compose
+
+    return compose.native(compose.read_resolved(revision))
 
 
 def quiet_libraries() -> None:

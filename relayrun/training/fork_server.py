@@ -8,6 +8,7 @@ would hang. What it has opened or seeded, every rank would have.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import logging
@@ -17,11 +18,13 @@ import signal
 import socket
 import sys
 import traceback
+from pathlib import Path
 from typing import NoReturn
 
 from relayrun.agent.lines import Lines, Message
 from relayrun.agent.server import IGNORED
 from relayrun.errors import log_to_stderr
+from relayrun.rundir.run import Run
 from relayrun.scheduler.tasks import die_with_parent
 from relayrun.training.reporting.agent_link import VARIABLE
 from relayrun.training.signals import SignalFlag
@@ -29,6 +32,8 @@ from relayrun.training.signals import SignalFlag
 log = logging.getLogger(__name__)
 
 PR_SET_NAME = 15
+PF_EXITING = 0x4
+"""Flag of a process in /proc/PID/stat."""
 
 
 class Server:
@@ -38,6 +43,8 @@ class Server:
         self.agent = Lines(agent)
         self._ranks: dict[int, tuple[int, Message]] = {}
         """Process and order of each rank that has not been waited for."""
+        self._ended: set[int] = set()
+        """Those of them that lived when they were to be ended."""
         self._poll = select.poll()
         self._poll.register(self.agent, select.POLLIN)
 
@@ -58,10 +65,12 @@ class Server:
     def _obey(self, order: Message) -> None:
         if order["kind"] == "fork":
             self._fork(order)
-        else:
+            return
+        for fd, (pid, _) in self._ranks.items():
+            if order["kind"] == "end" and not is_dying(pid):
+                self._ended.add(fd)
             number = signal.SIGKILL if order["kind"] == "end" else signal.Signals(order["number"])
-            for fd in self._ranks:
-                signal.pidfd_send_signal(fd, number)
+            signal.pidfd_send_signal(fd, number)
 
     def _fork(self, order: Message) -> None:
         server = os.getpid()
@@ -77,7 +86,10 @@ class Server:
         self._poll.unregister(fd)
         os.close(fd)
         _, status = os.waitpid(pid, 0)
-        self.agent.send("dead", round=order["round"], rank=order["rank"], code=os.waitstatus_to_exitcode(status))
+        told = fd in self._ended
+        self._ended.discard(fd)
+        code = os.waitstatus_to_exitcode(status)
+        self.agent.send("dead", round=order["round"], rank=order["rank"], code=code, told=told)
 
     def _be_rank(self, order: Message, server: int) -> NoReturn:
         """In the child: become the training program, as if it had been started for this rank."""
@@ -108,6 +120,12 @@ class Server:
             os._exit(code)
 
 
+def is_dying(pid: int) -> bool:
+    """Whether this process ends already. So does one whose neighbours have seen it close its connections."""
+    flags = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6])
+    return bool(flags & PF_EXITING)
+
+
 def import_program() -> None:
     """Import all that a rank needs before its first step. Raises what an import raises."""
     from relayrun.training import __main__ as program
@@ -122,11 +140,20 @@ def import_program() -> None:
         )
 
 
+def read_config(run: Run) -> None:
+    """Read the config of the newest attempt, once for all ranks. What is wrong with it they say themselves."""
+    from relayrun.training import __main__ as program
+
+    with contextlib.suppress(Exception):
+        if (attempt := run.newest_begun()) is not None and (begin := attempt.read_begin()) is not None:
+            program.config_of(run.config_revision(begin.config_revision))
+
+
 def main() -> int:
     """Import, then serve; return the exit code."""
     parser = argparse.ArgumentParser(prog="relayrun.training.fork_server", description="Forks the ranks of a node.")
-    parser.add_argument("--run-dir", help="for people who look at processes")
-    parser.parse_args()
+    parser.add_argument("--run-dir", type=Path, required=True)
+    options = parser.parse_args()
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     agent = socket.socket(fileno=os.dup(0))
@@ -134,6 +161,7 @@ def main() -> int:
     server = Server(agent)
     try:
         import_program()
+        read_config(Run(options.run_dir.absolute()))
     except BaseException as error:
         traceback.print_exc()
         server.agent.send("unable", error=f"{type(error).__name__}: {error}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from relayrun.rundir.records import Commit, Outcome
 from relayrun.rundir.rewinds import Rewind
 from relayrun.training import own_code
 from relayrun.training.hooks import Action, Context, Evaluated, Gradients, Hook, Step, StepStart, Verdict
+from relayrun.training.reporting.sections import Sections
 
 if TYPE_CHECKING:  # they import torch and pydantic
     from relayrun.config.training import HookEntry
@@ -64,9 +66,16 @@ def _make(entry: HookEntry) -> Hook:
 class Hooks:
     """Calls the hooks in their order: relayrun's own, then the user's. See `hooks.py` for when and on which ranks."""
 
-    def __init__(self, own: Sequence[Hook], users: Sequence[tuple[str, Hook]], ranks: Ranks) -> None:
-        """`users`: what `import_hooks` gave."""
+    def __init__(
+        self,
+        own: Sequence[Hook],
+        users: Sequence[tuple[str, Hook]],
+        ranks: Ranks,
+        sections: Sections | None = None,
+    ) -> None:
+        """`users`: what `import_hooks` gave. `sections`: where it is told that one of them runs."""
         self._ranks = ranks
+        self._sections = sections
         self._users = bool(users)
         self._seconds = 0.0
         named = [(hook.name, hook, False) for hook in own] + [(path, hook, True) for path, hook in users]
@@ -167,10 +176,13 @@ class Hooks:
         name = method.__name__
         where = f"hook {path}, {name}"
 
+        in_the_loop = self._sections is not None and name in (*BETWEEN_STEPS, "before_update")
+
         def call(*facts: object) -> Any:
             began = time.perf_counter()
             try:
-                return _checked(name, path, method(*facts))
+                with self._sections.within("hooks") if in_the_loop else nullcontext():  # type: ignore[union-attr]
+                    return _checked(name, path, method(*facts))
             except FatalTrainingError as error:
                 raise FatalTrainingError(error.message, where=error.where or where, hint=error.hint) from error
             except (Exception, SystemExit) as error:

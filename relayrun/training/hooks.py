@@ -172,6 +172,11 @@ class Step:
     """Share of the rows' tokens that is no text."""
     windows_per_row: float | None = None
     """Windows in a row, or parts of windows, on average."""
+    slowest_rank_ratio: float | None = None
+    """Own time of the slowest rank over the median of its peers', over 20 steps; None: they were not compared now."""
+    straggler: Mapping[str, Any] | None = None
+    """The slowest rank where that was 1.3 or more when they were last compared, as `rundir.stragglers.Straggler` has
+    it; None: none was."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,9 +49,11 @@ from relayrun.training.parallel import Ranks
 from relayrun.training.reporting import agent_link
 from relayrun.training.reporting.heartbeat import Pulse
 from relayrun.training.reporting.metrics import Metrics
+from relayrun.training.reporting.sections import Sections
 from relayrun.training.reporting.timings import Timings
 from relayrun.training.saver import LEAVE_TRIES, Saver
 from relayrun.training.signals import SignalFlag
+from relayrun.training.stragglers import Stragglers
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +95,9 @@ class Training:
         self.ranks = ranks
         self.timings = timings
         self.pulse = pulse
+        self.sections = pulse.sections = Sections(
+            agent_link.memory_folder(), ranks.rank, timings=timings, hang_timeout=config.chain.hang_timeout
+        )
         manifest = Manifest.read(run.manifest)
         ranks.on_first_rank(partial(check_data, manifest, mixture_of(config), config.data), InputError)
         settings = config.training
@@ -119,6 +124,7 @@ class Training:
         )
         self.optimizer = Optimizer(config, self.model)
         self.measures = Measures(config, self.model, self.optimizer, ranks)
+        self.stragglers = Stragglers(self.model, self.optimizer, ranks, node=pulse.node, say=self.metrics.say)
         self.guard = LossGuard(settings)
         self.hooks = attempt_hooks(
             run,
@@ -130,6 +136,7 @@ class Training:
             timings=timings,
             guard=self.guard,
             metrics=self.metrics,
+            sections=self.sections,
         )
         self.checkpointer = Checkpointer(
             run,
@@ -277,8 +284,9 @@ class Training:
             gc.disable()  # else each rank stops at another time, and all wait for each
         gc.freeze()  # what set-up made stays: collections, of which every save has one, look at the rest alone
         while True:
-            agreed = self.saver.look()
             at = self.position.iteration
+            self.sections.enter("triggers", at)
+            agreed = self.saver.look()
             if at >= end:
                 stopped = ", where training.stop_after ends the run" if end < steps else ""
                 return self._leave("done", f"iteration {at} of {steps} reached{stopped}")
@@ -291,6 +299,7 @@ class Training:
             if at % self.config.checkpoint.interval == 0:
                 self.saver.due(self.position)
             if self.memory is not None and self.memory.due(at):
+                self.sections.enter("save")
                 usual = self.timings.step_median or 0.0
                 self.saver.stall_seconds += self.memory.save(self.position, step_seconds=usual)
             if not self._step():
@@ -307,16 +316,20 @@ class Training:
         self.hooks.before_step(StepStart(iteration=number, consumed_samples=consumed, global_batch_size=size))
         tokens = size * self.config.training.seq_length
         self.pulse.enter("step", self.position.iteration)
+        self.sections.enter("data")
         started = time.perf_counter()
         lr = self.optimizer.lr
         self.optimizer.zero_grad()
         rows = next(self.reader)
         batches = [MicroBatch(tokens=one.tokens, lengths=one.lengths, loss_mask=one.loss_mask) for one in rows]
         read = time.perf_counter()
+        self.stragglers.read(read - started)
+        self.sections.enter("forward")
         counts = [sum(one.padding for one in rows), sum(one.windows for one in rows)] if self._counts_padding else []
         loss, counts = self.ranks.mean_loss_and(counts, self.model.run(batches, train=True))
         auxiliary = self.model.auxiliary_losses.take(len(batches))
         computed = time.perf_counter()
+        self.sections.enter("optimizer")
         grad_norm = self.optimizer.prepare()
         self.measures.of_gradients(number)
         gradients = Gradients(
@@ -328,15 +341,18 @@ class Training:
             global_batch_size=size,
         )
         verdict = self._judge(gradients)
-        waited = self.saver.before_update()
+        with self.sections.within("save"):
+            waited = self.saver.before_update()
         self.optimizer.step(grad_norm if verdict.action is Action.UPDATE else None)
         self.measures.of_weights(number)
         parallel.wait_for_device(self.ranks)  # else the next forward pass would seem to take the update's time
         updated = time.perf_counter()
+        self.sections.enter("report")
         self.position.advance(skipped=verdict.action is Action.SKIP)
         seconds = time.perf_counter() - started - waited
         flops = self.model.flops_per_token() * tokens / seconds / self.ranks.world_size
         measured = self.measures.take(number)
+        measured |= self.stragglers.take(number, save_seconds=self.checkpointer.take_own_seconds())
         self.hooks.after_step(
             Step(
                 iteration=self.position.iteration,

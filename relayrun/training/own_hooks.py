@@ -17,6 +17,7 @@ from relayrun.training.reporting.agent_link import FirstStep, has_agent
 from relayrun.training.reporting.debugging import Profiler
 from relayrun.training.reporting.metrics import Metrics
 from relayrun.training.reporting.progress_log import ProgressLog
+from relayrun.training.reporting.sections import Sections
 from relayrun.training.reporting.timings import Timings
 from relayrun.training.reporting.trackers import Trackers
 
@@ -32,13 +33,14 @@ def attempt_hooks(
     timings: Timings,
     guard: LossGuard,
     metrics: Metrics,
+    sections: Sections,
 ) -> Hooks:
     """Make and set up the hooks of an attempt on this rank; called by all ranks together.
 
     Raises ConfigError on all ranks alike if one of `training.hooks` cannot be imported or made.
     """
     own = [timings, guard, metrics, *_reports(run, begin, config, ranks, model, metrics)]
-    hooks = Hooks(own, import_hooks(config.training.hooks, ranks), ranks)
+    hooks = Hooks(own, import_hooks(config.training.hooks, ranks), ranks, sections)
     context = Context(
         run_dir=run.path,
         attempt=begin.attempt,

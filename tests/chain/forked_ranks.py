@@ -124,6 +124,7 @@ if __name__ == "__main__":
     log_to_stderr()
     program.main = rank_main
     fork_server.import_program = imports
-    sys.argv = sys.argv[:1]
+    fork_server.read_config = lambda _run: None
+    sys.argv = [sys.argv[0], "--run-dir=."]
     code = fork_server.main()
     os._exit(code)

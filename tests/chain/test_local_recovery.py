@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.data.audit import audit, ledger
+from relayrun.drill.kills.ranks import kill_one
 from relayrun.files import read_lines
 from relayrun.monitoring.goodput.account import account
 from relayrun.monitoring.goodput.book import SECOND
@@ -146,9 +145,8 @@ def test_kills_of_random_ranks_at_random_times_change_no_bit(tmp_path: Path, mem
     def kill() -> None:
         generator = random.Random(memory)
         while not over.wait(generator.uniform(0.1, 2.5)) and len(killed) < 12:
-            if pids := rank_pids(run):
-                killed.append(generator.choice(sorted(pids)))
-                os.kill(pids[killed[-1]], signal.SIGKILL)
+            if (rank := kill_one(run, generator)) is not None:
+                killed.append(rank.rank)
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -162,19 +160,6 @@ def test_kills_of_random_ranks_at_random_times_change_no_bit(tmp_path: Path, mem
     if memory:  # a rank may be killed while it copies the iteration that all have done
         assert all(failed.steps_lost <= 1 for failed in found)
     assert_same_run(run, workspace.run("whole"), last=60)
-
-
-def rank_pids(run: Run) -> dict[int, int]:
-    """The processes of the ranks that live now, by rank; an agent's server has their command, not their name."""
-    found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            words, name = (entry / "cmdline").read_bytes().split(b"\0"), (entry / "comm").read_text().strip()
-        except OSError:
-            continue
-        if f"--run-dir={run.path}".encode() in words and name.startswith("rank-"):
-            found[int(name.removeprefix("rank-"))] = int(entry.name)
-    return found
 
 
 def test_the_imports_are_done_once_for_all_rounds(tmp_path: Path) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from relayrun.chain import evidence
 from relayrun.chain.evidence import excerpt, failure_words, fatal_reason
 from relayrun.rundir.records import Failure
@@ -106,34 +102,3 @@ def test_a_module_that_every_rank_lacks_is_fatal_unless_it_was_there_before() ->
     assert fatal("", said, worked_before=True) is None
     assert fatal("", said[:1]) is None
     assert fatal("", [failure(rank, "FileNotFoundError: data.bin") for rank in range(2)]) is None
-
-
-COLLECTIVE = """Thread 0x00007f1 (most recent call first):
-  File "/usr/lib/python3.11/threading.py", line 324 in wait
-Current thread 0x00007f2 (most recent call first):
-  File "/site-packages/torch/distributed/distributed_c10d.py", line 2806 in all_reduce
-  File "/relayrun/training/parallel.py", line 80 in maximum
-"""
-ASLEEP = """Current thread 0x00007f3 (most recent call first):
-  File "/home/me/my_hooks.py", line 33 in sleep_on
-  File "/relayrun/training/hook_list.py", line 12 in before_step
-"""
-
-
-@pytest.mark.parametrize(
-    ("stacks", "late"),
-    [
-        ([COLLECTIVE, ASLEEP, COLLECTIVE], {1: "sleep_on (my_hooks.py:33)"}),
-        ([COLLECTIVE, COLLECTIVE + ASLEEP], {1: "sleep_on (my_hooks.py:33)"}),  # asked twice
-        ([COLLECTIVE, COLLECTIVE], {}),
-        ([ASLEEP, ASLEEP], {}),  # nobody waits: the stacks do not tell
-        ([COLLECTIVE, ""], {}),
-        ([], {}),
-    ],
-)
-def test_the_rank_that_others_wait_for_is_named_by_its_stack(
-    tmp_path: Path, stacks: list[str], late: dict[int, str]
-) -> None:
-    for rank, text in enumerate(stacks):
-        (tmp_path / f"rank-{rank:04}.txt").write_text(text)
-    assert evidence.late(tmp_path) == late

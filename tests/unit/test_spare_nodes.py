@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import selectors
 import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -11,9 +13,11 @@ from typing import Any, cast
 import pytest
 
 from relayrun.agent import coordinator as module
+from relayrun.agent import hangs
 from relayrun.agent.coordinator import SILENT_BEATS, Coordinator
 from relayrun.agent.lines import Lines
 from relayrun.agent.reception import Reception
+from relayrun.agent.sections import Standing
 from relayrun.chain.orphaned import lost_batch_host
 from relayrun.files import append_line
 from relayrun.rundir import rounds
@@ -103,6 +107,39 @@ def one(tmp_path: Path) -> Nodes:
     assert (nodes.all[1].last["address"], nodes.all[1].last["port"]) == ("n0", 1000)
     nodes.reached(7)
     return nodes
+
+
+def test_a_hang_is_a_round_that_names_the_late_rank_and_its_node(one: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hangs, "STACKS_SECONDS", 0.0)
+
+    def stand(node: int, ranks: Sequence[int], **changes: Any) -> None:
+        usual = {"entered": 9, "section": "forward", "iteration": 7, "seconds": 61.0, "limit": 60.0, "state": ""}
+        standing = [Standing(rank=rank, **(usual | changes)) for rank in ranks]
+        one.coordinator.hear(node, json.loads(json.dumps({"kind": "beat", "round": 1, "standing": standing})))
+
+    stand(0, [0, 1])
+    one.coordinator.look()
+    assert one.all[0].last["kind"] == "start", "of the other node nothing is known"
+    stand(1, [2], seconds=3.0)
+    stand(1, [2, 3], seconds=3.0)
+    one.coordinator.look()
+    assert one.all[0].last["kind"] == "start", "they have come further"
+    stand(1, [2, 3], entered=8, section="data")
+    one.coordinator.hear(1, {"kind": "beat", "round": 0, "standing": None})  # of a round that is over
+    one.coordinator.look()
+    assert [link.last["kind"] for link in one.links.values()] == ["stacks"] * 3
+    time.sleep(0.01)
+    stand(1, [2], entered=9)
+    standing = [Standing(rank, entered, "data", 7, 62.0, 60.0, "") for rank, entered in ((2, 9), (3, 8))]
+    one.coordinator.hear(1, {"kind": "beat", "round": 1, "standing": standing})
+    one.coordinator.look()
+    one.end(0, 1, 2)
+    (failed,) = rounds.read(one.attempt)
+    assert (failed.rank, failed.node, failed.again) == (3, "n1", True)
+    assert failed.words.startswith("hang: no progress for 61 s in data after iteration 7; ")
+    assert failed.words.endswith("others wait for rank 3 in data")
+    assert one.places() == [0, 1, None]
+    assert not one.attempt.hang.exists(), "it is put aside with the round"
 
 
 def test_the_ranks_of_a_lost_node_begin_with_the_copies_that_the_next_node_keeps(one: Nodes) -> None:

@@ -125,6 +125,15 @@ def test_steps_beyond_the_base_of_the_next_attempt_do_not_count(run: Run) -> Non
     assert (found.iteration, found.loss, found.tokens_per_second) == (10, 9.0, 1000.0)
 
 
+def test_a_slow_rank_is_named(run: Run) -> None:
+    slow = {"rank": 3, "node": "n1", "section": "data", "ratio": 1.5, "seconds": 0.25}
+    append_line(run.attempt(2).metrics, {"iteration": 21, "loss": 2.0, "time": NOW, "straggler": slow})
+    words = "rank 3 on n1 takes 1.50 times as long as its peers, 250 ms a step more in data"
+    assert run_status.gather(run, RUNNING, now=NOW).straggler == words
+    append_line(run.attempt(2).metrics, {"iteration": 22, "loss": 2.0, "time": NOW, "slowest_rank_ratio": 1.1})
+    assert run_status.gather(run, RUNNING, now=NOW).straggler is None
+
+
 def test_only_the_end_of_long_metrics_is_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     steps(run, 2, 11, 2000)
     assert run.attempt(2).metrics.stat().st_size > 2 * files.BLOCK

@@ -24,6 +24,7 @@ SPEED = frozenset(
         "evaluation_seconds",
         "model_tflops_per_gpu",
         "mfu",
+        "slowest_rank_ratio",
         "memory_bytes",
         "memory_allocated_bytes",
         "memory_reserved_bytes",

@@ -119,6 +119,8 @@ class Checkpointer:
         self._host = HostCopy(ranks.device)
         assert self._writers.messages is not None
         self._strategy = InProcessStrategy(self._writers.messages, settings.writer_threads)
+        self._own_seconds: list[float] = []
+        """What `take_own_seconds` gives, a number for each copy and each writing."""
         self._division = FullyParallelSaveStrategyWrapper(
             self._strategy,
             parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -147,6 +149,14 @@ class Checkpointer:
             "progress": position.state(),
             **self._hooks.state_dict(),
         }
+
+    def take_own_seconds(self) -> float:
+        """What training has waited for in saves since the last call, and this rank did alone: its copy, or its writing.
+
+        Of a save beside training the copy counts.
+        """
+        taken, self._own_seconds = self._own_seconds, []
+        return sum(taken)
 
     def wanted(self) -> ShardedStateDict:
         """What this rank would load of a state of its own layout."""
@@ -185,11 +195,16 @@ class Checkpointer:
         readable = {**common["data"], "progress": common["progress"]}
         stream = self._host.follow()
 
+        def copy_timed() -> None:
+            began = time.perf_counter()
+            self._copy(shards, stream, iteration)
+            self._own_seconds.append(time.perf_counter() - began)
+
         def write(copied: Callable[[], None]) -> Commit:
             if self._ranks.device.type == "cuda":
                 torch.cuda.set_device(self._ranks.device)  # a new thread begins with the first one
             if copy:
-                self._agree(lambda: self._copy(shards, stream, iteration))
+                self._agree(copy_timed)
             copied()
             digests = self._host.digests() if copy else {}
             folder = Path(self._on_first_rank(lambda: str(publish.prepare(self._run, self._attempt, iteration))))
@@ -201,6 +216,8 @@ class Checkpointer:
             except CheckpointException as error:
                 rank, (cause, _) = next(iter(error.failures.items()))
                 raise SaveFailed(f"rank {rank}: {type(cause).__name__}: {cause}") from None
+            if not beside:
+                self._own_seconds.append(self._strategy.write_seconds)
             files = {COMMON: checksums.of_bytes(plain)}
             for part in self._agree(lambda: self._record(folder, iteration, written)):
                 files |= part

@@ -8,6 +8,7 @@ byte; see `reader`. Plans, and the news of failures, go between the ranks in mes
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,6 +62,8 @@ class InProcessStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # 
         super().__init__("torch_dist", 1)
         self._messages = messages
         self._threads = threads
+        self.write_seconds = 0.0
+        """That this rank took to write its part of the newest save."""
 
     def by_key(self, sharded_state_dict: ShardedStateDict) -> Shards:
         """What this rank writes."""
@@ -94,12 +97,14 @@ class InProcessStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # 
 
         # the steps of torch's own state_dict_saver, whose collectives would need a group of their own
         joined = _together(self._messages, "plan", plan, join)
-        _together(
-            self._messages,
-            "write",
-            lambda: writer.write_data(planner.finish_plan(joined), planner).wait(),
-            finish,
-        )
+
+        def write() -> list[WriteResult]:
+            began = time.perf_counter()
+            results = writer.write_data(planner.finish_plan(joined), planner).wait()
+            self.write_seconds = time.perf_counter() - began
+            return results
+
+        _together(self._messages, "write", write, finish)
         return writer.written
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:

@@ -18,6 +18,7 @@ from typing import Literal
 
 from relayrun.files import write_json
 from relayrun.rundir.records import Heartbeat
+from relayrun.training.reporting.sections import Sections
 from relayrun.training.reporting.timings import Timings
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class Pulse:
 
     def __init__(self, folder: Path, *, node: str, active: bool, iteration: int, timings: Timings) -> None:
         self._folder = folder
-        self._node = node
+        self.node = node
         self._active = active
         self._iteration = iteration
         self._phase: Phase = "start"
@@ -46,6 +47,8 @@ class Pulse:
         self._last: float | None = None
         """When it was last written, by the monotonic clock."""
         self._failing = False
+        self.sections: Sections | None = None
+        """What the agent of this node is told besides, on every rank, once the config is known."""
 
     @property
     def phase(self) -> Phase:
@@ -57,16 +60,20 @@ class Pulse:
         if phase != self._phase:
             self._last = None
         self._phase, self._iteration = phase, iteration
+        if self.sections is not None:
+            self.sections.enter(phase, iteration)
         self.beat()
 
     def beat(self) -> None:
         """The main thread came further within its phase."""
+        if self.sections is not None:
+            self.sections.touch()
         now = time.monotonic()
         if not self._active or (self._last is not None and now - self._last < SECONDS):
             return
         self._last = now
         beat = Heartbeat(
-            node=self._node,
+            node=self.node,
             iteration=self._iteration,
             phase=self._phase,
             time=time.time(),
@@ -75,11 +82,11 @@ class Pulse:
         )
         try:
             self._folder.mkdir(exist_ok=True)
-            write_json(self._folder / f"{self._node}.json", asdict(beat), durable=False)
+            write_json(self._folder / f"{self.node}.json", asdict(beat), durable=False)
             self._failing = False
         except OSError as error:  # a full disk is no reason to stop; one line says it
             if not self._failing:
-                log.warning("heartbeat of %s not written: %s", self._node, error)
+                log.warning("heartbeat of %s not written: %s", self.node, error)
             self._failing = True
 
 

@@ -19,6 +19,8 @@ class Timings(Hook):
     def __init__(self, begin: AttemptStart) -> None:
         self._begin = begin
         self._steps: deque[float] = deque(maxlen=STEPS)
+        self.steps_done = 0
+        """Steps that were measured since this rank started."""
         self._samples = 0
         self._saves: deque[float] = deque(maxlen=SAVES)
         known = [] if begin.evaluation_seconds is None else [begin.evaluation_seconds]
@@ -41,6 +43,7 @@ class Timings(Hook):
                 self._steps = deque((old * samples / self._samples for old in self._steps), maxlen=STEPS)
             self._samples = samples
         self._steps.append(seconds)
+        self.steps_done += 1
 
     def save(self, seconds: float) -> None:
         """A save took so long, from its start to its commit; those of earlier attempts come first."""
@@ -66,6 +69,10 @@ class Timings(Hook):
     @property
     def step_p95(self) -> float | None:
         return percentile(self._steps, 0.95) if self._steps else None
+
+    @property
+    def step_p99(self) -> float | None:
+        return percentile(self._steps, 0.99) if self._steps else None
 
     @property
     def save_p95(self) -> float | None:

@@ -1,0 +1,128 @@
+"""What a drill has shown: figures of its runs, and which of its claims do not hold."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from relayrun.drill.kills import compare, timeline
+from relayrun.drill.kills.timeline import Timeline
+from relayrun.files import read_lines
+from relayrun.rundir import rounds
+from relayrun.rundir.rounds import FailedRound
+from relayrun.rundir.run import Run
+
+LEAST_SHARE = 0.9
+"""The effective training time that is wanted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that the drill did."""
+
+    time: float
+    """In seconds since 1970."""
+    kind: str
+    """`kill` or `node`."""
+    rank: int | None = None
+    node: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """What a disturbed run shows beside an undisturbed one of the same config."""
+
+    line: Timeline
+    jobs: Sequence[str]
+    """Ids of its jobs, one an attempt."""
+    restarts: int
+    """How often Slurm began these jobs again."""
+    events: Sequence[Event]
+    failed: Sequence[FailedRound]
+    tensors: int
+    faults: Mapping[str, Sequence[str]]
+    """What differs from the undisturbed run, by `losses`, `weights` and `samples`; no line: nothing."""
+    memory_intervals: Sequence[int]
+    """Steps between copies in memory that the run has chosen, in order."""
+
+    def figures(self) -> dict[str, Any]:
+        """All of it, as plain values."""
+        kinds = Counter(event.kind for event in self.events)
+        names = [name for name in rounds.SECONDS if any(name in failed.seconds for failed in self.failed)]
+        return {
+            "effective_share": self.line.share,
+            "seconds": self.line.seconds,
+            "step_seconds": self.line.step,
+            "steps": self.line.steps,
+            "steps_lost": self.line.steps_lost,
+            "kills": kinds["kill"],
+            "nodes_lost": kinds["node"],
+            "rounds": len(self.failed) + len(self.jobs),
+            "rounds_from": dict(Counter(failed.source for failed in self.failed if failed.again)),
+            "most_steps_lost_in_a_round": max((failed.steps_lost for failed in self.failed), default=0),
+            "round_seconds": {
+                name: _spread([failed.seconds[name] for failed in self.failed if name in failed.seconds])
+                for name in names
+            },
+            "steps_between_copies": list(self.memory_intervals),
+            "jobs": len(set(self.jobs)),
+            "job_restarts": self.restarts,
+            "tensors_compared": self.tensors,
+            "differences": {name: list(found)[:5] for name, found in self.faults.items()},
+            "events": [asdict(event) | {"time": round(event.time - self.line.began, 1)} for event in self.events],
+        }
+
+    def untrue(self, *, spares: int) -> list[str]:
+        """Claims of the drill that do not hold for this run; none: all do. `spares`: spare nodes that the job had."""
+        found = [f"{name}: {lines[0]}" for name, lines in self.faults.items() if lines]
+        if not self.tensors:
+            found.append("weights: no tensor was compared")
+        lost = sum(event.kind == "node" for event in self.events)
+        noticed = sum(len(failed.lost) for failed in self.failed)
+        if spares >= lost and (len(set(self.jobs)) != 1 or self.restarts):
+            found.append(f"one job: it took {len(set(self.jobs))}, restarted {self.restarts} times")
+        if not self.events:
+            found.append("nothing was killed")
+        if noticed != lost:
+            found.append(f"{lost} nodes were lost, and {noticed} are on record")
+        if not lost <= len(self.failed) <= len(self.events):
+            found.append(f"{len(self.events)} faults, and {len(self.failed)} failed rounds")
+        return found
+
+
+def show(run: Run, reference: Run, *, last: int, events: Sequence[Event], restarts: Mapping[str, int]) -> Shown:
+    """Compare a disturbed run with the undisturbed one. `restarts`: of each of its jobs, by Slurm's word."""
+    jobs, failed, intervals = [], [], []
+    for number in run.attempt_numbers():
+        attempt = run.attempt(number)
+        if (begin := attempt.read_begin()) is not None:
+            jobs.append(begin.job_id)
+            failed += rounds.read(attempt)
+            intervals += [int(line["interval"]) for line in read_lines(attempt.memory_intervals)]
+    tensors, different = compare.weights(run.checkpoint(last), reference.checkpoint(last))
+    return Shown(
+        line=timeline.of(run),
+        jobs=jobs,
+        restarts=sum(restarts[job] for job in set(jobs)),
+        events=events,
+        failed=failed,
+        tensors=tensors,
+        faults={
+            "losses": compare.losses(run, reference, last),
+            "weights": different,
+            "samples": compare.samples(run, reference, last),
+        },
+        memory_intervals=intervals,
+    )
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {
+        "median": statistics.median(ordered),
+        "p95": ordered[min(len(ordered) - 1, round(0.95 * (len(ordered) - 1)))],
+        "max": ordered[-1],
+    }

@@ -1,0 +1,232 @@
+"""What the drill of kills reports, and that it reports what is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from relayrun.drill.kills import compare, timeline
+from relayrun.drill.kills.verdict import Event, Shown
+from relayrun.files import append_line
+from relayrun.rundir import rounds
+from relayrun.rundir.records import Commit
+from relayrun.rundir.rounds import FailedRound
+from relayrun.rundir.run import Run
+from relayrun.training.checkpoint import checksums
+from tests.history import began
+
+FAILED = FailedRound(
+    round=1,
+    time=100.0,
+    rank=1,
+    node="n1",
+    words="killed by SIGKILL",
+    iteration=4,
+    base_iteration=0,
+    durable_iteration=0,
+    next_iteration=4,
+    source="memory",
+    again=True,
+    seconds={"end": 0.5},
+)
+
+
+def step(run: Run, iteration: int, time: float, *, attempt: int = 1, seconds: float = 1.0) -> None:
+    line = {"iteration": iteration, "loss": 2.0, "grad_norm": 0.5, "step_seconds": seconds, "time": time}
+    append_line(run.attempt(attempt).metrics, line)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Four steps of a second each, from 96 to 100."""
+    run = Run(tmp_path / "run")
+    began(run, 1)
+    for iteration in range(1, 5):
+        step(run, iteration, 96.0 + iteration)
+    return run
+
+
+def test_an_undisturbed_run_is_effective_all_the_time(run: Run) -> None:
+    line = timeline.of(run)
+    assert (line.began, line.ended, line.share, line.steps, line.steps_lost, line.step) == (96, 100, 1, 4, 0, 1)
+
+
+def test_a_run_without_a_step_has_no_timeline(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    began(run, 1)
+    with pytest.raises(ValueError, match="has done no step"):
+        timeline.of(run)
+
+
+def test_the_way_back_is_lost_where_no_step_is(run: Run) -> None:
+    """No line of the metrics says that a round began: it begins behind the newest iteration."""
+    rounds.append(run.attempt(1), replace(FAILED, time=100.2))
+    step(run, 5, 104.0)
+    step(run, 6, 105.5)
+    line = timeline.of(run)
+    assert (line.seconds, line.effective, line.steps_lost) == (9.5, 4 + 1 + 1.5, 0)
+
+
+def test_a_step_that_is_done_while_the_round_ends_does_not_count_the_way_back(run: Run) -> None:
+    rounds.append(run.attempt(1), replace(FAILED, time=100.2))
+    step(run, 5, 100.4, seconds=0.4)  # rank 0 comes so far before it is ended
+    step(run, 6, 105.0)
+    assert timeline.of(run).effective == pytest.approx(4 + 0.4 + 1)
+
+
+def test_steps_that_are_done_again_count_once(run: Run) -> None:
+    rounds.append(run.attempt(1), replace(FAILED, time=100.2, next_iteration=2))
+    append_line(run.attempt(1).metrics, {"iteration": 2, "round": 2})
+    for iteration in (3, 4, 5):
+        step(run, iteration, 100.0 + iteration)
+    line = timeline.of(run)
+    assert (line.effective, line.steps, line.steps_lost, line.seconds) == (2 + 3, 5, 2, 9)
+
+
+def test_what_the_next_job_does_again_counts_once(run: Run) -> None:
+    began(run, 2, base=3)
+    step(run, 4, 200.0, attempt=2)
+    line = timeline.of(run)
+    assert (line.effective, line.steps, line.steps_lost, line.seconds) == (3 + 1, 4, 1, 104)
+
+
+def view(run: Run, last: int, changes: dict[int, dict[str, Any]] | None = None) -> Run:
+    """A run whose merged view has these iterations, with an evaluation at the last one."""
+    run.path.mkdir(exist_ok=True)
+    for number in range(1, last + 1):
+        line = {
+            "iteration": number,
+            "loss": 1 / number,
+            "grad_norm": 0.1,
+            "global_batch_size": 8,
+            "consumed_samples": 8 * number,
+        }
+        append_line(run.metrics_view, line | (changes or {}).get(number, {}))
+    append_line(run.metrics_view, {"iteration": last, "validation": {"all": 0.1}, "time": float(last)})
+    return run
+
+
+def test_equal_losses_are_equal(tmp_path: Path) -> None:
+    one, other = view(Run(tmp_path / "one"), 5), view(Run(tmp_path / "other"), 5)
+    assert compare.losses(one, other, 5) == []
+    assert compare.gaps(one, 5) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({3: {"loss": 1 / 3 + 2**-54}}, "iteration 3: "),  # the last bit
+        ({2: {"grad_norm": 0.2}}, "iteration 2: "),
+        ({5: {"iteration": 4}}, "iteration 4 stands twice"),
+        ({5: {"iteration": 6}}, "iteration 5: None, undisturbed "),
+    ],
+)
+def test_losses_that_differ_are_found(tmp_path: Path, changes: dict[int, dict[str, Any]], words: str) -> None:
+    one, other = view(Run(tmp_path / "one"), 5, changes), view(Run(tmp_path / "other"), 5)
+    assert any(fault.startswith(words) for fault in compare.losses(one, other, 5))
+
+
+def test_iterations_that_both_lack_are_found(tmp_path: Path) -> None:
+    one, other = view(Run(tmp_path / "one"), 5), view(Run(tmp_path / "other"), 5)
+    assert compare.losses(one, other, 6) == ["iteration 6: None, undisturbed None"]
+    assert compare.gaps(one, 6) == ["5 iterations, not 6"]
+
+
+def test_an_evaluation_that_differs_is_found(tmp_path: Path) -> None:
+    one, other = view(Run(tmp_path / "one"), 2), view(Run(tmp_path / "other"), 2)
+    append_line(one.metrics_view, {"iteration": 3, "validation": {"all": 0.1}})
+    assert len(compare.losses(one, other, 2)) == 1
+
+
+@pytest.mark.parametrize("changes", [{"consumed_samples": 16}, {"consumed_samples": 32}, {"iteration": 4}])
+def test_samples_that_are_repeated_or_left_out_are_found(tmp_path: Path, changes: dict[str, Any]) -> None:
+    (fault,) = compare.gaps(view(Run(tmp_path / "one"), 5, {3: changes}), 5)
+    assert "where iteration 3 was to end with 24" in fault
+
+
+def checkpoint(run: Run, values: bytes, *, key: str = "weight") -> Path:
+    began(run, 1)
+    folder = run.checkpoint(5)
+    folder.mkdir(parents=True)
+    (folder / "__0_0.distcp").write_bytes(values)
+    block = checksums.Block(
+        key=key,
+        offset=[0],
+        shape=[len(values)],
+        dtype="uint8",
+        file="__0_0.distcp",
+        at=0,
+        bytes=len(values),
+        values_bytes=len(values),
+        values=xxhash.xxh3_128_hexdigest(values),
+        frame=xxhash.xxh3_128_hexdigest(b""),
+    )
+    known = checksums.write_blocks(folder, 0, 5, [block], {"__0_0.distcp": len(values)})
+    root = checksums.write_index(folder, 5, known)
+    run.attempt(1).append_commit(
+        Commit(iteration=5, path=str(folder), consumed_samples=40, time=1.0, seconds=1.0, checksum=root)
+    )
+    return folder
+
+
+def test_weights_are_compared_by_their_bytes(tmp_path: Path) -> None:
+    one = checkpoint(Run(tmp_path / "one"), b"abcd")
+    assert compare.weights(one, checkpoint(Run(tmp_path / "same"), b"abcd")) == (1, [])
+    assert compare.weights(one, checkpoint(Run(tmp_path / "bit"), b"abce")) == (1, ["weight at [0] differs"])
+    found = compare.weights(one, checkpoint(Run(tmp_path / "name"), b"abcd", key="bias"))
+    assert found == (1, ["bias at [0] differs", "weight at [0] differs"])
+
+
+def test_bytes_that_do_not_fit_their_hash_are_found_though_the_hashes_are_equal(tmp_path: Path) -> None:
+    one, other = (checkpoint(Run(tmp_path / name), b"abcd") for name in ("one", "other"))
+    (other / "__0_0.distcp").write_bytes(b"abce")
+    tensors, faults = compare.weights(one, other)
+    assert tensors == 1
+    assert "the values of weight in __0_0.distcp are not those that were saved" in faults[0]
+
+
+LINE = timeline.Timeline(began=0, ended=100, effective=95, steps=90, steps_lost=2, step=1.0)
+LOST = replace(FAILED, round=2, rank=None, lost={"n1": "n4"})
+SHOWN = Shown(
+    line=LINE,
+    jobs=["7"],
+    restarts=0,
+    events=[Event(time=10.0, kind="kill", rank=3, node="n1"), Event(time=20.0, kind="node", node="n1")],
+    failed=[FAILED, LOST],
+    tensors=50,
+    faults={"losses": [], "weights": [], "samples": []},
+    memory_intervals=[3],
+)
+
+
+def test_what_holds_is_no_complaint() -> None:
+    assert SHOWN.untrue(spares=1) == []
+    figures = SHOWN.figures()
+    assert (figures["effective_share"], figures["kills"], figures["nodes_lost"], figures["jobs"]) == (0.95, 1, 1, 1)
+    assert figures["events"][0] == asdict(SHOWN.events[0])
+    assert figures["rounds_from"] == {"memory": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"faults": {"losses": ["iteration 3: 1, undisturbed 2"]}}, "losses: iteration 3"),
+        ({"faults": {"weights": ["weight differs"]}}, "weights: weight differs"),
+        ({"tensors": 0}, "weights: no tensor was compared"),
+        ({"jobs": ["7", "8"]}, "one job: it took 2"),
+        ({"restarts": 1}, "one job: it took 1, restarted 1 times"),
+        ({"failed": [FAILED]}, "1 nodes were lost, and 0 are on record"),
+        ({"failed": [FAILED, LOST, replace(FAILED, round=3)]}, "2 faults, and 3 failed rounds"),
+        ({"events": [], "failed": []}, "nothing was killed"),
+    ],
+)
+def test_what_does_not_hold_is_named(changes: dict[str, Any], words: str) -> None:
+    assert any(claim.startswith(words) for claim in replace(SHOWN, **changes).untrue(spares=1))
+
+
+def test_with_fewer_spares_than_lost_nodes_there_may_be_several_jobs() -> None:
+    assert replace(SHOWN, jobs=["7", "8"]).untrue(spares=0) == []
