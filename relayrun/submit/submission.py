@@ -316,7 +316,11 @@ def _native_program(config: RunConfig, run: Run) -> list[str]:
 
 
 def _fork_server(config: CommonConfig, run: Run) -> list[str]:
-    return [config.cluster.python or sys.executable, "-m", "relayrun.training.fork_server", f"--run-dir={run.path}"]
+    """The server of an agent: it forks the ranks of our own program, and starts those of another one."""
+    python = config.cluster.python or sys.executable
+    if isinstance(config, RunConfig):
+        return [python, "-m", "relayrun.training.fork_server", f"--run-dir={run.path}"]
+    return [python, "-P", "-m", "relayrun.agent.start_server", f"--run-dir={run.path}"]
 
 
 def _mounts(config: CommonConfig) -> list[str]:
