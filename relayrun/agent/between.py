@@ -11,7 +11,6 @@ Then what lies beyond the next round's start is moved, as before an attempt, and
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection
 
@@ -26,7 +25,7 @@ from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
 from relayrun.trainers.base import Trainer
 from relayrun.trainers.choose import trainer_of
-from relayrun.trainers.logs import logs_of
+from relayrun.trainers.logs import logs_of, size
 from relayrun.trainers.new_lines import NewLines
 
 PAUSE = 0.1
@@ -73,7 +72,7 @@ class Between:
 
     def ended(self) -> None:
         """The agents are told to end a round: from here on their words are looked for."""
-        self._logs = [(NewLines(path, offset=_size(path)), set()) for path, _ in logs_of(self._begin)]
+        self._logs = [(NewLines(path, offset=size(path)), set()) for path, _ in logs_of(self._begin)]
         self._asked, self._since = None, time.monotonic()
 
     def recorded(self, number: int, *, exit_code: int, nodes: Collection[str]) -> bool:
@@ -89,6 +88,7 @@ class Between:
             self._since = time.monotonic()
         found = hand_over.asked(self._attempt)
         if found is not None and found.round == number and found.recorded:
+            self._asked = found
             return True
         if time.monotonic() - self._since > WATCH_SECONDS:
             raise RunDirError(
@@ -120,13 +120,13 @@ class Between:
         The round's start goes on record first: whoever concludes the attempt from here on must not take words of the
         round before for its own.
         """
-        sizes = [_size(path) for path, _ in logs_of(self._begin)] or [0, 0]
+        assert self._asked is not None
         RoundStart(
             round=number,
             base_iteration=base.iteration,
             base_path=base.path,
-            log_offset=sizes[1],
-            output_offset=sizes[0],
+            log_offset=self._asked.log_offset,
+            output_offset=self._asked.output_offset,
             commits=sum(1 for _ in read_lines(self._attempt.commits)),
         ).write(self._attempt.round)
         return self._trainer.prepare(base, attempt=self._attempt.number)
@@ -142,10 +142,3 @@ class Between:
                 return float(line["time"])
             break
         return None
-
-
-def _size(path: str) -> int:
-    try:
-        return os.path.getsize(path)
-    except FileNotFoundError:
-        return 0

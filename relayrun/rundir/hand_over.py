@@ -29,6 +29,10 @@ class HandOver(Record):
     """The end of the rank that failed first, as a shell reports it."""
     recorded: bool = False
     """Whether all that the round left is on record."""
+    log_offset: int = 0
+    """Bytes of the job's standard error then, as the watch sees it: in a container it may not be there."""
+    output_offset: int = 0
+    """Bytes of its standard output."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from relayrun.rundir import hand_over
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.records import AttemptStart
 from relayrun.trainers.base import Observing
+from relayrun.trainers.logs import logs_of, size
 
 
 class ByRounds:
@@ -40,7 +41,9 @@ class ByRounds:
                 observer.look()
         elif not over.recorded:
             self.conclude(over.exit_code)
-            replace(over, recorded=True).write(self._attempt.hand_over)
+            output, log = [size(path) for path, _ in logs_of(self._begin)] or (0, 0)
+            told = replace(over, recorded=True, log_offset=log, output_offset=output)
+            told.write(self._attempt.hand_over)
             self._observer = None  # the next round has another base and another log
 
     def conclude(self, exit_code: int | None) -> None:

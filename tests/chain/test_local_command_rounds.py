@@ -150,6 +150,17 @@ def test_a_hang_becomes_a_round_and_no_child_lives_on(make_run: MakeRun) -> None
 
 
 @pytest.mark.long
+def test_a_program_that_is_not_there_is_a_fatal_end(make_run: MakeRun) -> None:
+    run, plan = make(make_run)
+    settings = plan.trainer_settings | {"run": ["no-such-program", "{checkpoints}"]}
+    Plan.of(vars(plan) | {"trainer_settings": settings}).write(run.plan)
+    run_chain(run, plan)
+    (record,) = ends(run)
+    assert (record.cause, record.exit_code) == ("fatal", 127), logs(run)
+    assert record.reason.startswith("fatal: no-such-program is not found on any rank")
+
+
+@pytest.mark.long
 def test_a_tracker_goes_back_with_its_round(make_run: MakeRun) -> None:
     """Its save of iteration 10 is whole and not named: the kill came before."""
     run, plan = make(make_run, "1:0:10:torn", tracker=True)
