@@ -22,7 +22,12 @@ from tests.workspace import steps
 from .conftest import MakeRun
 from .test_local_megatron import reached, running, wait
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(2400)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.timeout(2400),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),  # to read weights takes imports
+]
 
 
 def rank_pids(run: Run) -> dict[int, int]:
