@@ -7,8 +7,6 @@ Each rank writes a line for each start and each iteration into FOLDER/rank-N.jso
 by nvidia-resiliency-ext, which calls it again in the same process.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
