@@ -222,6 +222,26 @@ SECTIONS: dict[str, list[Row]] = {
         Row("jobs there", "one_spare.jobs", ".0f"),
         Row("load of the machine meanwhile, beside other work: seconds are upper bounds", "load_average", ".0f"),
     ],
+    "recovery": [
+        *(
+            Row(f"{what}: {told}", f"{side}.{figure}", form)
+            for side, told in (
+                ("native_memory", "our rounds, copies in memory"),
+                ("native_disk", "our rounds, from the disk"),
+                ("command", "our rounds, a program started anew"),
+                ("ft_launcher", "the launcher of nvidia-resiliency-ext"),
+                ("torchrun", "torchrun"),
+                ("in_process", "nvidia-resiliency-ext in the process, without the dead rank"),
+            )
+            for what, figure, form in (
+                ("seconds from SIGKILL to the next step of all ranks", "seconds", ".1f"),
+                ("95th percentile", "p95", ".1f"),
+                ("steps done again", "steps_lost", ".0f"),
+                ("losses equal those of an undisturbed run (1: yes)", "equal", ".0f"),
+            )
+        ),
+        Row("load of the machine meanwhile: seconds are upper bounds on a busy one", "load_average", ".1f"),
+    ],
     "check": [
         Row("CPU seconds of `relayrun check` of a run with 4 shards", "demo.cpu", ".2f", most=1),
         Row("the same of 1,000 shards", "large.cpu", ".2f"),

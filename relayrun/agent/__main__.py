@@ -20,7 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from relayrun.agent.agent import HANDED_ON, Agent
+from relayrun.agent.agent import ENVIRONMENT, HANDED_ON, Agent
+from relayrun.agent.between import between_of, last_words
 from relayrun.agent.coordinator import Coordinator
 from relayrun.agent.lines import Lines, Message
 from relayrun.agent.reception import Reception
@@ -30,6 +31,7 @@ from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
+from relayrun.trainers.choose import trainer_of
 
 PAUSE = 0.1
 """Seconds between two tries to reach the coordinator."""
@@ -82,6 +84,7 @@ def _in_one_step(run: Run, plan: Plan, attempt: Attempt, begin: AttemptStart) ->
         links=links,
         say=words,
         max_failed_rounds=plan.max_failed_rounds,
+        between=between_of(run, plan, attempt, begin, say=words),
     )
     listener = socket.create_server(("", address[1]), backlog=nodes) if nodes > 1 else None
     reception = Reception(coordinator, links, listener=listener, job=job)
@@ -124,15 +127,21 @@ def _become(command: Sequence[str], plan: Plan, *, node: int, number: int, log: 
 def _agent(
     run: Run, plan: Plan, attempt: Attempt, job: Message, *, node: int, upward: Lines, words: Callable[[str], None]
 ) -> Agent:
+    trainer, forked = trainer_of(plan, run), plan.trainer == "native"
+    leave = {signal.SIGTERM, *([] if trainer.leave_signal is None else [trainer.leave_signal])}
     return Agent(
         attempt,
         hello={**job, "node": node, "name": _name()},
         place=node if node < plan.nodes or not plan.spare_nodes else None,
         ranks_per_node=plan.ntasks_per_node,
         server=plan.fork_server,
+        defaults=ENVIRONMENT if forked else {},
         arguments=[f"--run-dir={run.path}", f"--attempt={attempt.number}"],
         upward=upward,
         keep_address="MASTER_ADDR" in plan.environment,
+        handed_on={*HANDED_ON, *trainer.asked_by},
+        leave_signals=leave,
+        last_words=None if forked else last_words,
         say=words,
     )
 

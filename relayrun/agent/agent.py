@@ -12,7 +12,7 @@ import selectors
 import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from relayrun.agent import sections
@@ -29,13 +29,14 @@ from relayrun.scheduler import leftover
 from relayrun.scheduler.tasks import free_port
 
 HANDED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+"""Signals that are for the ranks, whatever the program; its own come to these."""
 MARK = "RELAYRUN_AGENT"
 """Marks what the ranks of one agent start, so that nothing of it lives on beside the next round."""
 ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # numpy's: the server must have one thread, as a fork has no other
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # libraries that ask for CUDA while they are imported must not start it
 }
-"""What the server and its ranks have, where nothing else is set."""
+"""What a server that forks and its ranks have."""
 
 
 class Agent:
@@ -45,9 +46,12 @@ class Agent:
         hello: what the coordinator is told first: the number of this node in the job, from 0 on, its name, the job.
         place: the number by which its ranks are counted, until the coordinator gives it another one; None: it is a
             spare one. ranks_per_node: how many it has.
-        server: the command of the server that forks ranks. arguments: of the program that each of them becomes.
+        server: the command of the server that forks or starts ranks, and `defaults`: what it and they have in their
+            environment, where nothing else is set. arguments: of the program that each of them becomes.
         upward: to the coordinator.
         keep_address: MASTER_ADDR is as the site says, wherever rank 0 is.
+        handed_on: signals that are for the ranks. leave_signals: those of them that ask the ranks to leave.
+        last_words: said in both of the job's logs when no rank of a round is left here; None: nobody reads them there.
         say: writes a line into the job's log.
     """
 
@@ -59,11 +63,16 @@ class Agent:
         place: int | None,
         ranks_per_node: int,
         server: Sequence[str],
+        defaults: Mapping[str, str] = ENVIRONMENT,
         arguments: Sequence[str],
         upward: Lines,
         keep_address: bool = False,
+        handed_on: Collection[signal.Signals] = HANDED_ON,
+        leave_signals: Collection[signal.Signals] = (signal.SIGUSR2, signal.SIGTERM),
+        last_words: Callable[[int], str] | None = None,
         say: Callable[[str], None],
     ) -> None:
+        self._handed_on, self._leave_signals, self._last_words = handed_on, leave_signals, last_words
         self._attempt, self._hello, self._say = attempt, hello, say
         self._ranks_per_node, self._ranks = ranks_per_node, numbers(place, ranks_per_node)
         self._world_size = 0
@@ -72,7 +81,7 @@ class Agent:
         """Whether it left because the coordinator was gone."""
         self._beat = 0.0
         """When the coordinator last heard that this agent lives."""
-        self._command, self._arguments = server, arguments
+        self._command, self._defaults, self._arguments = server, defaults, arguments
         self._upward = upward
         self._mark = f"{os.getpid()}-{time.time_ns()}"
         self._memory: Path | None = None
@@ -98,7 +107,7 @@ class Agent:
         heard, told = os.pipe()
         os.set_blocking(told, False)
         signal.set_wakeup_fd(told)
-        for number in HANDED_ON:
+        for number in self._handed_on:
             signal.signal(number, lambda _number, _frame: None)
         self._watch.register(heard, selectors.EVENT_READ, lambda: self._signalled(os.read(heard, 64)))
         if reception is not None:
@@ -111,7 +120,7 @@ class Agent:
         self._upward.send("hello", **self._hello, port=free_port(""))
         self._start_server()
         while self._code is None:
-            for key, _ in self._watch.select(BEAT_SECONDS):
+            for key, _ in self._watch.select(BEAT_SECONDS if reception is None else reception.pause):
                 key.data()
             if time.monotonic() - self._beat >= BEAT_SECONDS:
                 self._beat = time.monotonic()
@@ -125,15 +134,15 @@ class Agent:
         return self._code
 
     def _start_server(self) -> None:
-        environment = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
-        self._server = ForkServer(self._command, environment)
+        environment = {name: value for name, value in self._defaults.items() if name not in os.environ}
+        self._server = ForkServer(self._command, environment, ignored=self._handed_on)
         self._watch.register(self._server.lines, selectors.EVENT_READ, self._from_server)
 
     def _signalled(self, numbers: bytes) -> None:
         for number in numbers:
             if self._server is not None:
                 self._server.lines.send("signal", number=number)
-            if number != signal.SIGUSR1:
+            if number in self._leave_signals:
                 self._upward.send("asked", why=signal.Signals(number).name)
 
     def _from_coordinator(self) -> None:
@@ -251,6 +260,10 @@ class Agent:
         self._said_ended = self.round
         for command in leftover.end({MARK: self._mark}):
             self._say(f"a process that the ranks left behind is ended: {command}")
+        if self._last_words is not None:  # behind all that the ranks said: the streams are the same
+            self._say(self._last_words(self.round))
+            with contextlib.suppress(OSError):
+                print(f"\n[relayrun {self._hello['name']}] {self._last_words(self.round)}", flush=True)
         copies = [] if self._memory is None else held(self._memory)
         self._upward.send("ended", round=self.round, memory=copies, port=free_port(""))
 

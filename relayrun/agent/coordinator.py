@@ -26,6 +26,7 @@ from dataclasses import replace
 from typing import Literal
 
 from relayrun.agent import hangs
+from relayrun.agent.between import PAUSE, Between
 from relayrun.agent.decide import Death, RoundFacts, first_death, why_not_again
 from relayrun.agent.lines import Lines, Message
 from relayrun.agent.memory import Held, newest
@@ -58,6 +59,7 @@ class Coordinator:
         links: to the agents, by node number; filled by who accepts their connections, before their `hello`.
         say: writes a line into the job's log.
         max_failed_rounds: after so many in a row without a new durable iteration the attempt ends.
+        between: the records and files of a foreign program; None: the ranks write them themselves.
     """
 
     def __init__(
@@ -72,7 +74,9 @@ class Coordinator:
         links: dict[int, Lines],
         say: Callable[[str], None],
         max_failed_rounds: int,
+        between: Between | None = None,
     ) -> None:
+        self._between = between
         begin = attempt.read_begin()
         if begin is None:
             raise RunDirError("this attempt has not begun", where=attempt.begin)
@@ -93,7 +97,7 @@ class Coordinator:
         self._ranks, self._max_failed_rounds = ranks, max_failed_rounds
         self._log = begin.log
         self._base = Durable(iteration=begin.base_iteration, path=begin.base_path)
-        self._phase: Literal["gathering", "running", "ending", "leaving"] = "gathering"
+        self._phase: Literal["gathering", "running", "ending", "recording", "leaving"] = "gathering"
         self._round = 0
         self._names = dict(names or {})
         self._deaths: list[Death] = []
@@ -112,6 +116,8 @@ class Coordinator:
         self._started: Message = {}
         """Rank 0's times of its start, in this round."""
         self._hangs = hangs.Hangs()
+        self._unstepped = False
+        """This round is not the first one, and has not done a step."""
 
     def hear(self, node: int, message: Message) -> None:
         """Take a message of the agent of this node."""
@@ -153,6 +159,17 @@ class Coordinator:
                 self._hung(hang)
         if self._phase == "gathering" and time.monotonic() - self._greeted > GATHER_SECONDS:
             self._gather(late=True)
+        elif self._phase == "recording":
+            self._look_for_records()
+        elif self._unstepped and self._between is not None:
+            with contextlib.suppress(OSError):
+                if (stepped := self._between.first_step(after=self._from)) is not None:
+                    self._stepped(stepped)
+
+    @property
+    def pause(self) -> float:
+        """Seconds after which `look` is to be called again."""
+        return PAUSE if self._phase == "recording" else BEAT_SECONDS
 
     def _look_for_hang(self) -> None:
         found, ask = self._hangs.look(self._places, ranks=self._ranks)
@@ -242,6 +259,7 @@ class Coordinator:
         self._phase, self._round = "running", self._round + 1
         self._deaths, self._ended, self._memory, self._started = [], set(), [], {}
         self._hangs = hangs.Hangs()
+        self._unstepped = self._round > 1
         first = self._places[0]
         self._given_out = time.time()
         for node, link in self._links.items():
@@ -267,7 +285,9 @@ class Coordinator:
         """Have all ranks of this round ended, once."""
         if self._phase != "running":
             return
-        self._phase, self._noticed = "ending", time.time()
+        self._phase, self._noticed, self._unstepped = "ending", time.time(), False
+        if self._between is not None:
+            self._between.ended()
         for link in self._links.values():
             link.send("end", round=self._round)
 
@@ -276,7 +296,28 @@ class Coordinator:
             self._leave(0)
         elif self._phase == "ending":
             self._all_ended = time.time()
-            self._conclude()
+            self._phase = "recording"
+            self._look_for_records()
+
+    def _look_for_records(self) -> None:
+        """Conclude the round when all that it left is on record; the ranks of a foreign program write none."""
+        if self._between is not None:
+            nodes = [self._name(node) for node in self._places if node in self._ended and node in self._links]
+            code = self._deaths[0].exit_code or FAILED
+            try:
+                if not self._between.recorded(self._round, exit_code=code, nodes=nodes):
+                    return
+            except (OSError, RelayrunError) as error:
+                self._give_up(error)
+                return
+        self._conclude()
+
+    def _give_up(self, error: OSError | RelayrunError) -> None:
+        """End the attempt, since its records cannot be made ready for another round."""
+        self._say(f"round {self._round} failed, and no other one can begin: {error}")
+        with contextlib.suppress(OSError):
+            rounds.amend(self._attempt, self._round, again=False, reason=f"no other round can begin: {error}")
+        self._leave(self._deaths[0].exit_code if self._deaths else FAILED)
 
     def _conclude(self) -> None:
         """No rank lives: begin another round, or end the attempt."""
@@ -290,14 +331,14 @@ class Coordinator:
             rounds.append(self._attempt, failed)
             if failed.again:
                 number = self._round + 1
-                moved = rounds.go_back(self._run, self._attempt, base, next_round=number, next_iteration=memory)
+                moved = [] if self._between is None else self._between.prepare(base, number=number)
+                moved += rounds.go_back(self._run, self._attempt, base, next_round=number, next_iteration=memory)
+                if self._between is not None:
+                    self._between.go_on()
                 for text in moved:
                     self._say(text)
         except (OSError, RelayrunError) as error:
-            self._say(f"round {self._round} failed, and no other one can begin: {error}")
-            with contextlib.suppress(OSError):
-                rounds.amend(self._attempt, self._round, again=False, reason=f"no other round can begin: {error}")
-            self._leave(self._deaths[0].exit_code if self._deaths else FAILED)
+            self._give_up(error)
             return
         self._say(failed.told)
         if failed.again:
@@ -330,6 +371,7 @@ class Coordinator:
             lost="" if not left else "no spare node is left" if self._spare_nodes else self._gone_words(left),
             earlier=earlier,
             max_failed_rounds=self._max_failed_rounds,
+            complete=self._between is not None and self._between.complete(base),
         )
         reason = why_not_again(facts)
         return FailedRound(
@@ -367,8 +409,10 @@ class Coordinator:
         """The first step of a round is done: add to the record of the one before what getting back took."""
         if self._round == 1:
             return
-        times = [self._given_out, *(float(self._started.get(name, 0.0)) for name in PHASES), stepped]
-        names = ("fork", "groups", "load", "step")
+        self._unstepped = False
+        parts = [float(self._started[name]) for name in PHASES] if self._started else []  # a foreign program says none
+        times = [self._given_out, *parts, stepped]
+        names = ("fork", "groups", "load", "step") if parts else ("step",)
         seconds = {name: later - earlier for name, earlier, later in zip(names, times, times[1:], strict=False)}
         seconds |= {"records": self._given_out - self._all_ended, "all": stepped - self._noticed}
         source, reached = self._started.get("source", "disk"), int(self._started.get("iteration", self._from))

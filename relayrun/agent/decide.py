@@ -71,12 +71,16 @@ class RoundFacts:
     earlier: Sequence[FailedRound]
     """The failed rounds of this attempt before this one, oldest first."""
     max_failed_rounds: int
+    complete: bool = False
+    """Nothing is left to train behind what is saved."""
 
 
 def why_not_again(facts: RoundFacts) -> str | None:
     """Why the attempt ends with this round, in words; None where the ranks are to be started again."""
     if facts.left:
         return "rank 0 had said how it leaves"
+    if facts.complete:
+        return f"iteration {facts.next_iteration} is the last one, and it is saved"
     if facts.asked:
         return f"the ranks had been asked to leave ({facts.asked})"
     if facts.lost:

@@ -38,6 +38,11 @@ class Reception:
         if self._listener is not None:
             selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
+    @property
+    def pause(self) -> float:
+        """Seconds after which `look` is to be called again."""
+        return self._coordinator.pause
+
     def look(self) -> None:
         """Now and then: what nobody sends a message of."""
         self._coordinator.look()

@@ -1,5 +1,7 @@
 """The agent's side of the server that forks a node's ranks: a program that has done the imports, and computes nothing.
 
+For a program that is not relayrun's own `agent.start_server` stands in its place, and starts them.
+
     agent → server    fork {round, rank, arguments, environment} · end · signal {number}
     server → agent    dead {round, rank, code, told}: whether it lived when it was to be ended
                       · unable {error}: the imports failed
@@ -14,7 +16,8 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 from relayrun.agent.lines import Lines
 from relayrun.scheduler.tasks import die_with_parent
@@ -23,24 +26,29 @@ IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 """Signals that are for the ranks; some sites' Slurm sends them to every process of a step."""
 
 
-def _prepare() -> None:
+def _prepare(ignored: Collection[signal.Signals]) -> None:
     die_with_parent(signal.SIGKILL)
-    for number in IGNORED:
+    for number in ignored:
         signal.signal(number, signal.SIG_IGN)
 
 
 class ForkServer:
     """One server; it starts with this object."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start `command` with these variables besides the agent's own. Its standard input is the socket."""
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], *, ignored: Collection[signal.Signals] = ()
+    ) -> None:
+        """Start `command` with these variables besides the agent's own. Its standard input is the socket.
+
+        `ignored`: signals that are for the ranks, besides the usual ones.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 command,
                 stdin=theirs.fileno(),
                 env={**os.environ, **environment},
-                preexec_fn=_prepare,
+                preexec_fn=partial(_prepare, {*IGNORED, *ignored}),
             )
         self.lines = Lines(ours)
 

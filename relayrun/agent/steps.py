@@ -24,7 +24,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from relayrun.agent.coordinator import BEAT_SECONDS, FAILED, Coordinator
+from relayrun.agent.between import between_of
+from relayrun.agent.coordinator import FAILED, Coordinator
 from relayrun.agent.lines import Lines
 from relayrun.agent.reception import Reception
 from relayrun.errors import RunDirError, run_main
@@ -111,6 +112,7 @@ def main() -> int:
         links=links,
         say=partial(_say, name),
         max_failed_rounds=plan.max_failed_rounds,
+        between=between_of(run, plan, attempt, begin, say=partial(_say, name)),
     )
     listener = socket.create_server(("", 0), backlog=len(names))
     reception = Reception(coordinator, links, listener=listener, job={"job": begin.job_id, "attempt": attempt.number})
@@ -122,7 +124,7 @@ def main() -> int:
     steps.watch(selector, reception)
     deadline: float | None = None
     while steps.left() - coordinator.given_up() or coordinator.code is None:
-        for key, _ in selector.select(BEAT_SECONDS):
+        for key, _ in selector.select(reception.pause):
             key.data()
         reception.look()
         steps.end(coordinator.given_up())

@@ -246,15 +246,19 @@ def exports(variables: Mapping[str, str]) -> list[str]:
     return [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
 
 
-def program(plan: Plan, command: Sequence[str]) -> list[str]:
-    """What a job starts: a rank's `command`, or the agent that forks the ranks of a node, with the same arguments."""
+def program(plan: Plan, command: Sequence[str], *, where: Sequence[str]) -> list[str]:
+    """What a job starts: a rank's `command`, or the agent that forks or starts the ranks of a node.
+
+    `where`: arguments that tell an agent the run and the attempt.
+    """
     if plan.recovery == "job":
         return list(command)
-    arguments = command[3:]
-    agent = [command[0], "-m", "relayrun.agent", *arguments]
+    # the working folder may hold another relayrun; a foreign program would hear a variable that says so
+    safe = [] if plan.trainer == "native" else ["-P"]
+    agent = [plan.fork_server[0], *safe, "-m", "relayrun.agent", *where]
     if not plan.spare_nodes:
         return agent
-    return [*agent, "--", plan.host_python, "-P", "-m", "relayrun.chain", "orphaned", *arguments]
+    return [*agent, "--", plan.host_python, "-P", "-m", "relayrun.chain", "orphaned", *where]
 
 
 def task_command(

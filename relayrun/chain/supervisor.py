@@ -32,7 +32,7 @@ from relayrun.chain.log import log
 from relayrun.chain.watch import Watch
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
 from relayrun.files import fsync_directory, write_atomic
-from relayrun.rundir import lead, lineage, rounds, start_time, triggers, views
+from relayrun.rundir import hand_over, lead, lineage, rounds, start_time, triggers, views
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.plan import FORMAT, Plan
@@ -253,7 +253,7 @@ def _open_attempt(
         write_atomic(attempt.setup, render.setup_script(plan.setup, report=str(attempt.setup_failed)))
     for text in trainer.prepare(base, attempt=number):
         log(text)
-    write_atomic(attempt.path / "job.env", _environment(plan, scheduler, job, trainer, attempt, begin))
+    write_atomic(attempt.path / "job.env", _environment(run, plan, scheduler, job, trainer, attempt, begin))
     return attempt
 
 
@@ -294,7 +294,7 @@ def _began(attempt: Attempt) -> AttemptStart:
 def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled: bool) -> End:
     """Judge an attempt whose ranks have gone, write its end.json, and give strikes to who is to blame."""
     started = _began(attempt)
-    _conclude(run, plan, started, exit_code)
+    _conclude(run, plan, attempt, started, exit_code)
     outcome, hang = Outcome.read(attempt.outcome), Hang.read(attempt.hang)
     failure, fatal = ("", None) if outcome or hang else _why_failed(run, plan, attempt, started, exit_code)
     now = lineage.durable(run)
@@ -336,9 +336,10 @@ def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled:
     return record
 
 
-def _conclude(run: Run, plan: Plan, started: AttemptStart, exit_code: int) -> None:
+def _conclude(run: Run, plan: Plan, attempt: Attempt, started: AttemptStart, exit_code: int) -> None:
     """Have the records completed that a foreign program does not write. Nobody is asked for anything any more."""
-    observer = trainer_of(plan, run).follow(started, signal_ranks=lambda _number: None)
+    newest = hand_over.begin_of_round(attempt, started)
+    observer = trainer_of(plan, run).follow(newest, signal_ranks=lambda _number: None)
     if observer is not None:
         observer.conclude(None if exit_code == decide.UNKNOWN else exit_code)
 
@@ -416,11 +417,12 @@ def _last_round(attempt: Attempt) -> str:
 
 
 def _environment(
-    plan: Plan, scheduler: Scheduler, job: Job, trainer: Trainer, attempt: Attempt, begin: AttemptStart
+    run: Run, plan: Plan, scheduler: Scheduler, job: Job, trainer: Trainer, attempt: Attempt, begin: AttemptStart
 ) -> str:
     """The text of job.env: defaults that every rank needs, then the site's own, which win."""
     leave = trainer.leave_signal
     launch = scheduler.rank_launch(plan, job, leave_signal=leave)
+    where = [f"--run-dir={run.path}", f"--attempt={attempt.number}"]
     own = trainer.environment(begin)
     path = [*filter(None, own.get("PYTHONPATH", "").split(":")), *render.search_path(plan)]
     environment = {
@@ -440,7 +442,7 @@ def _environment(
         task_command=render.task_command(
             plan,
             launch.command,
-            render.program(plan, trainer.command(begin)),
+            render.program(plan, trainer.command(begin), where=where),
             setup=attempt.setup,
             nodes=launch.nodes,
         ),

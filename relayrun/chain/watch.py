@@ -15,6 +15,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from relayrun.chain import campaign, evaluations, evidence, successor
@@ -31,6 +32,7 @@ from relayrun.rundir.views import Views
 from relayrun.scheduler.base import Scheduler
 from relayrun.scheduler.choose import for_plan
 from relayrun.trainers.base import Observing
+from relayrun.trainers.by_rounds import ByRounds
 from relayrun.trainers.choose import trainer_of
 
 POLL_SECONDS = 1.0
@@ -127,7 +129,10 @@ class Watch:
         def signal_ranks(number: signal.Signals) -> None:
             self.scheduler.signal_ranks(self.scheduler.current_job_id(), number)
 
-        return self._trainer.follow(self.begin, signal_ranks=signal_ranks)
+        follow = partial(self._trainer.follow, signal_ranks=signal_ranks)
+        if self.plan.recovery == "node" and self.plan.trainer != "native":
+            return ByRounds(self.attempt, self.begin, follow=follow)
+        return follow(self.begin)
 
     def _try(self, what: str, duty: Callable[[], None]) -> None:
         """Do one duty; what fails is said once and tried again with the next look."""

@@ -45,12 +45,7 @@ class CommonConfig(Section):
                     "set chain.recovery=node, or leave it out"
                 )
             return self
-        if self.trainer != "native":
-            raise ValueError(
-                f"chain.recovery: node starts the ranks of trainer native again, not those of {self.trainer}; "
-                "set chain.recovery=job"
-            )
-        if self.debug.profile == "nsys":
+        if self.debug.profile == "nsys" and self.trainer == "native":
             raise ValueError(
                 "debug.profile: nsys must start a rank, and with chain.recovery=node it is forked; "
                 "set debug.profile=torch or chain.recovery=job"

@@ -27,7 +27,7 @@ class Chain(Section):
     """Attempts in a row without a new durable iteration, after which the chain stops."""
     recovery: Literal["job", "node"] = "job"
     """What starts again when a rank dies. `job`: the next job of the chain. `node`: the ranks, inside the same job, by
-    an agent on each node; with trainer `native` alone. What that cannot cure ends the attempt as with `job`."""
+    an agent on each node. What that cannot cure ends the attempt as with `job`."""
     max_failed_rounds: Positive = 5
     """With `recovery: node`, starts of the ranks in a row that brought no later state to start from, after which the
     attempt ends."""

@@ -65,6 +65,16 @@ class Attempt:
         return self.path / "rounds.jsonl"
 
     @property
+    def hand_over(self) -> Path:
+        """A round of a foreign program that is over, between the coordinator and the watch; see `rundir.hand_over`."""
+        return self.path / "hand_over.json"
+
+    @property
+    def round(self) -> Path:
+        """What the newest round of a foreign program starts from, by the coordinator; see `rundir.hand_over`."""
+        return self.path / "round.json"
+
+    @property
     def memory_intervals(self) -> Path:
         """A line per choice of `checkpoint.memory_interval: auto`, with what was measured, by rank 0."""
         return self.path / "memory_intervals.jsonl"

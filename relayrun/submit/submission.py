@@ -264,7 +264,7 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
     lead = first_lead(time_limit) if fixed is None else fixed
     signal_lead = config.chain.signal_lead
     job, cluster = config.job, config.cluster
-    container = cluster.container.with_mounts([str(root), str(run.path), *_mounts(config)])
+    container = cluster.container.with_mounts([str(root), str(run.path), *_mounts(config, run)])
     return Plan(
         run=f"{config.project}/{config.name}",
         job_name=job_name(config.project, config.name, run.path),
@@ -316,12 +316,19 @@ def _native_program(config: RunConfig, run: Run) -> list[str]:
 
 
 def _fork_server(config: CommonConfig, run: Run) -> list[str]:
-    return [config.cluster.python or sys.executable, "-m", "relayrun.training.fork_server", f"--run-dir={run.path}"]
+    """The server of an agent: it forks the ranks of our own program, and starts those of another one."""
+    python = config.cluster.python or sys.executable
+    if isinstance(config, RunConfig):
+        return [python, "-m", "relayrun.training.fork_server", f"--run-dir={run.path}"]
+    return [python, "-P", "-m", "relayrun.agent.start_server", f"--run-dir={run.path}"]
 
 
-def _mounts(config: CommonConfig) -> list[str]:
+def _mounts(config: CommonConfig, run: Run) -> list[str]:
     """Folders that a container must show besides relayrun's code and the run's directory."""
-    return [config.megatron_lm.dir] if isinstance(config, MegatronConfig) else []
+    found = [config.megatron_lm.dir] if isinstance(config, MegatronConfig) else []
+    if config.chain.recovery == "node" and config.trainer != "native":
+        found.append(str(log_folder(run)))  # the coordinator sees there that nothing of a round is on its way any more
+    return found
 
 
 def sbatch_options(job: Job) -> dict[str, str | None]:

@@ -58,8 +58,16 @@ class Trainer(Protocol):
     def leave_signal(self) -> Signals | None:
         """The signal on which every rank saves and leaves; None where a file alone asks for it."""
 
+    @property
+    def asked_by(self) -> Sequence[Signals]:
+        """Every signal by which the chain asks the program for something."""
+
     def prepare(self, base: Durable, *, attempt: int) -> list[str]:
-        """Make the program start from `base` and from nothing else. Returns what was done for that, in words."""
+        """Make the program start from `base` and from nothing else. Returns what was done for that, in words.
+
+        No rank lives, and nobody follows the program. It is called when an attempt begins, and again before each of its
+        further rounds.
+        """
 
     def command(self, begin: AttemptStart) -> list[str]:
         """What a rank of this attempt executes, without what the cluster puts before it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from relayrun.rundir.records import AttemptStart
 
 
@@ -16,3 +18,11 @@ def logs_of(begin: AttemptStart) -> list[tuple[str, int]]:
     if begin.log is None or output is None:
         return []
     return [(output, begin.output_offset), (begin.log, begin.log_offset)]
+
+
+def size(path: str) -> int:
+    """Return the bytes of a file, 0 where there is none. Raises OSError."""
+    try:
+        return os.path.getsize(path)
+    except FileNotFoundError:
+        return 0

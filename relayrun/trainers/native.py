@@ -15,6 +15,7 @@ class Native:
     """`python -m relayrun.training`, as the plan has it."""
 
     leave_signal = Signals.SIGUSR2
+    asked_by = (Signals.SIGUSR1, Signals.SIGUSR2)
 
     def __init__(self, plan: Plan) -> None:
         self._program = plan.program

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from relayrun.files import append_line, read_lines_backwards, sizes, write_atomic, write_json
-from relayrun.rundir import triggers
+from relayrun.rundir import hand_over, triggers
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lead import SAVES, STEPS, lead_of, percentile
 from relayrun.rundir.records import AttemptStart, Commit, Heartbeat, Outcome, OutcomeName, Started
@@ -124,8 +124,10 @@ class Observer:
         for _, line in read_lines_backwards(self._attempt.metrics):
             self._iteration = max(self._iteration, int(line["iteration"]))
             break
-        for commit in self._attempt.read_commits():
-            self._committed = max(self._committed, commit.iteration)
+        start = hand_over.start_of(self._attempt)
+        for number, commit in enumerate(self._attempt.read_commits()):
+            if start is None or number >= start.commits:  # those of earlier rounds that count are not behind the base
+                self._committed = max(self._committed, commit.iteration)
             self._saves.append(commit.seconds)
 
     def _record(self, *, gone: bool = False) -> None:

@@ -111,7 +111,9 @@ class Steps:
             path.mkdir(parents=True)
         self.orphans = self.run.path / "orphans"
         self.orphans.mkdir()
-        program = [*render.program(plan, [*plan.program, "--attempt=1"])]
+        program = [
+            *render.program(plan, [*plan.program, "--attempt=1"], where=[f"--run-dir={self.run.path}", "--attempt=1"])
+        ]
         orphaned = [sys.executable, "-c", ORPHANED, str(self.orphans)]  # in the place of `relayrun.chain orphaned`
         program[program.index("--") + 1 :] = orphaned
         names = [f"n{node}" for node in range(2 + spare)]

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.agent.between import last_words
 from relayrun.cli import main
 from relayrun.config import compose
 from relayrun.rundir.rounds import SECONDS, FailedRound
+from tests.unit.test_trainer_configs import COMMAND, written
 from tests.workspace import Workspace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +30,16 @@ def test_the_page_is_short_and_its_configs_are_some(tmp_path: Path) -> None:
     for part in blocks("yaml"):
         (tmp_path / "whole.yaml").write_text(f"include: ['{config}']\n{part}", encoding="utf-8")
         assert compose.load(tmp_path / "whole.yaml").chain.recovery == "node"
+
+
+def test_the_config_of_other_trainers_is_one(tmp_path: Path) -> None:
+    page = (ROOT / "docs/recovery-of-other-trainers.md").read_text(encoding="utf-8")
+    (part,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)
+    config = written(tmp_path, COMMAND)
+    (tmp_path / "whole.yaml").write_text(f"include: ['{config}']\n{part}", encoding="utf-8")
+    made = compose.load(tmp_path / "whole.yaml")
+    assert (made.trainer, made.chain.recovery) == ("command", "node")
+    assert last_words(4) in page
 
 
 @pytest.mark.slow

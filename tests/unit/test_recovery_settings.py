@@ -15,7 +15,7 @@ from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.scheduler.slurm import Slurm
 from relayrun.submit.submission import make_plan
-from tests.unit.test_trainer_configs import COMMAND, MEGATRON, refused, written
+from tests.unit.test_trainer_configs import COMMAND, written
 from tests.workspace import Workspace
 
 NODE = {"recovery": "node"}
@@ -32,14 +32,14 @@ def test_agents_are_off_and_a_plan_of_an_earlier_version_has_none(tmp_path: Path
     earlier = {name: value for name, value in vars(plan).items() if name not in ("recovery", "fork_server")}
     earlier.pop("max_failed_rounds")
     assert Plan.of(earlier).recovery == "job"
-    assert render.program(plan, [*plan.program, "--attempt=1"]) == [*plan.program, "--attempt=1"]
+    assert render.program(plan, [*plan.program, "--attempt=1"], where=[]) == [*plan.program, "--attempt=1"]
 
 
 def test_an_agent_is_started_with_the_python_and_the_arguments_of_the_ranks(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, chain=NODE | {"max_failed_rounds": 2}, cluster={"python": sys.executable})
     assert plan.max_failed_rounds == 2
     assert plan.fork_server == [sys.executable, "-m", "relayrun.training.fork_server", f"--run-dir={tmp_path}/run"]
-    command = render.program(plan, [*plan.program, "--attempt=1"])
+    command = render.program(plan, [*plan.program, "--attempt=1"], where=[f"--run-dir={tmp_path}/run", "--attempt=1"])
     assert command == [sys.executable, "-m", "relayrun.agent", f"--run-dir={tmp_path}/run", "--attempt=1"]
 
 
@@ -75,7 +75,10 @@ def test_what_cannot_work_is_refused_with_the_setting_to_change(
     assert words in str(refused.value)
 
 
-@pytest.mark.parametrize("values", [COMMAND, MEGATRON], ids=["command", "megatron-lm"])
-def test_another_trainer_is_refused(tmp_path: Path, values: dict[str, Any]) -> None:
-    said = refused(written(tmp_path, values, chain=NODE))
-    assert f"starts the ranks of trainer native again, not those of {values['trainer']}; set chain.recovery=job" in said
+def test_another_trainer_has_a_server_that_starts_its_command(tmp_path: Path) -> None:
+    config = compose.load(written(tmp_path, COMMAND, chain=NODE))
+    plan = make_plan(config, Run(tmp_path / "run"), tmp_path, revision=1)
+    where = [f"--run-dir={tmp_path}/run"]
+    assert plan.fork_server == [sys.executable, "-P", "-m", "relayrun.agent.start_server", *where]
+    command = render.program(plan, ["its-own"], where=[*where, "--attempt=2"])
+    assert command == [sys.executable, "-P", "-m", "relayrun.agent", *where, "--attempt=2"]

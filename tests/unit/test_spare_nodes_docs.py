@@ -59,10 +59,10 @@ def test_the_job_asks_for_all_nodes_and_outlives_the_loss_of_one(
     )
     assert list(launch.nodes) == ["n0", "n1", "n2"]
     assert {"--overlap", "--nodes=1", "--ntasks=1"} <= set(launch.command)
-    program = render.program(plan, [*plan.program, "--attempt=1"])
+    where = [f"--run-dir={run.path}", "--attempt=1"]
+    program = render.program(plan, [*plan.program, "--attempt=1"], where=where)
     setup = run.attempt(1).setup
     words = render.task_command(plan, launch.command, program, setup=setup, nodes=launch.nodes)
-    where = [f"--run-dir={run.path}", "--attempt=1"]
     assert words[:8] == ["python3", "-P", "-m", "relayrun.agent.steps", *where, "--nodes=n0,n1,n2", "--"]
     assert words[-8:] == ["--", "python3", "-P", "-m", "relayrun.chain", "orphaned", *where]
     assert words.index("srun") == 8

@@ -77,11 +77,17 @@ class Command:
         name = self._settings.leave_signal
         return None if name is None else Signals[name]
 
+    @property
+    def asked_by(self) -> list[Signals]:
+        """The signals that ask for a checkpoint, or to leave."""
+        return [Signals[name] for name in (self._settings.save_signal, self._settings.leave_signal) if name is not None]
+
     def prepare(self, base: Durable, *, attempt: int) -> list[str]:
         """Move what lies beyond the base out of the program's sight; make the folder of the client, and no file ask."""
         settings, opened = self._settings, self._run.attempt(attempt)
         self._run.checkpoints.mkdir(exist_ok=True)
         opened.client.mkdir(exist_ok=True)
+        _set_aside(opened.client)
         if settings.progress_file is not None:
             with contextlib.suppress(FileNotFoundError):
                 write_atomic(_offset(opened), str(self._path(settings.progress_file).stat().st_size))
@@ -157,6 +163,14 @@ class Command:
         """A file of a setting: below the run's directory, where it is no whole path."""
         names = {"run_dir": str(self._run.path), "checkpoints": str(self._run.checkpoints)}
         return self._run.path / _filled(name, names)
+
+
+def _set_aside(folder: Path) -> None:
+    """Move what an earlier round of the attempt said by the client: the next one says it again."""
+    away = folder / f"round-{1 + len(list(folder.glob('round-*'))):04}"
+    for path in sorted(folder.glob("*.jsonl")):
+        away.mkdir(exist_ok=True)
+        path.rename(away / path.name)
 
 
 def _filled(word: str, names: Mapping[str, str]) -> str:

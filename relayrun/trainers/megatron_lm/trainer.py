@@ -63,6 +63,11 @@ class MegatronTrainer:
         """On which it saves and leaves."""
         return self._dialect.leave_signal(self._settings.run)
 
+    @property
+    def asked_by(self) -> list[Signals]:
+        """The signal to leave alone: for a checkpoint it has a file."""
+        return [self.leave_signal]
+
     def prepare(self, base: Durable, *, attempt: int) -> list[str]:
         """Let the tracker name the base, and nothing lie beyond it; another run's checkpoint is loaded by its path.
 

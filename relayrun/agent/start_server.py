@@ -1,0 +1,139 @@
+"""`python -m relayrun.agent.start_server`: starts the ranks of its node where the program is not relayrun's own.
+
+It stands in the place of the server that forks ranks, and hears the same orders (`agent.server`), but each rank is the
+trainer's own command, started anew: nothing is known of what such a program may import. Ranks die with this process;
+what they have started carries the agent's mark. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from relayrun.agent.lines import Lines, Message
+from relayrun.agent.server import IGNORED
+from relayrun.errors import RunDirError, run_main
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.records import AttemptStart
+from relayrun.rundir.run import Run
+from relayrun.scheduler.tasks import die_with_parent
+from relayrun.trainers.choose import trainer_of
+
+NOT_FOUND, NOT_EXECUTABLE = 127, 126
+"""Exit codes of a shell for a program that it does not find, or may not execute."""
+
+
+class Server:
+    """The ranks that it started, by the descriptor that tells of their end, and the socket of the agent."""
+
+    def __init__(self, agent: socket.socket, run: Run) -> None:
+        self._agent, self._run = Lines(agent), run
+        self._plan = Plan.load(run)
+        self._trainer = trainer_of(self._plan, run)
+        self._heard = frozenset([*IGNORED, *self._trainer.asked_by]) - {signal.SIGUSR1, signal.SIGUSR2}
+        """Signals that this process ignores and its ranks do not; those two would kill a Python that starts."""
+        self._ranks: dict[int, tuple[subprocess.Popen[bytes], Message]] = {}
+        self._poll = select.poll()
+        self._poll.register(self._agent, select.POLLIN)
+
+    def serve(self) -> None:
+        """Do what the agent orders until it is gone; the ranks go with this process."""
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd in self._ranks:
+                    self._wait_for(fd)
+                    continue
+                try:
+                    orders = self._agent.receive()
+                except EOFError:
+                    return
+                for order in orders:
+                    self._obey(order)
+
+    def _obey(self, order: Message) -> None:
+        if order["kind"] == "fork":
+            self._start(order)
+        else:
+            number = signal.SIGKILL if order["kind"] == "end" else signal.Signals(order["number"])
+            for fd in self._ranks:
+                signal.pidfd_send_signal(fd, number)
+
+    def _start(self, order: Message) -> None:
+        begin, round_begin = self._begins(order["arguments"])
+        command = [*self._trainer.command(round_begin)]
+        environment = {**os.environ, **order["environment"]}
+        own, first = self._trainer.environment(round_begin), self._trainer.environment(begin)
+        for name in (own.keys() | first.keys()) - self._plan.environment.keys():  # the site's own variables win
+            if name not in own:
+                environment.pop(name, None)
+            elif own[name] != first.get(name):
+                environment[name] = own[name]
+        try:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                preexec_fn=partial(_become_rank, os.getpid(), self._heard),
+            )
+        except OSError as error:
+            print(f"relayrun: {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+            code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
+            self._agent.send("dead", round=order["round"], rank=order["rank"], code=code)
+            return
+        fd = os.pidfd_open(process.pid)
+        self._ranks[fd] = (process, order)
+        self._poll.register(fd, select.POLLIN)
+
+    def _begins(self, arguments: list[str]) -> tuple[AttemptStart, AttemptStart]:
+        """The begin of the attempt, and the same with the base of the round that these arguments are for."""
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--run-dir", type=Path)
+        parser.add_argument("--attempt", type=int)
+        parser.add_argument("--base-iteration", type=int)
+        parser.add_argument("--base-path")
+        options = parser.parse_args(arguments)
+        attempt = self._run.attempt(options.attempt)
+        begin = attempt.read_begin()
+        if begin is None:
+            raise RunDirError("this attempt has not begun", where=attempt.begin)
+        if options.base_iteration is None:
+            return begin, begin
+        return begin, replace(begin, base_iteration=options.base_iteration, base_path=options.base_path)
+
+    def _wait_for(self, fd: int) -> None:
+        process, order = self._ranks.pop(fd)
+        self._poll.unregister(fd)
+        os.close(fd)
+        self._agent.send("dead", round=order["round"], rank=order["rank"], code=process.wait())
+
+
+def _become_rank(server: int, heard: frozenset[signal.Signals]) -> None:
+    """In the child: as `launchers/lib/rank.sh` has it, where no agent is."""
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != server:
+        os._exit(1)
+    for number in heard:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def main() -> int:
+    """Serve the agent at the other end of standard input until it is gone; return the exit code."""
+    parser = argparse.ArgumentParser(prog="relayrun.agent.start_server", description="Starts the ranks of a node.")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    run = Run(parser.parse_args().run_dir.absolute())
+    agent = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    Server(agent, run).serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

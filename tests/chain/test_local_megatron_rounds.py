@@ -1,0 +1,80 @@
+"""A real checkout of Megatron-LM whose ranks are killed and started again inside their job; see `tests.checkouts`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from relayrun.rundir import rounds
+from relayrun.rundir.lineage import durable
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
+from relayrun.trainers.megatron_lm.program import Dialect
+from tests.chain.test_local_chain import ends, logs, run_chain
+from tests.checkouts import as_one_attempt, checkout_of, plan
+from tests.checkpoints import raw, whole_tensors
+from tests.workspace import steps
+
+from .conftest import MakeRun
+from .test_local_megatron import reached, running, wait
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.timeout(2400),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),  # to read weights takes imports
+]
+
+
+def rank_pids(run: Run) -> dict[int, int]:
+    """The ranks that an agent's server has started, and not what they spawned."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            variables = dict(item.partition(b"=")[::2] for item in (entry / "environ").read_bytes().split(b"\0"))
+            parent = int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
+            server = b"relayrun.agent.start_server" in Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if server and str(run.checkpoints).encode() in words:
+            found[int(variables[b"RANK"])] = int(entry.name)
+    return found
+
+
+def test_ranks_of_swiss_ai_that_are_killed_start_again_in_their_job(make_run: MakeRun, tmp_path: Path) -> None:
+    """One is killed, and the newest checkpoint has lost a byte, so the tracker goes back; then one is killed again."""
+    checkout = checkout_of(Dialect.SWISS_AI)
+    whole, whole_plan = make_run(folder="whole", **plan(checkout, tmp_path, steps=20, interval=5))
+    run_chain(whole, whole_plan)
+    values = plan(checkout, tmp_path, steps=20, interval=5, slow="6:3")
+    run, made = make_run(**values, recovery="node", auto_requeue=False)
+    server = [sys.executable, "-P", "-m", "relayrun.agent.start_server", f"--run-dir={run.path}"]
+    made = Plan.of(vars(made) | {"fork_server": server})
+    made.write(run.plan)
+    with running(run, made):
+        wait(lambda: durable(run).iteration >= 10 and reached(run, 11))
+        torn = next(run.checkpoint(10).glob("__1_*.distcp"))
+        os.truncate(torn, torn.stat().st_size - 1)
+        os.kill(rank_pids(run)[1], signal.SIGKILL)
+        wait(lambda: len(rounds.read(run.attempt(1))) == 1 and durable(run).iteration >= 10)
+        os.kill(rank_pids(run)[0], signal.SIGKILL)
+    assert [end.cause for end in ends(run)] == ["done"], logs(run)
+    found = rounds.read(run.attempt(1))
+    assert [(each.rank, each.words, each.next_iteration) for each in found] == [
+        (1, "killed by SIGKILL", 5),
+        (0, "killed by SIGKILL", 10),
+    ]
+    assert "names 5 now" in logs(run)
+    assert (run.checkpoints / ".quarantine" / "iter_0000010-0001").is_dir()
+    assert as_one_attempt(run, whole) == steps(whole)
+    assert sorted(steps(run)) == list(range(1, 21))
+    expected, got = whole_tensors(whole.checkpoint(20)), whole_tensors(run.checkpoint(20))
+    assert expected.keys() == got.keys()
+    assert len(expected) > 20
+    for name, tensor in expected.items():
+        assert raw(tensor) == raw(got[name]), name
