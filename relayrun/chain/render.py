@@ -39,7 +39,7 @@ def job_script(plan: Plan, run: Run) -> str:
         "signal": f"B:USR2@{plan.signal_lead}",
         # Slurm brings it back after the loss of its node; once a successor waits behind it, `begin` forbids that
         "requeue" if plan.auto_requeue else "no-requeue": None,
-        **({"no-kill": None} if plan.spare_nodes else {}),  # the loss of a node does not end the job
+        **({"no-kill": None} if plan.outlives_nodes else {}),  # the loss of a node does not end the job
     }
     lines = [
         *_header(plan, options),
@@ -252,7 +252,7 @@ def program(plan: Plan, command: Sequence[str]) -> list[str]:
         return list(command)
     arguments = command[3:]
     agent = [command[0], "-m", "relayrun.agent", *arguments]
-    if not plan.spare_nodes:
+    if not plan.outlives_nodes:
         return agent
     return [*agent, "--", plan.host_python, "-P", "-m", "relayrun.chain", "orphaned", *arguments]
 
