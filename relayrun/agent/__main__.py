@@ -80,7 +80,7 @@ def _in_one_step(run: Run, plan: Plan, attempt: Attempt, begin: AttemptStart) ->
         run,
         attempt,
         nodes=nodes,
-        ranks=nodes * plan.ntasks_per_node,
+        ranks_per_node=plan.ntasks_per_node,
         links=links,
         say=words,
         max_failed_rounds=plan.max_failed_rounds,

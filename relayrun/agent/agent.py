@@ -18,7 +18,7 @@ from pathlib import Path
 from relayrun.agent import sections
 from relayrun.agent.coordinator import BEAT_SECONDS, FAILED
 from relayrun.agent.lines import Lines, Message
-from relayrun.agent.memory import FOLDER, ITERATION, PLACE, held, make_folder
+from relayrun.agent.memory import FOLDER, ITERATION, PLACE, forget, held, make_folder
 from relayrun.agent.reception import Reception
 from relayrun.agent.server import ForkServer
 from relayrun.files import remove_leftovers
@@ -177,7 +177,10 @@ class Agent:
 
     def _start(self, message: Message) -> None:
         self._ranks = numbers(message["place"], self._ranks_per_node)
-        self._world_size = message["nodes"] * self._ranks_per_node
+        world_size, before = message["nodes"] * self._ranks_per_node, self._world_size
+        self._world_size = world_size
+        if before not in (0, world_size) and self._memory is not None:
+            forget(self._memory)  # copies of another layout
         self.round, self._told_to_end, self._alive = message["round"], False, set(self._ranks)
         if self._server is None:
             self._start_server()

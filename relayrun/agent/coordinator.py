@@ -21,7 +21,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -53,8 +53,9 @@ class Coordinator:
     """Gives out rounds to the agents of an attempt.
 
     Args:
-        nodes: how many nodes train. spare_nodes: how many more there are.
-        ranks: of all nodes that train.
+        nodes: how many nodes train. spare_nodes: how many more there are. elastic_nodes: smaller numbers of nodes with
+            which training may go on.
+        ranks_per_node: of each node that trains.
         names: of the nodes, as far as they are known before their agents say hello.
         links: to the agents, by node number; filled by who accepts their connections, before their `hello`.
         say: writes a line into the job's log.
@@ -69,7 +70,8 @@ class Coordinator:
         *,
         nodes: int,
         spare_nodes: int = 0,
-        ranks: int,
+        elastic_nodes: Sequence[int] = (),
+        ranks_per_node: int,
         names: Mapping[int, str] | None = None,
         links: dict[int, Lines],
         say: Callable[[str], None],
@@ -81,7 +83,7 @@ class Coordinator:
         if begin is None:
             raise RunDirError("this attempt has not begun", where=attempt.begin)
         self._run, self._attempt, self._links, self._say = run, attempt, links, say
-        self._nodes, self._spare_nodes = nodes, spare_nodes
+        self._nodes, self._spare_nodes, self._elastic_nodes = nodes, spare_nodes, elastic_nodes
         self._places: list[int] = []
         """Which node has each place; at first none has."""
         self._lost: dict[int, Death] = {}
@@ -94,7 +96,7 @@ class Coordinator:
         """When that was last counted; when the last agent said hello."""
         self.code: int | None = None
         """The exit code of the attempt, when all agents have been told to leave."""
-        self._ranks, self._max_failed_rounds = ranks, max_failed_rounds
+        self._ranks_per_node, self._max_failed_rounds = ranks_per_node, max_failed_rounds
         self._log = begin.log
         self._base = Durable(iteration=begin.base_iteration, path=begin.base_path)
         self._phase: Literal["gathering", "running", "ending", "recording", "leaving"] = "gathering"
@@ -172,7 +174,7 @@ class Coordinator:
         return PAUSE if self._phase == "recording" else BEAT_SECONDS
 
     def _look_for_hang(self) -> None:
-        found, ask = self._hangs.look(self._places, ranks=self._ranks)
+        found, ask = self._hangs.look(self._places, ranks=len(self._places) * self._ranks_per_node)
         for link in self._links.values() if ask else ():
             link.send("stacks")
         if found is not None:
@@ -185,7 +187,7 @@ class Coordinator:
 
     def _hung(self, hang: Hang) -> None:
         who = hang.culprit
-        node = "" if who is None else self._name(self._places[who * self._nodes // self._ranks])
+        node = "" if who is None else self._name(self._places[who // self._ranks_per_node])
         self._dead(Death(rank=-1, node=node, code=FAILED, error=hang.words, late=who))
 
     def silent(self) -> list[tuple[int, float]]:
@@ -235,16 +237,18 @@ class Coordinator:
         """Begin the first round when all nodes are there that may still come; `late`: those that are there must do."""
         there = sorted(self._ports.keys() & self._links.keys())  # those that have said hello
         every = self._nodes + self._spare_nodes
-        if every - len(self._lost) < self._nodes:
-            self._say(f"{self._nodes} nodes are to train, and {every - len(self._lost)} are left")
+        left = every - len(self._lost)
+        if left < self._nodes:
+            self._say(f"{self._nodes} nodes are to train, and {left} are left")
+        if not (nodes := self._fitting(left)):
             self._leave(FAILED)
-        elif len(there) == every - len(self._lost) or (late and len(there) >= self._nodes):
+        elif len(there) == left or (late and len(there) >= self._nodes):
             for node in set(range(every)) - set(there) - self._lost.keys():
                 self._lost[node] = Death(rank=-1, node=self._name(node), code=FAILED, error="it came late", lost=True)
                 self._say(
                     f"{self._name(node)} has not said hello for {GATHER_SECONDS:.0f} s; the others begin without it"
                 )
-            self._places = there[: self._nodes]
+            self._places = there[:nodes]
             self._start(self._base, memory=None)
 
     def _look_for_end(self) -> None:
@@ -267,11 +271,11 @@ class Coordinator:
                 "start",
                 round=self._round,
                 place=self._places.index(node) if node in self._places else None,
-                nodes=self._nodes,
+                nodes=len(self._places),
                 base_iteration=base.iteration,
                 base_path=base.path,
                 memory=memory,
-                address=self._names[first] if self._spare_nodes else None,
+                address=self._names[first] if self._spare_nodes or self._elastic_nodes else None,
                 port=self._ports[first],
             )
 
@@ -325,9 +329,13 @@ class Coordinator:
             failures = {failure.rank: failure for failure in self._failures()}
             death = self._first(failures)
             base = rounds.newest_checkpoint(self._run, self._attempt)
-            memory, source = newest(self._memory, ranks=self._ranks, after=base.iteration) or (None, "disk")
-            places = self._replace()
-            failed = self._judge(death, base, memory, source, places)
+            ranks = len(self._places) * self._ranks_per_node
+            memory, source = newest(self._memory, ranks=ranks, after=base.iteration) or (None, "disk")
+            taken = self._replace()
+            places = self._next_places(taken)
+            if len(places) != len(self._places):
+                memory, source = None, "disk"  # copies are of as many ranks as made them
+            failed = self._judge(death, base, memory, source, taken, len(places))
             rounds.append(self._attempt, failed)
             if failed.again:
                 number = self._round + 1
@@ -342,7 +350,7 @@ class Coordinator:
             return
         self._say(failed.told)
         if failed.again:
-            self._places = [places.get(node, node) for node in self._places]
+            self._places = places
             self._start(base, memory=memory, source=source)
         else:
             self._leave(death.exit_code or FAILED)
@@ -352,15 +360,26 @@ class Coordinator:
         spare = sorted(self._links.keys() - set(self._places))
         return dict(zip((node for node in self._places if node in self._lost), spare, strict=False))
 
+    def _next_places(self, taken: dict[int, int]) -> list[int]:
+        """Return the nodes of another round, by place: with spare ones that have `taken` one, or fewer; or none."""
+        left = [taken.get(node, node) for node in self._places if node in taken or node not in self._lost]
+        return left if len(left) == len(self._places) else left[: self._fitting(len(left))]
+
+    def _fitting(self, available: int) -> int:
+        """With how many of so many nodes training may go on; 0: with none."""
+        fit = [nodes for nodes in (self._nodes, *self._elastic_nodes) if nodes <= available]
+        return max(fit, default=0)
+
     def _judge(
-        self, death: Death, base: Durable, memory: int | None, source: str, places: dict[int, int]
+        self, death: Death, base: Durable, memory: int | None, source: str, taken: dict[int, int], nodes: int
     ) -> FailedRound:
+        """`nodes`: how many another round would have."""
         start = base.iteration if memory is None else memory
         earlier = rounds.read(self._attempt)
         iteration = rounds.newest_iteration(self._attempt)
         terminated = "SIGTERM" if death.code == -signal.SIGTERM else ""  # before it could heed it
         gone = [node for node in self._places if node in self._lost]
-        left = [node for node in gone if node not in places]
+        left = [node for node in gone if node not in taken]
         facts = RoundFacts(
             death=death,
             iteration=iteration,
@@ -368,7 +387,7 @@ class Coordinator:
             base_iteration=self._from,
             left=self._attempt.outcome.exists(),
             asked=self._asked or ("the stop file" if self._attempt.stop.exists() else "") or terminated,
-            lost="" if not left else "no spare node is left" if self._spare_nodes else self._gone_words(left),
+            lost="" if nodes else self._gone_words(left),
             earlier=earlier,
             max_failed_rounds=self._max_failed_rounds,
             complete=self._between is not None and self._between.complete(base),
@@ -388,12 +407,17 @@ class Coordinator:
             again=reason is None,
             reason=reason or "",
             steps_lost=max(0, iteration - start),
-            lost={self._name(node): self._name(places[node]) if node in places else "" for node in gone},
+            lost={self._name(node): self._name(taken[node]) if node in taken else "" for node in gone},
+            nodes=nodes if reason is None and nodes < len(self._places) else 0,
             log_size=_size(self._log),
             seconds={"end": self._all_ended - self._noticed},
         )
 
     def _gone_words(self, nodes: list[int]) -> str:
+        if self._elastic_nodes:
+            return "too few nodes are left"
+        if self._spare_nodes:
+            return "no spare node is left"
         return f"the agent of {', '.join(self._name(node) for node in nodes)} is gone"
 
     def _first(self, failures: dict[int, Failure]) -> Death:

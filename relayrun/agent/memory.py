@@ -76,6 +76,13 @@ def held(folder: Path) -> list[Held]:
     return found
 
 
+def forget(folder: Path) -> None:
+    """Remove the copies in this folder, while no rank lives."""
+    for path in folder.glob("*-*.*"):
+        if _NAME.fullmatch(path.name):
+            path.unlink()
+
+
 def newest(copies: Iterable[Held], *, ranks: int, after: int) -> tuple[int, str] | None:
     """The newest iteration after `after` of which there is a copy for each of these ranks, and where most are from.
 

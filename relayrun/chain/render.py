@@ -39,7 +39,7 @@ def job_script(plan: Plan, run: Run) -> str:
         "signal": f"B:USR2@{plan.signal_lead}",
         # Slurm brings it back after the loss of its node; once a successor waits behind it, `begin` forbids that
         "requeue" if plan.auto_requeue else "no-requeue": None,
-        **({"no-kill": None} if plan.spare_nodes else {}),  # the loss of a node does not end the job
+        **({"no-kill": None} if plan.outlives_nodes else {}),  # the loss of a node does not end the job
     }
     lines = [
         *_header(plan, options),
@@ -256,7 +256,7 @@ def program(plan: Plan, command: Sequence[str], *, where: Sequence[str]) -> list
     # the working folder may hold another relayrun; a foreign program would hear a variable that says so
     safe = [] if plan.trainer == "native" else ["-P"]
     agent = [plan.fork_server[0], *safe, "-m", "relayrun.agent", *where]
-    if not plan.spare_nodes:
+    if not plan.outlives_nodes:
         return agent
     return [*agent, "--", plan.host_python, "-P", "-m", "relayrun.chain", "orphaned", *where]
 

@@ -121,8 +121,8 @@ def _begin(run: Run, plan: Plan, scheduler: Scheduler, job_id: str) -> int:
         return CHAIN_ENDS
     chained = plan.auto_requeue and plan.mode == "singleton"
     followed = chained and _queue_successor(run, plan, scheduler, attempt, job_id, options)
-    # with spare nodes it must be allowed to come back: once it has lost a node, Slurm may take no change of it any more
-    _settle(scheduler, job, followed=followed and not plan.spare_nodes)
+    # a job that outlives a node must be allowed to come back: once it has lost one, Slurm may take no change of it
+    _settle(scheduler, job, followed=followed and not plan.outlives_nodes)
     evaluations.attend(run, plan, for_plan(plan, run, patience=0))
     campaign.attend(run)
     log(f"attempt {attempt.number}, job {job_id}: {decision.reason}")

@@ -296,4 +296,4 @@ class Watch:
         self._pause = RETRY_SECONDS
         job = self.scheduler.query(own)
         if job is not None:
-            self.scheduler.settle(job, followed=not self.plan.spare_nodes, log=evidence.own_log())
+            self.scheduler.settle(job, followed=not self.plan.outlives_nodes, log=evidence.own_log())

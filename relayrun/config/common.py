@@ -57,11 +57,13 @@ class CommonConfig(Section):
                     f"{name} gives each task its own GPUs or processors, and with chain.recovery=node one task of a "
                     "node, the agent, has them all; set job.gpus_per_node and leave it out, or set chain.recovery=job"
                 )
-        if self.job.spare_nodes and self.cluster.scheduler == "local":
-            raise ValueError("job.spare_nodes: scheduler local has one machine; leave it out")
-        if self.job.spare_nodes and self.cluster.container.runtime != "none":
+        if (setting := self.outlives_nodes) is None:
+            return self
+        if self.cluster.scheduler == "local":
+            raise ValueError(f"{setting}: scheduler local has one machine; leave it out")
+        if self.cluster.container.runtime != "none":
             raise ValueError(
-                "job.spare_nodes: where the batch host is lost, an agent asks Slurm by its commands, which a container "
+                f"{setting}: where the batch host is lost, an agent asks Slurm by its commands, which a container "
                 "does not have; leave it out, or set cluster.container.runtime=none"
             )
         return self
@@ -81,6 +83,11 @@ class CommonConfig(Section):
                 "set evaluation.tasks or evaluation.command"
             )
         return self
+
+    @property
+    def outlives_nodes(self) -> str | None:
+        """The setting by which a job outlives the loss of one of its nodes; None: it does not."""
+        return "job.spare_nodes" if self.job.spare_nodes else None
 
     @property
     def world_size(self) -> int:

@@ -14,7 +14,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from relayrun.config import expert_layout, fp8_layout
+from relayrun.config import elastic, expert_layout, fp8_layout
 from relayrun.config.checkpoint import Checkpoint
 from relayrun.config.command import CommandConfig
 from relayrun.config.common import CommonConfig
@@ -74,6 +74,11 @@ class RunConfig(CommonConfig):
         """Parts of the model on one pipeline stage."""
         layers = self.parallel.num_layers_per_virtual_pipeline_stage
         return self.model.num_layers // self.parallel.pipeline_model_parallel_size // layers if layers else 1
+
+    @property
+    def outlives_nodes(self) -> str | None:
+        """The setting by which a job outlives the loss of one of its nodes; None: it does not."""
+        return super().outlives_nodes or ("training.elastic" if self.training.elastic else None)
 
     @property
     def data_parallel_size(self) -> int:
@@ -381,6 +386,11 @@ class RunConfig(CommonConfig):
             )
         if optimizer.min_lr > optimizer.lr:
             raise ValueError(f"optimizer.min_lr {optimizer.min_lr} is above optimizer.lr {optimizer.lr}")
+        return self
+
+    @model_validator(mode="after")
+    def _elastic(self) -> Self:
+        elastic.check(self)
         return self
 
 

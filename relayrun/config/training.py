@@ -59,6 +59,10 @@ class Training(Section):
     precision: Literal["fp32", "bf16"] | None = None
     """Type of weights and activations. With bf16 the optimizer keeps fp32 weights; gradients are summed in fp32.
     None: fp32, on CPUs only; on GPUs, where bf16 is many times faster, it must be said."""
+    elastic: bool = False
+    """With chain.recovery `node` on Slurm: where a node is lost and no spare one is left, train on inside the same job
+    with fewer replicas on the nodes that are left. Same samples and global batches; rounding differs from that of all
+    nodes, so losses are no longer equal to the last bit. The next job has all nodes again."""
     deterministic: bool = False
     """On GPUs: kernels and reductions that give the same bits at every run, so that a resume on the same layout, with
     the same versions, is exact; slower. On CPUs a resume is exact without. See docs/exactness.md."""

@@ -72,6 +72,9 @@ class Plan(Record):
     """Nodes whose ranks train."""
     spare_nodes: int = 0
     """Further nodes of each job, of which one takes the place of a node that is lost."""
+    elastic_nodes: list[int] = field(default_factory=list)
+    """Smaller numbers of nodes with which the ranks of one job may go on, where nodes are lost and no spare one is
+    left; largest first."""
     ntasks_per_node: int
     cpus_per_task: int
     sbatch_options: dict[str, str | None]
@@ -149,9 +152,14 @@ class Plan(Record):
         """Nodes that a job asks for."""
         return self.nodes + self.spare_nodes
 
+    @property
+    def outlives_nodes(self) -> bool:
+        """Whether a job goes on where it loses a node."""
+        return self.spare_nodes > 0 or bool(self.elastic_nodes)
+
     def training_nodes(self, num_nodes: int) -> int:
-        """How many nodes of a job that has `num_nodes` train; where there are spare ones, as many as the plan says."""
-        return self.nodes if self.spare_nodes else num_nodes
+        """How many nodes of a job that has `num_nodes` train; where it outlives some, as many as the plan says."""
+        return self.nodes if self.outlives_nodes else num_nodes
 
 
 def job_name(project: str, name: str, run: Path) -> str:

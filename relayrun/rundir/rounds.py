@@ -76,6 +76,8 @@ class FailedRound(Record):
     """Iterations that the next round computes again."""
     lost: dict[str, str] = field(default_factory=dict)
     """Nodes that were given up, each with the spare node that takes its place; empty text where none was left."""
+    nodes: int = 0
+    """How many nodes the next round has, where those that are left are fewer; 0: as many as this one."""
     log_size: int = 0
     """Bytes of the job's standard error when it was over: what stands before them is of this round and earlier ones."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -93,7 +95,9 @@ class FailedRound(Record):
         text = f"round {self.round}: {self.culprit}, at iteration {self.iteration}"
         if not self.again:
             return f"{text}; {self.reason}"
-        text += "".join(f"; {spare} takes the place of {node}" for node, spare in self.lost.items())
+        text += "".join(f"; {spare} takes the place of {node}" for node, spare in self.lost.items() if spare)
+        if self.nodes:
+            text += f"; {self.nodes} {'nodes go' if self.nodes > 1 else 'node goes'} on without spare ones"
         text += f"; again from iteration {self.next_iteration}" + PLACES.get(self.source, "")
         return text + (f", {seconds:.1f} s to the next step" if (seconds := self.seconds.get("all")) else "")
 

@@ -279,7 +279,7 @@ class Slurm:
         name = "" if leave_signal is None else leave_signal.name.removeprefix("SIG")
         cpus = job.options.get("cpus-per-task", str(plan.cpus_per_task))
         nodes = self.nodes.expand(job.nodes)
-        if plan.spare_nodes:
+        if plan.outlives_nodes:
             command = self.agent_command(plan, nodes=1, cpus_per_task=cpus)
             command.insert(1, "--overlap")  # else a step waits where another one has not ended
         elif plan.recovery == "node":
@@ -288,7 +288,7 @@ class Slurm:
             command = self.every_task_command(plan, nodes=job.num_nodes, cpus_per_task=cpus)
         return RankLaunch(
             command=command,
-            nodes=nodes if plan.spare_nodes else (),
+            nodes=nodes if plan.outlives_nodes else (),
             signal_command=["scancel", f"--signal={name}", job.id] if name else ["true"],
             environment={
                 "MASTER_ADDR": nodes[0],

@@ -23,6 +23,7 @@ from relayrun import places
 from relayrun.chain import decide, fallback, render, successor
 from relayrun.chain.campaign import readiness
 from relayrun.config import compose, determinism
+from relayrun.config.elastic import elastic_nodes
 from relayrun.config.sbatch import script_options
 from relayrun.config.schema import CommandConfig, CommonConfig, Job, MegatronConfig, RunConfig
 from relayrun.config.yamlfile import LocatedSettings
@@ -105,11 +106,11 @@ def adopt_job(
     run = Run(Path(config.run_dir or ""))
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and run.plan.exists() and Plan.load(run).job_name == job.name:
         return run  # Slurm starts a requeued job with the launcher again; it was adopted the first time
-    if config.job.spare_nodes:
+    if (setting := config.outlives_nodes) is not None:
         raise ConfigError(
-            "job.spare_nodes: the job of a launcher has not asked Slurm to outlive the loss of a node (--no-kill)",
+            f"{setting}: the job of a launcher has not asked Slurm to outlive the loss of a node (--no-kill)",
             where="settings block",
-            hint="start the run with `relayrun submit`, or leave job.spare_nodes out",
+            hint=f"start the run with `relayrun submit`, or leave {setting} out",
         )
     nodes = config.job.model_copy(update={"nodes": job.num_nodes})
     cluster = config.cluster.model_copy(update={"host_python": host_python or config.cluster.host_python})
@@ -290,6 +291,7 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
         start_timeout=config.chain.start_timeout,
         nodes=job.nodes,
         spare_nodes=job.spare_nodes,
+        elastic_nodes=elastic_nodes(config) if isinstance(config, RunConfig) else [],
         ntasks_per_node=job.ntasks_per_node,
         cpus_per_task=job.cpus_per_task,
         sbatch_options=sbatch_options(job),

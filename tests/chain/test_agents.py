@@ -103,8 +103,9 @@ def test_a_connection_of_another_job_is_not_heard(make_run: MakeRun) -> None:
 class Steps:
     """The starter of agents and, by a stand-in for srun, an agent on each of three pretended nodes; one is spare."""
 
-    def __init__(self, make_run: MakeRun, *faults: str, spare: int = 1) -> None:
-        self.run, plan = make(make_run, *faults, nodes=2, spare_nodes=spare, ntasks_per_node=1)
+    def __init__(self, make_run: MakeRun, *faults: str, nodes: int = 2, spare: int = 1, **plan_values: object) -> None:
+        values = {"nodes": nodes, "spare_nodes": spare, "ntasks_per_node": 1} | plan_values
+        self.run, plan = make(make_run, *faults, **values)
         began(self.run, 1)
         self.attempt = self.run.attempt(1)
         for path in (self.attempt.heartbeats, self.attempt.failures, self.run.stacks(1)):
@@ -116,7 +117,7 @@ class Steps:
         ]
         orphaned = [sys.executable, "-c", ORPHANED, str(self.orphans)]  # in the place of `relayrun.chain orphaned`
         program[program.index("--") + 1 :] = orphaned
-        names = [f"n{node}" for node in range(2 + spare)]
+        names = [f"n{node}" for node in range(nodes + spare)]
         setup = self.attempt.setup
         whole = render.task_command(plan, [str(SRUN)], program, setup=setup, nodes=names)
         rank = whole.index("bash")
@@ -130,8 +131,9 @@ class Steps:
     def log(self) -> str:
         return (self.run.path / "log").read_text()
 
-    def wait_for(self, path: Path) -> None:
-        while not path.exists():
+    def wait_for(self, number: int, iteration: int, *, ranks: int = 2) -> None:
+        """Until all ranks of this round stand at this iteration."""
+        while len(list(self.attempt.path.glob(f"at-{number}-{iteration}-*"))) < ranks:
             assert self.starter.poll() is None, self.log()
             signal.sigtimedwait([], 0.05)
 
@@ -161,7 +163,7 @@ def _parent(process: Path) -> str:
 
 def test_a_spare_node_goes_on_where_another_one_was_lost(make_run: MakeRun) -> None:
     steps = Steps(make_run, "1:0:7:told", "2:1:12:SIGKILL")
-    steps.wait_for(steps.attempt.path / "at-1-7-0")
+    steps.wait_for(1, 7)
     os.kill(steps.agent(0), signal.SIGKILL)  # rank 0's
     assert steps.starter.wait(300) == 0, steps.log()
     outcome = Outcome.read(steps.attempt.outcome)
@@ -176,10 +178,31 @@ def test_a_spare_node_goes_on_where_another_one_was_lost(make_run: MakeRun) -> N
     assert not list(steps.orphans.iterdir())
 
 
+def test_fewer_nodes_go_on_where_no_spare_one_is_left(make_run: MakeRun) -> None:
+    """Four nodes lose one: two may train, the third waits; it takes the place of the next one that is lost."""
+    steps = Steps(make_run, "1:0:7:told", "2:0:12:told", "3:0:17:told", nodes=4, spare=0, elastic_nodes=[2])
+    steps.wait_for(1, 7, ranks=4)
+    os.kill(steps.agent(1), signal.SIGKILL)
+    steps.wait_for(2, 12)
+    os.kill(steps.agent(0), signal.SIGKILL)
+    steps.wait_for(3, 17)
+    os.kill(steps.agent(2), signal.SIGKILL)
+    assert steps.starter.wait(300) != 0, steps.log()
+    first, second, third = rounds.read(steps.attempt)
+    assert (first.lost, first.nodes, first.again) == ({"n1": ""}, 2, True)
+    assert (
+        "n1: its agent is gone, at iteration 7; 2 nodes go on without spare ones; again from iteration 5" in first.told
+    )
+    assert (second.lost, second.nodes, second.again) == ({"n0": "n3"}, 0, True)
+    assert (third.lost, third.nodes, third.again, third.reason) == ({"n2": ""}, 0, False, "too few nodes are left")
+    assert [steps.started(rank) for rank in range(2)] == [[(1, 0), (2, 5), (3, 10)]] * 2
+    assert [steps.started(rank) for rank in (2, 3)] == [[(1, 0)]] * 2
+
+
 @pytest.mark.long
 def test_agents_whose_coordinator_is_gone_end_their_ranks_and_look_after_the_job(make_run: MakeRun) -> None:
     steps = Steps(make_run, "0:0:7:told")
-    steps.wait_for(steps.attempt.path / "at-1-7-0")
+    steps.wait_for(1, 7)
     pids = [next(read_lines(steps.attempt.path / f"starts-{rank}.jsonl"))["pid"] for rank in (0, 1)]
     steps.starter.kill()
     steps.starter.wait()

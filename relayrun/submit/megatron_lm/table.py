@@ -343,6 +343,7 @@ WITHOUT: dict[str, tuple[tuple[Any, ...], str]] = {
     "training.spike_threshold": ((10.0,), "it belongs to on_spike"),
     "training.max_skips": ((10,), "it belongs to on_spike"),
     "training.max_rewinds": ((3,), "it belongs to on_spike"),
+    "training.elastic": ((False,), "its ranks go on with as many nodes as they began with"),
     "training.hooks": (([],), "its loop calls no hooks"),
     "training.loss": ((None,), "it has a loss of its own"),
     "model.mapping": ((None,), "evaluation.convert makes folders of transformers from its checkpoints"),
