@@ -169,6 +169,33 @@ SECTIONS: dict[str, list[Row]] = {
         ),
         Row("load of the machine meanwhile", "load_average", ".1f"),
     ],
+    "streams": [
+        Row(
+            "tokens per CPU second over those of Grain's rows, the same engine called for each document",
+            "ratio.relayrun_worker.grain_same_engine",
+            ".1f",
+            least=5,
+        ),
+        Row("the same, read in process", "ratio.relayrun.grain_same_engine", ".1f"),
+        Row(
+            "over those of Grain's documents, which are not put into rows",
+            "ratio.relayrun_worker.grain_same_engine_documents",
+            ".1f",
+        ),
+        Row("over Grain's rows with its usual tokenizer", "ratio.relayrun_worker.grain_usual", ".1f", least=10),
+        Row("over Grain with the engine in a batched map, documents", "ratio.relayrun_worker.grain_batches", ".1f"),
+        Row("over a bare loop of batches with the engine", "ratio.relayrun_worker.loop_engine_batches", ".2f"),
+        Row("over a bare loop of rows with the usual tokenizer", "ratio.relayrun_worker.loop_usual_rows", ".1f"),
+        Row("seconds to the first sample of 1,000 files", "first_sample.window.seconds", ".1f", most=2),
+        Row(
+            "the same with a shuffle over all fragments, which reads all metadata",
+            "first_sample.all.seconds",
+            ".1f",
+            most=10,
+        ),
+        Row("memory at the end over that after a fifth of the time", "memory.last_over_first", ".2f", most=1.05),
+        Row("load of the machine meanwhile", "load_average", ".1f"),
+    ],
     "sorted_files": [
         Row("lag-1 correlation of lengths in files that are sorted", "lag_1_correlation", ".2f"),
         Row("change of the loss from step to step, sorted files over shuffled ones", "loss_noise_ratio", ".1f"),

@@ -1,20 +1,23 @@
 #!/usr/bin/env python3
-"""Streams: tokens a second, time to the first sample of many files, and memory over time.
+"""Streams: tokens per CPU second beside Grain, time to the first sample of many files, and memory over time.
 
     benchmarks/streams.py TOKENIZER_JSON [--rows 60000] [--files 20] [--rounds 3] [--memory-seconds 600] [--quick]
 
-The same parquet files of made-up text are read, in turns, by relayrun's stream (shuffled, cut into rows, with the
-engine that it chooses); by a bare loop over pyarrow with Hugging Face's library, called for each row or for each batch;
-and, where the package is installed, by Grain's pipeline with either engine in its map, called for each row. All run in
-one process.
-Results: benchmarks/results/streams.json.
+The same parquet files of made-up text are read in turns: by relayrun as a rank does, with one process beside it
+(`data.num_workers: 1`) and in process; by Grain's pipeline with the same engine, called by its own function for each
+row, with its usual tokenizer for each row, and with the engine in a batched map; by bare loops over pyarrow. Grain
+gives rows of as many tokens as relayrun (`ConcatThenSplitIterDataset`); once more it gives documents as they are, which
+nothing can be trained on yet. Tokens are counted for each CPU second of all processes of a way, so that each has one
+CPU. Grain must be installed beside this package. Results: benchmarks/results/streams.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
+import os
 import random
 import resource
 import tempfile
@@ -29,15 +32,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from relayrun.config.data import DataSource
-from relayrun.config.streams import Stream
+from relayrun.config.schema import RunConfig
+from relayrun.data.build import training_order
 from relayrun.data.order.lanes import LaneReading
-from relayrun.data.order.sampler import MixtureSampler, Part
-from relayrun.data.streams.encoder import Encoder
-from relayrun.data.streams.files import freeze
-from relayrun.data.streams.samples import Shape
-from relayrun.data.streams.stream import TextStream
-from relayrun.shards.manifest import Manifest
+from relayrun.data.stream_worker import Worker
+from relayrun.submit.find_data import build_manifest
+from relayrun.tokenization.encode.engines import select
 from relayrun.tokenization.encode.tokenizer import DocumentTokenizer, load_tokenizer
 from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.readers.texts import Texts
@@ -63,81 +63,121 @@ def write_files(folder: Path, files: int, rows: int, generator: random.Random) -
     return total
 
 
-def reading(folder: Path, tokenizer: DocumentTokenizer, name: str, **options: Any) -> LaneReading:
-    """The samples of one replica, as a rank reads them."""
-    source = DataSource.model_validate(
-        {"path": str(folder), "weight": 1.0, "source": "parquet", "stream": Stream(**options)}
-    )
-    files = freeze("web", source, 64).files
-    manifest = Manifest(
-        datasets={},
-        validation={},
-        vocabulary_size=tokenizer.size,
-        eod=tokenizer.eos_id,
-        tokenizer=name,
-        tokenizer_ids=tokenizer.ids_fingerprint,
-    )
-    shape = Shape.of(
-        None, seq_length=SEQ_LENGTH, eod=tokenizer.eos_id, vocabulary_size=tokenizer.size, where="the benchmark"
-    )
-    encode = Encoder(name, manifest, files, "text")
-    stream = TextStream(files, Stream(**options), shape, encode, name="web", seed=1, lanes=64)
-    order = MixtureSampler({"web": Part(dataset=stream, weight=1.0, record={})}, {})
-    return order.reading(0, 0, 1)
+class Run:
+    """A run over a folder of parquet files, as a submit leaves it."""
+
+    def __init__(self, folder: Path, tokenizer: str, **stream: Any) -> None:
+        source = {"source": "parquet", "path": str(folder), "weight": 1.0, "stream": stream}
+        self.config = RunConfig.model_validate(
+            {
+                "project": "benchmark",
+                "name": "streams",
+                "run_dir": str(folder.parent / "run"),
+                "data": {"tokenizer": tokenizer, "datasets": [], "mixture": {"web": source}},
+                "model": {
+                    "num_layers": 2,
+                    "hidden_size": 64,
+                    "ffn_hidden_size": 128,
+                    "num_attention_heads": 4,
+                    "num_query_groups": 2,
+                },
+                "training": {"steps": 10, "micro_batch_size": 1, "global_batch_size": 64, "seq_length": SEQ_LENGTH},
+                "optimizer": {"lr": 1e-3},
+                "checkpoint": {"interval": 10},
+                "job": {"time": "5", "ntasks_per_node": 1},
+                "cluster": {"name": "local", "scheduler": "local"},
+            }
+        )
+        self.manifest = folder.parent / f"{folder.name}.json"
+        self._found = build_manifest(self.config)
+        self._found.write(self.manifest)
+
+    def reading(self, *, beside: bool) -> LaneReading:
+        """The samples of one replica, as a rank reads them; `beside`: by a process of its own."""
+        order = training_order(self.config, self._found)
+        if not beside:
+            return order.reading(0, 0, 1)
+        worker = Worker(self.config, self.manifest, order, consumed=0, replica=0, replicas=1)
+        return order.reading(0, 0, 1, streams=worker.streams(order.streams))
+
+    def tokens(self, *, beside: bool) -> Iterator[int]:
+        """Tokens of each sample."""
+        with contextlib.closing(self.reading(beside=beside)) as samples:
+            for k in samples.numbers(0, 1 << 40):
+                yield SEQ_LENGTH - samples.row(k).padding
 
 
-def of_stream(folder: Path, tokenizer: DocumentTokenizer, name: str) -> Iterator[int]:
-    """Tokens of each sample."""
-    samples = reading(folder, tokenizer, name)
-    try:
-        for k in samples.numbers(0, 1 << 40):
-            yield SEQ_LENGTH - samples.row(k).padding
-    finally:
-        samples.close()
-
-
-def of_loop(folder: Path, tokenizer: DocumentTokenizer, *, batch: bool) -> Iterator[int]:
-    """Tokens of each row of a bare loop, or of each batch of rows."""
-    inner = tokenizer.tokenizer
+def of_loop(folder: Path, encode: Callable[[pa.Array], int], rows: int) -> Iterator[int]:
+    """Tokens of each batch of so many rows of a bare loop."""
     while True:
         for path in sorted(folder.iterdir()):
-            for table in pq.ParquetFile(path).iter_batches(1000, columns=["text"], use_threads=False):
-                texts = table["text"].to_pylist()
-                if batch:
-                    encoded = inner.encode_batch_fast(texts, add_special_tokens=False)
-                    yield sum(len(each.ids) for each in encoded)
-                else:
-                    for text in texts:
-                        yield len(np.array(inner.encode(text, add_special_tokens=False).ids))
+            for table in pq.ParquetFile(path).iter_batches(rows, columns=["text"], use_threads=False):
+                yield encode(table["text"])
 
 
-def of_grain(folder: Path, encode: Callable[[str], int]) -> Iterator[int]:
-    """Tokens of each row of Grain's pipeline for parquet: files shuffled, interleaved, rows shuffled in a window."""
+def of_grain(folder: Path) -> Any:
+    """Grain's pipeline for parquet: files shuffled, interleaved, rows shuffled in a window."""
     experimental: Any = importlib.import_module("grain.experimental")
     python: Any = importlib.import_module("grain.python")
-
     files = python.MapDataset.source(sorted(map(str, folder.iterdir()))).shuffle(seed=1).repeat()
     rows = experimental.InterleaveIterDataset(files.map(experimental.ParquetIterDataset), cycle_length=5)
-    shuffled = experimental.WindowShuffleIterDataset(rows, window_size=1000, seed=1)
-    yield from shuffled.map(lambda row: encode(row["text"]))
+    return experimental.WindowShuffleIterDataset(rows, window_size=1000, seed=1)
+
+
+def of_grain_rows(folder: Path, encode: Callable[[str], Any], eod: int) -> Iterator[int]:
+    """Tokens of each row of `SEQ_LENGTH` that Grain puts together of its documents."""
+    experimental: Any = importlib.import_module("grain.experimental")
+    end = np.array([eod], np.uint32)
+    made = of_grain(folder).map(lambda row: {"ids": np.concatenate([np.asarray(encode(row["text"]), np.uint32), end])})
+    packed = experimental.ConcatThenSplitIterDataset(made, length_struct={"ids": SEQ_LENGTH})
+    return (len(row["ids"]) for row in packed)
+
+
+def of_grain_documents(folder: Path, encode: Callable[[str], Any]) -> Iterator[int]:
+    """Tokens of each document of Grain's pipeline."""
+    return iter(of_grain(folder).map(lambda row: len(encode(row["text"]))))
+
+
+def of_grain_batches(folder: Path, encode: Callable[[Texts], Any]) -> Iterator[int]:
+    """Tokens of each batch of documents that are encoded together."""
+    batches = of_grain(folder).batch(256, batch_fn=list)
+    return iter(batches.map(lambda rows: len(encode(Texts.of([row["text"] for row in rows]))[0])))
+
+
+def cpu_seconds(pid: int | str = "self") -> float:
+    """CPU time of a process, and of those that it has started."""
+    found = 0.0
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        parts = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        found = (int(parts[11]) + int(parts[12])) / os.sysconf("SC_CLK_TCK")
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += sum(map(cpu_seconds, (task / "children").read_text(encoding="utf-8").split()))
+    return found
 
 
 def rate(samples: Iterator[int], seconds: float) -> float:
-    """Tokens a second, after the first item."""
-    next(samples)
-    tokens, begin = 0, time.perf_counter()
-    while (now := time.perf_counter()) - begin < seconds:
-        tokens += next(samples)
+    """Tokens for each CPU second, of so many CPU seconds behind the first item and what was read ahead with it."""
+    warm = cpu_seconds() + seconds / 4
+    while cpu_seconds() < warm:
+        next(samples)
+    tokens, begin = 0, cpu_seconds()
+    while (now := cpu_seconds()) - begin < seconds:  # which takes a part of a millisecond
+        goal = tokens + 200_000
+        while tokens < goal:
+            tokens += next(samples)
     return tokens / (now - begin)
 
 
-def first_sample(folder: Path, tokenizer: DocumentTokenizer, name: str, window: int) -> float:
-    """Seconds until the first sample is there, the list of files and the engine's proof included."""
-    begin = time.perf_counter()
-    samples = reading(folder, tokenizer, name, fragment_shuffle_window=window)
-    samples.row(0)
-    samples.close()
-    return time.perf_counter() - begin
+def first_sample(folder: Path, tokenizer: str, window: int) -> dict[str, float]:
+    """Seconds of a submit, which lists the files, and from a rank's start of its process to the first sample."""
+    begin, used = time.perf_counter(), cpu_seconds()
+    run = Run(folder, tokenizer, fragment_shuffle_window=window)
+    ready, used_by_submit = time.perf_counter(), cpu_seconds() - used
+    with contextlib.closing(run.reading(beside=True)) as samples:
+        samples.row(0)
+        used = cpu_seconds() - used - used_by_submit
+        seconds = time.perf_counter() - ready
+    return {"submit_seconds": ready - begin, "seconds": seconds, "submit_cpu": used_by_submit, "cpu": used}
 
 
 def megabytes() -> float:
@@ -146,14 +186,14 @@ def megabytes() -> float:
     return pages * resource.getpagesize() / 1e6
 
 
-def memory(folder: Path, tokenizer: DocumentTokenizer, name: str, seconds: float) -> dict[str, float]:
-    """Memory after a tenth of the time, and at the end."""
-    samples, begin, early = of_stream(folder, tokenizer, name), time.perf_counter(), 0.0
-    while (now := time.perf_counter() - begin) < seconds:
-        next(samples)
-        if not early and now > seconds / 10:
-            early = megabytes()
-    return {"seconds": seconds, "megabytes_early": early, "megabytes_at_the_end": megabytes()}
+def memory(samples: Iterator[int], seconds: float) -> dict[str, float]:
+    """Memory after each fifth of so many seconds of CPU time, in process."""
+    begin, found = cpu_seconds(), []
+    for part in range(1, 6):
+        while cpu_seconds() - begin < seconds * part / 5:
+            next(samples)
+        found.append(megabytes())
+    return {"cpu_seconds": seconds, "megabytes": found[0], "last_over_first": found[-1] / found[0]}
 
 
 def main() -> None:
@@ -162,29 +202,20 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=60_000)
     parser.add_argument("--files", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of one measurement")
-    parser.add_argument("--memory-seconds", type=float, default=600.0)
+    parser.add_argument("--seconds", type=float, default=10.0, help="CPU seconds of one measurement")
+    parser.add_argument("--memory-seconds", type=float, default=600.0, help="CPU seconds of that of the memory")
     parser.add_argument("--quick", action="store_true", help="small files, one short round; results are only printed")
     options = parser.parse_args()
     if options.quick:
-        options.rows, options.files, options.rounds, options.seconds, options.memory_seconds = 2000, 4, 1, 1.0, 2.0
+        options.rows, options.files, options.rounds, options.seconds, options.memory_seconds = 2000, 4, 1, 0.5, 1.0
+    if importlib.util.find_spec("grain") is None and not options.quick:
+        parser.error("Grain is not installed")
     tokenizer = load_tokenizer(TokenizeOptions(tokenizer=options.tokenizer))
-    tokenizer.tokenizer.encode("loaded before anything is measured")
     with tempfile.TemporaryDirectory() as temporary:
         folder, many = Path(temporary, "text"), Path(temporary, "many")
         size = write_files(folder, options.files, options.rows, random.Random(1))
-        write_files(many, FIRST_FILES if not options.quick else 20, options.rows, random.Random(2))
-        ways: dict[str, Callable[[], Iterator[int]]] = {
-            "relayrun": partial(of_stream, folder, tokenizer, options.tokenizer),
-            "loop_each_row": partial(of_loop, folder, tokenizer, batch=False),
-            "loop_batches": partial(of_loop, folder, tokenizer, batch=True),
-        }
-        if importlib.util.find_spec("grain") is not None:
-            files = reading(folder, tokenizer, options.tokenizer)
-            engine = files._open["web"]._stream.encode  # type: ignore[attr-defined]
-            ways["grain_same_engine"] = partial(of_grain, folder, lambda text: len(engine(Texts.of([text]))[0]))
-            inner = tokenizer.tokenizer
-            ways["grain_usual"] = partial(of_grain, folder, lambda text: len(inner.encode(text).ids))
+        write_files(many, FIRST_FILES if not options.quick else 20, max(options.rows, 20_000), random.Random(2))
+        ways = ways_of(folder, tokenizer, options.tokenizer)
         rates: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(options.rounds):
             for name, way in ways.items():
@@ -192,18 +223,51 @@ def main() -> None:
         figures = {
             "text_bytes": size,
             "seq_length": SEQ_LENGTH,
-            "tokens_per_second": {name: _results.spread(values) for name, values in rates.items()},
+            "load_average": os.getloadavg()[0],
+            "tokens_per_cpu_second": {name: _results.spread(values) for name, values in rates.items()},
             "ratio": {
-                name: _results.spread([own / other for own, other in zip(rates["relayrun"], values, strict=True)])
-                for name, values in rates.items()
-                if name != "relayrun"
+                own: {
+                    name: _results.spread([mine / other for mine, other in zip(rates[own], values, strict=True)])
+                    for name, values in rates.items()
+                    if not name.startswith("relayrun")
+                }
+                for own in ("relayrun_worker", "relayrun")
             },
-            "first_sample_seconds": {
-                str(window): first_sample(many, tokenizer, options.tokenizer, window) for window in (40, -1)
+            "first_sample": {
+                name: first_sample(many, options.tokenizer, window) for name, window in (("window", 40), ("all", -1))
             },
-            "memory": memory(folder, tokenizer, options.tokenizer, options.memory_seconds),
+            "memory": memory(Run(folder, options.tokenizer).tokens(beside=False), options.memory_seconds),
         }
     print(figures if options.quick else _results.write("streams", figures))
+
+
+def ways_of(folder: Path, tokenizer: DocumentTokenizer, name: str) -> dict[str, Callable[[], Iterator[int]]]:
+    """The ways to read the files, by their names in the result."""
+    run, usual = Run(folder, name), tokenizer.tokenizer
+    first = Texts.from_arrow(pq.read_table(next(folder.iterdir()))["text"].chunk(0).slice(0, 50))
+    selection = select("auto", usual, first, print, definition=tokenizer.definition)
+    engine = selection.build(tokenizer.definition)
+
+    def each_row(texts: pa.Array) -> int:
+        return sum(len(usual.encode(text).ids) for text in texts.to_pylist())
+
+    ways: dict[str, Callable[[], Iterator[int]]] = {
+        "relayrun_worker": partial(run.tokens, beside=True),
+        "relayrun": partial(run.tokens, beside=False),
+        "loop_usual_rows": partial(of_loop, folder, each_row, 100),
+        "loop_engine_batches": partial(
+            of_loop, folder, lambda texts: len(engine.encode(Texts.from_arrow(texts))[0]), 1000
+        ),
+    }
+    if importlib.util.find_spec("grain") is not None:
+        eod = tokenizer.eos_id or 0
+        ways["grain_usual"] = partial(of_grain_rows, folder, lambda text: usual.encode(text).ids, eod)
+        ways["grain_batches"] = partial(of_grain_batches, folder, engine.encode)
+        if selection.engine == "gigatoken":
+            own: Any = importlib.import_module("gigatoken").Tokenizer.from_json(tokenizer.definition)
+            ways["grain_same_engine"] = partial(of_grain_rows, folder, own.encode, eod)
+            ways["grain_same_engine_documents"] = partial(of_grain_documents, folder, own.encode)
+    return ways
 
 
 if __name__ == "__main__":

@@ -44,9 +44,11 @@ log = logging.getLogger(__name__)
 
 PIPE_BYTES = 1 << 20
 """Room for samples between the two processes, where the kernel gives so much: at 4,096 tokens about 30 of them."""
+_READ_BYTES = 1 << 17
 END_SECONDS = 10.0
 _HEAD = struct.Struct("<II")
-"""Bytes of the JSON and of the tokens and mask that follow."""
+"""Bytes of the numbers of a sample, and of its tokens and mask, which follow; of an error the first is 0, and the
+second that of its JSON."""
 _OF_THE_RANK = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
 """Signals that ask the rank for something. A job's go to all its processes; the worker lives as long as the rank."""
 
@@ -85,8 +87,9 @@ class Worker:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(sending)
-        self._samples: BinaryIO = os.fdopen(receiving, "rb")
+        self._samples: BinaryIO = os.fdopen(receiving, "rb", _READ_BYTES)
         self._closing = False
+        self._names = list(order.streams)
         try:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(job).encode() + b"\n")
@@ -109,26 +112,18 @@ class Worker:
         """
         head = self._samples.read(_HEAD.size)
         sizes = _HEAD.unpack(head) if len(head) == _HEAD.size else (0, 0)
-        text, data = self._samples.read(sizes[0]), self._samples.read(sizes[1])
-        if not sizes[0] or (len(text), len(data)) != sizes:
+        numbers, data = self._samples.read(sizes[0]), self._samples.read(sizes[1])
+        if not sizes[1] or (len(numbers), len(data)) != sizes:
             self._died()
-        entry = json.loads(text)
-        if "error" in entry:
+        if not numbers:
+            entry = json.loads(data)
             kinds = (getattr(errors, each, None) for each in entry["error"])
             kind = next(each for each in kinds if isinstance(each, type) and issubclass(each, RelayrunError))
             raise kind(entry["message"], where=entry["where"], hint=entry["hint"])
-        if (entry["name"], entry["lane"]) != (name, lane):
-            raise RuntimeError(f"the worker read lane {entry['lane']} of {entry['name']}, not {lane} of {name}")
-        tokens = np.frombuffer(data, np.int32, entry["tokens"]).astype(np.int64)
-        mask = np.frombuffer(data, np.float32, offset=4 * entry["tokens"]).copy() if entry["masked"] else None
-        row = Row(
-            tokens=tokens,
-            lengths=entry["lengths"],
-            loss_mask=mask,
-            padding=entry["padding"],
-            windows=entry["windows"],
-        )
-        return row, entry["cursor"]
+        of, number, row, cursor = _unpacked(numbers, data)
+        if (self._names[of], number) != (name, lane):
+            raise RuntimeError(f"the worker read lane {number} of {self._names[of]}, not {lane} of {name}")
+        return row, cursor
 
     def close(self) -> None:
         """End the worker."""
@@ -213,34 +208,24 @@ class _ReceivedLanes:
 class _Sent(_Shared):
     """A stream whose samples are sent as they are taken."""
 
-    def __init__(self, name: str, stream: Stream, pipe: BinaryIO) -> None:
+    def __init__(self, number: int, name: str, stream: Stream, pipe: BinaryIO) -> None:
+        """`number`: its place among the streams of the job."""
         super().__init__(name, stream)
-        self._pipe = pipe
+        self._number, self._pipe = number, pipe
 
     def open_lanes(self, cursors: Mapping[int, Cursor]) -> OpenLanes:
-        return _SentLanes(self._name, self._stream.open_lanes(cursors), self._pipe)
+        return _SentLanes(self._number, self._stream.open_lanes(cursors), self._pipe)
 
 
 class _SentLanes:
     """Lanes whose samples are sent as they are taken."""
 
-    def __init__(self, name: str, lanes: OpenLanes, pipe: BinaryIO) -> None:
-        self._name, self._lanes, self._pipe = name, lanes, pipe
+    def __init__(self, number: int, lanes: OpenLanes, pipe: BinaryIO) -> None:
+        self._number, self._lanes, self._pipe = number, lanes, pipe
 
     def take(self, lane: int) -> Row:
         row = self._lanes.take(lane)
-        mask = b"" if row.loss_mask is None else row.loss_mask.astype(np.float32).tobytes()
-        head = {
-            "name": self._name,
-            "lane": lane,
-            "cursor": self._lanes.cursor(lane),
-            "tokens": len(row.tokens),
-            "lengths": None if row.lengths is None else [int(length) for length in row.lengths],
-            "masked": row.loss_mask is not None,
-            "padding": int(row.padding),
-            "windows": int(row.windows),
-        }
-        _send(self._pipe, head, row.tokens.astype(np.int32).tobytes() + mask)
+        _send(self._pipe, *_packed(self._number, lane, row, self._lanes.cursor(lane)))
         return row
 
     def cursor(self, lane: int) -> Cursor:
@@ -250,9 +235,31 @@ class _SentLanes:
         self._lanes.close()
 
 
-def _send(pipe: BinaryIO, head: Mapping[str, Any], data: bytes = b"") -> None:
-    text = json.dumps(head).encode()
-    pipe.write(_HEAD.pack(len(text), len(data)) + text + data)
+def _packed(of: int, lane: int, row: Row, cursor: Cursor) -> tuple[bytes, bytes]:
+    """A sample as two pieces of bytes: numbers (int64), and tokens (int32) with the mask (float32)."""
+    masked, lengths = row.loss_mask is not None, row.lengths
+    numbers = [of, lane, len(row.tokens), masked, row.padding, row.windows, len(cursor), *cursor]
+    numbers += [lengths is not None, *(lengths or ())]
+    mask = b"" if row.loss_mask is None else row.loss_mask.astype(np.float32, copy=False).tobytes()
+    return np.array(numbers, np.int64).tobytes(), row.tokens.astype(np.int32).tobytes() + mask
+
+
+def _unpacked(numbers: bytes, data: bytes) -> tuple[int, int, Row, Cursor]:
+    """The stream, the lane, the sample, and the cursor behind it; see `_packed`."""
+    of, lane, tokens, masked, padding, windows, size, *others = np.frombuffer(numbers, np.int64).tolist()
+    cursor, (known, *lengths) = others[:size], others[size:]
+    row = Row(
+        tokens=np.frombuffer(data, np.int32, tokens).astype(np.int64),
+        lengths=lengths if known else None,
+        loss_mask=np.frombuffer(data, np.float32, offset=4 * tokens).copy() if masked else None,
+        padding=padding,
+        windows=windows,
+    )
+    return of, lane, row, cursor
+
+
+def _send(pipe: BinaryIO, numbers: bytes, data: bytes) -> None:
+    pipe.write(_HEAD.pack(len(numbers), len(data)) + numbers + data)
     pipe.flush()
 
 
@@ -264,8 +271,10 @@ def read_for_ever(job: Mapping[str, Any], pipe: BinaryIO) -> None:
     names = {config.data.sources[name].identity(name): name for name in config.data.streams}
     standing: dict[str, Standing] = read_standing(job["standing"])
     streams: dict[str, Stream] = {
-        identity: _Sent(identity, text_stream(config, manifest, names[identity], manifest.datasets[identity]), pipe)
-        for identity in job["standing"]
+        identity: _Sent(
+            number, identity, text_stream(config, manifest, names[identity], manifest.datasets[identity]), pipe
+        )
+        for number, identity in enumerate(job["standing"])
     }
     reading = LaneReading(
         schedule,
@@ -298,7 +307,8 @@ def main() -> None:
         read_for_ever(job, pipe)
     except RelayrunError as error:
         kinds = [kind.__name__ for kind in type(error).__mro__]
-        _send(pipe, {"error": kinds, "message": error.message, "where": error.where, "hint": error.hint})
+        told = {"error": kinds, "message": error.message, "where": error.where, "hint": error.hint}
+        _send(pipe, b"", json.dumps(told).encode())
     except BrokenPipeError:
         os._exit(0)
 

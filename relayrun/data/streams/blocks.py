@@ -24,7 +24,7 @@ from relayrun.config.streams import Stream
 from relayrun.data.order.permutation import Permutation, permutation_key
 from relayrun.data.streams.cursor import Place
 from relayrun.data.streams.fragments import Fragment, FragmentOrder
-from relayrun.data.streams.rows import FragmentReader
+from relayrun.data.streams.rows import FragmentReader, integers
 from relayrun.errors import FatalTrainingError
 
 LEAST_ROWS = 256
@@ -111,8 +111,7 @@ class Blocks:
         origins: Sequence[npt.NDArray[np.int64]],
         files_left_out: int,
     ) -> Block:
-        tables = [pa.Table.from_batches([part]) for part in parts] or [self._reader.no_rows]
-        rows = pa.concat_tables(tables, promote_options="permissive").combine_chunks()
+        rows = _together(parts).combine_chunks() if parts else self._reader.no_rows
         order = np.arange(len(rows))
         if self._stream.shuffle_buffer:
             key = permutation_key(self._seed, f"{self._name}/{group}/rows/{place.number}", place.epoch)
@@ -123,11 +122,18 @@ class Blocks:
     def of_lane(self, block: Block, lane: int) -> tuple[pa.Table, npt.NDArray[np.int64]]:
         """The rows of a block that a lane gets, in its order, and their origins."""
         chosen = block.order[lane // self.groups :: self.lanes_of_a_group]
-        return block.rows.take(pa.array(chosen)), block.origins[chosen]
+        return block.rows.take(integers(chosen)), block.origins[chosen]
 
     def group_of(self, lane: int) -> int:
         """The group that a lane belongs to."""
         return lane % self.groups
+
+
+def _together(parts: Sequence[pa.RecordBatch]) -> pa.Table:
+    if all(part.schema.equals(parts[0].schema) for part in parts):
+        return pa.Table.from_batches(parts)
+    # imports pandas
+    return pa.concat_tables([pa.Table.from_batches([part]) for part in parts], promote_options="permissive")
 
 
 def _origins(fragment: Fragment, row: int, count: int) -> npt.NDArray[np.int64]:

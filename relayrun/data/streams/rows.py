@@ -55,7 +55,7 @@ class FragmentReader:
         self._left_out: dict[int, str | None] = {}
         self._same: dict[str, int] = {}
         """Times of change at which files were found to hold what they held, by path."""
-        self.no_rows = pa.table({TEXT: pa.array([], pa.large_string()), _REASON: pa.array([], pa.string())})
+        self.no_rows = pa.schema([(TEXT, pa.large_string()), (_REASON, pa.string())]).empty_table()
         """A table without a row, of which `texts` makes no text."""
 
     def read(self, fragment: Fragment, start: int) -> Iterator[pa.RecordBatch]:
@@ -101,30 +101,34 @@ class FragmentReader:
     def keep(self, rows: pa.Table) -> tuple[npt.NDArray[np.int64], Counter[str]]:
         """Numbers of the rows that are samples, rising, int64, and how many of the others there are by reason.
 
-        Raises FatalTrainingError for a text that is missing where none may be.
+        No text is copied. Raises FatalTrainingError for a text that is missing where none may be.
         """
-        found: Counter[str] = Counter(reason for reason in rows[_REASON].drop_null().to_pylist())
-        chosen = rows.append_column(_ROW, pa.array(np.arange(len(rows)))).filter(rows[_REASON].is_null())
+        reasons, texts = rows[_REASON], rows[TEXT]
+        found: Counter[str] = Counter(reasons.drop_null().to_pylist())
+        chosen = np.arange(len(rows))
+        if found:
+            chosen = chosen[_bools(reasons.is_null())]
         if self._filter is not None and len(chosen):
-            before = len(chosen)
-            chosen = chosen.filter(self._filter)
-            found[FILTERED] += before - len(chosen)
-        texts = chosen[TEXT]
+            asked = rows.select(self._columns).append_column(_ROW, integers(np.arange(len(rows))))
+            kept = asked.take(integers(chosen)).filter(self._filter)[_ROW]
+            found[FILTERED] += len(chosen) - len(kept)
+            chosen = np.sort(np.asarray(kept, np.int64))  # Arrow promises no order
         if texts.null_count:
-            if not self._stream.drop_null:
+            there = _bools(texts.is_valid())[chosen]
+            if not self._stream.drop_null and not there.all():
                 raise FatalTrainingError(
                     f"a row has no text in the column {self._stream.column!r}", hint="set stream.drop_null=true"
                 )
-            chosen = chosen.filter(texts.is_valid())
-            found["no text"] += texts.null_count
+            found["no text"] += int((~there).sum())
+            chosen = chosen[there]
         if self._stream.min_len or self._stream.max_len is not None:
-            lengths = np.asarray(pc.utf8_length(chosen[TEXT]))
+            lengths = np.asarray(pc.fill_null(pc.utf8_length(texts), 0))[chosen]
             fits = lengths >= self._stream.min_len
             if self._stream.max_len is not None:
                 fits &= lengths <= self._stream.max_len
-            chosen = chosen.filter(pa.array(fits))
             found["min_len, max_len"] += int((~fits).sum())
-        return np.sort(np.asarray(chosen[_ROW], np.int64)), found  # Arrow promises no order
+            chosen = chosen[fits]
+        return chosen, found
 
     def texts(self, rows: pa.Table) -> tuple[pa.Array, npt.NDArray[np.int64], Counter[str]]:
         """The texts of a table that are trained on (large_string, without nulls), and the numbers of their rows; and
@@ -134,9 +138,10 @@ class FragmentReader:
         """
         kept, left_out = self.keep(rows)
         if self._stream.map is None or not len(kept):
-            return rows[TEXT].take(pa.array(kept)).combine_chunks(), kept, left_out
+            texts = rows[TEXT] if len(kept) == len(rows) else rows[TEXT].take(integers(kept))
+            return texts.combine_chunks(), kept, left_out
         mapped = self._mapped
-        given = rows.take(pa.array(kept)).select([TEXT, *self._stream.extra_columns])
+        given = rows.take(integers(kept)).select([TEXT, *self._stream.extra_columns])
         named = given.rename_columns([self._stream.column, *self._stream.extra_columns]).to_pylist()
         found = [mapped(row) for row in named]
         made = np.array([text is not None for text in found], np.bool_)
@@ -230,6 +235,15 @@ class FragmentReader:
         columns = {TEXT: texts.cast(pa.large_string()), _REASON: _reasons(len(batch), faults)}
         columns |= {name: batch.column(batch.schema.get_field_index(name)) for name in self._columns}
         return pa.record_batch(columns)
+
+
+def integers(numbers: npt.NDArray[np.int64]) -> pa.Array:
+    """The same integers for Arrow, not copied. `pa.array` would import pandas, which takes half a second."""
+    return pa.Array.from_buffers(pa.int64(), len(numbers), [None, pa.py_buffer(np.ascontiguousarray(numbers))])
+
+
+def _bools(column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
+    return np.asarray(column, np.bool_)
 
 
 def _local(path: str) -> tuple[int, int]:

@@ -7,7 +7,7 @@ the end of a block fills a row with padding; so no row needs what another block 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -26,7 +26,8 @@ from relayrun.tokenization.readers.texts import Texts
 
 Encode = Callable[[Texts], Encoded]
 """Ids of texts, and how many of them each text has."""
-_BATCH_BYTES = 4_000_000
+BATCH_BYTES = 4_000_000
+"""Text that is encoded at once, about: an engine needs as long to be called as for 50 kB."""
 _BATCH_TEXTS = 10_000
 
 
@@ -64,9 +65,8 @@ class Shape:
 class LaneSamples:
     """The samples of one lane's block."""
 
-    def __init__(self, texts: pa.Array, shape: Shape, encode: Encode) -> None:
-        """`texts`: large_string without nulls."""
-        ids, lengths = _encoded(texts, encode)
+    def __init__(self, ids: npt.NDArray[np.uint32], lengths: npt.NDArray[np.int64], shape: Shape) -> None:
+        """`ids` of all its texts, and how many each text has."""
         self._document_of = np.flatnonzero(lengths)
         self.empty = len(lengths) - len(self._document_of)
         """Texts that gave no token; they are left out."""
@@ -93,7 +93,10 @@ class LaneSamples:
         """Sample number i of the block."""
         shape = self._shape
         if shape.cut is None:
-            pieces = [(self._ids, *self._stretch(i))]
+            begin, end = self._stretch(i)
+            if end < min(len(self._ids), begin + shape.seq_length + 1):  # every input has its target
+                return Row(tokens=self._ids[begin : end + 1].astype(np.int64))
+            pieces = [(self._ids, begin, end)]
         else:
             pieces = [(self._window(window), start, stop) for window, start, stop in self._pieces[i]]
         return filled(
@@ -158,13 +161,15 @@ class LaneSamples:
         return window
 
 
-def _encoded(texts: pa.Array, encode: Encode) -> Encoded:
-    ids, lengths = [np.empty(0, np.uint32)], [np.empty(0, np.int64)]
-    for batch in Texts.from_arrow(texts).split(_BATCH_BYTES, _BATCH_TEXTS):
-        found = encode(batch)
-        ids.append(found[0])
-        lengths.append(found[1])
-    return np.concatenate(ids), np.concatenate(lengths)
+def encoded(parts: Sequence[pa.Array], encode: Encode) -> list[Encoded]:
+    """The ids of some arrays of texts (large_string without nulls), which are encoded together."""
+    texts = Texts.from_arrow(parts[0] if len(parts) == 1 else pa.concat_arrays(parts))
+    found = [encode(batch) for batch in texts.split(BATCH_BYTES, _BATCH_TEXTS)]
+    ids = np.concatenate([np.empty(0, np.uint32), *(each for each, _ in found)]) if len(found) != 1 else found[0][0]
+    lengths = np.concatenate([np.empty(0, np.int64), *(each for _, each in found)])
+    ends = np.cumsum([len(part) for part in parts])[:-1]
+    tokens = np.concatenate([[0], np.cumsum(lengths)])[ends]
+    return list(zip(np.split(ids, tokens), np.split(lengths, ends), strict=True))
 
 
 def origin_of(path: str, group: int, row: int, offset: int, tokens: int) -> Origin:

@@ -9,25 +9,19 @@ and how many rows were left out for which reason.
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
 
 from relayrun.config.streams import Stream as StreamSettings
 from relayrun.data.order.lanes import Cursor
 from relayrun.data.order.windows import Origin
 from relayrun.data.rows import Row
-from relayrun.data.streams.ahead import Ahead
-from relayrun.data.streams.blocks import Block, Blocks
-from relayrun.data.streams.cursor import LEAST_FIELDS, LaneCursor, Place
+from relayrun.data.streams.blocks import Blocks
+from relayrun.data.streams.cursor import LEAST_FIELDS, LaneCursor
 from relayrun.data.streams.fragments import FragmentOrder, groups_of
+from relayrun.data.streams.lane_blocks import LaneBlock, LaneGroup
 from relayrun.data.streams.rows import FragmentReader
-from relayrun.data.streams.samples import Encode, LaneSamples, Shape, origin_of
+from relayrun.data.streams.samples import Encode, Shape, origin_of
 from relayrun.errors import FatalTrainingError
 from relayrun.shards.manifest import FileEntry
 
@@ -79,62 +73,13 @@ class TextStream:
         return OpenTextLanes(self, {lane: LaneCursor(*cursor) for lane, cursor in cursors.items()})
 
 
-@dataclass
-class _Share:
-    """What one lane gets of a block."""
-
-    place: Place
-    rows: pa.Table
-    origins: npt.NDArray[np.int64]
-    files_left_out: int
-
-
-class _Group:
-    """A group of lanes that share files, and the lanes of it that are read here."""
-
-    def __init__(self, stream: TextStream, group: int, lanes: Mapping[int, LaneCursor]) -> None:
-        self._stream = stream
-        self._group = group
-        self._from = {lane: cursor.place for lane, cursor in lanes.items()}
-        self._waiting: dict[int, deque[_Share]] = {lane: deque() for lane in lanes}
-        self._blocks: Ahead[Block] | None = None
-
-    def next_share(self, lane: int) -> _Share | None:
-        """The next block of a lane; None behind the last epoch."""
-        while not self._waiting[lane]:
-            if self._blocks is None:
-                blocks = self._stream.blocks.read(self._group, min(self._from.values()))
-                depth = self._stream.settings.nb_prefetch
-                self._blocks = Ahead(blocks, depth, name=f"{self._stream.name}-{self._group}")
-            block = next(self._blocks, None)
-            if block is None:
-                return None
-            for other, waiting in self._waiting.items():
-                if block.place >= self._from[other]:  # lanes of a group are not all in one block
-                    left_out = block.files_left_out if other == self._group else 0  # its first lane counts them
-                    waiting.append(_Share(block.place, *self._stream.blocks.of_lane(block, other), left_out))
-        return self._waiting[lane].popleft()
-
-    def close(self) -> None:
-        if self._blocks is not None:
-            self._blocks.close()
-
-
 class _Lane:
     """One lane that is being read."""
 
     def __init__(self, cursor: LaneCursor) -> None:
         self.cursor = cursor
-        self.samples: LaneSamples | None = None
-        """Those of its block; None before the first one is there."""
-        self.origins: npt.NDArray[np.int64] = np.zeros((0, 3), np.int64)
-        """Where all rows of the block come from, as in `Block`."""
-        self.chosen: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-        """Rows of the block that became texts."""
-        self.left_out: Counter[str] = Counter()
-        """The other rows of the block, by reason."""
-        self.files = 0
-        """Files that were left out on the way to the block."""
+        self.block: LaneBlock | None = None
+        """The one that it is in; None before the first one is there."""
         self.without: int | None = None
         """The epoch since which the lane has had no sample."""
 
@@ -145,12 +90,22 @@ class OpenTextLanes:
     def __init__(self, stream: TextStream, cursors: Mapping[int, LaneCursor]) -> None:
         self._stream = stream
         self._lanes = {lane: _Lane(cursor) for lane, cursor in cursors.items()}
-        self._groups: dict[int, _Group] = {}
         groups: dict[int, dict[int, LaneCursor]] = {}
         for lane, cursor in cursors.items():
             groups.setdefault(stream.blocks.group_of(lane), {})[lane] = cursor
-        for group, members in groups.items():
-            self._groups[group] = _Group(stream, group, members)
+        self._groups = {
+            group: LaneGroup(
+                group,
+                members,
+                stream.blocks,
+                stream.reader,
+                stream.shape,
+                stream.encode,
+                nb_prefetch=stream.settings.nb_prefetch,
+                name=stream.name,
+            )
+            for group, members in groups.items()
+        }
 
     def take(self, lane: int) -> Row:
         """Return the next sample of a lane.
@@ -159,10 +114,9 @@ class OpenTextLanes:
         for what cannot be read.
         """
         now = self._lanes[lane]
-        while now.samples is None or now.cursor.taken >= len(now.samples):
+        while now.block is None or now.cursor.taken >= len(now.block.samples):
             self._next_block(lane, now)
-        assert now.samples is not None
-        row = now.samples.row(now.cursor.taken)
+        row = now.block.samples.row(now.cursor.taken)
         now.cursor = now.cursor._replace(taken=now.cursor.taken + 1)
         now.without = None
         return row
@@ -170,10 +124,10 @@ class OpenTextLanes:
     def origins(self, lane: int) -> list[Origin]:
         """Where the text of the sample that was taken last from a lane comes from."""
         now = self._lanes[lane]
-        assert now.samples is not None
+        assert now.block is not None
         found = []
-        for text, offset, tokens in now.samples.origins(now.cursor.taken - 1):
-            file, group, row = now.origins[now.chosen[text]].tolist()
+        for text, offset, tokens in now.block.samples.origins(now.cursor.taken - 1):
+            file, group, row = now.block.origins[text].tolist()
             found.append(origin_of(self._stream.files[file].path, group, row, offset, tokens))
         return found
 
@@ -188,44 +142,39 @@ class OpenTextLanes:
 
     def _next_block(self, lane: int, now: _Lane) -> None:
         stream = self._stream
-        share = self._groups[stream.blocks.group_of(lane)].next_share(lane)
-        if share is None:
+        block = self._groups[stream.blocks.group_of(lane)].next_block(lane)
+        if block is None:
             raise FatalTrainingError(
                 f"data set {stream.name!r} is read to the end of its epoch {stream.settings.nb_epochs}, and the run "
                 "asks for more",
                 hint="take stream.nb_epochs away, give a lower training.steps, or more data",
             )
-        if now.samples is not None:
-            now.cursor = _behind(now, now.samples)._replace(**share.place._asdict())
-        elif share.place != now.cursor.place:
+        if now.block is not None:
+            now.cursor = _behind(now.cursor, now.block)._replace(**block.place._asdict())
+        elif block.place != now.cursor.place:
             raise FatalTrainingError(
                 f"data set {stream.name!r}: lane {lane} stood at {now.cursor.place}, where no block begins",
                 hint="the files are not those of the checkpoint; put them back",
             )
-        now.origins = share.origins
-        now.files = share.files_left_out
-        texts, now.chosen, now.left_out = stream.reader.texts(share.rows)
-        now.samples = LaneSamples(texts, stream.shape, stream.encode)
-        now.left_out["no token"] = now.samples.empty
-        if len(now.samples):
+        now.block = block
+        if len(block.samples):
             return
         if now.without is None:
-            now.without = share.place.epoch
-        elif share.place.epoch > now.without + 1:
+            now.without = block.place.epoch
+        elif block.place.epoch > now.without + 1:
             raise FatalTrainingError(
                 f"data set {stream.name!r}: lane {lane} of {stream.lanes} got no sample in the whole epoch "
-                f"{share.place.epoch - 1}",
+                f"{block.place.epoch - 1}",
                 hint="give more rows, filter fewer, or begin a run with fewer data.lanes",
             )
 
 
-def _behind(lane: _Lane, samples: LaneSamples) -> LaneCursor:
-    """The cursor of a lane, behind the block that it is in."""
-    cursor, rows = lane.cursor, len(lane.origins)
+def _behind(cursor: LaneCursor, block: LaneBlock) -> LaneCursor:
+    """The cursor of a lane that was in a block, behind it."""
     return cursor._replace(
         taken=0,
-        rows=cursor.rows + rows,
-        left_out=cursor.left_out + rows - len(lane.chosen) + samples.empty,
-        samples=cursor.samples + len(samples),
-        files=cursor.files + lane.files,
-    ).with_left_out(lane.left_out)
+        rows=cursor.rows + block.rows,
+        left_out=cursor.left_out + block.rows - len(block.origins) + block.samples.empty,
+        samples=cursor.samples + len(block.samples),
+        files=cursor.files + block.files_left_out,
+    ).with_left_out(block.left_out)

@@ -50,6 +50,8 @@ def holding(texts: Texts, table: Table, first_lead: int) -> npt.NDArray[np.bool_
 def holding_bytes(texts: Texts, needles: tuple[bytes, ...]) -> npt.NDArray[np.bool_]:
     """Which texts hold one of these pieces of UTF-8, shape [texts]. None of them may be empty."""
     found = np.zeros(len(texts), np.bool_)
+    highest = texts.used.max(initial=0)
+    needles = tuple(needle for needle in needles if max(needle) <= highest)  # the others are nowhere
     data = texts.used.tobytes() if needles else b""
     for needle in needles:
         place = data.find(needle)

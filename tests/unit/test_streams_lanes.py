@@ -1,0 +1,105 @@
+"""Texts of several lanes are encoded together: which lanes' they are, and that nothing else changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from relayrun.data.streams import blocks, lane_blocks
+from relayrun.data.streams.samples import encoded
+from relayrun.data.streams.stream import TextStream
+from relayrun.errors import FatalTrainingError
+from relayrun.tokenization.encode.characters import holding_bytes
+from relayrun.tokenization.encode.libraries import Encoded
+from relayrun.tokenization.readers.texts import Texts
+from tests import streaming
+from tests.streaming import numbers_in, stream, write
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "LEAST_ROWS", 3)
+
+
+def watched(made: TextStream) -> list[list[int]]:
+    """Rows of each call of the engine, from now on."""
+    calls: list[list[int]] = []
+
+    def encode(texts: Texts) -> Encoded:
+        calls.append(sorted(numbers_in("\0".join([*texts.strings(), ""]))))
+        return streaming.encode(texts)
+
+    made.encode = encode
+    return calls
+
+
+def samples(made: TextStream, lanes: list[int], count: int) -> list[tuple[str, list[int]]]:
+    """Each sample and the cursor behind it, in turns."""
+    first = made.first_cursors()
+    opened = made.open_lanes({lane: first[lane] for lane in lanes})
+    found = [(streaming.digest(opened.take(lane)), opened.cursor(lane)) for _ in range(count) for lane in sorted(lanes)]
+    opened.close()
+    return found
+
+
+def test_lanes_of_a_block_are_encoded_together_and_alone_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "parquet", [40, 30, 50])
+    made = stream(tmp_path, "parquet", shuffle_buffer=40)
+    together_calls = watched(made)
+    together = samples(made, [0, 1, 2, 3], 8)
+    monkeypatch.setattr(lane_blocks, "BATCH_BYTES", 1)
+    alone_calls = watched(made)
+    assert samples(made, [0, 1, 2, 3], 8) == together
+    assert len(together_calls) * 4 == len(alone_calls)
+    assert len(together_calls[0]) == 40
+    assert len(alone_calls[0]) == 10
+
+
+def test_no_lane_of_another_rank_is_encoded(tmp_path: Path) -> None:
+    write(tmp_path, "parquet", [40, 30, 50])
+    mine, others = (stream(tmp_path, "parquet", nb_epochs=1, shuffle_buffer=40) for _ in range(2))
+    calls, their_calls = watched(mine), watched(others)
+    samples(mine, [1, 3], 5)
+    samples(others, [0, 2], 5)
+    rows, their_rows = ({row for call in found for row in call} for found in (calls, their_calls))
+    assert rows
+    assert their_rows
+    assert not rows & their_rows
+
+
+def refuses_row_7(row: dict[str, str]) -> str:
+    if row["text"].startswith("<00007>"):
+        raise ValueError("no seven")
+    return row["text"]
+
+
+def test_what_a_map_raises_for_another_lane_is_raised_when_that_lane_comes_to_it(tmp_path: Path) -> None:
+    write(tmp_path, "parquet", [40])
+    made = stream(tmp_path, "parquet", shuffle_buffer=0, fragment_shuffle_window=0, map=f"{__name__}:refuses_row_7")
+    opened = made.open_lanes(dict(enumerate(made.first_cursors())))
+    for lane in (0, 1, 2):  # of rows that are 0, 1 and 2 modulo 4
+        opened.take(lane)
+    with pytest.raises(FatalTrainingError, match="no seven"):
+        opened.take(3)
+    opened.close()
+
+
+def test_ids_are_dealt_to_the_arrays_that_they_are_of() -> None:
+    parts = [["ab", "", "cde"], [], [""], ["f" * 50], ["gh", "i"]]
+    arrays = [pa.array(part, pa.large_string()) for part in parts]
+    for (ids, lengths), part in zip(encoded(arrays, streaming.encode), parts, strict=True):
+        wanted_ids, wanted_lengths = streaming.encode(Texts.of(part))
+        assert np.array_equal(ids, wanted_ids)
+        assert np.array_equal(lengths, wanted_lengths)
+
+
+@pytest.mark.parametrize("needle", [b"<|", "\u017f".encode(), "\u212a".encode()])
+def test_a_needle_is_found_whatever_its_bytes(needle: bytes) -> None:
+    word = needle.decode()
+    texts = Texts.of(["plain", f"a{word}b", "", "é", word, word[0]])
+    assert holding_bytes(texts, (needle,)).tolist() == [word in text for text in texts.strings()]
+    assert not holding_bytes(Texts.of(["plain", ""]), (needle,)).any()
+    assert not holding_bytes(Texts.of([]), (needle,)).any()
