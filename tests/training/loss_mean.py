@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 warnings.simplefilter("ignore")
-output, rank, world_size, port, settings = sys.argv[1:]
+rank, world_size, port, settings = sys.argv[1:]
 os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 
 import numpy as np  # noqa: E402
@@ -30,7 +30,7 @@ VOCABULARY, LENGTH, BATCH, EOD = 64, 32, 8, 5
 SHARES = (0.0, 0.9, 0.1, 0.5, 0.3, 1.0, 0.02, 0.7)
 """The share of each sample's tokens that end a document."""
 
-PARALLEL, SIZES = json.loads(settings)
+FOLDER, PARALLEL, SIZES = json.loads(settings)
 
 
 def samples() -> np.ndarray:
@@ -107,7 +107,7 @@ def main() -> None:
                 found[f"{mean}/{size}/{'loss' if train else 'evaluation'}"] = np.array(loss)
             for name, parameter in parameters(model, first_layer):
                 found[f"{mean}/{size}/gradient/{name}"] = parameter.main_grad.numpy().copy()
-    np.savez(output, **found)
+    np.savez(f"{FOLDER}/{rank}.npz", **found)
     parallel.stop()
 
 

@@ -4,14 +4,12 @@ alone, in the real model, over its layouts."""
 from __future__ import annotations
 
 import json
-import socket
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import warm
+from tests.training import own_ranks
 
 LATENT: dict[str, Any] = {
     "multi_latent_attention": True,
@@ -57,18 +55,8 @@ IN_EVERY_TEST = ("one rank", "TP2, CP2")
 
 
 def run(folder: Path, ranks: int, sections: dict[str, Any]) -> dict[str, Any]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = []
-    for rank in range(ranks):
-        with (folder / f"{rank}.log").open("wb") as log:
-            arguments = [str(rank), str(ranks), str(port), json.dumps(sections)]
-            command = [sys.executable, "-m", "tests.training.packed_documents", *arguments]
-            processes.append(warm.start(command, stdout=log.fileno(), stderr=log.fileno()))
-    assert [process.wait(600) for process in processes] == [0] * ranks, (folder / "0.log").read_text()
-    texts = [(folder / f"{rank}.log").read_text().splitlines()[-1] for rank in range(ranks)]
-    found: dict[str, Any] = next(answer for answer in map(json.loads, texts) if answer)
+    logs = own_ranks.run("tests.training.packed_documents", folder, ranks, json.dumps(sections))
+    found: dict[str, Any] = next(answer for log in logs if (answer := json.loads(log.read_text().splitlines()[-1])))
     return found
 
 

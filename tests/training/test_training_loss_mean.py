@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from tests import warm
+from tests.training import own_ranks
 
 Found = dict[str, np.ndarray]
 SETTINGS: dict[str, tuple[int, dict[str, int], tuple[int, ...]]] = {
@@ -26,16 +24,7 @@ SETTINGS: dict[str, tuple[int, dict[str, int], tuple[int, ...]]] = {
 
 
 def run(folder: Path, ranks: int, parallel: dict[str, int], sizes: tuple[int, ...]) -> list[Found]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = []
-    for rank in range(ranks):
-        with (folder / f"{rank}.log").open("wb") as log:
-            arguments = [str(folder / f"{rank}.npz"), str(rank), str(ranks), str(port), json.dumps([parallel, sizes])]
-            command = [sys.executable, "-m", "tests.training.loss_mean", *arguments]
-            processes.append(warm.start(command, stdout=log.fileno(), stderr=log.fileno()))
-    assert [process.wait(600) for process in processes] == [0] * ranks, (folder / "0.log").read_text()
+    own_ranks.run("tests.training.loss_mean", folder, ranks, json.dumps([str(folder), parallel, sizes]))
     return [dict(np.load(folder / f"{rank}.npz")) for rank in range(ranks)]
 
 

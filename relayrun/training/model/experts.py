@@ -37,6 +37,9 @@ class Experts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no type
     megatron-core 0.16.1 draws fresh weights on a CPU for the experts of each rank from one state of the generator: with
     expert parallelism the first experts of all ranks begin as twins, which the router can hardly tell apart, and what
     is drawn behind them depends on how many a rank holds. Here an expert's weights follow from its number among all.
+
+    It also sums the output of an expert that is on one rank alone, with what gives out a view of its input, and adds
+    the bias in place (transformer/mlp.py:247), which autograd refuses for views.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Experts(SequentialMLP):  # type: ignore[misc]  # megatron-core has no type
                     is_expert=True,
                     tp_group=self.tp_group,
                 )
+            expert.linear_fc2.explicit_expert_comm = True  # the sum is the dispatcher's, as with more ranks
             self.local_experts.append(expert)
 
 
