@@ -60,7 +60,7 @@ class Nodes:
             self.attempt,
             nodes=2,
             spare_nodes=spare,
-            ranks=4,
+            ranks_per_node=2,
             names=dict(enumerate(NAMES[: 2 + spare])),
             links=cast("dict[int, Lines]", self.links),
             say=self.said.append,
