@@ -30,6 +30,7 @@ from relayrun.agent.between import PAUSE, Between
 from relayrun.agent.decide import Death, RoundFacts, first_death, why_not_again
 from relayrun.agent.lines import Lines, Message
 from relayrun.agent.memory import Held, newest
+from relayrun.agent.places import Places
 from relayrun.errors import RelayrunError, RunDirError
 from relayrun.rundir import rounds
 from relayrun.rundir.attempt import Attempt
@@ -83,11 +84,7 @@ class Coordinator:
         if begin is None:
             raise RunDirError("this attempt has not begun", where=attempt.begin)
         self._run, self._attempt, self._links, self._say = run, attempt, links, say
-        self._nodes, self._spare_nodes, self._elastic_nodes = nodes, spare_nodes, elastic_nodes
-        self._places: list[int] = []
-        """Which node has each place; at first none has."""
-        self._lost: dict[int, Death] = {}
-        """Nodes that were given up."""
+        self._places = Places(nodes, spare=spare_nodes, elastic=elastic_nodes)
         self._ports: dict[int, int] = {}
         """A port that was free on each node when its agent last said so."""
         self._silent: dict[int, int] = {}
@@ -174,7 +171,7 @@ class Coordinator:
         return PAUSE if self._phase == "recording" else BEAT_SECONDS
 
     def _look_for_hang(self) -> None:
-        found, ask = self._hangs.look(self._places, ranks=len(self._places) * self._ranks_per_node)
+        found, ask = self._hangs.look(self._places.nodes, ranks=len(self._places.nodes) * self._ranks_per_node)
         for link in self._links.values() if ask else ():
             link.send("stacks")
         if found is not None:
@@ -187,7 +184,7 @@ class Coordinator:
 
     def _hung(self, hang: Hang) -> None:
         who = hang.culprit
-        node = "" if who is None else self._name(self._places[who // self._ranks_per_node])
+        node = "" if who is None else self._name(self._places.nodes[who // self._ranks_per_node])
         self._dead(Death(rank=-1, node=node, code=FAILED, error=hang.words, late=who))
 
     def silent(self) -> list[tuple[int, float]]:
@@ -201,13 +198,13 @@ class Coordinator:
 
     def expects(self, node: int) -> bool:
         """Whether the agent of this node may say hello; one that was given up is never taken in again."""
-        if node in self._lost:
-            self._say(f"{self._name(node)} was given up, and is not taken in again: {self._lost[node].words}")
-        return 0 <= node < self._nodes + self._spare_nodes and node not in self._lost and node not in self._links
+        if (lost := self._places.lost.get(node)) is not None:
+            self._say(f"{self._name(node)} was given up, and is not taken in again: {lost.words}")
+        return node in self._places.missing(self._links)
 
     def given_up(self) -> set[int]:
         """Nodes that were given up."""
-        return set(self._lost)
+        return set(self._places.lost)
 
     def ask(self, why: str) -> None:
         """Note that the ranks were asked to leave: they are not started again."""
@@ -215,20 +212,23 @@ class Coordinator:
 
     def lose(self, node: int, why: str) -> None:
         """Give this node up: its agent is gone, and its ranks with it."""
-        if self._phase == "leaving" or node in self._lost:
+        if self._phase == "leaving" or node in self._places.lost:
             return
-        self._lost[node] = Death(rank=-1, node=self._name(node), code=FAILED, error=why, lost=True)
+        self._give_up_node(node, why)
         self._links.pop(node, None)
         if self._phase == "gathering":
             self._say(f"{self._name(node)}: {why}, before the first round")
             self._gather()
             return
-        if node in self._places:
-            self._deaths.insert(0, self._lost[node])  # what others say of closed connections has this cause
+        if node in self._places.nodes:
+            self._deaths.insert(0, self._places.lost[node])  # what others say of closed connections has this cause
             self._end()
         else:
             self._say(f"the spare node {self._name(node)} is gone: {why}")
         self._look_for_end()
+
+    def _give_up_node(self, node: int, why: str) -> None:
+        self._places.lost[node] = Death(rank=-1, node=self._name(node), code=FAILED, error=why, lost=True)
 
     def _name(self, node: int) -> str:
         return self._names.get(node, f"node {node}")
@@ -236,24 +236,23 @@ class Coordinator:
     def _gather(self, *, late: bool = False) -> None:
         """Begin the first round when all nodes are there that may still come; `late`: those that are there must do."""
         there = sorted(self._ports.keys() & self._links.keys())  # those that have said hello
-        every = self._nodes + self._spare_nodes
-        left = every - len(self._lost)
-        if left < self._nodes:
-            self._say(f"{self._nodes} nodes are to train, and {left} are left")
-        if not (nodes := self._fitting(left)):
+        places = self._places
+        if places.left < places.wanted:
+            self._say(f"{places.wanted} nodes are to train, and {places.left} are left")
+        if not (nodes := places.fitting(places.left)):
             self._leave(FAILED)
-        elif len(there) == left or (late and len(there) >= self._nodes):
-            for node in set(range(every)) - set(there) - self._lost.keys():
-                self._lost[node] = Death(rank=-1, node=self._name(node), code=FAILED, error="it came late", lost=True)
+        elif len(there) == places.left or (late and len(there) >= places.wanted):
+            for node in places.missing(there):
+                self._give_up_node(node, "it came late")
                 self._say(
                     f"{self._name(node)} has not said hello for {GATHER_SECONDS:.0f} s; the others begin without it"
                 )
-            self._places = there[:nodes]
+            places.nodes = there[:nodes]
             self._start(self._base, memory=None)
 
     def _look_for_end(self) -> None:
         """See whether none of the round's ranks is left. Every agent is waited for that was told to end."""
-        waits = self._places if self._phase == "running" else self._links
+        waits = self._places.nodes if self._phase == "running" else self._links
         if self._ended.issuperset(waits):
             self._all_gone()
 
@@ -264,19 +263,19 @@ class Coordinator:
         self._deaths, self._ended, self._memory, self._started = [], set(), [], {}
         self._hangs = hangs.Hangs()
         self._unstepped = self._round > 1
-        first = self._places[0]
+        places = self._places.nodes
         self._given_out = time.time()
         for node, link in self._links.items():
             link.send(
                 "start",
                 round=self._round,
-                place=self._places.index(node) if node in self._places else None,
-                nodes=len(self._places),
+                place=places.index(node) if node in places else None,
+                nodes=len(places),
                 base_iteration=base.iteration,
                 base_path=base.path,
                 memory=memory,
-                address=self._names[first] if self._spare_nodes or self._elastic_nodes else None,
-                port=self._ports[first],
+                address=self._names[places[0]] if self._places.outlive_nodes else None,
+                port=self._ports[places[0]],
             )
 
     def _dead(self, death: Death) -> None:
@@ -306,7 +305,7 @@ class Coordinator:
     def _look_for_records(self) -> None:
         """Conclude the round when all that it left is on record; the ranks of a foreign program write none."""
         if self._between is not None:
-            nodes = [self._name(node) for node in self._places if node in self._ended and node in self._links]
+            nodes = [self._name(node) for node in self._places.nodes if node in self._ended and node in self._links]
             code = self._deaths[0].exit_code or FAILED
             try:
                 if not self._between.recorded(self._round, exit_code=code, nodes=nodes):
@@ -329,13 +328,14 @@ class Coordinator:
             failures = {failure.rank: failure for failure in self._failures()}
             death = self._first(failures)
             base = rounds.newest_checkpoint(self._run, self._attempt)
-            ranks = len(self._places) * self._ranks_per_node
+            places = self._places
+            ranks = len(places.nodes) * self._ranks_per_node
             memory, source = newest(self._memory, ranks=ranks, after=base.iteration) or (None, "disk")
-            taken = self._replace()
-            places = self._next_places(taken)
-            if len(places) != len(self._places):
+            taken = places.taken(self._links)
+            following = places.following(taken)
+            if len(following) != len(places.nodes):
                 memory, source = None, "disk"  # copies are of as many ranks as made them
-            failed = self._judge(death, base, memory, source, taken, len(places))
+            failed = self._judge(death, base, memory, source, taken, len(following))
             rounds.append(self._attempt, failed)
             if failed.again:
                 number = self._round + 1
@@ -350,25 +350,10 @@ class Coordinator:
             return
         self._say(failed.told)
         if failed.again:
-            self._places = places
+            places.nodes = following
             self._start(base, memory=memory, source=source)
         else:
             self._leave(death.exit_code or FAILED)
-
-    def _replace(self) -> dict[int, int]:
-        """For each node that had a place and is lost, the spare one that may have it, as far as there are some."""
-        spare = sorted(self._links.keys() - set(self._places))
-        return dict(zip((node for node in self._places if node in self._lost), spare, strict=False))
-
-    def _next_places(self, taken: dict[int, int]) -> list[int]:
-        """Return the nodes of another round, by place: with spare ones that have `taken` one, or fewer; or none."""
-        left = [taken.get(node, node) for node in self._places if node in taken or node not in self._lost]
-        return left if len(left) == len(self._places) else left[: self._fitting(len(left))]
-
-    def _fitting(self, available: int) -> int:
-        """With how many of so many nodes training may go on; 0: with none."""
-        fit = [nodes for nodes in (self._nodes, *self._elastic_nodes) if nodes <= available]
-        return max(fit, default=0)
 
     def _judge(
         self, death: Death, base: Durable, memory: int | None, source: str, taken: dict[int, int], nodes: int
@@ -378,8 +363,8 @@ class Coordinator:
         earlier = rounds.read(self._attempt)
         iteration = rounds.newest_iteration(self._attempt)
         terminated = "SIGTERM" if death.code == -signal.SIGTERM else ""  # before it could heed it
-        gone = [node for node in self._places if node in self._lost]
-        left = [node for node in gone if node not in taken]
+        gone = self._places.gone()
+        left = ", ".join(self._name(node) for node in gone if node not in taken)
         facts = RoundFacts(
             death=death,
             iteration=iteration,
@@ -387,7 +372,7 @@ class Coordinator:
             base_iteration=self._from,
             left=self._attempt.outcome.exists(),
             asked=self._asked or ("the stop file" if self._attempt.stop.exists() else "") or terminated,
-            lost="" if nodes else self._gone_words(left),
+            lost="" if nodes else self._places.why_none(left),
             earlier=earlier,
             max_failed_rounds=self._max_failed_rounds,
             complete=self._between is not None and self._between.complete(base),
@@ -408,17 +393,10 @@ class Coordinator:
             reason=reason or "",
             steps_lost=max(0, iteration - start),
             lost={self._name(node): self._name(taken[node]) if node in taken else "" for node in gone},
-            nodes=nodes if reason is None and nodes < len(self._places) else 0,
+            nodes=nodes if reason is None and nodes < len(self._places.nodes) else 0,
             log_size=_size(self._log),
             seconds={"end": self._all_ended - self._noticed},
         )
-
-    def _gone_words(self, nodes: list[int]) -> str:
-        if self._elastic_nodes:
-            return "too few nodes are left"
-        if self._spare_nodes:
-            return "no spare node is left"
-        return f"the agent of {', '.join(self._name(node) for node in nodes)} is gone"
 
     def _first(self, failures: dict[int, Failure]) -> Death:
         first = first_death(self._deaths, {rank: failure.time for rank, failure in failures.items()})
