@@ -204,7 +204,7 @@ def test_ranks_that_hang_are_started_again_after_they_were_asked_for_their_stack
     (record,) = ends(run)
     assert record.cause == "done", logs(run)
     failed = rounds.read(run.attempt(1))[0]
-    assert (failed.rank, failed.iteration, failed.durable_iteration, failed.again) == (None, 7, 5, True)
+    assert (failed.rank, failed.iteration, failed.durable_iteration, failed.again) == (1, 7, 5, True)
     assert failed.words.startswith("hang: no progress for ")
     assert failed.words.endswith("ranks 1 did not answer")
     assert not run.attempt(1).hang.exists()
