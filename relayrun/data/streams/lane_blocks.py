@@ -41,10 +41,10 @@ class LaneBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class _Texts:
-    """The same, before the texts are encoded."""
+    """What one lane gets of a block, before its texts are encoded."""
 
     texts: pa.Array
-    """large_string, without nulls."""
+    """Texts as Arrow's large_string, without nulls."""
     rows: int
     left_out: Counter[str]
     origins: npt.NDArray[np.int64]
