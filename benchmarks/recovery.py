@@ -187,6 +187,7 @@ class Native:
         slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "step-delay=0.05"}}
         sections: dict[str, Any] = {
             "training": {"steps": LAST, "hooks": [slow]},
+            "data": {"max_epochs": LAST},
             "checkpoint": {"interval": 5, "async_save": False, "memory_interval": int(memory)},
             "parallel": {"use_distributed_optimizer": True},
             "chain": {"recovery": "node", "max_failed_rounds": 1000, "auto_requeue": False},

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.long,
     pytest.mark.timeout(2400),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),  # to read weights takes imports
+    pytest.mark.filterwarnings("ignore"),  # to read the weights takes imports that warn
 ]
 
 
