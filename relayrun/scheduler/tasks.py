@@ -11,9 +11,11 @@ left behind, is ended like a step's processes on Slurm; see `scheduler.leftover`
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import logging
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -29,6 +31,9 @@ from relayrun.scheduler import leftover
 
 log = logging.getLogger(__name__)
 
+CONNECTION_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LEAST_PORT = 21_000
+"""Jobs on Slurm take theirs from 20,000 on, by their numbers."""
 KILL_SECONDS = 2.0
 """From SIGTERM to SIGKILL for the ranks that are left when one has failed."""
 
@@ -39,10 +44,18 @@ def die_with_parent(signal_number: int) -> None:
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on now, of the loopback interface or another address; empty: of all of them."""
-    with socket.socket() as listener:
-        listener.bind((address, 0))
-        return int(listener.getsockname()[1])
+    """A TCP port that nobody listens on now, of the loopback interface or another address; empty: of all of them.
+
+    It lies below the ports that the kernel takes for connections, where there is room: one of those may be in use
+    again before a program that is still importing listens on it.
+    """
+    first = int(CONNECTION_PORTS.read_text().split()[0])
+    tried = random.SystemRandom().sample(range(LEAST_PORT, first), 20) if first >= LEAST_PORT + 1000 else []
+    for port in [*tried, 0]:
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind((address, port))
+            return int(listener.getsockname()[1])
+    raise OSError(f"no TCP port is free on {address or 'this machine'}")
 
 
 def start_tasks(ntasks: int, command: Sequence[str]) -> int:

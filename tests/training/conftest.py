@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from relayrun.rundir.attempt import Attempt as AttemptDir
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.records import AttemptStart, Commit, Failure, Heartbeat, Outcome
 from relayrun.rundir.run import Run
+from relayrun.scheduler.tasks import free_port
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
 from tests import warm
@@ -195,9 +195,7 @@ class Harness:
         """
         attempt = attempt or self.begin(**changes)
         log = attempt.path / "log"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.write_config(inject)
         processes: list[Rank] = []
         for rank in range(self.ranks):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from pathlib import Path
 
+from relayrun.scheduler.tasks import free_port
 from tests import warm
 
 
 def run(module: str, folder: Path, ranks: int, last: str, *, timeout: float = 600) -> list[Path]:
     """Run `python -m MODULE RANK RANKS PORT LAST` for each rank; what each has printed lies in the files returned."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     logs = [folder / f"{rank}.log" for rank in range(ranks)]
     processes = []
     for rank, path in enumerate(logs):

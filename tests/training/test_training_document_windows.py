@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from relayrun.files import read_json
+from relayrun.scheduler.tasks import free_port
 from tests import warm
 from tests.checkpoints import assert_same_bytes
 
@@ -22,9 +22,7 @@ CUT = {"window": 40, "overlap": 4, "bos": 1, "eos": True, "mask_special": True}
 @pytest.mark.long
 def test_windows_together_are_windows_apart(tmp_path: Path) -> None:
     """Loss and gradients of rows of windows, by any packing, are those of each window in a sequence of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with (tmp_path / "log").open("wb") as log:
         command = [sys.executable, "-m", "tests.training.packed_windows", str(port), str(tmp_path)]
         process = warm.start(command, stdout=log.fileno(), stderr=log.fileno())

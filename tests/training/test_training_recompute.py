@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from relayrun.scheduler.tasks import free_port
 from tests import warm
 
 pytestmark = pytest.mark.slow
@@ -19,9 +19,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What recompute.py saw."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     program = Path(__file__).with_name("recompute.py")
     done = warm.run([sys.executable, program, port])
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ import pytest
 
 from relayrun.errors import SchedulerError
 from relayrun.rundir.plan import Plan
+from relayrun.scheduler import tasks
 from relayrun.scheduler.base import clean_environment
 from relayrun.scheduler.job_text import is_ambiguous, parse_job
 from relayrun.scheduler.local_queue import LocalJob
@@ -272,3 +273,14 @@ def test_a_new_job_gets_the_users_python_path_and_not_the_supervisors() -> None:
     mine = {"RELAYRUN_USER_PYTHONSAFEPATH": "1"}
     assert clean_environment(inside | mine) == {"PYTHONPATH": "/my/hooks", "PYTHONSAFEPATH": "1"}
     assert clean_environment({"PYTHONPATH": "/my/hooks"}) == {"PYTHONPATH": "/my/hooks"}
+
+
+def test_a_free_port_is_one_that_no_connection_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = int(tasks.CONNECTION_PORTS.read_text().split()[0])
+    found = {tasks.free_port() for _ in range(20)}
+    assert len(found) > 10
+    if first >= tasks.LEAST_PORT + 1000:
+        assert all(tasks.LEAST_PORT <= port < first for port in found)
+    monkeypatch.setattr(tasks, "CONNECTION_PORTS", tmp_path / "range")
+    (tmp_path / "range").write_text("1024\t65535\n")  # no room below it: the kernel chooses
+    assert tasks.free_port("") > 1024
