@@ -24,6 +24,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -45,6 +46,12 @@ log = logging.getLogger(__name__)
 PIPE_BYTES = 1 << 20
 """Room for samples between the two processes, where the kernel gives so much: at 4,096 tokens about 30 of them."""
 _READ_BYTES = 1 << 17
+PIECE_BYTES = 1 << 16
+"""Samples go in pieces of so many bytes, since each piece wakes the rank;"""
+PIECE_SECONDS = 0.002
+"""and at once where the last piece went longer ago: the rank may wait for it."""
+_FORGET_EVERY = 256
+"""Samples after which the worker forgets the cursors of those that it has sent."""
 END_SECONDS = 10.0
 _HEAD = struct.Struct("<II")
 """Bytes of the numbers of a sample, and of its tokens and mask, which follow; of an error the first is 0, and the
@@ -205,27 +212,49 @@ class _ReceivedLanes:
         self._worker.close()
 
 
+class _Sender:
+    """The worker's end of the pipe."""
+
+    def __init__(self, pipe: BinaryIO) -> None:
+        self._pipe = pipe
+        self._waiting: list[bytes] = []
+        self._size, self._sent = 0, 0.0
+
+    def send(self, numbers: bytes, data: bytes) -> None:
+        """Send a sample; it may wait for some others."""
+        self._waiting += [_HEAD.pack(len(numbers), len(data)), numbers, data]
+        self._size += len(data)
+        if self._size >= PIECE_BYTES or time.monotonic() - self._sent >= PIECE_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what waits. Raises BrokenPipeError when the rank is gone."""
+        self._pipe.write(b"".join(self._waiting))
+        self._pipe.flush()
+        self._waiting, self._size, self._sent = [], 0, time.monotonic()
+
+
 class _Sent(_Shared):
     """A stream whose samples are sent as they are taken."""
 
-    def __init__(self, number: int, name: str, stream: Stream, pipe: BinaryIO) -> None:
+    def __init__(self, number: int, name: str, stream: Stream, sender: _Sender) -> None:
         """`number`: its place among the streams of the job."""
         super().__init__(name, stream)
-        self._number, self._pipe = number, pipe
+        self._number, self._sender = number, sender
 
     def open_lanes(self, cursors: Mapping[int, Cursor]) -> OpenLanes:
-        return _SentLanes(self._number, self._stream.open_lanes(cursors), self._pipe)
+        return _SentLanes(self._number, self._stream.open_lanes(cursors), self._sender)
 
 
 class _SentLanes:
     """Lanes whose samples are sent as they are taken."""
 
-    def __init__(self, number: int, lanes: OpenLanes, pipe: BinaryIO) -> None:
-        self._number, self._lanes, self._pipe = number, lanes, pipe
+    def __init__(self, number: int, lanes: OpenLanes, sender: _Sender) -> None:
+        self._number, self._lanes, self._sender = number, lanes, sender
 
     def take(self, lane: int) -> Row:
         row = self._lanes.take(lane)
-        _send(self._pipe, *_packed(self._number, lane, row, self._lanes.cursor(lane)))
+        self._sender.send(*_packed(self._number, lane, row, self._lanes.cursor(lane)))
         return row
 
     def cursor(self, lane: int) -> Cursor:
@@ -241,13 +270,13 @@ def _packed(of: int, lane: int, row: Row, cursor: Cursor) -> tuple[bytes, bytes]
     numbers = [of, lane, len(row.tokens), masked, row.padding, row.windows, len(cursor), *cursor]
     numbers += [lengths is not None, *(lengths or ())]
     mask = b"" if row.loss_mask is None else row.loss_mask.astype(np.float32, copy=False).tobytes()
-    return np.array(numbers, np.int64).tobytes(), row.tokens.astype(np.int32).tobytes() + mask
+    return struct.pack(f"<{len(numbers)}q", *numbers), row.tokens.astype(np.int32).tobytes() + mask
 
 
 def _unpacked(numbers: bytes, data: bytes) -> tuple[int, int, Row, Cursor]:
     """The stream, the lane, the sample, and the cursor behind it; see `_packed`."""
-    of, lane, tokens, masked, padding, windows, size, *others = np.frombuffer(numbers, np.int64).tolist()
-    cursor, (known, *lengths) = others[:size], others[size:]
+    of, lane, tokens, masked, padding, windows, size, *others = struct.unpack(f"<{len(numbers) // 8}q", numbers)
+    cursor, (known, *lengths) = list(others[:size]), others[size:]
     row = Row(
         tokens=np.frombuffer(data, np.int32, tokens).astype(np.int64),
         lengths=lengths if known else None,
@@ -258,12 +287,7 @@ def _unpacked(numbers: bytes, data: bytes) -> tuple[int, int, Row, Cursor]:
     return of, lane, row, cursor
 
 
-def _send(pipe: BinaryIO, numbers: bytes, data: bytes) -> None:
-    pipe.write(_HEAD.pack(len(numbers), len(data)) + numbers + data)
-    pipe.flush()
-
-
-def read_for_ever(job: Mapping[str, Any], pipe: BinaryIO) -> None:
+def read_for_ever(job: Mapping[str, Any], sender: _Sender) -> None:
     """Send the samples that a rank takes of streams, in its order. Raises BrokenPipeError when the rank is gone."""
     config = RunConfig.model_validate(job["config"])
     manifest = Manifest.read(job["manifest"])
@@ -272,7 +296,7 @@ def read_for_ever(job: Mapping[str, Any], pipe: BinaryIO) -> None:
     standing: dict[str, Standing] = read_standing(job["standing"])
     streams: dict[str, Stream] = {
         identity: _Sent(
-            number, identity, text_stream(config, manifest, names[identity], manifest.datasets[identity]), pipe
+            number, identity, text_stream(config, manifest, names[identity], manifest.datasets[identity]), sender
         )
         for number, identity in enumerate(job["standing"])
     }
@@ -280,35 +304,37 @@ def read_for_ever(job: Mapping[str, Any], pipe: BinaryIO) -> None:
         schedule,
         streams,
         standing,
-        _not_here,
+        _another_set,
         name="train",
         lanes=config.data.lanes,
         consumed=job["consumed"],
         replica=job["replica"],
         replicas=job["replicas"],
     )
-    for k in reading.numbers(job["consumed"], 1 << 62):
-        if schedule.locate(k)[0] in streams:
-            reading.row(k)
-            reading.cursors(k)  # forgets what it has sent
+    for turn, k in enumerate(reading.numbers(job["consumed"], 1 << 62)):
+        reading.row(k)
+        if not turn % _FORGET_EVERY:
+            reading.cursors(k)
 
 
-def _not_here(k: int) -> Row:
-    raise AssertionError(f"sample {k} is of no stream")
+def _another_set(_: int) -> Row:
+    """In the place of a sample that the rank reads itself."""
+    return Row(tokens=np.zeros(0, np.int64))
 
 
 def main() -> None:
     """Read the job, then send samples until the rank ends."""
     log_to_stderr()
-    pipe: BinaryIO = os.fdopen(int(sys.argv[1]), "wb", PIPE_BYTES)
+    sender = _Sender(os.fdopen(int(sys.argv[1]), "wb", PIPE_BYTES))
     job = json.loads(sys.stdin.buffer.readline() or b"{}")
     threading.Thread(target=_end_with_the_rank, daemon=True, name="rank").start()
     try:
-        read_for_ever(job, pipe)
+        read_for_ever(job, sender)
     except RelayrunError as error:
         kinds = [kind.__name__ for kind in type(error).__mro__]
         told = {"error": kinds, "message": error.message, "where": error.where, "hint": error.hint}
-        _send(pipe, b"", json.dumps(told).encode())
+        sender.send(b"", json.dumps(told).encode())
+        sender.flush()
     except BrokenPipeError:
         os._exit(0)
 

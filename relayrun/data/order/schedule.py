@@ -127,9 +127,13 @@ class Turned:
         self._lanes = lanes
         self._shifts = Permutation(lanes, permutation_key(0, "turns", lanes))
         self._turn = lru_cache(8)(self._counts_of_turn)
+        self._only = next(iter(names)) if len(names := inner.counts(0)) == 1 else None
+        """The data set, where there is one alone: it has every sample."""
 
     def locate(self, n: int) -> tuple[str, int]:
         """As `Interleave.locate`."""
+        if self._only is not None:
+            return self._only, n
         turn, r = divmod(n, self._lanes)
         shift, _, at_shift, after = self._turn(turn)
         first = turn * self._lanes
