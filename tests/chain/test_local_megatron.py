@@ -150,7 +150,7 @@ def test_three_attempts_cut_by_a_real_time_limit(make_run: MakeRun, tmp_path: Pa
     records = ends(run)
     assert len(records) >= 3, logs(run)
     assert [end.cause for end in records] == ["saved"] * (len(records) - 1) + ["done"], logs(run)
-    assert records[0].reason == "time limit near"
+    assert records[0].reason.partition(";")[0] == "time limit near"  # and, on a busy machine, that the limit is short
     assert as_one_attempt(run, whole) == steps(whole)
     assert sorted(steps(run)) == list(range(1, 101))
     assert durable(run).iteration == 100
