@@ -24,7 +24,7 @@ from relayrun.errors import RunDirError, run_main
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
-from relayrun.scheduler.tasks import die_with_parent
+from relayrun.scheduler.tasks import die_with_parent, is_dying
 from relayrun.trainers.choose import trainer_of
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
@@ -41,6 +41,8 @@ class Server:
         self._heard = frozenset([*IGNORED, *self._trainer.asked_by]) - {signal.SIGUSR1, signal.SIGUSR2}
         """Signals that this process ignores and its ranks do not; those two would kill a Python that starts."""
         self._ranks: dict[int, tuple[subprocess.Popen[bytes], Message]] = {}
+        self._ended: set[int] = set()
+        """Those of them that lived when they were to be ended."""
         self._poll = select.poll()
         self._poll.register(self._agent, select.POLLIN)
 
@@ -61,10 +63,12 @@ class Server:
     def _obey(self, order: Message) -> None:
         if order["kind"] == "fork":
             self._start(order)
-        else:
+            return
+        for fd, (process, _) in self._ranks.items():
+            if order["kind"] == "end" and not is_dying(process.pid):
+                self._ended.add(fd)
             number = signal.SIGKILL if order["kind"] == "end" else signal.Signals(order["number"])
-            for fd in self._ranks:
-                signal.pidfd_send_signal(fd, number)
+            signal.pidfd_send_signal(fd, number)
 
     def _start(self, order: Message) -> None:
         begin, round_begin = self._begins(order["arguments"])
@@ -86,7 +90,7 @@ class Server:
         except OSError as error:
             print(f"relayrun: {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
             code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
-            self._agent.send("dead", round=order["round"], rank=order["rank"], code=code)
+            self._agent.send("dead", round=order["round"], rank=order["rank"], code=code, told=False)
             return
         fd = os.pidfd_open(process.pid)
         self._ranks[fd] = (process, order)
@@ -112,7 +116,9 @@ class Server:
         process, order = self._ranks.pop(fd)
         self._poll.unregister(fd)
         os.close(fd)
-        self._agent.send("dead", round=order["round"], rank=order["rank"], code=process.wait())
+        told = fd in self._ended
+        self._ended.discard(fd)
+        self._agent.send("dead", round=order["round"], rank=order["rank"], code=process.wait(), told=told)
 
 
 def _become_rank(server: int, heard: frozenset[signal.Signals]) -> None:

@@ -143,9 +143,9 @@ class RunStatus:
     """How often the ranks of the newest attempt failed; all but perhaps the last time they were started again inside
     the job."""
     last_failed_round: str | None
+    """Who failed then, where, and what it took to go on."""
     straggler: str | None
     """Which rank is slower than its peers, and in what; None where none is."""
-    """Who failed then, where, and what it took to go on."""
     failed_saves: int
     """Saves of the whole run that did not work, after which training went on."""
     last_failed_save: str | None

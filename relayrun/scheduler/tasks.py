@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 CONNECTION_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LEAST_PORT = 21_000
 """Jobs on Slurm take theirs from 20,000 on, by their numbers."""
+PF_EXITING = 0x4
+"""Flag of a process in /proc/PID/stat."""
 KILL_SECONDS = 2.0
 """From SIGTERM to SIGKILL for the ranks that are left when one has failed."""
 
@@ -41,6 +43,12 @@ KILL_SECONDS = 2.0
 def die_with_parent(signal_number: int) -> None:
     """Ask Linux to send this process `signal_number` when its parent ends. Holds across exec."""
     ctypes.CDLL(None, use_errno=True).prctl(1, int(signal_number), 0, 0, 0)
+
+
+def is_dying(pid: int) -> bool:
+    """Whether this child ends already. So does one whose neighbours have seen it close its connections."""
+    flags = int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[6])
+    return bool(flags & PF_EXITING)
 
 
 def free_port(address: str = "127.0.0.1") -> int:

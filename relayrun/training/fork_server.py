@@ -25,15 +25,13 @@ from relayrun.agent.lines import Lines, Message
 from relayrun.agent.server import IGNORED
 from relayrun.errors import log_to_stderr
 from relayrun.rundir.run import Run
-from relayrun.scheduler.tasks import die_with_parent
+from relayrun.scheduler.tasks import die_with_parent, is_dying
 from relayrun.training.reporting.agent_link import VARIABLE
 from relayrun.training.signals import SignalFlag
 
 log = logging.getLogger(__name__)
 
 PR_SET_NAME = 15
-PF_EXITING = 0x4
-"""Flag of a process in /proc/PID/stat."""
 
 
 class Server:
@@ -118,12 +116,6 @@ class Server:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
-
-
-def is_dying(pid: int) -> bool:
-    """Whether this process ends already. So does one whose neighbours have seen it close its connections."""
-    flags = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6])
-    return bool(flags & PF_EXITING)
 
 
 def import_program() -> None:

@@ -12,6 +12,8 @@ import pytest
 from relayrun.chain import render
 from relayrun.cli import main
 from relayrun.config import compose
+from relayrun.config.elastic import elastic_nodes
+from relayrun.config.schema import RunConfig
 from relayrun.errors import ConfigError
 from relayrun.rundir.run import Run
 from relayrun.scheduler.base import Job
@@ -25,9 +27,9 @@ SLURM = {"name": "test", "scheduler": "slurm", "python": "/opt/python"}
 SPARE: dict[str, Any] = {"chain": {"recovery": "node"}, "job": {"nodes": 2, "spare_nodes": 1}}
 
 
-def block(kind: str) -> str:
-    (found,) = re.findall(rf"^```{kind}\n(.*?)^```$", PAGE, re.M | re.S)
-    return str(found)
+def block(kind: str, number: int = 0) -> str:
+    """The block of this kind with this number on the page, from 0 on."""
+    return str(re.findall(rf"^```{kind}\n(.*?)^```$", PAGE, re.M | re.S)[number])
 
 
 def test_the_page_is_short_and_its_config_is_one(tmp_path: Path) -> None:
@@ -36,6 +38,14 @@ def test_the_page_is_short_and_its_config_is_one(tmp_path: Path) -> None:
     (tmp_path / "whole.yaml").write_text(f"include: ['{path}']\n{block('yaml')}", encoding="utf-8")
     config = compose.load(tmp_path / "whole.yaml")
     assert (config.job.nodes, config.job.spare_nodes) == (4, 1)
+
+
+def test_with_fewer_nodes_the_config_of_the_page_goes_on_as_it_says(tmp_path: Path) -> None:
+    path = Workspace.make(tmp_path).config("run", cluster=SLURM, job={"ntasks_per_node": 1})
+    (tmp_path / "whole.yaml").write_text(f"include: ['{path}']\n{block('yaml', 1)}", encoding="utf-8")
+    config = compose.load(tmp_path / "whole.yaml")
+    assert isinstance(config, RunConfig)
+    assert elastic_nodes(config) == [4, 3, 2, 1]
 
 
 @pytest.mark.slow
