@@ -47,9 +47,9 @@ PIPE_BYTES = 1 << 20
 """Room for samples between the two processes, where the kernel gives so much: at 4,096 tokens about 30 of them."""
 _READ_BYTES = 1 << 17
 PIECE_BYTES = 1 << 16
-"""Samples go in pieces of so many bytes, since each piece wakes the rank;"""
+"""Bytes of samples that are sent together, since each piece wakes the rank."""
 PIECE_SECONDS = 0.002
-"""and at once where the last piece went longer ago: the rank may wait for it."""
+"""Where the last piece went longer ago the next one goes at once: the rank may wait for it."""
 _FORGET_EVERY = 256
 """Samples after which the worker forgets the cursors of those that it has sent."""
 END_SECONDS = 10.0

@@ -29,7 +29,7 @@ from relayrun.rundir.purge import Purge
 from relayrun.rundir.quarantine import LeftBehind
 from relayrun.rundir.records import AttemptStart, End
 from relayrun.rundir.run import Run, data_of_checkpoint
-from relayrun.rundir.sentinel import LastLook, last_look
+from relayrun.rundir.sentinel import Asked, LastLook, last_look
 from relayrun.rundir.stop import stop_reason
 from relayrun.rundir.stragglers import Straggler
 from relayrun.rundir.triggers import Trigger
@@ -234,6 +234,7 @@ def gather_all(
     """
     found: list[RunStatus] = []
     damaged: list[Damaged] = []
+    asked: Asked = {}
     silent: Queue | None = None
     for run in runs:
         try:
@@ -244,19 +245,19 @@ def gather_all(
             else:
                 queue = ask(run)
                 silent = queue if queue.error is not None else silent
-            found.append(gather(run, queue, now=now, plan=(plans or {}).get(run.path)))
+            found.append(gather(run, queue, now=now, plan=(plans or {}).get(run.path), asked=asked))
         except (RunDirError, OSError) as error:  # what cannot be read of one hides no other
             damaged.append(Damaged(path=str(run.path), error=getattr(error, "message", None) or str(error)))
     return [*sorted(found, key=lambda status: -status.updated), *damaged]
 
 
-def gather(run: Run, queue: Queue, *, now: float, plan: Plan | None = None) -> RunStatus:
-    """Return the status of a run. `plan`: the run's, where it was read already.
+def gather(run: Run, queue: Queue, *, now: float, plan: Plan | None = None, asked: Asked | None = None) -> RunStatus:
+    """Return the status of a run. `plan`: the run's, where it was read already. `asked`: see `last_look`.
 
     Raises RunDirError, with one clear message, where the directory is no run or damaged.
     """
     try:
-        return _gather(run, Plan.load(run) if plan is None else plan, queue, now)
+        return _gather(run, Plan.load(run) if plan is None else plan, queue, now, asked)
     except (KeyError, TypeError, ValueError, AttributeError) as error:  # records that were edited, or torn by a disk
         raise RunDirError(
             f"its records cannot be read: {type(error).__name__}: {error}",
@@ -265,7 +266,7 @@ def gather(run: Run, queue: Queue, *, now: float, plan: Plan | None = None) -> R
         ) from None
 
 
-def _gather(run: Run, plan: Plan, queue: Queue, now: float) -> RunStatus:
+def _gather(run: Run, plan: Plan, queue: Queue, now: float, asked: Asked | None) -> RunStatus:
     begun = [(number, begin) for number in run.attempt_numbers() if (begin := run.attempt(number).read_begin())]
     ended = [(number, end) for number, _ in begun if (end := run.attempt(number).read_end())]
     number, begin = begun[-1] if begun else (None, None)
@@ -345,7 +346,7 @@ def _gather(run: Run, plan: Plan, queue: Queue, now: float) -> RunStatus:
         unsent_notices=late,
         unsent_reason=why_late,
         mirror=_last_pass(run),
-        sentinel=last_look(run, plan.owner, now=now),
+        sentinel=last_look(run, plan.owner, now=now, asked=asked),
     )
 
 

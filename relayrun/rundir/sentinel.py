@@ -78,24 +78,31 @@ def write_memory(folder: Path, memory: Memory) -> None:
     memory.write(memory_path(folder, memory.user))
 
 
-@functools.lru_cache(maxsize=1024)
-def _stat(folder: Path, user: str, now: float) -> os.stat_result | None:
-    """What the file system says of a record; None where there is none. Runs of one look at `now` share folders."""
-    try:
-        return os.stat(memory_path(folder, user))
-    except OSError:
-        return None
+Asked = dict[tuple[Path, str], os.stat_result | None]
+"""What the file system said of the records of a user in folders, for runs that lie in the same ones."""
 
 
-def last_look(run: Run, owner: int | None, *, now: float) -> LastLook | None:
+def _stat(folder: Path, user: str, asked: Asked) -> os.stat_result | None:
+    """What the file system says of a record; None where there is none."""
+    if (folder, user) not in asked:
+        try:
+            asked[folder, user] = os.stat(memory_path(folder, user))
+        except OSError:
+            asked[folder, user] = None
+    return asked[folder, user]
+
+
+def last_look(run: Run, owner: int | None, *, now: float, asked: Asked | None = None) -> LastLook | None:
     """Return when its owner's sentinel has last looked at a run; None where none was set up.
 
-    `owner`: number of the user; None: who asks. `now`: seconds since 1970.
+    `owner`: number of the user; None: who asks. `now`: seconds since 1970. `asked`: is asked before the file system,
+    and filled; for the runs of one look alone.
     """
+    asked = {} if asked is None else asked
     user = _name_of(os.geteuid() if owner is None else owner)
     for path in dict.fromkeys((run.path.absolute(), Path(os.path.realpath(run.path)))):
         for folder in (path, *path.parents[:DEPTH]):
-            if (found := _stat(folder, user, now)) is None:
+            if (found := _stat(folder, user, asked)) is None:
                 continue
             try:
                 memory = _read_once(folder, user, found.st_ino, found.st_mtime_ns)
