@@ -20,8 +20,7 @@ from relayrun.errors import InputError
 from relayrun.tokenization.encode import memory
 from relayrun.tokenization.encode.definition import changed, normalizer_of, without_vocabulary
 from relayrun.tokenization.encode.edge_cases import edge_cases
-from relayrun.tokenization.encode.families import OF_BYTES, Plan, plan_of
-from relayrun.tokenization.encode.few import FewTexts
+from relayrun.tokenization.encode.families import Plan, plan_of
 from relayrun.tokenization.encode.libraries import LIBRARIES, PACKAGES, Encoded, Engine, HuggingFace
 from relayrun.tokenization.encode.routes import Routed
 from relayrun.tokenization.options import FORMER, EngineName
@@ -63,11 +62,6 @@ class _Loaded:
         self._load = load
         self._tokenizer: Tokenizer | None = None
 
-    @property
-    def ready(self) -> bool:
-        """Whether it has been loaded already."""
-        return self._tokenizer is not None
-
     def of(self, definition: str) -> Tokenizer:
         if self._tokenizer is None and self._load is not None:
             self._tokenizer = self._load()
@@ -90,15 +84,7 @@ def _built(selection: Selection, definition: str, loaded: _Loaded) -> Engine:
     if plan is None:
         return HuggingFace(loaded.of(definition))
     fast = LIBRARIES[plan.engine](changed(definition, plan.changes))
-
-    def whole() -> Engine:
-        return HuggingFace(loaded.of(definition))
-
-    def other() -> Engine:
-        few = plan.family in OF_BYTES and not loaded.ready
-        return FewTexts(definition, plan.plain, whole) if few else whole()
-
-    return Routed(fast, plan, lambda: normalizer_of(definition), other)
+    return Routed(fast, plan, lambda: normalizer_of(definition), lambda: HuggingFace(loaded.of(definition)))
 
 
 def select(
