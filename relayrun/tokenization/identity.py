@@ -7,13 +7,33 @@ made with `--special-text` has the same vocabulary.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 
 def ids_fingerprint(definition: str) -> str:
     """Return the SHA-256, hexadecimal, of what decides ids in a serialized tokenizer (`Tokenizer.to_str()`)."""
+    with _no_collection():
+        return _fingerprint(definition)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without looks for cycles among half a million new lists, which take as long as to make these."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _fingerprint(definition: str) -> str:
     tokenizer = json.loads(definition)
     parts = {name: tokenizer.get(name) for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
     for token in parts["added_tokens"] or ():
@@ -21,8 +41,10 @@ def ids_fingerprint(definition: str) -> str:
     model = parts["model"] or {}
     # half a million lists and names, which hold neither null nor false: to look through them takes a second
     large = {name: model.pop(name) for name in ("vocab", "merges") if name in model}
-    if any(isinstance(pair, str) for pair in large.get("merges", ())):  # files of older versions of the library
-        large["merges"] = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in large["merges"]]
+    if any(isinstance(pair, str) for pair in large.get("merges", ())[:1]):  # files of older versions of the library
+        large["merges"] = [pair.split(" ", 1) for pair in large["merges"]]  # which reads no list of both kinds
+    if isinstance(vocabulary := large.get("vocab"), dict):  # by names alone: `dumps` would compare pairs
+        large["vocab"] = {name: vocabulary[name] for name in sorted(vocabulary)}
     said = _said(parts)
     if large:
         said["model"] |= large

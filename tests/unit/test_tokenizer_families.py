@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import sys
+import unicodedata
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +16,12 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from relayrun.tokenization.encode import engines, families
 from relayrun.tokenization.encode.added import longest_of
+from relayrun.tokenization.encode.characters import (
+    FIRST_UNASSIGNED_LEAD,
+    numeric_table,
+    places_of,
+    unassigned_table,
+)
 from relayrun.tokenization.encode.digits import DigitsApart
 from relayrun.tokenization.encode.engines import HuggingFace, select
 from relayrun.tokenization.encode.families import plan_of, spelled
@@ -229,3 +237,20 @@ def test_the_page_lists_the_families_of_the_code() -> None:
         family.name: (family.engine, frozenset(f"{ord(point):04X}" for point in family.doubtful))
         for family in families.FAMILIES
     }
+
+
+def test_every_character_of_a_set_is_found_in_its_place_and_no_other() -> None:
+    """Also where bytes that are not the text's stand before and behind it."""
+    letters = [chr(point) for point in range(sys.maxunicode + 1) if not 0xD800 <= point < 0xE000]
+    text = "a".join(letters).encode()
+    begins = np.cumsum([0, *(len(letter.encode()) + 1 for letter in letters)])
+    cut = Texts(data=np.frombuffer(b"\xf0" + text + b"\xbf\xbf", np.uint8), offsets=np.array([1, len(text) + 1]))
+    kinds = [*map(unicodedata.category, letters)]
+    kinds = [kind if letter < "\U000f0000" else "Co" for kind, letter in zip(kinds, letters, strict=True)]
+    unknown = [kind == "Cn" or letter in "\u180e\u212a" for kind, letter in zip(kinds, letters, strict=True)]
+    numeric = [kind[0] == "N" and letter > "\x7f" for kind, letter in zip(kinds, letters, strict=True)]
+    for wanted, table, first in (
+        (unknown, unassigned_table("\u180e\u212a"), FIRST_UNASSIGNED_LEAD),
+        (numeric, numeric_table(), 0xC2),
+    ):
+        assert np.array_equal(places_of(cut, table, first) - 1, begins[:-1][wanted])

@@ -4,37 +4,49 @@ from __future__ import annotations
 
 import functools
 import unicodedata
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from relayrun.tokenization.readers.texts import Texts
 
-Table = npt.NDArray[np.bool_]
-"""A set of characters by code point, shape [2**21]: padded to what four bytes of UTF-8 can hold."""
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """A set of characters."""
+
+    points: npt.NDArray[np.bool_]
+    """By code point, shape [2**21]: padded to what four bytes of UTF-8 can hold."""
+
+    @functools.cached_property
+    def beginnings(self) -> npt.NDArray[np.bool_]:
+        """Whether a character of the set begins with these two bytes, the first times 256; shape [2**16]."""
+        found = np.zeros(1 << 16, np.bool_)
+        for lead, inside, bits in ((0xC0, 0, 5), (0xE0, 6, 4), (0xF0, 12, 3)):
+            block = np.flatnonzero(np.any(self.points.reshape(-1, 1 << inside), axis=1))
+            block = block[block < 64 << bits]
+            found[(lead | block >> 6) << 8 | 0x80 | block & 0x3F] = True
+        return found
 
 
 def places_of(texts: Texts, table: Table, first_lead: int) -> npt.NDArray[np.int64]:
     """Where the characters of `table` begin, ascending, in `texts.data`.
 
-    `first_lead` is the lowest first byte of any of them: no other byte is looked at.
+    `first_lead`, not below 0xC2, is the lowest first byte of any of them: no other byte is looked at.
     """
-    used = texts.used
+    used = np.append(texts.used, np.zeros(3, np.uint8))  # what is behind the last character may be looked at
     leads = np.flatnonzero(used >= first_lead)
-    if not leads.size:
-        return leads
-    first = used[leads].astype(np.uint32)
-    last = used.size - 1
-
-    def following(step: int) -> npt.NDArray[np.uint32]:
-        return np.asarray(used[np.minimum(leads + step, last)].astype(np.uint32) & np.uint32(0x3F), np.uint32)
-
-    second, third = following(1), following(2)
-    points = np.where(first < 0xE0, (first & 0x1F) << 6 | second, (first & 0x0F) << 12 | second << 6 | third)
-    long = first >= 0xF0
-    if long.any():
-        points[long] = ((first & 7) << 18 | second << 12 | third << 6 | following(3))[long]
-    return np.asarray(leads[table[points]] + texts.offsets[0])
+    pairs = used[leads].astype(np.int64)
+    pairs <<= 8
+    pairs |= used[leads + 1]
+    leads = leads[table.beginnings[pairs]]  # few are left: most blocks of Unicode are as a whole in or out
+    first, second, third, fourth = (used[leads + step].astype(np.int64) & 0x3F for step in range(4))
+    points = np.where(used[leads] < 0xE0, first << 6 | second, (first & 0x0F) << 12 | second << 6 | third)
+    long = used[leads] >= 0xF0
+    points[long] = ((first & 7) << 18 | second << 12 | third << 6 | fourth)[long]
+    places: npt.NDArray[np.int64] = leads[table.points[points]] + texts.offsets[0]
+    return places
 
 
 def holding(texts: Texts, table: Table, first_lead: int) -> npt.NDArray[np.bool_]:
@@ -91,7 +103,7 @@ def unassigned_table(more: str = "") -> Table:
         table[begin:end] = categories(begin, end) == b"Cn"
     table[0xF0000:0x110000] = False  # private use
     table[[*map(ord, more)]] = True
-    return table
+    return Table(table)
 
 
 @functools.cache
@@ -99,7 +111,7 @@ def numeric_table() -> Table:
     """The characters of the categories Nd, Nl and No: what the pre-tokenizer `Digits` calls a digit."""
     table = np.zeros(1 << 21, np.bool_)
     table[:0x34000] = np.isin(categories(0, 0x34000), (b"Nd", b"Nl", b"No"))
-    return table
+    return Table(table)
 
 
 @functools.cache
