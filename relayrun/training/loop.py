@@ -8,14 +8,12 @@ import secrets
 import time
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from relayrun.config.schema import RunConfig
 from relayrun.data.batches import BatchReader
 from relayrun.data.build import mixture_of, training_order, validation_orders
-from relayrun.data.progress import Progress
 from relayrun.data.rows import row_figures
 from relayrun.data.run_tokenizer import counted_tokens
 from relayrun.data.stream_worker import Worker
@@ -24,15 +22,13 @@ from relayrun.files import write_json
 from relayrun.rundir import rewinds, rounds
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lead import SAVES
-from relayrun.rundir.lineage import Durable, Lineage, is_own
+from relayrun.rundir.lineage import Durable, Lineage
 from relayrun.rundir.records import AttemptStart, Outcome, OutcomeName, Started
 from relayrun.rundir.rewinds import Rewind
 from relayrun.rundir.run import Run
 from relayrun.shards.manifest import Manifest
 from relayrun.training import determinism, parallel
 from relayrun.training.anomaly import LossGuard
-from relayrun.training.checkpoint.checksums import Damaged
-from relayrun.training.checkpoint.damaged import checksum_of, fall_back
 from relayrun.training.checkpoint.memory import MemoryTier
 from relayrun.training.checkpoint.state import Checkpointer
 from relayrun.training.control import Control
@@ -51,15 +47,12 @@ from relayrun.training.reporting.heartbeat import Pulse
 from relayrun.training.reporting.metrics import Metrics
 from relayrun.training.reporting.sections import Sections
 from relayrun.training.reporting.timings import Timings
+from relayrun.training.restore import Restore
 from relayrun.training.saver import LEAVE_TRIES, Saver
 from relayrun.training.signals import SignalFlag
 from relayrun.training.stragglers import Stragglers
 
 log = logging.getLogger(__name__)
-
-
-FALL_BACKS = 2
-"""How many damaged checkpoints an attempt leaves behind: where one after the other is damaged, it may be the node."""
 
 
 class LeaveFailed(RelayrunError):
@@ -68,14 +61,6 @@ class LeaveFailed(RelayrunError):
 
 class RewindFailed(RelayrunError):
     """The newest checkpoint cannot be taken up; the attempt has failed."""
-
-
-class FallBackFailed(RelayrunError):
-    """A damaged checkpoint could not be put into quarantine; the attempt has failed."""
-
-
-class TooManyDamaged(RelayrunError):
-    """One checkpoint after the other was read as damaged; the attempt has failed, and another node may read better."""
 
 
 class Training:
@@ -155,10 +140,20 @@ class Training:
             groups=[group.model_dump() for group in config.optimizer.groups],
         )
         self._counts_padding = bool(config.data.cut_by_document or config.data.streams)
-        self.position = Progress(settings.batch_sizes)
         self.initialised = time.time()
         self.memory = self._memory_tier()
-        self.source, saved = self._take_up_first(Durable(iteration=begin.base_iteration, path=begin.base_path))
+        self.restore = Restore(
+            run=run,
+            attempt=self.attempt,
+            config=config,
+            ranks=ranks,
+            checkpointer=self.checkpointer,
+            guard=self.guard,
+            memory=self.memory,
+            say=self.metrics.say,
+        )
+        restored = self.restore.first(Durable(iteration=begin.base_iteration, path=begin.base_path))
+        self.position, self.source = restored.position, restored.source
         self.saver = Saver(
             self.checkpointer,
             control=self.control,
@@ -167,7 +162,7 @@ class Training:
             timings=timings,
             pulse=pulse,
             asynchronous=config.checkpoint.async_save,
-            saved_iteration=saved,
+            saved_iteration=restored.durable,
         )
         self.peak = peak_flops(ranks.device_name) if config.training.resolved_precision == "bf16" else None
         where = f"{ranks.layout}, {ranks.device.type}" + (", deterministic" if settings.deterministic else "")
@@ -186,60 +181,6 @@ class Training:
         if folder is None or not self.config.checkpoint.memory_interval:
             return None
         return MemoryTier(folder, self.config, self.attempt, self.checkpointer, self.ranks, say=self.metrics.say)
-
-    def _take_up_first(self, base: Durable) -> tuple[str, int]:
-        """Put the state in place from which this start goes on; return where it came from, and what is durable."""
-        iteration = agent_link.memory_iteration()
-        if self.memory is not None and iteration is not None:
-            position = self.memory.load(iteration, self.config.training.batch_sizes)
-            if position is not None:
-                self.position = position
-                return self.memory.source, base.iteration
-            self.metrics.say(f"the copies of iteration {iteration} in memory are not whole; from the disk")
-        if self.memory is not None:
-            self.memory.void()
-        taken = self._take_up_whole(base)
-        if self.ranks.rank == 0 and agent_link.round_number() > 1:  # it may be further back than was meant
-            rounds.mark(self.attempt, taken.iteration, number=agent_link.round_number())
-        return taken.path or "", self.position.iteration
-
-    def _take_up_whole(self, base: Durable) -> Durable:
-        """Put a checkpoint in place, or the newest before it that holds the bytes that were saved; return which."""
-        for left in reversed(range(FALL_BACKS + 1)):
-            if base.path is None:
-                break
-            try:
-                self._take_up(base.iteration, base.path)
-                break
-            except Damaged as error:
-                if not left:
-                    raise TooManyDamaged(
-                        f"{FALL_BACKS + 1} checkpoints in a row were read as damaged; the last, {error}",
-                        hint="more likely it is this node's memory, network or file system",
-                    ) from None
-                self.metrics.say(f"iteration {base.iteration} is left behind: {error.message}")
-                base = self.ranks.on_first_rank(
-                    partial(fall_back, self.run_dir, self.attempt, base, error), FallBackFailed
-                )
-        return base
-
-    def _take_up(self, iteration: int, path: str) -> None:
-        """Put a checkpoint in place, and pass over what led to trouble after it before. Raises Damaged on all ranks."""
-        own = is_own(self.run_dir, Durable(iteration=iteration, path=path))
-        root = self.ranks.on_first_rank(partial(checksum_of, path), InputError)
-        self.position = self.checkpointer.load(Path(path), self.config.training.batch_sizes, root=root, foreign=not own)
-        if self.position.iteration != iteration:
-            raise FatalTrainingError(
-                f"holds iteration {self.position.iteration}, but this attempt begins at {iteration}", where=path
-            )
-        before = self.ranks.on_first_rank(
-            partial(rewinds.pending, self.run_dir, iteration, self.position.consumed_samples), InputError
-        )
-        if before:
-            self.position.pass_over(before[-1].next_sample)
-            self.guard.rewinds += len(before)
-            for rewind in before:
-                self.metrics.say(f"passing over the samples up to {rewind.next_sample}: {rewind.words}")
 
     def _set_out(self) -> BatchReader:
         """Read from the position on; data.json says what."""
@@ -424,7 +365,7 @@ class Training:
         )
         path = self.ranks.on_first_rank(partial(record_rewind, self.run_dir, self.attempt, rewind), RewindFailed)
         self.reader.close()
-        taken = self._take_up_whole(Durable(iteration=base, path=path))
+        self.position, taken = self.restore.newest_whole(Durable(iteration=base, path=path))
         if taken.iteration != base:  # what led to trouble is trained on again, and passed over when it comes again
             self.metrics.at_rewind(rewind)
             rewind = replace(
