@@ -230,6 +230,11 @@ def _check_latent_attention(config: Config) -> None:
             "model.rope_scaling_factor is Llama's; multi_latent_attention stretches positions by "
             "model.transformer.rope_type=yarn and rotary_scaling_factor"
         )
+    if model.rotary_percent != 1 and model.transformer.rope_type == "yarn":
+        raise ValueError(
+            f"model.rotary_percent {model.rotary_percent:g}: megatron-core's YaRN turns all channels; set "
+            "model.transformer.rope_type=rope, or model.rotary_percent=1"
+        )
     if model.transformer.qk_layernorm and parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         # megatron-core sums the gradients of a norm called q_layernorm over tensor-parallel ranks, which all have it
         raise ValueError(

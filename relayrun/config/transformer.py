@@ -145,8 +145,9 @@ class Transformer(ExpertFields, LatentAttentionFields, Fp8Fields, Section):
             raise ValueError("activation_func xielu has weights of its own, which experts have no place for")
 
     def _check_latent_attention(self) -> None:
-        if self.rotary_interleaved:
-            raise ValueError("rotary_interleaved does not go with multi_latent_attention")
+        for name in ("rotary_interleaved", "no_rope_freq"):
+            if getattr(self, name):
+                raise ValueError(f"{name} does not go with multi_latent_attention, which turns part of each head")
         for name in ("kv_channels", "qk_l2_norm", "attention_output_gate", "add_qkv_bias", "softmax_scale"):
             if getattr(self, name):
                 raise ValueError(f"{name} does not go with multi_latent_attention, which has heads of its own")

@@ -185,6 +185,22 @@ def test_what_cannot_work_is_refused_by_name(text: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("transformer", "others", "words"),
     [
+        (", no_rope_freq: [1, 0, 0, 0, 0]", [], "no_rope_freq does not go with multi_latent_attention"),
+        (", rotary_interleaved: true", [], "rotary_interleaved does not go with multi_latent_attention"),
+        ("", ["model.rotary_percent=0.5"], "set model.transformer.rope_type=rope, or model.rotary_percent=1"),
+        ("", ["model.rope_scaling_factor=8"], "model.rope_scaling_factor is Llama's"),
+    ],
+)
+def test_what_latent_attention_leaves_out_is_refused(transformer: str, others: list[str], words: str) -> None:
+    given = [f"model.transformer={{multi_latent_attention: true{transformer}}}", "model.num_query_groups=6", *others]
+    with pytest.raises(ConfigError) as caught:
+        compose.load(DEMO, given)
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("transformer", "others", "words"),
+    [
         ("", ["training.precision=fp32"], "set training.precision=bf16"),
         (
             ", fp8_margin: 1",
