@@ -20,7 +20,8 @@ from relayrun.errors import InputError
 from relayrun.tokenization.encode import memory
 from relayrun.tokenization.encode.definition import changed, normalizer_of, without_vocabulary
 from relayrun.tokenization.encode.edge_cases import edge_cases
-from relayrun.tokenization.encode.families import Plan, plan_of
+from relayrun.tokenization.encode.families import OF_BYTES, Plan, plan_of
+from relayrun.tokenization.encode.few import FewTexts
 from relayrun.tokenization.encode.libraries import LIBRARIES, PACKAGES, Encoded, Engine, HuggingFace
 from relayrun.tokenization.encode.routes import Routed
 from relayrun.tokenization.options import FORMER, EngineName
@@ -49,18 +50,23 @@ class Selection:
 
         `tokenizer` gives the same one loaded, where the caller has it: it is asked when the first text needs it.
         """
-        return _built(self, definition, _Loaded(tokenizer))
+        return _built(self, definition, _Reference(tokenizer))
 
     def __str__(self) -> str:
         return f"{self.engine} {self.version}" + (", and huggingface for what it is not sure of" if self.plan else "")
 
 
-class _Loaded:
+class _Reference:
     """The reference, loaded once; it does not count when arguments are compared."""
 
     def __init__(self, load: Loader | None) -> None:
         self._load = load
         self._tokenizer: Tokenizer | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has been loaded already."""
+        return self._tokenizer is not None
 
     def of(self, definition: str) -> Tokenizer:
         if self._tokenizer is None and self._load is not None:
@@ -71,20 +77,28 @@ class _Loaded:
         return self._tokenizer
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Loaded)
+        return isinstance(other, _Reference)
 
     def __hash__(self) -> int:
         return 0
 
 
 @functools.lru_cache(maxsize=1)
-def _built(selection: Selection, definition: str, loaded: _Loaded) -> Engine:
+def _built(selection: Selection, definition: str, reference: _Reference) -> Engine:
     """Loading takes seconds: what is proven in a process is what works there, and in its forks."""
     plan = selection.plan
     if plan is None:
-        return HuggingFace(loaded.of(definition))
+        return HuggingFace(reference.of(definition))
     fast = LIBRARIES[plan.engine](changed(definition, plan.changes))
-    return Routed(fast, plan, lambda: normalizer_of(definition), lambda: HuggingFace(loaded.of(definition)))
+
+    def whole() -> Engine:
+        return HuggingFace(reference.of(definition))
+
+    def other() -> Engine:
+        few = plan.family in OF_BYTES and not reference.ready
+        return FewTexts(definition, plan.plain, whole) if few else whole()
+
+    return Routed(fast, plan, lambda: normalizer_of(definition), other)
 
 
 def select(
@@ -109,14 +123,15 @@ def select(
         return tokenizer if isinstance(tokenizer, Tokenizer) else tokenizer()
 
     definition = definition or load().to_str()
-    selection = None if wanted == "huggingface" else _proven(wanted, load, sample, report, definition)
+    reference = _Reference(load)
+    selection = None if wanted == "huggingface" else _proven(wanted, reference, sample, report, definition)
     selection = selection or Selection(engine="huggingface", version=_version("huggingface"))
-    selection.build(definition, load)  # forks of this process find it built
+    _built(selection, definition, reference)  # forks of this process find it built
     return selection
 
 
 def _proven(
-    wanted: EngineName, load: Loader, sample: Texts, report: Callable[[str], None], definition: str
+    wanted: EngineName, reference: _Reference, sample: Texts, report: Callable[[str], None], definition: str
 ) -> Selection | None:
     """The fast engine, or None, where `report` is told why."""
     plan = plan_of(definition)
@@ -126,7 +141,7 @@ def _proven(
         return None
     try:
         selection = Selection(engine=plan.engine, version=_version(plan.engine), plan=plan)
-        wrong = _wrong(selection, selection.build(definition, load), load, sample, definition)
+        wrong = _wrong(selection, _built(selection, definition, reference), reference, sample, definition)
     except ImportError:
         package = PACKAGES[plan.engine]
         report(f"{plan.engine} is not installed: huggingface encodes, which is slower; pip install {package}")
@@ -143,19 +158,20 @@ def _proven(
     return None
 
 
-def _wrong(selection: Selection, engine: Engine, load: Loader, sample: Texts, definition: str) -> str | None:
+def _wrong(selection: Selection, engine: Engine, reference: _Reference, sample: Texts, definition: str) -> str | None:
     """The first text of the proof whose ids are not the reference's."""
     packages = (PACKAGES["huggingface"], PACKAGES[selection.engine])
     both = (definition.encode(), repr(selection).encode())
     of_sample = (sample.used.tobytes(), (sample.offsets - sample.offsets[0]).tobytes())
     proofs: dict[str, Callable[[], Texts]] = {
-        memory.name_of("edge cases", both, packages): lambda: Texts.of(edge_cases(load())),
+        memory.name_of("edge cases", both, packages): lambda: Texts.of(edge_cases(reference.of(definition))),
         memory.name_of("sample", (*both, *of_sample), packages): lambda: sample,
     }
     for name, make in proofs.items():
         if memory.recall(name) is None:
             texts = make()
-            if (text := _difference(engine.encode(texts), HuggingFace(load()).encode(texts), texts)) is not None:
+            right = HuggingFace(reference.of(definition)).encode(texts)
+            if (text := _difference(engine.encode(texts), right, texts)) is not None:
                 return text
             memory.keep(name, b"proven")
     return None

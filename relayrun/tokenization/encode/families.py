@@ -79,6 +79,8 @@ PIECES = Family(name="Llama 2, Mistral, Gemma", engine="gigatoken")
 WORDPIECE = Family(name="BERT", engine="nanotoken")
 UNIGRAM = Family(name="T5, XLM-R", engine="splintr")
 FAMILIES = (*BYTE_LEVEL.values(), DIGITS, PIECES, WORDPIECE, UNIGRAM)
+OF_BYTES = frozenset(family.name for family in (*BYTE_LEVEL.values(), DIGITS))
+"""Names of the families whose words are written in letters for bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +115,7 @@ def plan_of(definition: str) -> Plan | None:
     if plan is None or kind not in ("BPE", "pieces"):
         return plan
     entries, merges = entries_of(definition)
-    letters = _BYTE_LETTERS if kind == "BPE" else _BYTE_PIECES
+    letters = BYTE_LETTERS if kind == "BPE" else _BYTE_PIECES
     begun = "," + entries  # a name stands behind a comma: behind an escaped quote it would be the end of another one
     if not all(f",{json.dumps(letter, ensure_ascii=False)}:" in begun for letter in letters):
         return None
@@ -126,7 +128,7 @@ def plan_of(definition: str) -> Plan | None:
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _LETTERS = (*map(chr, _PRINTABLE), *map(chr, range(0x100, 0x100 + 256 - len(_PRINTABLE))))
 _NEVER = {*map(chr, (0xC0, 0xC1, *range(0xF5, 0x100)))}
-_BYTE_LETTERS = tuple(letter for letter in _LETTERS if letter not in _NEVER)
+BYTE_LETTERS = tuple(letter for letter in _LETTERS if letter not in _NEVER)
 """What `ByteLevel` writes for the bytes that UTF-8 has: one that the vocabulary lacks would be dropped, or not."""
 _BYTE_PIECES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 _TWO_BYTES = np.zeros((256, 256), np.bool_)
