@@ -121,7 +121,7 @@ class Splintr:
         return _together([np.frombuffer(flat, np.uint32) for flat in map(self._tokenizer.encode_flat, texts.strings())])
 
 
-class Bytes:
+class ByteTable:
     """Byte-level BPE without merges: the id of each byte, whatever stands around it."""
 
     def __init__(self, definition: str) -> None:
@@ -139,7 +139,7 @@ LIBRARIES: dict[FastName, Callable[[str], Engine]] = {
     "gigatoken": Gigatoken,
     "nanotoken": Nanotoken,
     "splintr": Splintr,
-    "bytes": Bytes,
+    "bytes": ByteTable,
 }
 """What loads a serialized tokenizer, by engine."""
 
