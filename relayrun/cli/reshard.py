@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import sys
@@ -15,6 +16,13 @@ from relayrun.tokenization.options import TokenizeOptions
 STAGES = ("check", "begin", "scatter", "measure", "write", "finish")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text} is no size")
+    return value
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
@@ -25,12 +33,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--column", default=TokenizeOptions.default("column"), help="of the text (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--file-size", type=float, default=500, metavar="MB", help="default: %(default)s")
-    parser.add_argument("--row-group-size", type=int, default=4096, metavar="ROWS", help="default: %(default)s")
+    parser.add_argument("--file-size", type=_finite, default=500, metavar="MB", help="default: %(default)s")
+    groups = parser.add_mutually_exclusive_group()
+    groups.add_argument("--row-group-size", type=int, default=4096, metavar="ROWS", help="default: %(default)s")
+    groups.add_argument(
+        "--row-group-mb", type=_finite, metavar="MB", help="row groups of about so much text, before it is compressed"
+    )
+    parser.add_argument(
+        "--split-rows", type=int, metavar="N", help="cut texts of more than N characters into rows of at most N"
+    )
+    parser.add_argument(
+        "--split-overlap", type=int, default=0, metavar="M", help="characters of a row that the next one repeats"
+    )
     parser.add_argument("--compression", choices=("snappy", "zstd", "gzip", "lz4", "none"), default="snappy")
     parser.add_argument(
         "--memory-limit",
-        type=float,
+        type=_finite,
         default=4,
         metavar="GB",
         help="of the process, on several nodes of each (default: %(default)s)",
@@ -67,6 +85,9 @@ def run(given: argparse.Namespace) -> int:
         seed=given.seed,
         file_size=int(given.file_size * 1e6),
         row_group_size=given.row_group_size,
+        row_group_bytes=None if given.row_group_mb is None else round(given.row_group_mb * 1e6),
+        split_rows=given.split_rows,
+        split_overlap=given.split_overlap,
         compression=given.compression,
         memory_limit=int(given.memory_limit * 1e9),
         temp_dir=given.temp_dir,

@@ -28,6 +28,7 @@ import pyarrow as pa
 from relayrun.errors import RelayrunError
 from relayrun.files import whole_file
 from relayrun.shuffle.lengths import Lengths
+from relayrun.shuffle.pieces import Cut
 from relayrun.tokenization.readers.faults import LineFaults
 from relayrun.tokenization.readers.rows import RowFile, read_rows, texts, wide
 
@@ -53,15 +54,21 @@ def keyed_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def keyed(
-    files: Iterable[tuple[int, RowFile]], column: str, seed: int, lengths: Lengths, faults: LineFaults
+    files: Iterable[tuple[int, RowFile]],
+    column: str,
+    seed: int,
+    lengths: Lengths,
+    faults: LineFaults,
+    cut: Cut | None = None,
 ) -> Iterator[pa.Table]:
     """The rows of these files and their numbers, in pieces, with their keys; notes the lengths of the texts.
 
-    Rows that `faults` leaves out have no number.
+    Rows that `faults` leaves out have no number. With `cut`, a row is what it makes of one, with a number of its own.
     """
     for number, file in files:
         row = 0
         for table in read_rows(file, column, faults):
+            table = table if cut is None else cut.apply(table, column)
             lengths.add(texts(table, column))
             rows = np.arange(row, row + len(table), dtype=np.uint64)
             row += len(table)
@@ -162,6 +169,11 @@ class Buckets(Protocol):
         """Rows of every bucket."""
 
     def load(self, number: int) -> SortedRows: ...
+
+
+def text_bytes(buckets: Buckets) -> int:
+    """Bytes of the texts of all rows."""
+    return sum(int(lengths[:, 1].sum()) for lengths in buckets.before)
 
 
 class InMemory:

@@ -11,6 +11,7 @@ files. Cost: every row is read twice and written twice; memory of a few buckets.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import tempfile
 import threading
@@ -26,9 +27,10 @@ import pyarrow as pa
 
 from relayrun.errors import InputError, refuse_unwritable
 from relayrun.files import remove_leftovers, replaced_folder, temporary_prefix
-from relayrun.shuffle.buckets import Buckets, InMemory, OnDisk, Partition, keyed, scatter
+from relayrun.shuffle.buckets import Buckets, InMemory, OnDisk, Partition, keyed, scatter, text_bytes
 from relayrun.shuffle.lengths import Lengths, draw
 from relayrun.shuffle.output import FileForm, Shuffled
+from relayrun.shuffle.pieces import Cut
 from relayrun.tokenization.dumps.split import find_files
 from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.readers import stores
@@ -71,6 +73,8 @@ class ReshardOptions:
 
     Parquet files keep all their columns, which must be the same in all; of jsonl files only `column` is kept.
     `file_size`: of an output file, at least; looked at after every row group of the first one.
+    `row_group_bytes`: of the text of a row group before it is compressed, about; in place of `row_group_size`.
+    `split_rows`: characters of a row, at most; longer texts become several, with an overlap of `split_overlap`.
     `on_error`: what becomes of a line or row without a text in UTF-8; a warning counts those that are left out.
     `memory_limit`: of a process; up to `threads` work at a time, as many as find room.
     """
@@ -81,11 +85,29 @@ class ReshardOptions:
     seed: int = 0
     file_size: int = 500_000_000
     row_group_size: int = 4096
+    row_group_bytes: int | None = None
+    split_rows: int | None = None
+    split_overlap: int = 0
     compression: str = "snappy"
     memory_limit: int = 4_000_000_000
     temp_dir: Path | None = None
     threads: int = 1
     on_error: Literal["fail", "skip-line"] = TokenizeOptions.default("on_error")
+
+    @property
+    def cut(self) -> Cut | None:
+        """How long texts are cut. Raises InputError for lengths that do not fit."""
+        if self.split_rows is None:
+            if self.split_overlap:
+                raise InputError("is of rows that --split-rows cuts", where="--split-overlap")
+            return None
+        return Cut(size=self.split_rows, overlap=self.split_overlap)
+
+    def group_rows(self, rows: int, text: int) -> int:
+        """Rows of a row group, where `rows` rows hold `text` bytes of text."""
+        if self.row_group_bytes is None:
+            return self.row_group_size
+        return max(1, round(self.row_group_bytes * rows / max(text, 1)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +119,14 @@ class Plan:
     parts: tuple[tuple[int, int], ...]
     buckets: int
 
-    @property
-    def form(self) -> FileForm:
+    def form(self, buckets: Buckets) -> FileForm:
         """The form of the files that are written."""
         options = self.options
         return FileForm(
             schema=self.files[0].schema,
             column=options.column,
             size=options.file_size,
-            row_group_size=options.row_group_size,
+            row_group_size=options.group_rows(int(buckets.counts.sum()), text_bytes(buckets)),
             compression=options.compression,
         )
 
@@ -118,9 +139,12 @@ class Plan:
         """Threads of pass 1. Raises InputError where there is no room for one."""
         return _shares(self.options, _THREAD + _PAGES * max(file.page for file in self.files), _LEAST)
 
-    def writers(self, size: int, rows: int) -> Shares:
-        """Threads of pass 2, where `rows` rows take `size` bytes. Raises InputError where there is no room for one."""
-        group = size / max(rows, 1) * min(self.options.row_group_size, rows)
+    def writers(self, size: int, rows: int, text: int) -> Shares:
+        """Threads of pass 2, where `rows` rows take `size` bytes, `text` of them texts.
+
+        Raises InputError where there is no room for one.
+        """
+        group = size / max(rows, 1) * min(self.options.group_rows(rows, text), rows)
         return _shares(self.options, _THREAD, max(_LEAST, int(2 * _GROUP_COPIES * group)))  # a half is for buckets
 
 
@@ -138,9 +162,13 @@ def _shares(options: ReshardOptions, fixed: int, least: int) -> Shares:
         raise InputError(
             f"a thread that shuffles these rows takes at least {(_BASE + fixed + least) / 1e9:.2f} GB",
             where="--memory-limit",
-            hint="give more, or, where rows are long, make --row-group-size smaller",
+            hint=f"give more, or, where rows are long, make {_group_option(options)} smaller",
         )
     return Shares(threads, room // threads - fixed)
+
+
+def _group_option(options: ReshardOptions) -> str:
+    return "--row-group-size" if options.row_group_bytes is None else "--row-group-mb"
 
 
 def reshard(options: ReshardOptions) -> int:
@@ -171,6 +199,9 @@ def make_plan(options: ReshardOptions, *, tasks: int) -> Plan:
     for name in ("file_size", "row_group_size", "threads"):
         if getattr(options, name) < 1:
             raise InputError("must be at least 1", where=f"--{name.replace('_', '-')}")
+    if options.row_group_bytes is not None and options.row_group_bytes < 1:
+        raise InputError("must be above 0", where="--row-group-mb")
+    cut = options.cut
     output = os.path.realpath(options.output)
     if os.path.lexists(options.output):
         raise InputError("the output exists", where=options.output, hint="move it away, or choose another folder")
@@ -182,12 +213,16 @@ def make_plan(options: ReshardOptions, *, tasks: int) -> Plan:
     if not found:
         raise InputError(f"no file below this folder ends in {', '.join(SUFFIXES)}", where=folder)
     files = look_at([(stores.join(folder, file.path), file.size) for file in found], options.column)
+    if cut is not None:
+        files = [replace(file, size=math.ceil(file.size * cut.growth)) for file in files]
+        if options.column not in files[0].schema.names:
+            raise InputError(f"the text {options.column!r} lies in a column of structs", where="--split-rows")
     size = sum(file.size for file in files)
     workers = tasks * options.threads
     plan = Plan(options=options, files=tuple(files), parts=_parts(files, workers * (4 if tasks > 1 else 1)), buckets=1)
     plan.readers()
-    rows = sum(file.rows or 0 for file in files)
-    writers = plan.writers(size if all(file.rows is not None for file in files) else 0, rows)
+    rows, known = sum(file.rows or 0 for file in files), cut is None and all(file.rows is not None for file in files)
+    writers = plan.writers(size, rows, size) if known else plan.writers(0, 0, 0)
     buckets = 1 + size * 5 // 4 // min(writers.each // 3, max(_ENOUGH, size // 1000))
     if tasks > 1:  # tasks write runs of files, and two neighbours read the bucket between them
         buckets = max(buckets, 16 * workers)
@@ -208,7 +243,7 @@ def _keyed(plan: Plan, part: int, lengths: Lengths) -> Iterator[pa.Table]:
     first, last = plan.parts[part]
     files = ((number, plan.files[number]) for number in range(first, last))
     faults = LineFaults(skip=plan.options.on_error == "skip-line")
-    yield from keyed(files, plan.options.column, plan.options.seed, lengths, faults)
+    yield from keyed(files, plan.options.column, plan.options.seed, lengths, faults, plan.options.cut)
     if faults.counts:
         log.warning("left out: %s, the first is %s", by_reason(faults.counts), faults.examples[0])
 
@@ -272,7 +307,7 @@ def stem(work: Path, part: int) -> Path:
 def scattered(plan: Plan, work: Path) -> OnDisk:
     """What pass 1 made of all parts."""
     found = OnDisk([stem(work, part) for part in range(len(plan.parts))], plan.files[0].schema)
-    found.split(plan.writers(found.size, int(found.counts.sum())).each // 3)
+    found.split(plan.writers(found.size, int(found.counts.sum()), text_bytes(found)).each // 3)
     return found
 
 
@@ -281,7 +316,7 @@ def write_first(plan: Plan, buckets: Buckets, building: Path, work: Path) -> int
     if not buckets.counts.sum():
         raise InputError("the files hold no row", where=plan.options.dataset_folder)
     rows: list[int] = []
-    for _ in Shuffled(buckets, plan.form, building, work).write_first(rows):
+    for _ in Shuffled(buckets, plan.form(buckets), building, work).write_first(rows):
         pass
     return rows[0]
 
@@ -292,9 +327,9 @@ def file_count(buckets: Buckets, rows: int) -> int:
 
 def write_files(plan: Plan, buckets: Buckets, numbers: Sequence[int], rows: int, building: Path, work: Path) -> None:
     """Pass 2 for these files, in runs for the threads."""
-    threads = plan.writers(buckets.size, int(buckets.counts.sum())).threads
+    threads = plan.writers(buckets.size, int(buckets.counts.sum()), text_bytes(buckets)).threads
     runs = [numbers[at * len(numbers) // threads : (at + 1) * len(numbers) // threads] for at in range(threads)]
-    in_threads([Shuffled(buckets, plan.form, building, work).write(run, rows) for run in runs if run], threads)
+    in_threads([Shuffled(buckets, plan.form(buckets), building, work).write(run, rows) for run in runs if run], threads)
 
 
 def in_threads(works: Sequence[Iterator[None]], threads: int) -> None:

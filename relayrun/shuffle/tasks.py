@@ -55,7 +55,18 @@ from relayrun.tokenization.readers.rows import RowFile
 
 log = logging.getLogger(__name__)
 
-_OF_THE_BYTES = ("dataset_folder", "column", "seed", "file_size", "row_group_size", "compression", "on_error")
+_OF_THE_BYTES = (
+    "dataset_folder",
+    "column",
+    "seed",
+    "file_size",
+    "row_group_size",
+    "row_group_bytes",
+    "split_rows",
+    "split_overlap",
+    "compression",
+    "on_error",
+)
 
 
 class ReshardTask:

@@ -25,8 +25,8 @@ def byte_tokenizer(output: Path) -> Path:
     if (output / "tokenizer.json").exists():
         raise InputError("there is a tokenizer", where=output, hint="move it away, or choose another folder")
     ids = {token: number for number, token in enumerate(SPECIAL.values())}
-    letters = {letter: byte for byte, letter in enumerate(_letters()) if byte >= len(ids)}
-    tokenizer = Tokenizer(models.BPE(ids | letters, [], unk_token=SPECIAL["unk_token"]))
+    known = {letter: byte for byte, letter in enumerate(letters_of_bytes()) if byte >= len(ids)}
+    tokenizer = Tokenizer(models.BPE(ids | known, [], unk_token=SPECIAL["unk_token"]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([*ids])
@@ -38,7 +38,7 @@ def byte_tokenizer(output: Path) -> Path:
     return output
 
 
-def _letters() -> list[str]:
+def letters_of_bytes() -> list[str]:
     """The letter that stands for each byte in a byte-level vocabulary: itself where it can be seen (GPT-2's table)."""
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))

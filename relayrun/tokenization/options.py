@@ -19,7 +19,7 @@ from relayrun.errors import InputError
 log = logging.getLogger(__name__)
 
 AppendEod = Literal["yes", "no", "auto"]
-EngineName = Literal["auto", "huggingface", "gigatoken", "nanotoken", "splintr"]
+EngineName = Literal["auto", "huggingface", "gigatoken", "nanotoken", "splintr", "bytes"]
 OnError = Literal["fail", "skip-file", "skip-line"]
 
 FORMER = {"on_error": {"stop": "fail", "skip": "skip-file"}, "engine": {"fastokens": "auto"}}

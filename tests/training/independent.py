@@ -1,8 +1,9 @@
 """Trains a Llama of transformers with torch's AdamW on shards read by numpy; it shares no code with relayrun.
 
 `python independent.py SETTINGS.json OUTPUT.json`: writes the reported loss of every step. Settings are plain values:
-`model` (a folder of transformers), `shards` (prefixes), `steps`, `batch`, `micro_batch`, `length`, `seed`, `eod`
-(a token, or null for no masks), `mean`, `lr`, `warmup`, `weight_decay`, `betas`, `eps`, `clip`.
+`model` (a folder of transformers), `shards` (prefixes) or `rows` (an npz of `tokens` and `masks`; targets other than
+`letters` do not count either), `steps`, `batch`, `micro_batch`, `length`, `seed`, `eod` (null: no masks), `mean`,
+`lr`, `warmup`, `weight_decay`, `betas`, `eps`, `clip`.
 """
 
 from __future__ import annotations
@@ -44,8 +45,17 @@ def samples(prefixes: list[str], length: int, seed: int) -> np.ndarray:
     return np.stack([stream[number * length : number * length + length + 1] for number in windows.tolist()])
 
 
-def document_mask(tokens: torch.Tensor, eod: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What may be seen (added to scores), positions, and which losses count, of inputs [batch, sequence]."""
+def rows_and_masks(settings: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [samples, length + 1], and which losses count [samples, length]."""
+    if settings["rows"] is not None:
+        found = np.load(settings["rows"])
+        return found["tokens"], found["masks"] * np.isin(found["tokens"][:, 1:], settings["letters"])
+    rows = samples(settings["shards"], settings["length"], settings["seed"])
+    return rows, np.ones_like(rows[:, 1:]) if settings["eod"] is None else rows[:, :-1] != settings["eod"]
+
+
+def document_mask(tokens: torch.Tensor, eod: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What may be seen (added to scores), and positions, of inputs [batch, sequence]."""
     batch, length = tokens.shape
     mask = torch.full((batch, 1, length, length), torch.finfo(torch.float32).min)
     positions = torch.zeros_like(tokens)
@@ -56,7 +66,7 @@ def document_mask(tokens: torch.Tensor, eod: int) -> tuple[torch.Tensor, torch.T
             positions[row, at] = at - first
             if tokens[row, at] == eod:
                 first = at + 1
-    return mask, positions, (tokens != eod).float()
+    return mask, positions
 
 
 def rate(settings: dict[str, Any], done: int) -> float:
@@ -77,25 +87,24 @@ def main() -> None:
         betas=settings["betas"],
         eps=settings["eps"],
     )
-    rows = samples(settings["shards"], settings["length"], settings["seed"])
+    rows, masks = rows_and_masks(settings)
     batch, size, mean = settings["batch"], settings["micro_batch"], settings["mean"]
     reported = []
     for step in range(settings["steps"]):
         for group in adam.param_groups:
             group["lr"] = rate(settings, step)
         own = torch.from_numpy(rows[step * batch : (step + 1) * batch])
-        counted = batch * settings["length"]
-        if settings["eod"] is not None:
-            counted = int((own[:, :-1] != settings["eod"]).sum())
+        mask = torch.from_numpy(masks[step * batch : (step + 1) * batch]).float()
+        counted = int(mask.sum())
         total, by_sample = 0.0, 0.0
         adam.zero_grad()
         for at in range(0, batch, size):
             tokens = own[at : at + size]
             inputs, labels = tokens[:, :-1], tokens[:, 1:]
             given: dict[str, Any] = {}
-            counts = torch.ones(inputs.shape)
+            counts = mask[at : at + size]
             if settings["eod"] is not None:
-                given["attention_mask"], given["position_ids"], counts = document_mask(inputs, settings["eod"])
+                given["attention_mask"], given["position_ids"] = document_mask(inputs, settings["eod"])
             logits = model(input_ids=inputs, use_cache=False, **given).logits
             losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none") * counts
             sums = losses.sum(dim=1) / counts.sum(dim=1).clamp(min=1)

@@ -1,4 +1,4 @@
-"""A data set of a user's own that gives a loss mask with its tokens."""
+"""Data sets of a user's own that give a loss mask with their tokens."""
 
 from __future__ import annotations
 
@@ -23,3 +23,17 @@ class Masked:
         if self._mask == "none":
             return tokens
         return tokens, [int(self._mask == "ones" or at % 2 == 0) for at in range(self._length)]
+
+
+class FromFile:
+    """Tokens and masks of a file. Option `file`: an npz with `tokens` [n, length + 1] and `masks` [n, length]."""
+
+    def __init__(self, spec: DatasetSpec) -> None:
+        with np.load(spec.options["file"]) as found:
+            self._tokens, self._masks = found["tokens"], found["masks"]
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def read(self, epoch: int, i: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        return self._tokens[i], self._masks[i]

@@ -14,14 +14,17 @@ import numpy as np
 import pytest
 
 from relayrun.config import yamlfile
+from relayrun.config.schema import RunConfig
 from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.manifest import Manifest
+from relayrun.submit.find_data import build_manifest
+from relayrun.tokenization.byte_tokenizer import byte_tokenizer
 
 from .conftest import Harness
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
-VOCABULARY, LENGTH, STEPS, EOD = 200, 48, 20, 0
+VOCABULARY, LENGTH, STEPS, BATCH, EOD = 256, 48, 20, 8, 0
 OPTIMIZER = {"lr": 2e-3, "lr_warmup_steps": 4, "weight_decay": 0.1, "adam_beta2": 0.95, "clip_grad": 0.5}
 MODEL = {
     "vocab_size": VOCABULARY,
@@ -87,23 +90,65 @@ def test_an_independent_loop_has_our_losses(
         optimizer=OPTIMIZER,
         checkpoint={"load": str(imported), "finetune": True},
     )
-    model = yamlfile.read(imported / "model.yaml").values["model"]
-    made.config["model"] = model | {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     manifest = Manifest.build({"train": prefixes}, {}, vocabulary_size=VOCABULARY, eod=EOD, tokenizer="none")
     manifest.write(made.run.manifest)
-    attempt = made.train(base_path=str(imported))
-    ours = [step["loss"] for step in attempt.steps().values()]
+    ours = losses(made, imported)
+    theirs = independent(tmp_path, hf, shards=prefixes, eod=EOD if masked else None, mean=mean)
+    assert_equal(ours, theirs)
+    assert ours[-1] < ours[0] - 0.3, "it learns"
 
+
+@pytest.mark.parametrize("mean", ["micro_batch", "sample", "token"])
+def test_an_independent_loop_has_our_losses_with_the_masks_of_a_user(
+    harness: Callable[..., Harness], start: tuple[Path, Path, list[str]], tmp_path: Path, mean: str
+) -> None:
+    """A data set that returns masks of all shares, of ones and of zeros, below `mask_tokens_except`."""
+    hf, imported, _ = start
+    generator = np.random.default_rng(8)
+    tokens = generator.choice([*b"ACGTNNacgtn"], (STEPS * BATCH, LENGTH + 1))
+    shares = generator.choice([0.0, 0.1, 0.5, 0.9, 1.0], STEPS * BATCH)
+    masks = (generator.random((STEPS * BATCH, LENGTH)) < shares[:, None]).astype(np.int64)
+    rows = tmp_path / "rows.npz"
+    np.savez(rows, tokens=tokens, masks=masks)
+    source = {"weight": 1.0, "order": "tests.training.masked:FromFile", "options": {"file": str(rows)}}
+    made = harness(
+        data={
+            "tokenizer": str(byte_tokenizer(tmp_path / "bytes")),
+            "mixture": {"train": source | {"loss_mask": True}},
+            "datasets": [],
+        }
+        | {"mask_tokens_except": "ACGTacgt"},
+        training={"steps": STEPS, "seq_length": LENGTH, "loss_mean": mean},
+        optimizer=OPTIMIZER,
+        checkpoint={"load": str(imported), "finetune": True},
+    )
+    build_manifest(RunConfig.model_validate_json(json.dumps(made.config))).write(made.run.manifest)
+    ours = losses(made, imported)
+    masked = {"rows": str(rows), "letters": [*b"ACGTacgt"]}
+    assert_equal(ours, independent(tmp_path, hf, **masked, mean=mean))
+    without = independent(tmp_path, hf, rows=str(rows), letters=[*range(VOCABULARY)], mean=mean)
+    assert max(abs(a - b) for a, b in zip(ours, without, strict=True)) > 1e-2, "what is not masked tells"
+
+
+def losses(made: Harness, imported: Path) -> list[float]:
+    """The losses of a run that begins with the imported weights."""
+    model = yamlfile.read(imported / "model.yaml").values["model"]
+    made.config["model"] = model | {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    return [step["loss"] for step in made.train(base_path=str(imported)).steps().values()]
+
+
+def independent(folder: Path, model: Path, **given: Any) -> list[float]:
+    """The losses of the other loop."""
     settings: dict[str, Any] = {
-        "model": str(hf),
-        "shards": prefixes,
+        "model": str(model),
+        "shards": [],
+        "rows": None,
+        "eod": None,
         "steps": STEPS,
-        "batch": 8,
+        "batch": BATCH,
         "micro_batch": 2,
         "length": LENGTH,
         "seed": 28,
-        "eod": EOD if masked else None,
-        "mean": mean,
         "lr": OPTIMIZER["lr"],
         "warmup": OPTIMIZER["lr_warmup_steps"],
         "weight_decay": OPTIMIZER["weight_decay"],
@@ -111,13 +156,16 @@ def test_an_independent_loop_has_our_losses(
         "eps": 1e-8,
         "clip": OPTIMIZER["clip_grad"],
     }
-    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    (folder / "settings.json").write_text(json.dumps(settings | given))
     program = Path(__file__).with_name("independent.py")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, program, tmp_path / "settings.json", tmp_path / "losses.json"]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    command = [sys.executable, program, folder / "settings.json", folder / "losses.json"]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    theirs = json.loads((tmp_path / "losses.json").read_text())
+    found: list[float] = json.loads((folder / "losses.json").read_text())
+    return found
+
+
+def assert_equal(ours: list[float], theirs: list[float]) -> None:
     assert len(ours) == len(theirs) == STEPS
-    assert ours[-1] < ours[0] - 0.3, "it learns"
     assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-6

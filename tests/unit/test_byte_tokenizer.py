@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from relayrun.cli import main
 from relayrun.data import documents
 from relayrun.data.run_tokenizer import ids_of_characters
 from relayrun.errors import ConfigError
-from relayrun.tokenization.byte_tokenizer import byte_tokenizer
+from relayrun.tokenization.byte_tokenizer import byte_tokenizer, letters_of_bytes
+from relayrun.tokenization.encode.engines import Selection, select
+from relayrun.tokenization.encode.families import plan_of
+from relayrun.tokenization.encode.libraries import HuggingFace
 from relayrun.tokenization.encode.tokenizer import load_tokenizer
 from relayrun.tokenization.options import TokenizeOptions
+from relayrun.tokenization.readers.texts import Texts
 from tests.workspace import Workspace
 
 BASES = [65, 67, 71, 84, 97, 99, 103, 116]
@@ -32,6 +41,97 @@ def test_a_byte_is_a_token_and_its_id(tmp_path: Path, capsys: pytest.CaptureFixt
     assert encode("a\0\x03b", add_special_tokens=False).ids == [97, 3, 3, 98]
     assert main(["dumps", "tokenizer", "--bytes", "--output-folder", str(tmp_path / "t")]) == 1
     assert "there is a tokenizer" in capsys.readouterr().err
+
+
+TOKENIZERS: dict[str, dict[str, Any]] = {
+    "as it is made": {},
+    "every byte, other ids": {"whole": True, "shift": 7},
+    "an unknown token, few letters": {"letters": "ACGTN", "shift": 300},
+    "cuts by GPT-2's pattern": {"whole": True, "use_regex": True},
+    "names that nothing makes": {"whole": True, "names": ["the", "<EOS>", " a"]},
+    "added tokens": {"added": ["<s>", "AC", "\n"]},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "a merge": {"whole": True, "merges": [("A", "C")], "names": ["AC"]},
+    "unknown ones become one": {"fuse_unk": True},
+    "whole words": {"whole": True, "ignore_merges": True, "names": ["the"]},
+    "a letter is missing": {"letters": "ACGTN", "unk_token": None},
+    "a normalizer": {"normalizer": normalizers.Lowercase()},
+    "a space before": {"whole": True, "add_prefix_space": True},
+}
+
+
+def made(
+    *,
+    whole: bool = False,
+    letters: str = "",
+    shift: int = 0,
+    names: Sequence[str] = (),
+    added: Sequence[str] = (),
+    merges: Sequence[tuple[str, str]] = (),
+    normalizer: Any = None,
+    use_regex: bool = False,
+    add_prefix_space: bool = False,
+    **model: Any,
+) -> Tokenizer:
+    """A byte-level BPE; without `letters` and `whole` all bytes but the first four have tokens."""
+    every = letters_of_bytes()
+    known = letters or every[0 if whole else 4 :]
+    ids = {letter: number + shift for number, letter in enumerate(known)}
+    ids |= {name: len(ids) + shift + number for number, name in enumerate(names)}
+    unknown = None if whole else "<UNK>"
+    if unknown:
+        ids[unknown] = 0 if shift else len(ids)
+    tokenizer = Tokenizer(models.BPE(ids, [*merges], **{"unk_token": unknown} | model))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=use_regex)
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.add_tokens([*added])
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", TOKENIZERS.values(), ids=TOKENIZERS)
+@settings(max_examples=60, deadline=None)
+@given(
+    texts=st.lists(
+        st.text(max_size=60) | st.text("ACGTN\n", max_size=60) | st.sampled_from(["<EOS>", "<s>"]), max_size=6
+    )
+)
+@example(texts=[])
+@example(texts=["", "ACGT", "", "the <EOS> a\0\x03", "é漢🧬"])
+def test_a_table_gives_the_ids_of_the_reference(options: dict[str, Any], texts: list[str]) -> None:
+    tokenizer = made(**options)
+    plan = plan_of(tokenizer.to_str())
+    assert plan is not None
+    assert plan.engine == "bytes"
+    selection = Selection(engine="bytes", version="1", plan=plan)
+    some = Texts.of(["before", *texts, "behind"])
+    given_ = Texts(data=some.data, offsets=some.offsets[1:-1])
+    ids, lengths = selection.build(tokenizer.to_str()).encode(given_)
+    right, of_each = HuggingFace(tokenizer).encode(given_)
+    assert ids.dtype == np.uint32
+    assert ids.tolist() == right.tolist()
+    assert lengths.tolist() == of_each.tolist()
+
+
+@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
+def test_a_tokenizer_that_is_almost_one_of_bytes_gets_no_table(options: dict[str, Any]) -> None:
+    plan = plan_of(made(**options).to_str())
+    assert plan is None or plan.engine != "bytes"
+
+
+@pytest.mark.slow
+def test_the_table_proves_itself_and_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RELAYRUN_CACHE", "")
+    loaded = load_tokenizer(TokenizeOptions(tokenizer=str(byte_tokenizer(tmp_path / "t"))))
+    said: list[str] = []
+    for wanted in ("auto", "bytes"):
+        assert select(wanted, loaded.tokenizer, Texts.of(["ACGT"]), said.append).engine == "bytes"
+    assert said == []
+    assert select("gigatoken", loaded.tokenizer, Texts.of(["ACGT"]), said.append).engine == "huggingface"
+    assert said
 
 
 @pytest.mark.slow

@@ -36,12 +36,17 @@ class DatasetHub:
             def do_GET(self) -> None:
                 self.answer(body=True)
 
+            def do_POST(self) -> None:
+                wanted = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["paths"]
+                found = [entry for path in wanted for entry in hub.entries(path)]
+                self.say(json.dumps(found).encode() if "/paths-info/" in self.path else b"{}")
+
             def answer(self, *, body: bool) -> None:
-                path = unquote(self.path.partition("?")[0])
-                if path == f"/api/datasets/{NAME}/revision/main":
+                path = unquote(self.path.partition("?")[0]).replace("/main", f"/{COMMIT}", 1)
+                if path in (f"/api/datasets/{NAME}", f"/api/datasets/{NAME}/revision/{COMMIT}"):
                     return self.say(json.dumps({"id": NAME, "sha": COMMIT}).encode())
-                if path == f"/api/datasets/{NAME}/tree/{COMMIT}":
-                    return self.say(json.dumps([self.entry(name) for name in hub.files]).encode())
+                if path.startswith(tree := f"/api/datasets/{NAME}/tree/{COMMIT}"):
+                    return self.say(json.dumps(hub.below(path.removeprefix(tree).strip("/"))).encode())
                 content = hub.files.get(path.removeprefix(f"/datasets/{NAME}/resolve/{COMMIT}/"))
                 if content is None:
                     return self.say(b"{}", status=404, headers={"X-Error-Code": "RepoNotFound"})
@@ -55,19 +60,11 @@ class DatasetHub:
                     return self.say(b"{}", status=fault)
                 if fault == "wrong":
                     content = content[:-1] + b"?"
-                start = int(wanted[6:].partition("-")[0]) if wanted else 0
+                first, _, last = wanted[6:].partition("-") if wanted else ("0", "", "")
+                start, end = int(first), int(last or len(content) - 1) + 1
                 if wanted:
-                    headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-                return self.say(content[start:], 206 if wanted else 200, headers, cut=fault == "cut")
-
-            def entry(self, name: str) -> dict[str, Any]:
-                content = hub.files[name]
-                blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-                entry: dict[str, Any] = {"type": "file", "path": name, "size": len(content), "oid": blob}
-                if name.endswith(".gz"):
-                    digest = hashlib.sha256(content).hexdigest()
-                    entry["lfs"] = {"oid": digest, "size": len(content), "pointerSize": 134}
-                return entry
+                    headers["Content-Range"] = f"bytes {start}-{min(end, len(content)) - 1}/{len(content)}"
+                return self.say(content[start:end], 206 if wanted else 200, headers, cut=fault == "cut")
 
             def say(
                 self,
@@ -94,6 +91,24 @@ class DatasetHub:
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         self.thread = threading.Thread(target=self.http.serve_forever, args=(0.05,))
         self.thread.start()
+
+    def below(self, folder: str) -> list[dict[str, Any]]:
+        """All files at and below a folder."""
+        start = f"{folder}/" if folder else ""
+        return [entry for name in self.files if name.startswith(start) for entry in self.entries(name)]
+
+    def entries(self, path: str) -> list[dict[str, Any]]:
+        """What the hub tells of a path: one entry, or none."""
+        if path not in self.files:
+            folder = any(name.startswith(f"{path}/") for name in self.files)
+            return [{"type": "directory", "path": path, "oid": COMMIT}] if folder else []
+        content = self.files[path]
+        blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        entry: dict[str, Any] = {"type": "file", "path": path, "size": len(content), "oid": blob}
+        if path.endswith((".gz", ".parquet")):
+            digest = hashlib.sha256(content).hexdigest()
+            entry["lfs"] = {"oid": digest, "size": len(content), "pointerSize": 134}
+        return [entry]
 
     def close(self) -> None:
         self.http.shutdown()

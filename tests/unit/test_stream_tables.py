@@ -107,13 +107,13 @@ def test_batches_by_length() -> None:
     table = pa.table({"text": ["x" * length for length in (5, 1, 30, 4, 2, 9, 10)]})
 
     def lengths(**options: Any) -> list[list[int]]:
-        found = batches([table], Bucketing(total_batch_length=10, **options))
+        found = batches([(0, table)], Bucketing(total_batch_length=10, **options))
         return [[len(text) for text in batch["text"].to_pylist()] for batch in found]
 
     assert lengths() == [[5, 1, 4], [2], [9], [10]]
     assert lengths(drop_long_seq=False) == [[5, 1], [30], [4, 2], [9], [10]]
     assert lengths(order_by_length=True) == [[1, 2, 4], [5], [9], [10]]
-    ordered = batches([table], Bucketing(order_by_length=True, batch_size=3))
+    ordered = batches([(0, table)], Bucketing(order_by_length=True, batch_size=3))
     assert [len(text) for batch in ordered for text in batch["text"].to_pylist()] == [1, 2, 4, 5, 9, 10, 30]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -459,6 +461,38 @@ def test_a_reader_ahead_gives_items_and_then_the_error() -> None:
             next(ahead)
         ahead.close()
     assert list(Ahead(iter(range(4)), 2, name="test")) == [0, 1, 2, 3]
+
+
+READS_AT_ITS_END = """
+import io, sys, time
+import pyarrow as pa, pyarrow.parquet as pq
+from relayrun.data.streams.ahead import Ahead
+
+class Slow(io.BytesIO):
+    def read(self, size=-1):
+        time.sleep(0.2)
+        return super().read(size)
+
+def items():
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"text": ["x"] * 100}), sink, row_group_size=1)
+    with pq.ParquetFile(pa.PythonFile(Slow(sink.getvalue().to_pybytes()), "r")) as file:
+        for group in range(file.num_row_groups):
+            yield file.read_row_group(group, use_threads=False)
+
+ahead = Ahead(items(), 1, name="test")
+print(len(next(ahead)))
+if sys.argv[1] == "close":
+    ahead.close()
+"""
+
+
+@pytest.mark.parametrize("closes", ["close", "leave"])
+def test_a_program_may_end_while_its_thread_reads(closes: str) -> None:
+    """As below a URL, where Arrow calls Python: the interpreter hung, or was killed by a fatal error."""
+    command = [sys.executable, "-c", READS_AT_ITS_END, closes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
 def test_blocks_of_a_shuffle_do_not_cross_epochs(tmp_path: Path) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from queue import Empty, Full, Queue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 _LOOK_SECONDS = 1.0
 """How often a thread that waits for room looks whether it is still wanted."""
+_EXIT_SECONDS = 5.0
+"""How long a program that ends waits for what its threads are reading."""
 
 
 class _End:
@@ -22,8 +27,8 @@ class _End:
 class Ahead(Generic[T]):
     """Up to `depth` items of an iterator before they are asked for; with 0 there is no thread.
 
-    What the iterator raises, `next` raises behind the items that came before. The thread is a daemon: one that hangs in
-    the file system keeps no process alive.
+    What the iterator raises, `next` raises behind the items that came before. The thread is a daemon: a process that
+    ends waits some seconds for one that hangs in the file system, and no longer.
     """
 
     def __init__(self, items: Iterator[T], depth: int, *, name: str) -> None:
@@ -33,6 +38,7 @@ class Ahead(Generic[T]):
         self._queue: Queue[T | _End] = Queue(max(1, depth))
         self._thread = threading.Thread(target=self._read, daemon=True, name=name) if depth else None
         if self._thread is not None:
+            _started.add(self)
             self._thread.start()
 
     def __iter__(self) -> Iterator[T]:
@@ -57,6 +63,11 @@ class Ahead(Generic[T]):
         except Empty:
             pass
 
+    def join(self, seconds: float) -> None:
+        """Wait until the thread has ended, so long at most."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
     def _read(self) -> None:
         error: BaseException | None = None
         try:
@@ -75,3 +86,17 @@ class Ahead(Generic[T]):
                 return
             except Full:
                 continue
+
+
+_started: weakref.WeakSet[Ahead[Any]] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread that Arrow lets call Python, to read below a URL, hangs or kills an interpreter that is ending."""
+    end = time.monotonic() + _EXIT_SECONDS
+    found = [*_started]
+    for ahead in found:
+        ahead.close()
+    for ahead in found:
+        ahead.join(max(0.0, end - time.monotonic()))

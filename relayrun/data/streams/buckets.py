@@ -1,12 +1,14 @@
 """Tables of fragments put together into tables of a wanted size, and these into batches: fairseq2's bucketing.
 
 A table is closed when it has reached its target and has at least `min_fragment_number` fragments, or when it has
-`max_fragment_number`. What is left at the end is a table too.
+`max_fragment_number`. What is left at the end of an epoch is a table too: no shuffle mixes rows of two epochs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Self
 
 import numpy as np
@@ -60,9 +62,17 @@ class Bucketing(Section):
         return self
 
 
-def batches(tables: Iterable[pa.Table], bucketing: Bucketing) -> Iterator[pa.Table]:
-    """Put tables together and cut them into batches. Raises KeyError for a length column that is not there."""
-    for number, table in enumerate(bucketed(tables, bucketing)):
+def batches(tables: Iterable[tuple[int, pa.Table]], bucketing: Bucketing) -> Iterator[pa.Table]:
+    """Put tables, that come with their epochs, together and cut them into batches.
+
+    Raises KeyError for a length column that is not there.
+    """
+    together = (
+        table
+        for _, of_epoch in groupby(tables, key=itemgetter(0))
+        for table in bucketed((table for _, table in of_epoch), bucketing)
+    )
+    for number, table in enumerate(together):
         yield from _cut(table, bucketing, number)
 
 

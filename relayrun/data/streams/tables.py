@@ -73,7 +73,8 @@ def open_tables(
     num_parallel_fragments: fragments that are read at a time, each by a thread; their order stays.
     cache_dir: a folder of files, deleted at once, through which tables are mapped into memory: what is not used of a
         large table can leave it again.
-    rank, world_size: of `world_size` readers this one gets every fragment whose number is `rank` modulo `world_size`.
+    rank, world_size: of `world_size` readers this one gets every fragment whose number is `rank` modulo `world_size`;
+        with `files_circular_shift` a run of the files, as many as the others or one more.
     options: `split_to_row_groups`, `fragment_shuffle_window`, `files_circular_shift`, `seed`, `nb_epochs` (None: for
         ever), `partition_filters`, `filters`, `limit` and `nb_prefetch` as of `stream`; those of `Bucketing`.
 
@@ -96,7 +97,12 @@ def open_tables(
     if named is not None:
         named = {**named, **{name: name for name in extra_columns}}
     files = find(source, "streams.open")
-    order = FragmentOrder(files, stream, name=_NAME, seed=stream.seed or 0, groups=1)
+    groups = world_size if stream.files_circular_shift else 1
+    if groups > len(files):
+        raise ConfigError(
+            f"files_circular_shift gives each of {groups} readers files of its own, and {len(files)} files are there"
+        )
+    order = FragmentOrder(files, stream, name=_NAME, seed=stream.seed or 0, groups=groups)
     reader = _Reader(
         [file.path for file in files],
         named,
@@ -106,22 +112,27 @@ def open_tables(
         cache_dir=cache_dir,
     )
     epochs = count() if stream.nb_epochs is None else range(stream.nb_epochs)
-    fragments = (fragment for epoch in epochs for fragment in order.of_epoch(epoch, 0))
-    tables = _parallel(reader.table, islice(fragments, rank, None, world_size), num_parallel_fragments)
-    return batches(_ahead(tables, stream.nb_prefetch), bucketing)
+    group = rank if stream.files_circular_shift else 0
+    fragments = ((epoch, fragment) for epoch in epochs for fragment in order.of_epoch(epoch, group))
+    mine = fragments if stream.files_circular_shift else islice(fragments, rank, None, world_size)
+    tables = _ahead(_parallel(reader.table, mine, num_parallel_fragments), stream.nb_prefetch)
+    return batches(tables, bucketing)
 
 
-def _parallel(read: Callable[[Fragment], pa.Table], fragments: Iterator[Fragment], number: int) -> Iterator[pa.Table]:
-    """Tables of fragments in their order, of which some are read at a time."""
+def _parallel(
+    read: Callable[[Fragment], pa.Table], fragments: Iterator[tuple[int, Fragment]], number: int
+) -> Iterator[tuple[int, pa.Table]]:
+    """Epochs, and tables of their fragments, in their order; some are read at a time."""
     with ThreadPoolExecutor(number) as pool:
-        waiting = deque(pool.submit(read, fragment) for fragment in islice(fragments, number))
+        waiting = deque((epoch, pool.submit(read, fragment)) for epoch, fragment in islice(fragments, number))
         while waiting:
-            table = waiting.popleft().result()
-            waiting.extend(pool.submit(read, fragment) for fragment in islice(fragments, 1))
-            yield table
+            epoch, table = waiting.popleft()
+            found = epoch, table.result()
+            waiting.extend((after, pool.submit(read, fragment)) for after, fragment in islice(fragments, 1))
+            yield found
 
 
-def _ahead(tables: Iterator[pa.Table], depth: int) -> Iterator[pa.Table]:
+def _ahead(tables: Iterator[tuple[int, pa.Table]], depth: int) -> Iterator[tuple[int, pa.Table]]:
     """Tables that are read ahead, until nobody wants any more."""
     ahead = Ahead(tables, depth, name=_NAME)
     try:

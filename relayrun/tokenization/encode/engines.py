@@ -40,7 +40,7 @@ Loader = Callable[[], Tokenizer]
 class Selection:
     """The engine of a job, as workers build it: small enough to be sent, and written into the record."""
 
-    engine: Literal["huggingface", "gigatoken", "nanotoken", "splintr"]
+    engine: Literal["huggingface", "gigatoken", "nanotoken", "splintr", "bytes"]
     version: str
     plan: Plan | None = None
     """How it encodes; None for the reference."""

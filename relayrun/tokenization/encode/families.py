@@ -78,7 +78,8 @@ DIGITS = Family(name="StarCoder, Digits", engine="gigatoken", doubtful=_SPACE_ON
 PIECES = Family(name="Llama 2, Mistral, Gemma", engine="gigatoken")
 WORDPIECE = Family(name="BERT", engine="nanotoken")
 UNIGRAM = Family(name="T5, XLM-R", engine="splintr")
-FAMILIES = (*BYTE_LEVEL.values(), DIGITS, PIECES, WORDPIECE, UNIGRAM)
+BYTES = Family(name="a token for each byte", engine="bytes")
+FAMILIES = (*BYTE_LEVEL.values(), DIGITS, PIECES, WORDPIECE, UNIGRAM, BYTES)
 OF_BYTES = frozenset(family.name for family in (*BYTE_LEVEL.values(), DIGITS))
 """Names of the families whose words are written in letters for bytes."""
 
@@ -110,6 +111,8 @@ def plan_of(definition: str) -> Plan | None:
     known = without_vocabulary(definition)
     model = known["model"]
     kind = "pieces" if model.get("byte_fallback") and model.get("type") == "BPE" else str(model.get("type"))
+    if kind == "BPE" and entries_of(definition)[1].startswith("]"):
+        return _bytes(known, definition)
     find = {"BPE": _byte_level, "pieces": _pieces, "WordPiece": _wordpiece, "Unigram": _unigram}.get(kind)
     plan = find(known) if find else None
     if plan is None or kind not in ("BPE", "pieces"):
@@ -201,6 +204,25 @@ def _byte_level(known: Json) -> Plan | None:
     if patterns != (GPT2,):
         prepared = {"type": "Sequence", "pretokenizers": [*cut, level | {"use_regex": False}]}
     return _plan(known, family, normalize=form, digits=digits, normalizer=None, pre_tokenizer=prepared)
+
+
+def _bytes(known: Json, definition: str) -> Plan | None:
+    """Bytes that are never merged: no cut of a text and no name in the vocabulary but those of bytes matters."""
+    model = known["model"]
+    level, *others = _flat(known.get("pre_tokenizer"))
+    odd = (*(name for name in PLAIN_BPE if name != "unk_token"), "ignore_merges")
+    if (
+        any(model.get(name) for name in odd)
+        or known.get("normalizer") is not None
+        or others
+        or level.get("type") != "ByteLevel"
+        or level.get("add_prefix_space")
+    ):
+        return None
+    vocabulary = json.loads(definition)["model"]["vocab"]
+    if not (model["unk_token"] in vocabulary if model.get("unk_token") else vocabulary.keys() >= {*_BYTE_LETTERS}):
+        return None
+    return _plan(known, BYTES)
 
 
 _SPACE_TO_MARK = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}

@@ -4,6 +4,7 @@
     gigatoken     BPE, byte-level and SentencePiece's
     nanotoken     WordPiece
     splintr       Unigram
+    bytes         a token for each byte, by numpy
 
 A faster one is right for some tokenizers and some texts alone: see `families`. Each raises what its library raises
 for a tokenizer that it cannot load, and ImportError where it is not installed. None of them may start threads: workers
@@ -12,6 +13,7 @@ are forks of a process that has used it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol
 
@@ -19,17 +21,19 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from relayrun.tokenization.byte_tokenizer import letters_of_bytes
 from relayrun.tokenization.readers.texts import Texts
 
 Encoded = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]
 """Ids of all texts, shape [tokens], and the number of each text's, shape [texts]."""
 
-FastName = Literal["gigatoken", "nanotoken", "splintr"]
+FastName = Literal["gigatoken", "nanotoken", "splintr", "bytes"]
 PACKAGES = {
     "huggingface": "tokenizers",
     "gigatoken": "gigatoken",
     "nanotoken": "nanotoken",
     "splintr": "splintr-rs",
+    "bytes": "numpy",
 }
 """The name of the package, by engine."""
 
@@ -117,10 +121,25 @@ class Splintr:
         return _together([np.frombuffer(flat, np.uint32) for flat in map(self._tokenizer.encode_flat, texts.strings())])
 
 
+class ByteTable:
+    """Byte-level BPE without merges: the id of each byte, whatever stands around it."""
+
+    def __init__(self, definition: str) -> None:
+        self.routed = 0
+        model = json.loads(definition)["model"]
+        unknown = model["vocab"].get(model["unk_token"])
+        ids = [model["vocab"].get(letter, unknown) for letter in letters_of_bytes()]
+        self._ids = np.array([0 if id_ is None else id_ for id_ in ids], np.uint32)  # None: of bytes that no text has
+
+    def encode(self, texts: Texts) -> Encoded:
+        return self._ids[texts.used], texts.sizes
+
+
 LIBRARIES: dict[FastName, Callable[[str], Engine]] = {
     "gigatoken": Gigatoken,
     "nanotoken": Nanotoken,
     "splintr": Splintr,
+    "bytes": ByteTable,
 }
 """What loads a serialized tokenizer, by engine."""
 

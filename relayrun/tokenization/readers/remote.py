@@ -6,9 +6,11 @@ A store that answers slowly, closes a connection, or says 500 or 429, costs a pa
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import io
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -88,9 +90,10 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def _status(error: BaseException) -> int:
-    """The status of HTTP that an error of aiohttp, botocore or azure carries, or 0."""
+    """The status of HTTP that an error of aiohttp, huggingface_hub, botocore or azure carries, or 0."""
     response: Any = getattr(error, "response", None)
-    found = getattr(error, "status", None) or getattr(error, "status_code", None)
+    places = (error, "status"), (error, "status_code"), (response, "status_code")
+    found = next((value for place, name in places if (value := getattr(place, name, None))), None)
     if found is None and isinstance(response, dict):
         found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     return found if isinstance(found, int) else 0
@@ -191,6 +194,8 @@ class RemoteFile(io.RawIOBase):
         try:
             yield
         except Exception as error:
+            if _status(error) == 404 and not isinstance(error, FileNotFoundError):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._url) from None
             if not _is_refusal(error):
                 raise
             reason = error.__cause__ or error

@@ -98,7 +98,8 @@ def stat(url: str) -> tuple[int, int]:
 def time_of(info: Mapping[str, Any]) -> int:
     """When a file of a store changed, in ns, from what its store tells; 0 where it tells nothing.
 
-    A server of web pages that tells no time, but a tag of the version, has a number made of that tag in its place.
+    A store that tells no time, but a tag of the version, has a number made of that tag in its place: a server of web
+    pages, and the hub of Hugging Face, whose tag is the hash of the content.
     """
     for key in ("mtime", "LastModified", "updated", "created", "Last-Modified"):
         changed = info.get(key)
@@ -109,7 +110,7 @@ def time_of(info: Mapping[str, Any]) -> int:
             changed = changed.timestamp()
         if isinstance(changed, (int, float)):
             return round(float(changed) * 1e9)
-    tag = info.get("ETag")
+    tag = info.get("ETag") or info.get("blob_id")
     return int.from_bytes(hashlib.sha256(str(tag).encode()).digest()[:7]) if tag else 0
 
 
@@ -148,13 +149,27 @@ def _clear_errors(url: str, *, missing: str) -> Iterator[None]:
         raise
     except FileNotFoundError:
         raise MissingInput(missing, where=url) from None
-    except Exception as error:  # an unknown scheme, a package that is missing, no access: each package has its own
+    except ImportError as error:
+        raise InputError(
+            f"the package of this scheme cannot be imported: {(str(error).splitlines() or [''])[0]}",
+            where=url,
+            hint=f"pip install {_package(url.partition('://')[0])}",
+        ) from None
+    except Exception as error:  # an unknown scheme, no access: each package has its own
         lines = str(error).splitlines() or [type(error).__name__]
         raise InputError(
             f"fsspec cannot look at this: {lines[0]}",
             where=url,
             hint="install fsspec's package of the scheme, and set its credentials",
         ) from None
+
+
+def _package(scheme: str) -> str:
+    """What is to be installed for a scheme."""
+    from fsspec.registry import known_implementations
+
+    package = str(known_implementations.get(scheme, {}).get("class", "")).partition(".")[0]
+    return f"'fsspec[{scheme}]'" if package in ("", "fsspec") else package
 
 
 def printable(name: str) -> str:

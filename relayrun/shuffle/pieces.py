@@ -1,0 +1,66 @@
+"""Long texts cut into rows of bounded length, so that a shuffle moves pieces of a document and not the whole of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from relayrun.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How a text becomes rows: of at most `size` characters, each of which repeats the last `overlap` of the former.
+
+    A text of n characters is one row if n ≤ size, else ceil((n - overlap) / (size - overlap)), as document windows are.
+    Raises InputError where the overlap leaves a row nothing new.
+    """
+
+    size: int
+    overlap: int = 0
+
+    def __post_init__(self) -> None:
+        """Check both lengths."""
+        if self.size < 1:
+            raise InputError("must be at least 1", where="--split-rows")
+        if not 0 <= self.overlap < self.size:
+            raise InputError(
+                f"must be at least 0 and below the {self.size:,} characters of a row", where="--split-overlap"
+            )
+
+    @property
+    def growth(self) -> float:
+        """The most bytes that a text becomes, over its own."""
+        return self.size / (self.size - self.overlap)
+
+    def rows(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """How many rows texts of these lengths, in characters, become."""
+        step = self.size - self.overlap
+        return np.where(lengths <= self.size, 1, -(-(lengths - self.overlap) // step))
+
+    def apply(self, table: pa.Table, column: str) -> pa.Table:
+        """The rows of a table with its texts cut; the other columns are repeated. `column`: of large_string."""
+        texts = table[column].combine_chunks()
+        lengths = pc.fill_null(pc.utf8_length(texts), 0).to_numpy(zero_copy_only=False)
+        counts = self.rows(lengths)
+        if (counts == 1).all():
+            return table
+        pieces: list[pa.Array] = []
+        step, done = self.size - self.overlap, 0
+        for row in np.flatnonzero(counts > 1).tolist():
+            text = texts[row].as_py()
+            pieces.append(texts[done:row])
+            starts = range(0, int(counts[row]) * step, step)
+            pieces.append(pa.array([text[start : start + self.size] for start in starts], texts.type))
+            done = row + 1
+        cut = pa.concat_arrays([*pieces, texts[done:]])
+        place = table.column_names.index(column)  # left out below: a text that is repeated whole may be gigabytes
+        rest = table.drop_columns([column])
+        if rest.num_columns:
+            rest = rest.take(np.repeat(np.arange(len(table)), counts))
+            return rest.add_column(place, table.schema.field(column), cut)
+        return pa.table([cut], table.schema)
