@@ -20,13 +20,14 @@ from relayrun.errors import RunDirError, SchedulerError, user_name
 from relayrun.files import read_json, read_lines, read_lines_backwards
 from relayrun.monitoring import unsent
 from relayrun.monitoring.remaining import Past, Remaining, remaining
-from relayrun.rundir import campaign, evaluations, mirror, purge, quarantine, rounds, triggers
+from relayrun.rundir import campaign, evaluations, mirror, purge, quarantine, quota, rounds, triggers
 from relayrun.rundir.evaluations import Result, Submitted
 from relayrun.rundir.lineage import Durable, Lineage
 from relayrun.rundir.mirror import LastPass
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.purge import Purge
 from relayrun.rundir.quarantine import LeftBehind
+from relayrun.rundir.quota import Foreseen
 from relayrun.rundir.records import AttemptStart, End
 from relayrun.rundir.run import Run, data_of_checkpoint
 from relayrun.rundir.sentinel import Asked, LastLook, last_look
@@ -169,6 +170,10 @@ class RunStatus:
     """Files and rows that streams could not read and left out, by data set and reason, up to the newest record."""
     purges: list[Purge] = field(default_factory=list)
     """When the newest checkpoint, and data of a chain that goes on, would be purged by the site."""
+    quotas: list[Foreseen] = field(default_factory=list)
+    """How full the quotas of a chain that goes on are, and its file system, and when they will be."""
+    quota_complaint: str | None = None
+    """Why a quota is not known."""
     sentinel: LastLook | None = None
     """When the sentinel that looks after the run has last looked; None where none was set up."""
 
@@ -290,6 +295,7 @@ def _gather(run: Run, plan: Plan, queue: Queue, now: float, asked: Asked | None)
     failed_rounds = rounds.read(run.attempt(number)) if number is not None else []
     beats = run.attempt(number).read_heartbeats() if running and number is not None else []
     end_time = begin.job_end_time if begin is not None and running else None
+    quotas, quota_complaint = _quotas(run, now) if state != "stopped" else ([], None)
     late, why_late = unsent.not_sent(run, now=now)
     return RunStatus(
         run=plan.run,
@@ -343,6 +349,8 @@ def _gather(run: Run, plan: Plan, queue: Queue, now: float, asked: Asked | None)
         triggers=_pending(run),
         left_out=_left_out(run, line),
         purges=_purges(run, plan, durable, living=state != "stopped"),
+        quotas=quotas,
+        quota_complaint=quota_complaint,
         unsent_notices=late,
         unsent_reason=why_late,
         mirror=_last_pass(run),
@@ -476,6 +484,13 @@ def _purges(run: Run, plan: Plan, durable: Durable | None, *, living: bool) -> l
     found = [purge.of_checkpoint(durable.iteration, durable.path, plan.purge_days)] if durable else []
     found += [purge.of_data(run, plan.purge_days)] if living else []
     return [each for each in found if each is not None]
+
+
+def _quotas(run: Run, now: float) -> tuple[list[Foreseen], str | None]:
+    try:
+        return quota.foreseen(run, now=now), quota.read(run).complaint
+    except RunDirError as error:  # it must not hide where the run stands
+        return [], error.message
 
 
 def _durable(line: Lineage) -> tuple[Durable | None, str | None]:

@@ -163,6 +163,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("left out", _left_out(status)),
         ("mirror", _mirror(status, now)),
         *(("purge", purge.words(now)) for purge in status.purges),
+        *(("quota", words) for words in _quotas(status, now)),
         ("left behind", _left_behind(status)),
         ("quarantine", _quarantine(status)),
         ("last end", f"attempt {status.last_end_attempt}: {status.last_end}" if status.last_end else ""),
@@ -233,6 +234,14 @@ def _mirror(status: RunStatus, now: float) -> str:
     behind = f"; iteration {newest} is not copied yet" if newest > (last.iteration or 0) else ""
     why = f": {last.complaint}" if last.complaint else ""
     return f"{what}{behind}{why} (looked {duration(now - last.time)} ago)"
+
+
+def _quotas(status: RunStatus, now: float) -> list[str]:
+    """How full what this run writes to is, and why that is not known."""
+    told = [
+        f"{each.words(now)} (looked {duration(now - each.time)} ago)" for each in status.quotas if each.is_told(now)
+    ]
+    return [*told, *filter(None, [status.quota_complaint])]
 
 
 def _left_out(status: RunStatus) -> str:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relayrun.chain import quota
 from relayrun.chain.campaign import mend
 from relayrun.chain.notices import make_notice, note
 from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
@@ -206,6 +207,9 @@ class Sentinel:
             same = known.get("job") == job.id
             self._running[name] = {"job": job.id, "since": known["since"] if same else self._now}
         policy, since = notices.read_policy(run), self._running_since(name)
+        if status.state in ("running", "queued") and quota.is_due(run, now=self._now):
+            with contextlib.suppress(OSError):  # a full disk is told as such
+                quota.measure(run, plan, now=self._now)
         found = symptoms(run, plan, status, now=self._now, running_since=since, policy=policy)
         return [self._seen(name, symptom) for symptom in found]
 

@@ -16,6 +16,7 @@
     evaluations/  evaluations.jsonl  evaluation.sbatch    see `rundir.evaluations`
     notices/                     see `rundir.notices`
     membership.json              see `rundir.campaign`
+    quota.json                   see `rundir.quota`
     triggers/  debug/<attempt>/  code/  owners.jsonl  STOP
 
 Standard library only.

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.chain import quota
 from relayrun.cli import main
 from relayrun.errors import user_name
 from relayrun.monitoring import run_status, run_status_view, sentinel, symptoms, unsent
@@ -25,6 +26,7 @@ from relayrun.rundir import sentinel as records
 from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.mirror import LastPass, MirrorPolicy
 from relayrun.rundir.notices import EVENTS, NoticePolicy, Target
+from relayrun.rundir.quota import Limit
 from relayrun.rundir.records import Commit, End, Heartbeat, Started
 from relayrun.rundir.stop import write_stop
 from relayrun.scheduler import history, together
@@ -150,6 +152,8 @@ def make_world(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> MakeWorld:
+    monkeypatch.setattr(quota, "of_file_system", lambda *_: [])  # of a machine on which other tests write
+
     def make(*, told: bool = True) -> World:
         world = World(make_run, tmp_path, told=told)
         monkeypatch.setattr(together, "jobs_of", world.jobs_of)
@@ -294,6 +298,25 @@ def test_a_second_place_that_gets_no_copies_is_told(world: World) -> None:
     assert notice.id.startswith("disk-mirror-50-")
     words = "1 checkpoints wait for their copy in the second place; the newest copy is of 50: /away is away"
     assert notice.reason == words
+
+
+def test_a_quota_that_fills_is_told_while_jobs_wait(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody of the run measures then; others write a tenth of the quota a day."""
+    begin = world.now
+    monkeypatch.setattr(
+        quota,
+        "quotas",
+        lambda *_: [Limit(source="quota", kind="bytes", used=int((world.now - begin) * 1e6), limit=int(864e9))],
+    )
+    world.queue(("7", "PENDING", "Priority"))
+    until: list[float] = []
+    while not world.notices():
+        assert world.look(after=600.0) == []
+        until.append((864e9 - (world.now - begin) * 1e6) / 1e6 / 86400)
+    assert 6.9 < until[-1] < 7.1  # days before it is full
+    (notice,) = [entry for entry, _ in notices.pending(world.run)]
+    assert notice.id.startswith("disk-quota-quota-bytes-")
+    assert "grows by 86.4 GB a day: full in about " in notice.reason
 
 
 def test_a_folder_that_cannot_be_written_is_found() -> None:
