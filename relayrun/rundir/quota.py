@@ -59,9 +59,9 @@ class Point(Record):
     used: int
     limit: int
     own: int = 0
-    """Of that, in checkpoints of this run."""
+    """What of it lies in checkpoints of this run."""
     rolling: int = 0
-    """Of that, in those that its rules remove again."""
+    """What of it lies in those that its rules remove again."""
     to_come: int = 0
     """What its rules keep and is not there yet."""
     one: int = 0
@@ -94,7 +94,7 @@ class Foreseen:
     used: int
     limit: int
     own: int
-    """Of `used`, in checkpoints of this run."""
+    """What of it lies in checkpoints of this run."""
     time: float
     """When it was measured, in seconds since 1970."""
     a_day: float | None
