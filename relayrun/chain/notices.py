@@ -204,7 +204,7 @@ def _of_quota(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterato
     """A quota, or the disk, will be full soon: told once a week as long as that lasts."""
     if not policy.wants("disk") or run.stop.exists():
         return
-    for each in quota.foreseen(run, now=now):
+    for each in quota.foreseen(quota.read(run), now=now):
         if each.is_soon(now):
             yield make_notice(run, plan, quota_notice(each, now), time=now, reason=each.words(now))
 

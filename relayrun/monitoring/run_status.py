@@ -196,13 +196,16 @@ def scheduler(run: Run) -> Scheduler:
     return for_plan(Plan.load(run), run, patience=PATIENCE)
 
 
-def ask(run: Run) -> Queue:
-    """Ask for the chain's jobs, whoever submitted them; a scheduler that does not answer is a fact like others."""
+def ask(run: Run, plan: Plan | None = None) -> Queue:
+    """Ask for the chain's jobs, whoever submitted them; a scheduler that does not answer is a fact like others.
+
+    `plan`: the run's, where it was read already. Raises RunDirError where there is no run.
+    """
+    plan = Plan.load(run) if plan is None else plan
     try:
-        asked = scheduler(run)
+        asked = for_plan(plan, run, patience=PATIENCE)
         waiting = {job_id: asked.query(job_id) for _, job_id in _waiting(run)}
         states = {job_id: "gone" if job is None else job.state.lower() for job_id, job in waiting.items()}
-        plan = Plan.load(run)
         jobs = asked.jobs(plan, anyone=True)
         waiting_jobs = [job for job in jobs if job.state == "PENDING"]
         hidden = not jobs and plan.owner is not None and signs.is_anothers(plan) and plan.scheduler == "slurm"
@@ -488,7 +491,8 @@ def _purges(run: Run, plan: Plan, durable: Durable | None, *, living: bool) -> l
 
 def _quotas(run: Run, now: float) -> tuple[list[Foreseen], str | None]:
     try:
-        return quota.foreseen(run, now=now), quota.read(run).complaint
+        measures = quota.read(run)
+        return quota.foreseen(measures, now=now), measures.complaint
     except RunDirError as error:  # it must not hide where the run stands
         return [], error.message
 

@@ -43,7 +43,7 @@ class Watcher:
     def _queue(self, run: Run) -> Queue:
         plan = self._plans.get(run.path) or Plan.load(run)
         if plan.scheduler != "slurm":
-            return run_status.ask(run)
+            return run_status.ask(run, plan)
         if self._error is not None:
             return Queue(error=self._error)
         found = self._jobs.get(plan.job_name, [])
@@ -56,7 +56,7 @@ class Watcher:
         submitted = run.plan.stat().st_mtime
         known = self._quiet.get(run.path)
         if known is None or known[0] != submitted or known[1].error is not None or known[1].hidden is not None:
-            known = self._quiet[run.path] = submitted, run_status.ask(run)
+            known = self._quiet[run.path] = submitted, run_status.ask(run, plan)
         return known[1]
 
 

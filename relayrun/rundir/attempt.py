@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -34,12 +35,12 @@ class Attempt:
     def number(self) -> int:
         return int(self.path.name)
 
-    @property
+    @cached_property
     def begin(self) -> Path:
         """Written by the supervisor before the ranks start; see `read_begin` and `fall_back`."""
         return self.path / "begin.json"
 
-    @property
+    @cached_property
     def end(self) -> Path:
         """Written once by the supervisor after the ranks have gone; see `read_end`."""
         return self.path / "end.json"
@@ -49,7 +50,7 @@ class Attempt:
         """Written by rank 0 when it leaves on purpose."""
         return self.path / "outcome.json"
 
-    @property
+    @cached_property
     def commits(self) -> Path:
         """A line per published checkpoint, by rank 0."""
         return self.path / "commits.jsonl"
@@ -59,7 +60,7 @@ class Attempt:
         """A line per rewind, by rank 0 before it is done; see `rundir.rewinds`."""
         return self.path / "rewinds.jsonl"
 
-    @property
+    @cached_property
     def rounds(self) -> Path:
         """What failed inside the attempt's job without ending it, by the coordinator; see `rundir.rounds`."""
         return self.path / "rounds.jsonl"
@@ -79,12 +80,12 @@ class Attempt:
         """A line per choice of `checkpoint.memory_interval: auto`, with what was measured, by rank 0."""
         return self.path / "memory_intervals.jsonl"
 
-    @property
+    @cached_property
     def metrics(self) -> Path:
         """A line per iteration, by rank 0."""
         return self.path / "metrics.jsonl"
 
-    @property
+    @cached_property
     def failed_saves(self) -> Path:
         """A line per save that did not work (iteration, error, time), by rank 0."""
         return self.path / "failed_saves.jsonl"

@@ -151,9 +151,9 @@ def add(run: Run, found: Iterable[Point], *, complaint: str | None, now: float) 
     Measures(points=[asdict(each) for each in kept], complaint=complaint).write(path(run))
 
 
-def foreseen(run: Run, *, now: float) -> list[Foreseen]:
-    """Return each limit as it was measured last, and when it will be full. Raises RunDirError."""
-    return [_foreseen(row) for row in _rows(each for each in _points(read(run)) if each.time <= now)]
+def foreseen(measures: Measures, *, now: float) -> list[Foreseen]:
+    """Return each limit as it was measured last, and when it will be full."""
+    return [_foreseen(row) for row in _rows(each for each in _points(measures) if each.time <= now)]
 
 
 def amount(value: float, kind: Kind) -> str:

@@ -71,7 +71,7 @@ class Site:
         program.write_text(f'#!/bin/sh\n[ "$1" = quota ] || exit 1\necho "{row}"\n')
         program.chmod(0o755)
         measure(self.run, self.plan, now=self.now)
-        return [each for each in quota.foreseen(self.run, now=self.now) if each.source != FILE_SYSTEM]
+        return [each for each in quota.foreseen(quota.read(self.run), now=self.now) if each.source != FILE_SYSTEM]
 
     def days(self, number: float, *, growth: float = 0.0, every: float = 6.0) -> list[Foreseen]:
         """Let so many days pass, with a save and a look every so many hours; others write `growth` bytes a day."""
@@ -225,7 +225,7 @@ def test_a_site_names_a_command_of_its_own(site: Site) -> None:
     program.chmod(0o755)
     site.plan = replace(site.plan, quota_command=[str(program), "--of", "{user}", "{path}/; rm -rf /"])
     measure(site.run, site.plan, now=site.now)
-    (found,) = quota.foreseen(site.run, now=site.now)
+    (found,) = quota.foreseen(quota.read(site.run), now=site.now)
     assert (found.source, found.used, found.limit) == ("ourquota", 5000, 9000)
     seen = Path(f"{program}.seen").read_text()
     assert seen == f"--of {os.getuid()} {site.run.path}/; rm -rf /\n"  # an argument, and no line of a shell
@@ -310,7 +310,7 @@ for number in range(8):
 """
     subprocess.run([*command, sys.executable, "-c", program], cwd=ROOT, check=True, timeout=100)
     now = NOW + 7 * 6 * HOUR
-    every = quota.foreseen(Run(run.path), now=now)
+    every = quota.foreseen(quota.read(Run(run.path)), now=now)
     (found,) = [each for each in every if (each.source, each.kind) == (FILE_SYSTEM, "bytes")]
     assert found.limit == 20 << 20
     assert found.a_day == pytest.approx(8_000_000, rel=0.02)
