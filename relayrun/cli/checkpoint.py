@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from relayrun.errors import InputError
-from relayrun.monitoring import run_status
+from relayrun.monitoring import queue, run_status
 from relayrun.rundir import lineage
 from relayrun.rundir.find import find_run, split_iteration
 from relayrun.rundir.mirror import note_verified
@@ -97,7 +97,7 @@ def restore_checkpoint(options: argparse.Namespace) -> int:
             print(line)
         return 0
     run = find_run(named)
-    state = run_status.gather(run, run_status.ask(run), now=time.time()).state
+    state = run_status.gather(run, queue.ask(run), now=time.time()).state
     if state in ("running", "queued", "unknown"):
         raise InputError(
             f"the chain is {state}: a job could begin with the checkpoints as they are now",

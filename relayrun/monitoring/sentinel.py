@@ -25,7 +25,8 @@ from relayrun.chain.campaign import mend
 from relayrun.chain.notices import make_notice, note
 from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
 from relayrun.monitoring import unsent
-from relayrun.monitoring.run_status import Damaged, RunStatus
+from relayrun.monitoring.run_status import RunStatus
+from relayrun.monitoring.standing import Damaged
 from relayrun.monitoring.symptoms import Symptom, is_at_work, purged_soon, running_job, symptoms, unwritable
 from relayrun.monitoring.watcher import Watcher
 from relayrun.rundir import notices, purge, sentinel

@@ -27,7 +27,7 @@ class Attempt:
     """
 
     path: Path
-    _kept: dict[Path, tuple[tuple[int, int], Record]] = field(
+    _kept: dict[str, tuple[tuple[int, int], Record]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -167,7 +167,7 @@ class Attempt:
 
     def read_begin(self) -> AttemptStart | None:
         """What the attempt started from; None while it has not begun. Raises RunDirError if the record is damaged."""
-        return self._once(AttemptStart, self.begin)
+        return self._once(AttemptStart, "begin.json")
 
     def fall_back(self, iteration: int, path: str | None) -> AttemptStart:
         """Record that the attempt starts from another checkpoint than begin.json says; return the new record."""
@@ -179,7 +179,7 @@ class Attempt:
 
     def read_end(self) -> End | None:
         """How the attempt ended; None while nobody has seen its end. Raises RunDirError if the record is damaged."""
-        return self._once(End, self.end)
+        return self._once(End, "end.json")
 
     def read_commits(self) -> list[Commit]:
         """The checkpoints that it has published up to now, oldest first."""
@@ -208,16 +208,17 @@ class Attempt:
                 found.append(Heartbeat.read(path))
         return [beat for beat in found if beat is not None]
 
-    def _once(self, kind: type[R], path: Path) -> R | None:
+    def _once(self, kind: type[R], name: str) -> R | None:
+        path = f"{self.path}/{name}"
         try:
             found = os.stat(path)
         except FileNotFoundError:
             return None
         identity = (found.st_ino, found.st_mtime_ns)
-        kept = self._kept.get(path)
+        kept = self._kept.get(name)
         if kept is None or kept[0] != identity:
             record = kind.read(path)
             if record is None:  # gone since
                 return None
-            self._kept[path] = kept = (identity, record)
+            self._kept[name] = kept = (identity, record)
         return cast("R", kept[1])

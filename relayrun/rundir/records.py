@@ -36,7 +36,7 @@ class Record:
     """A dataclass that is one JSON object."""
 
     @classmethod
-    def read(cls, path: Path) -> Self | None:
+    def read(cls, path: Path | str) -> Self | None:
         """Read it; None where there is no file. Raises RunDirError if it is not what it should be."""
         try:
             return cls.of(read_json(path))

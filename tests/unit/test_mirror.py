@@ -23,7 +23,7 @@ from relayrun.cli import main
 from relayrun.errors import InputError, RunDirError
 from relayrun.files import sizes
 from relayrun.monitoring import run_status, run_status_view
-from relayrun.monitoring.run_status import Queue
+from relayrun.monitoring.queue import Queue
 from relayrun.rundir import mirror as records
 from relayrun.rundir.lineage import commit_of, durable
 from relayrun.rundir.records import Commit

@@ -18,7 +18,8 @@ from relayrun.chain.quota import QuotaWatch, measure, parse, quotas
 from relayrun.cli import main
 from relayrun.errors import RelayrunError
 from relayrun.monitoring import run_status, run_status_view, symptoms
-from relayrun.monitoring.run_status import Queue, RunStatus
+from relayrun.monitoring.queue import Queue
+from relayrun.monitoring.run_status import RunStatus
 from relayrun.rundir import notices, quota
 from relayrun.rundir.notices import NoticePolicy, Target
 from relayrun.rundir.plan import Plan

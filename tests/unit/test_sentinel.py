@@ -19,8 +19,10 @@ import pytest
 from relayrun.chain import quota
 from relayrun.cli import main
 from relayrun.errors import user_name
+from relayrun.monitoring import queue as asking
 from relayrun.monitoring import run_status, run_status_view, sentinel, symptoms, unsent
-from relayrun.monitoring.run_status import Queue, RunStatus
+from relayrun.monitoring.queue import Queue
+from relayrun.monitoring.run_status import RunStatus
 from relayrun.rundir import find, mirror, notices
 from relayrun.rundir import sentinel as records
 from relayrun.rundir.lineage import Lineage
@@ -64,7 +66,7 @@ class World:
             raise self.error
         return {name: self.jobs if name == self.plan.job_name else [] for name in names}
 
-    def ask(self, _run: object) -> Queue:
+    def ask(self, *_: object, brief: bool = False) -> Queue:
         """Answer for Slurm how the last job of a chain without jobs ended."""
         self.asked += 1
         return Queue(last_job=JobEnd(id="7", state="NODE_FAIL", nodes="n1", source="sacct"))
@@ -157,7 +159,7 @@ def make_world(
     def make(*, told: bool = True) -> World:
         world = World(make_run, tmp_path, told=told)
         monkeypatch.setattr(together, "jobs_of", world.jobs_of)
-        monkeypatch.setattr(run_status, "ask", world.ask)
+        monkeypatch.setattr(asking, "ask", world.ask)
         monkeypatch.setattr(unsent, "_start", lambda *_: None)
         return world
 
