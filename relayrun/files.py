@@ -245,7 +245,9 @@ def sizes(path: str | os.PathLike[str]) -> dict[str, int]:
 
 
 BLOCK = 65_536
-"""Bytes that are taken at a time where a file is read from its end."""
+"""Bytes that are taken at a time, at most, where a file is read from its end."""
+FIRST_BLOCK = 4096
+"""Bytes that are taken first: most who ask want the last line."""
 
 
 def last_lines(path: str | os.PathLike[str], count: int) -> tuple[bytes, int]:
@@ -303,8 +305,10 @@ def read_lines_backwards(
 
 def _blocks_backwards(file: BinaryIO, at: int) -> Iterator[tuple[int, bytes]]:
     """The bytes before `at`, block by block from the end, each with where it begins."""
+    size = min(FIRST_BLOCK, BLOCK)
     while at:
-        start = max(0, at - BLOCK)
+        start = max(0, at - size)
+        size = min(4 * size, BLOCK)
         file.seek(start)
         data = file.read(at - start)
         at = start

@@ -15,12 +15,13 @@ from relayrun.chain import decide
 from relayrun.chain.failed_attempts import failed_attempts
 from relayrun.errors import RelayrunError
 from relayrun.files import free_space, read_lines_backwards
-from relayrun.rundir import notices
+from relayrun.rundir import notices, quota
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.evaluations import Result
 from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.notices import Notice, NoticePolicy
 from relayrun.rundir.plan import Plan
+from relayrun.rundir.quota import Foreseen
 from relayrun.rundir.run import Run
 
 LINES = 500
@@ -43,7 +44,7 @@ def note(
     """
     there = notices.known(run)
     sources: list[Source] = [_of_stop, _of_attempt, _of_evaluations]
-    sources += [_of_progress, _of_losses, _of_disk] if at_work else []
+    sources += [_of_progress, _of_losses, _of_disk, _of_quota] if at_work else []
     sources.append(lambda *_: iter(more))
     complaints = []
     for source in sources:
@@ -197,6 +198,20 @@ def _of_disk(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator
     words = little_room(run, checkpoints=policy.disk_checkpoints)
     if words is not None:
         yield make_notice(run, plan, name, time=now, reason=words)
+
+
+def _of_quota(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
+    """A quota, or the disk, will be full soon: told once a week as long as that lasts."""
+    if not policy.wants("disk") or run.stop.exists():
+        return
+    for each in quota.foreseen(quota.read(run), now=now):
+        if each.is_soon(now):
+            yield make_notice(run, plan, quota_notice(each, now), time=now, reason=each.words(now))
+
+
+def quota_notice(foreseen: Foreseen, now: float) -> str:
+    """Return the id of the notice that tells it."""
+    return f"disk-quota-{foreseen.name}-{int(now // quota.WINDOW_SECONDS)}"
 
 
 def little_room(run: Run, *, checkpoints: int) -> str | None:

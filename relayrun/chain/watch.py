@@ -23,6 +23,7 @@ from relayrun.chain.copier import Copier
 from relayrun.chain.guard import alive
 from relayrun.chain.log import log
 from relayrun.chain.messenger import Messenger
+from relayrun.chain.quota import QuotaWatch
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Hang, Heartbeat
@@ -77,6 +78,7 @@ class Watch:
         self._views = Views(run)
         self._messenger = Messenger(run, self.plan)
         self._copier = Copier(run, self.plan)
+        self._quota = QuotaWatch(run, self.plan)
         self._complaints: dict[str, str] = {}
         """What was last said about each duty that fails."""
         self._seen: list[Heartbeat] = []
@@ -118,7 +120,9 @@ class Watch:
         self._try("the guard", lambda: self._guard(batch_pid))
         self._try("the successor", self._look_after_successor)
         self._try("evaluations, and the runs behind this one", self._look_at_saves)
-        self._try("the copies of checkpoints", lambda: self._copier.look(evidence.size(str(self.attempt.commits))))
+        saved = evidence.size(str(self.attempt.commits))
+        self._try("the copies of checkpoints", lambda: self._copier.look(saved))
+        self._try("how full the disk is", lambda: self._quota.look(saved))
         self._messenger.look()
 
     def _observing(self) -> Observing | None:

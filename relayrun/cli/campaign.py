@@ -16,7 +16,7 @@ from relayrun.cli import control
 from relayrun.config import campaign as config
 from relayrun.errors import RelayrunError, RunDirError, user_name
 from relayrun.monitoring import campaign as view
-from relayrun.monitoring import run_status, unsent
+from relayrun.monitoring import queue, unsent
 from relayrun.monitoring.follow import Follower
 from relayrun.monitoring.run_status_view import dump, show
 from relayrun.rundir import campaign
@@ -153,7 +153,7 @@ def stop(folder: Path) -> int:
     print(f"nothing more of {whole.name} begins")
     for member in whole.members:
         if _is_open(folder, member):
-            words = control.stop(member.run, run_status.scheduler(member.run), user=user)
+            words = control.stop(member.run, queue.scheduler(member.run), user=user)
             print(f"{member.run.path.name}: {words}")
             unsent.send_in_background(member.run)
     return 0

@@ -9,13 +9,14 @@ import time
 from pathlib import Path
 
 from relayrun.errors import InputError
-from relayrun.monitoring import run_status
+from relayrun.monitoring import queue, run_status
 from relayrun.rundir import lineage
 from relayrun.rundir.find import find_run, split_iteration
 from relayrun.rundir.mirror import note_verified
 from relayrun.rundir.quarantine import LeftBehind, left_behind
 from relayrun.rundir.run import Run
-from relayrun.training.checkpoint import checksums, mirror
+from relayrun.training.checkpoint import checksums
+from relayrun.training.checkpoint.mirror import restore, sync
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,13 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     copy.add_argument("name", metavar="RUN", help="run directory, or project/name below logs/runs")
     copy.add_argument("--verify", action="store_true", help="read all copies back in full, too")
     copy.set_defaults(run=mirror_checkpoints)
-    restore = actions.add_parser("restore", help="put a copy back where the run expects it")
-    restore.add_argument(
+    back = actions.add_parser("restore", help="put a copy back where the run expects it, or into a folder")
+    back.add_argument(
         "name",
         metavar="RUN[:N]",
-        help="the run, and an iteration (default: the newest copy that counts and is missing or torn in the run)",
+        help="the run, and an iteration (default: the newest copy that counts and is missing or torn in the run); with "
+        "--to the folder or URL of a run's copies",
     )
-    restore.set_defaults(run=restore_checkpoint)
+    back.add_argument("--to", metavar="FOLDER", help="put the copy into this folder: the run itself may be lost")
+    back.set_defaults(run=restore_checkpoint)
 
 
 def verify_checkpoint(options: argparse.Namespace) -> int:
@@ -83,21 +86,25 @@ def _run_of(folder: Path) -> Run | None:
 
 def mirror_checkpoints(options: argparse.Namespace) -> int:
     """Bring the copies of a run up to date; the exit code is 1 where something was not copied. Raises RelayrunError."""
-    return mirror.sync(find_run(options.name), verify=options.verify).tell()
+    return sync.sync(find_run(options.name), verify=options.verify).tell()
 
 
 def restore_checkpoint(options: argparse.Namespace) -> int:
-    """Put a copy back into a run that has no job. Raises RelayrunError."""
+    """Put a copy back into a run that has no job, or into a folder. Raises RelayrunError."""
     named, iteration = split_iteration(options.name)
+    if options.to is not None:
+        for line in restore.fetch(named, iteration, Path(options.to).expanduser().absolute()):
+            print(line)
+        return 0
     run = find_run(named)
-    state = run_status.gather(run, run_status.ask(run), now=time.time()).state
+    state = run_status.gather(run, queue.ask(run), now=time.time()).state
     if state in ("running", "queued", "unknown"):
         raise InputError(
             f"the chain is {state}: a job could begin with the checkpoints as they are now",
             where=run.path,
             hint=f"end it first: relayrun cancel {run.path}",
         )
-    for line in mirror.restore(run, iteration):
+    for line in restore.restore(run, iteration):
         print(line)
     print(f"go on: relayrun resume {run.path}")
     return 0

@@ -13,7 +13,7 @@ import time
 from relayrun.chain import campaign, signs, supervisor
 from relayrun.chain.cancel import cancel
 from relayrun.errors import RunDirError, SchedulerError, user_name
-from relayrun.monitoring import run_status, unsent
+from relayrun.monitoring import queue, unsent
 from relayrun.rundir import find, triggers
 from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.plan import Plan
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Ask a run for a checkpoint, or end its chain, after a checkpoint or at once."""
     found = find.find_run(options.name)
-    scheduler = run_status.scheduler(found)
+    scheduler = queue.scheduler(found)
     if options.command == "save":
         print(save(found, scheduler))
     else:

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from relayrun.chain import signs
 from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
-from relayrun.monitoring import run_status
-from relayrun.monitoring.run_status import Damaged
+from relayrun.monitoring import queue, run_status
 from relayrun.monitoring.run_status_view import dump, duration, show
+from relayrun.monitoring.standing import Damaged
 from relayrun.monitoring.watcher import Watcher
 from relayrun.rundir import find
 from relayrun.rundir.find import find_run, runs_below
@@ -181,7 +181,7 @@ def _refuse_living(run: Run) -> None:
     if plan.owner is not None and signs.is_anothers(plan):
         name = user_name(plan.owner)
         raise RunDirError(f"this run is {name}'s, who submitted it last", where=run.path, hint=f"let {name} move it")
-    state = run_status.gather(run, run_status.ask(run), now=time.time()).state
+    state = run_status.gather(run, queue.ask(run), now=time.time()).state
     if state in LIVING:
         raise InputError(
             f"the chain is {state}: a job writes into its directory, or may begin to",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from relayrun.chain import campaign
 from relayrun.errors import InputError
-from relayrun.monitoring import run_status, run_status_view, unsent
-from relayrun.monitoring.run_status import Damaged, RunStatus
+from relayrun.monitoring import queue, run_status, run_status_view, unsent
+from relayrun.monitoring.run_status import RunStatus
+from relayrun.monitoring.standing import Damaged, Standing
 from relayrun.monitoring.watcher import Watcher
 from relayrun.rundir import find
 from relayrun.rundir.run import Run
@@ -44,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     if options.name is not None:
         run = find.find_run(options.name)
         campaign.mend([run])
-        facts = run_status.gather(run, run_status.ask(run), now=now)
+        facts = run_status.gather(run, queue.ask(run), now=now)
         if options.json:
             print(run_status_view.dump(run_status_view.as_json(facts)))
         else:
@@ -53,10 +54,9 @@ def run(options: argparse.Namespace) -> int:
         return 0
     runs = find.every_run()
     campaign.mend(runs)
-    found = Watcher().look(runs, now=now)
     if options.json:
-        print(run_status_view.dump([run_status_view.as_json(entry) for entry in found]))
-    elif found:
+        print(run_status_view.dump([run_status_view.as_json(entry) for entry in Watcher().look(runs, now=now)]))
+    elif found := Watcher().glance(runs, now=now):
         run_status_view.show_many(found)
         for line in run_status_view.sentinels(found, now=now):
             print(line)
@@ -84,7 +84,12 @@ def follow(name: str | None, interval: float) -> int:
     return 0
 
 
-def _ended(found: list[RunStatus | Damaged], single: bool) -> bool:
+def _look(watcher: Watcher, runs: list[Run], *, now: float, single: bool) -> Sequence[Standing | Damaged]:
+    """All that is known of a single run; of many what a table tells."""
+    return watcher.look(runs, now=now) if single else watcher.glance(runs, now=now)
+
+
+def _ended(found: Sequence[Standing | Damaged], single: bool) -> bool:
     return single and all(isinstance(entry, Damaged) or entry.state not in LIVING for entry in found)
 
 
@@ -94,7 +99,7 @@ def _live(runs: Callable[[], list[Run]], watcher: Watcher, interval: float, *, s
     with Live(auto_refresh=False) as live:
         while True:
             now = time.time()
-            found = watcher.look(runs(), now=now)
+            found = _look(watcher, runs(), now=now, single=single)
             first = found[0] if single else None
             table = run_status_view.one(first, now=now) if isinstance(first, RunStatus) else run_status_view.many(found)
             live.update(table, refresh=True)
@@ -107,7 +112,7 @@ def _lines(runs: Callable[[], list[Run]], watcher: Watcher, interval: float, *, 
     told: dict[str, str] = {}
     while True:
         now = time.time()
-        found = watcher.look(runs(), now=now)
+        found = watcher.glance(runs(), now=now)
         for entry in found:
             line = run_status_view.line(entry)
             if told.get(entry.path) != line:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -13,7 +14,8 @@ class Mirror(Section):
     """A second place for copies of checkpoints. Each is read back in full before it counts."""
 
     path: Line
-    """An absolute folder that is there, on another file system than the run; copies lie in PROJECT/NAME below it."""
+    """An absolute folder that is there, on another file system than the run, or a URL that fsspec can write below
+    (`s3://bucket/ada`; credentials come from the environment); copies lie in PROJECT/NAME below it."""
     keep_last: Positive = 2
     """Newest copies that are kept."""
     keep_every: Positive | None = None
@@ -25,10 +27,22 @@ class Mirror(Section):
     @classmethod
     def _absolute(cls, value: str) -> str:
         if "://" in value:
-            raise ValueError("is a URL; write the absolute path of a folder")
+            return _url(value)
         if not value.startswith("/"):
-            raise ValueError("is relative; write the absolute path of a folder")
+            raise ValueError("is relative; write the absolute path of a folder, or a URL")
         return value
+
+
+def _url(value: str) -> str:
+    """A URL below which copies can lie, without slashes at its end."""
+    scheme, _, rest = value.partition("://")
+    if re.match(r"[^/]*:[^/]*@", rest):
+        raise ValueError("has a password in it, which would be written into files: set credentials in the environment")
+    if not re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) or not rest.strip("/") or re.search(r"::|[?#*\[\]]|//|\s", rest):
+        raise ValueError("is no URL of a folder: write SCHEME://BUCKET/FOLDER, without options and patterns")
+    if scheme in ("http", "https"):
+        raise ValueError("is a page that can only be read: write the URL of a store, such as s3://BUCKET/FOLDER")
+    return value.rstrip("/")
 
 
 class Checkpoint(Section):

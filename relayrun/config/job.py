@@ -265,6 +265,10 @@ class Cluster(Section):
     purge_days: dict[Line, Annotated[float, Field(gt=0)]] = {}
     """Folders whose files the site removes, each with the days without use after which it does, for example
     `{/scratch: 30}`. `relayrun check`, `status` and `sentinel` tell before the newest checkpoint or data go."""
+    quota_command: list[Line] = []
+    """Program and arguments that say the quota where `lfs quota` and `quota` do not; `{path}` becomes the run's folder
+    of checkpoints, `{user}` the user's number. It prints `{"used": BYTES, "limit": BYTES}` (and `used_files`,
+    `limit_files`), or a table as `quota` does. `status`, `sentinel` and notices tell before it is full."""
     gpu_memory_gb: Annotated[float, Field(gt=0)] | None = None
     """Memory of one GPU in 10^9 bytes, for `relayrun check`; None: not known."""
     tflops_per_gpu: Annotated[float, Field(gt=0)] | None = None

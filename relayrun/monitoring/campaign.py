@@ -16,7 +16,8 @@ from relayrun.chain.campaign import readiness
 from relayrun.config import yamlfile
 from relayrun.errors import RelayrunError
 from relayrun.monitoring.goodput.account import account
-from relayrun.monitoring.run_status import Damaged, RunStatus
+from relayrun.monitoring.run_status import RunStatus
+from relayrun.monitoring.standing import Damaged
 from relayrun.monitoring.watcher import Watcher
 from relayrun.rundir import campaign
 from relayrun.rundir.campaign import Campaign, Member
@@ -35,7 +36,7 @@ class MemberStatus:
     begins: str
     """When it begins, in words; empty where at once."""
     state: str
-    """Either `done` or the state of its chain, see `run_status.State`."""
+    """Either `done` or the state of its chain, see `standing.State`."""
     iteration: int
     total_steps: int | None
     loss: float | None

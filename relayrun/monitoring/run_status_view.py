@@ -15,7 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from relayrun.monitoring.run_status import Damaged, RunStatus, job_words
+from relayrun.monitoring.broken import job_words
+from relayrun.monitoring.run_status import RunStatus
+from relayrun.monitoring.standing import Damaged, Standing
 from relayrun.rundir.sentinel import LastLook
 from relayrun.scheduler.base import Job
 
@@ -48,7 +50,7 @@ FOLDED = 200
 """A terminal gets a table of at most so many runs folded to its width: of a thousand that takes a second."""
 
 
-def show_many(found: Sequence[RunStatus | Damaged]) -> None:
+def show_many(found: Sequence[Standing | Damaged]) -> None:
     """Print a line a run."""
     if sys.stdout.isatty() and len(found) <= FOLDED:
         show(many(found))
@@ -64,7 +66,7 @@ def _padded(text: str, width: int, column: str) -> str:
     return space + text if column in RIGHT else text + space
 
 
-def many(found: Sequence[RunStatus | Damaged]) -> Table:
+def many(found: Sequence[Standing | Damaged]) -> Table:
     """Return a table with one line a run; of a damaged one its error."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in COLUMNS:
@@ -74,7 +76,7 @@ def many(found: Sequence[RunStatus | Damaged]) -> Table:
     return table
 
 
-def _cells(entry: RunStatus | Damaged) -> list[str]:
+def _cells(entry: Standing | Damaged) -> list[str]:
     if isinstance(entry, Damaged):
         return ["/".join(entry.path.split("/")[-2:]), "damaged", *[""] * 7, " ".join(entry.error.split())]
     return [
@@ -91,7 +93,7 @@ def _cells(entry: RunStatus | Damaged) -> list[str]:
     ]
 
 
-def line(entry: RunStatus | Damaged) -> str:
+def line(entry: Standing | Damaged) -> str:
     """Return a run in one line for a log."""
     if isinstance(entry, Damaged):
         return f"{'/'.join(entry.path.split('/')[-2:])}: damaged: {entry.error}"
@@ -163,6 +165,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("left out", _left_out(status)),
         ("mirror", _mirror(status, now)),
         *(("purge", purge.words(now)) for purge in status.purges),
+        *(("quota", words) for words in _quotas(status, now)),
         ("left behind", _left_behind(status)),
         ("quarantine", _quarantine(status)),
         ("last end", f"attempt {status.last_end_attempt}: {status.last_end}" if status.last_end else ""),
@@ -191,9 +194,9 @@ def sentinel(look: LastLook, *, now: float) -> str:
     return f"dead or late: {words}{every}; nobody looks: see `crontab -l` there"
 
 
-def sentinels(found: Sequence[RunStatus | Damaged], *, now: float) -> list[str]:
+def sentinels(found: Sequence[Standing | Damaged], *, now: float) -> list[str]:
     """Return a line for each sentinel that looks after some of these runs."""
-    known = [status.sentinel for status in found if isinstance(status, RunStatus) and status.sentinel is not None]
+    known = [status.sentinel for status in found if isinstance(status, Standing) and status.sentinel is not None]
     looks = {look.folder: look for look in known}
     return [f"sentinel: {sentinel(look, now=now)}" for look in looks.values()]
 
@@ -233,6 +236,14 @@ def _mirror(status: RunStatus, now: float) -> str:
     behind = f"; iteration {newest} is not copied yet" if newest > (last.iteration or 0) else ""
     why = f": {last.complaint}" if last.complaint else ""
     return f"{what}{behind}{why} (looked {duration(now - last.time)} ago)"
+
+
+def _quotas(status: RunStatus, now: float) -> list[str]:
+    """How full what this run writes to is, and why that is not known."""
+    told = [
+        f"{each.words(now)} (looked {duration(now - each.time)} ago)" for each in status.quotas if each.is_told(now)
+    ]
+    return [*told, *filter(None, [status.quota_complaint])]
 
 
 def _left_out(status: RunStatus) -> str:
@@ -283,7 +294,7 @@ def _durable(status: RunStatus) -> str:
     return f"iteration {status.durable_iteration}{age}: {status.durable_path}"
 
 
-def short_remaining(status: RunStatus) -> str:
+def short_remaining(status: Standing) -> str:
     """Return the hours of training and node hours that are left, for a column; empty where they are not known."""
     left = status.remaining
     return f"{duration(left.seconds)}, {left.node_hours:,.1f} node h" if left is not None and left.iterations else ""

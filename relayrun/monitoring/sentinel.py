@@ -20,11 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relayrun.chain import quota
 from relayrun.chain.campaign import mend
 from relayrun.chain.notices import make_notice, note
 from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
 from relayrun.monitoring import unsent
-from relayrun.monitoring.run_status import Damaged, RunStatus
+from relayrun.monitoring.run_status import RunStatus
+from relayrun.monitoring.standing import Damaged
 from relayrun.monitoring.symptoms import Symptom, is_at_work, purged_soon, running_job, symptoms, unwritable
 from relayrun.monitoring.watcher import Watcher
 from relayrun.rundir import notices, purge, sentinel
@@ -206,6 +208,9 @@ class Sentinel:
             same = known.get("job") == job.id
             self._running[name] = {"job": job.id, "since": known["since"] if same else self._now}
         policy, since = notices.read_policy(run), self._running_since(name)
+        if status.state in ("running", "queued") and quota.is_due(run, now=self._now):
+            with contextlib.suppress(OSError):  # a full disk is told as such
+                quota.measure(run, plan, now=self._now)
         found = symptoms(run, plan, status, now=self._now, running_since=since, policy=policy)
         return [self._seen(name, symptom) for symptom in found]
 

@@ -12,6 +12,7 @@
 | unwritable | disk | nothing can be written: the disk or a quota is full, or the file system is broken |
 | mirror | disk | checkpoints wait for their copy in the second place for six hours of a job |
 | purge-... | disk | the site would remove the newest checkpoint, or data of a chain that goes on, within a week |
+| quota-... | disk | a quota, or the disk, will be full within a week at the pace at which it fills |
 | room | disk | the disk has room for few more checkpoints, while no job of the run is at work |
 
 One look proves little: who asks decides how long a symptom must be seen. Standard library only.
@@ -28,7 +29,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Literal
 
-from relayrun.chain.notices import little_room, stalled
+from relayrun.chain.notices import little_room, quota_notice, stalled
 from relayrun.chain.watch import stall_limit
 from relayrun.files import read_lines_backwards, temporary_prefix
 from relayrun.monitoring.run_status import RunStatus
@@ -86,6 +87,7 @@ def symptoms(
         policy: who is told of what; what a job at work tells is left to the notices that it writes. None: nobody.
     """
     found = [*_gone(run, status), *_waiting(status), *purged_soon(status.purges, now=now)]
+    found += _full_soon(status, now)
     full = _unwritable(run, status)
     found += full
     at_work = is_at_work(run, status, running_since)
@@ -131,6 +133,14 @@ def purged_soon(purges: Sequence[Purge], *, now: float) -> Iterator[Symptom]:
             cause = f"purge-{purge.what}-{int(purge.time // DAY)}"
             words = f"{purge.words(now)}: read it, or copy it elsewhere (checkpoint.mirror, relayrun runs archive)"
             yield Symptom(event="disk", cause=cause, reason=words)
+
+
+def _full_soon(status: RunStatus, now: float) -> Iterator[Symptom]:
+    for each in status.quotas:
+        if status.state in ("running", "queued") and each.is_soon(now):
+            words = f"{each.words(now)}: free some space, or lower checkpoint.keep_last"
+            notice = quota_notice(each, now)
+            yield Symptom(event="disk", cause=f"quota-{each.name}", reason=words, notice=notice)
 
 
 def _gone(run: Run, status: RunStatus) -> Iterator[Symptom]:

@@ -20,8 +20,8 @@ from relayrun.rundir.run import Run
 def send_in_background(run: Run) -> None:
     """Have a process of its own send what is due of a run, where this user owns it. No error comes out of it."""
     try:
-        plan, policy = Plan.load(run), notices.read_policy(run)
-        if policy is None or plan.owner not in (None, os.geteuid()):
+        policy = notices.read_policy(run)
+        if policy is None or (plan := Plan.load(run)).owner not in (None, os.geteuid()):
             return
         from relayrun.chain.notices import note  # not paid for by a look at runs that tell nobody
 

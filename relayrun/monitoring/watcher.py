@@ -5,16 +5,23 @@ A chain without jobs is asked about on its own, once: how its last job ended doe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from relayrun.errors import RunDirError, SchedulerError
-from relayrun.monitoring import run_status
-from relayrun.monitoring.run_status import Damaged, Queue, RunStatus
+from relayrun.monitoring import queue, run_status
+from relayrun.monitoring.queue import Queue
+from relayrun.monitoring.run_status import RunStatus
+from relayrun.monitoring.standing import Damaged, Standing, stand
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
+from relayrun.rundir.sentinel import Asked
 from relayrun.scheduler import together
 from relayrun.scheduler.together import Waiting
+
+S = TypeVar("S", bound=Standing)
 
 
 class Watcher:
@@ -31,19 +38,37 @@ class Watcher:
 
     def look(self, runs: Sequence[Run], *, now: float) -> list[RunStatus | Damaged]:
         """Return the status of every run, the newest first, damaged ones last. `now`: seconds since 1970."""
+        self._ask_for(runs)
+        return _all(
+            runs,
+            lambda run, answer, plan, asked: run_status.gather(run, answer, now=now, plan=plan, asked=asked),
+            ask=self._queue,
+            plans=self._plans,
+        )
+
+    def glance(self, runs: Sequence[Run], *, now: float) -> list[Standing | Damaged]:
+        """Return where every run stands, as `look` does, and no more than a table of them tells."""
+        self._ask_for(runs)
+        return _all(
+            runs,
+            lambda run, answer, plan, asked: stand(run, answer, now=now, plan=plan, asked=asked),
+            ask=partial(self._queue, brief=True),
+            plans=self._plans,
+        )
+
+    def _ask_for(self, runs: Sequence[Run]) -> None:
         self._plans = {run.path: plan for run in runs if (plan := _plan(run)) is not None}
         asked = [run for run in runs if run.path in self._plans and not run.stop.exists()]
         names = [plan.job_name for run in asked if (plan := self._plans[run.path]).scheduler == "slurm"]
         try:
-            self._jobs, self._error = together.jobs_of(names, patience=run_status.PATIENCE), None
+            self._jobs, self._error = together.jobs_of(names, patience=queue.PATIENCE), None
         except SchedulerError as error:
             self._jobs, self._error = {}, error.message
-        return run_status.gather_all(runs, now=now, ask=self._queue, plans=self._plans)
 
-    def _queue(self, run: Run) -> Queue:
+    def _queue(self, run: Run, *, brief: bool = False) -> Queue:
         plan = self._plans.get(run.path) or Plan.load(run)
         if plan.scheduler != "slurm":
-            return run_status.ask(run)
+            return queue.ask(run, plan, brief=brief)
         if self._error is not None:
             return Queue(error=self._error)
         found = self._jobs.get(plan.job_name, [])
@@ -56,8 +81,40 @@ class Watcher:
         submitted = run.plan.stat().st_mtime
         known = self._quiet.get(run.path)
         if known is None or known[0] != submitted or known[1].error is not None or known[1].hidden is not None:
-            known = self._quiet[run.path] = submitted, run_status.ask(run)
+            known = self._quiet[run.path] = submitted, queue.ask(run, plan, brief=brief)
         return known[1]
+
+
+def _all(
+    runs: Sequence[Run],
+    gather: Callable[[Run, Queue, Plan | None, Asked], S],
+    *,
+    ask: Callable[[Run], Queue],
+    plans: Mapping[Path, Plan],
+) -> list[S | Damaged]:
+    """Return what `gather` says of many runs, the newest first, damaged ones last.
+
+    `plans`: those that were read already, by run directory. `ask` gives the jobs of one run; it is not
+    asked about runs that have been stopped, nor again once Slurm has not answered.
+    """
+    found: list[S] = []
+    damaged: list[Damaged] = []
+    asked = Asked()
+    silent: Queue | None = None
+    for run in runs:
+        try:
+            plan = plans.get(run.path)
+            if run.stop.exists():
+                answer = Queue()
+            elif silent is not None and (plan or Plan.load(run)).scheduler == "slurm":
+                answer = silent
+            else:
+                answer = ask(run)
+                silent = answer if answer.error is not None else silent
+            found.append(gather(run, answer, plan, asked))
+        except (RunDirError, OSError) as error:  # what cannot be read of one hides no other
+            damaged.append(Damaged(path=str(run.path), error=getattr(error, "message", None) or str(error)))
+    return [*sorted(found, key=lambda status: -status.updated), *damaged]
 
 
 def _plan(run: Run) -> Plan | None:

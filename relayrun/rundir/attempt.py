@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -26,7 +27,7 @@ class Attempt:
     """
 
     path: Path
-    _kept: dict[Path, tuple[tuple[int, int], Record]] = field(
+    _kept: dict[str, tuple[tuple[int, int], Record]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -34,12 +35,12 @@ class Attempt:
     def number(self) -> int:
         return int(self.path.name)
 
-    @property
+    @cached_property
     def begin(self) -> Path:
         """Written by the supervisor before the ranks start; see `read_begin` and `fall_back`."""
         return self.path / "begin.json"
 
-    @property
+    @cached_property
     def end(self) -> Path:
         """Written once by the supervisor after the ranks have gone; see `read_end`."""
         return self.path / "end.json"
@@ -49,7 +50,7 @@ class Attempt:
         """Written by rank 0 when it leaves on purpose."""
         return self.path / "outcome.json"
 
-    @property
+    @cached_property
     def commits(self) -> Path:
         """A line per published checkpoint, by rank 0."""
         return self.path / "commits.jsonl"
@@ -59,7 +60,7 @@ class Attempt:
         """A line per rewind, by rank 0 before it is done; see `rundir.rewinds`."""
         return self.path / "rewinds.jsonl"
 
-    @property
+    @cached_property
     def rounds(self) -> Path:
         """What failed inside the attempt's job without ending it, by the coordinator; see `rundir.rounds`."""
         return self.path / "rounds.jsonl"
@@ -79,12 +80,12 @@ class Attempt:
         """A line per choice of `checkpoint.memory_interval: auto`, with what was measured, by rank 0."""
         return self.path / "memory_intervals.jsonl"
 
-    @property
+    @cached_property
     def metrics(self) -> Path:
         """A line per iteration, by rank 0."""
         return self.path / "metrics.jsonl"
 
-    @property
+    @cached_property
     def failed_saves(self) -> Path:
         """A line per save that did not work (iteration, error, time), by rank 0."""
         return self.path / "failed_saves.jsonl"
@@ -166,7 +167,7 @@ class Attempt:
 
     def read_begin(self) -> AttemptStart | None:
         """What the attempt started from; None while it has not begun. Raises RunDirError if the record is damaged."""
-        return self._once(AttemptStart, self.begin)
+        return self._once(AttemptStart, "begin.json")
 
     def fall_back(self, iteration: int, path: str | None) -> AttemptStart:
         """Record that the attempt starts from another checkpoint than begin.json says; return the new record."""
@@ -178,7 +179,7 @@ class Attempt:
 
     def read_end(self) -> End | None:
         """How the attempt ended; None while nobody has seen its end. Raises RunDirError if the record is damaged."""
-        return self._once(End, self.end)
+        return self._once(End, "end.json")
 
     def read_commits(self) -> list[Commit]:
         """The checkpoints that it has published up to now, oldest first."""
@@ -207,16 +208,17 @@ class Attempt:
                 found.append(Heartbeat.read(path))
         return [beat for beat in found if beat is not None]
 
-    def _once(self, kind: type[R], path: Path) -> R | None:
+    def _once(self, kind: type[R], name: str) -> R | None:
+        path = f"{self.path}/{name}"
         try:
             found = os.stat(path)
         except FileNotFoundError:
             return None
         identity = (found.st_ino, found.st_mtime_ns)
-        kept = self._kept.get(path)
+        kept = self._kept.get(name)
         if kept is None or kept[0] != identity:
             record = kind.read(path)
             if record is None:  # gone since
                 return None
-            self._kept[path] = kept = (identity, record)
+            self._kept[name] = kept = (identity, record)
         return cast("R", kept[1])

@@ -13,7 +13,17 @@ copies.jsonl            a line for each copy once it was verified, and one where
 iter_0000100/           a copy; without its line it is none
 .staging/ .removing/ .damaged/   what is being copied and removed, and what was a copy once
 
-A claim is made after the copy has its name, and taken back before the copy loses it. Standard library only.
+A claim is made after the copy has its name, and taken back before the copy loses it.
+
+Below a URL, URL/PROJECT/NAME/, where nothing can be renamed or appended to:
+
+mirror.json             the same
+iter_0000100/           files of a copy, or of what may become one; without its claim it is none
+copying/NAME.json       of which commit the files are that are being sent under this name
+copies/NAME.json        the claim, an object for each copy, written when it was verified; with `gone` it is taken back
+damaged/                what was a copy once
+
+Standard library only: what reads and writes these is `relayrun.training.checkpoint.mirror`.
 """
 
 from __future__ import annotations
@@ -35,7 +45,7 @@ class MirrorPolicy(Record):
     """`policy.json`: where a run's checkpoints are copied to, as the newest submit says."""
 
     folder: str
-    """The folder of this run's copies."""
+    """The folder of this run's copies, or its URL."""
     id: str
     """Made once for a run; another run's copies have another one."""
     keep_last: int
@@ -57,7 +67,7 @@ class Owner(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Copy(Record):
-    """A line of `copies.jsonl`: a copy that was verified, or that is none any more."""
+    """A line of `copies.jsonl`, or an object in `copies/`: a copy that was verified, or that is none any more."""
 
     name: str
     iteration: int
@@ -81,11 +91,11 @@ class Copy(Record):
             self.checksum is not None or self.saved == commit.time
         )
 
-    def as_commit(self, folder: Path) -> Commit:
-        """The copy in this folder as if it were a checkpoint of a run."""
+    def as_commit(self, folder: Path | str) -> Commit:
+        """The copy in this folder, or below this URL, as if it were a checkpoint of a run."""
         return Commit(
             iteration=self.iteration,
-            path=str(folder / self.name),
+            path=f"{folder}/{self.name}",
             consumed_samples=-1,
             time=self.saved,
             seconds=0.0,

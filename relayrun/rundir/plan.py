@@ -101,6 +101,10 @@ class Plan(Record):
     load_iteration: int = 0
     purge_days: dict[str, float] = field(default_factory=dict)
     """After how many days without use the site removes files, by folder."""
+    quota_command: list[str] = field(default_factory=list)
+    """What says the quota of the run directory's file system; empty: `lfs quota` and `quota` are asked."""
+    checkpoints_kept: int | None = None
+    """How many of the newest checkpoints a rule keeps; None where the program alone knows it."""
     save_interval: int | None = None
     """Iterations between saves; None where the program alone knows it."""
 

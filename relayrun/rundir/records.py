@@ -36,7 +36,7 @@ class Record:
     """A dataclass that is one JSON object."""
 
     @classmethod
-    def read(cls, path: Path) -> Self | None:
+    def read(cls, path: Path | str) -> Self | None:
         """Read it; None where there is no file. Raises RunDirError if it is not what it should be."""
         try:
             return cls.of(read_json(path))
@@ -51,6 +51,8 @@ class Record:
         if not isinstance(value, Mapping):
             raise TypeError(f"{type(value).__name__} instead of an object")
         known = _NAMES.get(cls) or _NAMES.setdefault(cls, frozenset(entry.name for entry in fields(cls)))
+        if known >= value.keys():
+            return cls(**value)
         return cls(**{name: item for name, item in value.items() if name in known})
 
     def write(self, path: Path) -> None:

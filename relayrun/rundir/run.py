@@ -16,6 +16,7 @@
     evaluations/  evaluations.jsonl  evaluation.sbatch    see `rundir.evaluations`
     notices/                     see `rundir.notices`
     membership.json              see `rundir.campaign`
+    quota.json                   see `rundir.quota`
     triggers/  debug/<attempt>/  code/  owners.jsonl  STOP
 
 Standard library only.
@@ -26,6 +27,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from relayrun.rundir.attempt import Attempt
@@ -45,7 +47,7 @@ class Run:
     def config(self) -> Path:
         return self.path / "config"
 
-    @property
+    @cached_property
     def plan(self) -> Path:
         return self.path / "plan.json"
 
@@ -67,7 +69,7 @@ class Run:
         """Indices of the data sets, where the config names no folder for them."""
         return self.path / "data_cache"
 
-    @property
+    @cached_property
     def attempts(self) -> Path:
         return self.path / "attempts"
 
@@ -94,7 +96,7 @@ class Run:
         """A folder of event files per stream."""
         return self.path / "tensorboard"
 
-    @property
+    @cached_property
     def evaluations(self) -> Path:
         """A folder per evaluated checkpoint; see `rundir.evaluations`."""
         return self.path / "evaluations"
@@ -119,7 +121,7 @@ class Run:
         """A line per node that was blamed for a failed attempt."""
         return self.path / "nodes.jsonl"
 
-    @property
+    @cached_property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -138,7 +140,7 @@ class Run:
         """A line per user who took the run over, the first one's included."""
         return self.path / "owners.jsonl"
 
-    @property
+    @cached_property
     def triggers(self) -> Path:
         return self.path / "triggers"
 
@@ -159,7 +161,7 @@ class Run:
         """Snapshots of the code; see `relayrun.submit.code_snapshot`."""
         return self.path / "code"
 
-    @property
+    @cached_property
     def stop(self) -> Path:
         """Its existence ends the chain; its first line says why."""
         return self.path / "STOP"
@@ -179,7 +181,7 @@ class Run:
 
     def attempt_numbers(self) -> list[int]:
         """Numbers of the attempts that have a directory, rising."""
-        return _numbers(self.attempts, re.compile(r"(\d{4,})"))
+        return _numbers(self.attempts, _ATTEMPT)
 
     def newest_begun(self) -> Attempt | None:
         """The newest attempt that has begun: one whose `begin` was killed has a directory, and owns nothing.
@@ -199,6 +201,9 @@ class Run:
 def data_of_checkpoint(folder: Path) -> Path:
     """Where the lanes of streams stood at a checkpoint, beside its other files; there is none without streams."""
     return folder / "data.json"
+
+
+_ATTEMPT = re.compile(r"(\d{4,})")
 
 
 def _numbers(folder: Path, pattern: re.Pattern[str]) -> list[int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from relayrun.errors import RunDirError, user_name
+from relayrun.files import RealPath
 from relayrun.rundir.records import Record
 from relayrun.rundir.run import Run
 
@@ -78,18 +79,21 @@ def write_memory(folder: Path, memory: Memory) -> None:
     memory.write(memory_path(folder, memory.user))
 
 
-Asked = dict[tuple[Path, str], os.stat_result | None]
-"""What the file system said of the records of a user in folders, for runs that lie in the same ones."""
+class Asked:
+    """What the file system said of folders and of the records in them, for runs that lie in the same ones."""
 
+    def __init__(self) -> None:
+        self.real_path = RealPath()
+        self._found: dict[tuple[str, str], os.stat_result | None] = {}
 
-def _stat(folder: Path, user: str, asked: Asked) -> os.stat_result | None:
-    """What the file system says of a record; None where there is none."""
-    if (folder, user) not in asked:
-        try:
-            asked[folder, user] = os.stat(memory_path(folder, user))
-        except OSError:
-            asked[folder, user] = None
-    return asked[folder, user]
+    def stat(self, folder: str, user: str) -> os.stat_result | None:
+        """What the file system says of a user's record in a folder; None where there is none."""
+        if (folder, user) not in self._found:
+            try:
+                self._found[folder, user] = os.stat(memory_path(Path(folder), user))
+            except OSError:
+                self._found[folder, user] = None
+        return self._found[folder, user]
 
 
 def last_look(run: Run, owner: int | None, *, now: float, asked: Asked | None = None) -> LastLook | None:
@@ -98,23 +102,26 @@ def last_look(run: Run, owner: int | None, *, now: float, asked: Asked | None = 
     `owner`: number of the user; None: who asks. `now`: seconds since 1970. `asked`: is asked before the file system,
     and filled; for the runs of one look alone.
     """
-    asked = {} if asked is None else asked
+    asked = Asked() if asked is None else asked
     user = _name_of(os.geteuid() if owner is None else owner)
-    for path in dict.fromkeys((run.path.absolute(), Path(os.path.realpath(run.path)))):
-        for folder in (path, *path.parents[:DEPTH]):
-            if (found := _stat(folder, user, asked)) is None:
+    given = str(run.path.absolute())
+    for path in dict.fromkeys((given, asked.real_path(given))):
+        folder = path
+        for number in range(DEPTH + 1):
+            folder = os.path.dirname(folder) if number else path
+            if (found := asked.stat(folder, user)) is None:
                 continue
             try:
-                memory = _read_once(folder, user, found.st_ino, found.st_mtime_ns)
+                memory = _read_once(Path(folder), user, found.st_ino, found.st_mtime_ns)
             except PermissionError:  # another user's, who shows it to nobody
                 continue
             except (RunDirError, OSError):
                 memory = None
             if memory is None:
-                return LastLook(folder=str(folder), time=None, period=None, host="", user=user, late=True)
+                return LastLook(folder=folder, time=None, period=None, host="", user=user, late=True)
             patience = max(LATE_SECONDS, 3 * (memory.period or 0.0))
             return LastLook(
-                folder=str(folder),
+                folder=folder,
                 time=memory.time,
                 period=memory.period,
                 host=memory.host,

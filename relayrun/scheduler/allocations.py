@@ -33,6 +33,8 @@ class Allocation:
     """None while it has its nodes."""
     source: str
     """Who says so: sacct, squeue or the local queue."""
+    state: str = ""
+    """How the job was, or has ended, in the scheduler's word."""
 
 
 def allocations(plan: Plan, run: Run, *, since: float, job_ids: Sequence[str]) -> list[Allocation]:
@@ -62,6 +64,7 @@ def _local(run: Run) -> list[Allocation]:
             start=job.start_time,
             end=None if job.state in LIVE_STATES else job.end_time,
             source="the local queue",
+            state=job.state,
         )
         for job in jobs
         if job.start_time is not None and job.state != "PENDING"  # one that is queued again lost the times it had
@@ -112,4 +115,5 @@ def _row(row: Sequence[str], *, source: str) -> Allocation | None:
         start=began,
         end=None if state in LIVE_STATES and state != "REQUEUED" else ended,
         source=source,
+        state=state.partition(" ")[0],  # behind it may stand who cancelled it
     )

@@ -132,7 +132,12 @@ class LocalQueue:
 
     def every_job(self) -> list[LocalJob]:
         """In the order in which they were queued."""
-        return [self.read_job(path.stem.removeprefix("job-")) for path in sorted(self.folder.glob("job-*.json"))]
+        try:
+            names = sorted(os.listdir(self.folder))
+        except FileNotFoundError:
+            return []
+        jobs = [name for name in names if name.startswith("job-") and name.endswith(".json")]
+        return [self.read_job(name.removeprefix("job-").removesuffix(".json")) for name in jobs]
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

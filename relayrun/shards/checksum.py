@@ -13,10 +13,15 @@ _PIECE = 1 << 20
 
 def checksum_of(path: str | os.PathLike[str]) -> str:
     """The xxh3-128 of a whole file, 32 hexadecimal digits. Raises OSError as it comes."""
-    digest, buffer = xxhash.xxh3_128(), bytearray(_PIECE)
     with open(path, "rb", buffering=0) as file:
-        while read := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:read])
+        return checksum_of_open(file)
+
+
+def checksum_of_open(file: Any) -> str:
+    """The xxh3-128 of what is left of an open file (with `readinto`), 32 hexadecimal digits. Raises as reading does."""
+    digest, buffer = xxhash.xxh3_128(), bytearray(_PIECE)
+    while read := file.readinto(buffer):
+        digest.update(memoryview(buffer)[:read])
     return str(digest.hexdigest())
 
 

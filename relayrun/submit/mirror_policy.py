@@ -14,6 +14,7 @@ from relayrun.files import write_atomic
 from relayrun.rundir import mirror
 from relayrun.rundir.mirror import MirrorPolicy
 from relayrun.rundir.run import Run
+from relayrun.training.checkpoint.mirror import store
 
 
 def mirror_of(config: CommonConfig) -> Mirror | None:
@@ -22,9 +23,14 @@ def mirror_of(config: CommonConfig) -> Mirror | None:
     return None if checkpoint is None else checkpoint.mirror
 
 
-def folder_of(config: CommonConfig, settings: Mirror) -> Path:
-    """Return the folder of the run's copies."""
-    return Path(settings.path) / config.project / config.name
+def place_of(config: CommonConfig, settings: Mirror) -> str:
+    """Return the folder of the run's copies, or its URL."""
+    return f"{settings.path.rstrip('/')}/{config.project}/{config.name}"
+
+
+def folder_of(settings: Mirror) -> Path | None:
+    """Return the folder below which copies lie; None where that is a URL."""
+    return None if "://" in settings.path else Path(settings.path)
 
 
 def prepare(config: CommonConfig, run: Run) -> None:
@@ -35,7 +41,7 @@ def prepare(config: CommonConfig, run: Run) -> None:
         return
     mirror.folder(run).mkdir(exist_ok=True)
     MirrorPolicy(
-        folder=str(folder_of(config, settings)),
+        folder=place_of(config, settings),
         id=_id(run),
         keep_last=settings.keep_last,
         keep_every=settings.keep_every,
@@ -54,7 +60,10 @@ def _id(run: Run) -> str:
 
 def check(settings: Mirror, run: Run) -> None:
     """Raise ConfigError where copies cannot lie in this place."""
-    path = Path(settings.path)
+    path = folder_of(settings)
+    if path is None:
+        store.check(settings.path, "checkpoint.mirror.path")
+        return
     where = f"checkpoint.mirror.path: {path}"
     if not path.is_dir():
         raise ConfigError("there is no such folder", where=where, hint="make it, or mount it")

@@ -47,7 +47,7 @@ from relayrun.submit import code_snapshot, initial_checkpoint, mirror_policy, no
 from relayrun.submit.check import state
 from relayrun.submit.check.report import Report, report
 from relayrun.submit.check.state import Intent
-from relayrun.submit.trainer_settings import save_interval, stop_after, total_steps, trainer_settings
+from relayrun.submit.trainer_settings import checkpoints_kept, save_interval, stop_after, total_steps, trainer_settings
 
 log = logging.getLogger(__name__)
 
@@ -309,6 +309,8 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
         load_path=base.path,
         load_iteration=base.iteration,
         purge_days=cluster.purge_days,
+        quota_command=cluster.quota_command,
+        checkpoints_kept=checkpoints_kept(config),
         save_interval=save_interval(config),
     )
 

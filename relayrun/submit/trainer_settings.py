@@ -46,6 +46,12 @@ def save_interval(config: CommonConfig) -> int | None:
     return None if checkpoint is None else checkpoint.interval
 
 
+def checkpoints_kept(config: CommonConfig) -> int | None:
+    """Return how many of the newest checkpoints a rule keeps; None where only the run's program knows it."""
+    checkpoint = config.checkpoint if isinstance(config, RunConfig | MegatronConfig) else None
+    return None if checkpoint is None else checkpoint.keep_last
+
+
 def command_settings(config: CommandConfig) -> CommandSettings:
     """Return what the chain needs to know of a program of the user's own."""
     command = config.command

@@ -2,7 +2,8 @@
 
     PLANTED_DELAYS=import=40,read=40,save=40     seconds; PLANTED_FOLDER: where a file says that one has happened
 
-Python imports this module by itself before any program; relayrun knows nothing of it.
+Python imports this module by itself before any program; relayrun knows nothing of it. Imports are slow on every rank:
+one that waits for rank 0 tries to connect to it at longer and longer intervals, which takes longer than the delay.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 
-def plant() -> None:
+def plant(rank: str) -> None:
     delays = dict(pair.split("=") for pair in os.environ["PLANTED_DELAYS"].split(","))
+    if rank != "0":
+        delays = {name: seconds for name, seconds in delays.items() if name == "import"}
     folder = Path(os.environ["PLANTED_FOLDER"])
 
     def once(name: str) -> None:
         try:
-            (folder / name).touch(exist_ok=False)
+            (folder / (name if rank == "0" else f"{name}-{rank}")).touch(exist_ok=False)
         except FileExistsError:
             return
         time.sleep(float(delays[name]))
@@ -53,5 +56,5 @@ def slow_reads(real: Callable[..., Any], once: Callable[[str], None]) -> Callabl
     return read
 
 
-if "PLANTED_DELAYS" in os.environ and os.environ.get("RANK") == "0":
-    plant()
+if "PLANTED_DELAYS" in os.environ and "RANK" in os.environ:
+    plant(os.environ["RANK"])

@@ -12,7 +12,7 @@ from relayrun.chain import supervisor
 from relayrun.cli import main
 from relayrun.config import compose
 from relayrun.errors import RunDirError
-from relayrun.monitoring import run_status
+from relayrun.monitoring import queue, run_status
 from relayrun.rundir.lineage import Durable, durable, is_own
 from relayrun.rundir.records import AttemptStart, Commit
 from relayrun.rundir.run import Run
@@ -68,7 +68,7 @@ def test_a_submit_after_a_move_renders_all_anew(tmp_path: Path, monkeypatch: pyt
     old = trained(workspace, "old-place")
     new = Run(tmp_path / "new-place")
     os.rename(old.path, new.path)
-    found = run_status.gather(new, run_status.ask(new), now=0.0)
+    found = run_status.gather(new, queue.ask(new), now=0.0)
     assert (found.state, found.durable_path) == ("broken", str(new.checkpoint(5)))
     assert found.go_on == f"relayrun resume {new.path}"
     monkeypatch.setattr(LocalScheduler, "run_queue", lambda *_: None)

@@ -14,8 +14,9 @@ import pytest
 from relayrun import places
 from relayrun.config import compose
 from relayrun.config.schema import RunConfig
-from relayrun.rundir import mirror
 from relayrun.rundir.run import Run
+from relayrun.training.checkpoint.mirror.choose import place_at
+from relayrun.training.checkpoint.mirror.pace import Pace
 from tests.checkpoints import assert_same_bytes
 from tests.readme import ROOT
 from tests.workspace import Workspace, steps
@@ -30,21 +31,23 @@ def blocks(kind: str) -> list[str]:
 
 def test_the_page_is_short_and_every_block_has_a_test() -> None:
     assert len(PAGE.splitlines()) <= 150
-    assert (len(blocks("yaml")), len(blocks("bash"))) == (1, 2)
+    assert (len(blocks("yaml")), len(blocks("bash"))) == (2, 3)
 
 
-def test_the_section_is_one_of_a_run_config(tmp_path: Path) -> None:
-    text = blocks("yaml")[0]
+@pytest.mark.parametrize(("number", "path"), [(0, "/archive/ada"), (1, "s3://my-bucket/ada")])
+def test_the_section_is_one_of_a_run_config(tmp_path: Path, number: int, path: str) -> None:
+    text = blocks("yaml")[number]
     (tmp_path / "run.yaml").write_text(f"include: ['{ROOT}/configs/runs/my-run.yaml']\n{text}")
     config = compose.load(tmp_path / "run.yaml")
     assert isinstance(config, RunConfig)
     assert config.checkpoint.mirror is not None
-    assert config.checkpoint.mirror.path == "/archive/ada"
+    assert config.checkpoint.mirror.path == path
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_run_that_comes_back_from_its_second_place_goes_on_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["", "file://"], ids=["a folder", "a URL"])
+def test_a_run_that_comes_back_from_its_second_place_goes_on_bit_for_bit(tmp_path: Path, scheme: str) -> None:
     workspace = Workspace.make(tmp_path)
     project, second = tmp_path / "project", tmp_path / "second"
     run = Run(project / "logs/runs/my-project/my-run")
@@ -78,12 +81,12 @@ def test_a_run_that_comes_back_from_its_second_place_goes_on_bit_for_bit(tmp_pat
         name="my-run",
         run_dir=str(run.path),
         training=training | {"hooks": [crash]},
-        checkpoint=checkpoint | {"mirror": {"path": str(second), "keep_last": 1}},
+        checkpoint=checkpoint | {"mirror": {"path": f"{scheme}{second}", "keep_last": 1}},
         chain={"auto_requeue": False},
     )
     shell(f"relayrun submit {config}", check=False)
     shell(blocks("bash")[0])
-    copies = mirror.copies(second / "my-project/my-run")
+    copies = place_at(f"{scheme}{second}/my-project/my-run", Pace(None)).copies()
     assert [copy.iteration for copy in copies.values()] == [20]
     for folder in run.checkpoints.glob("iter_*"):
         shutil.rmtree(folder)
@@ -96,3 +99,12 @@ def test_a_run_that_comes_back_from_its_second_place_goes_on_bit_for_bit(tmp_pat
     assert steps(run) == steps(reference)
     assert sorted(steps(run)) == list(range(1, STEPS + 1))
     assert assert_same_bytes(reference.checkpoint(STEPS), run.checkpoint(STEPS)) > 50
+
+    shell(blocks("bash")[0])
+    shutil.rmtree(run.path)
+    longer = workspace.config("more", training={"steps": STEPS + 10}, checkpoint=checkpoint)
+    (project / "my-run.yaml").write_text(longer.read_text())
+    again = blocks("bash")[2].replace("/archive/ada", f"{scheme}{second}").replace("iter_0000500", f"iter_00000{STEPS}")
+    out = shell(again)
+    assert f"restored iteration {STEPS}: " in out
+    assert sorted(steps(workspace.run("more"))) == list(range(STEPS + 1, STEPS + 11))

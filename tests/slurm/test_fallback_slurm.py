@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.monitoring import run_status
+from relayrun.monitoring import queue
 from relayrun.rundir import triggers
 from relayrun.rundir.lineage import durable
 from relayrun.rundir.plan import Plan
@@ -103,7 +103,7 @@ def test_a_waiting_job_that_is_cancelled_while_nothing_runs_ends_the_chain(
     other = cluster.sbatch(["--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 100"])
     job = start(cluster, run, plan, monkeypatch)
     (waiting,) = fallback_jobs(cluster, plan)
-    found = run_status.ask(run)
+    found = queue.ask(run)
     assert [job.id for job in found.jobs] == [job]
     assert [job.id for job in found.fallback_jobs] == [waiting.id]
     known = cluster.job(waiting.id)

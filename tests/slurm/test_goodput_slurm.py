@@ -77,6 +77,45 @@ def test_the_parts_of_a_chain_sum_to_what_sacct_has(
     assert [(loss.cause, loss.times) for loss in found.losses if loss.lost] == [("failed", 1)]
 
 
+PROLOG = 25.0
+"""Seconds of the planted prolog: long enough that a twentieth of it is more than the whole seconds of Slurm's times."""
+
+
+@pytest.mark.usefixtures("accounting")
+def test_a_slow_prolog_is_booked_as_prolog_and_as_nothing_else(
+    make_cluster: MakeCluster,
+    make_run: MakeRun,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """One node runs one job without a prolog and one with it, which Slurm waits for as it allocates the node."""
+    cluster = make_cluster(nodes=1, accounting=True)
+    arguments = ("--steps=10", "--step-seconds=0.2", "--start-seconds=0.5", "--save-seconds=0.5")
+    parts = {}
+    for name, planted in (("without", False), ("with", True)):
+        if planted:
+            with cluster.conf.open("a") as conf:
+                conf.write(f"Prolog={program(tmp_path, 'prolog', f'sleep {PROLOG:.0f}')}\nPrologFlags=Alloc\n")
+            cluster.run(["scontrol", "reconfigure"])
+        run, plan = make_run(*arguments, folder=name, total_steps=10, **(SLURM | {"nodes": 1}))
+        job = start(cluster, run)
+        wait_for_end(cluster, run, plan)
+        assert [end.cause for end in ends(run)] == ["done"], logs(run)
+        asked = ["sacct", "--noheader", "--allocations", f"--jobs={job}", "--format=End"]
+        cluster.wait_until(lambda asked=asked: "Unknown" not in cluster.run(asked).stdout, what="sacct knows the end")  # type: ignore[misc]
+        (stay,) = (each for each in accounted(cluster, run).stays if each.attempt is not None)
+        assert stay.stay.source == "sacct"
+        parts[name] = {part: amount / SECOND for part, amount in stay.parts.items()}
+    beyond = {
+        part: parts["with"].get(part, 0.0) - parts["without"].get(part, 0.0)
+        for part in {**parts["with"], **parts["without"]}
+    }
+    print({part: round(seconds, 2) for part, seconds in beyond.items()})
+    assert beyond["prolog"] == pytest.approx(PROLOG, abs=0.05 * PROLOG)
+    assert all(
+        abs(beyond[part]) < 0.05 * PROLOG + 0.5 * parts["without"][part] for part in beyond.keys() - {"prolog"}
+    ), beyond
+
+
 @pytest.mark.usefixtures("accounting")
 def test_a_job_that_queues_itself_again_has_its_times_each_time(
     make_cluster: MakeCluster,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.chain.nodes import read_strikes
-from relayrun.monitoring import run_status
+from relayrun.monitoring import queue, run_status
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
@@ -26,7 +26,7 @@ def status(cluster: TestCluster, run: Run) -> run_status.RunStatus:
     """As a person on this cluster sees it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_CONF", str(cluster.conf))
-        return run_status.gather(run, run_status.ask(run), now=0.0)
+        return run_status.gather(run, queue.ask(run), now=0.0)
 
 
 def test_a_rank_that_is_killed_is_blamed_and_its_neighbour_that_noticed_is_not(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from relayrun.chain.quota import quotas
 from relayrun.cli import main
 from relayrun.config import compose
 from relayrun.errors import RelayrunError, parts_of
@@ -21,7 +22,7 @@ from relayrun.shards.indexed import ShardWriter
 from relayrun.shards.merge import merge
 from relayrun.shards.record import RECORD, MadeBy, Records
 from relayrun.submit import submission
-from relayrun.submit.check import node, slurm, storage, tracking
+from relayrun.submit.check import node, slurm, tracking
 from relayrun.submit.check.finding import Finding, Findings
 from relayrun.submit.check.report import of_config
 from relayrun.submit.check.state import Intent
@@ -312,7 +313,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(workspace: Workspace, monkeyp
 
 def test_quotas_are_asked_where_there_are_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert storage.quotas(tmp_path) == []
+    assert quotas(tmp_path) == []
     tables = {
         "lfs": "  /scratch   100*  80  150 6d4h   10  0  20  -\n",
         "quota": "Disk quotas for user a (uid 1): \n Filesystem blocks quota limit grace files quota limit grace\n"
@@ -322,11 +323,11 @@ def test_quotas_are_asked_where_there_are_any(tmp_path: Path, monkeypatch: pytes
         program = tmp_path / name
         program.write_text(f"#!/bin/sh\nprintf %s '{table}'\n")
         program.chmod(0o755)
-    lustre, plain = storage.quotas(tmp_path)
-    assert (lustre.command, lustre.free_bytes, lustre.free_files) == ("lfs quota", 50 * 1024, 10)
-    assert (plain.command, plain.free_bytes, plain.free_files) == ("quota --no-wrap", None, None)
+    lustre = [(limit.source, limit.kind, limit.limit - limit.used) for limit in quotas(tmp_path)]
+    assert lustre == [("lfs quota", "bytes", 50 * 1024), ("lfs quota", "files", 10)]
+    assert "quota" not in [limit.source for limit in quotas(tmp_path)]  # it knows no limit
     (tmp_path / "lfs").write_text("#!/bin/sh\necho Permission denied; exit 1\n")
-    assert len(storage.quotas(tmp_path)) == 1
+    assert quotas(tmp_path) == []
 
 
 def test_options_of_the_environment_are_those_that_sbatch_takes_with_a_launcher() -> None:

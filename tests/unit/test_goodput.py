@@ -22,6 +22,8 @@ from relayrun.monitoring.goodput.book import NEEDED, SECOND, Booked, book
 from relayrun.monitoring.goodput.facts import AttemptFacts, Stay
 from relayrun.monitoring.goodput.metrics import Block, read_blocks
 from relayrun.monitoring.goodput.parts import NAMES, PARTS
+from relayrun.monitoring.page.document import as_json
+from relayrun.monitoring.page.gather import read_page
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.records import AttemptStart, Commit, End, Hang, Outcome, Started
 from relayrun.rundir.rounds import FailedRound
@@ -102,7 +104,7 @@ def test_the_controller_is_asked_where_there_is_no_accounting(tmp_path: Path, mo
 
 
 def test_a_job_that_was_queued_again_has_several_stays_and_one_that_began_nothing_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [row.replace("42|", "41|") for row in accounted.SACCT.splitlines()]
     between = "41|REQUEUED|2|2026-11-20T08:02:51|2026-11-20T08:02:51|2026-11-20T08:03:00|2026-11-20T08:03:30"
@@ -115,6 +117,19 @@ def test_a_job_that_was_queued_again_has_several_stays_and_one_that_began_nothin
     assert seconds(found.stays[1].parts) == {"no attempt": 60.0}
     assert found.waited["queued"] == (60 + 9 + 35) * SECOND
     assert sum(found.parts.values()) == found.allocated == (111 + 30 + 100) * 2 * SECOND
+    assert main(["goodput", str(run.path), "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert [(each["attempt"], each["job_id"]) for each in value["attempts"]] == [(1, "41"), (2, "41")]
+    (job,) = value["jobs_without_attempt"]
+    assert (job["job_id"], job["state"], job["nodes"], job["allocated_node_seconds"]) == ("41", "REQUEUED", 2, 60.0)
+    assert job["why"] == "the job was REQUEUED before an attempt began in it, as sacct says"
+    assert (job["node_seconds"]["no attempt"], job["running"]) == (60.0, False)
+    assert "attempt" not in job
+    both = [*value["attempts"], *value["jobs_without_attempt"]]
+    assert sum(each["allocated_node_seconds"] for each in both) == value["allocated_node_seconds"]
+    page = as_json(read_page(run))
+    assert [each["attempt"] for each in page["attempts"]] == [1, 2]
+    assert [each["job_id"] for each in page["jobs_without_attempt"]] == ["41"]
 
 
 def test_the_commands_of_the_page_and_what_it_shows(

@@ -17,107 +17,28 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import xxhash
 
 from relayrun.cli import checkpoint as command
 from relayrun.cli import main
 from relayrun.errors import InputError, RunDirError
 from relayrun.files import sizes
 from relayrun.monitoring import run_status, run_status_view
-from relayrun.monitoring.run_status import Queue
+from relayrun.monitoring.queue import Queue
 from relayrun.rundir import mirror as records
 from relayrun.rundir.lineage import commit_of, durable
-from relayrun.rundir.mirror import MirrorPolicy
 from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
-from relayrun.training.checkpoint import checksums, mirror, publish
-from relayrun.training.checkpoint.mirror import Pace
+from relayrun.training.checkpoint import checksums, publish
+from relayrun.training.checkpoint.mirror import place, restore, sync
+from relayrun.training.checkpoint.mirror.pace import Pace
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
 from tests.history import began
-
-SIZE = 3000
-"""Bytes of a file of a checkpoint; the copy takes them piece by piece."""
-
-
-class Mirrored:
-    """A run with checkpoints, as training writes them, and a second place."""
-
-    def __init__(self, make: MakeRun, folder: Path) -> None:
-        self.run, _ = make(folder="run", auto_requeue=False)
-        began(self.run, 1)
-        self.run.checkpoints.mkdir()
-        (folder / "second").mkdir()
-        self.place = folder / "second/mine/run"
-        self.policy()
-
-    def policy(self, **changes: object) -> None:
-        values = MirrorPolicy(
-            folder=str(self.place),
-            id="0123",
-            keep_last=2,
-            program=[sys.executable, "-m", "relayrun.cli", "checkpoint", "mirror"],
-        )
-        records.folder(self.run).mkdir(exist_ok=True)
-        replace(values, **changes).write(records.policy_path(self.run))  # type: ignore[arg-type]
-
-    def save(self, iteration: int, *, hashed: bool = True, salt: str = "", keep_last: int = 100) -> Commit:
-        """Publish a checkpoint of two files; without hashes, as a foreign program does."""
-        staged = publish.prepare(self.run, 1, iteration)
-        for name in ("common.pt", "part/data"):
-            (staged / name).parent.mkdir(exist_ok=True)
-            (staged / name).write_bytes(f"{iteration} {name} {salt}".encode().ljust(SIZE, b"."))
-        root = checksums.write_index(staged, iteration, {}) if hashed else None
-        commit = Commit(
-            iteration=iteration,
-            path=str(self.run.checkpoint(iteration)),
-            consumed_samples=1,
-            time=time.time(),
-            seconds=1.0,
-            files=sizes(staged),
-            checksum=root,
-        )
-        publish.publish(self.run, 1, commit, staged)
-        publish.prune(self.run, 1, keep_last)
-        return commit
-
-    def sync(self, **options: object) -> list[str]:
-        """Make a pass that succeeds; what it did."""
-        done = mirror.sync(self.run, **options)  # type: ignore[arg-type]
-        assert done.complaints == []
-        return [line.split(":")[0].split(",")[0] for line in done.lines]
-
-    def claimed(self) -> list[int]:
-        """Iterations that are claimed to be in the second place; each is there, byte for byte."""
-        found = records.copies(self.place)
-        for copy in found.values():
-            assert digest(self.place / copy.name) == self.known[copy.iteration]
-        return sorted(copy.iteration for copy in found.values())
-
-    def remember(self) -> None:
-        """Note what the checkpoints hold that there are."""
-        self.known = {
-            int(path.name.removeprefix("iter_")): digest(path) for path in self.run.checkpoints.glob("iter_*")
-        }
-
-
-def digest(path: Path) -> str:
-    """One hash of all files and their names."""
-    found = xxhash.xxh3_128()
-    for each in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if each.is_file():
-            found.update(f"{each.relative_to(path)} {each.stat().st_size} ".encode() + each.read_bytes())
-    return str(found.hexdigest())
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[3] ^= 4
-    path.write_bytes(data)
+from tests.mirrored import SIZE, Mirrored, digest, flip
 
 
 @pytest.fixture
 def mirrored(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mirrored:  # noqa: F811
-    monkeypatch.setattr(mirror, "PIECE", 700)
+    monkeypatch.setattr(place, "PIECE", 700)
     made = Mirrored(make_run, tmp_path)
     for iteration in (10, 20, 30):
         made.save(iteration)
@@ -177,14 +98,7 @@ def test_what_was_computed_again_is_copied_again(mirrored: Mirrored) -> None:
 
 @pytest.mark.parametrize("file", [False, True], ids=["a folder", "a file"])
 def test_a_checkpoint_without_hashes_is_compared_with_its_copy(mirrored: Mirrored, file: bool) -> None:
-    commit = mirrored.save(40, hashed=False)
-    if file:
-        shutil.rmtree(commit.path)
-        Path(commit.path).write_bytes(b"all in one" * 200)
-        attempt = mirrored.run.attempt(1)
-        lines = attempt.commits.read_text().splitlines()[:-1]
-        attempt.commits.write_text("".join(line + "\n" for line in lines))
-        attempt.append_commit(replace(commit, files=sizes(commit.path)))
+    mirrored.save_without_hashes(40, file=file)
     mirrored.remember()
     assert mirrored.sync() == ["copied iteration 40", "copied iteration 30"]
     assert mirrored.claimed() == [30, 40]
@@ -192,7 +106,7 @@ def test_a_checkpoint_without_hashes_is_compared_with_its_copy(mirrored: Mirrore
     assert set(copy.hashes) == set(copy.files)
     target = mirrored.place / "iter_0000040"
     flip(target if file else target / "common.pt")
-    done = mirror.sync(mirrored.run, verify=True)
+    done = sync.sync(mirrored.run, verify=True)
     assert "the copy of iteration 40 is damaged" in done.complaints[0]
     assert mirrored.claimed() == [30, 40]
 
@@ -258,7 +172,7 @@ def test_a_pass_that_is_cut_anywhere_claims_nothing_that_is_not_there(
 def test_a_process_that_is_killed_goes_on_where_it_was(mirrored: Mirrored) -> None:
     mirrored.policy(megabytes_per_second=1e-4)  # a hundred bytes a second
     monitored = mirrored.place / ".staging/iter_0000030/common.pt"
-    program = "import sys; from relayrun.training.checkpoint import mirror; mirror.PIECE = 100; " + (
+    program = "import sys; from relayrun.training.checkpoint.mirror import place; place.PIECE = 100; " + (
         "from relayrun.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     process = subprocess.Popen([sys.executable, "-c", program, "checkpoint", "mirror", str(mirrored.run.path)])
@@ -293,7 +207,7 @@ def test_a_full_place_claims_nothing_and_goes_on_when_there_is_room(mirrored: Mi
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
     try:
-        done = mirror.sync(mirrored.run)
+        done = sync.sync(mirrored.run)
         assert [os.strerror(errno.EFBIG) in each for each in done.complaints] == [True]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -343,7 +257,7 @@ def test_a_checkpoint_that_goes_away_is_left_and_the_next_one_copied(mirrored: M
         def spend(self, count: int) -> None:
             shutil.rmtree(mirrored.run.checkpoint(30), ignore_errors=True)
 
-    done = mirror.sync(mirrored.run, pace=Away(None))
+    done = sync.sync(mirrored.run, pace=Away(None))
     assert "cannot be read: No such file or directory" in done.complaints[0]
     assert 20 in mirrored.claimed()
     assert 30 not in mirrored.claimed()
@@ -374,7 +288,7 @@ def test_a_place_that_is_always_wrong_has_no_copies(mirrored: Mirrored) -> None:
                 if path.stat().st_size == SIZE:
                     path.write_bytes(b"x" * SIZE)
 
-    done = mirror.sync(mirrored.run, pace=Wrong(None))
+    done = sync.sync(mirrored.run, pace=Wrong(None))
     assert len(done.complaints) == 2
     assert "is not what was saved, 2 times: common.pt is not the one that was saved" in done.complaints[0]
     assert records.copies(mirrored.place) == {}
@@ -384,7 +298,7 @@ def test_a_copy_that_goes_bad_is_taken_back_and_made_anew(mirrored: Mirrored) ->
     mirrored.sync()
     (mirrored.place / "iter_0000020/common.pt").write_bytes(b"short")  # its size tells
     flip(mirrored.place / "iter_0000030/common.pt")  # its bytes alone do
-    done = mirror.sync(mirrored.run, verify=True)
+    done = sync.sync(mirrored.run, verify=True)
     assert sorted(each.split(":")[0] for each in done.complaints) == [
         "the copy of iteration 20 is damaged",
         "the copy of iteration 30 is damaged",
@@ -398,7 +312,7 @@ def test_a_damaged_checkpoint_is_not_copied_and_takes_no_good_copy_away(mirrored
     mirrored.sync()
     mirrored.save(40)
     flip(mirrored.run.checkpoint(40) / "common.pt")
-    done = mirror.sync(mirrored.run)
+    done = sync.sync(mirrored.run)
     (complaint,) = done.complaints
     assert f"{mirrored.run.checkpoint(40)}: it is damaged: common.pt is not the one that was saved" in complaint
     assert mirrored.claimed() == [30]
@@ -429,23 +343,17 @@ def test_no_rule_of_the_copies_removes_the_newest_while_another_is_not_whole(mir
     shutil.rmtree(mirrored.place / "iter_0000030")
     for iteration in (20, 30):
         shutil.rmtree(mirrored.run.checkpoint(iteration))
-    mirror.sync(mirrored.run)
+    sync.sync(mirrored.run)
     assert 20 in mirrored.claimed()
 
 
 # back
 
 
-def lose(mirrored: Mirrored) -> None:
-    """The run's own checkpoints are gone, as after a purge."""
-    for path in mirrored.run.checkpoints.glob("iter_*"):
-        shutil.rmtree(path)
-
-
 def test_a_run_that_lost_its_checkpoints_gets_them_back(mirrored: Mirrored, capsys: pytest.CaptureFixture[str]) -> None:
     mirrored.sync()
     known = mirrored.known
-    lose(mirrored)
+    mirrored.lose()
     with pytest.raises(RunDirError, match="no checkpoint of this run is whole"):
         durable(mirrored.run)
     assert main(["checkpoint", "restore", str(mirrored.run.path)]) == 0
@@ -467,7 +375,7 @@ def test_a_damaged_copy_is_not_put_back_and_the_one_before_is(
     mirrored.sync()
     known = mirrored.known
     flip(mirrored.place / "iter_0000030/common.pt")
-    lose(mirrored)
+    mirrored.lose()
     assert main(["checkpoint", "restore", f"{mirrored.run.path}:30"]) == 1
     assert "the copy of iteration 30 is damaged: common.pt is not the one" in capsys.readouterr().err
     assert main(["checkpoint", "restore", str(mirrored.run.path)]) == 0
@@ -481,18 +389,18 @@ def test_a_damaged_copy_is_not_put_back_and_the_one_before_is(
 def test_a_torn_one_stays_beside_what_takes_its_place(mirrored: Mirrored) -> None:
     mirrored.sync()
     (mirrored.run.checkpoint(30) / "common.pt").write_bytes(b"torn")
-    assert "restored iteration 30" in mirror.restore(mirrored.run, None)[0]
+    assert "restored iteration 30" in restore.restore(mirrored.run, None)[0]
     assert (mirrored.run.checkpoints / ".superseded/iter_0000030-torn/common.pt").read_bytes() == b"torn"
 
 
 def test_what_cannot_be_restored_is_one_error(mirrored: Mirrored, monkeypatch: pytest.MonkeyPatch) -> None:
     mirrored.sync()
     with pytest.raises(InputError, match="there is nothing to restore"):
-        mirror.restore(mirrored.run, None)
+        restore.restore(mirrored.run, None)
     with pytest.raises(InputError, match="no copy of iteration 10") as error:
-        mirror.restore(mirrored.run, 10)
+        restore.restore(mirrored.run, 10)
     assert error.value.hint == "copies that count: 20, 30"
-    lose(mirrored)
+    mirrored.lose()
     monkeypatch.setattr(command.run_status, "gather", lambda *_, **__: type("Running", (), {"state": "running"})())
     assert main(["checkpoint", "restore", str(mirrored.run.path)]) == 1
     assert not list(mirrored.run.checkpoints.glob("iter_*"))
@@ -505,7 +413,7 @@ def test_the_place_of_another_run_is_refused(mirrored: Mirrored) -> None:
     mirrored.sync()
     mirrored.policy(id="4567")
     with pytest.raises(RunDirError, match="holds the copies of another run"):
-        mirror.sync(mirrored.run)
+        sync.sync(mirrored.run)
     last = records.read_last(mirrored.run)
     assert last is not None
     assert "holds the copies of another run" in (last.complaint or "")
@@ -516,9 +424,9 @@ def test_a_copied_run_directory_does_not_take_the_copies_over_and_a_moved_one_do
     twin = Run(mirrored.run.path.with_name("twin"))
     shutil.copytree(mirrored.run.path, twin.path)
     with pytest.raises(RunDirError, match="holds the copies of another run"):
-        mirror.sync(twin)
+        sync.sync(twin)
     shutil.rmtree(mirrored.run.path)
-    assert mirror.sync(twin).complaints == []
+    assert sync.sync(twin).complaints == []
 
 
 def test_a_place_that_is_away_is_not_begun_anew(mirrored: Mirrored, tmp_path: Path) -> None:
@@ -527,7 +435,7 @@ def test_a_place_that_is_away_is_not_begun_anew(mirrored: Mirrored, tmp_path: Pa
     (tmp_path / "second").rename(tmp_path / "away")
     for _ in range(2):
         with pytest.raises(RunDirError, match="the second place is away, or was emptied: iteration 30"):
-            mirror.sync(mirrored.run)
+            sync.sync(mirrored.run)
         (tmp_path / "second").mkdir(exist_ok=True)
     (tmp_path / "second").rmdir()
     (tmp_path / "away").rename(tmp_path / "second")
@@ -538,7 +446,7 @@ def test_two_do_not_copy_at_once(mirrored: Mirrored) -> None:
     with open(records.folder(mirrored.run) / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(RunDirError, match="another process copies"):
-            mirror.sync(mirrored.run)
+            sync.sync(mirrored.run)
 
 
 def test_status_says_how_it_stands(mirrored: Mirrored) -> None:
@@ -556,5 +464,5 @@ def test_status_says_how_it_stands(mirrored: Mirrored) -> None:
 def test_a_run_without_a_second_place_says_so(mirrored: Mirrored) -> None:
     records.policy_path(mirrored.run).unlink()
     with pytest.raises(RunDirError, match="not copied to a second place") as error:
-        mirror.sync(mirrored.run)
+        sync.sync(mirrored.run)
     assert "set checkpoint.mirror" in (error.value.hint or "")

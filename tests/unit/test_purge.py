@@ -13,7 +13,7 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.monitoring import run_status, run_status_view, sentinel
-from relayrun.monitoring.run_status import Queue
+from relayrun.monitoring.queue import Queue
 from relayrun.monitoring.symptoms import purged_soon
 from relayrun.rundir import purge
 from relayrun.rundir.plan import Plan

@@ -12,8 +12,10 @@ from relayrun.cli import main
 from relayrun.monitoring.page import overview
 from relayrun.monitoring.page.document import document
 from relayrun.monitoring.page.gather import RunPage, read_page
+from relayrun.monitoring.queue import Queue
 from relayrun.monitoring.remaining import Remaining
-from relayrun.monitoring.run_status import Damaged, Queue, gather
+from relayrun.monitoring.run_status import gather
+from relayrun.monitoring.standing import Damaged
 from relayrun.rundir.run import Run
 from tests import pages
 from tests.browser import Page

@@ -16,15 +16,19 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.chain import quota
 from relayrun.cli import main
 from relayrun.errors import user_name
+from relayrun.monitoring import queue as asking
 from relayrun.monitoring import run_status, run_status_view, sentinel, symptoms, unsent
-from relayrun.monitoring.run_status import Queue, RunStatus
+from relayrun.monitoring.queue import Queue
+from relayrun.monitoring.run_status import RunStatus
 from relayrun.rundir import find, mirror, notices
 from relayrun.rundir import sentinel as records
 from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.mirror import LastPass, MirrorPolicy
 from relayrun.rundir.notices import EVENTS, NoticePolicy, Target
+from relayrun.rundir.quota import Limit
 from relayrun.rundir.records import Commit, End, Heartbeat, Started
 from relayrun.rundir.stop import write_stop
 from relayrun.scheduler import history, together
@@ -62,7 +66,7 @@ class World:
             raise self.error
         return {name: self.jobs if name == self.plan.job_name else [] for name in names}
 
-    def ask(self, _run: object) -> Queue:
+    def ask(self, *_: object, brief: bool = False) -> Queue:
         """Answer for Slurm how the last job of a chain without jobs ended."""
         self.asked += 1
         return Queue(last_job=JobEnd(id="7", state="NODE_FAIL", nodes="n1", source="sacct"))
@@ -150,10 +154,12 @@ def make_world(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> MakeWorld:
+    monkeypatch.setattr(quota, "of_file_system", lambda *_: [])  # of a machine on which other tests write
+
     def make(*, told: bool = True) -> World:
         world = World(make_run, tmp_path, told=told)
         monkeypatch.setattr(together, "jobs_of", world.jobs_of)
-        monkeypatch.setattr(run_status, "ask", world.ask)
+        monkeypatch.setattr(asking, "ask", world.ask)
         monkeypatch.setattr(unsent, "_start", lambda *_: None)
         return world
 
@@ -294,6 +300,25 @@ def test_a_second_place_that_gets_no_copies_is_told(world: World) -> None:
     assert notice.id.startswith("disk-mirror-50-")
     words = "1 checkpoints wait for their copy in the second place; the newest copy is of 50: /away is away"
     assert notice.reason == words
+
+
+def test_a_quota_that_fills_is_told_while_jobs_wait(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody of the run measures then; others write a tenth of the quota a day."""
+    begin = world.now
+    monkeypatch.setattr(
+        quota,
+        "quotas",
+        lambda *_: [Limit(source="quota", kind="bytes", used=int((world.now - begin) * 1e6), limit=int(864e9))],
+    )
+    world.queue(("7", "PENDING", "Priority"))
+    until: list[float] = []
+    while not world.notices():
+        assert world.look(after=600.0) == []
+        until.append((864e9 - (world.now - begin) * 1e6) / 1e6 / 86400)
+    assert 6.9 < until[-1] < 7.1  # days before it is full
+    (notice,) = [entry for entry, _ in notices.pending(world.run)]
+    assert notice.id.startswith("disk-quota-quota-bytes-")
+    assert "grows by 86.4 GB a day: full in about " in notice.reason
 
 
 def test_a_folder_that_cannot_be_written_is_found() -> None:

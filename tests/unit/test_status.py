@@ -16,8 +16,11 @@ from relayrun import cli, files
 from relayrun.chain import nodes
 from relayrun.errors import RunDirError
 from relayrun.files import append_line
-from relayrun.monitoring import run_status, run_status_view
-from relayrun.monitoring.run_status import Damaged, Queue, RunStatus
+from relayrun.monitoring import queue, run_status, run_status_view
+from relayrun.monitoring.queue import Queue
+from relayrun.monitoring.run_status import RunStatus
+from relayrun.monitoring.standing import Damaged, Standing
+from relayrun.monitoring.watcher import Watcher
 from relayrun.rundir import evaluations, find, triggers
 from relayrun.rundir.evaluations import Result, Submitted
 from relayrun.rundir.plan import Plan
@@ -26,7 +29,7 @@ from relayrun.rundir.run import Run
 from relayrun.scheduler.base import Job
 from tests.accounted import make_accounted
 from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
-from tests.history import began
+from tests.history import began, make_history
 
 NOW = 10_000.0
 RUNNING = Queue(jobs=[Job(id="8", name="j", state="RUNNING"), Job(id="9", name="j", state="PENDING")])
@@ -257,7 +260,7 @@ def test_all_runs_are_a_line_each_the_newest_first(
         Plan.of(vars(plan) | {"run": f"tests/{name}"}).write(made.plan)
         begin(made, 1, start=start)
     (tmp_path / "tests" / "half-made").mkdir()
-    found = run_status.gather_all(find.every_run(), now=NOW)
+    found = Watcher().look(find.every_run(), now=NOW)
     assert [entry.run if isinstance(entry, RunStatus) else "damaged" for entry in found] == [
         "tests/newer",
         "tests/older",
@@ -277,6 +280,51 @@ def test_all_runs_are_a_line_each_the_newest_first(
     assert [entry.get("error") for entry in json.loads(capsys.readouterr().out)][2].startswith("this is no run")
 
 
+def test_a_glance_says_of_every_run_what_a_whole_look_says(
+    make_run: MakeRun,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """A run that never began, one with a long past, one that has ended, one that runs, and one that is damaged."""
+    fresh, _ = make_run(folder="fresh", scheduler="local")
+    past = make_history(tmp_path / "past", lines=200, attempts=9)
+    for number in range(1, 10):
+        end = past.attempt(number).read_end()
+        assert end is not None
+        replace(end, end_time=end.end_time + 10 * number).write(past.attempt(number).end)
+    stopped = make_history(tmp_path / "stopped", lines=60, attempts=2)
+    stopped.stop.write_text("done: 60 steps\n")
+    cut = make_history(tmp_path / "cut", lines=60, attempts=3)
+    cut.attempt(3).end.unlink()
+    torn = make_history(tmp_path / "torn", lines=60, attempts=3)
+    torn.plan.write_text("{")
+    runs = [fresh, past, stopped, cut, torn]
+    whole, brief = Watcher().look(runs, now=NOW), Watcher().glance(runs, now=NOW)
+    assert [type(entry) for entry in brief] == [Standing] * 4 + [Damaged]
+    for one, other in zip(brief, whole, strict=True):
+        assert {name: getattr(other, name) for name in vars(one)} == vars(one)
+    assert run_status_view.many(brief).row_count == 5
+    left = [entry.remaining for entry in brief if isinstance(entry, Standing) and entry.path == str(past.path)]
+    assert left[0] is not None
+    assert left[0].attempts == 5
+
+
+def test_a_glance_opens_few_files_of_a_run_whatever_its_age(tmp_path: Path) -> None:
+    """Its cost with a thousand runs is the files that it opens."""
+    runs = [make_history(tmp_path / str(attempts), lines=300, attempts=attempts) for attempts in (10, 60)]
+    program = (
+        "import sys; from pathlib import Path; from relayrun.monitoring.watcher import Watcher; "
+        "from relayrun.rundir.run import Run; run = Run(Path(sys.argv[1])); opened = []\n"
+        "sys.addaudithook(lambda event, details: event == 'open' and opened.append(str(details[0])))\n"
+        "Watcher().glance([run], now=0.0)\n"
+        "print(sum(path.startswith(sys.argv[1]) for path in opened))"
+    )
+    counts = [
+        int(subprocess.run([sys.executable, "-c", program, run.path], capture_output=True, check=True).stdout)
+        for run in runs
+    ]
+    assert counts[0] == counts[1] <= 25
+
+
 def test_once_slurm_does_not_answer_it_is_not_asked_for_every_run(
     make_run: MakeRun,  # noqa: F811
     tmp_path: Path,
@@ -288,8 +336,8 @@ def test_once_slurm_does_not_answer_it_is_not_asked_for_every_run(
     squeue.write_text(f"#!/bin/sh\necho x >> '{tmp_path}/count'; echo Unable to contact slurm controller >&2; exit 1\n")
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}/bin{os.pathsep}/usr/bin")
-    monkeypatch.setattr(run_status, "PATIENCE", 0.0)
-    found = run_status.gather_all(made, now=NOW)
+    monkeypatch.setattr(queue, "PATIENCE", 0.0)
+    found = Watcher().look(made, now=NOW)
     assert [entry.state for entry in found if isinstance(entry, RunStatus)] == ["unknown"] * 3
     assert (tmp_path / "count").read_text().count("x") == 1
 
@@ -331,13 +379,13 @@ def test_evaluations_done_failed_and_on_their_way(run: Run) -> None:
     done = Result(iteration=4, attempt=1, status="done", time=NOW, results={"arc": {"acc": 0.25, "acc_stderr": 0.1}})
     evaluations.finish(run, done)
     evaluations.finish(run, Result(iteration=6, attempt=1, status="failed", time=NOW, error="no such task"))
-    queue = replace(RUNNING, evaluations={"108": "running"})
-    text = dict(run_status_view._lines(run_status.gather(run, queue, now=NOW), NOW))["evaluations"]
+    answer = replace(RUNNING, evaluations={"108": "running"})
+    text = dict(run_status_view._lines(run_status.gather(run, answer, now=NOW), NOW))["evaluations"]
     assert text == (
         "iteration 4: arc acc 0.25; 1 done; 1 failed, the last of iteration 6: no such task; "
         "no result yet: iteration 8 (job 108, running), iteration 10 (job 110)"
     )
-    local = run_status.ask(run)  # the local scheduler never heard of them
+    local = queue.ask(run)  # the local scheduler never heard of them
     assert local.evaluations == {"108": "gone", "110": "gone"}
 
 

@@ -12,8 +12,9 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.config import compose
-from relayrun.monitoring import run_status
-from relayrun.monitoring.run_status import Queue, RunStatus
+from relayrun.monitoring import queue, run_status
+from relayrun.monitoring.queue import Queue
+from relayrun.monitoring.run_status import RunStatus
 from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
@@ -74,7 +75,7 @@ def test_a_first_job_that_died_before_its_begin(make_run: MakeRun) -> None:  # n
     log = Path(plan.log_folder) / f"{plan.job_name}-1.err"
     log.parent.mkdir()
     log.write_text("bash: no such file\n")
-    found = status(made, run_status.ask(made))
+    found = status(made, queue.ask(made))
     assert found.state == "broken"
     for word in ("job 1", "FAILED", "before it began", str(log)):
         assert word in (found.broken or ""), found.broken
@@ -149,10 +150,10 @@ def test_the_command_that_goes_on_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     made = workspace.run("run")
     for path in (made.path / "local").glob("job-*.json"):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"state": "FAILED", "end_time": 2.0}))
-    command = shlex.split(run_status.gather(made, run_status.ask(made), now=NOW).go_on or "")
+    command = shlex.split(run_status.gather(made, queue.ask(made), now=NOW).go_on or "")
     monkeypatch.setattr(LocalScheduler, "run_queue", lambda *_: None)
     assert main(command[1:]) == 0
-    assert status(made, run_status.ask(made)).state == "queued"
+    assert status(made, queue.ask(made)).state == "queued"
     assert made.revisions() == [1]
 
 
@@ -163,9 +164,9 @@ def test_a_local_queue_whose_terminal_has_gone_is_broken_and_a_submit_goes_on(
     config = compose.load(workspace.config("run"))
     submission.submit(config)  # nobody runs its queue
     made = workspace.run("run")
-    assert status(made, run_status.ask(made)).state == "queued"  # somebody may be about to
+    assert status(made, queue.ask(made)).state == "queued"  # somebody may be about to
     monkeypatch.setattr(history, "SECONDS", -1.0)
-    found = status(made, run_status.ask(made))
+    found = status(made, queue.ask(made))
     assert found.state == "broken"
     assert "nobody runs" in (found.broken or "")
     assert submission.submit(config).job_id == "2"
@@ -195,7 +196,7 @@ def test_accounting_says_how_the_last_job_died(
 ) -> None:
     made, _plan = make_run(scheduler="slurm")
     commands(tmp_path / "bin", monkeypatch, sacct=SACCT, squeue=SQUEUE, scontrol=SCONTROL)
-    found = status(made, run_status.ask(made))
+    found = status(made, queue.ask(made))
     assert found.last_job == JobEnd(
         id="41", state="FAILED", exit_code="1", nodes="n1", end_time=found.last_job.end_time, source="sacct"
     )
@@ -216,7 +217,7 @@ def test_without_accounting_the_controller_says_it(
     monkeypatch.setattr(history, "SILENT", set())
     extra = {} if sacct is None else {"sacct": sacct}
     commands(tmp_path / "bin", monkeypatch, squeue=SQUEUE, scontrol=SCONTROL, **extra)
-    found = status(made, run_status.ask(made))
+    found = status(made, queue.ask(made))
     assert found.last_job is not None
     assert (found.last_job.id, found.last_job.reason, found.last_job.source) == ("41", "NonZeroExitCode", "scontrol")
     assert ("sacct" in history.SILENT) is (sacct == "sleep 100")
@@ -229,7 +230,7 @@ def test_what_nobody_remembers_is_no_error(
 ) -> None:
     made, _plan = make_run(scheduler="slurm")
     commands(tmp_path / "bin", monkeypatch, squeue="exit 0")
-    found = status(made, run_status.ask(made))
+    found = status(made, queue.ask(made))
     assert (found.state, found.last_job) == ("broken", None)
 
 
@@ -241,7 +242,7 @@ def test_why_a_job_is_pending(
     made, plan = make_run(scheduler="slurm")
     squeue = f"case \"$*\" in *%r*) echo '43|AssocGrpNodeLimit';; *) echo '43|{plan.job_name}|PENDING';; esac"
     commands(tmp_path / "bin", monkeypatch, squeue=squeue)
-    found = status(made, run_status.ask(made))
+    found = status(made, queue.ask(made))
     assert (found.state, found.pending) == ("queued", {"43": "AssocGrpNodeLimit"})
     assert "43 (pending: AssocGrpNodeLimit)" in text_of(found)
 

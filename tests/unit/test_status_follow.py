@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from relayrun.cli import status
-from relayrun.monitoring import run_status, run_status_view
+from relayrun.monitoring import queue, run_status_view
 from relayrun.monitoring.run_status import RunStatus
 from relayrun.monitoring.watcher import Watcher
 from relayrun.rundir.plan import Plan
@@ -48,7 +48,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/bin{os.pathsep}/usr/bin")
-    monkeypatch.setattr(run_status, "PATIENCE", 0.0)
+    monkeypatch.setattr(queue, "PATIENCE", 0.0)
     return tmp_path
 
 

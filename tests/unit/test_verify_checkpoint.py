@@ -111,13 +111,13 @@ def test_a_checkpoint_that_goes_away_while_it_is_read_is_not_called_damaged(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run trains on, and removes its oldest ones."""
-    read = checksums.of_file
+    read = checksums.sum_of
 
-    def removed(path: Path) -> checksums.FileSum:
-        path.parent.rename(run.path / "removing")
-        return read(path)
+    def removed(files: checksums.LocalFiles, name: str) -> checksums.FileSum:
+        files.where.rename(run.path / "removing")
+        return read(files, name)
 
-    monkeypatch.setattr(checksums, "of_file", removed)
+    monkeypatch.setattr(checksums, "sum_of", removed)
     assert main(["checkpoint", "verify", f"{run.path}:10"]) == 1
     said = capsys.readouterr()
     assert said.out == ""
@@ -135,10 +135,10 @@ def test_a_newer_one_that_is_torn_is_said(run: Run, capsys: pytest.CaptureFixtur
 def test_a_file_that_the_disk_does_not_give_is_a_fault(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreadable(_path: Path) -> checksums.FileSum:
+    def unreadable(_files: object, _name: str) -> checksums.FileSum:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(checksums, "of_file", unreadable)
+    monkeypatch.setattr(checksums, "sum_of", unreadable)
     assert main(["checkpoint", "verify", str(run.path)]) == 1
     assert "  common.pt cannot be read: Input/output error" in capsys.readouterr().out
 

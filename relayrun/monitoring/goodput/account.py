@@ -63,9 +63,14 @@ class StayAccount:
 
     @property
     def reason(self) -> str:
-        """Why its attempt ended, in words; empty where nobody has said."""
+        """Why its attempt ended, or why there was none, in words; empty where nobody has said."""
         facts = self.stay.facts
-        return "" if facts is None or facts.end is None else facts.end.reason
+        if facts is not None:
+            return "" if facts.end is None else facts.end.reason
+        if not self.stay.ended:
+            return "the job has its nodes, and no attempt has begun in it yet"
+        state = self.stay.state or "gone"
+        return f"the job was {state} before an attempt began in it, as {self.stay.source} says"
 
     @property
     def blamed(self) -> Sequence[str]:

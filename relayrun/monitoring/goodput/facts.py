@@ -78,6 +78,9 @@ class Stay:
     """False: nobody who saw the end has said when it was."""
     source: str
     facts: AttemptFacts | None
+    """None: no attempt began in it."""
+    state: str = ""
+    """The scheduler's word for the job, where no attempt began in it."""
     spare_nodes: int = 0
     """How many of its nodes did not train at first."""
 
@@ -135,6 +138,7 @@ def stays(found: Sequence[AttemptFacts], known: Sequence[Allocation], *, plan: P
             end_known=True,
             source=entry.source,
             facts=None,
+            state=entry.state,
         )
         for at, entry in enumerate(known)
         if at not in taken

@@ -145,7 +145,16 @@ def as_json(account: Account) -> dict[str, Any]:
         "google": google(account),
         "without_nodes_seconds": _seconds(account.waited),
         "evaluation_jobs_left_out": account.evaluated_outside,
-        "attempts": [_stay_as_json(each) for each in account.stays],
+        "attempts": [
+            {"attempt": each.attempt, **_stay_as_json(each), **_attempt_as_json(each)}
+            for each in account.stays
+            if each.attempt is not None
+        ],
+        "jobs_without_attempt": [
+            {**_stay_as_json(each), "state": each.stay.state, "why": each.reason}
+            for each in account.stays
+            if each.attempt is None
+        ],
         "losses": [
             {
                 "cause": loss.cause,
@@ -171,7 +180,6 @@ def google(account: Account) -> dict[str, float]:
 
 def _stay_as_json(each: StayAccount) -> dict[str, Any]:
     return {
-        "attempt": each.attempt,
         "job_id": each.stay.job_id,
         "nodes": each.nodes,
         "start_time": each.start,
@@ -182,6 +190,11 @@ def _stay_as_json(each: StayAccount) -> dict[str, Any]:
         "allocated_node_seconds": each.allocated / SECOND,
         "node_seconds": _seconds(each.parts),
         "without_nodes_seconds": _seconds(each.waited),
+    }
+
+
+def _attempt_as_json(each: StayAccount) -> dict[str, Any]:
+    return {
         "iterations": each.work.iterations,
         "redone_iterations": each.work.redone_iterations,
         "spare_nodes": each.stay.spare_nodes,

@@ -98,6 +98,12 @@ def as_json(page: RunPage) -> dict[str, Any]:
                 "iterations": None if trained is None else [trained.first, trained.last],
             }
             for stay, trained in zip(page.account.stays, page.trained, strict=True)
+            if stay.attempt is not None
+        ],
+        "jobs_without_attempt": [
+            {"job_id": stay.stay.job_id, "start_time": stay.start, "end_time": stay.end, "why": stay.reason}
+            for stay in page.account.stays
+            if stay.attempt is None
         ],
         "data": [vars(row) for row in page.data],
         "data_missing": page.data_missing,

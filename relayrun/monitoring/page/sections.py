@@ -16,7 +16,7 @@ from relayrun.monitoring.page.chart import Line, Mark
 from relayrun.monitoring.page.gather import RunPage
 from relayrun.monitoring.page.markup import Markup, join, tag
 from relayrun.monitoring.page.series import EMPTY, ticks
-from relayrun.monitoring.run_status import PLANNED
+from relayrun.monitoring.standing import PLANNED
 from relayrun.rundir import rounds
 from relayrun.rundir.rounds import FailedRound
 

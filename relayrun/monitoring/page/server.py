@@ -31,7 +31,8 @@ from urllib.parse import unquote
 from relayrun.errors import InputError, RelayrunError
 from relayrun.monitoring.page import overview
 from relayrun.monitoring.page.shell import POLICY
-from relayrun.monitoring.run_status import Damaged, RunStatus
+from relayrun.monitoring.run_status import RunStatus
+from relayrun.monitoring.standing import Damaged
 from relayrun.monitoring.watcher import Watcher
 from relayrun.rundir.find import runs_below
 from relayrun.rundir.run import Run

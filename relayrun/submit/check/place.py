@@ -50,10 +50,11 @@ def look(config: CommonConfig, run: Run, log_folder: Path, findings: Findings) -
     if read_only and not any(finding.name == "place.read_only" for finding in findings.all):
         findings.ok("place.read_only", f"none of {count} paths that jobs write lies below {', '.join(read_only)}")
     if (second := mirror_of(config)) is not None:
-        words = f"copies of checkpoints: {mirror_policy.folder_of(config, second)}"
+        words = f"copies of checkpoints: {mirror_policy.place_of(config, second)}"
         with findings.catching("place.mirror", ok=words):
             mirror_policy.check(second, run)
-        if Path(second.path).is_dir() and os.stat(second.path).st_dev == os.stat(existing(run.path)).st_dev:
+        folder = mirror_policy.folder_of(second)
+        if folder is not None and folder.is_dir() and os.stat(folder).st_dev == os.stat(existing(run.path)).st_dev:
             findings.warn(
                 "place.mirror_apart",
                 "copies of checkpoints lie on the file system of the run, and are lost with it",
@@ -83,8 +84,9 @@ def written_paths(config: CommonConfig, run: Run, log_folder: Path) -> Iterator[
         run.path / "wandb",
     )
     yield from ((None, path) for path in inside if path.is_symlink())
-    if (second := mirror_of(config)) is not None:
-        yield "checkpoint.mirror.path", Path(second.path)
+    second = mirror_of(config)
+    if second is not None and (place := mirror_policy.folder_of(second)) is not None:
+        yield "checkpoint.mirror.path", place
     data = config.data if isinstance(config, RunConfig | MegatronConfig) else None
     if data is not None and data.data_cache_dir is not None:
         yield "data.data_cache_dir", Path(data.data_cache_dir)

@@ -70,7 +70,7 @@ def report(
         _memory(future, findings)
         _host_memory(config.job, future, findings)
         with findings.catching("storage.space"):
-            storage.look(future, run, findings)
+            storage.look(future, run, findings, quota_command=config.cluster.quota_command)
     storage.look_at_purges(config.cluster.purge_days, run, manifest, findings)
     if plan.scheduler == "slurm" and script is not None:
         slurm.look(plan, script, findings)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from relayrun.errors import InputError, RelayrunError
+from relayrun.masking import masked
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,9 @@ _PIECE = 8 << 20
 
 _FOR_EVER = (FileNotFoundError, PermissionError, IsADirectoryError, ImportError, ValueError, NotImplementedError)
 """Errors that come again: no such file, no access, no package for the scheme, a wrong URL."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""Errors of a store that takes nothing more: a pause of seconds makes no room."""
 
 _BUSY = (408, 425, 429)
 """What passes among the 4xx of a server."""
@@ -50,7 +54,7 @@ def again(call: Callable[[], T], url: str) -> T:
             reason = _passing(error)
             if reason is None:
                 raise
-            text = (str(reason).splitlines() or [""])[0] or type(reason).__name__
+            text = masked((str(reason).splitlines() or [""])[0] or type(reason).__name__)[0]
             if pause is None:
                 raise StoreError(
                     f"the store does not answer: {text} (tried {number} times)",
@@ -70,6 +74,8 @@ def _passing(error: Exception) -> Exception | None:
     cause = error.__cause__
     if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and _is_of_a_connection(cause):
         return cause
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return None
     if isinstance(error, (RelayrunError, *_FOR_EVER)) or (400 <= _status(error) < 500 and _status(error) not in _BUSY):
         return None
     return error

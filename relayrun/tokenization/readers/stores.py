@@ -79,10 +79,18 @@ def find(url: str) -> list[tuple[str, int]]:
         import fsspec
 
         store, root = fsspec.core.url_to_fs(url)
-        found = [(info["name"].removeprefix(root).lstrip("/"), _size(store, info)) for info in _files(store, root)]
+        found = list(sizes_below(store, root).items())
     if not found:
         raise InputError("there is no file below this", where=url)
     return found
+
+
+def sizes_below(store: Any, root: str) -> dict[str, int]:
+    """Bytes of all files below a path of fsspec's `store`, by their paths below it; of a file itself by no name.
+
+    Raises what the store raises, for lack of access to any folder too.
+    """
+    return {info["name"].removeprefix(root).lstrip("/"): _size(store, info) for info in _files(store, root)}
 
 
 def stat(url: str) -> tuple[int, int]:

@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO, Protocol
 
 import xxhash
 
 from relayrun.errors import InputError
-from relayrun.files import write_atomic
-from relayrun.shards.checksum import checksum_of
+from relayrun.files import sizes, write_atomic
+from relayrun.shards.checksum import checksum_of, checksum_of_open
 
 INDEX = "checksums.json"
 FORMAT = 1
@@ -36,6 +38,46 @@ nothing of what is loaded."""
 
 class Damaged(InputError):
     """A checkpoint does not hold the bytes that were saved."""
+
+
+class Files(Protocol):
+    """The files of a checkpoint, wherever it lies. One that is missing raises FileNotFoundError."""
+
+    @property
+    def where(self) -> Path | str:
+        """Its folder, for people."""
+
+    def names(self) -> list[str]:
+        """Return the names that stand in the folder itself."""
+
+    def size(self, name: str) -> int:
+        """Return how many bytes a file has."""
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file to read its bytes."""
+
+
+@dataclass(frozen=True)
+class LocalFiles:
+    """The files of a checkpoint in a folder of this machine; of one that is a single file, that under the name `.`."""
+
+    where: Path
+
+    def names(self) -> list[str]:
+        """Return the names that stand in the folder itself."""
+        return os.listdir(self.where)
+
+    def size(self, name: str) -> int:
+        """Return how many bytes a file has."""
+        return os.stat(self.where / name).st_size
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of every file, by its name."""
+        return sizes(self.where)
+
+    def open(self, name: str) -> BinaryIO:
+        """Open a file to read its bytes."""
+        return (self.where / name).open("rb")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,22 +173,22 @@ def write_index(folder: Path, iteration: int, files: Mapping[str, FileSum]) -> s
 class Checksums:
     """The hashes of one checkpoint, and whatever is compared with them."""
 
-    def __init__(self, folder: Path, root: str | None) -> None:
+    def __init__(self, folder: Path | Files, root: str | None) -> None:
         """Read checksums.json, and look for every file that it names.
 
         `root`: what its commit says; None for a checkpoint that no run vouches for. Raises Damaged.
         """
-        self.folder = folder
-        with _no_file_is_damage(INDEX, folder):
-            data = (folder / INDEX).read_bytes()
+        self._in: Files = LocalFiles(folder) if isinstance(folder, Path) else folder
+        self.folder = self._in.where
+        data = self._bytes(INDEX)
         if root is not None and xxhash.xxh3_128_hexdigest(data) != root:
-            raise Damaged(f"{INDEX} is not the one that was saved", where=folder)
+            raise Damaged(f"{INDEX} is not the one that was saved", where=self.folder)
         try:
             index = json.loads(data)
             self.iteration = int(index["iteration"])
             self.files = {str(name): FileSum(**entry) for name, entry in index["files"].items()}
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise Damaged(f"{INDEX} cannot be read", where=folder) from None
+            raise Damaged(f"{INDEX} cannot be read", where=self.folder) from None
         self._blocks: dict[str, dict[tuple[str, int], Block]] = {}
         self._look_for_files()
 
@@ -155,8 +197,7 @@ class Checksums:
         known = self.files.get(name)
         if known is None or known.xxh3_128 is None:
             raise Damaged(f"{name} has no hash in {INDEX}", where=self.folder)
-        with _no_file_is_damage(name, self.folder):
-            data = (self.folder / name).read_bytes()
+        data = self._bytes(name)
         if xxhash.xxh3_128_hexdigest(data) != known.xxh3_128:
             raise Damaged(f"{name} is not the one that was saved", where=self.folder)
         return data
@@ -175,6 +216,10 @@ class Checksums:
         for name in sorted({known.blocks for known in self.files.values() if known.blocks is not None}):
             yield from self._blocks_in(name).values()
 
+    def _bytes(self, name: str) -> bytes:
+        with _no_file_is_damage(name, self.folder), self._in.open(name) as file:
+            return file.read()
+
     def _blocks_in(self, name: str) -> dict[tuple[str, int], Block]:
         if name not in self._blocks:
             try:
@@ -190,21 +235,22 @@ class Checksums:
     def _look_for_files(self) -> None:
         for name, known in self.files.items():
             with _no_file_is_damage(name, self.folder):
-                size = os.stat(self.folder / name).st_size
+                size = self._in.size(name)
             if size != known.bytes:
                 raise Damaged(f"{name} has {size} bytes, not {known.bytes}", where=self.folder)
-        for name in os.listdir(self.folder):
+        for name in self._in.names():
             if name.endswith(PIECES) and name not in self.files and name != INDEX:
                 raise Damaged(f"{name} does not belong to it", where=self.folder)
 
 
 @contextlib.contextmanager
-def _no_file_is_damage(name: str, folder: Path) -> Iterator[None]:
+def _no_file_is_damage(name: str, folder: Path | str) -> Iterator[None]:
     """Raise Damaged where nothing, a folder or a link into nowhere stands in the place of a file of a checkpoint."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP):
+        missing = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+        if not missing and not isinstance(error, FileNotFoundError):  # a store's own has no number
             raise
         raise Damaged(f"{name} is missing", where=folder) from None
 
@@ -216,13 +262,20 @@ def open_checksums(folder: Path, root: str | None) -> Checksums | None:
     return Checksums(folder, root)
 
 
-def verify(folder: Path, root: str | None) -> tuple[int, list[str]]:
+def sum_of(files: Files, name: str) -> FileSum:
+    """Read a file of a checkpoint, in pieces, for its hash. Raises OSError."""
+    with files.open(name) as file:
+        return FileSum(bytes=files.size(name), xxh3_128=checksum_of_open(file))
+
+
+def verify(folder: Path | Files, root: str | None) -> tuple[int, list[str]]:
     """Read a checkpoint with checksums back in full.
 
     Returns how many bytes were read, and what is wrong, one line for each block or file. Memory holds one block.
     """
+    files = LocalFiles(folder) if isinstance(folder, Path) else folder
     try:
-        sums = Checksums(folder, root)
+        sums = Checksums(files, root)
         blocks = list(sums.blocks())
     except Damaged as error:
         return 0, [error.message]
@@ -231,29 +284,39 @@ def verify(folder: Path, root: str | None) -> tuple[int, list[str]]:
     for name, known in sums.files.items():
         if known.blocks is None:
             try:
-                found = of_file(folder / name)
+                found = sum_of(files, name)
             except OSError as error:
-                faults.append(f"{name} cannot be read: {error.strerror}")
+                faults.append(f"{name} cannot be read: {error.strerror or error}")
                 continue
             read += found.bytes
             if found != known:
                 faults.append(f"{name} is not the one that was saved")
     ends: dict[str, int] = {}
-    for block in blocks:
-        if block.at != ends.get(block.file, 0):
-            faults.append(f"{block.file} has bytes without a hash before byte {block.at}")
-        ends[block.file] = block.at + block.bytes
-        try:
-            with (folder / block.file).open("rb") as file:
-                file.seek(block.at)
-                data = file.read(block.bytes)
-        except OSError as error:
-            faults.append(f"{block.key} in {block.file} cannot be read: {error.strerror}")
-            continue
-        read += len(data)
-        if (fault := block.fault(memoryview(data))) is not None:
-            faults.append(fault)
+    for name, of_file in itertools.groupby(blocks, key=lambda block: block.file):
+        read += _verify_blocks(files, name, list(of_file), ends, faults)
     for name, known in sums.files.items():
         if known.blocks is not None and ends.get(name, 0) != known.bytes:
             faults.append(f"{name} has bytes without a hash behind byte {ends.get(name, 0)}")
     return read, faults
+
+
+def _verify_blocks(files: Files, name: str, blocks: list[Block], ends: dict[str, int], faults: list[str]) -> int:
+    """Read blocks that follow each other in one file; return how many bytes were read. `ends`: where the last ended."""
+    read = 0
+    with contextlib.ExitStack() as stack:
+        file: BinaryIO | None = None
+        for block in blocks:
+            if block.at != ends.get(name, 0):
+                faults.append(f"{name} has bytes without a hash before byte {block.at}")
+            ends[name] = block.at + block.bytes
+            try:
+                file = file or stack.enter_context(files.open(name))
+                file.seek(block.at)
+                data = file.read(block.bytes)
+            except OSError as error:
+                faults.append(f"{block.key} in {name} cannot be read: {error.strerror or error}")
+                continue
+            read += len(data)
+            if (fault := block.fault(memoryview(data))) is not None:
+                faults.append(fault)
+    return read

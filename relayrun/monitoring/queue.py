@@ -1,0 +1,90 @@
+"""What the scheduler says of the jobs of a run: asked once, then a fact like others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from relayrun.chain import fallback, signs
+from relayrun.errors import SchedulerError, user_name
+from relayrun.rundir import evaluations
+from relayrun.rundir.evaluations import Submitted
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
+from relayrun.scheduler import history
+from relayrun.scheduler.base import Job, Scheduler
+from relayrun.scheduler.choose import for_plan
+from relayrun.scheduler.history import JobEnd
+
+PATIENCE = 5.0
+"""Seconds for which a controller that does not answer is asked again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Queue:
+    """What the scheduler answered about the jobs of a run."""
+
+    jobs: list[Job] = field(default_factory=list)
+    fallback_jobs: list[Job] = field(default_factory=list)
+    """Small jobs that go on with the chain where one of `jobs` fails; see `relayrun.chain.fallback`."""
+    error: str | None = None
+    """Why the scheduler did not answer; None if it did."""
+    hidden: str | None = None
+    """Why the jobs of the run's owner, another user, are not known."""
+    evaluations: dict[str, str] = field(default_factory=dict)
+    """State, by id, of the jobs of evaluations that have no result yet."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Why jobs wait, by id."""
+    last_job: JobEnd | None = None
+    """How the newest job that ran has ended, where nothing runs now and somebody remembers it."""
+    abandoned: list[str] = field(default_factory=list)
+    """Ids of queued jobs that nobody will start."""
+
+
+def scheduler(run: Run) -> Scheduler:
+    """Return the run's scheduler, for a person who waits for the answer. Raises RunDirError where there is no run."""
+    return for_plan(Plan.load(run), run, patience=PATIENCE)
+
+
+def ask(run: Run, plan: Plan | None = None, *, brief: bool = False) -> Queue:
+    """Ask for the chain's jobs, whoever submitted them; a scheduler that does not answer is a fact like others.
+
+    `plan`: the run's, where it was read already. `brief`: evaluations are left out. Raises RunDirError where
+    there is no run.
+    """
+    plan = Plan.load(run) if plan is None else plan
+    try:
+        asked = for_plan(plan, run, patience=PATIENCE)
+        waiting = {job_id: asked.query(job_id) for _, job_id in ([] if brief else waiting_evaluations(run))}
+        states = {job_id: "gone" if job is None else job.state.lower() for job_id, job in waiting.items()}
+        jobs = asked.jobs(plan, anyone=True)
+        waiting_jobs = [job for job in jobs if job.state == "PENDING"]
+        hidden = not jobs and plan.owner is not None and signs.is_anothers(plan) and plan.scheduler == "slurm"
+        if hidden and history.others_are_hidden():
+            name = user_name(plan.owner or 0)
+            return Queue(hidden=f"Slurm shows the jobs of {name}, who owns this run, to nobody else")
+        fallback_jobs = fallback.live(plan, asked, anyone=True)
+        nothing_runs = all(job.state in ("PENDING", "COMPLETING") for job in jobs)
+        return Queue(
+            jobs=jobs,
+            fallback_jobs=fallback_jobs,
+            evaluations=states,
+            reasons=history.pending_reasons(plan) if waiting_jobs or fallback_jobs else {},
+            last_job=history.last_job(plan, run, since=_asked_since(run)) if nothing_runs else None,
+            abandoned=history.abandoned(plan, run) if waiting_jobs else [],
+        )
+    except SchedulerError as error:
+        return Queue(error=error.message)
+
+
+def _asked_since(run: Run) -> float:
+    """The last submit, with an hour for clocks that differ."""
+    return run.plan.stat().st_mtime - 3600
+
+
+def waiting_evaluations(run: Run) -> list[tuple[int, str]]:
+    """(iteration, job id) of the evaluations that were submitted and have no result."""
+    return [
+        (folder.iteration, submitted.job_id)
+        for folder in evaluations.every(run)
+        if not folder.result.exists() and (submitted := Submitted.read(folder.submitted))
+    ]

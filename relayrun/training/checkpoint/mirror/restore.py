@@ -1,0 +1,127 @@
+"""A copy from a second place, put back where its run expects it or into any folder."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from relayrun.errors import InputError, RunDirError
+from relayrun.files import free_name, fsync_directory
+from relayrun.rundir import lineage, mirror
+from relayrun.rundir.lineage import Lineage
+from relayrun.rundir.mirror import Copy
+from relayrun.rundir.records import Commit
+from relayrun.rundir.run import Run
+from relayrun.training.checkpoint.checksums import LocalFiles
+from relayrun.training.checkpoint.mirror.choose import place_at, place_of
+from relayrun.training.checkpoint.mirror.folder import remove_tree, stage_files
+from relayrun.training.checkpoint.mirror.pace import Pace
+from relayrun.training.checkpoint.mirror.place import NotCopied, Place, faults
+from relayrun.training.checkpoint.mirror.sync import check_owner
+
+
+def restore(run: Run, iteration: int | None, *, pace: Pace | None = None) -> list[str]:
+    """Put a copy back where the run's records say that it was; return what was done, in words.
+
+    `iteration`: None for the newest one that counts and is missing or torn in the run. No job of the run may live.
+    Raises RelayrunError where there is no such copy, or none that is what was saved.
+    """
+    policy = mirror.read_policy(run)
+    if policy is None:
+        raise RunDirError("this run has no second place", where=run.path, hint="see checkpoint.mirror")
+    place = place_of(policy, pace or Pace(None))
+    check_owner(run, policy, place)
+    copied = mirror.newest_first(place.copies())
+    line = {commit.iteration: commit for commit in Lineage(run).line()}
+    candidates = [copy for copy in copied if copy.iteration in line and copy.is_of(line[copy.iteration])]
+    chosen = [copy for copy in candidates if iteration in (None, copy.iteration)]
+    have = ", ".join(str(copy.iteration) for copy in reversed(candidates)) or "none"
+    if not chosen:
+        what = "no checkpoint of this run that counts" if iteration is None else f"no copy of iteration {iteration}"
+        raise InputError(f"the second place has {what}", where=place.where, hint=f"copies that count: {have}")
+    said: list[str] = []
+    for copy in chosen:
+        commit = line[copy.iteration]
+        if lineage.fault(commit) is None:
+            if said or iteration is not None:
+                return [*said, f"iteration {copy.iteration} is whole in the run: {commit.path}"]
+            raise InputError(
+                f"the newest copy, of iteration {copy.iteration}, is whole in the run: there is nothing to restore",
+                where=commit.path,
+                hint="name an iteration as RUN:N, or look at the bytes with `relayrun checkpoint verify`",
+            )
+        try:
+            said.append(_put_back(run, place, copy, commit))
+        except NotCopied as error:
+            if iteration is not None or copy is chosen[-1]:
+                raise
+            said.append(f"not restored: {error}")
+            continue
+        return said
+    return said
+
+
+def _put_back(run: Run, place: Place, copy: Copy, commit: Commit) -> str:
+    staged = run.checkpoints / ".staging" / "restore" / copy.name
+    _fetch(place, copy, commit, staged)
+    final = Path(commit.path)
+    if mirror.exists(final):
+        aside = run.checkpoints / ".superseded"
+        aside.mkdir(exist_ok=True)
+        os.rename(final, free_name(aside, f"{final.name}-torn"))
+    _name(staged, final)
+    mirror.note_verified(run, commit, now=time.time())
+    return f"restored iteration {copy.iteration}: {sum(copy.files.values()):,} bytes, verified: {final}"
+
+
+def fetch(where: str, iteration: int | None, target: Path) -> list[str]:
+    """Put a copy below a folder, of a run that is lost itself; return what was done, in words.
+
+    `where`: the folder or URL of the run's copies. `iteration`: None for the newest copy; one that is damaged is named,
+    and the one before it taken. Raises RelayrunError where there is no such copy, or none that is what was saved.
+    """
+    place = place_at(where, Pace(None))
+    copied = mirror.newest_first(place.copies())
+    chosen = [copy for copy in copied if iteration in (None, copy.iteration)]
+    if not chosen:
+        have = ", ".join(str(copy.iteration) for copy in reversed(copied)) or "none"
+        what = "no copy" if iteration is None else f"no copy of iteration {iteration}"
+        raise InputError(f"there is {what}", where=where, hint=f"copies: {have}")
+    said: list[str] = []
+    for copy in chosen:
+        final = target / copy.name
+        if mirror.exists(final):
+            raise InputError("something has this name already", where=final, hint="give another folder")
+        try:
+            _fetch(place, copy, copy.as_commit(place.where), target / ".staging" / copy.name)
+        except NotCopied as error:
+            if copy is chosen[-1]:
+                raise
+            said.append(f"not restored: {error}")
+            continue
+        _name(target / ".staging" / copy.name, final)
+        (target / ".staging").rmdir()
+        size = sum(copy.files.values())
+        return [*said, f"restored iteration {copy.iteration}: {size:,} bytes, verified: {final}"]
+    return said
+
+
+def _fetch(place: Place, copy: Copy, commit: Commit, staged: Path) -> None:
+    """Bring a copy into a folder, on from where an earlier try has stopped, and verify it. Raises NotCopied."""
+    source = place.files(copy)
+    try:
+        # whoever reads from a store has the pace of its place
+        stage_files(source, copy.as_commit(place.where), staged, Pace(None))
+    except OSError as error:
+        raise NotCopied(f"the copy cannot be put back: {error.strerror or error}", where=source.where) from None
+    found, _ = faults(LocalFiles(staged), commit, hashes=copy.hashes)
+    if found:
+        remove_tree(staged)
+        raise NotCopied(f"the copy of iteration {copy.iteration} is damaged: {found[0]}", where=source.where)
+
+
+def _name(staged: Path, final: Path) -> None:
+    os.rename(staged, final)
+    fsync_directory(final.parent)
+    staged.with_name(f"{staged.name}.json").unlink(missing_ok=True)

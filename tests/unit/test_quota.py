@@ -1,0 +1,332 @@
+"""A quota, or the file system, that will be full is told before it is; one that will not be is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from relayrun.chain import quota as measuring
+from relayrun.chain.notices import note
+from relayrun.chain.quota import QuotaWatch, measure, parse, quotas
+from relayrun.cli import main
+from relayrun.errors import RelayrunError
+from relayrun.monitoring import run_status, run_status_view, symptoms
+from relayrun.monitoring.queue import Queue
+from relayrun.monitoring.run_status import RunStatus
+from relayrun.rundir import notices, quota
+from relayrun.rundir.notices import NoticePolicy, Target
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.purge import DAY
+from relayrun.rundir.quota import FILE_SYSTEM, Foreseen
+from relayrun.rundir.records import Commit
+from relayrun.rundir.run import Run
+from tests.chain.conftest import MakeRun, make_run  # noqa: F401 - a fixture
+from tests.history import ROOT, began
+
+HOUR = 3600.0
+NOW = 1_700_000_000.0
+ONE = 1_000_000
+"""Bytes of a checkpoint."""
+
+
+class Site:
+    """A run that saves, on a file system with planted programs that say how full it is."""
+
+    def __init__(self, make: MakeRun, folder: Path, monkeypatch: pytest.MonkeyPatch, *, program: str = "lfs") -> None:
+        self.run, plan = make(folder="run", checkpoints_kept=2)
+        self.plan = replace(plan, checkpoints_kept=2)
+        self.programs = folder / "programs"
+        self.programs.mkdir()
+        monkeypatch.setenv("PATH", f"{self.programs}:{os.environ['PATH']}")
+        self.program = program
+        self.now = NOW
+        self.others = 0
+        """Bytes that others use."""
+        self.limit = 100 * ONE
+        self.files, self.most_files = 10, 0
+        began(self.run, 1, start_time=NOW)
+        self.saved = 0
+
+    def save(self) -> None:
+        """Publish a checkpoint; those beyond the newest two go."""
+        self.saved += 1
+        folder = self.run.checkpoint(self.saved)
+        folder.mkdir(parents=True)
+        values = {"consumed_samples": 1, "time": self.now, "seconds": 1.0, "files": {"data": ONE}}
+        self.run.attempt(1).append_commit(Commit(iteration=self.saved, path=str(folder), **values))  # type: ignore[arg-type]
+        if self.saved > 2:
+            self.run.checkpoint(self.saved - 2).rmdir()
+
+    def look(self) -> list[Foreseen]:
+        """Ask the planted program, as a job does; what is foreseen of the quota."""
+        used = self.others + ONE * min(self.saved, 2)
+        row = f"/scratch {used // 1024} 0 {self.limit // 1024} - {self.files} 0 {self.most_files} -"
+        program = self.programs / self.program
+        program.write_text(f'#!/bin/sh\n[ "$1" = quota ] || exit 1\necho "{row}"\n')
+        program.chmod(0o755)
+        measure(self.run, self.plan, now=self.now)
+        return [each for each in quota.foreseen(quota.read(self.run), now=self.now) if each.source != FILE_SYSTEM]
+
+    def days(self, number: float, *, growth: float = 0.0, every: float = 6.0) -> list[Foreseen]:
+        """Let so many days pass, with a save and a look every so many hours; others write `growth` bytes a day."""
+        found: list[Foreseen] = []
+        for _ in range(round(number * 24 / every)):
+            self.now += every * HOUR
+            self.others += round(growth * every / 24)
+            self.save()
+            found = self.look()
+        return found
+
+    def status(self) -> RunStatus:
+        return run_status.gather(self.run, Queue(), now=self.now, plan=self.plan)
+
+
+@pytest.fixture
+def site(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:  # noqa: F811
+    monkeypatch.setattr(measuring, "of_file_system", lambda place: [])  # of whatever machine this is
+    return Site(make_run, tmp_path, monkeypatch)
+
+
+# what is foreseen
+
+
+def test_growth_is_told_a_day_and_a_checkpoint_and_when_it_is_full(site: Site) -> None:
+    (found,) = site.days(4, growth=8 * ONE)
+    # of 15 days of 8 checkpoints each, one is taken off: a save may have been under way
+    assert found.own == 2 * ONE
+    assert found.a_day == pytest.approx(8 * ONE, rel=0.05)
+    assert found.a_checkpoint == pytest.approx(2 * ONE, rel=0.05)
+    left = 100 - 4 * 8 - 2
+    assert ((found.full or 0.0) - site.now) / DAY == pytest.approx(left / 8, rel=0.05)
+    words = found.words(site.now)
+    assert words.startswith("lfs quota: 34.0 MB of 100.0 MB used, 2.0 MB in checkpoints of this run; grows by 1.9 MB ")
+    assert "a checkpoint, 7.7 MB a day: full in about 8.5 days, on 2023-11-" in words
+
+
+def test_checkpoints_that_the_rules_remove_again_are_no_growth(site: Site) -> None:
+    site.look()
+    for each in site.days(10):
+        assert (each.a_day, each.full) == (0.0, None)
+
+
+def test_what_the_rules_keep_and_is_not_there_yet_is_counted(site: Site) -> None:
+    site.others, site.limit = 98 * ONE + 600_000, 100 * ONE
+    site.save()
+    (found,) = site.look()
+    assert found.full == site.now  # the second checkpoint has no room
+    assert "full at any moment" in found.words(site.now)
+    site.limit = 101 * ONE
+    (found,) = site.look()
+    assert found.full is None
+
+
+def test_nothing_is_said_before_it_was_measured_for_hours(site: Site) -> None:
+    site.look()
+    site.now += 2 * HOUR
+    site.others = 50 * ONE
+    (found,) = site.look()
+    assert (found.a_day, found.full) == (None, None)
+
+
+def test_room_that_was_made_begins_the_measure_anew(site: Site) -> None:
+    (before,) = site.days(4, growth=20 * ONE)
+    assert before.is_soon(site.now)
+    site.others = 10 * ONE
+    site.now += HOUR
+    (after,) = site.look()
+    assert after.full is None
+    (after,) = site.days(2, growth=ONE)
+    assert not after.is_soon(site.now)
+    assert after.a_day == pytest.approx(ONE, rel=0.55)
+
+
+def test_files_are_counted_too(site: Site) -> None:
+    site.most_files = 1000
+    for _ in range(8):
+        site.now += 6 * HOUR
+        site.files += 100
+        found = site.look()
+    (files,) = [each for each in found if each.kind == "files"]
+    assert files.is_soon(site.now)
+    assert "lfs quota: 810 files of 1,000 files used; grows by 400 files a day: full in about 0.5 days" in files.words(
+        site.now
+    )
+
+
+def test_a_week_is_kept_in_few_points(site: Site) -> None:
+    site.days(20, growth=ONE, every=1.0)
+    points = [entry["time"] for entry in quota.read(site.run).points]
+    assert len(points) <= quota.POINTS
+    assert site.now - 7 * DAY <= points[0] < site.now - 5 * DAY  # type: ignore[operator]
+    assert points[-1] == site.now
+
+
+# who is told
+
+
+def test_status_says_it(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site.days(4, growth=8 * ONE)
+    run_status_view.show(run_status_view.one(site.status(), now=site.now))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("quota")]
+    assert "full in about 8.5 days" in line
+    assert line.endswith("(looked 0 s ago)")
+    assert run_status_view.as_json(site.status())["quotas"][0]["source"] == "lfs quota"
+
+
+def test_a_notice_is_written_before_it_is_full_and_once_a_week(site: Site) -> None:
+    values = {"failed_attempts": 9, "no_progress": 1e9, "disk_checkpoints": 0, "program": ["true"]}
+    target = vars(Target(name="t", command=["true"], events=["disk"]))
+    policy = NoticePolicy(run="m/r", cluster="c", since=NOW, targets=[target], **values)  # type: ignore[arg-type]
+    notices.write_policy(site.run, policy)
+    first = None
+    for _ in range(6 * 4):
+        site.days(0.25, growth=8 * ONE)
+        assert note(site.run, site.plan, policy, now=site.now, at_work=True) == []
+        if notices.known(site.run) and first is None:
+            first = 100 * ONE - site.others - 2 * ONE
+    names = sorted(notices.known(site.run))
+    assert 1 <= len(names) <= 2
+    assert all(name.startswith("disk-quota-lfs-quota-bytes-") for name in names)
+    assert first is not None
+    assert 6.0 < first / (8 * ONE) < 7.5  # days before it is full
+    (notice, *_) = [entry for entry, _ in notices.pending(site.run)]
+    assert "full in about " in notice.reason
+
+
+def test_a_symptom_shares_its_notice_with_the_job(site: Site) -> None:
+    site.days(6, growth=10 * ONE)
+    status = replace(site.status(), state="queued")
+    (symptom,) = symptoms._full_soon(status, site.now)
+    assert symptom.cause == "quota-lfs-quota-bytes"
+    assert symptom.notice == f"disk-quota-lfs-quota-bytes-{int(site.now // (7 * DAY))}"
+    assert "free some space" in symptom.reason
+    assert list(symptoms._full_soon(replace(status, state="stopped"), site.now)) == []
+
+
+def test_a_disk_of_all_users_is_spoken_of_when_it_gets_scarce() -> None:
+    values = {"kind": "bytes", "used": 5, "limit": 10, "own": 0, "time": NOW, "a_day": 1.0, "a_checkpoint": None}
+    far = Foreseen(source=FILE_SYSTEM, full=NOW + 40 * DAY, **values)  # type: ignore[arg-type]
+    near = Foreseen(source=FILE_SYSTEM, full=NOW + 20 * DAY, **values)  # type: ignore[arg-type]
+    assert [far.is_told(NOW), near.is_told(NOW), near.is_soon(NOW)] == [False, True, False]
+
+
+# who is asked
+
+
+def test_a_site_names_a_command_of_its_own(site: Site) -> None:
+    program = site.programs / "ourquota"
+    program.write_text("""#!/bin/sh\necho '{"used": 5000, "limit": 9000}'\necho "$@" > "$0.seen"\n""")
+    program.chmod(0o755)
+    site.plan = replace(site.plan, quota_command=[str(program), "--of", "{user}", "{path}/; rm -rf /"])
+    measure(site.run, site.plan, now=site.now)
+    (found,) = quota.foreseen(quota.read(site.run), now=site.now)
+    assert (found.source, found.used, found.limit) == ("ourquota", 5000, 9000)
+    seen = Path(f"{program}.seen").read_text()
+    assert seen == f"--of {os.getuid()} {site.run.path}/; rm -rf /\n"  # an argument, and no line of a shell
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo who are you", "it says no quota: who are you"),
+        ("exit 1", "it says no quota: nothing"),
+        ("sleep 60", "it did not answer within 1 s"),
+        (None, "it cannot be run: No such file"),
+    ],
+)
+def test_a_command_that_says_nothing_is_said(
+    site: Site, monkeypatch: pytest.MonkeyPatch, script: str | None, words: str
+) -> None:
+    monkeypatch.setattr(measuring, "SECONDS", 1.0)
+    program = site.programs / "ourquota"
+    if script is not None:
+        program.write_text(f"#!/bin/sh\nexec {script}\n")
+        program.chmod(0o755)
+    with pytest.raises(RelayrunError, match=words):
+        quotas(site.run.path, [str(program)])
+    site.plan = replace(site.plan, quota_command=[str(program)])
+    measure(site.run, site.plan, now=site.now)
+    assert words in (site.status().quota_complaint or "")
+
+
+def test_words_of_quota_and_json() -> None:
+    assert parse("x", '{"used": 1, "limit": 2}') == [quota.Limit(source="x", kind="bytes", used=1, limit=2)]
+    assert parse("x", '{"used": "a lot"}') is None
+    assert parse("x", "[]") is None
+    assert parse("x", "/home 1 0 0 0 1 0 0 0") == []
+
+
+def test_a_job_measures_with_its_saves_and_says_what_fails(
+    site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: site.now)
+    watch = QuotaWatch(site.run, site.plan)
+
+    def look(saved: int) -> int:
+        watch.look(saved)
+        assert watch._thread is not None
+        watch._thread.join()
+        return len(quota.read(site.run).points)
+
+    site.look()
+    assert look(0) == 2
+    assert look(100) == 2  # ten minutes have not passed
+    monkeypatch.setattr(measuring, "SAVED_SECONDS", 0.0)
+    assert look(200) == 3
+    assert look(200) == 3  # no save meanwhile
+    quota.path(site.run).write_text("{")
+    watch.look(300)
+    watch._thread.join()  # type: ignore[union-attr]
+    with pytest.raises(RelayrunError, match="unreadable record"):
+        watch.look(300)
+
+
+def test_a_real_file_system_that_is_small_is_foreseen(make_run: MakeRun, tmp_path: Path) -> None:  # noqa: F811
+    """A file system of the test's own fills, as `df` tells it."""
+    mount = f'mount -t tmpfs -o size=20m none {tmp_path}/small && exec "$@"'
+    (tmp_path / "small").mkdir()
+    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", mount, "sh"]
+    if subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody mount a file system of his own")
+    run, _ = make_run(folder="run")
+    os.symlink(tmp_path / "small", run.checkpoints)
+    program = f"""
+import os, sys
+from pathlib import Path
+from relayrun.chain.quota import measure
+from relayrun.rundir import quota
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
+run = Run(Path({str(run.path)!r}))
+for number in range(8):
+    (run.checkpoints / f"others-{{number}}").write_bytes(bytes(2_000_000))
+    measure(run, Plan.load(run), now={NOW} + number * {6 * HOUR})
+"""
+    subprocess.run([*command, sys.executable, "-c", program], cwd=ROOT, check=True, timeout=100)
+    now = NOW + 7 * 6 * HOUR
+    every = quota.foreseen(quota.read(Run(run.path)), now=now)
+    (found,) = [each for each in every if (each.source, each.kind) == (FILE_SYSTEM, "bytes")]
+    assert found.limit == 20 << 20
+    assert found.a_day == pytest.approx(8_000_000, rel=0.02)
+    assert ((found.full or 0.0) - now) / DAY == pytest.approx(((20 << 20) - 8 * 2_000_000) / 8_000_000, rel=0.05)
+    assert found.is_soon(now)
+
+
+def test_the_command_says_it(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site.now = time.time()
+    site.others = 99 * ONE
+    site.save()
+    site.look()
+    Plan.load(site.run)
+    assert main(["status", str(site.run.path)]) == 0
+    assert "lfs quota: 100.0 MB of 100.0 MB used, 1.0 MB in checkpoints of this run: full at any moment" in (
+        capsys.readouterr().out
+    )
+    assert json.loads(quota.path(site.run).read_text())["complaint"] is None
