@@ -2,7 +2,8 @@
 
 It lives in the agent of the job's first node or, where there are spare nodes, beside the batch script (`agent.steps`).
 
-    agent → coordinator    hello {port} · dead {round, rank, code, error, told} · ended {round, memory, port}
+    agent → coordinator    hello {port, probe_port} · dead {round, rank, code, error, told}
+                           · ended {round, memory, port, facts}
                            · asked {why} · beat {round, standing} · started, stepped {round, ...} (rank 0's words)
     coordinator → agent    start {round, place, nodes, base_iteration, base_path, memory, address, port}
                            · end {round} · stacks: ask the ranks for their Python stacks · leave {code}
@@ -10,6 +11,8 @@ It lives in the agent of the job's first node or, where there are spare nodes, b
 A round: a rank dies, a node is lost, or the supervisor finds that nothing moves → every agent ends its ranks and says
 when none is left → `decide` judges → the records are made ready → every agent starts its ranks again. Messages of a
 round that is over are not heard.
+
+Where nodes are looked at, `health` has further messages. A sick node is given up before the first round or another.
 
 Each agent has a *place*: the number by which its ranks are counted; a spare one has none. An agent that says nothing
 is given up with its node, and not heard again. Its place goes to a spare one in the next round.
@@ -28,6 +31,7 @@ from typing import Literal
 from relayrun.agent import hangs
 from relayrun.agent.between import PAUSE, Between
 from relayrun.agent.decide import Death, RoundFacts, first_death, why_not_again
+from relayrun.agent.health import Health
 from relayrun.agent.lines import Lines, Message
 from relayrun.agent.memory import Held, newest
 from relayrun.agent.places import Places
@@ -61,6 +65,7 @@ class Coordinator:
         links: to the agents, by node number; filled by who accepts their connections, before their `hello`.
         say: writes a line into the job's log.
         max_failed_rounds: after so many in a row without a new durable iteration the attempt ends.
+        health: what is known of the nodes; None: nothing is looked for.
         between: the records and files of a foreign program; None: the ranks write them themselves.
     """
 
@@ -77,9 +82,10 @@ class Coordinator:
         links: dict[int, Lines],
         say: Callable[[str], None],
         max_failed_rounds: int,
+        health: Health | None = None,
         between: Between | None = None,
     ) -> None:
-        self._between = between
+        self._between, self._health = between, health
         begin = attempt.read_begin()
         if begin is None:
             raise RunDirError("this attempt has not begun", where=attempt.begin)
@@ -87,6 +93,8 @@ class Coordinator:
         self._places = Places(nodes, spare=spare_nodes, elastic=elastic_nodes)
         self._ports: dict[int, int] = {}
         """A port that was free on each node when its agent last said so."""
+        self._probe_ports: dict[int, int] = {}
+        """Another one."""
         self._silent: dict[int, int] = {}
         """How many looks in a row found no word of each node."""
         self._looked = self._greeted = time.monotonic()
@@ -96,7 +104,7 @@ class Coordinator:
         self._ranks_per_node, self._max_failed_rounds = ranks_per_node, max_failed_rounds
         self._log = begin.log
         self._base = Durable(iteration=begin.base_iteration, path=begin.base_path)
-        self._phase: Literal["gathering", "running", "ending", "recording", "leaving"] = "gathering"
+        self._phase: Literal["gathering", "measuring", "running", "ending", "recording", "leaving"] = "gathering"
         self._round = 0
         self._names = dict(names or {})
         self._deaths: list[Death] = []
@@ -121,16 +129,23 @@ class Coordinator:
     def hear(self, node: int, message: Message) -> None:
         """Take a message of the agent of this node."""
         kind = message["kind"]
+        if node in self._places.lost:  # it has been told to leave
+            return
         self._silent[node] = 0
         if kind == "hello":
             self._names[node], self._ports[node] = str(message.get("name", node)), int(message["port"])
+            self._probe_ports[node] = int(message.get("probe_port", 0))
             self._greeted = time.monotonic()
+            if self._health is not None:
+                self._health.ask_for_clocks(self._links, [node])
             if self._phase == "leaving":
                 self._links[node].send("leave", code=FAILED)
             elif self._phase == "gathering":
                 self._gather()
         elif kind == "asked":
             self.ask(str(message.get("why")))
+        elif kind in ("health", "clock", "probed"):
+            self._hear_of_health(node, message)
         elif message.get("round") != self._round:
             return
         elif kind == "dead":
@@ -141,6 +156,8 @@ class Coordinator:
             self._ended.add(node)
             self._ports[node] = int(message["port"])
             self._memory += [Held(*copy) for copy in message["memory"]]
+            if self._health is not None:
+                self._health.hear(node, {"kind": "health", "facts": message["facts"]}, name=self._name(node))
             self._look_for_end()
         elif kind == "beat":
             self._hangs.hear(node, message.get("standing"))
@@ -158,6 +175,8 @@ class Coordinator:
                 self._hung(hang)
         if self._phase == "gathering" and time.monotonic() - self._greeted > GATHER_SECONDS:
             self._gather(late=True)
+        elif self._phase == "measuring":
+            self._look_for_probes()
         elif self._phase == "recording":
             self._look_for_records()
         elif self._unstepped and self._between is not None:
@@ -220,6 +239,10 @@ class Coordinator:
             self._say(f"{self._name(node)}: {why}, before the first round")
             self._gather()
             return
+        if self._phase == "measuring":
+            self._say(f"{self._name(node)}: {why}, before the first round")
+            self._look_for_probes()
+            return
         if node in self._places.nodes:
             self._deaths.insert(0, self._places.lost[node])  # what others say of closed connections has this cause
             self._end()
@@ -227,19 +250,19 @@ class Coordinator:
             self._say(f"the spare node {self._name(node)} is gone: {why}")
         self._look_for_end()
 
-    def _give_up_node(self, node: int, why: str) -> None:
-        self._places.lost[node] = Death(rank=-1, node=self._name(node), code=FAILED, error=why, lost=True)
+    def _give_up_node(self, node: int, why: str, *, sick: bool = False) -> None:
+        self._places.lost[node] = Death(rank=-1, node=self._name(node), code=FAILED, error=why, lost=True, sick=sick)
 
     def _name(self, node: int) -> str:
         return self._names.get(node, f"node {node}")
 
     def _gather(self, *, late: bool = False) -> None:
         """Begin the first round when all nodes are there that may still come; `late`: those that are there must do."""
-        there = sorted(self._ports.keys() & self._links.keys())  # those that have said hello
+        there = [node for node in self._there() if self._health is None or self._health.knows(node)]
         places = self._places
         if places.left < places.wanted:
             self._say(f"{places.wanted} nodes are to train, and {places.left} are left")
-        if not (nodes := places.fitting(places.left)):
+        if not places.fitting(places.left):
             self._leave(FAILED)
         elif len(there) == places.left or (late and len(there) >= places.wanted):
             for node in places.missing(there):
@@ -247,8 +270,60 @@ class Coordinator:
                 self._say(
                     f"{self._name(node)} has not said hello for {GATHER_SECONDS:.0f} s; the others begin without it"
                 )
-            places.nodes = there[:nodes]
+            if self._leave_out_sick() and not self._measure():
+                self._first_round()
+
+    def _there(self) -> list[int]:
+        """Nodes that have said hello, and are not given up."""
+        return sorted(self._ports.keys() & self._links.keys() - self._places.lost.keys())
+
+    def _first_round(self) -> None:
+        there = self._there()
+        self._places.nodes = there[: self._places.fitting(len(there))]
+        if self._places.nodes:
             self._start(self._base, memory=None)
+        else:
+            self._leave(FAILED)
+
+    def _hear_of_health(self, node: int, message: Message) -> None:
+        if self._health is None:
+            return
+        self._health.hear(node, message, name=self._name(node))
+        if message["kind"] == "health" and self._phase == "gathering":
+            self._gather()
+        elif message["kind"] == "probed" and self._phase == "measuring":
+            self._look_for_probes()
+
+    def _measure(self) -> bool:
+        """Have the nodes measured before the first round; False where nobody looks."""
+        there = self._there()
+        if self._health is None:
+            return False
+        self._phase = "measuring"
+        address = self._name(there[0]) if self._places.outlive_nodes else None
+        self._health.probe(self._links, there, address=address, port=self._probe_ports[there[0]])
+        return True
+
+    def _look_for_probes(self) -> None:
+        """Begin the first round when all nodes have been measured; or end, where too few are left."""
+        assert self._health is not None
+        if self._health.probed(self._there()) and self._leave_out_sick():
+            self._first_round()
+
+    def _leave_out_sick(self) -> bool:
+        """Give up the nodes that are sick; return False where the attempt ends with that before its first round."""
+        if self._health is None:
+            return True
+        names = {node: self._name(node) for node in self._there()}
+        sick, ends = self._health.look(names, self._places, ended_round=self._round)
+        if ends and not self._round:
+            self._leave(FAILED)
+            return False
+        for node, why in sick.items():
+            self._give_up_node(node, why, sick=True)
+            if (link := self._links.pop(node, None)) is not None:
+                link.send("leave", code=FAILED)
+        return True
 
     def _look_for_end(self) -> None:
         """See whether none of the round's ranks is left. Every agent is waited for that was told to end."""
@@ -291,6 +366,8 @@ class Coordinator:
         self._phase, self._noticed, self._unstepped = "ending", time.time(), False
         if self._between is not None:
             self._between.ended()
+        if self._health is not None:
+            self._health.ask_for_clocks(self._links, self._links)
         for link in self._links.values():
             link.send("end", round=self._round)
 
@@ -327,6 +404,7 @@ class Coordinator:
         try:
             failures = {failure.rank: failure for failure in self._failures()}
             death = self._first(failures)
+            self._leave_out_sick()
             base = rounds.newest_checkpoint(self._run, self._attempt)
             places = self._places
             ranks = len(places.nodes) * self._ranks_per_node

@@ -21,6 +21,7 @@ from relayrun.agent.lines import Message
 from relayrun.agent.rank_server import Child, RankServer
 from relayrun.agent.server import IGNORED
 from relayrun.errors import RunDirError, run_main
+from relayrun.rundir.node_health import HealthPlan
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
@@ -42,6 +43,26 @@ class Server(RankServer):
         """Signals that this process ignores and its ranks do not; those two would kill a Python that starts."""
 
     def start(self, order: Message) -> Child | None:
+        return self._measure(order) if order["kind"] == "probe" else self._start(order)
+
+    def _measure(self, order: Message) -> Child | None:
+        health = HealthPlan.of(self._plan.node_health)
+        where = [f"--{name}={order[name]}" for name in ("place", "nodes", "address", "port")]
+        where += [f"--gpus={health.gpus}", f"--socket={self.agent.fileno()}"]
+        try:
+            process = subprocess.Popen(
+                [*health.probe_program, *where],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[self.agent.fileno()],
+                preexec_fn=partial(die_with_parent, signal.SIGKILL),
+            )
+        except OSError as error:
+            self.agent.send("probed", error=f"{health.probe_program[0]}: {error.strerror}")
+            self.agent.send("probe ended", code=NOT_FOUND)
+            return None
+        return Child(process.pid, process.wait)
+
+    def _start(self, order: Message) -> Child | None:
         begin, round_begin = self._begins(order["arguments"])
         command = [*self._trainer.command(round_begin)]
         environment = {**os.environ, **order["environment"]}

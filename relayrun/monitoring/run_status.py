@@ -20,7 +20,7 @@ from relayrun.errors import RunDirError, SchedulerError, user_name
 from relayrun.files import read_json, read_lines, read_lines_backwards
 from relayrun.monitoring import unsent
 from relayrun.monitoring.remaining import Past, Remaining, remaining
-from relayrun.rundir import campaign, evaluations, mirror, purge, quarantine, rounds, triggers
+from relayrun.rundir import campaign, evaluations, mirror, node_health, purge, quarantine, rounds, triggers
 from relayrun.rundir.evaluations import Result, Submitted
 from relayrun.rundir.lineage import Durable, Lineage
 from relayrun.rundir.mirror import LastPass
@@ -144,6 +144,8 @@ class RunStatus:
     the job."""
     last_failed_round: str | None
     """Who failed then, where, and what it took to go on."""
+    sick_nodes: list[str]
+    """What was found wrong with nodes of the newest attempt, and what was done about it, the newest last."""
     straggler: str | None
     """Which rank is slower than its peers, and in what; None where none is."""
     failed_saves: int
@@ -333,6 +335,7 @@ def _gather(run: Run, plan: Plan, queue: Queue, now: float, asked: Asked | None)
         },
         failed_rounds=len(failed_rounds),
         last_failed_round=failed_rounds[-1].told if failed_rounds else None,
+        sick_nodes=[found.told for found in node_health.read(run.attempt(number))] if number is not None else [],
         straggler=Straggler.of(step["straggler"]).words if step.get("straggler") else None,
         failed_saves=len(failures),
         last_failed_save=f"iteration {failures[-1]['iteration']}: {failures[-1]['error']}" if failures else None,

@@ -24,9 +24,12 @@ from typing import NoReturn
 from relayrun.agent.lines import Message
 from relayrun.agent.rank_server import Child, RankServer
 from relayrun.agent.server import IGNORED
-from relayrun.errors import log_to_stderr
+from relayrun.errors import RelayrunError, log_to_stderr
+from relayrun.rundir.node_health import HealthPlan
+from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.scheduler.tasks import die_with_parent
+from relayrun.training import node_probe
 from relayrun.training.reporting.agent_link import VARIABLE
 from relayrun.training.signals import SignalFlag
 
@@ -36,12 +39,18 @@ PR_SET_NAME = 15
 
 
 class Server(RankServer):
-    """The ranks that it forked."""
+    """The ranks that it forked. `gpus`: how many this node has."""
+
+    def __init__(self, agent: socket.socket, *, gpus: int = 0) -> None:
+        super().__init__(agent)
+        self._gpus = gpus
 
     def start(self, order: Message) -> Child:
-        """Fork a rank."""
+        """Fork a rank, or what measures this node."""
         server = os.getpid()
         pid = os.fork()
+        if pid == 0 and order["kind"] == "probe":
+            self._measure(order)
         if pid == 0:
             self._be_rank(order, server)
         return Child(pid, partial(_wait, pid))
@@ -74,6 +83,21 @@ class Server(RankServer):
             sys.stderr.flush()
             os._exit(code)
 
+    def _measure(self, order: Message) -> NoReturn:
+        """In the child: measure this node, and tell the agent."""
+        code = 1
+        try:
+            die_with_parent(signal.SIGKILL)
+            where = {name: order[name] for name in ("place", "nodes", "address", "port")}
+            self.agent.send("probed", **node_probe.run(**where, gpus=self._gpus))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
 
 def _wait(pid: int) -> int:
     """Wait for a forked process; return its exit code, negative for the signal that ended it."""
@@ -94,6 +118,14 @@ def import_program() -> None:
         )
 
 
+def _gpus(run: Run) -> int:
+    """How many GPUs a node has; 0 where no plan says so."""
+    try:
+        return HealthPlan.of(Plan.load(run).node_health).gpus
+    except RelayrunError:
+        return 0
+
+
 def read_config(run: Run) -> None:
     """Read the config of the newest attempt, once for all ranks. What is wrong with it they say themselves."""
     from relayrun.training import __main__ as program
@@ -112,7 +144,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     agent = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    server = Server(agent)
+    server = Server(agent, gpus=_gpus(Run(options.run_dir.absolute())))
     try:
         import_program()
         read_config(Run(options.run_dir.absolute()))
