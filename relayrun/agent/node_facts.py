@@ -81,14 +81,19 @@ def _room(folder: Path) -> int | None:
         return None
 
 
-def available_memory(meminfo: Path = Path("/proc/meminfo"), groups: Path = CGROUPS) -> int | None:
-    """Bytes that a program may still take on this node, and in the job where it is limited to less; None: unknown."""
+def available_memory(
+    meminfo: Path = Path("/proc/meminfo"), own: Path = Path("/proc/self/cgroup"), groups: Path = CGROUPS
+) -> int | None:
+    """Bytes that a program may still take on this node, and in the job where it is limited to less; None: unknown.
+
+    `own`: the groups of this process. `groups`: where all of them are.
+    """
     found = []
     with contextlib.suppress(OSError, ValueError, IndexError):
         line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
         found.append(int(line.split()[1]) << 10)
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        for line in own.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers:
                 found += _left(groups, path, "memory.max", "memory.current", "inactive_file")
@@ -172,6 +177,8 @@ class Program:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.stdout.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(PAUSE * 10)
 
 
 def _prepare() -> None:

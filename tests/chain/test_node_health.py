@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from pathlib import Path
 
@@ -12,10 +10,9 @@ import pytest
 from relayrun.files import read_lines
 from relayrun.rundir import node_health, rounds
 from relayrun.rundir.records import Outcome
-from relayrun.training import node_probe
 
 from .conftest import MakeRun
-from .test_agents import Nodes, Steps
+from .test_agents import Steps
 
 pytestmark = pytest.mark.slow  # they wait for processes
 
