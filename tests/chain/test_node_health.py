@@ -1,18 +1,36 @@
-"""Nodes that are sick before or between rounds: real agents, with the real fork server and a stand-in for the ranks."""
+"""Nodes that are sick before or between rounds: real agents and fork servers, and a stand-in for the ranks.
+
+`test_losses_are_those_of_an_undisturbed_run` has the real ones.
+"""
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from relayrun.chain import nodes
+from relayrun.config import compose
 from relayrun.files import read_lines
-from relayrun.rundir import node_health, rounds
+from relayrun.monitoring import run_status
+from relayrun.rundir import node_health, rounds, views
 from relayrun.rundir.records import Outcome
+from relayrun.submit.check.state import Intent
+from relayrun.submit.submission import prepared
+from tests.checkpoints import assert_same_bytes
+from tests.workspace import Workspace, steps
 
 from .conftest import MakeRun
 from .test_agents import Steps
+from .test_local_chain import ends, logs, run_chain
+from .test_local_recovery import SETTINGS, STEPS
+from .test_local_rounds import make, starts
+from .test_local_training import ROOT, submit
 
 pytestmark = pytest.mark.slow  # they wait for processes
 
@@ -27,8 +45,8 @@ sys.exit(3 if os.environ["SLURMD_NODENAME"] in sick else 0)
 
 def looked_for(tmp_path: Path, *sick: str, **changes: object) -> dict[str, object]:
     """Settings of a plan by which these nodes are sick, as a site's own check says."""
-    (tmp_path / "sick").write_text(" ".join(sick))
-    command = [sys.executable, "-c", SICK_NODE, str(tmp_path / "sick")]
+    (tmp_path / "sick-nodes").write_text(" ".join(sick))
+    command = [sys.executable, "-c", SICK_NODE, str(tmp_path / "sick-nodes")]
     return {"environment": HERE, "node_health": {"mode": "warn", "command": command, "slower": 1000.0} | changes}
 
 
@@ -46,3 +64,80 @@ def test_a_sick_node_is_left_out_and_the_spare_one_takes_its_place(make_run: Mak
     assert [failed.culprit for failed in rounds.read(steps.attempt)] == ["rank 1 on n2: killed by SIGKILL"]
     measured = [line["node"] for line in read_lines(steps.run.node_health) if "matmul" in line]
     assert sorted(measured) == ["n1", "n2"]
+
+
+def test_a_node_that_falls_ill_is_left_out_of_the_next_round(make_run: MakeRun, tmp_path: Path) -> None:
+    """Its limit of open files is lowered while it trains."""
+    steps = Steps(make_run, "1:0:7:told", **looked_for(tmp_path, mode="exclude", open_files=500))
+    steps.wait_for(1, 7)
+    resource.prlimit(steps.agent(1), resource.RLIMIT_NOFILE, (200, 200))
+    os.kill(next(read_lines(steps.attempt.path / "starts-0.jsonl"))["pid"], signal.SIGKILL)
+    assert steps.starter.wait(300) == 0, steps.log()
+    assert steps.started(0) == steps.started(1) == [(1, 0), (2, 5)]
+    (failed,) = rounds.read(steps.attempt)
+    assert (failed.culprit, failed.lost) == ("rank 0 on n0: killed by SIGKILL", {"n1": "n2"})
+    (found,) = node_health.read(steps.attempt)
+    assert (found.node, found.check, found.value, found.limit, found.round) == ("n1", "open_files", 200, 500, 1)
+    assert found.action == "left out"
+    taken = [line["ranks_memory"] for line in read_lines(steps.run.node_health) if "ranks_memory" in line]
+    assert all(size > 0 for size in taken)
+
+
+def test_a_sick_node_that_nobody_replaces_ends_its_job_and_the_next_one_leaves_it_out(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", "import sys; print('no scratch'); sys.exit(1)"]
+    run, plan = make(make_run, node_health={"mode": "warn", "command": command})
+    run_chain(run, plan)
+    (record,) = ends(run)
+    assert (record.cause, record.durable_iteration) == ("failed", 0), logs(run)
+    words = f"the site's own check ({sys.executable}): no scratch (exit status 1)"
+    assert words in record.reason
+    assert starts(run, 0) == []
+    (strike,) = nodes.read_strikes(run)
+    assert (strike.sick, strike.reason) == (True, words[:200])
+    assert nodes.excluded([strike], nodes=1, now=strike.time) == [strike.node]
+    status = run_status.gather(run, run_status.ask(run), now=strike.time)
+    assert status.sick_nodes == [f"{strike.node}: {words}; ends the attempt, no other node takes its place"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["warn", "exclude"])
+def test_what_is_less_is_told_and_ends_nothing_where_nobody_takes_the_place(make_run: MakeRun, mode: str) -> None:
+    run, plan = make(make_run, "1:1:7:SIGKILL", node_health={"mode": mode, "tmp": 1e18})
+    run_chain(run, plan)
+    (record,) = ends(run)
+    assert record.cause == "done", logs(run)
+    found = node_health.read(run.attempt(1))
+    assert [(each.check, each.action, each.round) for each in found] == [("tmp", "warned", 0), ("tmp", "warned", 1)]
+    assert nodes.read_strikes(run) == []
+
+
+@pytest.mark.long
+def test_losses_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
+    """The real training program on three pretended nodes, of which the first is sick and the third spare."""
+    workspace = Workspace.make(tmp_path)
+    whole = submit(workspace.config("whole", **SETTINGS))
+    assert whole.returncode == 0, whole.stderr
+    reference = workspace.run("whole")
+    environment = {"PYTHONPATH": str(ROOT)} | HERE
+    config = workspace.config(
+        "sick", **SETTINGS, chain={"recovery": "node"}, cluster={"environment": environment}, job={"ntasks_per_node": 2}
+    )
+    with prepared(compose.load(config), Intent(resume=False, accept_data_change=False, take_over=False)) as (run, plan):
+        own = looked_for(tmp_path, "n0")["node_health"]
+        assert isinstance(own, dict)
+        three = {"nodes": 2, "spare_nodes": 1, "ntasks_per_node": 1, "node_health": plan.node_health | own}
+        plan = replace(plan, **three)  # type: ignore[arg-type]
+        plan.write(run.plan)
+    agents = Steps.of(run, plan)
+    assert agents.starter.wait(600) == 0, agents.log()
+    views.Views(run).update()
+    assert sorted(steps(run)) == list(range(1, STEPS + 1))
+    assert steps(run) == steps(reference)
+    assert assert_same_bytes(reference.checkpoint(STEPS), run.checkpoint(STEPS)) > 50
+    found = [each for each in node_health.read(run.attempt(1)) if each.node == "n0"]
+    assert [(each.check, each.action) for each in found] == [("command", "left out")]
+    measured = [line for line in read_lines(run.node_health) if "matmul" in line]
+    assert sorted(line["node"] for line in measured) == ["n1", "n2"]
+    assert all(line["exchange"] > 0 and line["on"] == "cpu, torch" for line in measured)
