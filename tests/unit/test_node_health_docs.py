@@ -57,7 +57,7 @@ def test_its_checks_settings_and_fields_are_those_of_the_code() -> None:
     }
     assert settings == set(NodeHealthLimits.model_fields)
     record = PAGE.partition("## On record")[2]
-    known = {field.name for field in fields(Finding)} | {"warned"}
+    known = {field.name for field in fields(Finding)} | {"warned", "ended"}
     assert set(re.findall(r"`(\w+)`", record)) == known
     assert f"{NodeHealthLimits().slower} times this run's median" in PAGE
 
