@@ -273,7 +273,7 @@ class Agent:
                 self._say_dead(message["rank"], message["code"], told=message["told"])
             elif message["kind"] == "unable":
                 self._unable = str(message["error"])
-            elif message["kind"] in ("started", "stepped"):
+            elif message["kind"] in ("started", "stepped", "probing"):
                 self._upward.send(**message)
             elif message["kind"] == "probed":
                 self._probed = message

@@ -144,7 +144,7 @@ class Coordinator:
                 self._gather()
         elif kind == "asked":
             self.ask(str(message.get("why")))
-        elif kind in ("health", "clock", "probed"):
+        elif kind in ("health", "clock", "probing", "probed"):
             self._hear_of_health(node, message)
         elif message.get("round") != self._round:
             return
@@ -171,7 +171,7 @@ class Coordinator:
         if self._phase == "running":
             self._look_for_hang()
         with contextlib.suppress(OSError, RunDirError):  # it is looked for again soon
-            if self._phase == "running" and (hang := Hang.read(self._attempt.hang)) is not None:
+            if self._phase in ("running", "measuring") and (hang := Hang.read(self._attempt.hang)) is not None:
                 self._hung(hang)
         if self._phase == "gathering" and time.monotonic() - self._greeted > GATHER_SECONDS:
             self._gather(late=True)
@@ -202,6 +202,9 @@ class Coordinator:
             self._hung(hang)
 
     def _hung(self, hang: Hang) -> None:
+        if self._phase == "measuring":  # before any rank
+            self._leave(FAILED)
+            return
         who = hang.culprit
         node = "" if who is None else self._name(self._places.nodes[who // self._ranks_per_node])
         self._dead(Death(rank=-1, node=node, code=FAILED, error=hang.words, late=who))

@@ -1,6 +1,7 @@
 """The health of an attempt's nodes, for the coordinator: what agents say, what it means, and what is done about it.
 
-    agent → coordinator    health {facts} · clock {sent, here} · probed {matmul, exchange, on, wrong, devices, error}
+    agent → coordinator    health {facts} · clock {sent, here}
+                           · probing · probed {matmul, exchange, on, wrong, devices, error}
     coordinator → agent    clock {sent} · probe {place, nodes, address, port}
 
 Before the first round each node says what it knows of itself, and is measured; between rounds it says what takes
@@ -26,7 +27,7 @@ from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 
 PROBE_SECONDS = 60.0
-"""How long nodes are waited for when the first one has been measured; imports may take longer on one than another."""
+"""How long the measurement may take from when it has begun on every node; imports before that may take long."""
 
 
 def health_of(run: Run, plan: Plan, attempt: Attempt, *, say: Callable[[str], None]) -> Health | None:
@@ -51,7 +52,8 @@ class Health:
         self._probes: dict[int, Mapping[str, Any]] = {}
         self._asked: set[int] = set()
         """Nodes that are to be measured."""
-        self._first_probe = 0.0
+        self._begun: dict[int, float] = {}
+        """When each of them began with it, by `time.monotonic`."""
 
     def hear(self, node: int, message: Message, *, name: str) -> None:
         """Take what a node says of itself, of its clock, or what was measured on it."""
@@ -62,9 +64,11 @@ class Health:
             taken = message["facts"].get(node_findings.MEMORY_OF_RANKS)
             if taken:
                 self._remember(name, "", **{node_findings.MEMORY_OF_RANKS: float(taken)})
+        elif message["kind"] == "probing":
+            self._begun[node] = time.monotonic()
         elif message["kind"] == "probed" and node in self._asked and node not in self._probes:
+            self._begun.setdefault(node, time.monotonic())
             self._probes[node] = message
-            self._first_probe = self._first_probe or time.monotonic()
 
     def ask_for_clocks(self, links: Mapping[int, Lines], nodes: Collection[int]) -> None:
         """Ask these nodes what time it is; what they say is there soon."""
@@ -82,10 +86,13 @@ class Health:
 
     def probed(self, nodes: Collection[int]) -> bool:
         """Whether those of these nodes that are measured have said how it went, or have had the time."""
-        missing = (self._asked & set(nodes)) - self._probes.keys()
-        if missing and self._first_probe and time.monotonic() - self._first_probe > PROBE_SECONDS:
-            late: Message = {"kind": "probed", "error": f"no answer for {PROBE_SECONDS:.0f} s behind the first node's"}
+        asked = self._asked & set(nodes)
+        missing = asked - self._probes.keys()
+        begun = [self._begun[node] for node in asked if node in self._begun]
+        if missing and len(begun) == len(asked) and time.monotonic() - max(begun) > PROBE_SECONDS:
+            late: Message = {"kind": "probed", "error": f"no answer within {PROBE_SECONDS:.0f} s"}
             self._probes |= dict.fromkeys(missing, late)
+            missing = set()
         return not missing
 
     def look(self, names: Mapping[int, str], places: Places, *, ended_round: int) -> tuple[dict[int, str], bool]:

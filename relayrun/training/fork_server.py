@@ -88,6 +88,7 @@ class Server(RankServer):
         code = 1
         try:
             die_with_parent(signal.SIGKILL)
+            self.agent.send("probing")
             where = {name: order[name] for name in ("place", "nodes", "address", "port")}
             self.agent.send("probed", **node_probe.run(**where, gpus=self._gpus))
             code = 0

@@ -26,7 +26,8 @@ SIZE, SIZE_OF_GPUS = 768, 4096
 REPEATS = 5
 """The fastest of so many counts, so that what else runs for a moment does not."""
 BYTES = 4 << 20
-EXCHANGE_SECONDS = 30.0
+EXCHANGE_SECONDS = 1800.0
+"""How long nodes wait for each other at most, since one may import for long; the coordinator waits less for numbers."""
 
 
 def matrix_product(gpus: int) -> dict[str, Any]:
@@ -181,6 +182,7 @@ def main() -> int:
     options = parser.parse_args()
     where = {name: getattr(options, name) for name in ("place", "nodes", "address", "port", "gpus")}
     with closing(Lines(socket.socket(fileno=options.socket))) as agent:
+        agent.send("probing")
         agent.send("probed", **run(**where))
     return 0
 

@@ -1,4 +1,4 @@
-"""A node of a real Slurm is sick by the site's own check: a spare one takes its place, or the next job leaves it out."""
+"""A node of a real Slurm is sick by the site's own check: a spare one takes its place, or the next job avoids it."""
 
 from __future__ import annotations
 

@@ -364,11 +364,13 @@ def test_nodes_that_do_not_answer_are_waited_for_a_while(tmp_path: Path, monkeyp
             assert kind == "probe"
 
     health.probe({0: Link(), 1: Link()}, [0, 1], address=None, port=1)  # type: ignore[dict-item]
-    monkeypatch.setattr(health_module, "PROBE_SECONDS", 0.0)
-    assert not health.probed([0, 1])  # imports may take long
+    monkeypatch.setattr(health_module, "PROBE_SECONDS", 0.05)
     health.hear(0, {"kind": "probed", "matmul": 0.01, "on": "cpu"}, name="n0")
-    time.sleep(0.01)
-    health.probed([0, 1])
+    time.sleep(0.1)
+    assert not health.probed([0, 1])  # imports may take long
+    health.hear(1, {"kind": "probing"}, name="n1")
+    assert not health.probed([0, 1])
+    time.sleep(0.1)
     assert health.probed([0, 1])
     assert health.look({0: "n0", 1: "n1"}, Places(2), ended_round=0) == ({}, False)
     (late,) = node_health.read(run.attempt(1))

@@ -13,6 +13,7 @@ from relayrun.agent.lines import Lines
 from relayrun.agent.reception import Reception
 from relayrun.rundir import node_health, rounds
 from relayrun.rundir.node_health import HealthPlan
+from relayrun.rundir.records import Hang
 
 from .test_spare_nodes import NAMES, Nodes
 
@@ -100,6 +101,17 @@ def test_a_node_that_is_lost_while_it_is_measured_is_not_waited_for(three: Looke
     three.probed(1, 2)
     three.lose(0)
     assert three.places() == [None, 0, 1]
+
+
+def test_a_measurement_that_hangs_ends_with_the_supervisors_word(three: Looked) -> None:
+    for node in three.all:
+        three.say(node, WELL)
+    three.coordinator.look()
+    assert three.coordinator.code is None
+    Hang(iteration=0, phase="start", seconds=1800.0, silent=[], time=1e9).write(three.attempt.hang)
+    three.coordinator.look()
+    assert three.coordinator.code == 1
+    assert three.all[1].last == {"kind": "leave", "code": 1}
 
 
 def test_the_attempt_ends_where_nobody_takes_the_place(tmp_path: Path) -> None:
