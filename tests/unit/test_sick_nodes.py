@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import selectors
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from relayrun.agent import coordinator
 from relayrun.agent.lines import Lines
 from relayrun.agent.reception import Reception
 from relayrun.rundir import node_health, rounds
@@ -147,6 +149,37 @@ def test_a_node_that_falls_ill_is_left_out_of_the_next_round(three: Looked) -> N
     (failed,) = rounds.read(three.attempt)
     assert (failed.culprit, failed.lost, failed.again) == ("rank 1 on n0: killed by SIGKILL", {"n1": "n2"}, True)
     assert three.found() == [("n1", "run_dir", "left out", 1)]
+
+
+def test_the_copies_of_a_sick_node_are_gone_with_it(three: Looked) -> None:
+    begin(three)
+    three.dead(0, 1, code=-9)
+    three.facts = WELL
+    own = {node: [(rank, 7, f"hash {rank}", False) for rank in (2 * node, 2 * node + 1)] for node in (0, 1)}
+    three.end(0, memory=own[0])
+    three.end(2)
+    three.facts = BROKEN
+    three.end(1, memory=own[1])
+    assert three.places() == [0, None, 1]
+    (failed,) = rounds.read(three.attempt)
+    assert (failed.source, failed.next_iteration) == ("disk", 0)
+    assert three.all[2].last["memory"] is None
+
+
+def test_a_node_that_does_not_say_how_it_is_is_not_waited_for(three: Looked, monkeypatch: pytest.MonkeyPatch) -> None:
+    for node in (0, 1):
+        three.say(node, WELL)
+    monkeypatch.setattr(coordinator, "GATHER_SECONDS", 0.0)
+    time.sleep(0.01)
+    three.coordinator.look()
+    three.probed(0, 1)
+    assert three.places() == [0, 1, None]
+    assert three.all[2].last == {"kind": "leave", "code": 1}
+    assert "n2 has not said how it is for 0 s; the others begin without it" in three.said
+    three.dead(0, 1, code=-9)
+    three.facts = WELL
+    three.end(0, 1)
+    assert three.places() == [0, 1, None]
 
 
 def test_a_node_that_falls_ill_without_a_spare_one_ends_the_attempt_with_its_name(tmp_path: Path) -> None:
