@@ -25,6 +25,7 @@ from relayrun.submit.submission import prepared
 from tests.checkpoints import assert_same_bytes
 from tests.workspace import Workspace, steps
 
+from . import test_local_command_rounds
 from .conftest import MakeRun
 from .test_agents import Steps
 from .test_local_chain import ends, logs, run_chain
@@ -141,3 +142,47 @@ def test_losses_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
     measured = [line for line in read_lines(run.node_health) if "matmul" in line]
     assert sorted(line["node"] for line in measured) == ["n1", "n2"]
     assert all(line["exchange"] > 0 and line["on"] == "cpu, torch" for line in measured)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("program", [[sys.executable, "-P", "-m", "relayrun.training.node_probe"], ["/no/such"]])
+def test_a_program_of_ones_own_begins_on_nodes_that_were_measured_or_could_not_be(
+    make_run: MakeRun, program: list[str]
+) -> None:
+    run, plan = test_local_command_rounds.make(make_run, node_health={"mode": "warn", "probe_program": program})
+    run_chain(run, plan)
+    (record,) = ends(run)
+    assert record.cause == "done", logs(run)
+    test_local_command_rounds.assert_undisturbed(run)
+    lines = [line for line in read_lines(run.node_health) if "matmul" in line]
+    words = [(each.check, each.words, each.action) for each in node_health.read(run.attempt(1))]
+    if program == ["/no/such"]:
+        assert lines == []
+        assert words == [
+            ("answer", "it could not be measured: /no/such: No such file or directory", "warned"),
+        ]
+    else:
+        assert [line["on"] for line in lines] == ["cpu, numpy"]
+        assert words == []
+
+
+@pytest.mark.long
+def test_without_agents_the_first_rank_of_a_node_looks(tmp_path: Path) -> None:
+    workspace = Workspace.make(tmp_path)
+    check = [sys.executable, "-c", "import sys; print('no scratch'); sys.exit(1)"]
+    submit(workspace.config("sick", **SETTINGS, chain={"node_health_command": check, "auto_requeue": False}))
+    run = workspace.run("sick")
+    (record,) = ends(run)
+    assert record.cause == "failed"
+    words = f"the site's own check ({sys.executable}): no scratch (exit status 1)"
+    assert words in record.reason
+    assert [(each.check, each.action) for each in node_health.read(run.attempt(1))] == [("command", "ended")]
+    (strike,) = nodes.read_strikes(run)
+    assert strike.sick
+    assert not list(read_lines(run.attempt(1).metrics))
+    limits = {"tmp_gb": 1e9, "open_files": 10**9}
+    submit(workspace.config("less", **SETTINGS, chain={"node_health_limits": limits}))
+    run = workspace.run("less")
+    assert [record.cause for record in ends(run)] == ["done"]
+    found = [(each.check, each.action) for each in node_health.read(run.attempt(1))]
+    assert found == [("tmp", "warned"), ("open_files", "warned")]
