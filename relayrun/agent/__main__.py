@@ -23,11 +23,13 @@ from typing import NoReturn
 from relayrun.agent.agent import ENVIRONMENT, HANDED_ON, Agent
 from relayrun.agent.between import between_of, last_words
 from relayrun.agent.coordinator import Coordinator
+from relayrun.agent.health import health_of
 from relayrun.agent.lines import Lines, Message
 from relayrun.agent.reception import Reception
 from relayrun.agent.steps import NODE
 from relayrun.errors import RunDirError, run_main
 from relayrun.rundir.attempt import Attempt
+from relayrun.rundir.node_health import HealthPlan
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
@@ -84,6 +86,7 @@ def _in_one_step(run: Run, plan: Plan, attempt: Attempt, begin: AttemptStart) ->
         links=links,
         say=words,
         max_failed_rounds=plan.max_failed_rounds,
+        health=health_of(run, plan, attempt, say=words),
         between=between_of(run, plan, attempt, begin, say=words),
     )
     listener = socket.create_server(("", address[1]), backlog=nodes) if nodes > 1 else None
@@ -141,6 +144,7 @@ def _agent(
         keep_address="MASTER_ADDR" in plan.environment,
         handed_on={*HANDED_ON, *trainer.asked_by},
         leave_signals=leave,
+        health=HealthPlan.looked_for(plan.node_health),
         last_words=None if forked else last_words,
         say=words,
     )

@@ -19,11 +19,14 @@ from relayrun.agent import sections
 from relayrun.agent.coordinator import BEAT_SECONDS, FAILED
 from relayrun.agent.lines import Lines, Message
 from relayrun.agent.memory import FOLDER, ITERATION, PLACE, forget, held, make_folder
+from relayrun.agent.node_facts import Facts
+from relayrun.agent.own_health import OwnHealth
 from relayrun.agent.reception import Reception
 from relayrun.agent.server import ForkServer
 from relayrun.files import remove_leftovers
 from relayrun.rundir import rounds
 from relayrun.rundir.attempt import Attempt
+from relayrun.rundir.node_health import HealthPlan
 from relayrun.rundir.records import Failure
 from relayrun.scheduler import leftover
 from relayrun.scheduler.tasks import free_port
@@ -51,6 +54,7 @@ class Agent:
         upward: to the coordinator.
         keep_address: MASTER_ADDR is as the site says, wherever rank 0 is.
         handed_on: signals that are for the ranks. leave_signals: those of them that ask the ranks to leave.
+        health: what is looked for on this node; None: nothing.
         last_words: said in both of the job's logs when no rank of a round is left here; None: nobody reads them there.
         say: writes a line into the job's log.
     """
@@ -69,6 +73,7 @@ class Agent:
         keep_address: bool = False,
         handed_on: Collection[signal.Signals] = HANDED_ON,
         leave_signals: Collection[signal.Signals] = (signal.SIGUSR2, signal.SIGTERM),
+        health: HealthPlan | None = None,
         last_words: Callable[[int], str] | None = None,
         say: Callable[[str], None],
     ) -> None:
@@ -98,6 +103,11 @@ class Agent:
         self._watch = selectors.DefaultSelector()
         self._watch.register(upward, selectors.EVENT_READ, self._from_coordinator)
         self._code: int | None = None
+        self._health: OwnHealth | None = None
+        if health is not None:
+            self._health = OwnHealth(health, [*arguments], attempt.path, watch=self._watch)
+        self._probed: Message | None = None
+        """What was measured on this node; sent when nothing of the measurement runs any more."""
 
     def run(self, reception: Reception | None = None) -> int:
         """Until the coordinator says leave, or is gone; return the exit code of this node.
@@ -117,16 +127,23 @@ class Agent:
             self._memory = make_folder()
         except OSError as error:
             self._say(f"ranks have no room in memory: {error}")
-        self._upward.send("hello", **self._hello, port=free_port(""))
+        self._upward.send("hello", **self._hello, port=free_port(""), probe_port=free_port(""))
         self._start_server()
+        if self._health is not None:
+            self._health.look(lambda facts: self._upward.send("health", facts=facts))
         while self._code is None:
             for key, _ in self._watch.select(BEAT_SECONDS if reception is None else reception.pause):
                 key.data()
             if time.monotonic() - self._beat >= BEAT_SECONDS:
                 self._beat = time.monotonic()
+                if self._health is not None:
+                    self._health.attend()
+                    self._health.ranks_run()
                 self._upward.send("beat", round=self.round, standing=self._standing())
             if reception is not None:
                 reception.look()
+        if self._health is not None:
+            self._health.end()
         if self._server is not None:
             self._server.end()
         if self._memory is not None:
@@ -157,6 +174,8 @@ class Agent:
                 self._start(message)
             elif message["kind"] == "end":
                 self._told_to_end, self.round = True, message["round"]
+                if self._health is not None:
+                    self._health.ranks_end()
                 if self._alive and self._server is not None:
                     self._server.lines.send("end")
                 else:
@@ -164,6 +183,10 @@ class Agent:
             elif message["kind"] == "stacks":
                 if self._server is not None:
                     self._server.lines.send("signal", number=int(signal.SIGUSR1))
+            elif message["kind"] == "clock":
+                self._upward.send("clock", sent=message["sent"], here=time.time())
+            elif message["kind"] == "probe":
+                self._probe(message)
             elif message["kind"] == "leave":
                 self._code = int(message["code"])
 
@@ -185,6 +208,11 @@ class Agent:
         if self._server is None:
             self._start_server()
         assert self._server is not None
+        if self._probed is not None:  # nobody waits for it any more
+            self._server.lines.send("end")
+            self._probed = None
+        if self._health is not None:
+            self._health.ranks_start()
         if self._memory is not None:
             sections.forget(self._memory)
         arguments = [*self._arguments, f"--base-iteration={message['base_iteration']}"]
@@ -197,6 +225,20 @@ class Agent:
                 arguments=arguments if self.round > 1 else list(self._arguments),
                 environment=self._environment(rank, message),
             )
+
+    def _probe(self, message: Message) -> None:
+        """Have this node measured."""
+        self._probed = {"kind": "probed", "error": "the measurement ended without a word"}
+        if self._server is None:
+            self._send_probed()
+            return
+        keep = self._keep_address or message["address"] is None
+        self._server.lines.send(**{**message, "address": os.environ["MASTER_ADDR"] if keep else message["address"]})
+
+    def _send_probed(self) -> None:
+        if self._probed is not None:
+            self._upward.send(**self._probed)
+            self._probed = None
 
     def _environment(self, rank: int, start: Message) -> Mapping[str, str]:
         """What differs between ranks and rounds, under the names that srun and torch give it; `start`: the order."""
@@ -231,8 +273,12 @@ class Agent:
                 self._say_dead(message["rank"], message["code"], told=message["told"])
             elif message["kind"] == "unable":
                 self._unable = str(message["error"])
-            elif message["kind"] in ("started", "stepped"):
+            elif message["kind"] in ("started", "stepped", "probing"):
                 self._upward.send(**message)
+            elif message["kind"] == "probed":
+                self._probed = message
+            elif message["kind"] == "probe ended":
+                self._send_probed()
         if not self._alive and self.round:
             self._ended()
 
@@ -249,6 +295,7 @@ class Agent:
                 with contextlib.suppress(OSError):  # on a full disk the log has the words
                     failure.write(self._attempt.failures / f"rank-{rank:04}.json")
         self._unable = ""
+        self._send_probed()
         if self._alive or not self.round:
             self._alive.clear()
             self._say_dead(-1, code or FAILED, error=error, told=self._told_to_end)
@@ -267,8 +314,14 @@ class Agent:
             self._say(self._last_words(self.round))
             with contextlib.suppress(OSError):
                 print(f"\n[relayrun {self._hello['name']}] {self._last_words(self.round)}", flush=True)
+        if self._health is not None:
+            self._health.look_between(self._say_ended, copies=self._memory)
+        else:
+            self._say_ended({})
+
+    def _say_ended(self, facts: Facts) -> None:
         copies = [] if self._memory is None else held(self._memory)
-        self._upward.send("ended", round=self.round, memory=copies, port=free_port(""))
+        self._upward.send("ended", round=self.round, memory=copies, port=free_port(""), facts=facts)
 
 
 def numbers(place: int | None, ranks_per_node: int) -> range:

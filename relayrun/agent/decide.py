@@ -34,6 +34,8 @@ class Death:
     """Every start of it would meet that error, says the rank."""
     lost: bool = False
     """Its node is given up."""
+    sick: bool = False
+    """For its health."""
     late: int | None = None
     """Nothing moved any more, and the others waited for this rank."""
 

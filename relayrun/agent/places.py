@@ -56,6 +56,8 @@ class Places:
 
     def why_none(self, names: str) -> str:
         """Why there can be no other round, in words; `names`: of the nodes whose places nobody can have."""
+        if sick := [death for node in self.gone() if (death := self.lost[node]).sick]:
+            return f"{sick[0].node} is sick: {sick[0].error}"
         if self._elastic:
             return "too few nodes are left"
         return "no spare node is left" if self.spare else f"the agent of {names} is gone"

@@ -72,9 +72,9 @@ class Reception:
                     node = self._welcome(lines, message)
                 self._coordinator.hear(node, message)
         except EOFError:
-            if node is not None:
+            if node is not None and self._links.get(node) is lines:
                 self.lose(node, "its agent is gone")
-            else:
+            else:  # a stranger, or one that was told to leave
                 self._selector.unregister(lines)
                 lines.close()
 

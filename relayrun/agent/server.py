@@ -1,6 +1,7 @@
 """The agent's side of the server that forks a node's ranks: a program that has done the imports, and computes nothing.
 
-For a program that is not relayrun's own `agent.start_server` stands in its place, and starts them.
+For a program that is not relayrun's own `agent.start_server` stands in its place, and starts them. What both do is in
+`agent.rank_server`.
 
     agent → server    fork {round, rank, arguments, environment} · end · signal {number}
     server → agent    dead {round, rank, code, told}: whether it lived when it was to be ended

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -18,59 +17,52 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from relayrun.agent.lines import Lines, Message
+from relayrun.agent.lines import Message
+from relayrun.agent.rank_server import Child, RankServer
 from relayrun.agent.server import IGNORED
 from relayrun.errors import RunDirError, run_main
+from relayrun.rundir.node_health import HealthPlan
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
-from relayrun.scheduler.tasks import die_with_parent, is_dying
+from relayrun.scheduler.tasks import die_with_parent
 from relayrun.trainers.choose import trainer_of
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 """Exit codes of a shell for a program that it does not find, or may not execute."""
 
 
-class Server:
-    """The ranks that it started, by the descriptor that tells of their end, and the socket of the agent."""
+class Server(RankServer):
+    """The ranks that it started, each the trainer's command."""
 
     def __init__(self, agent: socket.socket, run: Run) -> None:
-        self._agent, self._run = Lines(agent), run
-        self._plan = Plan.load(run)
+        super().__init__(agent)
+        self._run, self._plan = run, Plan.load(run)
         self._trainer = trainer_of(self._plan, run)
         self._heard = frozenset([*IGNORED, *self._trainer.asked_by]) - {signal.SIGUSR1, signal.SIGUSR2}
         """Signals that this process ignores and its ranks do not; those two would kill a Python that starts."""
-        self._ranks: dict[int, tuple[subprocess.Popen[bytes], Message]] = {}
-        self._ended: set[int] = set()
-        """Those of them that lived when they were to be ended."""
-        self._poll = select.poll()
-        self._poll.register(self._agent, select.POLLIN)
 
-    def serve(self) -> None:
-        """Do what the agent orders until it is gone; the ranks go with this process."""
-        while True:
-            for fd, _ in self._poll.poll():
-                if fd in self._ranks:
-                    self._wait_for(fd)
-                    continue
-                try:
-                    orders = self._agent.receive()
-                except EOFError:
-                    return
-                for order in orders:
-                    self._obey(order)
+    def start(self, order: Message) -> Child | None:
+        return self._measure(order) if order["kind"] == "probe" else self._start(order)
 
-    def _obey(self, order: Message) -> None:
-        if order["kind"] == "fork":
-            self._start(order)
-            return
-        for fd, (process, _) in self._ranks.items():
-            if order["kind"] == "end" and not is_dying(process.pid):
-                self._ended.add(fd)
-            number = signal.SIGKILL if order["kind"] == "end" else signal.Signals(order["number"])
-            signal.pidfd_send_signal(fd, number)
+    def _measure(self, order: Message) -> Child | None:
+        health = HealthPlan.of(self._plan.node_health)
+        where = [f"--{name}={order[name]}" for name in ("place", "nodes", "address", "port")]
+        where += [f"--gpus={health.gpus}", f"--socket={self.agent.fileno()}"]
+        try:
+            process = subprocess.Popen(
+                [*health.probe_program, *where],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[self.agent.fileno()],
+                preexec_fn=partial(die_with_parent, signal.SIGKILL),
+            )
+        except OSError as error:
+            self.agent.send("probed", error=f"{health.probe_program[0]}: {error.strerror}")
+            self.agent.send("probe ended", code=NOT_FOUND)
+            return None
+        return Child(process.pid, process.wait)
 
-    def _start(self, order: Message) -> None:
+    def _start(self, order: Message) -> Child | None:
         begin, round_begin = self._begins(order["arguments"])
         command = [*self._trainer.command(round_begin)]
         environment = {**os.environ, **order["environment"]}
@@ -90,11 +82,9 @@ class Server:
         except OSError as error:
             print(f"relayrun: {command[0]}: {error.strerror}", file=sys.stderr, flush=True)
             code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
-            self._agent.send("dead", round=order["round"], rank=order["rank"], code=code, told=False)
-            return
-        fd = os.pidfd_open(process.pid)
-        self._ranks[fd] = (process, order)
-        self._poll.register(fd, select.POLLIN)
+            self.agent.send("dead", round=order["round"], rank=order["rank"], code=code, told=False)
+            return None
+        return Child(process.pid, process.wait)
 
     def _begins(self, arguments: list[str]) -> tuple[AttemptStart, AttemptStart]:
         """The begin of the attempt, and the same with the base of the round that these arguments are for."""
@@ -111,14 +101,6 @@ class Server:
         if options.base_iteration is None:
             return begin, begin
         return begin, replace(begin, base_iteration=options.base_iteration, base_path=options.base_path)
-
-    def _wait_for(self, fd: int) -> None:
-        process, order = self._ranks.pop(fd)
-        self._poll.unregister(fd)
-        os.close(fd)
-        told = fd in self._ended
-        self._ended.discard(fd)
-        self._agent.send("dead", round=order["round"], rank=order["rank"], code=process.wait(), told=told)
 
 
 def _become_rank(server: int, heard: frozenset[signal.Signals]) -> None:

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from relayrun.agent.between import between_of
 from relayrun.agent.coordinator import FAILED, Coordinator
+from relayrun.agent.health import health_of
 from relayrun.agent.lines import Lines
 from relayrun.agent.reception import Reception
 from relayrun.errors import RunDirError, run_main
@@ -113,6 +114,7 @@ def main() -> int:
         links=links,
         say=partial(_say, name),
         max_failed_rounds=plan.max_failed_rounds,
+        health=health_of(run, plan, attempt, say=partial(_say, name)),
         between=between_of(run, plan, attempt, begin, say=partial(_say, name)),
     )
     listener = socket.create_server(("", 0), backlog=len(names))

@@ -3,7 +3,8 @@
 A node gets a strike when srun, or a rank's own last words, name it as the one that failed first. A rank that was
 killed leaves no words; what its neighbours say of a closed connection is no evidence. After two strikes
 within a day a node is excluded, up to 5% of the nodes or one. An error that all ranks had is the program's or
-the data's, and blames nobody.
+the data's, and blames nobody. A node that was sick by its own look, so that ranks cannot train there
+(`rundir.node_health`), is excluded at its first strike.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Strike(Record):
     attempt: int
     reason: str
     time: float
+    sick: bool = False
+    """The node itself was looked at, and ranks cannot train there: it counts as many."""
 
 
 _TASK = re.compile(r"^srun: error: (\S+): tasks? ([\d,\-\[\]]+): (.+)$")
@@ -164,13 +167,14 @@ def _all_alike(log: str, first: TaskEnd, ntasks: int) -> bool:
     return len({task for end in alike for task in end.tasks}) >= ntasks > 1
 
 
-def strike(run: Run, attempt: int, blame: dict[str, str], *, now: float) -> None:
+def strike(run: Run, attempt: int, blame: dict[str, str], *, now: float, sick: bool = False) -> None:
     """Record strikes, each once: an end that was killed is written again."""
     known = {entry.node for entry in read_strikes(run) if entry.attempt == attempt}
     for node, reason in blame.items():
         if node in known:
             continue
-        append_line(run.strikes, asdict(Strike(node=node, attempt=attempt, reason=reason[:200], time=now)))
+        entry = Strike(node=node, attempt=attempt, reason=reason[:200], time=now, sick=sick)
+        append_line(run.strikes, asdict(entry))
 
 
 def excluded(strikes: Iterable[Strike], *, nodes: int, now: float) -> list[str]:
@@ -178,7 +182,7 @@ def excluded(strikes: Iterable[Strike], *, nodes: int, now: float) -> list[str]:
     counts: dict[str, list[float]] = {}
     for entry in strikes:
         if now - entry.time < EXPIRE_SECONDS:
-            counts.setdefault(entry.node, []).append(entry.time)
+            counts.setdefault(entry.node, []).extend([entry.time] * (STRIKES if entry.sick else 1))
     bad = [node for node, times in counts.items() if len(times) >= STRIKES]
     bad.sort(key=lambda node: (-len(counts[node]), -max(counts[node]), node))
     return bad[: max(1, int(nodes * SHARE))]

@@ -15,7 +15,7 @@ from relayrun.chain import decide
 from relayrun.chain.failed_attempts import failed_attempts
 from relayrun.errors import RelayrunError
 from relayrun.files import free_space, read_lines_backwards
-from relayrun.rundir import notices, quota
+from relayrun.rundir import node_health, notices, quota
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.evaluations import Result
 from relayrun.rundir.lineage import Lineage
@@ -43,7 +43,7 @@ def note(
     `more`: what the caller has seen that follows from no record.
     """
     there = notices.known(run)
-    sources: list[Source] = [_of_stop, _of_attempt, _of_evaluations]
+    sources: list[Source] = [_of_stop, _of_attempt, _of_nodes, _of_evaluations]
     sources += [_of_progress, _of_losses, _of_disk, _of_quota] if at_work else []
     sources.append(lambda *_: iter(more))
     complaints = []
@@ -96,6 +96,24 @@ def _of_attempt(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Itera
             reason = f"{failed} attempts in a row without a new durable iteration; {words}"
             yield make_notice(run, plan, f"failed-{number:04}", time=record.end_time, reason=reason, attempt=number)
         return
+
+
+def _of_nodes(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:
+    """Nodes of the newest two attempts on which ranks cannot train, or that were left out."""
+    if not policy.wants("node"):
+        return
+    for number in run.attempt_numbers()[-2:]:
+        found = node_health.read(run.attempt(number))
+        for count, each in enumerate(found, start=1):
+            if (each.hard or each.action != "warned") and each.time >= policy.since:
+                yield make_notice(
+                    run,
+                    plan,
+                    f"node-{number:04}-{count}",
+                    time=each.time,
+                    reason=f"attempt {number}: {each.told}",
+                    attempt=number,
+                )
 
 
 def _of_evaluations(run: Run, plan: Plan, policy: NoticePolicy, now: float) -> Iterator[Notice]:

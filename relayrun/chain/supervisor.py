@@ -32,7 +32,7 @@ from relayrun.chain.log import log
 from relayrun.chain.watch import Watch
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
 from relayrun.files import fsync_directory, write_atomic
-from relayrun.rundir import hand_over, lead, lineage, rounds, start_time, triggers, views
+from relayrun.rundir import hand_over, lead, lineage, node_health, rounds, start_time, triggers, views
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.plan import FORMAT, Plan
@@ -325,6 +325,7 @@ def _close(run: Run, plan: Plan, attempt: Attempt, exit_code: int, *, cancelled:
         action=decision.action,
         delay=decision.delay,
     )
+    nodes.strike(run, attempt.number, node_health.sick(attempt), now=record.end_time, sick=True)
     if record.cause in ("failed", "unknown"):
         blame = nodes.blamed(_of_starter(plan, attempt), evidence.failures(attempt), ntasks=_ranks(plan, started))
         nodes.strike(run, attempt.number, blame, now=record.end_time)
@@ -373,7 +374,7 @@ def _why_failed(
         worked_before=any(run.attempt(number).started.exists() for number in earlier),
         program=[*plan.command_prefix, *trainer_of(plan, run).command(started)][0],
     )
-    who = _last_round(attempt) or evidence.failure_words(log_text, failures)
+    who = _last_round(attempt) or node_health.why_ended(attempt) or evidence.failure_words(log_text, failures)
     words = [who, start_time.shortage(attempt, now=time.time())]
     return "; ".join(filter(None, words if not attempt.started.exists() else words[:1])), fatal
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from relayrun.config.container import Container
+from relayrun.config.node_health import NodeHealthLimits
 from relayrun.config.sbatch import SbatchOptions
 from relayrun.config.section import NAME, Line, NonNegative, Positive, Section, SlurmTime
 
@@ -31,6 +32,14 @@ class Chain(Section):
     max_failed_rounds: Positive = 5
     """With `recovery: node`, starts of the ranks in a row that brought no later state to start from, after which the
     attempt ends."""
+    node_health: Literal["off", "warn", "exclude"] = "warn"
+    """With `recovery: node`, look at each node before its ranks begin and between rounds. `warn`: a node on which ranks
+    cannot train is left out, what is less is told. `exclude`: so is one that is slow or short of something, where
+    another takes its place."""
+    node_health_limits: NodeHealthLimits = NodeHealthLimits()
+    node_health_command: list[Line] = []
+    """A site's own check of a node (program and arguments, no shell), before the first ranks on each node. Exit status
+    0: it is well."""
     lead: Literal["auto"] | Annotated[int, Field(gt=0)] = "auto"
     """Seconds before the job's end at which rank 0 saves and leaves. `auto`: min(600, a quarter of the limit) for the
     first attempt, later what steps and saves took, measured while it runs."""

@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 
 from relayrun.config.section import NAME, Line, NonNegative, Positive, Section
 
-Event = Literal["stopped", "failed", "hang", "stalled", "anomaly", "disk", "done", "evaluation"]
-EVENTS: tuple[Event, ...] = ("stopped", "failed", "hang", "stalled", "anomaly", "disk", "done", "evaluation")
+Event = Literal["stopped", "failed", "hang", "stalled", "anomaly", "disk", "node", "done", "evaluation"]
+EVENTS: tuple[Event, ...] = ("stopped", "failed", "hang", "stalled", "anomaly", "disk", "node", "done", "evaluation")
 
 HINT = "secrets come from the environment alone: export it as a variable where you submit, and write ${VARIABLE} for it"
 
@@ -61,7 +61,7 @@ class Notify(Section):
     """Who is told, by a name of your choice. None: nobody."""
     events: list[Event] = list(EVENTS)
     """What the targets are told of: chain stopped, attempts failed, hang, stalled (no durable progress), anomaly of the
-    loss, disk nearly full, done, evaluation finished."""
+    loss, disk nearly full, node sick, done, evaluation finished."""
     failed_attempts: Positive = 2
     """Attempts in a row without a new durable iteration from which on `failed` is told."""
     no_progress: Annotated[float, Field(gt=0)] = 21600.0

@@ -20,6 +20,7 @@ TITLES = {
     "stalled": "no durable progress",
     "anomaly": "the loss is not as it should be",
     "disk": "the disk is nearly full",
+    "node": "a node is sick",
     "done": "done",
     "evaluation": "evaluation",
     "test": "a test",

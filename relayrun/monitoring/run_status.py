@@ -18,7 +18,7 @@ from relayrun.files import read_json, read_lines
 from relayrun.monitoring import unsent
 from relayrun.monitoring.queue import Queue, waiting_evaluations
 from relayrun.monitoring.standing import Look, Standing, readable
-from relayrun.rundir import evaluations, mirror, purge, quarantine, quota, rounds, triggers
+from relayrun.rundir import evaluations, mirror, node_health, purge, quarantine, quota, rounds, triggers
 from relayrun.rundir.evaluations import Result
 from relayrun.rundir.lineage import Durable, Lineage
 from relayrun.rundir.mirror import LastPass
@@ -70,6 +70,8 @@ class RunStatus(Standing):
     the job."""
     last_failed_round: str | None
     """Who failed then, where, and what it took to go on."""
+    sick_nodes: list[str]
+    """What was found wrong with nodes of the newest attempt, and what was done about it, the newest last."""
     straggler: str | None
     """Which rank is slower than its peers, and in what; None where none is."""
     failed_saves: int
@@ -148,6 +150,7 @@ def _gather(look: Look, asked: Asked | None) -> RunStatus:
         },
         failed_rounds=len(failed_rounds),
         last_failed_round=failed_rounds[-1].told if failed_rounds else None,
+        sick_nodes=[] if newest is None else [found.told for found in node_health.read(newest)],
         straggler=Straggler.of(look.step["straggler"]).words if look.step.get("straggler") else None,
         failed_saves=len(failures),
         last_failed_save=f"iteration {failures[-1]['iteration']}: {failures[-1]['error']}" if failures else None,

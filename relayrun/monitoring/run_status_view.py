@@ -171,6 +171,7 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("last end", f"attempt {status.last_end_attempt}: {status.last_end}" if status.last_end else ""),
         ("evaluations", _evaluations(status)),
         ("failed rounds", f"{status.failed_rounds}; the last: {status.last_failed_round}" * bool(status.failed_rounds)),
+        ("node health", _node_health(status)),
         ("straggler", status.straggler or ""),
         ("failed saves", f"{status.failed_saves}; the last: {status.last_failed_save}" if status.failed_saves else ""),
         ("failed", failed if status.failed_attempts else ""),
@@ -180,6 +181,11 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("sentinel", "" if status.sentinel is None else sentinel(status.sentinel, now=now)),
         ("notices", f"{status.unsent_notices} not sent: " * bool(status.unsent_notices) + status.unsent_reason),
     ]
+
+
+def _node_health(status: RunStatus) -> str:
+    count = len(status.sick_nodes)
+    return f"{f'{count} findings; the last: ' if count > 1 else ''}{status.sick_nodes[-1]}" if count else ""
 
 
 def sentinel(look: LastLook, *, now: float) -> str:

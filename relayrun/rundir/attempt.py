@@ -66,6 +66,11 @@ class Attempt:
         return self.path / "rounds.jsonl"
 
     @property
+    def node_health(self) -> Path:
+        """What was found wrong with nodes, by the coordinator or ranks; see `rundir.node_health`."""
+        return self.path / "node_health.jsonl"
+
+    @property
     def hand_over(self) -> Path:
         """A round of a foreign program that is over, between the coordinator and the watch; see `rundir.hand_over`."""
         return self.path / "hand_over.json"

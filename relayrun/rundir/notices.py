@@ -24,7 +24,7 @@ from relayrun.files import write_atomic
 from relayrun.rundir.records import Record
 from relayrun.rundir.run import Run
 
-EVENTS = ("stopped", "failed", "hang", "stalled", "anomaly", "disk", "done", "evaluation")
+EVENTS = ("stopped", "failed", "hang", "stalled", "anomaly", "disk", "node", "done", "evaluation")
 """What a notice can be about."""
 
 QUIET_SECONDS = 3600.0

@@ -53,6 +53,8 @@ class Plan(Record):
     max_failed_rounds: int = 5
     fork_server: list[str] = field(default_factory=list)
     """What an agent executes to fork ranks from; empty without agents."""
+    node_health: dict[str, Any] = field(default_factory=dict)
+    """What is looked for on each node; see `rundir.node_health.HealthPlan`. Empty: nothing."""
     time_limit: int
     """Seconds."""
     lead: float

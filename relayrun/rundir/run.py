@@ -8,7 +8,7 @@
     attempts/0007/               begin.json end.json            written by the supervisor
                                  outcome.json data.json commits.jsonl metrics.jsonl failed_saves.jsonl
                                  rewinds.jsonl memory_intervals.jsonl   by rank 0
-                                 rounds.jsonl                   by the agents
+                                 rounds.jsonl node_health.jsonl by the agents
                                  stop                           asks the ranks to save and leave
     attempts.jsonl metrics.jsonl merged views, written by the supervisor
     checkpoints/iter_0000100/    published by rename from .staging/<attempt>/
@@ -120,6 +120,11 @@ class Run:
     def strikes(self) -> Path:
         """A line per node that was blamed for a failed attempt."""
         return self.path / "nodes.jsonl"
+
+    @cached_property
+    def node_health(self) -> Path:
+        """What was measured on the run's nodes, a line each; see `rundir.node_health`."""
+        return self.path / "node_health.jsonl"
 
     @cached_property
     def checkpoints(self) -> Path:

@@ -43,7 +43,7 @@ from relayrun.scheduler.choose import for_plan
 from relayrun.scheduler.slurm import Slurm
 from relayrun.shards.manifest import Manifest
 from relayrun.slurmtime import format_time, parse_time
-from relayrun.submit import code_snapshot, initial_checkpoint, mirror_policy, notice_policy, owner
+from relayrun.submit import code_snapshot, initial_checkpoint, mirror_policy, node_health, notice_policy, owner
 from relayrun.submit.check import state
 from relayrun.submit.check.report import Report, report
 from relayrun.submit.check.state import Intent
@@ -282,6 +282,7 @@ def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base
         recovery=config.chain.recovery,
         max_failed_rounds=config.chain.max_failed_rounds,
         fork_server=_fork_server(config, run) if config.chain.recovery == "node" else [],
+        node_health=node_health.of(config),
         time_limit=time_limit,
         lead=lead,
         lead_floor=min(config.chain.lead_floor, time_limit / 2) if fixed is None else fixed,

@@ -27,7 +27,8 @@ from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.plan import read_format
 from relayrun.rundir.records import Failure, Outcome
 from relayrun.rundir.run import Run
-from relayrun.training import megatron_core
+from relayrun.training import megatron_core, own_node
+from relayrun.training.reporting import agent_link
 from relayrun.training.reporting.heartbeat import Pulse, is_first_of_node, node_name
 from relayrun.training.reporting.timings import Timings
 from relayrun.training.signals import SignalFlag, dump_stacks_on_request
@@ -97,6 +98,8 @@ def main(flag: SignalFlag) -> int:
         timings = Timings(begin)
         pulse = Pulse(attempt.heartbeats, node=node, active=is_first_of_node(), iteration=base, timings=timings)
         pulse.beat()
+        if is_first_of_node() and not agent_link.has_agent():
+            own_node.look(run, attempt, node)
         quiet_libraries()
         megatron_core.check()
         # from here on imports that take long; nsys must be around the process before torch is there

@@ -13,19 +13,23 @@ import ctypes
 import gc
 import logging
 import os
-import select
 import signal
 import socket
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from relayrun.agent.lines import Lines, Message
+from relayrun.agent.lines import Message
+from relayrun.agent.rank_server import Child, RankServer
 from relayrun.agent.server import IGNORED
-from relayrun.errors import log_to_stderr
+from relayrun.errors import RelayrunError, log_to_stderr
+from relayrun.rundir.node_health import HealthPlan
+from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
-from relayrun.scheduler.tasks import die_with_parent, is_dying
+from relayrun.scheduler.tasks import die_with_parent
+from relayrun.training import node_probe
 from relayrun.training.reporting.agent_link import VARIABLE
 from relayrun.training.signals import SignalFlag
 
@@ -34,60 +38,22 @@ log = logging.getLogger(__name__)
 PR_SET_NAME = 15
 
 
-class Server:
-    """The ranks that it forked, by the descriptor that tells of their end, and the socket of the agent."""
+class Server(RankServer):
+    """The ranks that it forked. `gpus`: how many this node has."""
 
-    def __init__(self, agent: socket.socket) -> None:
-        self.agent = Lines(agent)
-        self._ranks: dict[int, tuple[int, Message]] = {}
-        """Process and order of each rank that has not been waited for."""
-        self._ended: set[int] = set()
-        """Those of them that lived when they were to be ended."""
-        self._poll = select.poll()
-        self._poll.register(self.agent, select.POLLIN)
+    def __init__(self, agent: socket.socket, *, gpus: int = 0) -> None:
+        super().__init__(agent)
+        self._gpus = gpus
 
-    def serve(self) -> None:
-        """Do what the agent orders until it is gone; the ranks go with this process."""
-        while True:
-            for fd, _ in self._poll.poll():
-                if fd in self._ranks:
-                    self._wait_for(fd)
-                    continue
-                try:
-                    orders = self.agent.receive()
-                except EOFError:
-                    return
-                for order in orders:
-                    self._obey(order)
-
-    def _obey(self, order: Message) -> None:
-        if order["kind"] == "fork":
-            self._fork(order)
-            return
-        for fd, (pid, _) in self._ranks.items():
-            if order["kind"] == "end" and not is_dying(pid):
-                self._ended.add(fd)
-            number = signal.SIGKILL if order["kind"] == "end" else signal.Signals(order["number"])
-            signal.pidfd_send_signal(fd, number)
-
-    def _fork(self, order: Message) -> None:
+    def start(self, order: Message) -> Child:
+        """Fork a rank, or what measures this node."""
         server = os.getpid()
         pid = os.fork()
+        if pid == 0 and order["kind"] == "probe":
+            self._measure(order)
         if pid == 0:
             self._be_rank(order, server)
-        fd = os.pidfd_open(pid)
-        self._ranks[fd] = (pid, order)
-        self._poll.register(fd, select.POLLIN)
-
-    def _wait_for(self, fd: int) -> None:
-        pid, order = self._ranks.pop(fd)
-        self._poll.unregister(fd)
-        os.close(fd)
-        _, status = os.waitpid(pid, 0)
-        told = fd in self._ended
-        self._ended.discard(fd)
-        code = os.waitstatus_to_exitcode(status)
-        self.agent.send("dead", round=order["round"], rank=order["rank"], code=code, told=told)
+        return Child(pid, partial(_wait, pid))
 
     def _be_rank(self, order: Message, server: int) -> NoReturn:
         """In the child: become the training program, as if it had been started for this rank."""
@@ -98,7 +64,7 @@ class Server:
                 os._exit(1)
             # for people who look at processes
             ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank-{order['rank']}".encode(), 0, 0, 0)
-            for fd in self._ranks:
+            for fd in self.descriptors():
                 os.close(fd)
             gc.enable()
             os.environ.update(order["environment"])
@@ -117,6 +83,27 @@ class Server:
             sys.stderr.flush()
             os._exit(code)
 
+    def _measure(self, order: Message) -> NoReturn:
+        """In the child: measure this node, and tell the agent."""
+        code = 1
+        try:
+            die_with_parent(signal.SIGKILL)
+            self.agent.send("probing")
+            where = {name: order[name] for name in ("place", "nodes", "address", "port")}
+            self.agent.send("probed", **node_probe.run(**where, gpus=self._gpus))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+
+def _wait(pid: int) -> int:
+    """Wait for a forked process; return its exit code, negative for the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
 
 def import_program() -> None:
     """Import all that a rank needs before its first step. Raises what an import raises."""
@@ -130,6 +117,14 @@ def import_program() -> None:
             "CUDA was started while the training program was imported, and no process forked after that can use it; "
             "set chain.recovery=job"
         )
+
+
+def _gpus(run: Run) -> int:
+    """How many GPUs a node has; 0 where no plan says so."""
+    try:
+        return HealthPlan.of(Plan.load(run).node_health).gpus
+    except RelayrunError:
+        return 0
 
 
 def read_config(run: Run) -> None:
@@ -150,7 +145,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     agent = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    server = Server(agent)
+    server = Server(agent, gpus=_gpus(Run(options.run_dir.absolute())))
     try:
         import_program()
         read_config(Run(options.run_dir.absolute()))

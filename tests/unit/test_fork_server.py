@@ -6,37 +6,51 @@ import os
 import select
 import signal
 import socket
+import subprocess
+from functools import partial
 from pathlib import Path
 
-from relayrun.agent.lines import Lines
+import pytest
+
+from relayrun.agent.lines import Lines, Message
+from relayrun.agent.rank_server import Child, RankServer
 from relayrun.rundir.run import Run
 from relayrun.training import __main__ as program
 from relayrun.training import fork_server
-from relayrun.training.fork_server import Server
 from tests.history import began
 
 
-def child() -> tuple[int, int]:
-    """A process that waits for its end, and the descriptor that tells of it."""
-    pid = os.fork()
-    if pid == 0:
-        signal.pause()
-        os._exit(1)
-    return pid, os.pidfd_open(pid)
+class Forks(RankServer):
+    """Starts processes that wait for their end."""
+
+    def start(self, order: Message) -> Child:
+        pid = os.fork()
+        if pid == 0:
+            signal.pause()
+            os._exit(1)
+        return Child(pid, partial(fork_server._wait, pid))
 
 
-def test_a_rank_that_was_killed_before_it_was_to_be_ended_is_told_as_one() -> None:
+class Starts(RankServer):
+    """The same, as programs; `subprocess` waits for its own."""
+
+    def start(self, order: Message) -> Child:
+        process = subprocess.Popen(["sleep", "600"])
+        return Child(process.pid, process.wait)
+
+
+@pytest.mark.parametrize("kind", [Forks, Starts])
+def test_a_rank_that_was_killed_before_it_was_to_be_ended_is_told_as_one(kind: type[RankServer]) -> None:
     """The order to end it may come first: its neighbours see its connections close, and their agents are heard."""
     ours, theirs = socket.socketpair()
-    server, agent = Server(theirs), Lines(ours)
-    children = [child(), child()]
-    for rank, (pid, fd) in enumerate(children):
-        server._ranks[fd] = (pid, {"round": 1, "rank": rank})
-        server._poll.register(fd, select.POLLIN)
-    os.kill(children[0][0], signal.SIGKILL)
-    select.select([children[0][1]], [], [], 60)
+    server, agent = kind(theirs), Lines(ours)
+    for rank in (0, 1):
+        server._obey({"kind": "fork", "round": 1, "rank": rank})
+    children = list(server.descriptors())
+    signal.pidfd_send_signal(children[0], signal.SIGKILL)
+    select.select([children[0]], [], [], 60)
     server._obey({"kind": "end"})
-    for _, fd in children:
+    for fd in children:
         server._wait_for(fd)
     found = [(message["rank"], message["code"], message["told"]) for message in agent.receive()]
     agent.close()

@@ -15,12 +15,14 @@ import pytest
 from relayrun.agent import coordinator as module
 from relayrun.agent import hangs
 from relayrun.agent.coordinator import SILENT_BEATS, Coordinator
+from relayrun.agent.health import Health
 from relayrun.agent.lines import Lines
 from relayrun.agent.reception import Reception
 from relayrun.agent.sections import Standing
 from relayrun.chain.orphaned import lost_batch_host
 from relayrun.files import append_line
 from relayrun.rundir import rounds
+from relayrun.rundir.node_health import HealthPlan
 from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
 from relayrun.scheduler.base import Job
@@ -48,7 +50,9 @@ class Link:
 class Nodes:
     """A coordinator, and agents that answer as real ones do: two nodes train with two ranks each, others are spare."""
 
-    def __init__(self, folder: Path, *, spare: int, max_failed_rounds: int = 5) -> None:
+    def __init__(
+        self, folder: Path, *, spare: int, max_failed_rounds: int = 5, health: HealthPlan | None = None
+    ) -> None:
         self.run = Run(folder / "run")
         began(self.run, 1)
         self.attempt = self.run.attempt(1)
@@ -65,7 +69,10 @@ class Nodes:
             links=cast("dict[int, Lines]", self.links),
             say=self.said.append,
             max_failed_rounds=max_failed_rounds,
+            health=None if health is None else Health(self.run, self.attempt, health, say=self.said.append),
         )
+        self.facts: dict[str, Any] = {}
+        """What nodes say of themselves at the end of a round."""
         self.all = {node: Link() for node in range(2 + spare)}
 
     def hello(self, *nodes: int) -> None:
@@ -87,7 +94,13 @@ class Nodes:
         for node in nodes:
             assert self.all[node].last["kind"] == "end", self.all[node].sent
             number = self.all[node].last["round"]
-            message = {"kind": "ended", "round": number, "memory": memory or [], "port": 2000 + node}
+            message = {
+                "kind": "ended",
+                "round": number,
+                "memory": memory or [],
+                "port": 2000 + node,
+                "facts": self.facts,
+            }
             self.coordinator.hear(node, message)
 
     def places(self) -> list[int | None]:

@@ -220,7 +220,7 @@ def _bytes(known: Json, definition: str) -> Plan | None:
     ):
         return None
     vocabulary = json.loads(definition)["model"]["vocab"]
-    if not (model["unk_token"] in vocabulary if model.get("unk_token") else vocabulary.keys() >= {*_BYTE_LETTERS}):
+    if not (model["unk_token"] in vocabulary if model.get("unk_token") else vocabulary.keys() >= {*BYTE_LETTERS}):
         return None
     return _plan(known, BYTES)
 

@@ -1,0 +1,123 @@
+"""How an agent learns how its own node is, without waiting: before the first ranks, and behind those of a round."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from relayrun.agent import node_facts
+from relayrun.agent.node_facts import Facts, Program
+from relayrun.agent.node_findings import MEMORY_OF_RANKS
+from relayrun.rundir.node_health import HealthPlan
+
+FACTS_SECONDS = 10.0
+"""How much longer than the site's own check the whole look may take: a disk may hang."""
+BETWEEN_SECONDS = 5.0
+"""How long GPUs may take to answer between two rounds."""
+
+
+class OwnHealth:
+    """The health of this node.
+
+    Args:
+        arguments: of a program of this run and attempt.
+        attempt: the folder of the attempt.
+        watch: where what is waited for is registered; the data of each key is what to call then.
+    """
+
+    def __init__(self, plan: HealthPlan, arguments: list[str], attempt: Path, *, watch: selectors.BaseSelector) -> None:
+        self._plan, self._arguments, self._attempt, self._watch = plan, arguments, attempt, watch
+        self._running: Program | None = None
+        self._fd = -1
+        self._then: Callable[[Facts], None] | None = None
+        """What is told what is found, once the program has answered."""
+        self._found: Callable[[int | None, str], Facts] = _of_answer
+        self._early: Facts = {}
+        """What was found before anybody was to be told."""
+        self._most = self._least = 0
+        """Free memory when ranks were started, and the least since then."""
+
+    def look(self, then: Callable[[Facts], None]) -> None:
+        """Look at all, and call `then` with it."""
+        command = [sys.executable, "-P", "-m", "relayrun.agent.node_facts", *self._arguments]
+        self._found, self._then = _of_answer, then
+        self._begin(Program(command, FACTS_SECONDS + self._plan.command_seconds * bool(self._plan.command)))
+
+    def ranks_start(self) -> None:
+        """Ranks are about to take memory."""
+        self._most = self._least = node_facts.available_memory() or 0
+
+    def ranks_run(self) -> None:
+        """Now and then: see how much they have taken."""
+        if self._most:
+            self._least = min(self._least, node_facts.available_memory() or self._least)
+
+    def ranks_end(self) -> None:
+        """Ranks are being ended: GPUs can be asked meanwhile."""
+        if self._plan.gpus and self._plan.gpu_program and self._running is None:
+            self._found, self._early = node_facts.gpu_facts, {}
+            self._begin(Program(self._plan.gpu_program, BETWEEN_SECONDS))
+
+    def look_between(self, then: Callable[[Facts], None], *, copies: Path | None) -> None:
+        """No rank is left: look at what takes milliseconds, and call `then` with it when GPUs have answered, too.
+
+        `copies`: the folder of ranks' copies in memory, which the next ranks take over.
+        """
+        found = node_facts.quick(self._attempt)
+        if found["memory"] is not None and copies is not None:
+            found["memory"] += sum(path.stat().st_size for path in copies.glob("*"))
+        if self._most > self._least:
+            found[MEMORY_OF_RANKS] = self._most - self._least
+        self._most = self._least = 0
+        if self._running is None:
+            then(found | self._early)
+            self._early = {}
+        else:
+            self._then = lambda of_gpus: then(found | of_gpus)
+
+    def attend(self) -> None:
+        """Now and then: see whether a program has answered, or has had the time."""
+        if self._running is not None and (answer := self._running.answer()) is not None:
+            self._ended(answer)
+
+    def end(self) -> None:
+        """Wait for nothing any more."""
+        if self._running is not None:
+            self._running.end()
+
+    def _begin(self, program: Program) -> None:
+        self._running = program
+        if program.fileno() >= 0:
+            self._fd = os.dup(program.fileno())  # the program closes its own
+            self._watch.register(self._fd, selectors.EVENT_READ, lambda: self._ended(program.wait()))
+        else:
+            self._ended(program.wait())
+
+    def _ended(self, answer: tuple[int | None, str]) -> None:
+        """It has said something, or closed its output, and so it ends; or its time is over."""
+        if self._fd >= 0:
+            self._watch.unregister(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+        self._running = None
+        found, then, self._then = self._found(*answer), self._then, None
+        if then is None:
+            self._early = found
+        else:
+            then(found)
+
+
+def _of_answer(code: int | None, output: str) -> Facts:
+    """What `agent.node_facts` printed; `answer` in words where it did not."""
+    try:
+        found = json.loads(output.splitlines()[-1]) if code == 0 else None
+    except (ValueError, IndexError):
+        found = None
+    if isinstance(found, dict):
+        return found
+    words = " ".join(output.split())[-node_facts.WORDS :]
+    return {"answer": f"its own look did not end well: {words or f'exit code {code}'}"}

@@ -1,0 +1,418 @@
+"""What a node says of itself, what it means, and what becomes of a node that is sick."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayrun.agent import health as health_module
+from relayrun.agent import node_facts
+from relayrun.agent.clocks import QUESTIONS, Clocks
+from relayrun.agent.health import Health
+from relayrun.agent.lines import Lines
+from relayrun.agent.node_facts import Program, available_memory, gather, quick
+from relayrun.agent.node_findings import decided, judged, of_clock, of_facts, of_probe
+from relayrun.agent.places import Places
+from relayrun.chain import nodes
+from relayrun.files import read_lines
+from relayrun.rundir import node_health
+from relayrun.rundir.node_health import Finding, HealthPlan, History
+from relayrun.rundir.plan import Plan
+from relayrun.rundir.run import Run
+from relayrun.training.node_gpus import xids_of
+from relayrun.training.node_probe import pairs
+from tests.history import began
+
+EMPTY = History([])
+GB = 10**9
+
+
+def found(facts: dict[str, Any], history: History = EMPTY, **plan: Any) -> dict[str, Finding]:
+    return {each.check: each for each in of_facts("n1", facts, HealthPlan(mode="warn", **plan), history)}
+
+
+def test_a_well_node_has_no_findings_and_its_facts_are_known(tmp_path: Path) -> None:
+    facts = gather(HealthPlan(mode="warn"), tmp_path)
+    assert facts["memory"] > 0
+    assert facts["tmp"] > 0
+    assert facts["unwritable"] == {}
+    assert facts["seconds"] < 60
+    assert found(facts) == {}
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_short_of_a_limit_is_named_with_both_figures(tmp_path: Path) -> None:
+    facts = quick(tmp_path)
+    there = found(facts, memory=1e18, shm=1e18, tmp=1e18, open_files=10**9)
+    assert {check: each.hard for check, each in there.items()} == {
+        "memory": True,
+        "shm": False,
+        "tmp": False,
+        "open_files": False,
+    }
+    for each in there.values():
+        assert each.value < each.limit
+    assert there["memory"].words == f"{facts['memory'] / 1e9:.3g} GB of memory are free, 1e+09 GB wanted"
+
+
+def test_memory_is_compared_with_what_ranks_took_before() -> None:
+    history = History([{"ranks_memory": 40 * GB}, {"ranks_memory": 44 * GB}, {"ranks_memory": 300 * GB}])
+    assert not found({"memory": 44 * GB}, history)
+    assert not found({"memory": GB})  # nobody knows
+    short, much_shorter = found({"memory": 30 * GB}, history)["memory"], found({"memory": 20 * GB}, history)["memory"]
+    assert (short.hard, much_shorter.hard, short.limit) == (False, True, 44 * GB)
+    assert short.words == "30 GB of memory are free, and ranks of this run took 44 GB before"
+
+
+def test_a_folder_that_cannot_be_written_is_hard(tmp_path: Path) -> None:
+    facts = quick(tmp_path / "gone")
+    each = found(facts)["run_dir"]
+    assert each.hard
+    assert each.words == f"cannot be written: {tmp_path / 'gone'}: No such file or directory"
+
+
+def test_the_limit_of_open_files_is_that_of_the_process(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    began(run, 1)
+    plan_of(run, mode="warn", open_files=1024).write(run.plan)
+    answer = subprocess.run(
+        [sys.executable, "-m", "relayrun.agent.node_facts", f"--run-dir={run.path}", "--attempt=1"],
+        capture_output=True,
+        check=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200)),
+    )
+    each = found(json.loads(answer.stdout), open_files=1024)["open_files"]
+    assert (each.value, each.limit) == (200, 1024)
+    assert each.words == "a process may open 200 files, 1024 wanted (`ulimit -Hn`)"
+
+
+def plan_of(run: Run, **health: Any) -> Plan:
+    values: dict[str, Any] = dict.fromkeys(("lead", "lead_floor", "lead_ceiling", "hang_timeout", "start_timeout"), 1.0)
+    values |= {name: [] for name in ("srun_options", "command_prefix", "program", "modules")}
+    values |= dict.fromkeys(
+        ("config_revision", "max_failed_attempts", "time_limit", "signal_lead", "nodes", "ntasks_per_node"), 1
+    )
+    return Plan(
+        run="a/b",
+        job_name="a",
+        scheduler="local",
+        total_steps=1,
+        submitted_after_attempt=0,
+        auto_requeue=False,
+        mode="singleton",
+        cpus_per_task=1,
+        sbatch_options={},
+        environment={},
+        host_python=sys.executable,
+        package_root=".",
+        log_folder=".",
+        node_health=asdict(HealthPlan(**health)),
+        **values,
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "hard", "words"),
+    [
+        (["sh", "-c", "echo no lustre; exit 3"], True, "the site's own check (sh): no lustre (exit status 3)"),
+        (["sleep", "600"], False, "the site's own check (sleep): no answer within 0.5 s"),
+        (["/no/such"], False, "the site's own check (/no/such): /no/such: No such file or directory"),
+        (["sh", "-c", "sleep 600 & exit 0"], None, ""),
+        (["sh", "-c", "kill -9 $$"], True, "the site's own check (sh): no words (exit status -9)"),
+    ],
+)
+def test_the_sites_own_check(tmp_path: Path, command: list[str], hard: bool | None, words: str) -> None:
+    plan = HealthPlan(mode="warn", command=command, command_seconds=0.5 if command[0] == "sleep" else 60.0)
+    there = {each.check: each for each in of_facts("n1", gather(plan, tmp_path), plan, EMPTY)}
+    assert (there["command"].hard, there["command"].words) == (hard, words) if words else there == {}
+
+
+def test_a_program_ends_with_what_it_has_started() -> None:
+    program = Program(["sh", "-c", "sleep 600 & echo $!; wait"], 0.5)
+    code, words = program.wait()
+    assert (code, words) == (None, "no answer within 0.5 s")
+    answered = Program(["sh", "-c", "sleep 600 & echo $!"], 60.0).wait()
+    assert answered[0] == 0
+    pid = int(answered[1])
+    for _ in range(600):
+        if not Path(f"/proc/{pid}").exists() or ") Z " in Path(f"/proc/{pid}/stat").read_text():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it lives")
+
+
+PYNVML = """
+class NVMLError(Exception): pass
+NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
+def nvmlInit(): pass
+def nvmlShutdown(): pass
+def nvmlDeviceGetCount(): return 3
+def nvmlDeviceGetHandleByIndex(index):
+    if index == 2: raise NVMLError("GPU is lost")
+    return index
+def nvmlDeviceGetMemoryInfo(handle): return None
+def nvmlDeviceGetTotalEccErrors(handle, kind, counter):
+    assert (kind, counter) == (1, 0)
+    return 4 * handle
+def nvmlDeviceGetCurrentClocksThrottleReasons(handle): return 0x40 | 0x4 if handle else 0x1
+def nvmlDeviceGetRemappedRows(handle):
+    if handle: return [0, 2, 1, 0]
+    raise NVMLError("not supported")
+"""
+
+
+def test_gpus_that_are_lost_or_have_errors_are_found(tmp_path: Path) -> None:
+    (tmp_path / "pynvml.py").write_text(PYNVML)
+    program = Program([sys.executable, "-m", "relayrun.training.node_gpus"], 60.0)
+    assert "gpu_error" in node_facts.of_gpus(program)  # this machine has none, or says so
+    environment = f"PYTHONPATH={tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    facts = node_facts.of_gpus(Program(["env", environment, sys.executable, "-m", "relayrun.training.node_gpus"], 60.0))
+    there = found(facts, gpus=3)
+    assert {check: each.hard for check, each in there.items() if check != "gpu_xid"} == {
+        "gpus": True,
+        "gpu_ecc": True,
+        "gpu_rows": False,
+        "gpu_slowed": False,
+    }
+    assert there["gpus"].words == "2 GPUs answer, and the job asks for 3; GPU 2: GPU is lost"
+    assert there["gpu_ecc"].words == "GPU 1: 4 uncorrected ECC errors since the driver was loaded"
+    assert there["gpu_slowed"].words == "GPU 1: its clock is held down by heat (hardware)"
+
+
+def test_xid_errors_of_programs_are_not_those_of_the_hardware() -> None:
+    lines = [
+        "4,1,2,-;NVRM: Xid (PCI:0000:1a:00): 31, pid=7, MMU Fault",
+        "4,1,3,-;NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus.",
+        "4,1,4,-;usb: 79",
+    ]
+    assert xids_of(lines) == ["NVRM: Xid (PCI:0000:1a:00): 79, GPU has fallen off the bus."]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_memory_that_is_left_in_a_group_counts_where_it_is_less(tmp_path: Path, version: int) -> None:
+    meminfo, own = tmp_path / "meminfo", tmp_path / "own"
+    meminfo.write_text("MemTotal: 100 kB\nMemAvailable: 60 kB\n")
+    own.write_text("1:name=systemd:/x\n" + ("4:cpu,memory:/job/step\n" if version == 1 else "0::/job/step\n"))
+    job = tmp_path / ("memory/job" if version == 1 else "job")
+    (job / "step").mkdir(parents=True)
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    limit, usage, cache = names if version == 1 else ("memory.max", "memory.current", "inactive_file")
+    for group in (job, job / "step"):
+        (group / limit).write_text(f"{1 << 62}\n" if version == 1 else "max\n")
+        (group / usage).write_text("30000\n")
+        (group / "memory.stat").write_text(f"anon 20000\n{cache} 10000\n")
+    assert available_memory(meminfo, own, tmp_path) == 60 << 10
+    (job / limit).write_text("40000\n")
+    assert available_memory(meminfo, own, tmp_path) == 20000
+    assert available_memory(tmp_path / "none", tmp_path / "none", tmp_path) is None
+
+
+def clock_of(offset: float, delay: float) -> Callable[[Lines], None]:
+    """An agent on a node whose clock is ahead by `offset`, behind a connection that takes `delay` each way."""
+
+    def answer(agent: Lines) -> None:
+        left = QUESTIONS
+        while left:
+            for message in agent.receive():
+                time.sleep(delay)
+                here = time.time() + offset
+                time.sleep(delay)
+                agent.send("clock", sent=message["sent"], here=here)
+                left -= 1
+
+    return answer
+
+
+def test_a_clock_that_differs_is_found_whatever_the_connection_takes() -> None:
+    clocks, links, threads, ends = Clocks(), {}, [], []
+    for node, (offset, delay) in enumerate([(0.0, 0.0), (7.5, 0.01), (0.0, 0.05)]):
+        ours, theirs = socket.socketpair()
+        links[node] = Lines(ours)
+        ends.append(Lines(theirs))
+        threads.append(threading.Thread(target=clock_of(offset, delay), args=[ends[-1]]))
+        threads[-1].start()
+    clocks.ask(links, links)
+    for node, link in links.items():
+        left = QUESTIONS
+        while left:
+            for message in link.receive():
+                assert message["kind"] == "clock"
+                clocks.hear(node, message)
+                left -= 1
+    for thread in threads:
+        thread.join()
+    for line in (*links.values(), *ends):
+        line.close()
+    offsets = clocks.offsets()
+    assert abs(offsets[1][0] - 7.5) <= offsets[1][1] + offsets[0][1] + offsets[2][1]
+    plan = HealthPlan(mode="warn", clock_seconds=2.0)
+    there = {node: list(of_clock(f"n{node}", *known, plan)) for node, known in offsets.items()}
+    assert [bool(there[node]) for node in range(3)] == [False, True, False]
+    assert there[1][0].words.startswith("its clock is 7.")
+    assert " s ahead (± " in there[1][0].words
+
+
+def test_one_clock_alone_is_right() -> None:
+    clocks = Clocks()
+    clocks.hear(0, {"sent": time.time(), "here": 0.0})
+    assert clocks.offsets() == {}
+
+
+def test_what_is_slower_than_the_runs_own_median_is_named_and_the_first_measurement_is_not() -> None:
+    plan = HealthPlan(mode="warn", slower=1.5)
+    probe = {"matmul": 0.016, "exchange": 0.002, "on": "cpu"}
+    assert not list(of_probe("n1", probe, plan, EMPTY))
+    history = History([{"matmul": 0.010, "exchange": 0.002, "on": "cpu"}, {"matmul": 0.001, "on": "H100"}])
+    (slow,) = of_probe("n1", probe, plan, history)
+    assert (slow.check, slow.hard, slow.value) == ("matmul", False, 0.016)
+    assert slow.limit == pytest.approx(0.015)
+    assert slow.words == "a matrix product takes 16 ms, 1.6 times this run's median of 10 ms (1.5 times allowed)"
+    assert not list(of_probe("n1", probe | {"matmul": 0.0149}, plan, history))
+    (wrong,) = of_probe("n1", {"wrong": "3 of 768 rows of a product"}, plan, history)
+    assert (wrong.check, wrong.hard) == ("result", True)
+    (few,) = of_probe("n1", {"devices": 3}, HealthPlan(gpus=4), history)
+    assert (few.check, few.hard) == ("gpus", True)
+    (mute,) = of_probe("n1", {"error": "no answer"}, plan, history)
+    assert (mute.check, mute.hard) == ("answer", False)
+
+
+def finding(node: str, check: str, *, hard: bool = False) -> Finding:
+    return Finding(node=node, check=check, value=1, limit=0, words=check, hard=hard)
+
+
+def test_what_every_node_has_makes_none_sick() -> None:
+    every = [finding(node, "gpus", hard=True) for node in ("n0", "n1")]
+    seen, sick = judged([*every, finding("n1", "gpu_ecc", hard=True)], nodes=2, mode="warn")
+    assert [each.reason for each in seen] == ["every node has it", "every node has it", ""]
+    assert {node: each.check for node, each in sick.items()} == {"n1": "gpu_ecc"}
+    assert judged(every[:1], nodes=1, mode="warn")[1].keys() == {"n0"}  # one alone has nobody to be compared with
+
+
+def test_what_is_less_makes_a_node_sick_only_where_that_is_asked_for() -> None:
+    soft = [finding("n0", "tmp"), finding("n1", "matmul"), finding("n1", "gpus", hard=True)]
+    assert judged(soft, nodes=3, mode="warn")[1].keys() == {"n1"}
+    sick = judged(soft, nodes=3, mode="exclude")[1]
+    assert {node: each.check for node, each in sick.items()} == {"n1": "gpus", "n0": "tmp"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "spare", "elastic", "actions"),
+    [
+        (2, 2, [], ["left out", "left out"]),
+        (2, 1, [], ["left out", "warned"]),  # the hard one comes first
+        (3, 0, [2, 1], ["left out", "warned"]),  # as many would not train without the second
+        (2, 0, [], ["ended", "warned"]),
+    ],
+)
+def test_a_node_is_left_out_where_training_goes_on_without_it(
+    wanted: int, spare: int, elastic: list[int], actions: list[str]
+) -> None:
+    places = Places(wanted, spare=spare, elastic=elastic)
+    sick = {"n1": finding("n1", "gpus", hard=True), "n0": finding("n0", "tmp")}
+    found = decided(sick, left=places.left, fitting=places.fitting)
+    assert [found[node][0] for node in ("n1", "n0")] == actions
+
+
+def test_what_is_done_is_on_record_and_said(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    began(run, 1)
+    said: list[str] = []
+    health = Health(run, run.attempt(1), HealthPlan(mode="warn", tmp=GB), say=said.append)
+    health.hear(0, {"kind": "health", "facts": {"tmp": 2 * GB, "ranks_memory": 5 * GB}}, name="n0")
+    health.hear(1, {"kind": "health", "facts": {"tmp": 0, "unwritable": {"run_dir": "/r: Read-only"}}}, name="n1")
+    assert health.knows(1)
+    left_out, ends = health.look({0: "n0", 1: "n1"}, Places(2), ended_round=3)
+    assert (left_out, ends) == ({1: "cannot be written: /r: Read-only (node health)"}, True)
+    first, second = node_health.read(run.attempt(1))
+    assert (first.check, first.action, first.reason, first.round) == (
+        "run_dir",
+        "ended",
+        "no other node takes its place",
+        3,
+    )
+    assert (second.check, second.action, second.value, second.limit) == ("tmp", "warned", 0, GB)
+    assert said == [
+        "n1: cannot be written: /r: Read-only; ends the attempt, no other node takes its place",
+        "n1: 0 GB are free in the folder for temporary files, 1 GB wanted; goes on",
+    ]
+    assert node_health.why_ended(run.attempt(1)) == "n1: cannot be written: /r: Read-only"
+    assert node_health.sick(run.attempt(1)) == {"n1": "cannot be written: /r: Read-only"}
+    (line,) = read_lines(run.node_health)
+    assert (line["node"], line["ranks_memory"]) == ("n0", 5 * GB)
+    assert not health.look({0: "n0"}, Places(2), ended_round=3)[0], "it is forgotten"
+
+
+def test_nodes_that_do_not_answer_are_waited_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path / "run")
+    began(run, 1)
+    health = Health(run, run.attempt(1), HealthPlan(mode="warn"), say=lambda _: None)
+
+    class Link:
+        def send(self, kind: str, **values: Any) -> None:
+            assert kind == "probe"
+
+    health.probe({0: Link(), 1: Link()}, [0, 1], address=None, port=1)  # type: ignore[dict-item]
+    monkeypatch.setattr(health_module, "PROBE_SECONDS", 0.05)
+    health.hear(0, {"kind": "probed", "matmul": 0.01, "on": "cpu"}, name="n0")
+    time.sleep(0.1)
+    assert not health.probed([0, 1])  # imports may take long
+    health.hear(1, {"kind": "probing"}, name="n1")
+    assert not health.probed([0, 1])
+    time.sleep(0.1)
+    assert health.probed([0, 1])
+    assert health.look({0: "n0", 1: "n1"}, Places(2), ended_round=0) == ({}, False)
+    (late,) = node_health.read(run.attempt(1))
+    assert (late.node, late.check, late.action) == ("n1", "answer", "warned")
+    assert [line["matmul"] for line in read_lines(run.node_health)] == [0.01]
+
+
+def test_a_sick_node_is_excluded_at_its_first_strike(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.path.mkdir()
+    nodes.strike(run, 1, {"n1": "2 GPUs answer"}, now=100.0, sick=True)
+    nodes.strike(run, 1, {"n1": "killed", "n2": "killed"}, now=100.0)
+    strikes = nodes.read_strikes(run)
+    assert [(entry.node, entry.sick) for entry in strikes] == [("n1", True), ("n2", False)]
+    assert nodes.excluded(strikes, nodes=40, now=200.0) == ["n1"]
+    assert nodes.excluded(strikes, nodes=40, now=200.0 + nodes.EXPIRE_SECONDS) == []
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 9])
+def test_every_node_exchanges_with_both_neighbours_and_with_one_at_a_time(count: int) -> None:
+    turns = list(pairs(count))
+    for turn in turns:
+        each = [node for pair in turn for node in pair]
+        assert len(set(each)) == len(each)
+    edges = {frozenset(pair) for turn in turns for pair in turn}
+    assert edges == {frozenset((node, (node + 1) % count)) for node in range(count)}
+
+
+@pytest.mark.slow
+def test_nodes_are_measured_with_each_other_and_their_numbers_are_right() -> None:
+    from relayrun.scheduler.tasks import free_port
+
+    code = (
+        "import sys, json, torch; from relayrun.training import node_probe; place = int(sys.argv[1]); "
+        "print(json.dumps(node_probe.run(place=place, nodes=3, address='127.0.0.1', port=int(sys.argv[2]), gpus=0)))"
+    )
+    port = str(free_port())
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, str(place), port], stdout=subprocess.PIPE) for place in range(3)
+    ]
+    answers = [json.loads(process.communicate()[0]) for process in processes]
+    for answer in answers:
+        assert answer.keys() == {"matmul", "on", "exchange"}
+        assert 0 < answer["matmul"] < 60
+        assert 0 < answer["exchange"] < 60

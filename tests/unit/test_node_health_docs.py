@@ -1,0 +1,82 @@
+"""What docs/node-health.md says is there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from relayrun.cli import main
+from relayrun.config import compose
+from relayrun.config.node_health import NodeHealthLimits
+from relayrun.errors import ConfigError
+from relayrun.rundir.node_health import Finding, HealthPlan
+from relayrun.rundir.run import Run
+from relayrun.submit.submission import make_plan
+from tests.workspace import Workspace
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/node-health.md").read_text(encoding="utf-8")
+SLURM = {"name": "test", "scheduler": "slurm", "python": "/opt/python"}
+
+
+def block(kind: str) -> str:
+    (found,) = re.findall(rf"^```{kind}\n(.*?)^```$", PAGE, re.M | re.S)
+    return str(found)
+
+
+def test_the_page_is_short_and_its_config_is_one(tmp_path: Path) -> None:
+    assert len(PAGE.splitlines()) <= 150
+    path = Workspace.make(tmp_path).config("run", cluster=SLURM, training={"global_batch_size": 16})
+    (tmp_path / "whole.yaml").write_text(f"include: ['{path}']\n{block('yaml')}", encoding="utf-8")
+    plan = make_plan(compose.load(tmp_path / "whole.yaml"), Run(tmp_path / "run"), tmp_path, revision=1)
+    health = HealthPlan.looked_for(plan.node_health)
+    assert health is not None
+    assert (health.mode, health.command, health.memory) == ("warn", ["/opt/site/nhc"], None)
+    assert health.probe_program[0] == "/opt/python"
+
+
+@pytest.mark.slow
+def test_its_command_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(block("bash"))[1:]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in NodeHealthLimits.model_fields)
+
+
+def test_its_checks_settings_and_fields_are_those_of_the_code() -> None:
+    table = PAGE.partition("| check |")[2].partition("\n\n")[0]
+    named = {name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in re.findall(r"`(\w+)`", row)}
+    source = (ROOT / "relayrun/rundir/node_health.py").read_text(encoding="utf-8")
+    checks = source.partition("check: str")[2].partition("value: float")[0]
+    assert named == set(re.findall(r"`(\w+)`", checks))
+    settings = {
+        name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[4:5][0] if row else "")
+    }
+    assert settings == set(NodeHealthLimits.model_fields)
+    record = PAGE.partition("## On record")[2]
+    known = {field.name for field in fields(Finding)} | {"warned", "ended"}
+    assert set(re.findall(r"`(\w+)`", record)) == known
+    assert f"{NodeHealthLimits().slower} times this run's median" in PAGE
+
+
+def test_nobody_looks_where_it_is_off(tmp_path: Path) -> None:
+    path = Workspace.make(tmp_path).config("run", chain={"node_health": "off"})
+    assert make_plan(compose.load(path), Run(tmp_path / "run"), tmp_path, revision=1).node_health == {}
+
+
+@pytest.mark.parametrize(
+    ("chain", "words"),
+    [
+        ({"node_health": "on"}, "node_health"),
+        ({"node_health_limits": {"slower": 1.0}}, "slower"),
+        ({"node_health_limits": {"command_seconds": 60}}, "command_seconds"),
+        ({"node_health_limits": {"memory_gb": "all"}}, "memory_gb"),
+        ({"node_health_command": ["a\nb"]}, "control character"),
+    ],
+)
+def test_what_is_no_limit_is_refused(tmp_path: Path, chain: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        compose.load(Workspace.make(tmp_path).config("run", chain=chain))
