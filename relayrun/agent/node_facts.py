@@ -48,7 +48,7 @@ UNLIMITED = 1 << 60
 
 def quick(attempt: Path) -> Facts:
     """What takes milliseconds. `attempt`: the folder of the attempt, which must be writable."""
-    tmp = Path(tempfile.gettempdir())
+    tmp = temporary_folder()
     unwritable = {name: words for name, path in (("run_dir", attempt), ("tmp", tmp)) if (words := why_not(path))}
     room = {name: _room(path) for name, path in (("shm", PLACE), ("tmp", tmp))}
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -58,6 +58,12 @@ def quick(attempt: Path) -> Facts:
         "unwritable": unwritable,
         "open_files": None if hard == resource.RLIM_INFINITY else hard,
     }
+
+
+def temporary_folder() -> Path:
+    """Where programs put temporary files. `tempfile` would try another folder where this one cannot be written."""
+    named = os.environ.get("TMPDIR", "")
+    return Path(named) if os.path.isdir(named) else Path("/tmp")  # that of a login node may be on no other node
 
 
 def why_not(folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -38,6 +39,8 @@ class OwnHealth:
         self._found: Callable[[int | None, str], Facts] = _of_answer
         self._early: Facts = {}
         """What was found before anybody was to be told."""
+        self._unknown = False
+        """Whether nothing is known of GPUs here; it has been said once."""
         self._most = self._least = 0
         """Free memory when ranks were started, and the least since then."""
 
@@ -58,7 +61,7 @@ class OwnHealth:
 
     def ranks_end(self) -> None:
         """Ranks are being ended: GPUs can be asked meanwhile."""
-        if self._plan.gpus and self._plan.gpu_program and self._running is None:
+        if self._plan.gpus and self._plan.gpu_program and self._running is None and not self._unknown:
             self._found, self._early = node_facts.gpu_facts, {}
             self._begin(Program(self._plan.gpu_program, BETWEEN_SECONDS))
 
@@ -69,7 +72,8 @@ class OwnHealth:
         """
         found = node_facts.quick(self._attempt)
         if found["memory"] is not None and copies is not None:
-            found["memory"] += sum(path.stat().st_size for path in copies.glob("*"))
+            with contextlib.suppress(OSError):
+                found["memory"] += sum(path.stat().st_size for path in copies.glob("*"))
         if self._most > self._least:
             found[MEMORY_OF_RANKS] = self._most - self._least
         self._most = self._least = 0
@@ -105,6 +109,7 @@ class OwnHealth:
             self._fd = -1
         self._running = None
         found, then, self._then = self._found(*answer), self._then, None
+        self._unknown = self._unknown or "gpu_error" in found
         if then is None:
             self._early = found
         else:

@@ -90,7 +90,15 @@ def _closed(run: Run) -> Iterator[Path]:
     folders += [path for folder in checkpoints if folder.name.startswith(".") for path in _folders(folder)]
     folders += [run.evaluations, *_folders(run.evaluations), run.triggers, run.code, run.debug, run.tensorboard]
     folders += [run.path / "wandb", local]
-    files = [run.metrics_view, run.attempts_view, run.progress, run.strikes, run.owners, run.path / ".submit.lock"]
+    files = [
+        run.metrics_view,
+        run.attempts_view,
+        run.progress,
+        run.strikes,
+        run.node_health,
+        run.owners,
+        run.path / ".submit.lock",
+    ]
     files += [local / "queue.lock", local / "runner.lock"]
     for path in [*folders, *files]:
         mode = os.W_OK | os.X_OK if path in folders else os.W_OK

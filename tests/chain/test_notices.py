@@ -24,8 +24,9 @@ from relayrun.chain.notices import note
 from relayrun.cli import main
 from relayrun.files import append_line
 from relayrun.monitoring import deliver, unsent
-from relayrun.rundir import notices
+from relayrun.rundir import node_health, notices
 from relayrun.rundir.evaluations import Result
+from relayrun.rundir.node_health import Finding
 from relayrun.rundir.notices import NoticePolicy, Target
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import End, Hang
@@ -212,6 +213,20 @@ def test_a_disk_that_is_nearly_full(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert "room for 1 more checkpoints" in noted(run)["disk-0004"]
     append_line(run.attempt(4).failed_saves, {"iteration": 310, "error": "[Errno 28] No space left on device"})
     assert "a save of iteration 310 failed" in noted(run)["disk-0004-310"]
+
+
+def test_a_sick_node(run: Run) -> None:
+    tell(run, "http://x/")
+    began(run, 4, base=300)
+    found = Finding(node="n1", check="gpus", value=3, limit=4, words="3 GPUs answer", hard=True, time=1e9)
+    soft = Finding(node="n2", check="tmp", value=0, limit=1, words="0 GB are free", hard=False, time=1e9)
+    for each in (soft, found.done("left out"), soft.done("left out"), found.done("ended", "nobody is left")):
+        node_health.append(run.attempt(4), each)
+    assert noted(run) == {
+        "node-0004-2": "attempt 4: n1: 3 GPUs answer; left out",
+        "node-0004-3": "attempt 4: n2: 0 GB are free; left out",
+        "node-0004-4": "attempt 4: n1: 3 GPUs answer; ends the attempt, nobody is left",
+    }
 
 
 def test_an_evaluation_with_its_scores(run: Run) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import selectors
 import socket
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from relayrun.agent.health import Health
 from relayrun.agent.lines import Lines
 from relayrun.agent.node_facts import Program, available_memory, gather, quick
 from relayrun.agent.node_findings import decided, judged, of_clock, of_facts, of_probe
+from relayrun.agent.own_health import OwnHealth
 from relayrun.agent.places import Places
 from relayrun.chain import nodes
 from relayrun.files import read_lines
@@ -81,6 +83,14 @@ def test_a_folder_that_cannot_be_written_is_hard(tmp_path: Path) -> None:
     each = found(facts)["run_dir"]
     assert each.hard
     assert each.words == f"cannot be written: {tmp_path / 'gone'}: No such file or directory"
+
+
+def test_a_folder_for_temporary_files_that_is_on_another_node_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for named, wanted in ((tmp_path, tmp_path), (tmp_path / "of a login node", Path("/tmp")), ("", Path("/tmp"))):
+        monkeypatch.setenv("TMPDIR", str(named))
+        assert node_facts.temporary_folder() == wanted
 
 
 def test_the_limit_of_open_files_is_that_of_the_process(tmp_path: Path) -> None:
@@ -189,6 +199,49 @@ def test_gpus_that_are_lost_or_have_errors_are_found(tmp_path: Path) -> None:
     assert there["gpus"].words == "2 GPUs answer, and the job asks for 3; GPU 2: GPU is lost"
     assert there["gpu_ecc"].words == "GPU 1: 4 uncorrected ECC errors since the driver was loaded"
     assert there["gpu_slowed"].words == "GPU 1: its clock is held down by heat (hardware)"
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.3], ids=["before", "behind"])
+def test_gpus_are_asked_while_ranks_are_ended(tmp_path: Path, pause: float) -> None:
+    """They answer before the last rank is gone, or behind it."""
+    asked = tmp_path / "asked"
+    program = ["sh", "-c", f'echo >> {asked}; sleep {pause}; echo \'{{"gpus": [], "xids": []}}\'']
+    plan, selector = HealthPlan(mode="warn", gpus=2, gpu_program=program), selectors.DefaultSelector()
+    own, told = OwnHealth(plan, [], tmp_path, watch=selector), list[dict[str, Any]]()
+    own.ranks_start()
+    taken = bytearray(64 << 20)  # a rank's memory
+    own.ranks_run()
+    own.ranks_end()
+    if not pause:
+        while selector.get_map():
+            for key, _ in selector.select(0.05):
+                key.data()
+    own.look_between(told.append, copies=tmp_path)
+    assert bool(told) == (not pause)
+    while not told:
+        for key, _ in selector.select(0.05):
+            key.data()
+        own.attend()
+    (facts,) = told
+    assert len(taken) == 64 << 20
+    assert (facts["gpus"], facts["unwritable"]) == ([], {})
+    assert not selector.get_map()
+    own.ranks_end()
+    own.look_between(told.append, copies=None)
+    while len(told) < 2:
+        own.attend()
+    assert len(asked.read_text().splitlines()) == 2
+
+
+def test_a_library_that_is_missing_is_told_once(tmp_path: Path) -> None:
+    plan, selector = HealthPlan(mode="warn", gpus=2, gpu_program=["/no/such"]), selectors.DefaultSelector()
+    own, told = OwnHealth(plan, [], tmp_path, watch=selector), list[dict[str, Any]]()
+    for _ in range(2):
+        own.ranks_end()
+        own.look_between(told.append, copies=None)
+    assert [facts.get("gpu_error") for facts in told] == ["/no/such: No such file or directory", None]
+    (found_,) = found(told[0], gpus=2).values()
+    assert (found_.check, found_.hard) == ("gpus", False)
 
 
 def test_xid_errors_of_programs_are_not_those_of_the_hardware() -> None:
