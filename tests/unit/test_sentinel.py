@@ -18,7 +18,7 @@ import pytest
 
 from relayrun.chain import quota
 from relayrun.cli import main
-from relayrun.errors import user_name
+from relayrun.errors import SchedulerError, user_name
 from relayrun.monitoring import queue as asking
 from relayrun.monitoring import run_status, run_status_view, sentinel, symptoms, unsent
 from relayrun.monitoring.queue import Queue
@@ -358,7 +358,7 @@ def quiet_hours(world: World, hours: float, *, every: float) -> None:
         step("RUNNING", 700, beat="start")
         step("RUNNING", 1.5 * HOUR, beat="step", save=True)
         step("RUNNING", 900, beat="evaluation")
-        world.error = run_status.SchedulerError("squeue: Unable to contact slurm controller")
+        world.error = SchedulerError("squeue: Unable to contact slurm controller")
         step("RUNNING", 1800, beat="step", save=True)
         world.error = None
         world.queue()  # an answer that is not whole
@@ -495,7 +495,7 @@ def test_slurm_that_does_not_answer_is_said_after_an_hour(
     train(world)
     no_job(world)
     assert world.look() == []
-    world.error = run_status.SchedulerError("squeue: Unable to contact slurm controller")
+    world.error = SchedulerError("squeue: Unable to contact slurm controller")
     monkeypatch.setattr(sentinel.shutil, "which", lambda _: "/usr/bin/squeue")
     said = [world.look(after=600) for _ in range(8)]
     assert [len(lines) for lines in said] == [0, 0, 0, 0, 0, 0, 1, 0]
@@ -506,7 +506,7 @@ def test_slurm_that_does_not_answer_is_said_after_an_hour(
 
 def test_without_squeue_it_is_said_at_once(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     world = make_world(told=False)
-    world.error = run_status.SchedulerError("squeue is not installed here")
+    world.error = SchedulerError("squeue is not installed here")
     monkeypatch.setattr(sentinel.shutil, "which", lambda _: None)
     (line,) = world.look()
     assert "squeue is not installed here" in line
