@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,19 @@ from relayrun.files import append_line
 from relayrun.monitoring.goodput import view
 from relayrun.monitoring.goodput.account import Account, account
 from relayrun.monitoring.goodput.book import NEEDED, SECOND, Booked, book
-from relayrun.monitoring.goodput.facts import AttemptFacts, Stay
+from relayrun.monitoring.goodput.facts import AttemptFacts, Stay, stays
 from relayrun.monitoring.goodput.metrics import Block, read_blocks
 from relayrun.monitoring.goodput.parts import NAMES, PARTS
 from relayrun.monitoring.page.document import as_json
 from relayrun.monitoring.page.gather import read_page
 from relayrun.rundir.attempt import Attempt
+from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import AttemptStart, Commit, End, Hang, Outcome, Started
 from relayrun.rundir.rounds import FailedRound
 from relayrun.rundir.run import Run
 from relayrun.rundir.ways_back import went_back
 from relayrun.scheduler import history
+from relayrun.scheduler.allocations import Allocation
 from tests import accounted
 from tests.accounted import T, make_accounted, make_project
 
@@ -369,6 +372,19 @@ def test_rounds_of_an_attempt_that_fails_in_the_end_are_recovery(tmp_path: Path)
     place = stay(facts=facts(rounds=rounds, failure_time=20.0, limit=1.0, end=ended(22.0)), end=23.0)
     found = book(place, written(tmp_path, [step(1, 12.0, 2.0), step(2, 14.0, 2.0)]))
     assert by_round(found) == [START | {"step": 2.0, "redone": 3.0}, {"recovery": 7.0, "end": 1.0}]
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_a_job_that_has_lost_a_node_had_it(run: Run, spare: int) -> None:
+    """Slurm takes a lost node out of a job that outlives it, and tells of the others while the job is there."""
+    plan = replace(Plan.load(run), nodes=3 - spare, spare_nodes=spare)
+    each = facts()
+    each = replace(each, begin=replace(each.begin, options={"nodes": "3"}))
+    known = Allocation(
+        job_id=each.begin.job_id, nodes=2, submit=None, eligible=None, start=0.0, end=None, source="squeue"
+    )
+    (stay,) = stays([each], [known], plan=plan, now=1e10)
+    assert (stay.nodes, stay.spare_nodes) == ((3, 1) if spare else (2, 0))
 
 
 def test_spare_nodes_wait_until_one_takes_the_place_of_a_lost_node(tmp_path: Path) -> None:

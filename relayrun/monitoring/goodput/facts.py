@@ -165,7 +165,10 @@ def _stay(
     if end is None:
         limit = float("inf") if begin.job_end_time is None else begin.job_end_time
         end = min(now, limit)
-    nodes = int(begin.options.get("nodes", plan.nodes_of_job)) if entry is None else entry.nodes
+    asked = int(begin.options.get("nodes", plan.nodes_of_job))
+    nodes = asked if entry is None else entry.nodes
+    if plan.outlives_nodes:  # Slurm tells of the nodes that such a job has left
+        nodes = max(nodes, asked)
     return Stay(
         job_id=begin.job_id,
         nodes=nodes,
