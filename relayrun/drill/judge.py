@@ -15,7 +15,7 @@ from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import End
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason
-from relayrun.submit.submission import log_folder
+from relayrun.submit.run_plan import log_folder
 from relayrun.training.checkpoint import checksums
 
 LOG_BYTES = 16 << 20

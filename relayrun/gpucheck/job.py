@@ -18,7 +18,7 @@ from relayrun.gpucheck.setup import Setup
 from relayrun.rundir.run import Run
 from relayrun.scheduler.slurm import Slurm
 from relayrun.slurmtime import format_time, parse_time
-from relayrun.submit import submission
+from relayrun.submit import run_plan
 from relayrun.submit.check import job as job_check
 
 SRUN_MINUTES = 3
@@ -35,7 +35,7 @@ def submit(setup: Setup, cluster: dict[str, Any], program: Sequence[str], *, tim
     path = setup.path / "job.sbatch"
     write_atomic(path, script(setup, config, program, time=time), mode=0o777)
     slurm = Slurm()
-    plan = submission.make_plan(config, Run(setup.path), places.CODE, revision=1)
+    plan = run_plan.make_plan(config, Run(setup.path), places.CODE, revision=1)
     Path(plan.log_folder).mkdir(parents=True, exist_ok=True)  # a job without it dies without a log
     slurm.test(path)
     name = f"{plan.job_name}-check"
@@ -71,7 +71,7 @@ def gpus_of_a_node(setup: Setup, cluster: dict[str, Any]) -> int:
 
 def script(setup: Setup, config: RunConfig, program: Sequence[str], *, time: str) -> str:
     """Return the sbatch script."""
-    plan = submission.make_plan(config, Run(setup.path), places.CODE, revision=1)
+    plan = run_plan.make_plan(config, Run(setup.path), places.CODE, revision=1)
     job, slurm = config.job, Slurm()
     options: dict[str, str | None] = {
         "time": format_time(parse_time(time)),

@@ -12,7 +12,6 @@ import fcntl
 import logging
 import os
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,34 +19,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from relayrun import places
-from relayrun.chain import decide, fallback, render, successor
+from relayrun.chain import fallback, render, successor
 from relayrun.chain.campaign import readiness
-from relayrun.config import compose, determinism
-from relayrun.config.elastic import elastic_nodes
-from relayrun.config.sbatch import script_options
-from relayrun.config.schema import CommandConfig, CommonConfig, Job, MegatronConfig, RunConfig
+from relayrun.config import compose
+from relayrun.config.schema import CommandConfig, CommonConfig, MegatronConfig, RunConfig
 from relayrun.config.yamlfile import LocatedSettings
 from relayrun.data.evolution import weights_of
 from relayrun.errors import ConfigError, RunDirError
 from relayrun.files import write_atomic
 from relayrun.rundir import campaign, mirror, notices, triggers
 from relayrun.rundir.campaign import Campaign, Membership
-from relayrun.rundir.evaluations import Policy
-from relayrun.rundir.lead import first_lead
 from relayrun.rundir.lineage import BEGINNING, Durable, durable, line
-from relayrun.rundir.plan import Plan, job_name
+from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
-from relayrun.scheduler import gres, history
+from relayrun.scheduler import history
 from relayrun.scheduler.base import PATIENCE, Scheduler
 from relayrun.scheduler.choose import for_plan
 from relayrun.scheduler.slurm import Slurm
 from relayrun.shards.manifest import Manifest
-from relayrun.slurmtime import format_time, parse_time
-from relayrun.submit import code_snapshot, initial_checkpoint, mirror_policy, node_health, notice_policy, owner
+from relayrun.submit import code_snapshot, evaluation_job, initial_checkpoint, mirror_policy, notice_policy, owner
 from relayrun.submit.check import state
 from relayrun.submit.check.report import Report, report
 from relayrun.submit.check.state import Intent
-from relayrun.submit.trainer_settings import checkpoints_kept, save_interval, stop_after, total_steps, trainer_settings
+from relayrun.submit.run_plan import log_folder, make_plan
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +179,7 @@ def prepared(
         write_atomic(run.job_script, render.job_script(plan, run), mode=0o777)
         if plan.fallback_job:
             write_atomic(run.fallback_script, render.fallback_script(plan, run), mode=0o777)
-        _prepare_evaluations(config, plan, run)
+        evaluation_job.prepare(config, plan, run)
         mirror_policy.prepare(config, run)
         run.stop.unlink(missing_ok=True)
         notice_policy.prepare(config, run)  # behind STOP, which would be told once more
@@ -253,106 +247,6 @@ def _acknowledge_stale(run: Run) -> None:
             triggers.acknowledge(run, old, iteration=durable(run).iteration, result="stale: touched before this submit")
 
 
-def make_plan(config: CommonConfig, run: Run, root: Path, *, revision: int, base: Durable = BEGINNING) -> Plan:
-    """Return what the supervisor needs of a config.
-
-    The jobs run the code in `root`; a run without checkpoints begins with `base`. Raises ConfigError where the
-    settings of a foreign trainer cannot be made.
-    """
-    settings = trainer_settings(config, run)
-    time_limit = parse_time(config.job.time)
-    fixed = None if config.chain.lead == "auto" else float(config.chain.lead)
-    lead = first_lead(time_limit) if fixed is None else fixed
-    signal_lead = config.chain.signal_lead
-    job, cluster = config.job, config.cluster
-    container = cluster.container.with_mounts([str(root), str(run.path), *_mounts(config, run)])
-    return Plan(
-        run=f"{config.project}/{config.name}",
-        job_name=job_name(config.project, config.name, run.path),
-        scheduler=cluster.scheduler,
-        total_steps=total_steps(config, settings),
-        stop_after=stop_after(config),
-        config_revision=revision,
-        submitted_after_attempt=max(run.attempt_numbers(), default=0),
-        owner=os.geteuid(),
-        auto_requeue=config.chain.auto_requeue,
-        mode=config.chain.mode,
-        fallback_job=config.chain.fallback_job and config.chain.auto_requeue and cluster.scheduler == "slurm",
-        max_failed_attempts=config.chain.max_failed_attempts,
-        recovery=config.chain.recovery,
-        max_failed_rounds=config.chain.max_failed_rounds,
-        fork_server=_fork_server(config, run) if config.chain.recovery == "node" else [],
-        node_health=node_health.of(config),
-        time_limit=time_limit,
-        lead=lead,
-        lead_floor=min(config.chain.lead_floor, time_limit / 2) if fixed is None else fixed,
-        lead_ceiling=time_limit / 2 if fixed is None else fixed,
-        signal_lead=decide.default_signal_lead(lead) if signal_lead == "auto" else signal_lead,
-        hang_timeout=config.chain.hang_timeout,
-        start_timeout=config.chain.start_timeout,
-        nodes=job.nodes,
-        spare_nodes=job.spare_nodes,
-        elastic_nodes=elastic_nodes(config) if isinstance(config, RunConfig) else [],
-        ntasks_per_node=job.ntasks_per_node,
-        cpus_per_task=job.cpus_per_task,
-        sbatch_options=sbatch_options(job),
-        srun_options=[*cluster.srun_options, *container.srun_options],
-        command_prefix=[*container.command, *cluster.command_prefix],
-        program=_native_program(config, run) if isinstance(config, RunConfig) else [],
-        environment=(determinism.variables(config) if isinstance(config, RunConfig) else {}) | cluster.environment,
-        modules=cluster.modules,
-        setup=job.setup,
-        trainer=config.trainer,
-        trainer_settings=settings,
-        host_python=sys.executable if cluster.scheduler == "local" else cluster.host_python,
-        package_root=str(root),
-        log_folder=str(log_folder(run)),
-        load_path=base.path,
-        load_iteration=base.iteration,
-        purge_days=cluster.purge_days,
-        quota_command=cluster.quota_command,
-        checkpoints_kept=checkpoints_kept(config),
-        save_interval=save_interval(config),
-    )
-
-
-def _native_program(config: RunConfig, run: Run) -> list[str]:
-    return [config.cluster.python or sys.executable, "-m", "relayrun.training", f"--run-dir={run.path}"]
-
-
-def _fork_server(config: CommonConfig, run: Run) -> list[str]:
-    """The server of an agent: it forks the ranks of our own program, and starts those of another one."""
-    python = config.cluster.python or sys.executable
-    if isinstance(config, RunConfig):
-        return [python, "-m", "relayrun.training.fork_server", f"--run-dir={run.path}"]
-    return [python, "-P", "-m", "relayrun.agent.start_server", f"--run-dir={run.path}"]
-
-
-def _mounts(config: CommonConfig, run: Run) -> list[str]:
-    """Folders that a container must show besides relayrun's code and the run's directory."""
-    found = [config.megatron_lm.dir] if isinstance(config, MegatronConfig) else []
-    if config.chain.recovery == "node" and config.trainer != "native":
-        found.append(str(log_folder(run)))  # the coordinator sees there that nothing of a round is on its way any more
-    return found
-
-
-def sbatch_options(job: Job) -> dict[str, str | None]:
-    """Where a job runs and what else it asks for, by sbatch's long names; None: an option without a value."""
-    further = script_options(job.sbatch)
-    found: dict[str, str | None] = {**job.placement}
-    if job.gpus_per_node and not gres.asks_for_gpus(further):
-        found["gpus-per-node"] = str(job.gpus_per_node)
-    if job.exclusive:
-        found["exclusive"] = None
-    return found | further
-
-
-def log_folder(run: Run | None = None) -> Path:
-    """Where the jobs of every run of a project write their logs: of the project that the run directory lies in, or
-    else of the working directory's."""
-    return places.project(run.path if run is not None else None) / "logs" / "slurm" / "training"
-
-
 def _with_checkout_snapshot(run: Run, config: CommonConfig) -> CommonConfig:
     """The config with a copy of its checkout of Megatron-LM, where `debug.backup_codebase` asks for one."""
     if not isinstance(config, MegatronConfig) or not config.debug.backup_codebase:
@@ -365,51 +259,6 @@ def _takes_snapshot(config: CommonConfig) -> bool:
     """Whether the jobs run a copy of the code: if they are to, and wherever the code is an installed package, which an
     upgrade would change under queued jobs."""
     return config.debug.backup_codebase or not places.is_checkout()
-
-
-def _prepare_evaluations(config: CommonConfig, plan: Plan, run: Run) -> None:
-    """Write the policy and the job of evaluations; none where the config has none any more."""
-    if config.evaluation is None:
-        run.evaluation_policy.unlink(missing_ok=True)
-        return
-    run.evaluations.mkdir(exist_ok=True)
-    settings = config.evaluation
-    policy = Policy(
-        interval=settings.interval,
-        total_steps=plan.total_steps or 0,
-        hold=settings.hold,
-        time_limit=parse_time(settings.job.time),
-    )
-    write_atomic(run.evaluation_script, evaluation_script(config, plan, run), mode=0o777)
-    policy.write(run.evaluation_policy)
-
-
-def evaluation_script(config: CommonConfig, plan: Plan, run: Run) -> str:
-    """Return the script of the job that evaluates one checkpoint.
-
-    What its section leaves out is as in the run's own jobs.
-    """
-    assert config.evaluation is not None
-    own, job = config.evaluation.job, config.job
-    cpus = str(own.cpus_per_task or job.cpus_per_task)
-    options: dict[str, str | None] = {"time": format_time(parse_time(own.time)), "cpus-per-task": cpus}
-    # without the run's memory, which is meant for all its ranks of a node
-    options |= {name: value for name, value in job.placement.items() if name != "mem"} | own.placement
-    gpus = min(1, job.gpus_per_node) if own.gpus_per_node is None else own.gpus_per_node
-    further = script_options(job.sbatch | own.sbatch)
-    if "gres" in job.sbatch and "gres" not in own.sbatch:  # meant for all ranks of a node
-        further["gres"] = gres.with_gpus(str(job.sbatch["gres"]), str(gpus))
-    if gpus and not gres.asks_for_gpus(further):
-        options["gpus-per-node"] = str(gpus)
-    options |= {name: value for name, value in further.items() if value != ""}
-    program = [config.cluster.python or sys.executable, "-m", "relayrun.export.evaluate", f"--run-dir={run.path}"]
-    starter = for_plan(plan, run).single_task_command(plan, cpus_per_task=cpus)
-    environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": cpus, **plan.environment}
-    environment.pop("PYTHONPATH", None)  # joined with the package's by `render`
-    command = [*starter, *plan.command_prefix, *program]
-    return render.program_script(
-        plan, "evaluation", options, environment=environment, command=command, fallback=run.path
-    )
 
 
 def dry_run(config: CommonConfig) -> str:

@@ -16,7 +16,7 @@ from relayrun.config import compose
 from relayrun.errors import ConfigError, InputError
 from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
-from relayrun.submit import submission
+from relayrun.submit import run_plan, submission
 from relayrun.submit.check.finding import Finding
 from relayrun.submit.check.state import Intent
 from tests.history import began
@@ -135,7 +135,7 @@ def test_a_line_of_setup_and_a_placeholder_are_refused_for_a_command_too(tmp_pat
 def test_the_plan_of_a_command_has_its_section_and_its_last_iteration(tmp_path: Path) -> None:
     rule = {"pattern": "step-{iteration}", "whole_when": "done", "tracker": "latest"}
     config = compose.load(command(tmp_path, steps=40, checkpoint=rule, progress=r"(?P<iteration>\d+)"))
-    plan = submission.make_plan(config, Run(tmp_path / "run"), ROOT, revision=1)
+    plan = run_plan.make_plan(config, Run(tmp_path / "run"), ROOT, revision=1)
     assert (plan.trainer, plan.total_steps, plan.program) == ("command", 40, [])
     assert plan.trainer_settings == {
         "run": [sys.executable, str(tmp_path / "train.py"), "{checkpoints}"],
@@ -155,7 +155,7 @@ def test_a_checkout_is_looked_at(tmp_path: Path) -> None:
     own = checkout(tmp_path)
     path = written(tmp_path, MEGATRON, megatron_lm=own)
     assert [each for each in bad(path) if each[1].startswith("megatron")] == []
-    plan = submission.make_plan(compose.load(path), Run(tmp_path / "run"), ROOT, revision=1)
+    plan = run_plan.make_plan(compose.load(path), Run(tmp_path / "run"), ROOT, revision=1)
     assert (plan.trainer, plan.total_steps, plan.trainer_settings["dialect"]) == ("megatron-lm", 8, "swiss-ai")
     found = bad(written(tmp_path, MEGATRON, megatron_lm=own | {"program": "pretrain_x.py"}))
     assert ("error", "megatron_lm.program", f"{tmp_path}/checkout has no pretrain_x.py") in found

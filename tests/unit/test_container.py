@@ -25,7 +25,7 @@ from relayrun.gpucheck.setup import Setup
 from relayrun.rundir.run import Run
 from relayrun.scheduler.slurm import Slurm
 from relayrun.shards.indexed import ShardWriter
-from relayrun.submit import submission
+from relayrun.submit import evaluation_job, run_plan
 from relayrun.tokenization.dumps import jobs
 from relayrun.tokenization.settings import TokenizationConfig, load_config
 from tests import stand_ins
@@ -79,7 +79,7 @@ def config(place: Path, runtime: str) -> RunConfig:
 @pytest.mark.parametrize("job", ["ranks", "evaluation"])
 def test_a_program_runs_in_the_container_behind_the_prefix(place: Path, runtime: str, job: str) -> None:
     given, run = config(place, runtime), Run(place / "run")
-    plan = submission.make_plan(given, run, ROOT, revision=1)
+    plan = run_plan.make_plan(given, run, ROOT, revision=1)
     script = place / "job.sh"
     if job == "ranks":
         starter = Slurm().single_task_command(plan, cpus_per_task="1")
@@ -88,7 +88,7 @@ def test_a_program_runs_in_the_container_behind_the_prefix(place: Path, runtime:
         setup.write_text(render.setup_script(plan.setup, report=str(run.attempt(1).setup_failed)))
         script.write_text(shlex.join(render.task_command(plan, starter, [*plan.program, "--attempt=1"], setup=setup)))
     else:
-        script.write_text(submission.evaluation_script(given, plan, run))
+        script.write_text(evaluation_job.script(given, plan, run))
     done = subprocess.run(["bash", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done
     told, arguments = done.stdout.splitlines()

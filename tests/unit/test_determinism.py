@@ -12,7 +12,7 @@ from relayrun.config import determinism
 from relayrun.config.schema import RunConfig
 from relayrun.errors import ConfigError
 from relayrun.rundir.run import Run
-from relayrun.submit import submission
+from relayrun.submit import run_plan
 from relayrun.submit.check.report import of_config
 from tests import warm
 
@@ -64,13 +64,13 @@ def test_what_a_site_may_set_and_other_variables_are_let_pass() -> None:
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_ALGO": "ring", "NCCL_NET": "Socket"}
     chosen = config(environment=environment, deterministic=True)
     of_config(chosen).raise_errors()
-    plan = submission.make_plan(chosen, Run(Path("/nowhere")), Path("/code"), revision=1)
+    plan = run_plan.make_plan(chosen, Run(Path("/nowhere")), Path("/code"), revision=1)
     assert plan.environment == {**environment, "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 
 
 def test_the_variables_are_in_the_environment_of_every_job() -> None:
     def environment(**training: Any) -> dict[str, str]:
-        return submission.make_plan(config(**training), Run(Path("/nowhere")), Path("/code"), revision=1).environment
+        return run_plan.make_plan(config(**training), Run(Path("/nowhere")), Path("/code"), revision=1).environment
 
     assert environment() == {}
     assert environment(deterministic=True) == {

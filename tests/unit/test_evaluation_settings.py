@@ -16,7 +16,7 @@ from relayrun.config.schema import RunConfig
 from relayrun.errors import ConfigError
 from relayrun.places import CODE as ROOT
 from relayrun.rundir.run import Run
-from relayrun.submit import submission
+from relayrun.submit import evaluation_job, run_plan
 from relayrun.submit.check.report import of_config
 from tests.workspace import Workspace
 
@@ -58,7 +58,7 @@ def test_the_job_is_one_node_one_task_and_one_gpu_with_the_rest_as_in_the_run(tm
         training={"global_batch_size": 64},
     )
     run = Run(tmp_path / "run")
-    script = submission.evaluation_script(made, submission.make_plan(made, run, revision=1, root=ROOT), run)
+    script = evaluation_job.script(made, run_plan.make_plan(made, run, revision=1, root=ROOT), run)
     options = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")]
     assert {
         "time=0-02:00:00",
@@ -102,8 +102,8 @@ def test_its_log_lies_in_the_run_where_the_folder_of_logs_is_away(tmp_path: Path
     )
     run = Run(tmp_path / "run")
     run.path.mkdir(exist_ok=True)
-    plan = replace(submission.make_plan(made, run, revision=1, root=ROOT), log_folder="/dev/null/away")
-    script = submission.evaluation_script(made, plan, run)
+    plan = replace(run_plan.make_plan(made, run, revision=1, root=ROOT), log_folder="/dev/null/away")
+    script = evaluation_job.script(made, plan, run)
     assert "#SBATCH --output=/dev/null\n" in script
     folder = tmp_path / "bin"
     folder.mkdir()

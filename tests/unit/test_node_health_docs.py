@@ -15,7 +15,7 @@ from relayrun.config.node_health import NodeHealthLimits
 from relayrun.errors import ConfigError
 from relayrun.rundir.node_health import Finding, HealthPlan
 from relayrun.rundir.run import Run
-from relayrun.submit.submission import make_plan
+from relayrun.submit.run_plan import make_plan
 from tests.workspace import Workspace
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from relayrun.errors import ConfigError
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.scheduler.slurm import Slurm
-from relayrun.submit.submission import make_plan
+from relayrun.submit.run_plan import make_plan
 from tests.unit.test_trainer_configs import COMMAND, written
 from tests.workspace import Workspace
 

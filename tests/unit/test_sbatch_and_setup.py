@@ -18,7 +18,7 @@ from relayrun.errors import ConfigError
 from relayrun.rundir.run import Run
 from relayrun.scheduler import gres, sbatch_options
 from relayrun.scheduler.slurm import Slurm
-from relayrun.submit import submission
+from relayrun.submit import evaluation_job, run_plan, submission
 from relayrun.submit.check import job as check
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,8 +150,8 @@ def test_an_evaluation_asks_for_its_own_gpus_in_the_way_of_the_site() -> None:
     def lines(*overrides: str) -> list[str]:
         given = config("job.gpus_per_node=4", "evaluation.interval=100", *overrides)
         run = Run(Path("/tmp/run"))
-        plan = submission.make_plan(given, run, ROOT, revision=1)
-        return header(submission.evaluation_script(given, plan, run))
+        plan = run_plan.make_plan(given, run, ROOT, revision=1)
+        return header(evaluation_job.script(given, plan, run))
 
     site = 'job.sbatch={gres: "gpu:4", constraint-of-mine: x, mail-type: END}'.replace("constraint-of-mine: x, ", "")
     assert {"--gres=gpu:1", "--mail-type=END"} <= set(lines(site))
@@ -242,8 +242,8 @@ def test_lines_stand_in_an_evaluations_script_behind_the_modules(tmp_path: Path)
         'job.setup=["source /opt/site/env.sh", "ulimit -l unlimited"]',
     )
     run = Run(tmp_path)
-    plan = submission.make_plan(given, run, ROOT, revision=1)
-    lines = submission.evaluation_script(given, plan, run).splitlines()
+    plan = run_plan.make_plan(given, run, ROOT, revision=1)
+    lines = evaluation_job.script(given, plan, run).splitlines()
     places = [lines.index(line) for line in ("module load cuda", "source /opt/site/env.sh", "ulimit -l unlimited")]
     assert places == sorted(places)
     assert lines.index("set -euo pipefail") < places[0]
@@ -255,7 +255,7 @@ def test_lines_stand_in_an_evaluations_script_behind_the_modules(tmp_path: Path)
 
 def test_the_first_of_the_chains_jobs_and_its_successor_have_the_same_options(monkeypatch: pytest.MonkeyPatch) -> None:
     given = config("job.gpus_per_node=4", 'job.sbatch={gres: "gpu:4"}')
-    plan = submission.make_plan(given, Run(Path("/tmp/run")), ROOT, revision=1)
+    plan = run_plan.make_plan(given, Run(Path("/tmp/run")), ROOT, revision=1)
     said: list[Any] = []
     monkeypatch.setattr(Slurm, "submit_once", lambda self, arguments, name: said.append(arguments) or "1")
     Slurm().submit(plan, Path("/tmp/run/job.sbatch"), options={"gpus-per-node": "4", "time": "10"})

@@ -18,7 +18,7 @@ from relayrun.errors import ConfigError
 from relayrun.rundir.run import Run
 from relayrun.scheduler.base import Job
 from relayrun.scheduler.slurm import Slurm, SlurmNodes
-from relayrun.submit.submission import make_plan
+from relayrun.submit.run_plan import make_plan
 from tests.workspace import Workspace
 
 ROOT = Path(__file__).resolve().parents[2]
