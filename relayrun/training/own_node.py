@@ -23,6 +23,8 @@ class SickNode(RelayrunError):
 
 def look(run: Run, attempt: Attempt, node: str) -> None:
     """Put on record what is wrong with this node. Raises SickNode where ranks cannot train here."""
+    if not run.plan.exists():  # started by hand: nobody has said what to look for
+        return
     plan = HealthPlan.looked_for(Plan.load(run).node_health)
     if plan is None:
         return
