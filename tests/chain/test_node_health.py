@@ -17,7 +17,7 @@ import pytest
 from relayrun.chain import nodes
 from relayrun.config import compose
 from relayrun.files import read_lines
-from relayrun.monitoring import run_status
+from relayrun.monitoring import queue, run_status
 from relayrun.rundir import node_health, rounds, views
 from relayrun.rundir.records import Outcome
 from relayrun.submit.check.state import Intent
@@ -98,7 +98,7 @@ def test_a_sick_node_that_nobody_replaces_ends_its_job_and_the_next_one_leaves_i
     (strike,) = nodes.read_strikes(run)
     assert (strike.sick, strike.reason) == (True, words[:200])
     assert nodes.excluded([strike], nodes=1, now=strike.time) == [strike.node]
-    status = run_status.gather(run, run_status.ask(run), now=strike.time)
+    status = run_status.gather(run, queue.ask(run), now=strike.time)
     assert status.sick_nodes == [f"{strike.node}: {words}; ends the attempt, no other node takes its place"]
 
 

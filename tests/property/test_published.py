@@ -17,6 +17,7 @@ ENGINES = {
     **dict.fromkeys(FORMS, "gigatoken"),
     **dict.fromkeys(("T5", "XLM-R"), "splintr"),
     "BERT": "nanotoken",
+    "one token a byte": "bytes",
     **dict.fromkeys(("Kimi-like", "SuperBPE-like", "right-to-left digits"), "huggingface"),
 }
 DAY = datetime.date.today().toordinal()

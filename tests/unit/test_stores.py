@@ -97,7 +97,10 @@ class Locked(MemoryFileSystem):  # type: ignore[misc]  # fsspec is untyped
     ("url", "message"),
     [
         ("nowhere://x", r"^nowhere://x: fsspec cannot look at this: Protocol not known: nowhere"),
-        ("s3://bucket/web", r"^s3://bucket/web: fsspec cannot look at this: Install s3fs to access S3"),
+        (
+            "s3://bucket/web",
+            r"^s3://bucket/web: the package of this scheme cannot be imported: Install s3fs to access S3",
+        ),
         ("file:///there/is/none", r"^file:///there/is/none: there is no such dataset folder"),
         ("memory://there-is-none", r"^memory://there-is-none: there is no (such dataset folder|file below this)"),
         ("locked://x", r"^locked://x: fsspec cannot look at this: Access Denied"),
