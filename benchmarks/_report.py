@@ -290,6 +290,12 @@ SECTIONS: dict[str, list[Row]] = {
         Row("the same of 1,000 shards", "large.cpu", ".2f"),
         Row("seconds of `relayrun check` of a run with 1,000 shards", "large.wall", ".1f", most=5),
     ],
+    "status": [
+        Row("CPU seconds of `relayrun status` over 1,000 runs, one of 10⁶ iterations", "status.median", ".2f", most=1),
+        Row("the same until the first lines of `status -f`", "status_follow.median", ".2f", most=1),
+        Row("of `relayrun status` of the long run alone", "status_long_run.median", ".2f", most=1),
+        Row("of the page's server and its first answer over all", "page.median", ".2f", most=1),
+    ],
     "history": [
         Row(
             "CPU seconds of `begin` after 10⁶ metrics lines and 200 attempts",

