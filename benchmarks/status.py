@@ -1,0 +1,114 @@
+"""What a look at a thousand runs costs, one of them with 10^6 iterations: CPU seconds with the start of Python.
+
+    python benchmarks/status.py [--runs 1000] [--lines 1000000] [--rounds 3]
+
+`relayrun status`, the first lines of `relayrun status -f`, the same of the long run alone, and the first answer of
+`relayrun report --serve` with the start of its server. Each round begins programs of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # for the tests' made run directories
+
+import _results  # noqa: E402
+
+from relayrun import places  # noqa: E402
+from relayrun.rundir.run import Run  # noqa: E402
+from relayrun.rundir.views import Views  # noqa: E402
+from tests.history import make_history  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--lines", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="status-") as folder:
+        (Path(folder) / places.MARKER).touch()
+        runs = Path(folder) / "logs" / "runs" / "many"
+        long = make_history(runs / "long", lines=options.lines, attempts=20)
+        Views(Run(long.path)).update()
+        for number in range(options.runs - 1):
+            made = make_history(runs / f"run-{number:04}", lines=60, attempts=3)
+            Views(Run(made.path)).update()
+        python = _results.installed_python(Path(folder) / "venv")
+        relayrun = [str(python), "-m", "relayrun.cli"]
+        ways: dict[str, Callable[[], float]] = {
+            "status": lambda: spent([*relayrun, "status"], folder),
+            "status_follow": lambda: spent([*relayrun, "status", "-f"], folder, lines=options.runs),
+            "status_long_run": lambda: spent([*relayrun, "status", str(long.path)], folder),
+            "page": lambda: first_answer([*relayrun, "report", str(runs), "--serve", "--port", "0"], folder),
+        }
+        figures: dict[str, Any] = {}
+        for name, way in ways.items():
+            way()  # compiles
+            figures[name] = _results.spread([way() for _ in range(options.rounds)])
+            print(name, figures[name], flush=True)
+        figures |= {"runs": options.runs, "lines": options.lines, "load_average": os.getloadavg()[0]}
+    print(_results.write("status", figures))
+
+
+def spent(command: list[str], folder: str, *, lines: int | None = None) -> float:
+    """CPU seconds of a program, or until it has written so many lines. Ends where it fails."""
+    with subprocess.Popen(
+        command, cwd=folder, env=_results.as_installed(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        seen = sum(1 for _ in itertools.islice(program.stdout, lines))
+        if lines is None:
+            _, status, usage = os.wait4(program.pid, 0)
+            program.returncode = os.waitstatus_to_exitcode(status)
+            if program.returncode or not seen:
+                raise SystemExit(f"{' '.join(command)}: exit code {program.returncode}, {seen} lines")
+            return usage.ru_utime + usage.ru_stime
+        if seen < lines:
+            raise SystemExit(f"{' '.join(command)}: {seen} lines, {lines} expected")
+        seconds = cpu_seconds(program.pid)
+        program.send_signal(signal.SIGINT)
+        program.stdout.read()
+    return seconds
+
+
+def first_answer(command: list[str], folder: str) -> float:
+    """CPU seconds of a server until its first page is there."""
+    with subprocess.Popen(
+        command, cwd=folder, env=_results.as_installed(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        address = next(word for line in program.stdout for word in line.split() if word.startswith("http://"))
+        with urllib.request.urlopen(address.rstrip(".,"), timeout=600) as answer:
+            page = answer.read()
+        if b"long" not in page:
+            raise SystemExit(f"the page does not name a run: {json.dumps(page[:200].decode())}")
+        seconds = cpu_seconds(program.pid)
+        program.send_signal(signal.SIGINT)
+        program.stdout.read()
+    return seconds
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has taken so far, with its children: those that have ended, and those that live."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    children = [
+        int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()
+    ]
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") + sum(map(cpu_seconds, children))
+
+
+if __name__ == "__main__":
+    main()
