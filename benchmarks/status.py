@@ -63,11 +63,22 @@ def main() -> None:
     print(_results.write("status", figures))
 
 
+def begun(command: list[str], folder: str) -> subprocess.Popen[str]:
+    """A program that heeds Ctrl-C, also where a shell has put this one into the background."""
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=_results.as_installed(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
 def spent(command: list[str], folder: str, *, lines: int | None = None) -> float:
     """CPU seconds of a program, or until it has written so many lines. Ends where it fails."""
-    with subprocess.Popen(
-        command, cwd=folder, env=_results.as_installed(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
-    ) as program:
+    with begun(command, folder) as program:
         assert program.stdout is not None
         seen = sum(1 for _ in itertools.islice(program.stdout, lines))
         if lines is None:
@@ -86,9 +97,7 @@ def spent(command: list[str], folder: str, *, lines: int | None = None) -> float
 
 def first_answer(command: list[str], folder: str) -> float:
     """CPU seconds of a server until its first page is there."""
-    with subprocess.Popen(
-        command, cwd=folder, env=_results.as_installed(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
-    ) as program:
+    with begun(command, folder) as program:
         assert program.stdout is not None
         address = next(word for line in program.stdout for word in line.split() if word.startswith("http://"))
         with urllib.request.urlopen(address.rstrip(".,"), timeout=600) as answer:

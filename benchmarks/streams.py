@@ -44,6 +44,8 @@ from relayrun.tokenization.readers.texts import Texts
 
 SEQ_LENGTH = 4096
 FIRST_FILES = 1000
+SAVED_EVERY = 4096
+"""Samples between two checkpoints."""
 WORDS = 30_000
 """Different words of the made-up text, the frequent ones much more often than the rare ones, as in a language."""
 
@@ -105,6 +107,8 @@ class Run:
         with contextlib.closing(self.reading(beside=beside)) as samples:
             for k in samples.numbers(0, 1 << 40):
                 yield SEQ_LENGTH - samples.row(k).padding
+                if k % SAVED_EVERY == 0:  # as a checkpoint asks; until then the cursor of each sample is kept
+                    samples.cursors(k)
 
 
 def of_loop(folder: Path, encode: Callable[[pa.Array], int], rows: int) -> Iterator[int]:
