@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from relayrun.tokenization.byte_tokenizer import letters_of_bytes
 from relayrun.tokenization.encode.definition import entries_of, without_vocabulary
 from relayrun.tokenization.encode.libraries import FastName
 
@@ -128,8 +129,7 @@ def plan_of(definition: str) -> Plan | None:
     return None if foreign is None else dataclasses.replace(plan, plain=plan.plain + foreign)
 
 
-_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-_LETTERS = (*map(chr, _PRINTABLE), *map(chr, range(0x100, 0x100 + 256 - len(_PRINTABLE))))
+_LETTERS = tuple(letters_of_bytes())
 _NEVER = {*map(chr, (0xC0, 0xC1, *range(0xF5, 0x100)))}
 BYTE_LETTERS = tuple(letter for letter in _LETTERS if letter not in _NEVER)
 """What `ByteLevel` writes for the bytes that UTF-8 has: one that the vocabulary lacks would be dropped, or not."""
