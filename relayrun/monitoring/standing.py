@@ -22,6 +22,7 @@ from relayrun.monitoring.remaining import LAST, Past, Remaining, remaining
 from relayrun.rundir import campaign
 from relayrun.rundir.lineage import Durable, Lineage
 from relayrun.rundir.plan import Plan
+from relayrun.rundir.read_once import ReadOnce
 from relayrun.rundir.records import AttemptStart, End
 from relayrun.rundir.run import Run
 from relayrun.rundir.sentinel import Asked, LastLook, last_look
@@ -158,12 +159,12 @@ class Look:
     def __init__(self, run: Run, plan: Plan, queue: Queue, *, now: float) -> None:
         self.run, self.plan, self.queue, self.now = run, plan, queue, now
         self.line = Lineage(run)
-        self._read: list[tuple[int, AttemptStart]] = []
-        self._rest = _begun_backwards(run)
-        newest = next(self._begun(), None)
+        self._begun = ReadOnce(_begun_backwards(run))
+        """The attempts that have begun, the newest first, each read once and as far as asked for."""
+        newest = next(iter(self._begun), None)
         self.number = None if newest is None else newest[0]
         self.begin = None if newest is None else newest[1]
-        self.ended = next(((n, end) for n, _ in self._begun() if (end := run.attempt(n).read_end())), None)
+        self.ended = next(((n, end) for n, _ in self._begun if (end := run.attempt(n).read_end())), None)
         """The newest attempt that has ended, and how."""
         open_ = self.number is not None and (self.ended is None or self.ended[0] != self.number)
         self.last_end = self.ended[1] if self.ended and not open_ else None
@@ -173,7 +174,7 @@ class Look:
         if queue.hidden and self.stop is None:
             self.state = "running" if signs.of_life(run, plan, now=now) else "unknown"
         self.running = open_ and self.state in ("running", "unknown")
-        self.step = _last_step(run, self._begun())
+        self.step = _last_step(run, self._begun)
         self.durable, self.durable_fault = _durable(self.line)
 
     def standing(self, asked: Asked | None) -> Standing:
@@ -206,23 +207,11 @@ class Look:
             sentinel=last_look(self.run, self.plan.owner, now=self.now, asked=asked),
         )
 
-    def _begun(self) -> Iterator[tuple[int, AttemptStart]]:
-        """The attempts that have begun, the newest first, each read once and as far as asked for."""
-        number = 0
-        while True:
-            if number == len(self._read):
-                found = next(self._rest, None)
-                if found is None:
-                    return
-                self._read.append(found)
-            yield self._read[number]
-            number += 1
-
     def _remaining(self, durable: Durable) -> Remaining | None:
         total, nodes = self.plan.end_iteration, self.plan.nodes_of_job
         if total is None:
             return None
-        past = list(islice(filter(None, starmap(self._past, self._begun())), LAST))[::-1]
+        past = list(islice(filter(None, starmap(self._past, self._begun)), LAST))[::-1]
         iteration = max(durable.iteration, self.step.get("iteration", 0) if self.running else 0)
         return remaining(past, iteration=iteration, total=total, nodes=nodes, running=self.running, now=self.now)
 

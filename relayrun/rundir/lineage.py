@@ -17,6 +17,7 @@ from pathlib import Path
 
 from relayrun.errors import RunDirError
 from relayrun.files import free_name, fsync_directory, read_lines_backwards
+from relayrun.rundir.read_once import ReadOnce
 from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
 
@@ -51,20 +52,11 @@ class Lineage:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._read: list[Counted] = []
-        self._rest = _backwards(run)
+        self._commits = ReadOnce(_backwards(run))
 
     def backwards(self) -> Iterator[Counted]:
         """Every commit that counts, the newest first: iterations fall. Raises RunDirError if a record is damaged."""
-        number = 0
-        while True:
-            if number == len(self._read):
-                found = next(self._rest, None)
-                if found is None:
-                    return
-                self._read.append(found)
-            yield self._read[number]
-            number += 1
+        return iter(self._commits)
 
     def line(self) -> list[Commit]:
         """Every commit that counts, rising, whether or not its folder is still there."""
