@@ -119,4 +119,4 @@ def inputs(row: Row) -> str:
 def digest(row: Row) -> str:
     """What identifies a sample: its tokens, lengths and loss mask."""
     mask = b"" if row.loss_mask is None else row.loss_mask.tobytes()
-    return hashlib.sha256(row.tokens.tobytes() + repr(row.lengths).encode() + mask).hexdigest()
+    return hashlib.sha256(row.tokens.astype(np.int64).tobytes() + repr(row.lengths).encode() + mask).hexdigest()

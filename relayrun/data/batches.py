@@ -52,7 +52,9 @@ def checked_ids(order: Samples, k: int, vocabulary_size: int | None) -> npt.NDAr
 
     The padding of an embedding would take some without a word, and a GPU says of the others only that it failed.
     """
-    return checked_row(Row(tokens=order.sample(k)), order, k, vocabulary_size).tokens
+    ids = order.sample(k)
+    checked_row(Row(tokens=ids), order, k, vocabulary_size)
+    return ids
 
 
 def checked_row(row: Row, order: Samples, k: int, vocabulary_size: int | None) -> Row:

@@ -20,8 +20,8 @@ from relayrun.errors import FatalTrainingError
 class Row:
     """One sample."""
 
-    tokens: npt.NDArray[np.int64]
-    """Token ids, int64 [seq_length + 1]: inputs, and targets one place further."""
+    tokens: npt.NDArray[np.signedinteger[Any]]
+    """Token ids, int64 or int32 [seq_length + 1]: inputs, and targets one place further."""
     lengths: Sequence[int] | None = None
     """Tokens of each document of the row, padding last; they sum to seq_length. A token sees its own document alone,
     and positions start at 0 in each. None: as `data.reset_attention_mask` and `data.reset_position_ids` say."""
@@ -56,7 +56,7 @@ class Rows:
             ones = np.ones(len(rows[0].tokens) - 1, np.float32)
             masks = np.stack([ones if row.loss_mask is None else row.loss_mask for row in rows])
         return cls(
-            tokens=np.stack([row.tokens for row in rows]),
+            tokens=np.stack([row.tokens for row in rows], dtype=np.int64),
             lengths=[row.lengths for row in rows] if any(row.lengths is not None for row in rows) else None,
             loss_mask=masks,
             padding=sum(row.padding for row in rows),

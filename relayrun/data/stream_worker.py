@@ -25,11 +25,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 
 from relayrun import errors
 from relayrun.config.schema import RunConfig
@@ -45,8 +47,7 @@ log = logging.getLogger(__name__)
 
 PIPE_BYTES = 1 << 20
 """Room for samples between the two processes, where the kernel gives so much: at 4,096 tokens about 30 of them."""
-_READ_BYTES = 1 << 17
-PIECE_BYTES = 1 << 16
+PIECE_BYTES = 1 << 17
 """Bytes of samples that are sent together, since each piece wakes the rank."""
 PIECE_SECONDS = 0.002
 """Where the last piece went longer ago the next one goes at once: the rank may wait for it."""
@@ -54,8 +55,8 @@ _FORGET_EVERY = 256
 """Samples after which the worker forgets the cursors of those that it has sent."""
 END_SECONDS = 10.0
 _HEAD = struct.Struct("<II")
-"""Bytes of the numbers of a sample, and of its tokens and mask, which follow; of an error the first is 0, and the
-second that of its JSON."""
+"""What a piece begins with: bytes of the numbers of its samples, and of their tokens and masks, which follow. In the
+place of samples an error may come: then the first is 0, and the second that of its JSON."""
 _OF_THE_RANK = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP}
 """Signals that ask the rank for something. A job's go to all its processes; the worker lives as long as the rank."""
 
@@ -94,7 +95,9 @@ class Worker:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(sending)
-        self._samples: BinaryIO = os.fdopen(receiving, "rb", _READ_BYTES)
+        self._pipe: BinaryIO = os.fdopen(receiving, "rb")
+        self._samples: deque[tuple[int, int, Row, Cursor]] = deque()
+        """What came with the last piece and was not asked for yet: stream, lane, sample, and the cursor behind it."""
         self._closing = False
         self._names = list(order.streams)
         try:
@@ -117,9 +120,17 @@ class Worker:
 
         Raises what the worker raised, and WorkerDied.
         """
-        head = self._samples.read(_HEAD.size)
+        if not self._samples:
+            self._samples.extend(self._next_piece())
+        of, number, row, cursor = self._samples.popleft()
+        if (self._names[of], number) != (name, lane):
+            raise RuntimeError(f"the worker read lane {number} of {self._names[of]}, not {lane} of {name}")
+        return row, cursor
+
+    def _next_piece(self) -> Iterator[tuple[int, int, Row, Cursor]]:
+        head = self._pipe.read(_HEAD.size)
         sizes = _HEAD.unpack(head) if len(head) == _HEAD.size else (0, 0)
-        numbers, data = self._samples.read(sizes[0]), self._samples.read(sizes[1])
+        numbers, data = self._pipe.read(sizes[0]), self._pipe.read(sizes[1])
         if not sizes[1] or (len(numbers), len(data)) != sizes:
             self._died()
         if not numbers:
@@ -127,10 +138,7 @@ class Worker:
             kinds = (getattr(errors, each, None) for each in entry["error"])
             kind = next(each for each in kinds if isinstance(each, type) and issubclass(each, RelayrunError))
             raise kind(entry["message"], where=entry["where"], hint=entry["hint"])
-        of, number, row, cursor = _unpacked(numbers, data)
-        if (self._names[of], number) != (name, lane):
-            raise RuntimeError(f"the worker read lane {number} of {self._names[of]}, not {lane} of {name}")
-        return row, cursor
+        return _unpacked(numbers, data)
 
     def close(self) -> None:
         """End the worker."""
@@ -146,7 +154,7 @@ class Worker:
             self._process.kill()  # hangs in the file system: it goes when that lets it
             log.warning("the process %d that reads streams does not end; it was killed", self.pid)
             return
-        self._samples.close()
+        self._pipe.close()
 
     def _died(self) -> NoReturn:
         try:
@@ -206,7 +214,7 @@ class _ReceivedLanes:
         return row
 
     def cursor(self, lane: int) -> Cursor:
-        return [*self._cursors[lane]]
+        return self._cursors[lane]
 
     def close(self) -> None:
         self._worker.close()
@@ -215,23 +223,40 @@ class _ReceivedLanes:
 class _Sender:
     """The worker's end of the pipe."""
 
-    def __init__(self, pipe: BinaryIO) -> None:
+    def __init__(self, pipe: int) -> None:
         self._pipe = pipe
-        self._waiting: list[bytes] = []
+        self._numbers: list[int] = []
+        self._data: list[npt.NDArray[Any]] = []
         self._size, self._sent = 0, 0.0
 
-    def send(self, numbers: bytes, data: bytes) -> None:
-        """Send a sample; it may wait for some others."""
-        self._waiting += [_HEAD.pack(len(numbers), len(data)), numbers, data]
-        self._size += len(data)
+    def send(self, of: int, lane: int, row: Row, cursor: Cursor) -> None:
+        """Send a sample; it may wait for some others. Raises BrokenPipeError when the rank is gone."""
+        masked, lengths = row.loss_mask is not None, row.lengths
+        self._numbers += (of, lane, len(row.tokens), masked, row.padding, row.windows, len(cursor), *cursor)
+        self._numbers += (-1,) if lengths is None else (len(lengths), *lengths)
+        self._data.append(row.tokens.astype(np.int32, copy=False))
+        self._size += self._data[-1].nbytes
+        if row.loss_mask is not None:
+            self._data.append(row.loss_mask.astype(np.float32, copy=False))
+            self._size += self._data[-1].nbytes
         if self._size >= PIECE_BYTES or time.monotonic() - self._sent >= PIECE_SECONDS:
-            self.flush()
+            self._send_piece(struct.pack(f"<{len(self._numbers)}q", *self._numbers), self._data)
+            self._numbers, self._data, self._size = [], [], 0
 
-    def flush(self) -> None:
-        """Send what waits. Raises BrokenPipeError when the rank is gone."""
-        self._pipe.write(b"".join(self._waiting))
-        self._pipe.flush()
-        self._waiting, self._size, self._sent = [], 0, time.monotonic()
+    def send_error(self, error: RelayrunError) -> None:
+        """Send the samples that wait, and an error behind them."""
+        if self._data:
+            self._send_piece(struct.pack(f"<{len(self._numbers)}q", *self._numbers), self._data)
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        told = {"error": kinds, "message": error.message, "where": error.where, "hint": error.hint}
+        self._send_piece(b"", [np.frombuffer(json.dumps(told).encode(), np.uint8)])
+
+    def _send_piece(self, numbers: bytes, data: Sequence[npt.NDArray[Any]]) -> None:
+        head = _HEAD.pack(len(numbers), sum(each.nbytes for each in data))
+        piece = memoryview(b"".join([head, numbers, *(each.data for each in data)]))
+        while piece:
+            piece = piece[os.write(self._pipe, piece) :]
+        self._sent = time.monotonic()
 
 
 class _Sent(_Shared):
@@ -254,7 +279,7 @@ class _SentLanes:
 
     def take(self, lane: int) -> Row:
         row = self._lanes.take(lane)
-        self._sender.send(*_packed(self._number, lane, row, self._lanes.cursor(lane)))
+        self._sender.send(self._number, lane, row, self._lanes.cursor(lane))
         return row
 
     def cursor(self, lane: int) -> Cursor:
@@ -264,27 +289,23 @@ class _SentLanes:
         self._lanes.close()
 
 
-def _packed(of: int, lane: int, row: Row, cursor: Cursor) -> tuple[bytes, bytes]:
-    """A sample as two pieces of bytes: numbers (int64), and tokens (int32) with the mask (float32)."""
-    masked, lengths = row.loss_mask is not None, row.lengths
-    numbers = [of, lane, len(row.tokens), masked, row.padding, row.windows, len(cursor), *cursor]
-    numbers += [lengths is not None, *(lengths or ())]
-    mask = b"" if row.loss_mask is None else row.loss_mask.astype(np.float32, copy=False).tobytes()
-    return struct.pack(f"<{len(numbers)}q", *numbers), row.tokens.astype(np.int32).tobytes() + mask
-
-
-def _unpacked(numbers: bytes, data: bytes) -> tuple[int, int, Row, Cursor]:
-    """The stream, the lane, the sample, and the cursor behind it; see `_packed`."""
-    of, lane, tokens, masked, padding, windows, size, *others = struct.unpack(f"<{len(numbers) // 8}q", numbers)
-    cursor, (known, *lengths) = list(others[:size]), others[size:]
-    row = Row(
-        tokens=np.frombuffer(data, np.int32, tokens).astype(np.int64),
-        lengths=lengths if known else None,
-        loss_mask=np.frombuffer(data, np.float32, offset=4 * tokens).copy() if masked else None,
-        padding=padding,
-        windows=windows,
-    )
-    return of, lane, row, cursor
+def _unpacked(numbers: bytes, data: bytes) -> Iterator[tuple[int, int, Row, Cursor]]:
+    """The samples of a piece, each with its stream, its lane, and the cursor behind it; see `_Sender.send`."""
+    all_numbers = struct.unpack(f"<{len(numbers) // 8}q", numbers)
+    at = place = 0
+    while at < len(all_numbers):
+        of, lane, tokens, masked, padding, windows, size = all_numbers[at : at + 7]
+        behind = at + 7 + size
+        cursor, count = all_numbers[at + 7 : behind], all_numbers[behind]
+        at = behind + 1 + max(0, count)
+        ids = np.frombuffer(data, np.int32, tokens, place)
+        place += ids.nbytes
+        mask = None
+        if masked:
+            mask = np.frombuffer(data, np.float32, tokens - 1, place)
+            place += mask.nbytes
+        lengths = None if count < 0 else list(all_numbers[behind + 1 : at])
+        yield of, lane, Row(tokens=ids, lengths=lengths, loss_mask=mask, padding=padding, windows=windows), cursor
 
 
 def read_for_ever(job: Mapping[str, Any], sender: _Sender) -> None:
@@ -325,16 +346,13 @@ def _another_set(_: int) -> Row:
 def main() -> None:
     """Read the job, then send samples until the rank ends."""
     log_to_stderr()
-    sender = _Sender(os.fdopen(int(sys.argv[1]), "wb", PIPE_BYTES))
+    sender = _Sender(int(sys.argv[1]))
     job = json.loads(sys.stdin.buffer.readline() or b"{}")
     threading.Thread(target=_end_with_the_rank, daemon=True, name="rank").start()
     try:
         read_for_ever(job, sender)
     except RelayrunError as error:
-        kinds = [kind.__name__ for kind in type(error).__mro__]
-        told = {"error": kinds, "message": error.message, "where": error.where, "hint": error.hint}
-        sender.send(b"", json.dumps(told).encode())
-        sender.flush()
+        sender.send_error(error)
     except BrokenPipeError:
         os._exit(0)
 

@@ -22,7 +22,7 @@ from relayrun.data.order.schedule import Schedule
 from relayrun.data.rows import Row
 from relayrun.errors import ConfigError, FatalTrainingError
 
-Cursor = list[int]
+Cursor = tuple[int, ...]
 """Where a lane stands; what the integers mean only its stream knows."""
 
 
@@ -61,9 +61,9 @@ class Stream(Protocol):
 class Standing:
     """Where all lanes of a stream stood when the sample number `at` was next."""
 
-    def __init__(self, at: int, cursors: Sequence[Cursor]) -> None:
+    def __init__(self, at: int, cursors: Sequence[Sequence[int]]) -> None:
         self.at = at
-        self.cursors = [list(cursor) for cursor in cursors]
+        self.cursors = [tuple(cursor) for cursor in cursors]
 
     def to_json(self, consumed: int, newer: Mapping[int, Cursor]) -> dict[str, Any]:
         """What a checkpoint keeps at sample `consumed`, with the cursors that are known to be newer."""
@@ -71,8 +71,8 @@ class Standing:
             missing = sorted(set(range(len(self.cursors))) - set(newer))
             raise ValueError(f"no rank tells where lane {missing[0]} stands")
         if not newer:
-            return {"at": self.at, "cursors": self.cursors}
-        return {"at": consumed, "cursors": [newer[lane] for lane in range(len(self.cursors))]}
+            return {"at": self.at, "cursors": [*map(list, self.cursors)]}
+        return {"at": consumed, "cursors": [[*newer[lane]] for lane in range(len(self.cursors))]}
 
 
 class LaneReading:
@@ -106,9 +106,7 @@ class LaneReading:
         self._lanes, self._replica, self._replicas = lanes, replica, replicas
         self._lock = threading.Lock()
         self._base = {
-            (name, lane): list(standing[name].cursors[lane])
-            for name in streams
-            for lane in range(replica, lanes, replicas)
+            (name, lane): standing[name].cursors[lane] for name in streams for lane in range(replica, lanes, replicas)
         }
         self._taken: dict[tuple[str, int], deque[tuple[int, Cursor]]] = {key: deque() for key in self._base}
         self._open = {
@@ -130,7 +128,7 @@ class LaneReading:
 
     def sample(self, k: int) -> npt.NDArray[np.int64]:
         """Return the token ids of global sample k, int64 [seq_length + 1]; see `row`."""
-        return self.row(k).tokens
+        return self.row(k).tokens.astype(np.int64, copy=False)
 
     def cursors(self, consumed: int) -> dict[str, dict[int, Cursor]]:
         """Where this replica's lanes stand when sample `consumed` is next, by data set and lane.

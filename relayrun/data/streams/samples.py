@@ -28,6 +28,8 @@ Encode = Callable[[Texts], Encoded]
 """Ids of texts, and how many of them each text has."""
 BATCH_BYTES = 4_000_000
 """Text that is encoded at once, about: an engine needs as long to be called as for 50 kB."""
+_MOST_BYTES = 2 * BATCH_BYTES
+"""Text that is encoded at once, at most: what is gathered goes beyond `BATCH_BYTES` by the texts of one lane."""
 _BATCH_TEXTS = 10_000
 
 
@@ -95,7 +97,7 @@ class LaneSamples:
         if shape.cut is None:
             begin, end = self._stretch(i)
             if end < min(len(self._ids), begin + shape.seq_length + 1):  # every input has its target
-                return Row(tokens=self._ids[begin : end + 1].astype(np.int64))
+                return Row(tokens=self._ids[begin : end + 1])
             pieces = [(self._ids, begin, end)]
         else:
             pieces = [(self._window(window), start, stop) for window, start, stop in self._pieces[i]]
@@ -164,7 +166,7 @@ class LaneSamples:
 def encoded(parts: Sequence[pa.Array], encode: Encode) -> list[Encoded]:
     """The ids of some arrays of texts (large_string without nulls), which are encoded together."""
     texts = Texts.from_arrow(parts[0] if len(parts) == 1 else pa.concat_arrays(parts))
-    found = [encode(batch) for batch in texts.split(BATCH_BYTES, _BATCH_TEXTS)]
+    found = [encode(batch) for batch in texts.split(_MOST_BYTES, _BATCH_TEXTS)]
     ids = np.concatenate([np.empty(0, np.uint32), *(each for each, _ in found)]) if len(found) != 1 else found[0][0]
     lengths = np.concatenate([np.empty(0, np.int64), *(each for _, each in found)])
     ends = np.cumsum([len(part) for part in parts])[:-1]

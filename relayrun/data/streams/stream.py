@@ -25,6 +25,8 @@ from relayrun.data.streams.samples import Encode, Shape, origin_of
 from relayrun.errors import FatalTrainingError
 from relayrun.shards.manifest import FileEntry
 
+_TAKEN = LaneCursor._fields.index("taken")
+
 
 class TextStream:
     """One data set of text (`relayrun.data.order.lanes.Stream`)."""
@@ -54,7 +56,7 @@ class TextStream:
 
     def first_cursors(self) -> list[Cursor]:
         """Where all lanes begin."""
-        return [[*LaneCursor()] for _ in range(self.lanes)]
+        return [LaneCursor()] * self.lanes
 
     def record(self) -> dict[str, Any]:
         """What decides the samples beside settings and files."""
@@ -78,6 +80,9 @@ class _Lane:
 
     def __init__(self, cursor: LaneCursor) -> None:
         self.cursor = cursor
+        """Where it stood when it came to the block that it is in."""
+        self.taken = cursor.taken
+        """Samples that were taken from the block."""
         self.block: LaneBlock | None = None
         """The one that it is in; None before the first one is there."""
         self.without: int | None = None
@@ -114,10 +119,10 @@ class OpenTextLanes:
         for what cannot be read.
         """
         now = self._lanes[lane]
-        while now.block is None or now.cursor.taken >= len(now.block.samples):
+        while now.block is None or now.taken >= len(now.block.samples):
             self._next_block(lane, now)
-        row = now.block.samples.row(now.cursor.taken)
-        now.cursor = now.cursor._replace(taken=now.cursor.taken + 1)
+        row = now.block.samples.row(now.taken)
+        now.taken += 1
         now.without = None
         return row
 
@@ -126,14 +131,15 @@ class OpenTextLanes:
         now = self._lanes[lane]
         assert now.block is not None
         found = []
-        for text, offset, tokens in now.block.samples.origins(now.cursor.taken - 1):
+        for text, offset, tokens in now.block.samples.origins(now.taken - 1):
             file, group, row = now.block.origins[text].tolist()
             found.append(origin_of(self._stream.files[file].path, group, row, offset, tokens))
         return found
 
     def cursor(self, lane: int) -> Cursor:
         """Return where a lane stands behind the sample that was taken last."""
-        return [*self._lanes[lane].cursor]
+        now = self._lanes[lane]
+        return (*now.cursor[:_TAKEN], now.taken, *now.cursor[_TAKEN + 1 :])
 
     def close(self) -> None:
         """Let go of threads and files."""
@@ -150,7 +156,7 @@ class OpenTextLanes:
                 hint="take stream.nb_epochs away, give a lower training.steps, or more data",
             )
         if now.block is not None:
-            now.cursor = _behind(now.cursor, now.block)._replace(**block.place._asdict())
+            now.cursor, now.taken = _behind(now.cursor, now.block)._replace(**block.place._asdict()), 0
         elif block.place != now.cursor.place:
             raise FatalTrainingError(
                 f"data set {stream.name!r}: lane {lane} stood at {now.cursor.place}, where no block begins",
