@@ -114,6 +114,16 @@ def test_signals_of_the_job_do_not_end_it_and_the_pipe_bounds_it(run: StreamedRu
     reading.close()
 
 
+def test_a_start_does_not_wait_for_pandas(run: StreamedRun) -> None:
+    """Some functions of Arrow import it, which takes half a second."""
+    reading, worker = beside(run, order_of(run), 0, 0, 1)
+    read(reading, 0, 8)
+    mapped = Path(f"/proc/{worker.pid}/maps").read_text()
+    reading.close()
+    assert "/pyarrow/" in mapped
+    assert "/pandas/" not in mapped
+
+
 def test_it_ends_with_its_rank_however_that_dies(run: StreamedRun, tmp_path: Path) -> None:
     """The rank is another process here, which is killed."""
     code = (

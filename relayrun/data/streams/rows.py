@@ -55,7 +55,8 @@ class FragmentReader:
         self._left_out: dict[int, str | None] = {}
         self._same: dict[str, int] = {}
         """Times of change at which files were found to hold what they held, by path."""
-        self.no_rows = pa.schema([(TEXT, pa.large_string()), (_REASON, pa.string())]).empty_table()
+        # `Schema.empty_table` would import pandas
+        self.no_rows = pa.Table.from_batches([], pa.schema([(TEXT, pa.large_string()), (_REASON, pa.string())]))
         """A table without a row, of which `texts` makes no text."""
 
     def read(self, fragment: Fragment, start: int) -> Iterator[pa.RecordBatch]:
