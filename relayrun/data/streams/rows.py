@@ -29,6 +29,7 @@ from relayrun.tokenization.readers.formats import kind_of
 from relayrun.tokenization.readers.rows import opened_parquet
 from relayrun.tokenization.readers.rowtext import find_field, row_name, text_of, valid
 from relayrun.tokenization.readers.stores import MissingInput
+from relayrun.tokenization.readers.texts import large_strings
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +148,7 @@ class FragmentReader:
         found = [mapped(row) for row in named]
         made = np.array([text is not None for text in found], np.bool_)
         left_out["stream.map"] += int((~made).sum())
-        return pa.array([text for text in found if text is not None], pa.large_string()), kept[made], left_out
+        return large_strings([text for text in found if text is not None]), kept[made], left_out
 
     @cached_property
     def _mapped(self) -> Callable[[dict[str, Any]], str | None]:

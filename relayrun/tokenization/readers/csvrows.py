@@ -18,6 +18,7 @@ from relayrun.tokenization.readers.faults import BadLine, LineFaults
 from relayrun.tokenization.readers.jsonlines import MOST_ROWS, plain_lines
 from relayrun.tokenization.readers.rowtext import no_column
 from relayrun.tokenization.readers.stores import printable
+from relayrun.tokenization.readers.texts import large_strings
 
 _LONGEST_FIELD = (1 << 31) - 1
 """Characters of a field, at most."""
@@ -58,12 +59,12 @@ def read_csv(
                 faults.add(bad, f"{file}:{before + 1}")
                 continue
             if texts and (size + len(text) > batch_bytes or len(texts) == MOST_ROWS):
-                yield _array(texts)
+                yield large_strings(texts)
                 texts, size = [], 0
             texts.append(text)
             size += len(text)
         if texts:
-            yield _array(texts)
+            yield large_strings(texts)
 
 
 def _place(names: list[str], file: str, column: str) -> int:
@@ -86,7 +87,3 @@ def _field(row: list[str], names: list[str], place: int, column: str) -> bytes:
 def _no_row(error: csv.Error, lines: int) -> BadLine:
     whole = f"this row of {lines:,} lines is" if lines > 1 else "this row is"
     return BadLine("not CSV", f"{whole} not CSV: {error}")
-
-
-def _array(texts: list[bytes]) -> pa.Array:
-    return pa.array(texts, pa.large_binary()).view(pa.large_string())

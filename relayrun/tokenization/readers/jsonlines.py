@@ -26,6 +26,7 @@ from relayrun.tokenization.readers.faults import BadLine, LineFaults
 from relayrun.tokenization.readers.rowtext import no_column
 from relayrun.tokenization.readers.spill import Spill
 from relayrun.tokenization.readers.stores import printable
+from relayrun.tokenization.readers.texts import large_strings
 
 MOST_ROWS = 1024
 """Rows of an array, at most."""
@@ -102,7 +103,7 @@ def _texts(
             taken = {}
         length = len(line)
         if texts and (size + length > batch_bytes or len(texts) == MOST_ROWS or spilled is not None):
-            yield pa.array(texts, pa.large_string())
+            yield large_strings(texts)
             texts, size = [], 0
         if spilled is not None:
             array = spilled.text()
@@ -115,7 +116,7 @@ def _texts(
         texts.append(text)
         size += length
     if texts:
-        yield pa.array(texts, pa.large_string())
+        yield large_strings(texts)
 
 
 def _refuse_other_kinds(first: bytes, file: str) -> None:

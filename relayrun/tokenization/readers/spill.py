@@ -50,7 +50,7 @@ class Spill:
             with _no_room(self._folder), self._file:
                 data = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
             _mapped[_address(np.frombuffer(data, np.uint8))] = data
-        offsets = pa.array([0, len(data)], pa.int64()).buffers()[1]
+        offsets = pa.py_buffer(np.array([0, len(data)], np.int64))
         return pa.LargeStringArray.from_buffers(1, offsets, pa.py_buffer(data))
 
 

@@ -11,6 +11,20 @@ import numpy.typing as npt
 import pyarrow as pa
 
 
+def large_strings(texts: Sequence[str | bytes | None]) -> pa.Array:
+    """Texts as Arrow's large_string; bytes must be UTF-8. `pa.array` would import pandas, which takes half a second.
+
+    Raises UnicodeEncodeError for a lone surrogate.
+    """
+    encoded = [text.encode() if isinstance(text, str) else text or b"" for text in texts]
+    offsets = np.zeros(len(encoded) + 1, np.int64)
+    np.cumsum([*map(len, encoded)], out=offsets[1:])
+    there = np.array([text is not None for text in texts], np.bool_)
+    valid = None if there.all() else pa.py_buffer(np.packbits(there, bitorder="little"))
+    data = pa.py_buffer(b"".join(encoded))
+    return pa.LargeStringArray.from_buffers(len(encoded), pa.py_buffer(offsets), data, valid)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Texts:
     """`len` texts in UTF-8; text i is `data[offsets[i]:offsets[i + 1]]`. `data` may be longer at both ends."""
