@@ -24,7 +24,7 @@ from relayrun.tokenization.options import TokenizeOptions
 from relayrun.tokenization.pool import one_thread, run_tasks
 from relayrun.tokenization.readers.faults import by_reason
 from relayrun.tokenization.readers.inputs import InputFile, read_paths_file, stat_inputs
-from relayrun.tokenization.readers.stores import absolute, join
+from relayrun.tokenization.readers.stores import absolute, followed, join
 from relayrun.tokenization.record import ShardFolder, TaskRecord
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def tokenize(
     started = time.monotonic()
     one_thread()
     names = read_paths_file(paths_file)
-    source = os.fspath(dataset)
+    source = followed(dataset)
     inputs = {file[0]: file for file in stat_inputs(source, names, missing_ok=options.skips_files)}
     output = Path(os.path.abspath(output_folder))
     output.mkdir(parents=True, exist_ok=True)

@@ -78,6 +78,8 @@ def test_dumps_below_a_url_have_its_text_as_their_link(tmp_path: Path) -> None:
     url, metadata = place("memory", tmp_path), tmp_path / "meta"
     prepare(url + "/", metadata, n_dumps=2)
     assert os.readlink(metadata / "raw-dataset-link") == MetadataFolder(metadata).dataset() == url
+    assert stores.absolute(metadata / "raw-dataset-link") == url
+    assert find_files(metadata / "raw-dataset-link") == find_files(url)
     assert read_paths_file(metadata / "dumps/paths_file_0.txt") == ["a.parquet", "e.jsonl.zst"]
     assert dump_size(metadata / "dumps/paths_file_0.txt") == 70
     MetadataFolder(metadata).finish(0)

@@ -127,20 +127,22 @@ def test_the_example_of_the_hub(hub: DatasetHub) -> None:
 
 @pytest.mark.long
 def test_shards_from_the_hub_are_those_of_the_files(hub: DatasetHub, tmp_path: Path) -> None:
-    (tmp_path / "paths.txt").write_text("000.parquet\n001.parquet\n")
-    options = [
-        "--paths-file",
-        str(tmp_path / "paths.txt"),
-        "--tokenizer-name-or-path",
-        str(byte_tokenizer(tmp_path / "t")),
-    ]
+    """As the docs go: `prepare_dumps` lists the files, a job reads its paths file through raw-dataset-link."""
+    tokenizer = str(byte_tokenizer(tmp_path / "t"))
     shards = []
-    for name, dataset in (("local", str(tmp_path / "data")), ("hub", f"{URL}/data")):
-        hub.faults = [None, 503] if name == "hub" else []
-        done = run(hub, "dumps", "tokenize", "--dataset", dataset, *options, "--output-folder", str(tmp_path / name))
+    for name, dataset, faults in (("local", str(tmp_path / "data"), []), ("hub", f"{URL}/data", [None, 503])):
+        prepared, tokens = tmp_path / name / "prepared", tmp_path / name / "tokens"
+        folders = ["--dataset-folder", dataset, "--preprocessing-metadata-folder", str(prepared)]
+        done = run(hub, "dumps", "prepare", *folders, "--filter-out", "README")
+        assert done.returncode == 0, done.stderr
+        hub.faults = [*faults]
+        part = ["--dataset", str(prepared / "raw-dataset-link")]
+        part += ["--paths-file", str(prepared / "dumps" / "paths_file_0.txt")]
+        out = ["--tokenizer-name-or-path", tokenizer, "--output-folder", str(tokens)]
+        done = run(hub, "dumps", "tokenize", *part, *out)
         assert done.returncode == 0, done.stderr
         assert hub.faults == []
-        files = (file for file in (tmp_path / name).rglob("*") if file.suffix in (".bin", ".idx"))
+        files = (file for file in tokens.rglob("*") if file.suffix in (".bin", ".idx"))
         shards.append({file.name: file.read_bytes() for file in files})
     assert shards[0] == shards[1]
     assert len(shards[0]) >= 2

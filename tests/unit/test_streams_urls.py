@@ -127,11 +127,14 @@ def test_folders_patterns_and_files_below_a_url(server: Server, tmp_path: Path) 
     write(tmp_path / "web" / "b", "parquet", [3])
 
     def found(kind: str, *places: str) -> list[str]:
-        source = {"path": [f"{server.url}/{place}" for place in places], "weight": 1.0, "source": kind}
+        paths = [place if place.startswith("/") else f"{server.url}/{place}" for place in places]
+        source = {"path": paths, "weight": 1.0, "source": kind}
         return [file.path.removeprefix(server.url) for file in find(DataSource.model_validate(source), "web")]
 
     lines = ["/web/a/000.jsonl", "/web/a/001.jsonl.gz"]
     assert found("jsonl", "web") == lines
+    (tmp_path / "raw-dataset-link").symlink_to(f"{server.url}/web")  # as `prepare_dumps.py` leaves it
+    assert found("jsonl", str(tmp_path / "raw-dataset-link")) == lines
     assert found("jsonl", "web/**/*.jsonl*") == lines
     assert found("jsonl", "web/a/001.jsonl.gz", "web/a/000.jsonl") == lines[::-1]
     assert found("parquet", "web/*/*.parquet") == ["/web/b/000.parquet"]

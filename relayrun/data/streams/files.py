@@ -131,6 +131,7 @@ def find(source: DataSource, where: str) -> list[FileEntry]:
 
 def _matches(path: str, kind: str, source: str) -> list[tuple[str, int]]:
     """The files of a kind that one path leads to, sorted, with their bytes."""
+    path = stores.followed(path)
     if stores.is_url(path):
         found = _below_url(path)
     else:

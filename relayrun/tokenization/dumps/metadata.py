@@ -65,11 +65,8 @@ class MetadataFolder:
 
     def dataset(self) -> str:
         """Where paths files start: a folder, links resolved, or a URL."""
-        with contextlib.suppress(OSError):
-            target = os.readlink(self.raw_link)
-            if stores.is_url(target):
-                return target
-        return os.path.realpath(self.raw_link)
+        target = stores.followed(self.raw_link)
+        return target if stores.is_url(target) else os.path.realpath(target)
 
     def paths_file(self, index: int) -> Path:
         return self.dumps / f"paths_file_{index}.txt"

@@ -69,8 +69,9 @@ def find_files(
             and not any(text in path for text in filter_out)
         )
 
-    find = _find_below_url if stores.is_url(folder) else _find_locally
-    return sorted(find(stores.absolute(folder), is_wanted), key=lambda file: os.fsencode(file.path))
+    place = stores.absolute(folder)
+    find = _find_below_url if stores.is_url(place) else _find_locally
+    return sorted(find(place, is_wanted), key=lambda file: os.fsencode(file.path))
 
 
 def _find_below_url(url: str, is_wanted: Callable[[str], bool]) -> list[DataFile]:

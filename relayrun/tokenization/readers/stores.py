@@ -30,14 +30,23 @@ def is_url(place: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(place)
 
 
+def followed(folder: str | os.PathLike[str]) -> str:
+    """The folder as it is given, or the URL that is the target of a link: `raw-dataset-link` of `prepare_dumps.py`."""
+    with contextlib.suppress(OSError):
+        if is_url(target := os.readlink(folder)):
+            return target
+    return os.fspath(folder)
+
+
 def absolute(folder: str | os.PathLike[str]) -> str:
-    """A local folder from the root of the file system; a URL without slashes at its end.
+    """A local folder from the root of the file system; a URL without slashes at its end, also of a link to one.
 
     Raises InputError for a URL with a password, which would be written into files.
     """
+    folder = followed(folder)
     if not is_url(folder):
         return os.path.abspath(folder)
-    scheme, _, rest = os.fspath(folder).partition("://")
+    scheme, _, rest = folder.partition("://")
     if re.match(r"[^/]*:[^/]*@", rest):
         raise InputError(
             "a URL with a password in it would be written into files",
