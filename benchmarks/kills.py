@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """`make drill-kills`: ranks are killed every minute and nodes lost every ten, and training goes on in its job.
 
-    python benchmarks/kills.py [--minutes 60] [--kill-every 60] [--lose-every 600]
+    python benchmarks/kills.py [--minutes 60] [--kill-every 60] [--lose-every 600] [--folder FOLDER]
 
 A real Slurm on this machine, four simulated nodes with two ranks each and spare ones, the real training program with a
 tiny model. Three runs of one config, one after the other:
@@ -11,6 +11,9 @@ tiny model. Three runs of one config, one after the other:
 2. with one spare node, by the same clock, until it has done as many steps (--spares 0 leaves it out);
 3. undisturbed, as many steps.
 
+`--stop-every` and `--lose-host-every` add a random rank that has SIGSTOP, and the loss of the batch host, with which
+Slurm begins the job again. With `--folder`, runs that an earlier call has finished there are not done again.
+
 Effective training time is the part of the time since the first step in which steps were done that count: a step that is
 done again counts once. Losses are compared bit for bit, so are weights and optimizer, samples by number. Exits 1 where
 a claim does not hold; each is printed.
@@ -19,14 +22,17 @@ a claim does not hold; each is printed.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +43,7 @@ import _results  # noqa: E402
 
 from relayrun.drill.kills import ranks, timeline, verdict  # noqa: E402
 from relayrun.drill.kills.verdict import Event, Shown  # noqa: E402
+from relayrun.files import write_json  # noqa: E402
 from relayrun.rundir import triggers  # noqa: E402
 from relayrun.rundir.plan import Plan  # noqa: E402
 from relayrun.rundir.records import Outcome  # noqa: E402
@@ -59,6 +66,10 @@ STEPS = 1_000_000
 """That the learning rate is planned for; no run does so many."""
 START_SECONDS = 600
 """How long a run may take to its first step."""
+HANG_SECONDS = 10
+"""Within which a rank that stands still is taken to hang, where some are stopped."""
+QUEUE_SECONDS = 5.0
+"""Between two looks whether a run has a job."""
 PAUSE = 0.2
 
 
@@ -67,22 +78,28 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60, help="of the first run; default: %(default)s")
     parser.add_argument("--kill-every", type=float, default=60, metavar="SECONDS", help="default: %(default)s")
     parser.add_argument("--lose-every", type=float, default=600, metavar="SECONDS", help="default: %(default)s")
+    for name in ("--stop-every", "--lose-host-every"):
+        parser.add_argument(name, type=float, default=float("inf"), metavar="SECONDS", help="default: never")
+    parser.add_argument("--folder", type=Path, help="for the runs, which then are kept there; default: a temporary one")
     parser.add_argument(
         "--spares", type=int, default=1, help="of the second run; 0: there is none; default: %(default)s"
     )
     parser.add_argument("--seed", type=int, default=1, help="of what is killed; default: %(default)s")
     parser.add_argument("--output", type=Path, help="write the figures there, not into benchmarks/results")
     options = parser.parse_args()
-    lost = sum(kind == "node" for _, kind in schedule(options, until=60 * options.minutes))
-    folder = Path(tempfile.mkdtemp(prefix="kills-"))
-    cluster = TestCluster(folder / "c", nodes=NODES + 2 * lost + 1, cpus=8, gpus=1, node_timeout=10)
+    kinds = [kind for _, kind in schedule(options, until=60 * options.minutes)]
+    lost, hosts = kinds.count("node"), kinds.count("host")
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="kills-"))
+    place = Path(tempfile.mkdtemp(prefix="slurm-"))  # sockets have short paths
+    cluster = TestCluster(place / "c", nodes=NODES + 2 * (lost + hosts) + 1, cpus=8, gpus=1, node_timeout=10)
     cluster.up()
     try:
-        drill = Drill(cluster, options)
+        drill = Drill(cluster, options, folder)
         untrue = drill.perform(lost)
     finally:
         cluster.down()
-    if untrue:
+        shutil.rmtree(place)
+    if untrue or options.folder:
         print(f"the runs are kept in {folder}")
     else:
         shutil.rmtree(folder)
@@ -92,23 +109,29 @@ def main() -> int:
 
 
 def schedule(options: argparse.Namespace, *, until: float = float("inf")) -> Iterator[tuple[float, str]]:
-    """When what is done, in seconds since the first step: a kill at each multiple, a node half-way before one."""
-    kill, node = options.kill_every, options.lose_every - options.kill_every / 2
-    while min(kill, node) < until:
-        if kill < node:
-            yield kill, "kill"
-            kill += options.kill_every
-        else:
-            yield node, "node"
-            node += options.lose_every
+    """When what is done, in seconds since the first step: a kill at each multiple, all else half-way before one."""
+    every = {
+        "kill": options.kill_every,
+        "node": options.lose_every,
+        "stop": options.stop_every,
+        "host": options.lose_host_every,
+    }
+    due = {kind: seconds - (kind != "kill") * options.kill_every / 2 for kind, seconds in every.items()}
+    while due[kind := min(due, key=lambda kind: due[kind])] < until:
+        yield due[kind], kind
+        due[kind] += every[kind]
 
 
 class Drill:
     """The runs on one cluster."""
 
-    def __init__(self, cluster: TestCluster, options: argparse.Namespace) -> None:
+    def __init__(self, cluster: TestCluster, options: argparse.Namespace, folder: Path) -> None:
         self.cluster, self.options = cluster, options
-        self.workspace = Workspace.make(cluster.work)
+        self._folder = folder
+        self.workspace = Workspace(folder) if (folder / "tokenizer.json").exists() else Workspace.make(folder)
+        self._queue_looked_at = 0.0
+        self._restarts: dict[str, dict[str, int]] = {}
+        """How often Slurm began the jobs of each run again."""
         self._loads: list[float] = []
 
     def perform(self, lost: int) -> list[str]:
@@ -123,13 +146,14 @@ class Drill:
         if self.options.spares:
             spares = self.options.spares
             done.append(("one_spare", *self._disturbed("one-spare", spares=spares, stop_after=last), spares))
-        whole = self._run("undisturbed", spares=0, stop_after=last)
-        self._wait_for_end(whole)
+        whole, _ = self._once("undisturbed", lambda: (self._run("undisturbed", spares=0, stop_after=last), []))
         undisturbed = timeline.of(whole)
         figures: dict[str, Any] = {
             "minutes": self.options.minutes,
             "kill_every_seconds": self.options.kill_every,
             "lose_every_seconds": self.options.lose_every,
+            "stop_every_seconds": _finite(self.options.stop_every),
+            "lose_host_every_seconds": _finite(self.options.lose_host_every),
             "nodes": NODES,
             "ranks": NODES * RANKS_PER_NODE,
             "model": MODEL,
@@ -138,7 +162,7 @@ class Drill:
         }
         untrue: list[str] = []
         for name, run, happened, spares in done:
-            shown = verdict.show(run, whole, last=last, events=happened, restarts=self._restarts(run))
+            shown = verdict.show(run, whole, last=last, events=happened, restarts=self._restarts[run.path.name])
             figures[name] = shown.figures() | {
                 "spare_nodes": spares,
                 "undisturbed_over_seconds": undisturbed.seconds / shown.line.seconds,
@@ -158,7 +182,22 @@ class Drill:
     def _disturbed(
         self, name: str, *, spares: int, seconds: float = float("inf"), stop_after: int | None = None
     ) -> tuple[Run, list[Event]]:
-        """Kill and lose by the schedule, for so many seconds from the first step on, or until the run ends."""
+        """A run with faults by the schedule, for so many seconds from the first step on, or until the run ends."""
+        return self._once(name, lambda: self._with_faults(name, spares, seconds, stop_after))
+
+    def _once(self, name: str, perform: Callable[[], tuple[Run, list[Event]]]) -> tuple[Run, list[Event]]:
+        """Do a run to its end, if no earlier call has; return it with what happened to it."""
+        done, run = self._folder / f"{name}.done.json", self.workspace.run(name)
+        if not done.exists():
+            shutil.rmtree(run.path, ignore_errors=True)  # of a call that was cut
+            run, events = perform()
+            self._wait_for_end(run)
+            write_json(done, {"events": [*map(asdict, events)], "restarts": self._restarts_of(run)})
+        kept = json.loads(done.read_text(encoding="utf-8"))
+        self._restarts[name] = kept["restarts"]
+        return run, [Event(**event) for event in kept["events"]]
+
+    def _with_faults(self, name: str, spares: int, seconds: float, stop_after: int | None) -> tuple[Run, list[Event]]:
         generator = random.Random(self.options.seed)
         run = self._run(name, spares=spares, stop_after=stop_after)
         began = self._wait_for_first_step(run)
@@ -166,11 +205,13 @@ class Drill:
         for after, kind in schedule(self.options, until=seconds):
             if not self._wait_until(began + after, run):
                 break
-            events += self._kill(run, generator) if kind == "kill" else self._lose(run, generator)
+            if kind in ("kill", "stop"):
+                events += self._signal(run, generator, kind)
+            else:
+                events += self._lose(run, generator, kind)
         if seconds < float("inf"):
             self._wait_until(began + seconds, run)
             triggers.touch(run, "exit")
-        self._wait_for_end(run)
         return run, events
 
     def _run(self, name: str, *, spares: int, stop_after: int | None = None) -> Run:
@@ -181,7 +222,8 @@ class Drill:
             parallel={"use_distributed_optimizer": True},
             data={"max_epochs": 1e9, "split": 0.1},
             checkpoint={"interval": 200, "memory_interval": "auto"},
-            chain={"recovery": "node"},
+            chain={"recovery": "node"}
+            | ({"hang_timeout": HANG_SECONDS} if self.options.stop_every < float("inf") else {}),
             job={"nodes": NODES, "ntasks_per_node": RANKS_PER_NODE, "spare_nodes": spares, "time": "1-00:00:00"},
             cluster={
                 "name": "test",
@@ -193,22 +235,23 @@ class Drill:
         self.cluster.run([sys.executable, "-m", "relayrun.cli", "submit", config], cwd=ROOT)
         return self.workspace.run(name)
 
-    def _kill(self, run: Run, generator: random.Random) -> list[Event]:
-        chosen = self._soon(run, lambda: ranks.kill_one(run, generator))
-        return [] if chosen is None else [Event(time=time.time(), kind="kill", rank=chosen.rank, node=chosen.node)]
+    def _signal(self, run: Run, generator: random.Random, kind: str) -> list[Event]:
+        """Kill or stop a random rank."""
+        number = signal.SIGKILL if kind == "kill" else signal.SIGSTOP
+        chosen = self._soon(run, lambda: ranks.signal_one(run, generator, number))
+        return [] if chosen is None else [Event(time=time.time(), kind=kind, rank=chosen.rank, node=chosen.node)]
 
-    def _lose(self, run: Run, generator: random.Random) -> list[Event]:
-        """Lose a node that trains. The batch host's loss is that of the job, which Slurm then begins again."""
+    def _lose(self, run: Run, generator: random.Random, kind: str) -> list[Event]:
+        """Lose a node that trains: another than the batch host, or that one: then Slurm begins the job again."""
+        nodes = self._soon(run, lambda: sorted({process.node for process in ranks.living(run)}))
         begin = run.attempt(run.attempt_numbers()[-1]).read_begin()
-        assert begin is not None
-        host = self.cluster.job(begin.job_id)["BatchHost"]
-        nodes = self._soon(run, lambda: sorted({process.node for process in ranks.living(run)} - {host}))
-        if not nodes:
+        if not nodes or begin is None:
             return []
-        node = generator.choice(nodes)
+        host = self.cluster.job(begin.job_id)["BatchHost"]
+        node = host if kind == "host" else generator.choice([node for node in nodes if node != host])
         now = time.time()
         power_loss.lose(self.cluster, node)
-        return [Event(time=now, kind="node", node=node)]
+        return [Event(time=now, kind=kind, node=node)]
 
     def _soon(self, run: Run, act: Callable[[], Any]) -> Any:
         """What `act` gives as soon as it gives something; None where the run ends."""
@@ -237,16 +280,24 @@ class Drill:
         return self.cluster.wait_until(first, START_SECONDS, PAUSE, what="the first step") or 0.0
 
     def _over(self, run: Run) -> bool:
-        number = run.attempt_numbers()[-1]
-        return run.attempt(number).outcome.exists() or run.stop.exists()
+        """Whether the chain has ended. An attempt's end is not its, where the next job waits behind it."""
+        if run.stop.exists():
+            return True
+        if time.monotonic() - self._queue_looked_at < QUEUE_SECONDS:
+            return False
+        self._queue_looked_at = time.monotonic()
+        return not self._has_job(run)
+
+    def _has_job(self, run: Run) -> bool:
+        name = Plan.load(run).job_name
+        return any(job.name == name for job in self.cluster.queue())
 
     def _wait_for_end(self, run: Run) -> None:
-        name = Plan.load(run).job_name
-        while any(job.name == name for job in self.cluster.queue()):
+        while self._has_job(run):
             self._loads.append(os.getloadavg()[0])
             time.sleep(1.0)
 
-    def _restarts(self, run: Run) -> dict[str, int]:
+    def _restarts_of(self, run: Run) -> dict[str, int]:
         begins = [run.attempt(number).read_begin() for number in run.attempt_numbers()]
         return {begin.job_id: int(self.cluster.job(begin.job_id)["Restarts"]) for begin in begins if begin is not None}
 
@@ -256,7 +307,8 @@ class Drill:
             f"{name} ({spares} spare nodes): effective training time {figures['effective_share']:.1%} of "
             f"{figures['seconds']:.0f} s ({undisturbed.seconds:.0f} s undisturbed), "
             f"a step {figures['step_seconds']:.3f} s\n"
-            f"  {figures['kills']} kills, {figures['nodes_lost']} nodes lost, {figures['rounds']} rounds, from "
+            f"  {figures['kills']} kills, {figures['stops']} stops, {figures['nodes_lost']} nodes lost and "
+            f"{figures['hosts_lost']} batch hosts, {figures['rounds']} rounds, from "
             f"{figures['rounds_from']}, {figures['steps_lost']} of {figures['steps']} steps lost, "
             f"{figures['jobs']} job{'s' * (figures['jobs'] > 1)}"
         )
@@ -264,6 +316,10 @@ class Drill:
             print(f"  {phase:8} median {values['median']:.2f} s, p95 {values['p95']:.2f} s")
         for what, lines in shown.faults.items():
             print(f"  {what}: {lines[0] if lines else 'the same as undisturbed'}")
+
+
+def _finite(seconds: float) -> float | None:
+    return seconds if seconds < float("inf") else None
 
 
 if __name__ == "__main__":

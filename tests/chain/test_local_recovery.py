@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from relayrun.cli import main
 from relayrun.data.audit import audit, ledger
-from relayrun.drill.kills.ranks import kill_one
+from relayrun.drill.kills.ranks import signal_one
 from relayrun.files import read_lines
 from relayrun.monitoring.goodput.account import account
 from relayrun.monitoring.goodput.book import SECOND
@@ -145,7 +146,7 @@ def test_kills_of_random_ranks_at_random_times_change_no_bit(tmp_path: Path, mem
     def kill() -> None:
         generator = random.Random(memory)
         while not over.wait(generator.uniform(0.1, 2.5)) and len(killed) < 12:
-            if (rank := kill_one(run, generator)) is not None:
+            if (rank := signal_one(run, generator, signal.SIGKILL)) is not None:
                 killed.append(rank.rank)
 
     killer = threading.Thread(target=kill)

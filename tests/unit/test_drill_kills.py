@@ -116,6 +116,32 @@ def test_equal_losses_are_equal(tmp_path: Path) -> None:
     assert compare.gaps(one, 5) == []
 
 
+def test_each_kind_of_fault_has_its_seconds() -> None:
+    events = [
+        Event(time=10.0, kind="kill", rank=3, node="n1"),
+        Event(time=20.0, kind="kill", rank=2, node="n1"),
+        Event(time=30.0, kind="stop", rank=0, node="n0"),
+        Event(time=60.0, kind="host", node="n0"),  # ends the job: no round of it fails
+    ]
+    failed = [
+        replace(FAILED, time=10.25, steps_lost=1, seconds={"end": 0.5, "all": 1.5}),
+        replace(FAILED, time=20.5, iteration=4, base_iteration=4, seconds={"end": 0.5, "all": 3.0}),
+        replace(FAILED, time=42.0, iteration=9, seconds={"end": 1.0}),
+    ]
+    alike = {"kill": 0.25, "kill in set-up": 0.5, "stop": 12.0}
+    found = replace(SHOWN, events=events, failed=failed).by_fault()
+    assert {kind: values["noticed"]["max"] for kind, values in found.items()} == alike
+    assert found["kill"]["next_step"] == {"median": 1.5, "p95": 1.5, "max": 1.5}
+    assert (found["kill"]["most_steps_lost"], found["stop"]["rounds"], found["stop"]["next_step"]) == (1, 1, {})
+
+
+def test_a_batch_host_that_is_lost_begins_the_job_again() -> None:
+    host = [*SHOWN.events, Event(time=30.0, kind="host", node="n0")]
+    assert replace(SHOWN, events=host, restarts=1).untrue(spares=1) == []
+    assert replace(SHOWN, events=host, restarts=0).untrue(spares=1) != []
+    assert replace(SHOWN, restarts=1).untrue(spares=1) != []
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

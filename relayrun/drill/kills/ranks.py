@@ -39,14 +39,14 @@ def living(run: Run) -> list[RankProcess]:
     return sorted(found, key=lambda process: process.rank)
 
 
-def kill_one(run: Run, generator: random.Random) -> RankProcess | None:
-    """SIGKILL a random rank that lives; return it, None where none does."""
+def signal_one(run: Run, generator: random.Random, number: signal.Signals) -> RankProcess | None:
+    """Send a signal to a random rank that lives; return it, None where none does."""
     processes = living(run)
     if not processes:
         return None
     chosen = generator.choice(processes)
     try:
-        os.kill(chosen.pid, signal.SIGKILL)
+        os.kill(chosen.pid, number)
     except ProcessLookupError:
         return None
     return chosen

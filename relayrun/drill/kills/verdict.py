@@ -15,6 +15,8 @@ from relayrun.rundir import rounds
 from relayrun.rundir.rounds import FailedRound
 from relayrun.rundir.run import Run
 
+_CLOCK_SECONDS = 0.05
+"""Between a fault and its noticing, as far as the drill's own time of it is late."""
 LEAST_SHARE = 0.9
 """The effective training time that is wanted."""
 
@@ -26,7 +28,7 @@ class Event:
     time: float
     """In seconds since 1970."""
     kind: str
-    """`kill` or `node`."""
+    """`kill`, `stop` (SIGSTOP), `node`, or `host`: the batch host is lost."""
     rank: int | None = None
     node: str = ""
 
@@ -59,7 +61,9 @@ class Shown:
             "steps": self.line.steps,
             "steps_lost": self.line.steps_lost,
             "kills": kinds["kill"],
+            "stops": kinds["stop"],
             "nodes_lost": kinds["node"],
+            "hosts_lost": kinds["host"],
             "rounds": len(self.failed) + len(self.jobs),
             "rounds_from": dict(Counter(failed.source for failed in self.failed if failed.again)),
             "most_steps_lost_in_a_round": max((failed.steps_lost for failed in self.failed), default=0),
@@ -67,12 +71,35 @@ class Shown:
                 name: _spread([failed.seconds[name] for failed in self.failed if name in failed.seconds])
                 for name in names
             },
+            "by_fault": self.by_fault(),
             "steps_between_copies": list(self.memory_intervals),
             "jobs": len(set(self.jobs)),
             "job_restarts": self.restarts,
             "tensors_compared": self.tensors,
             "differences": {name: list(found)[:5] for name, found in self.faults.items()},
             "events": [asdict(event) | {"time": round(event.time - self.line.began, 1)} for event in self.events],
+        }
+
+    def by_fault(self) -> dict[str, dict[str, Any]]:
+        """How long each kind of fault took until it was noticed, and from there to the next new step, in seconds.
+
+        A rank that is killed before its round has done a step counts apart (`kill in set-up`).
+        """
+        found: dict[str, list[tuple[float, FailedRound]]] = {}
+        for event, following in zip(self.events, [*self.events[1:], None], strict=True):
+            until = float("inf") if following is None else following.time
+            hit = [one for one in self.failed if event.time - _CLOCK_SECONDS <= one.time < until]
+            if hit:
+                kind = event.kind + (" in set-up" if hit[0].iteration <= hit[0].base_iteration else "")
+                found.setdefault(kind, []).append((max(0.0, hit[0].time - event.time), hit[0]))
+        return {
+            kind: {
+                "rounds": len(hits),
+                "noticed": _spread([seconds for seconds, _ in hits]),
+                "next_step": _spread([one.seconds["all"] for _, one in hits if "all" in one.seconds]),
+                "most_steps_lost": max(one.steps_lost for _, one in hits),
+            }
+            for kind, hits in sorted(found.items())
         }
 
     def untrue(self, *, spares: int) -> list[str]:
@@ -82,8 +109,9 @@ class Shown:
             found.append("weights: no tensor was compared")
         lost = sum(event.kind == "node" for event in self.events)
         noticed = sum(len(failed.lost) for failed in self.failed)
-        if spares >= lost and (len(set(self.jobs)) != 1 or self.restarts):
-            found.append(f"one job: it took {len(set(self.jobs))}, restarted {self.restarts} times")
+        hosts = sum(event.kind == "host" for event in self.events)
+        if spares >= lost and (len(set(self.jobs)), self.restarts) != (1, hosts):
+            found.append(f"one job: it took {len(set(self.jobs))}, restarted {self.restarts} times, {hosts} hosts lost")
         if not self.events:
             found.append("nothing was killed")
         if noticed != lost:
@@ -120,6 +148,8 @@ def show(run: Run, reference: Run, *, last: int, events: Sequence[Event], restar
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
     ordered = sorted(values)
     return {
         "median": statistics.median(ordered),
