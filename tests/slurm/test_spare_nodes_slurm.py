@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from relayrun.data.audit import audit, ledger
+from relayrun.drill.kills.compare import gaps
 from relayrun.files import read_lines
 from relayrun.rundir import rounds
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
 from tests.chain.test_local_recovery import SETTINGS, assert_same_run
-from tests.workspace import Workspace, ends
+from tests.workspace import Workspace, ends, steps
 
 from . import power_loss
 from .cluster import TestCluster
@@ -41,13 +43,15 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return Workspace.make(tmp_path_factory.mktemp("workspace"))
 
 
-def config(workspace: Workspace, folder: str, *, memory_interval: int = 0, **chain: object) -> Path:
+def config(
+    workspace: Workspace, folder: str, *, memory_interval: int = 0, elastic: bool = False, **chain: object
+) -> Path:
     hook = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "slow-after=6:1"}}
     sections = SETTINGS | {
-        "training": SETTINGS["training"] | {"hooks": [hook]},
+        "training": SETTINGS["training"] | {"hooks": [hook], "elastic": elastic},
         "checkpoint": SETTINGS["checkpoint"] | {"memory_interval": memory_interval},
         "chain": {"recovery": "node"} | chain,
-        "job": SPARE,
+        "job": SPARE | ({"spare_nodes": 0} if elastic else {}),
         "cluster": CLUSTER,
     }
     return workspace.config(folder, **sections)
@@ -149,3 +153,27 @@ def test_without_a_successor_the_job_ends_with_its_batch_host(cluster: TestClust
     (end,) = ends(run)
     assert (end.cause, end.action) == ("unknown", "end")
     assert end.reason.startswith("n0: the batch host is lost")
+
+
+def test_fewer_nodes_train_on_with_the_same_samples(cluster: TestCluster, workspace: Workspace) -> None:
+    """Up to the loss bit for bit; then one node takes the micro-batches of both, and sums are rounded otherwise."""
+    whole = reference(cluster, workspace)
+    submit(cluster, config(workspace, "fewer", elastic=True))
+    run = workspace.run("fewer")
+    wait_for(cluster, run, 8)
+    power_loss.lose(cluster, "n1")
+    wait_for_end(cluster, run, timeout=600)
+    assert [end.cause for end in ends(run)] == ["done"]
+    (failed,) = rounds.read(run.attempt(1))
+    assert (failed.lost, failed.nodes, failed.source, failed.again) == ({"n1": ""}, 1, "disk", True)
+    assert cluster.job(job_of(run, 1))["Restarts"] == "0"
+    own, expected = steps(run), steps(whole)
+    assert sorted(own) == sorted(expected)
+    before = [number for number in own if number <= failed.next_iteration]
+    assert before
+    assert [own[number] for number in before] == [expected[number] for number in before]
+    losses, others = ([float.fromhex(found[number][0]) for number in sorted(own)] for found in (own, expected))
+    assert losses == pytest.approx(others, rel=1e-3)
+    assert losses != others, "nothing was divided otherwise"
+    assert gaps(run, max(own)) == []
+    assert [vars(row) for row in ledger(audit(run))] == [vars(row) for row in ledger(audit(whole))]
