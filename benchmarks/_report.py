@@ -187,12 +187,18 @@ SECTIONS: dict[str, list[Row]] = {
     ],
     "streams": [
         Row(
+            "million tokens per CPU second, with a process beside the rank",
+            "million_tokens_per_cpu_second.relayrun_worker",
+            ".1f",
+        ),
+        Row("the same, read in process", "million_tokens_per_cpu_second.relayrun", ".1f"),
+        Row(
             "tokens per CPU second over those of Grain's rows, the same engine called for each document",
             "ratio.relayrun_worker.grain_same_engine",
             ".1f",
             least=5,
         ),
-        Row("the same, read in process", "ratio.relayrun.grain_same_engine", ".1f"),
+        Row("the same of a stream read in process", "ratio.relayrun.grain_same_engine", ".1f"),
         Row(
             "over those of Grain's documents, which are not put into rows",
             "ratio.relayrun_worker.grain_same_engine_documents",

@@ -230,7 +230,9 @@ def main() -> None:
             "text_bytes": size,
             "seq_length": SEQ_LENGTH,
             "load_average": os.getloadavg()[0],
-            "tokens_per_cpu_second": {name: _results.spread(values) for name, values in rates.items()},
+            "million_tokens_per_cpu_second": {
+                name: _results.spread([value / 1e6 for value in values]) for name, values in rates.items()
+            },
             "ratio": {
                 own: {
                     name: _results.spread([mine / other for mine, other in zip(rates[own], values, strict=True)])
