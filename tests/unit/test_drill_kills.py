@@ -121,7 +121,7 @@ def test_each_kind_of_fault_has_its_seconds() -> None:
         Event(time=10.0, kind="kill", rank=3, node="n1"),
         Event(time=20.0, kind="kill", rank=2, node="n1"),
         Event(time=30.0, kind="stop", rank=0, node="n0"),
-        Event(time=60.0, kind="host", node="n0"),  # ends the job: no round of it fails
+        Event(time=60.0, kind="host", node="n0"),  # was not noticed
     ]
     failed = [
         replace(FAILED, time=10.25, steps_lost=1, seconds={"end": 0.5, "all": 1.5}),
@@ -137,8 +137,10 @@ def test_each_kind_of_fault_has_its_seconds() -> None:
 
 def test_a_batch_host_that_is_lost_begins_the_job_again() -> None:
     host = [*SHOWN.events, Event(time=30.0, kind="host", node="n0")]
-    assert replace(SHOWN, events=host, restarts=1).untrue(spares=1) == []
-    assert replace(SHOWN, events=host, restarts=0).untrue(spares=1) != []
+    shown = replace(SHOWN, events=host, failed=[*SHOWN.failed, replace(FAILED, round=3, rank=None, lost={"n0": ""})])
+    assert replace(shown, restarts=1).untrue(spares=1) == []
+    assert replace(shown, restarts=0).untrue(spares=1) != []
+    assert replace(shown, restarts=1, failed=SHOWN.failed).untrue(spares=1) != []
     assert replace(SHOWN, restarts=1).untrue(spares=1) != []
 
 

@@ -114,9 +114,9 @@ class Shown:
             found.append(f"one job: it took {len(set(self.jobs))}, restarted {self.restarts} times, {hosts} hosts lost")
         if not self.events:
             found.append("nothing was killed")
-        if noticed != lost:
-            found.append(f"{lost} nodes were lost, and {noticed} are on record")
-        if not lost <= len(self.failed) <= len(self.events):
+        if noticed != lost + hosts:
+            found.append(f"{lost + hosts} nodes were lost, and {noticed} are on record")
+        if not lost + hosts <= len(self.failed) <= len(self.events):
             found.append(f"{len(self.events)} faults, and {len(self.failed)} failed rounds")
         return found
 
