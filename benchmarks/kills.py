@@ -52,7 +52,7 @@ from tests.slurm import power_loss  # noqa: E402
 from tests.slurm.cluster import TestCluster  # noqa: E402
 from tests.workspace import Workspace  # noqa: E402
 
-NODES, RANKS_PER_NODE = 4, 2
+NODES = 4
 MODEL = {
     "num_layers": 2,
     "hidden_size": 64,
@@ -84,6 +84,7 @@ def main() -> int:
     parser.add_argument(
         "--spares", type=int, default=1, help="of the second run; 0: there is none; default: %(default)s"
     )
+    parser.add_argument("--ranks-per-node", type=int, default=2, metavar="N", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="of what is killed; default: %(default)s")
     parser.add_argument("--output", type=Path, help="write the figures there, not into benchmarks/results")
     options = parser.parse_args()
@@ -155,7 +156,7 @@ class Drill:
             "stop_every_seconds": _finite(self.options.stop_every),
             "lose_host_every_seconds": _finite(self.options.lose_host_every),
             "nodes": NODES,
-            "ranks": NODES * RANKS_PER_NODE,
+            "ranks": NODES * self.options.ranks_per_node,
             "model": MODEL,
             "load_average": statistics.mean(self._loads),
             "undisturbed": {"seconds": undisturbed.seconds, "step_seconds": undisturbed.step, "steps": last},
@@ -224,7 +225,12 @@ class Drill:
             checkpoint={"interval": 200, "memory_interval": "auto"},
             chain={"recovery": "node"}
             | ({"hang_timeout": HANG_SECONDS} if self.options.stop_every < float("inf") else {}),
-            job={"nodes": NODES, "ntasks_per_node": RANKS_PER_NODE, "spare_nodes": spares, "time": "1-00:00:00"},
+            job={
+                "nodes": NODES,
+                "ntasks_per_node": self.options.ranks_per_node,
+                "spare_nodes": spares,
+                "time": "1-00:00:00",
+            },
             cluster={
                 "name": "test",
                 "scheduler": "slurm",
