@@ -108,6 +108,7 @@ def test_ranks_go_on_from_memory_and_never_from_copies_that_were_changed(tmp_pat
     whole = submit(workspace.config("whole", **SETTINGS))
     assert whole.returncode == 0, whole.stderr
     kills = ("1:0:update:4", "2:1:update:8", "3:1:setup", "4:0:spoil:13", "5:1:update:17")
+    kills = (*kills, "6:0:forward:19", "6:1:forward:19")  # two at once
     settings = with_kills(*kills)
     config = workspace.config("killed", **settings | {"checkpoint": SETTINGS["checkpoint"] | {"memory_interval": 1}})
     done = submit(config)
@@ -121,6 +122,8 @@ def test_ranks_go_on_from_memory_and_never_from_copies_that_were_changed(tmp_pat
     ]
     assert (found[3].iteration, found[3].source, found[3].next_iteration) == (12, "disk", 10)
     assert (found[4].next_iteration, found[4].source) == (16, "memory")
+    assert (found[5].next_iteration, found[5].source, found[5].steps_lost) == (18, "memory", 0)
+    assert len(found) == 6
     assert_same_run(run, workspace.run("whole"))
     folder = Path((run.path / "memory-folder-0").read_text())
     assert folder.parent == Path("/dev/shm")
