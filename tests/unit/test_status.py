@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -143,9 +142,9 @@ def test_only_the_end_of_long_metrics_is_read(run: Run, monkeypatch: pytest.Monk
     read: list[str] = []
     blocks = files._blocks_backwards
 
-    def counted(file: Any, at: int) -> Iterator[tuple[int, bytes]]:
-        for block in blocks(file, at):
-            read.append(str(file.name))
+    def counted(fd: int, at: int) -> Iterator[tuple[int, bytes]]:
+        for block in blocks(fd, at):
+            read.append(os.readlink(f"/proc/self/fd/{fd}"))
             yield block
 
     monkeypatch.setattr(files, "_blocks_backwards", counted)
