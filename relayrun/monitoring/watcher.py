@@ -8,18 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from relayrun.errors import RunDirError, SchedulerError
-from relayrun.monitoring import queue, run_status
+from relayrun.monitoring import queue
 from relayrun.monitoring.queue import Queue
-from relayrun.monitoring.run_status import RunStatus
 from relayrun.monitoring.standing import Damaged, Standing, stand
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.rundir.sentinel import Asked
 from relayrun.scheduler import together
 from relayrun.scheduler.together import Waiting
+
+if TYPE_CHECKING:
+    from relayrun.monitoring.run_status import RunStatus
 
 S = TypeVar("S", bound=Standing)
 
@@ -38,6 +40,8 @@ class Watcher:
 
     def look(self, runs: Sequence[Run], *, now: float) -> list[RunStatus | Damaged]:
         """Return the status of every run, the newest first, damaged ones last. `now`: seconds since 1970."""
+        from relayrun.monitoring import run_status  # a table of many runs needs none of it
+
         self._ask_for(runs)
         return _all(
             runs,

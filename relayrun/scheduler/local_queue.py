@@ -17,7 +17,6 @@ from relayrun.errors import SchedulerError
 from relayrun.files import write_json
 from relayrun.rundir.records import Record
 from relayrun.scheduler.base import clean_environment
-from relayrun.scheduler.tasks import die_with_parent
 
 JOB_ID_VARIABLE = "RELAYRUN_LOCAL_JOB_ID"
 
@@ -81,6 +80,7 @@ class LocalQueue:
 
     def start_job(self, job: LocalJob) -> tuple[LocalJob, subprocess.Popen[bytes]]:
         """Start a job's script in a session of its own; it dies with this process. Who calls writes the job down."""
+        from relayrun.scheduler.tasks import die_with_parent  # not paid for by who looks at the queue
 
         def prepare() -> None:
             # as Slurm starts a job: whoever submitted may block or ignore signals, and that is handed down

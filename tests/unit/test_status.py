@@ -15,10 +15,11 @@ from relayrun import cli, files
 from relayrun.chain import nodes
 from relayrun.errors import RunDirError
 from relayrun.files import append_line
-from relayrun.monitoring import queue, run_status, run_status_view
+from relayrun.monitoring import queue, run_status, run_status_view, standing_view
 from relayrun.monitoring.queue import Queue
 from relayrun.monitoring.run_status import RunStatus
 from relayrun.monitoring.standing import Damaged, Standing
+from relayrun.monitoring.terminal import show
 from relayrun.monitoring.watcher import Watcher
 from relayrun.rundir import evaluations, find, triggers
 from relayrun.rundir.evaluations import Result, Submitted
@@ -301,7 +302,7 @@ def test_a_glance_says_of_every_run_what_a_whole_look_says(
     assert [type(entry) for entry in brief] == [Standing] * 4 + [Damaged]
     for one, other in zip(brief, whole, strict=True):
         assert {name: getattr(other, name) for name in vars(one)} == vars(one)
-    assert run_status_view.many(brief).row_count == 5
+    assert standing_view.many(brief).row_count == 5
     left = [entry.remaining for entry in brief if isinstance(entry, Standing) and entry.path == str(past.path)]
     assert left[0] is not None
     assert left[0].attempts == 5
@@ -396,8 +397,8 @@ def test_the_table_of_a_pipe_is_that_of_a_terminal_that_is_wide(
         run_status.gather(run, Queue(), now=time.time()),
         Damaged(path="/runs/p/torn", error="plan.json: no JSON"),
     ]
-    run_status_view.show(run_status_view.many(found))
+    show(standing_view.many(found))
     folded = capsys.readouterr().out
-    run_status_view.show_many(found)
+    standing_view.show_many(found)
     assert capsys.readouterr().out == folded
     assert "[bold]名前" in folded

@@ -9,8 +9,8 @@ from relayrun.monitoring.page import sections
 from relayrun.monitoring.page.markup import Markup, join, tag
 from relayrun.monitoring.page.shell import html
 from relayrun.monitoring.run_status import RunStatus
-from relayrun.monitoring.run_status_view import duration, sentinels, short_remaining
 from relayrun.monitoring.standing import Damaged
+from relayrun.monitoring.standing_view import duration, sentinels, short_remaining
 
 COLOURS = {"running": "good", "queued": "good", "broken": "bad", "damaged": "bad", "unknown": "soft", "stopped": "soft"}
 """Classes of the style sheet, by the state of a chain."""
