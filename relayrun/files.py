@@ -223,6 +223,17 @@ def _open(path: str | os.PathLike[str]) -> tuple[int, int]:
     return fd, found.st_size
 
 
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Whether there is such a file or folder. Raises OSError for another reason, which `os.path.exists` hides."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return False
+    return True
+
+
 def append_line(path: str | os.PathLike[str], record: dict[str, Any], *, durable: bool = True) -> None:
     """Append one record as one JSON line with one write. `durable` syncs it to disk.
 

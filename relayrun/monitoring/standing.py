@@ -20,7 +20,7 @@ from relayrun.monitoring.broken import why_broken
 from relayrun.monitoring.queue import Queue
 from relayrun.monitoring.remaining import LAST, Past, Remaining, remaining
 from relayrun.rundir import campaign
-from relayrun.rundir.lineage import Durable, Lineage
+from relayrun.rundir.lineage import Durable, Lineage, begun_backwards
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.read_once import ReadOnce
 from relayrun.rundir.records import AttemptStart, End
@@ -158,9 +158,9 @@ class Look:
 
     def __init__(self, run: Run, plan: Plan, queue: Queue, *, now: float) -> None:
         self.run, self.plan, self.queue, self.now = run, plan, queue, now
-        self.line = Lineage(run)
-        self._begun = ReadOnce(_begun_backwards(run))
+        self._begun = ReadOnce(begun_backwards(run))
         """The attempts that have begun, the newest first, each read once and as far as asked for."""
+        self.line = Lineage(run, begun=self._begun)
         newest = next(iter(self._begun), None)
         self.number = None if newest is None else newest[0]
         self.begin = None if newest is None else newest[1]
@@ -234,12 +234,6 @@ class Look:
             until=until,
             end_time=end.end_time if end is not None else None,
         )
-
-
-def _begun_backwards(run: Run) -> Iterator[tuple[int, AttemptStart]]:
-    for number in reversed(run.attempt_numbers()):
-        if (begin := run.attempt(number).read_begin()) is not None:
-            yield number, begin
 
 
 def _last_step(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> dict[str, Any]:

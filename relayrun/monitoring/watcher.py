@@ -17,6 +17,7 @@ from relayrun.monitoring.standing import Damaged, Standing, stand
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.rundir.sentinel import Asked
+from relayrun.rundir.stop import is_stopped
 from relayrun.scheduler import together
 from relayrun.scheduler.together import Waiting
 
@@ -62,8 +63,8 @@ class Watcher:
 
     def _ask_for(self, runs: Sequence[Run]) -> None:
         self._plans = {run.path: plan for run in runs if (plan := _plan(run)) is not None}
-        asked = [run for run in runs if run.path in self._plans and not run.stop.exists()]
-        names = [plan.job_name for run in asked if (plan := self._plans[run.path]).scheduler == "slurm"]
+        asked = [(run, plan) for run in runs if (plan := self._plans.get(run.path)) and plan.scheduler == "slurm"]
+        names = [plan.job_name for run, plan in asked if not is_stopped(run)]
         try:
             self._jobs, self._error = together.jobs_of(names, patience=queue.PATIENCE), None
         except SchedulerError as error:
@@ -108,7 +109,7 @@ def _all(
     for run in runs:
         try:
             plan = plans.get(run.path)
-            if run.stop.exists():
+            if is_stopped(run):
                 answer = Queue()
             elif silent is not None and (plan or Plan.load(run)).scheduler == "slurm":
                 answer = silent

@@ -76,7 +76,22 @@ def _nearest_run(name: str, path: Path) -> str:
 
 def every_run() -> list[Run]:
     """All directories project/name below logs/runs of the project, whole or not; campaigns are none."""
-    return [Run(path) for path in sorted(runs().glob("*/*")) if path.is_dir() and not is_campaign(path)]
+    return [Run(path) for path in _below_projects() if not is_campaign(path)]
+
+
+def _below_projects() -> list[Path]:
+    """Every folder project/name below logs/runs, by its names."""
+    projects = _folders(str(runs()))
+    return [Path(path) for project in projects for path in _folders(project)]
+
+
+def _folders(folder: str) -> list[str]:
+    """The folders in a folder, by name; none where it may not be looked into."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entry.path for entry in entries if _is_dir(entry))
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
 
 
 def find_campaign(name: str) -> Path:
@@ -92,7 +107,7 @@ def find_campaign(name: str) -> Path:
         membership = read_membership(Run(folder))
         if membership is not None:
             return Path(membership.folder)
-    known = [f"{path.parent.name}/{path.name}" for path in sorted(runs().glob("*/*")) if is_campaign(path)]
+    known = [f"{path.parent.name}/{path.name}" for path in _below_projects() if is_campaign(path)]
     usual = f"give its directory, or project/name below {runs()}"
     hint = "; ".join(filter(None, [nearest(name, known), usual]))
     raise RunDirError("there is no such sweep and no such stages", where=name, hint=hint)

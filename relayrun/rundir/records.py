@@ -48,7 +48,7 @@ class Record:
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Self:
         """From a JSON object; names this version does not know are left out."""
-        if not isinstance(value, Mapping):
+        if type(value) is not dict and not isinstance(value, Mapping):
             raise TypeError(f"{type(value).__name__} instead of an object")
         known = _NAMES.get(cls) or _NAMES.setdefault(cls, frozenset(entry.name for entry in fields(cls)))
         if known >= value.keys():

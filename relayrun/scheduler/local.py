@@ -143,9 +143,10 @@ class LocalScheduler:
         return self._queue.folder / "starter.pid"
 
     def query(self, job_id: str) -> Job | None:
-        if not self._queue.path(job_id).exists():
-            return None
-        job = self._queue.read_job(job_id)
+        return self._seen(self._queue.read_job(job_id)) if self._queue.path(job_id).exists() else None
+
+    def _seen(self, job: LocalJob) -> Job:
+        """A job as who asks sees it."""
         state = job.state
         if state == "RUNNING" and not self._queue.is_being_run():
             state = "NODE_FAIL"  # whoever ran the queue was killed, and the job with it
@@ -168,8 +169,8 @@ class LocalScheduler:
         return job is not None and job.state == "CANCELLED"
 
     def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
-        jobs = [self.query(job.id) for job in self._queue.every_job() if not job.auxiliary]
-        return [job for job in jobs if job is not None and job.live]
+        jobs = [self._seen(job) for job in self._queue.every_job() if not job.auxiliary]
+        return [job for job in jobs if job.live]
 
     def single_task_command(self, plan: Plan, *, cpus_per_task: str) -> list[str]:
         return []

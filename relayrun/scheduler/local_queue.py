@@ -121,9 +121,13 @@ class LocalQueue:
 
     def read_job(self, job_id: str) -> LocalJob:
         """Raises SchedulerError if there is none."""
-        job = LocalJob.read(self.path(job_id))
+        return self._read(self.path(job_id))
+
+    def _read(self, path: Path | str) -> LocalJob:
+        job = LocalJob.read(path)
         if job is None:
-            raise SchedulerError(f"there is no local job {job_id}", where=self.folder)
+            number = os.path.basename(path).removeprefix("job-").removesuffix(".json").lstrip("0")
+            raise SchedulerError(f"there is no local job {number}", where=self.folder)
         return job
 
     def write_job(self, job: LocalJob) -> None:
@@ -137,7 +141,7 @@ class LocalQueue:
         except FileNotFoundError:
             return []
         jobs = [name for name in names if name.startswith("job-") and name.endswith(".json")]
-        return [self.read_job(name.removeprefix("job-").removesuffix(".json")) for name in jobs]
+        return [self._read(f"{self.folder}/{name}") for name in jobs]
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
