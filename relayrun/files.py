@@ -199,28 +199,43 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """Read a small file: a look at a thousand runs reads ten of each, for which `open` takes twice as long.
+    """Read a small file. Raises OSError as it comes."""
+    return read_identified(path)[0]
 
-    Raises OSError as it comes.
+
+Identity = tuple[int, int]
+"""Inode and time of a change, in nanoseconds: what tells one file from another that was put in its place."""
+
+
+def read_identified(path: str | os.PathLike[str]) -> tuple[bytes, Identity]:
+    """Read a small file, and tell which one it was; see `identity`. Raises OSError as it comes.
+
+    A look at a thousand runs reads ten of each, for which `open` takes twice as long.
     """
-    fd, size = _open(path)
+    fd, found = _open(path)
     try:
         parts = []
-        while part := os.read(fd, max(size + 1, FIRST_BLOCK)):
+        while part := os.read(fd, max(found.st_size + 1, FIRST_BLOCK)):
             parts.append(part)
     finally:
         os.close(fd)
-    return b"".join(parts)
+    return b"".join(parts), (found.st_ino, found.st_mtime_ns)
 
 
-def _open(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """A descriptor to read from, which who asks closes, and the bytes of the file. Raises OSError as `open` does."""
+def identity(path: str | os.PathLike[str]) -> Identity:
+    """Which file it is now. Raises OSError as it comes."""
+    found = os.stat(path)
+    return found.st_ino, found.st_mtime_ns
+
+
+def _open(path: str | os.PathLike[str]) -> tuple[int, os.stat_result]:
+    """A descriptor to read from, which who asks closes, and what it is of. Raises OSError as `open` does."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     found = os.fstat(fd)
     if stat.S_ISDIR(found.st_mode):
         os.close(fd)
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    return fd, found.st_size
+    return fd, found
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
@@ -290,9 +305,10 @@ FIRST_BLOCK = 4096
 def last_lines(path: str | os.PathLike[str], count: int) -> tuple[bytes, int]:
     """The last lines of a file and its size; nothing of one that is not there. Only its end is read."""
     try:
-        fd, size = _open(path)
+        fd, found = _open(path)
     except FileNotFoundError:
         return b"", 0
+    size = found.st_size
     try:
         text = b""
         for _, block in _blocks_backwards(fd, size):
@@ -320,9 +336,10 @@ def read_lines_backwards(
     `end`: as if the file had only this many bytes.
     """
     try:
-        fd, size = _open(path)
+        fd, found = _open(path)
     except FileNotFoundError:
         return
+    size = found.st_size
     try:
         rest, torn = b"", True  # the end of a line that begins in the block before; behind the last newline it is torn
         for at, block in _blocks_backwards(fd, size if end is None else min(end, size)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, starmap
@@ -115,12 +116,17 @@ def _state(run: Run, plan: Plan, queue: Queue, stop: str | None, last_end: End |
 
 def _submit_under_way(run: Run) -> bool:
     try:
-        with open(run.path / ".submit.lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        lock = os.open(f"{run.path}/.submit.lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
         pass
+    finally:
+        os.close(lock)
     return False
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from relayrun.errors import RunDirError
-from relayrun.files import append_line, read_lines
+from relayrun.files import Identity, append_line, identity, read_identified, read_lines
 from relayrun.rundir.records import AttemptStart, Commit, End, Heartbeat, Record
 
 R = TypeVar("R", bound=Record)
@@ -27,9 +27,7 @@ class Attempt:
     """
 
     path: Path
-    _kept: dict[str, tuple[tuple[int, int], Record]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _kept: dict[str, tuple[Identity, Record]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def number(self) -> int:
@@ -215,15 +213,13 @@ class Attempt:
 
     def _once(self, kind: type[R], name: str) -> R | None:
         path = f"{self.path}/{name}"
+        kept = self._kept.get(name)
         try:
-            found = os.stat(path)
+            if kept is not None and kept[0] == identity(path):
+                return cast("R", kept[1])
+            text, which = read_identified(path)
         except FileNotFoundError:
             return None
-        identity = (found.st_ino, found.st_mtime_ns)
-        kept = self._kept.get(name)
-        if kept is None or kept[0] != identity:
-            record = kind.read(path)
-            if record is None:  # gone since
-                return None
-            self._kept[name] = kept = (identity, record)
-        return cast("R", kept[1])
+        record = kind.parse(text, where=path)
+        self._kept[name] = which, record
+        return record

@@ -169,7 +169,15 @@ class LocalScheduler:
         return job is not None and job.state == "CANCELLED"
 
     def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
-        jobs = [self._seen(job) for job in self._queue.every_job() if not job.auxiliary]
+        return self.live(self.every_job())
+
+    def every_job(self) -> list[LocalJob]:
+        """The jobs of the queue, as they are on record."""
+        return self._queue.every_job()
+
+    def live(self, every: Sequence[LocalJob]) -> list[Job]:
+        """Those of the chain, of these, that wait or run."""
+        jobs = [self._seen(job) for job in every if not job.auxiliary]
         return [job for job in jobs if job.live]
 
     def single_task_command(self, plan: Plan, *, cpus_per_task: str) -> list[str]:

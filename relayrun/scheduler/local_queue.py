@@ -108,7 +108,7 @@ class LocalQueue:
     def is_being_run(self) -> bool:
         """Whether somebody runs the queue now."""
         try:
-            with open(self.folder / "runner.lock") as lock:
+            with open(f"{self.folder}/runner.lock") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return False
         except BlockingIOError:
