@@ -214,12 +214,14 @@ def read_identified(path: str | os.PathLike[str]) -> tuple[bytes, Identity]:
     """
     fd, found = _open(path)
     try:
-        parts = []
-        while part := os.read(fd, max(found.st_size + 1, FIRST_BLOCK)):
-            parts.append(part)
+        text = os.read(fd, found.st_size)
+        while len(text) != found.st_size or not text:  # a part, or a file that does not tell its size
+            if not (part := os.read(fd, BLOCK)):
+                break
+            text += part
     finally:
         os.close(fd)
-    return b"".join(parts), (found.st_ino, found.st_mtime_ns)
+    return text, (found.st_ino, found.st_mtime_ns)
 
 
 def identity(path: str | os.PathLike[str]) -> Identity:

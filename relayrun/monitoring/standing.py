@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from relayrun.chain import signs
 from relayrun.errors import RunDirError
-from relayrun.files import read_lines_backwards
 from relayrun.monitoring.broken import why_broken
 from relayrun.monitoring.queue import Queue
 from relayrun.monitoring.remaining import LAST, Past, Remaining, remaining
@@ -250,7 +249,7 @@ def _last_step(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> dict[str,
     limit = float("inf")
     for number, begin in begun:
         line: dict[str, Any]
-        for _, line in read_lines_backwards(run.attempt(number).metrics):
+        for line in run.attempt(number).metrics_backwards():
             if goes_back(line):
                 limit = min(limit, line["iteration"])
             elif begin.base_iteration < line.get("iteration", 0) <= limit and "validation" not in line:

@@ -16,7 +16,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 
 from relayrun.errors import RunDirError
-from relayrun.files import exists, free_name, fsync_directory, read_lines_backwards
+from relayrun.files import exists, free_name, fsync_directory
 from relayrun.rundir.read_once import ReadOnce
 from relayrun.rundir.records import AttemptStart, Commit
 from relayrun.rundir.run import Run
@@ -154,8 +154,7 @@ def _backwards(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> Iterator[
     """What the last of them began with, until the commit turns up that made it."""
     for number, begin in begun:
         attempt = run.attempt(number)
-        for _, entry in read_lines_backwards(attempt.commits):
-            commit = attempt.commit_of(entry)
+        for commit in attempt.commits_backwards():
             if commit.iteration > limit:
                 continue
             if base is not None and commit.iteration < base.commit.iteration:
@@ -213,8 +212,7 @@ def commit_of(path: str | os.PathLike[str]) -> Commit | None:
     run = Run(folder.parent.parent)
     for number in reversed(run.attempt_numbers()):
         attempt = run.attempt(number)
-        for _, entry in read_lines_backwards(attempt.commits):
-            commit = attempt.commit_of(entry)
+        for commit in attempt.commits_backwards():
             if os.path.realpath(commit.path) == str(folder):
                 return commit
     return None

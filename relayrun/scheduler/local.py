@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -156,7 +155,7 @@ class LocalScheduler:
             id=job.id,
             name=job.name,
             state=state,
-            nodes=socket.gethostname(),
+            nodes=os.uname().nodename,
             end_time=job.end_time,
             submit_time=job.submit_time,
             eligible_time=job.eligible_time,
