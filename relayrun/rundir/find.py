@@ -9,6 +9,7 @@ from pathlib import Path
 
 from relayrun import places
 from relayrun.errors import RunDirError, nearest
+from relayrun.files import RealPath
 from relayrun.rundir.campaign import is_campaign, read_membership
 from relayrun.rundir.plan import Plan, read_format
 from relayrun.rundir.run import Run
@@ -120,16 +121,17 @@ def runs_below(folder: Path, *, depth: int) -> Iterator[Run]:
     left out. Raises OSError where the folder itself cannot be read.
     """
     seen: set[str] = set()
+    real_path = RealPath()
     level = [folder]
     for left in range(depth, -1, -1):
         below: list[Path] = []
         for path in level:
-            real = os.path.realpath(path)
+            real = real_path(str(path))
             if real in seen:
                 continue
             seen.add(real)
             try:
-                if (path / "plan.json").is_file():
+                if os.path.isfile(f"{path}/plan.json"):
                     yield Run(path)
                     continue
                 with os.scandir(path) as entries:
