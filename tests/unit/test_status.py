@@ -402,3 +402,14 @@ def test_the_table_of_a_pipe_is_that_of_a_terminal_that_is_wide(
     standing_view.show_many(found)
     assert capsys.readouterr().out == folded
     assert "[bold]名前" in folded
+
+
+def test_a_wrong_option_is_told_with_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """A command makes its own parser alone; what goes wrong is said as if it had made them all."""
+    for arguments in (["status", "--bogus"], ["--bogus", "status"], ["bogus"]):
+        with pytest.raises(SystemExit):
+            cli.main(arguments)
+        told = capsys.readouterr().err
+        assert "bogus" in told
+        assert "{init,submit," in told
+    assert cli.parse(["status", "--json", "RUN"]).name == "RUN"
