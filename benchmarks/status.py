@@ -1,9 +1,10 @@
 """What a look at a thousand runs costs, one of them with 10^6 iterations: CPU seconds with the start of Python.
 
-    python benchmarks/status.py [--runs 1000] [--lines 1000000] [--rounds 3]
+    python benchmarks/status.py [--runs 1000] [--lines 1000000] [--rounds 3] [--quick]
 
 `relayrun status`, the first lines of `relayrun status -f`, the same of the long run alone, and the first answer of
-`relayrun report --serve` with the start of its server. Each round begins programs of their own.
+`relayrun report --serve`: of its server from its start to the end of that answer, and of whatever processes it has
+begun. Each round begins programs of their own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,10 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--lines", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="few runs, a short one for the long one; writes no result")
     options = parser.parse_args()
+    if options.quick:
+        options.runs, options.lines, options.rounds = 20, 1000, 1
     with tempfile.TemporaryDirectory(prefix="status-") as folder:
         (Path(folder) / places.MARKER).touch()
         runs = Path(folder) / "logs" / "runs" / "many"
@@ -51,7 +55,11 @@ def main() -> None:
             "status": lambda: spent([*relayrun, "status"], folder),
             "status_follow": lambda: spent([*relayrun, "status", "-f"], folder, lines=options.runs),
             "status_long_run": lambda: spent([*relayrun, "status", str(long.path)], folder),
-            "page": lambda: first_answer([*relayrun, "report", str(runs), "--serve", "--port", "0"], folder),
+            "page": lambda: first_answer(
+                [*relayrun, "report", str(runs), "--serve", "--port", "0"],
+                folder,
+                words=(f"{options.runs:,} runs", f"run/run-{options.runs - 2:04}"),
+            ),
         }
         figures: dict[str, Any] = {}
         for name, way in ways.items():
@@ -59,7 +67,7 @@ def main() -> None:
             figures[name] = _results.spread([way() for _ in range(options.rounds)])
             print(name, figures[name], flush=True)
         figures |= {"runs": options.runs, "lines": options.lines, "load_average": os.getloadavg()[0]}
-    print(_results.write("status", figures))
+    print(figures if options.quick else _results.write("status", figures))
 
 
 def begun(command: list[str], folder: str) -> subprocess.Popen[str]:
@@ -95,18 +103,18 @@ def spent(command: list[str], folder: str, *, lines: int | None = None) -> float
     return seconds
 
 
-def first_answer(command: list[str], folder: str) -> float:
-    """CPU seconds of a server until its first page is there."""
+def first_answer(command: list[str], folder: str, *, words: Sequence[str]) -> float:
+    """CPU seconds of a server and its processes until its first page is there, which is to have these words."""
     with begun(command, folder) as program:
         assert program.stdout is not None
         address = next(word for line in program.stdout for word in line.split() if word.startswith("http://"))
         with urllib.request.urlopen(address.rstrip(".,"), timeout=600) as answer:
-            page = answer.read()
+            page = answer.read().decode()
         seconds = cpu_seconds(program.pid)
         program.send_signal(signal.SIGINT)
         program.stdout.read()
-    if b"run-0000" not in page:
-        raise SystemExit(f"the page names no run: {page[:200]!r}")
+    if missing := [word for word in words if word not in page]:
+        raise SystemExit(f"the page lacks {missing}: {page[:200]!r}")
     return seconds
 
 

@@ -9,18 +9,20 @@ The standard library and `errors` only: this module also runs on a bare host Pyt
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
 import re
 import secrets
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from relayrun.errors import RelayrunError
 
@@ -193,8 +195,60 @@ def write_json(path: str | os.PathLike[str], value: Any, *, durable: bool = True
 
 def read_json(path: str | os.PathLike[str]) -> Any:
     """Read a JSON file. Raises FileNotFoundError and json.JSONDecodeError as they come."""
-    with open(path, "rb") as file:
-        return json.loads(file.read().decode())
+    return json.loads(read_bytes(path).decode())
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """Read a small file. Raises OSError as it comes."""
+    return read_identified(path)[0]
+
+
+Identity = tuple[int, int]
+"""Inode and time of a change, in nanoseconds: what tells one file from another that was put in its place."""
+
+
+def read_identified(path: str | os.PathLike[str]) -> tuple[bytes, Identity]:
+    """Read a small file, and tell which one it was; see `identity`. Raises OSError as it comes.
+
+    A look at a thousand runs reads ten of each, for which `open` takes twice as long.
+    """
+    fd, found = _open(path)
+    try:
+        text = os.read(fd, found.st_size)
+        while len(text) != found.st_size or not text:  # a part, or a file that does not tell its size
+            if not (part := os.read(fd, BLOCK)):
+                break
+            text += part
+    finally:
+        os.close(fd)
+    return text, (found.st_ino, found.st_mtime_ns)
+
+
+def identity(path: str | os.PathLike[str]) -> Identity:
+    """Which file it is now. Raises OSError as it comes."""
+    found = os.stat(path)
+    return found.st_ino, found.st_mtime_ns
+
+
+def _open(path: str | os.PathLike[str]) -> tuple[int, os.stat_result]:
+    """A descriptor to read from, which who asks closes, and what it is of. Raises OSError as `open` does."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    found = os.fstat(fd)
+    if stat.S_ISDIR(found.st_mode):
+        os.close(fd)
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    return fd, found
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Whether there is such a file or folder. Raises OSError for another reason, which `os.path.exists` hides."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return False
+    return True
 
 
 def append_line(path: str | os.PathLike[str], record: dict[str, Any], *, durable: bool = True) -> None:
@@ -253,16 +307,18 @@ FIRST_BLOCK = 4096
 def last_lines(path: str | os.PathLike[str], count: int) -> tuple[bytes, int]:
     """The last lines of a file and its size; nothing of one that is not there. Only its end is read."""
     try:
-        file = open(path, "rb")  # noqa: SIM115 - closed below
+        fd, found = _open(path)
     except FileNotFoundError:
         return b"", 0
-    with file:
-        size = file.seek(0, os.SEEK_END)
+    size = found.st_size
+    try:
         text = b""
-        for _, block in _blocks_backwards(file, size):
+        for _, block in _blocks_backwards(fd, size):
             text = block + text
             if text.count(b"\n") > count:
                 break
+    finally:
+        os.close(fd)
     return b"".join(text.splitlines(keepends=True)[-count:] if count else []), size
 
 
@@ -282,13 +338,13 @@ def read_lines_backwards(
     `end`: as if the file had only this many bytes.
     """
     try:
-        file = open(path, "rb")  # noqa: SIM115 - closed below, where the generator is
+        fd, found = _open(path)
     except FileNotFoundError:
         return
-    with file:
-        size = file.seek(0, os.SEEK_END)
+    size = found.st_size
+    try:
         rest, torn = b"", True  # the end of a line that begins in the block before; behind the last newline it is torn
-        for at, block in _blocks_backwards(file, size if end is None else min(end, size)):
+        for at, block in _blocks_backwards(fd, size if end is None else min(end, size)):
             data = block + rest
             if torn:
                 data = data[: data.rfind(b"\n") + 1]
@@ -301,16 +357,19 @@ def read_lines_backwards(
                 if value is not None:
                     yield behind, value
                 behind -= len(line)
+    finally:
+        os.close(fd)
 
 
-def _blocks_backwards(file: BinaryIO, at: int) -> Iterator[tuple[int, bytes]]:
+def _blocks_backwards(fd: int, at: int) -> Iterator[tuple[int, bytes]]:
     """The bytes before `at`, block by block from the end, each with where it begins."""
     size = min(FIRST_BLOCK, BLOCK)
     while at:
         start = max(0, at - size)
         size = min(4 * size, BLOCK)
-        file.seek(start)
-        data = file.read(at - start)
+        data = os.pread(fd, at - start, start)
+        while len(data) < at - start and (more := os.pread(fd, at - start - len(data), start + len(data))):
+            data += more
         at = start
         yield at, data
 

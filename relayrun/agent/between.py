@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection
 
 from relayrun.errors import RunDirError
-from relayrun.files import read_lines, read_lines_backwards
+from relayrun.files import read_lines
 from relayrun.rundir import hand_over
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.hand_over import HandOver, RoundStart
@@ -137,7 +137,7 @@ class Between:
 
     def first_step(self, *, after: int) -> float | None:
         """When the program was seen to have done an iteration behind `after`, in seconds since 1970; None: not yet."""
-        for _, line in read_lines_backwards(self._attempt.metrics):
+        for line in self._attempt.metrics_backwards():
             if "round" not in line and int(line.get("iteration", 0)) > after:
                 return float(line["time"])
             break

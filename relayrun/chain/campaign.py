@@ -46,18 +46,18 @@ def attend(run: Run, *, leaves: bool = False, patience: float = PATIENCE) -> Non
     `leaves`: this is the last job of the run's chain, also where no STOP says it. `patience`: seconds for which a
     controller that does not answer is asked again, and for which another one who begins runs is waited for.
     """
-    mend([run], leaving=run if leaves else None, patience=patience)
+    mend(campaign.folders_of([run]), leaving=run if leaves else None, patience=patience)
 
 
 def mend(
-    runs: Iterable[Run],
+    folders: Iterable[Path],
     *,
     leaving: Run | None = None,
     patience: float = PATIENCE,
     say: Callable[[str], None] = log,
 ) -> None:
-    """The same for many runs: each of their campaigns is looked at once."""
-    for folder in campaign.folders_of(runs):
+    """The same for campaigns, by their folders."""
+    for folder in folders:
         try:
             for words in begin_due(folder, leaving=leaving, patience=patience):
                 say(words)

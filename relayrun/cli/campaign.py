@@ -18,7 +18,8 @@ from relayrun.errors import RelayrunError, RunDirError, user_name
 from relayrun.monitoring import campaign as view
 from relayrun.monitoring import queue, unsent
 from relayrun.monitoring.follow import Follower
-from relayrun.monitoring.run_status_view import dump, show
+from relayrun.monitoring.run_status_view import dump
+from relayrun.monitoring.terminal import show
 from relayrun.rundir import campaign
 from relayrun.rundir.campaign import Campaign, Member
 from relayrun.rundir.find import find_campaign

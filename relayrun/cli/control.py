@@ -15,6 +15,7 @@ from relayrun.chain.cancel import cancel
 from relayrun.errors import RunDirError, SchedulerError, user_name
 from relayrun.monitoring import queue, unsent
 from relayrun.rundir import find, triggers
+from relayrun.rundir.campaign import folders_of
 from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
@@ -38,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
         end = stop if options.command == "stop" else cancel
         print(end(found, scheduler, user=user_name(os.geteuid())))
     unsent.send_in_background(found)
-    campaign.mend([found])
+    campaign.mend(folders_of([found]))
     return 0
 
 

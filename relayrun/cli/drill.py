@@ -19,7 +19,8 @@ from relayrun.drill.site import Site
 from relayrun.errors import ConfigError, InputError
 from relayrun.files import whole_file
 from relayrun.gpucheck.site import read_cluster
-from relayrun.monitoring.run_status_view import dump, show
+from relayrun.monitoring.run_status_view import dump
+from relayrun.monitoring.terminal import show
 from relayrun.scheduler.slurm import Slurm
 
 FAULTS = "rank-killed,batch-script-killed,latest-torn,rank-stopped,cancelled,crash-loop"

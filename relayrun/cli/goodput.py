@@ -6,7 +6,8 @@ import argparse
 
 from relayrun.monitoring.goodput import view
 from relayrun.monitoring.goodput.account import account
-from relayrun.monitoring.run_status_view import dump, show
+from relayrun.monitoring.run_status_view import dump
+from relayrun.monitoring.terminal import show
 from relayrun.rundir.find import find_run
 
 

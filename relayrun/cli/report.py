@@ -1,4 +1,7 @@
-"""`relayrun report`: what runs did, trained and cost, as a page, as text, as JSON or as a picture."""
+"""`relayrun report`: what runs did, trained and cost, as a page, as text, as JSON or as a picture.
+
+Each of these imports what it needs: to list the runs of a folder needs neither configs nor arrays.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,15 @@ import re
 import socket
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from relayrun.config.writable import check_outputs
 from relayrun.errors import InputError, RunDirError
 from relayrun.files import whole_file
-from relayrun.monitoring import report
-from relayrun.monitoring.goodput import view
-from relayrun.monitoring.goodput.account import account
-from relayrun.monitoring.run_status_view import dump, show
 from relayrun.rundir.find import find_run
 from relayrun.rundir.run import Run
+
+if TYPE_CHECKING:
+    from relayrun.monitoring.report import Report
 
 PORT = 8765
 """Where `--serve` listens, if nothing else is asked for."""
@@ -59,6 +61,8 @@ def run(options: argparse.Namespace) -> int:
         return _serve(options)
     if options.port is not None:
         raise InputError("--port goes with --serve", hint="add --serve, or leave --port out")
+    from relayrun.config.writable import check_outputs
+
     asked = options.text or options.json or options.png is not None
     runs = [find_run(name) for name in options.names]
     target = options.html
@@ -72,6 +76,8 @@ def run(options: argparse.Namespace) -> int:
     if target is not None or options.json:
         _page(runs, target, as_json=options.json)
     if options.png is not None:
+        from relayrun.monitoring import report
+
         report.write_png(_read(runs[0]), options.png)
         print(options.png)
     return 0
@@ -94,7 +100,9 @@ def _serve(options: argparse.Namespace) -> int:
     return 0
 
 
-def _read(run: Run) -> report.Report:
+def _read(run: Run) -> Report:
+    from relayrun.monitoring import report
+
     found = report.read_report(run)
     if not found.attempts:
         raise RunDirError("no attempt of this run has begun", where=run.path, hint=f"relayrun status {run.path}")
@@ -103,6 +111,11 @@ def _read(run: Run) -> report.Report:
 
 def _text(run: Run) -> None:
     """Print a table of the attempts, the loss curve, and where the node time went."""
+    from relayrun.monitoring import report
+    from relayrun.monitoring.goodput import view
+    from relayrun.monitoring.goodput.account import account
+    from relayrun.monitoring.terminal import show
+
     found = _read(run)
     show(report.attempts_table(found))
     if found.iterations:
@@ -116,6 +129,7 @@ def _page(runs: list[Run], target: Path | None, *, as_json: bool) -> None:
     # what reads data sets and configs: not paid for the text
     from relayrun.monitoring.page import document
     from relayrun.monitoring.page.gather import read_page
+    from relayrun.monitoring.run_status_view import dump
 
     pages = [read_page(run) for run in runs]
     if as_json:

@@ -13,8 +13,10 @@ from rich.table import Table
 from relayrun.chain import signs
 from relayrun.errors import InputError, RelayrunError, RunDirError, user_name
 from relayrun.monitoring import queue, run_status
-from relayrun.monitoring.run_status_view import dump, duration, show
+from relayrun.monitoring.run_status_view import dump
 from relayrun.monitoring.standing import Damaged
+from relayrun.monitoring.standing_view import duration
+from relayrun.monitoring.terminal import show
 from relayrun.monitoring.watcher import Watcher
 from relayrun.rundir import find
 from relayrun.rundir.find import find_run, runs_below

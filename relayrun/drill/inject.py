@@ -75,7 +75,7 @@ class Faults(Hook):
         self._first_attempt = context.attempt == 1
         self._rank, self._last_rank = context.ranks.rank, context.ranks.world_size - 1
         if self._first_attempt and self._rank == 0 and (times := int(self._faults.get("commit-full", 0))):
-            fill_disk_for(times, Attempt(context.run_dir / "attempts" / "0001").commits)
+            fill_disk_for(times, Attempt(f"{context.run_dir}/attempts/0001").commits)
         if context.ranks.is_last_stage and self._faults.keys() & {"nan-sample", "spike-sample"}:
             context.model.chunks[-1].register_forward_hook(self._change_loss)
 

@@ -52,13 +52,14 @@ def ask(run: Run, plan: Plan | None = None, *, brief: bool = False) -> Queue:
     there is no run.
     """
     plan = Plan.load(run) if plan is None else plan
+    if plan.scheduler == "local":
+        return _ask_local(run, plan, brief=brief)
     try:
         asked = for_plan(plan, run, patience=PATIENCE)
-        waiting = {job_id: asked.query(job_id) for _, job_id in ([] if brief else waiting_evaluations(run))}
-        states = {job_id: "gone" if job is None else job.state.lower() for job_id, job in waiting.items()}
+        states = {} if brief else _evaluations(run, asked)
         jobs = asked.jobs(plan, anyone=True)
         waiting_jobs = [job for job in jobs if job.state == "PENDING"]
-        hidden = not jobs and plan.owner is not None and signs.is_anothers(plan) and plan.scheduler == "slurm"
+        hidden = not jobs and plan.owner is not None and signs.is_anothers(plan)
         if hidden and history.others_are_hidden():
             name = user_name(plan.owner or 0)
             return Queue(hidden=f"Slurm shows the jobs of {name}, who owns this run, to nobody else")
@@ -70,10 +71,33 @@ def ask(run: Run, plan: Plan | None = None, *, brief: bool = False) -> Queue:
             evaluations=states,
             reasons=history.pending_reasons(plan) if waiting_jobs or fallback_jobs else {},
             last_job=history.last_job(plan, run, since=_asked_since(run)) if nothing_runs else None,
-            abandoned=history.abandoned(plan, run) if waiting_jobs else [],
         )
     except SchedulerError as error:
         return Queue(error=error.message)
+
+
+def _ask_local(run: Run, plan: Plan, *, brief: bool) -> Queue:
+    """The same of the local queue, which is read once."""
+    from relayrun.scheduler.local import LocalScheduler  # not paid for on a cluster
+
+    asked = LocalScheduler(run)
+    try:
+        every = asked.every_job()
+        jobs = asked.live(every)
+        return Queue(
+            jobs=jobs,
+            evaluations={} if brief else _evaluations(run, asked),
+            last_job=history.last_of(every) if all(job.state in ("PENDING", "COMPLETING") for job in jobs) else None,
+            abandoned=history.abandoned(plan, run) if any(job.state == "PENDING" for job in jobs) else [],
+        )
+    except SchedulerError as error:
+        return Queue(error=error.message)
+
+
+def _evaluations(run: Run, asked: Scheduler) -> dict[str, str]:
+    """State, by id, of the jobs of evaluations that have no result yet. Raises SchedulerError."""
+    waiting = {job_id: asked.query(job_id) for _, job_id in waiting_evaluations(run)}
+    return {job_id: "gone" if job is None else job.state.lower() for job_id, job in waiting.items()}
 
 
 def _asked_since(run: Run) -> float:

@@ -1,34 +1,21 @@
-"""A run's status as text for people, and as JSON for programs."""
+"""All that is known of one run as text for people, and as JSON for programs."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.cells import cell_len
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from relayrun.monitoring.broken import job_words
 from relayrun.monitoring.run_status import RunStatus
-from relayrun.monitoring.standing import Damaged, Standing
-from relayrun.rundir.sentinel import LastLook
+from relayrun.monitoring.standing import Damaged
+from relayrun.monitoring.standing_view import duration, loss, sentinel, speed
 from relayrun.scheduler.base import Job
-
-
-def show(table: Table) -> None:
-    """Print a table; into a file or pipe without folding at a terminal's width."""
-    console = Console() if sys.stdout.isatty() else Console(width=400)
-    with console.capture() as text:
-        console.print(table)
-    for line in text.get().splitlines():
-        print(line.rstrip())
 
 
 def one(status: RunStatus, *, now: float) -> Table:
@@ -42,73 +29,6 @@ def one(status: RunStatus, *, now: float) -> Table:
     return table
 
 
-COLUMNS = ("run", "state", "attempt", "iteration", "left", "loss", "tokens/s", "durable", "age", "the last end")
-"""Columns of the table of many runs."""
-RIGHT = frozenset({"attempt", "left", "loss", "tokens/s", "durable", "age"})
-"""Those that hold numbers."""
-FOLDED = 200
-"""A terminal gets a table of at most so many runs folded to its width: of a thousand that takes a second."""
-
-
-def show_many(found: Sequence[Standing | Damaged]) -> None:
-    """Print a line a run."""
-    if sys.stdout.isatty() and len(found) <= FOLDED:
-        show(many(found))
-        return
-    rows = [list(COLUMNS), *map(_cells, found)]
-    widths = [max(map(cell_len, cells)) for cells in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(map(_padded, row, widths, COLUMNS)).rstrip())
-
-
-def _padded(text: str, width: int, column: str) -> str:
-    space = " " * (width - cell_len(text))
-    return space + text if column in RIGHT else text + space
-
-
-def many(found: Sequence[Standing | Damaged]) -> Table:
-    """Return a table with one line a run; of a damaged one its error."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in COLUMNS:
-        table.add_column(name, justify="right" if name in RIGHT else "left")
-    for entry in found:
-        table.add_row(*map(escape, _cells(entry)))
-    return table
-
-
-def _cells(entry: Standing | Damaged) -> list[str]:
-    if isinstance(entry, Damaged):
-        return ["/".join(entry.path.split("/")[-2:]), "damaged", *[""] * 7, " ".join(entry.error.split())]
-    return [
-        entry.run,
-        entry.state,
-        str(entry.attempt or ""),
-        f"{entry.iteration}/{entry.total_steps or '?'}",
-        short_remaining(entry),
-        _loss(entry.loss),
-        _speed(entry.tokens_per_second),
-        "none whole" if entry.durable_iteration is None else str(entry.durable_iteration),
-        duration(entry.durable_age),
-        (entry.stop or entry.broken or entry.last_end or "").partition("\n")[0],
-    ]
-
-
-def line(entry: Standing | Damaged) -> str:
-    """Return a run in one line for a log."""
-    if isinstance(entry, Damaged):
-        return f"{'/'.join(entry.path.split('/')[-2:])}: damaged: {entry.error}"
-    parts = [
-        f"{entry.run}: {entry.state}",
-        f"attempt {entry.attempt}" if entry.attempt is not None else "",
-        f"iteration {entry.iteration}" + (f" of {entry.total_steps}" if entry.total_steps else ""),
-        f"loss {_loss(entry.loss)}" if entry.loss is not None else "",
-        f"durable {entry.durable_iteration}" if entry.durable_iteration is not None else "no whole checkpoint",
-        f"left {left}" if (left := short_remaining(entry)) else "",
-        (entry.stop or entry.broken or "").partition("\n")[0],
-    ]
-    return ", ".join(filter(None, parts))
-
-
 def as_json(status: RunStatus | Damaged) -> dict[str, Any]:
     """Return the facts of a status for JSON; a number that is none (a loss of NaN) is null."""
     values: dict[str, Any] = _finite(asdict(status))
@@ -117,17 +37,6 @@ def as_json(status: RunStatus | Damaged) -> dict[str, Any]:
 
 def dump(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False)
-
-
-def duration(seconds: float | None) -> str:
-    """Return a number of seconds for people: `45 s`, `12 min`, `3.4 h`, `2.1 days`."""
-    if seconds is None:
-        return ""
-    if seconds < 120:
-        return f"{max(0.0, seconds):.0f} s"
-    if seconds < 2 * 3600:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
 
 
 def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
@@ -159,8 +68,8 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
         ("time limit", limit),
         ("iteration", step),
         ("left", _remaining(status)),
-        ("loss", _loss(status.loss)),
-        ("tokens/s", _speed(status.tokens_per_second)),
+        ("loss", loss(status.loss)),
+        ("tokens/s", speed(status.tokens_per_second)),
         ("durable", _durable(status)),
         ("left out", _left_out(status)),
         ("mirror", _mirror(status, now)),
@@ -186,25 +95,6 @@ def _lines(status: RunStatus, now: float) -> list[tuple[str, str]]:
 def _node_health(status: RunStatus) -> str:
     count = len(status.sick_nodes)
     return f"{f'{count} findings; the last: ' if count > 1 else ''}{status.sick_nodes[-1]}" if count else ""
-
-
-def sentinel(look: LastLook, *, now: float) -> str:
-    """Return when a sentinel has last looked, and what that means where it is late."""
-    if look.time is None:
-        return f"nobody knows when it last looked: its record in {look.folder} cannot be read"
-    whose = f"{look.folder}, by {look.user} on {look.host}"
-    words = f"looked {duration(now - look.time)} ago ({whose})"
-    if not look.late:
-        return words
-    every = f" and every {duration(look.period)} before" if look.period else ""
-    return f"dead or late: {words}{every}; nobody looks: see `crontab -l` there"
-
-
-def sentinels(found: Sequence[Standing | Damaged], *, now: float) -> list[str]:
-    """Return a line for each sentinel that looks after some of these runs."""
-    known = [status.sentinel for status in found if isinstance(status, Standing) and status.sentinel is not None]
-    looks = {look.folder: look for look in known}
-    return [f"sentinel: {sentinel(look, now=now)}" for look in looks.values()]
 
 
 def _queue(status: RunStatus) -> str:
@@ -300,12 +190,6 @@ def _durable(status: RunStatus) -> str:
     return f"iteration {status.durable_iteration}{age}: {status.durable_path}"
 
 
-def short_remaining(status: Standing) -> str:
-    """Return the hours of training and node hours that are left, for a column; empty where they are not known."""
-    left = status.remaining
-    return f"{duration(left.seconds)}, {left.node_hours:,.1f} node h" if left is not None and left.iterations else ""
-
-
 def _remaining(status: RunStatus) -> str:
     left = status.remaining
     if left is None or not left.iterations:
@@ -317,14 +201,6 @@ def _remaining(status: RunStatus) -> str:
     if left.queue_seconds is not None:
         text += f"; the last jobs waited {duration(left.queue_seconds)} each, which is not in it"
     return text
-
-
-def _loss(loss: float | None) -> str:
-    return "" if loss is None else f"{loss:.4f}"
-
-
-def _speed(speed: float | None) -> str:
-    return "" if speed is None else f"{speed:,.0f}"
 
 
 def _clock(seconds: float) -> str:

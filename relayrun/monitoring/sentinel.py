@@ -30,6 +30,7 @@ from relayrun.monitoring.standing import Damaged
 from relayrun.monitoring.symptoms import Symptom, is_at_work, purged_soon, running_job, symptoms, unwritable
 from relayrun.monitoring.watcher import Watcher
 from relayrun.rundir import notices, purge, sentinel
+from relayrun.rundir.campaign import folders_of
 from relayrun.rundir.find import runs_below
 from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.notices import QUIET_SECONDS, Notice
@@ -151,7 +152,7 @@ class Sentinel:
             with contextlib.suppress(Exception):  # it has ended, and `relayrun status` says what is not told
                 seen[self._name(run)] = self._purged(run, plan)
                 self._tell(run, plan, seen[self._name(run)], at_work=False)
-        mend((run for run, _ in [*ended, *living.values()]), say=lambda words: None)  # cron would mail it
+        mend(folders_of(run for run, _ in [*ended, *living.values()]), say=lambda words: None)  # cron would mail it
         gone = [run.path for name, (run, _) in living.items() if self._is_known_gone(name, run)]
         found = Watcher(without_jobs=gone).look([run for run, _ in living.values()], now=self._now)
         states = {entry.path: entry for entry in found}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, starmap
@@ -15,12 +16,11 @@ from typing import Any, Literal
 
 from relayrun.chain import signs
 from relayrun.errors import RunDirError
-from relayrun.files import read_lines_backwards
 from relayrun.monitoring.broken import why_broken
 from relayrun.monitoring.queue import Queue
 from relayrun.monitoring.remaining import LAST, Past, Remaining, remaining
 from relayrun.rundir import campaign
-from relayrun.rundir.lineage import Durable, Lineage
+from relayrun.rundir.lineage import Durable, Lineage, begun_backwards
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.read_once import ReadOnce
 from relayrun.rundir.records import AttemptStart, End
@@ -115,12 +115,17 @@ def _state(run: Run, plan: Plan, queue: Queue, stop: str | None, last_end: End |
 
 def _submit_under_way(run: Run) -> bool:
     try:
-        with open(run.path / ".submit.lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        lock = os.open(f"{run.path}/.submit.lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
         pass
+    finally:
+        os.close(lock)
     return False
 
 
@@ -158,9 +163,9 @@ class Look:
 
     def __init__(self, run: Run, plan: Plan, queue: Queue, *, now: float) -> None:
         self.run, self.plan, self.queue, self.now = run, plan, queue, now
-        self.line = Lineage(run)
-        self._begun = ReadOnce(_begun_backwards(run))
+        self._begun = ReadOnce(begun_backwards(run))
         """The attempts that have begun, the newest first, each read once and as far as asked for."""
+        self.line = Lineage(run, begun=self._begun)
         newest = next(iter(self._begun), None)
         self.number = None if newest is None else newest[0]
         self.begin = None if newest is None else newest[1]
@@ -236,12 +241,6 @@ class Look:
         )
 
 
-def _begun_backwards(run: Run) -> Iterator[tuple[int, AttemptStart]]:
-    for number in reversed(run.attempt_numbers()):
-        if (begin := run.attempt(number).read_begin()) is not None:
-            yield number, begin
-
-
 def _last_step(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> dict[str, Any]:
     """The newest metrics line that counts: an attempt's lines beyond the base of the next do not.
 
@@ -250,7 +249,7 @@ def _last_step(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> dict[str,
     limit = float("inf")
     for number, begin in begun:
         line: dict[str, Any]
-        for _, line in read_lines_backwards(run.attempt(number).metrics):
+        for line in run.attempt(number).metrics_backwards():
             if goes_back(line):
                 limit = min(limit, line["iteration"])
             elif begin.base_iteration < line.get("iteration", 0) <= limit and "validation" not in line:

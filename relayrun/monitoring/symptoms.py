@@ -225,7 +225,7 @@ def _at_work(run: Run, plan: Plan, now: float) -> Iterator[Symptom]:
         words = f"no sign of life for {_minutes(now - sign)}{where}, and nobody ends it: job {begin.job_id}"
         yield Symptom(event="hang", cause=f"silent-{attempt.number:04}", reason=f"{words} on {begin.nodes}")
         return
-    newest = next((attempt.commit_of(line).iteration for _, line in read_lines_backwards(attempt.commits)), None)
+    newest = next((commit.iteration for commit in attempt.commits_backwards()), None)
     base = begin.base_iteration if newest is None else newest
     iteration = max((beat.iteration for beat in beats), default=0)
     if plan.save_interval is None or iteration - base < SAVES * plan.save_interval:

@@ -8,18 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from relayrun.errors import RunDirError, SchedulerError
-from relayrun.monitoring import queue, run_status
+from relayrun.monitoring import queue
 from relayrun.monitoring.queue import Queue
-from relayrun.monitoring.run_status import RunStatus
 from relayrun.monitoring.standing import Damaged, Standing, stand
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.rundir.sentinel import Asked
+from relayrun.rundir.stop import is_stopped
 from relayrun.scheduler import together
 from relayrun.scheduler.together import Waiting
+
+if TYPE_CHECKING:
+    from relayrun.monitoring.run_status import RunStatus
 
 S = TypeVar("S", bound=Standing)
 
@@ -38,6 +41,8 @@ class Watcher:
 
     def look(self, runs: Sequence[Run], *, now: float) -> list[RunStatus | Damaged]:
         """Return the status of every run, the newest first, damaged ones last. `now`: seconds since 1970."""
+        from relayrun.monitoring import run_status  # a table of many runs needs none of it
+
         self._ask_for(runs)
         return _all(
             runs,
@@ -58,8 +63,8 @@ class Watcher:
 
     def _ask_for(self, runs: Sequence[Run]) -> None:
         self._plans = {run.path: plan for run in runs if (plan := _plan(run)) is not None}
-        asked = [run for run in runs if run.path in self._plans and not run.stop.exists()]
-        names = [plan.job_name for run in asked if (plan := self._plans[run.path]).scheduler == "slurm"]
+        asked = [(run, plan) for run in runs if (plan := self._plans.get(run.path)) and plan.scheduler == "slurm"]
+        names = [plan.job_name for run, plan in asked if not is_stopped(run)]
         try:
             self._jobs, self._error = together.jobs_of(names, patience=queue.PATIENCE), None
         except SchedulerError as error:
@@ -104,7 +109,7 @@ def _all(
     for run in runs:
         try:
             plan = plans.get(run.path)
-            if run.stop.exists():
+            if is_stopped(run):
                 answer = Queue()
             elif silent is not None and (plan or Plan.load(run)).scheduler == "slurm":
                 answer = silent

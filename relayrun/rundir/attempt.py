@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from relayrun.errors import RunDirError
-from relayrun.files import append_line, read_lines
+from relayrun.files import Identity, append_line, identity, read_identified, read_lines, read_lines_backwards
 from relayrun.rundir.records import AttemptStart, Commit, End, Heartbeat, Record
 
 R = TypeVar("R", bound=Record)
@@ -26,10 +26,12 @@ class Attempt:
     lives and is read anew whenever it is asked for.
     """
 
-    path: Path
-    _kept: dict[str, tuple[tuple[int, int], Record]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    folder: str
+    _kept: dict[str, tuple[Identity, Record]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @cached_property
+    def path(self) -> Path:
+        return Path(self.folder)
 
     @property
     def number(self) -> int:
@@ -199,7 +201,17 @@ class Attempt:
         folder, name = os.path.split(commit.path)
         if os.path.basename(folder) != "checkpoints":
             return commit
-        return replace(commit, path=os.path.join(self.path.parent.parent, "checkpoints", name))
+        here = os.path.dirname(os.path.dirname(self.folder))
+        path = f"{here}/checkpoints/{name}"
+        return commit if path == commit.path else replace(commit, path=path)
+
+    def commits_backwards(self) -> Iterator[Commit]:
+        """The same as `read_commits`, the newest first, only as far as somebody asks."""
+        return (self.commit_of(line) for _, line in read_lines_backwards(f"{self.folder}/commits.jsonl"))
+
+    def metrics_backwards(self) -> Iterator[dict[str, Any]]:
+        """The lines of its metrics, the newest first, only as far as somebody asks."""
+        return (line for _, line in read_lines_backwards(f"{self.folder}/metrics.jsonl"))
 
     def append_commit(self, commit: Commit) -> None:
         """Put a published checkpoint on record: from here on it counts."""
@@ -214,16 +226,14 @@ class Attempt:
         return [beat for beat in found if beat is not None]
 
     def _once(self, kind: type[R], name: str) -> R | None:
-        path = f"{self.path}/{name}"
+        path = f"{self.folder}/{name}"
+        kept = self._kept.get(name)
         try:
-            found = os.stat(path)
+            if kept is not None and kept[0] == identity(path):
+                return cast("R", kept[1])
+            text, which = read_identified(path)
         except FileNotFoundError:
             return None
-        identity = (found.st_ino, found.st_mtime_ns)
-        kept = self._kept.get(name)
-        if kept is None or kept[0] != identity:
-            record = kind.read(path)
-            if record is None:  # gone since
-                return None
-            self._kept[name] = kept = (identity, record)
-        return cast("R", kept[1])
+        record = kind.parse(text, where=path)
+        self._kept[name] = which, record
+        return record

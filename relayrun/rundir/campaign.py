@@ -27,6 +27,8 @@ from relayrun.rundir import lineage
 from relayrun.rundir.records import Record
 from relayrun.rundir.run import Run
 
+MEMBERSHIP = "membership.json"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Member(Record):
@@ -108,17 +110,17 @@ class Membership(Record):
 
 def is_campaign(folder: Path) -> bool:
     """Whether a campaign lies in a folder."""
-    return (folder / "campaign.json").is_file()
+    return os.path.isfile(f"{folder}/campaign.json")
 
 
 def membership_path(run: Run) -> Path:
     """Where a run says to which campaign it belongs."""
-    return run.path / "membership.json"
+    return run.path / MEMBERSHIP
 
 
 def read_membership(run: Run) -> Membership | None:
     """To which campaign a run belongs; None where to none."""
-    return Membership.read(membership_path(run))
+    return Membership.read(f"{run.path}/{MEMBERSHIP}")
 
 
 def folders_of(runs: Iterable[Run]) -> list[Path]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from relayrun import places
 from relayrun.errors import RunDirError, nearest
+from relayrun.files import RealPath
 from relayrun.rundir.campaign import is_campaign, read_membership
 from relayrun.rundir.plan import Plan, read_format
 from relayrun.rundir.run import Run
@@ -76,7 +77,22 @@ def _nearest_run(name: str, path: Path) -> str:
 
 def every_run() -> list[Run]:
     """All directories project/name below logs/runs of the project, whole or not; campaigns are none."""
-    return [Run(path) for path in sorted(runs().glob("*/*")) if path.is_dir() and not is_campaign(path)]
+    return [Run(path) for path in _below_projects() if not is_campaign(path)]
+
+
+def _below_projects() -> list[Path]:
+    """Every folder project/name below logs/runs, by its names."""
+    projects = _folders(str(runs()))
+    return [Path(path) for project in projects for path in _folders(project)]
+
+
+def _folders(folder: str) -> list[str]:
+    """The folders in a folder, by name; none where it may not be looked into."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entry.path for entry in entries if _is_dir(entry))
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
 
 
 def find_campaign(name: str) -> Path:
@@ -92,7 +108,7 @@ def find_campaign(name: str) -> Path:
         membership = read_membership(Run(folder))
         if membership is not None:
             return Path(membership.folder)
-    known = [f"{path.parent.name}/{path.name}" for path in sorted(runs().glob("*/*")) if is_campaign(path)]
+    known = [f"{path.parent.name}/{path.name}" for path in _below_projects() if is_campaign(path)]
     usual = f"give its directory, or project/name below {runs()}"
     hint = "; ".join(filter(None, [nearest(name, known), usual]))
     raise RunDirError("there is no such sweep and no such stages", where=name, hint=hint)
@@ -105,16 +121,17 @@ def runs_below(folder: Path, *, depth: int) -> Iterator[Run]:
     left out. Raises OSError where the folder itself cannot be read.
     """
     seen: set[str] = set()
+    real_path = RealPath()
     level = [folder]
     for left in range(depth, -1, -1):
         below: list[Path] = []
         for path in level:
-            real = os.path.realpath(path)
+            real = real_path(str(path))
             if real in seen:
                 continue
             seen.add(real)
             try:
-                if (path / "plan.json").is_file():
+                if os.path.isfile(f"{path}/plan.json"):
                     yield Run(path)
                     continue
                 with os.scandir(path) as entries:

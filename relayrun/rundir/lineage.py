@@ -10,15 +10,15 @@ Whoever starts from the line needs its newest end. So it is read from there: a r
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from pathlib import Path
 
 from relayrun.errors import RunDirError
-from relayrun.files import free_name, fsync_directory, read_lines_backwards
+from relayrun.files import exists, free_name, fsync_directory
 from relayrun.rundir.read_once import ReadOnce
-from relayrun.rundir.records import Commit
+from relayrun.rundir.records import AttemptStart, Commit
 from relayrun.rundir.run import Run
 
 
@@ -50,9 +50,10 @@ class Lineage:
     Whoever waits for changes makes a new one each time.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, begun: Iterable[tuple[int, AttemptStart]] | None = None) -> None:
+        """`begun`: see `begun_backwards`, where somebody reads it besides."""
         self._run = run
-        self._commits = ReadOnce(_backwards(run))
+        self._commits = ReadOnce(_backwards(run, begun_backwards(run) if begun is None else begun))
 
     def backwards(self) -> Iterator[Counted]:
         """Every commit that counts, the newest first: iterations fall. Raises RunDirError if a record is damaged."""
@@ -139,18 +140,21 @@ def _at(commit: Commit) -> Durable:
     return Durable(iteration=commit.iteration, path=commit.path)
 
 
-def _backwards(run: Run) -> Iterator[Counted]:
+def begun_backwards(run: Run) -> Iterator[tuple[int, AttemptStart]]:
+    """The attempts that have begun, the newest first: one that was killed before it began owns nothing."""
+    for number in reversed(run.attempt_numbers()):
+        if (begin := run.attempt(number).read_begin()) is not None:
+            yield number, begin
+
+
+def _backwards(run: Run, begun: Iterable[tuple[int, AttemptStart]]) -> Iterator[Counted]:
     limit = float("inf")
     """The highest iteration that still counts."""
     base: Counted | None = None
     """What the last of them began with, until the commit turns up that made it."""
-    for number in reversed(run.attempt_numbers()):
+    for number, begin in begun:
         attempt = run.attempt(number)
-        begin = attempt.read_begin()
-        if begin is None:  # killed before it began: it owns nothing
-            continue
-        for _, entry in read_lines_backwards(attempt.commits):
-            commit = attempt.commit_of(entry)
+        for commit in attempt.commits_backwards():
             if commit.iteration > limit:
                 continue
             if base is not None and commit.iteration < base.commit.iteration:
@@ -208,8 +212,7 @@ def commit_of(path: str | os.PathLike[str]) -> Commit | None:
     run = Run(folder.parent.parent)
     for number in reversed(run.attempt_numbers()):
         attempt = run.attempt(number)
-        for _, entry in read_lines_backwards(attempt.commits):
-            commit = attempt.commit_of(entry)
+        for commit in attempt.commits_backwards():
             if os.path.realpath(commit.path) == str(folder):
                 return commit
     return None
@@ -217,7 +220,7 @@ def commit_of(path: str | os.PathLike[str]) -> Commit | None:
 
 def fault(commit: Commit) -> str | None:
     """What is wrong with a checkpoint on disk, as far as names and sizes tell; None if it is whole."""
-    if not Path(commit.path).exists():  # another error than that it is missing is raised: os.path hides it
+    if not exists(commit.path):
         return "missing"
     for name, size in commit.files.items():
         try:

@@ -27,6 +27,8 @@ from relayrun.rundir.run import Run
 EVENTS = ("stopped", "failed", "hang", "stalled", "anomaly", "disk", "node", "done", "evaluation")
 """What a notice can be about."""
 
+POLICY = "notices/policy.json"
+
 QUIET_SECONDS = 3600.0
 """A target is told of one cause at most once in so many seconds; what comes meanwhile is counted."""
 KEEP_SECONDS = 7 * 86400.0
@@ -164,11 +166,11 @@ def folder(run: Run) -> Path:
 
 def read_policy(run: Run) -> NoticePolicy | None:
     """Who is told of what; None where nobody is. Raises RunDirError where the record is damaged."""
-    return NoticePolicy.read(policy_path(run))
+    return NoticePolicy.read(f"{run.path}/{POLICY}")
 
 
 def policy_path(run: Run) -> Path:
-    return folder(run) / "policy.json"
+    return run.path / POLICY
 
 
 def write_policy(run: Run, policy: NoticePolicy) -> None:

@@ -179,7 +179,7 @@ def read_format(run: Run) -> tuple[dict[str, Any], int] | None:
     Raises RunDirError if the record is damaged, or of a format that a newer relayrun wrote.
     """
     try:
-        entry = read_json(run.plan)
+        entry = read_json(f"{run.path}/plan.json")
         number = int(entry.get("format", 1))
     except FileNotFoundError:
         return None

@@ -14,21 +14,46 @@ records which checkpoints count. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from relayrun.errors import RunDirError
-from relayrun.files import read_json, write_json
+from relayrun.files import read_bytes, write_json
 
 OutcomeName = Literal["done", "saved", "exit", "fatal"]
 """How rank 0 left: the last step is durable; saved to be resumed; saved because of the exit trigger
 (the chain ends); cannot go on, and another attempt would fail in the same way."""
 
 
-_NAMES: dict[type, frozenset[str]] = {}
-"""Names of the fields of each kind of record: asked for with each that is read, thousands where there are many runs."""
+@dataclass(frozen=True)
+class _Form:
+    """The fields of a kind of record."""
+
+    names: frozenset[str]
+    required: frozenset[str]
+    """Those without a default."""
+    blank: dict[str, Any]
+    """Their defaults, in order; None where a record gives another value in any case."""
+    factories: tuple[tuple[str, Callable[[], Any]], ...]
+    """What makes the defaults that no two records share."""
+
+    @classmethod
+    def of(cls, kind: type[Record]) -> _Form:
+        every = fields(kind)
+        factories = tuple((each.name, each.default_factory) for each in every if each.default_factory is not MISSING)
+        optional = {each.name for each in every if each.default is not MISSING} | {name for name, _ in factories}
+        return cls(
+            names=frozenset(each.name for each in every),
+            required=frozenset(each.name for each in every) - optional,
+            blank={each.name: None if each.default is MISSING else each.default for each in every},
+            factories=factories,
+        )
+
+
+_FORMS: dict[type, _Form] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,21 +64,40 @@ class Record:
     def read(cls, path: Path | str) -> Self | None:
         """Read it; None where there is no file. Raises RunDirError if it is not what it should be."""
         try:
-            return cls.of(read_json(path))
+            text = read_bytes(path)
         except FileNotFoundError:
             return None
+        return cls.parse(text, where=path)
+
+    @classmethod
+    def parse(cls, text: bytes, *, where: Path | str) -> Self:
+        """From the bytes of the file `where`. Raises RunDirError if they are not what they should be."""
+        try:
+            return cls.of(json.loads(text.decode()))
         except (ValueError, TypeError) as error:
-            raise RunDirError(f"unreadable record: {error}", where=path) from None
+            raise RunDirError(f"unreadable record: {error}", where=where) from None
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Self:
-        """From a JSON object; names this version does not know are left out."""
-        if not isinstance(value, Mapping):
+        """From a JSON object; names this version does not know are left out.
+
+        The fields are set at once: the constructor of a frozen dataclass sets each on its own, which takes four times
+        as long as to read the file, and many runs have thousands.
+        """
+        if type(value) is not dict and not isinstance(value, Mapping):
             raise TypeError(f"{type(value).__name__} instead of an object")
-        known = _NAMES.get(cls) or _NAMES.setdefault(cls, frozenset(entry.name for entry in fields(cls)))
-        if known >= value.keys():
-            return cls(**value)
-        return cls(**{name: item for name, item in value.items() if name in known})
+        form = _FORMS.get(cls) or _FORMS.setdefault(cls, _Form.of(cls))
+        if not form.names >= value.keys():
+            value = {name: item for name, item in value.items() if name in form.names}
+        if not form.required <= value.keys():
+            return cls(**value)  # says what is missing
+        record = object.__new__(cls)
+        values = vars(record)
+        values.update(form.blank)
+        for name, make in form.factories:
+            values[name] = make()
+        values.update(value)
+        return record
 
     def write(self, path: Path) -> None:
         write_json(path, asdict(self))

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from relayrun.files import append_line, read_lines, read_lines_backwards
+from relayrun.files import append_line, read_lines
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lineage import Durable, Lineage, is_own
 from relayrun.rundir.records import Record
@@ -138,7 +138,7 @@ def newest_iteration(attempt: Attempt) -> int:
     """The last iteration in the attempt's metrics; its base's where there is none."""
     begin = attempt.read_begin()
     base = 0 if begin is None else begin.base_iteration
-    for _, line in read_lines_backwards(attempt.metrics):
+    for line in attempt.metrics_backwards():
         return max(base, int(line.get("iteration", 0)))
     return base
 

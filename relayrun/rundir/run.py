@@ -180,13 +180,14 @@ class Run:
 
     def attempt(self, number: int) -> Attempt:
         """The attempt of this number, whether it is there or not."""
-        if number not in self._attempts:
-            self._attempts[number] = Attempt(self.attempts / f"{number:04}")
-        return self._attempts[number]
+        found = self._attempts.get(number)
+        if found is None:
+            found = self._attempts[number] = Attempt(f"{self.path}/attempts/{number:04}")
+        return found
 
     def attempt_numbers(self) -> list[int]:
         """Numbers of the attempts that have a directory, rising."""
-        return _numbers(self.attempts, _ATTEMPT)
+        return _numbers(f"{self.path}/attempts", _ATTEMPT)
 
     def newest_begun(self) -> Attempt | None:
         """The newest attempt that has begun: one whose `begin` was killed has a directory, and owns nothing.
@@ -211,7 +212,7 @@ def data_of_checkpoint(folder: Path) -> Path:
 _ATTEMPT = re.compile(r"(\d{4,})")
 
 
-def _numbers(folder: Path, pattern: re.Pattern[str]) -> list[int]:
+def _numbers(folder: Path | str, pattern: re.Pattern[str]) -> list[int]:
     try:
         names = os.listdir(folder)
     except FileNotFoundError:

@@ -62,7 +62,11 @@ class LastLook:
 
 
 def memory_path(folder: Path, user: str) -> Path:
-    return folder / f".sentinel-{user}.json"
+    return folder / _memory_name(user)
+
+
+def _memory_name(user: str) -> str:
+    return f".sentinel-{user}.json"
 
 
 def lock_path(folder: Path, user: str) -> Path:
@@ -84,16 +88,20 @@ class Asked:
 
     def __init__(self) -> None:
         self.real_path = RealPath()
-        self._found: dict[tuple[str, str], os.stat_result | None] = {}
+        self._found: dict[tuple[str, str, int], tuple[tuple[str, os.stat_result], ...]] = {}
 
-    def stat(self, folder: str, user: str) -> os.stat_result | None:
-        """What the file system says of a user's record in a folder; None where there is none."""
-        if (folder, user) not in self._found:
+    def records(self, folder: str, user: str, depth: int) -> tuple[tuple[str, os.stat_result], ...]:
+        """A user's records in a folder and at most `depth` folders above it: where each lies, and what it is."""
+        found = self._found.get((folder, user, depth))
+        if found is None:
             try:
-                self._found[folder, user] = os.stat(memory_path(Path(folder), user))
+                found = ((folder, os.stat(f"{folder}/{_memory_name(user)}")),)
             except OSError:
-                self._found[folder, user] = None
-        return self._found[folder, user]
+                found = ()
+            if depth:
+                found += self.records(os.path.dirname(folder), user, depth - 1)
+            self._found[folder, user, depth] = found
+        return found
 
 
 def last_look(run: Run, owner: int | None, *, now: float, asked: Asked | None = None) -> LastLook | None:
@@ -104,13 +112,9 @@ def last_look(run: Run, owner: int | None, *, now: float, asked: Asked | None = 
     """
     asked = Asked() if asked is None else asked
     user = _name_of(os.geteuid() if owner is None else owner)
-    given = str(run.path.absolute())
+    given = str(run.path if run.path.is_absolute() else run.path.absolute())
     for path in dict.fromkeys((given, asked.real_path(given))):
-        folder = path
-        for number in range(DEPTH + 1):
-            folder = os.path.dirname(folder) if number else path
-            if (found := asked.stat(folder, user)) is None:
-                continue
+        for folder, found in asked.records(path, user, DEPTH):
             try:
                 memory = _read_once(Path(folder), user, found.st_ino, found.st_mtime_ns)
             except PermissionError:  # another user's, who shows it to nobody

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from relayrun.files import write_atomic
+from relayrun.files import exists, read_bytes, write_atomic
 from relayrun.rundir.run import Run
 
 
 def stop_reason(run: Run) -> str | None:
     """Why the chain ended; None where it has not. Read anew each time: anybody may stop a chain, and lift that."""
     try:
-        return run.stop.read_text(encoding="utf-8").partition("\n")[0]
+        return read_bytes(f"{run.path}/STOP").decode().partition("\n")[0].rstrip("\r")
     except FileNotFoundError:
         return None
     except IsADirectoryError:
         return "STOP is there, as a directory"
+
+
+def is_stopped(run: Run) -> bool:
+    """Whether the chain has ended. Raises OSError where the run directory may not be looked into."""
+    return exists(f"{run.path}/STOP")
 
 
 def write_stop(run: Run, reason: str, *, words: str = "") -> None:

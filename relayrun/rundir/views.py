@@ -261,7 +261,7 @@ def newest_lines(run: Run) -> Iterator[dict[str, Any]]:
         begin = attempt.read_begin()
         if begin is None:
             continue
-        for _, line in read_lines_backwards(attempt.metrics):
+        for line in attempt.metrics_backwards():
             iteration = line.get("iteration", 0)
             if goes_back(line):
                 limit = min(limit, iteration)

@@ -17,7 +17,7 @@ from relayrun.rundir.run import Run
 from relayrun.scheduler import job_text, slurm_command
 from relayrun.scheduler.base import LIVE_STATES
 from relayrun.scheduler.job_text import timestamp
-from relayrun.scheduler.local_queue import LocalQueue
+from relayrun.scheduler.local_queue import LocalJob, LocalQueue
 
 SECONDS = 10.0
 """For one command."""
@@ -49,7 +49,7 @@ def last_job(plan: Plan, run: Run, *, since: float) -> JobEnd | None:
     `since`: seconds since 1970, before which no job of interest was queued.
     """
     if plan.scheduler == "local":
-        return _local(run)
+        return last_of(LocalQueue(run.path / "local").every_job())
     return _accounted(plan, since) or _remembered(plan)
 
 
@@ -97,8 +97,9 @@ def abandoned(plan: Plan, run: Run) -> list[str]:
     return [job.id for job in waiting if queue.path(job.id).stat().st_mtime < old]
 
 
-def _local(run: Run) -> JobEnd | None:
-    jobs = [job for job in LocalQueue(run.path / "local").every_job() if not job.auxiliary and job.end_time]
+def last_of(every: Sequence[LocalJob]) -> JobEnd | None:
+    """Return what `last_job` does, of the jobs of a local queue."""
+    jobs = [job for job in every if not job.auxiliary and job.end_time]
     ended = [job for job in jobs if job.state not in LIVE_STATES]
     ran = [job for job in ended if job.start_time is not None] or ended
     if not ran:

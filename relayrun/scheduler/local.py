@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -143,9 +142,10 @@ class LocalScheduler:
         return self._queue.folder / "starter.pid"
 
     def query(self, job_id: str) -> Job | None:
-        if not self._queue.path(job_id).exists():
-            return None
-        job = self._queue.read_job(job_id)
+        return self._seen(self._queue.read_job(job_id)) if self._queue.path(job_id).exists() else None
+
+    def _seen(self, job: LocalJob) -> Job:
+        """A job as who asks sees it."""
         state = job.state
         if state == "RUNNING" and not self._queue.is_being_run():
             state = "NODE_FAIL"  # whoever ran the queue was killed, and the job with it
@@ -155,7 +155,7 @@ class LocalScheduler:
             id=job.id,
             name=job.name,
             state=state,
-            nodes=socket.gethostname(),
+            nodes=os.uname().nodename,
             end_time=job.end_time,
             submit_time=job.submit_time,
             eligible_time=job.eligible_time,
@@ -168,8 +168,16 @@ class LocalScheduler:
         return job is not None and job.state == "CANCELLED"
 
     def jobs(self, plan: Plan, *, anyone: bool = False) -> list[Job]:
-        jobs = [self.query(job.id) for job in self._queue.every_job() if not job.auxiliary]
-        return [job for job in jobs if job is not None and job.live]
+        return self.live(self.every_job())
+
+    def every_job(self) -> list[LocalJob]:
+        """The jobs of the queue, as they are on record."""
+        return self._queue.every_job()
+
+    def live(self, every: Sequence[LocalJob]) -> list[Job]:
+        """Those of the chain, of these, that wait or run."""
+        jobs = [self._seen(job) for job in every if not job.auxiliary]
+        return [job for job in jobs if job.live]
 
     def single_task_command(self, plan: Plan, *, cpus_per_task: str) -> list[str]:
         return []

@@ -17,7 +17,6 @@ from relayrun.errors import SchedulerError
 from relayrun.files import write_json
 from relayrun.rundir.records import Record
 from relayrun.scheduler.base import clean_environment
-from relayrun.scheduler.tasks import die_with_parent
 
 JOB_ID_VARIABLE = "RELAYRUN_LOCAL_JOB_ID"
 
@@ -81,6 +80,7 @@ class LocalQueue:
 
     def start_job(self, job: LocalJob) -> tuple[LocalJob, subprocess.Popen[bytes]]:
         """Start a job's script in a session of its own; it dies with this process. Who calls writes the job down."""
+        from relayrun.scheduler.tasks import die_with_parent  # not paid for by who looks at the queue
 
         def prepare() -> None:
             # as Slurm starts a job: whoever submitted may block or ignore signals, and that is handed down
@@ -108,7 +108,7 @@ class LocalQueue:
     def is_being_run(self) -> bool:
         """Whether somebody runs the queue now."""
         try:
-            with open(self.folder / "runner.lock") as lock:
+            with open(f"{self.folder}/runner.lock") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return False
         except BlockingIOError:
@@ -121,9 +121,13 @@ class LocalQueue:
 
     def read_job(self, job_id: str) -> LocalJob:
         """Raises SchedulerError if there is none."""
-        job = LocalJob.read(self.path(job_id))
+        return self._read(self.path(job_id))
+
+    def _read(self, path: Path | str) -> LocalJob:
+        job = LocalJob.read(path)
         if job is None:
-            raise SchedulerError(f"there is no local job {job_id}", where=self.folder)
+            number = os.path.basename(path).removeprefix("job-").removesuffix(".json").lstrip("0")
+            raise SchedulerError(f"there is no local job {number}", where=self.folder)
         return job
 
     def write_job(self, job: LocalJob) -> None:
@@ -137,7 +141,7 @@ class LocalQueue:
         except FileNotFoundError:
             return []
         jobs = [name for name in names if name.startswith("job-") and name.endswith(".json")]
-        return [self.read_job(name.removeprefix("job-").removesuffix(".json")) for name in jobs]
+        return [self._read(f"{self.folder}/{name}") for name in jobs]
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

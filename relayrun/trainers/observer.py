@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from relayrun.files import append_line, read_lines_backwards, sizes, write_atomic, write_json
+from relayrun.files import append_line, sizes, write_atomic, write_json
 from relayrun.rundir import hand_over, triggers
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lead import SAVES, STEPS, lead_of, percentile
@@ -121,7 +121,7 @@ class Observer:
 
     def _take_up(self) -> None:
         """Go on where an observer before this one was killed."""
-        for _, line in read_lines_backwards(self._attempt.metrics):
+        for line in self._attempt.metrics_backwards():
             self._iteration = max(self._iteration, int(line["iteration"]))
             break
         start = hand_over.start_of(self._attempt)

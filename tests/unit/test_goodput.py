@@ -201,7 +201,7 @@ def facts(folder: Path = Path("/nowhere/0001"), **changes: Any) -> AttemptFacts:
         lead=60.0,
     )
     values: dict[str, Any] = {
-        "attempt": Attempt(folder),
+        "attempt": Attempt(str(folder)),
         "begin": begin,
         "started": Started(process=3.0, imported=5.0, initialised=8.0, loaded=10.0),
         "end": None,

@@ -15,6 +15,7 @@ from relayrun.cli import main
 from relayrun.monitoring import run_status, run_status_view, sentinel
 from relayrun.monitoring.queue import Queue
 from relayrun.monitoring.symptoms import purged_soon
+from relayrun.monitoring.terminal import show
 from relayrun.rundir import purge
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.purge import DAY
@@ -56,7 +57,7 @@ def gathered(run: Run) -> run_status.RunStatus:
 
 
 def test_status_says_what_goes_first_and_when(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    run_status_view.show(run_status_view.one(gathered(run), now=NOW))
+    show(run_status_view.one(gathered(run), now=NOW))
     out = capsys.readouterr().out
     assert "the checkpoint of iteration 30 may be purged in 5.0 days, on 2026-11-25 (" in out
     assert "/scratch: 30 days without use; first " in out

@@ -20,6 +20,7 @@ from relayrun.errors import RelayrunError
 from relayrun.monitoring import run_status, run_status_view, symptoms
 from relayrun.monitoring.queue import Queue
 from relayrun.monitoring.run_status import RunStatus
+from relayrun.monitoring.terminal import show
 from relayrun.rundir import notices, quota
 from relayrun.rundir.notices import NoticePolicy, Target
 from relayrun.rundir.plan import Plan
@@ -173,7 +174,7 @@ def test_a_week_is_kept_in_few_points(site: Site) -> None:
 
 def test_status_says_it(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     site.days(4, growth=8 * ONE)
-    run_status_view.show(run_status_view.one(site.status(), now=site.now))
+    show(run_status_view.one(site.status(), now=site.now))
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("quota")]
     assert "full in about 8.5 days" in line
     assert line.endswith("(looked 0 s ago)")

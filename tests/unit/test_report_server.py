@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import multiprocessing
 import os
 import re
 import shutil
@@ -280,3 +281,25 @@ def test_a_thousand_runs_answer_within_a_second(tmp_path: Path, monkeypatch: pyt
         finally:
             serving.shutdown()
             thread.join()
+
+
+def test_the_first_answer_needs_no_process_of_its_own(folder: Path) -> None:
+    """Whoever only looks at the list pays for the list: goodput is reckoned once it was answered."""
+    gallery = server.Gallery(folder)
+    before = set(multiprocessing.active_children())
+    try:
+        found = gallery.overview(1)
+        assert found is not None
+        text, names = found
+        assert text.count("…") == 3  # those that have begun
+        assert set(multiprocessing.active_children()) == before
+        gallery.reckon(names)
+        assert len(set(multiprocessing.active_children()) - before) == 1
+        until = time.monotonic() + 120
+        while "94.9%" not in text:
+            assert time.monotonic() < until
+            time.sleep(0.2)
+            text = (gallery.overview(1) or ("", []))[0]
+    finally:
+        gallery.close()
+    assert set(multiprocessing.active_children()) == before

@@ -20,7 +20,7 @@ from relayrun.chain import quota
 from relayrun.cli import main
 from relayrun.errors import SchedulerError, user_name
 from relayrun.monitoring import queue as asking
-from relayrun.monitoring import run_status, run_status_view, sentinel, symptoms, unsent
+from relayrun.monitoring import run_status, sentinel, standing_view, symptoms, unsent
 from relayrun.monitoring.queue import Queue
 from relayrun.monitoring.run_status import RunStatus
 from relayrun.rundir import find, mirror, notices
@@ -545,14 +545,14 @@ def test_status_shows_when_it_last_looked_and_that_it_is_dead(world: World) -> N
     assert look is not None
     assert (look.folder, look.time, look.period, look.late) == (str(world.folder), world.now, EVERY, False)
     world.now += 40
-    (line,) = run_status_view.sentinels([state(world)], now=world.now)
+    (line,) = standing_view.sentinels([state(world)], now=world.now)
     assert line.startswith(f"sentinel: looked 40 s ago ({world.folder}, by ")
     world.now += 5 * HOUR
-    (line,) = run_status_view.sentinels([state(world)], now=world.now)
+    (line,) = standing_view.sentinels([state(world)], now=world.now)
     assert line.startswith("sentinel: dead or late: looked 5.0 h ago")
     assert "every 120 s before" in line or "every 2 min before" in line
     records.memory_path(world.folder, ME).write_text("{")
-    (line,) = run_status_view.sentinels([state(world)], now=world.now)
+    (line,) = standing_view.sentinels([state(world)], now=world.now)
     assert "nobody knows when it last looked" in line
 
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,10 +15,11 @@ from relayrun import cli, files
 from relayrun.chain import nodes
 from relayrun.errors import RunDirError
 from relayrun.files import append_line
-from relayrun.monitoring import queue, run_status, run_status_view
+from relayrun.monitoring import queue, run_status, run_status_view, standing_view
 from relayrun.monitoring.queue import Queue
 from relayrun.monitoring.run_status import RunStatus
 from relayrun.monitoring.standing import Damaged, Standing
+from relayrun.monitoring.terminal import show
 from relayrun.monitoring.watcher import Watcher
 from relayrun.rundir import evaluations, find, triggers
 from relayrun.rundir.evaluations import Result, Submitted
@@ -143,9 +143,9 @@ def test_only_the_end_of_long_metrics_is_read(run: Run, monkeypatch: pytest.Monk
     read: list[str] = []
     blocks = files._blocks_backwards
 
-    def counted(file: Any, at: int) -> Iterator[tuple[int, bytes]]:
-        for block in blocks(file, at):
-            read.append(str(file.name))
+    def counted(fd: int, at: int) -> Iterator[tuple[int, bytes]]:
+        for block in blocks(fd, at):
+            read.append(os.readlink(f"/proc/self/fd/{fd}"))
             yield block
 
     monkeypatch.setattr(files, "_blocks_backwards", counted)
@@ -302,7 +302,7 @@ def test_a_glance_says_of_every_run_what_a_whole_look_says(
     assert [type(entry) for entry in brief] == [Standing] * 4 + [Damaged]
     for one, other in zip(brief, whole, strict=True):
         assert {name: getattr(other, name) for name in vars(one)} == vars(one)
-    assert run_status_view.many(brief).row_count == 5
+    assert standing_view.many(brief).row_count == 5
     left = [entry.remaining for entry in brief if isinstance(entry, Standing) and entry.path == str(past.path)]
     assert left[0] is not None
     assert left[0].attempts == 5
@@ -397,8 +397,19 @@ def test_the_table_of_a_pipe_is_that_of_a_terminal_that_is_wide(
         run_status.gather(run, Queue(), now=time.time()),
         Damaged(path="/runs/p/torn", error="plan.json: no JSON"),
     ]
-    run_status_view.show(run_status_view.many(found))
+    show(standing_view.many(found))
     folded = capsys.readouterr().out
-    run_status_view.show_many(found)
+    standing_view.show_many(found)
     assert capsys.readouterr().out == folded
     assert "[bold]名前" in folded
+
+
+def test_a_wrong_option_is_told_with_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """A command makes its own parser alone; what goes wrong is said as if it had made them all."""
+    for arguments in (["status", "--bogus"], ["--bogus", "status"], ["bogus"]):
+        with pytest.raises(SystemExit):
+            cli.main(arguments)
+        told = capsys.readouterr().err
+        assert "bogus" in told
+        assert "{init,submit," in told
+    assert cli.parse(["status", "--json", "RUN"]).name == "RUN"

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from relayrun.cli import status
-from relayrun.monitoring import queue, run_status_view
+from relayrun.monitoring import queue, standing_view
 from relayrun.monitoring.run_status import RunStatus
 from relayrun.monitoring.watcher import Watcher
 from relayrun.rundir.plan import Plan
@@ -136,4 +136,4 @@ def test_ctrl_c_ends_it_without_a_traceback(runs: list[Run], slurm: Path) -> Non
 def test_a_line_says_where_a_run_stands(runs: list[Run], slurm: Path) -> None:
     (slurm / "queue").write_text("")
     [entry] = Watcher().look(runs[:1], now=NOW)
-    assert run_status_view.line(entry).startswith("tests/a: broken, iteration 0 of ")
+    assert standing_view.line(entry).startswith("tests/a: broken, iteration 0 of ")

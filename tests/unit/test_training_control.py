@@ -183,7 +183,7 @@ def step(iteration: int) -> Step:
 
 
 def test_metrics_keep_every_bit_of_a_float(tmp_path: Path) -> None:
-    metrics = Metrics(Attempt(tmp_path), OneRank(), total_steps=1)  # type: ignore[arg-type]
+    metrics = Metrics(Attempt(str(tmp_path)), OneRank(), total_steps=1)  # type: ignore[arg-type]
     metrics.after_step(step(1))
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert line["loss"].hex() == (1 / 3).hex()
@@ -192,7 +192,7 @@ def test_metrics_keep_every_bit_of_a_float(tmp_path: Path) -> None:
 
 def test_metrics_that_cannot_be_written_are_written_later(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    metrics = Metrics(Attempt(tmp_path), OneRank(), total_steps=3)  # type: ignore[arg-type]
+    metrics = Metrics(Attempt(str(tmp_path)), OneRank(), total_steps=3)  # type: ignore[arg-type]
     metrics.after_step(step(1))
     path.rename(tmp_path / "aside")
     path.mkdir()  # as good as a full disk
@@ -202,4 +202,4 @@ def test_metrics_that_cannot_be_written_are_written_later(tmp_path: Path) -> Non
     (tmp_path / "aside").rename(path)
     metrics.after_step(step(3))
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2, 3]
-    assert [line["error"] for line in read_lines(Attempt(tmp_path).failed_saves)] == ["no space"]
+    assert [line["error"] for line in read_lines(Attempt(str(tmp_path)).failed_saves)] == ["no space"]

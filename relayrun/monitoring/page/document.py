@@ -13,6 +13,7 @@ from relayrun.monitoring.page.gather import RunPage
 from relayrun.monitoring.page.markup import Markup, tag
 from relayrun.monitoring.page.series import EMPTY, Series
 from relayrun.monitoring.page.shell import html
+from relayrun.monitoring.page.table import moment, table
 
 
 def document(pages: Sequence[RunPage], *, now: float, home: str | None = None, refresh: int | None = None) -> str:
@@ -25,7 +26,7 @@ def document(pages: Sequence[RunPage], *, now: float, home: str | None = None, r
         refresh: after so many seconds a browser asks for it again.
     """
     names = ", ".join(page.name for page in pages)
-    made = f"As it was at {sections.moment(now)}; relayrun {relayrun.__version__}."
+    made = f"As it was at {moment(now)}; relayrun {relayrun.__version__}."
     above = tag("nav", tag("a", "all runs", href=home)) if home else None
     if len(pages) == 1:
         return html(names, above, _run(pages[0], made), refresh=refresh)
@@ -73,7 +74,7 @@ def _side_by_side(pages: Sequence[RunPage]) -> Markup:
     drawn = [
         Line(name=page.name, series=page.series.get("loss", EMPTY), colour=number) for number, page in enumerate(pages)
     ]
-    return sections.section("Side by side", sections.table(names, rows), sections.losses("training loss", drawn))
+    return sections.section("Side by side", table(names, rows), sections.losses("training loss", drawn))
 
 
 def as_json(page: RunPage) -> dict[str, Any]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
-from relayrun.monitoring.page import sections
 from relayrun.monitoring.page.markup import Markup, join, tag
 from relayrun.monitoring.page.shell import html
-from relayrun.monitoring.run_status import RunStatus
-from relayrun.monitoring.run_status_view import duration, sentinels, short_remaining
-from relayrun.monitoring.standing import Damaged
+from relayrun.monitoring.page.table import moment, table
+from relayrun.monitoring.standing import Damaged, Standing
+from relayrun.monitoring.standing_view import duration, sentinels, short_remaining
 
 COLOURS = {"running": "good", "queued": "good", "broken": "bad", "damaged": "bad", "unknown": "soft", "stopped": "soft"}
 """Classes of the style sheet, by the state of a chain."""
@@ -32,7 +31,7 @@ NAMES = (
 
 def overview(
     folder: str,
-    found: Sequence[tuple[str, RunStatus | Damaged]],
+    found: Sequence[tuple[str, Standing | Damaged]],
     goodput: Mapping[str, str],
     *,
     now: float,
@@ -51,7 +50,7 @@ def overview(
         pages: how many there are.
         of: how many runs there are on all pages.
     """
-    states = [entry.state if isinstance(entry, RunStatus) else "damaged" for _, entry in found]
+    states = [entry.state if isinstance(entry, Standing) else "damaged" for _, entry in found]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     newer = tag("a", "newer", href=f"?page={page - 1}") if page > 1 else None
     older = tag("a", "older", href=f"?page={page + 1}") if page < pages else None
@@ -63,9 +62,9 @@ def overview(
         tag("p", folder, class_="soft"),
         tag("p", f"{of:,} runs{f'; the {len(found)} here' if pages > 1 else ''}: {counts}." if found else NONE),
         *(tag("p", line, class_="soft") for line in sentinels([entry for _, entry in found], now=now)),
-        tag("p", f"As it was at {sections.moment(now)}; looked at again every {REFRESH_SECONDS} s.", class_="soft"),
+        tag("p", f"As it was at {moment(now)}; looked at again every {REFRESH_SECONDS} s.", class_="soft"),
         more,
-        sections.table(NAMES, rows) if rows else None,
+        table(NAMES, rows) if rows else None,
         more,
     )
     return html("Runs", body, refresh=REFRESH_SECONDS)
@@ -76,7 +75,7 @@ def path_of(name: str) -> str:
     return f"run/{quote(name, safe='/')}"
 
 
-def _row(name: str, entry: RunStatus | Damaged, goodput: str | None, now: float) -> tuple[str, ...]:
+def _row(name: str, entry: Standing | Damaged, goodput: str | None, now: float) -> tuple[str, ...]:
     link = tag("a", name, href=path_of(name), class_="run")
     if isinstance(entry, Damaged):
         return (link, _state("damaged"), "", "", "", "", "", "", entry.error)

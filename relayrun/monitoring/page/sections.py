@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -14,14 +13,12 @@ from relayrun.monitoring.goodput.view import COLUMNS, ROUND_COLUMNS, duration, n
 from relayrun.monitoring.page import chart
 from relayrun.monitoring.page.chart import Line, Mark
 from relayrun.monitoring.page.gather import RunPage
-from relayrun.monitoring.page.markup import Markup, join, tag
+from relayrun.monitoring.page.markup import Markup, tag
 from relayrun.monitoring.page.series import EMPTY, ticks
+from relayrun.monitoring.page.table import ROWS, moment, table
 from relayrun.monitoring.standing import PLANNED
 from relayrun.rundir import rounds
 from relayrun.rundir.rounds import FailedRound
-
-ROWS = 200
-"""A table has so many rows at most, the newest; a line says how many there are."""
 
 GROUPS: tuple[tuple[str, tuple[str, ...], str], ...] = tuple(
     (name, parts, f"g{number}") for number, (name, parts) in enumerate(COLUMNS)
@@ -326,26 +323,6 @@ def configuration(page: RunPage) -> Markup:
 def section(title: str, *children: str | None) -> Markup:
     """Return a part of the page under its heading."""
     return tag("section", tag("h2", title), *children)
-
-
-def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
-    """Return a table; `|n` behind a name makes it a column of numbers. Of many rows the newest are shown.
-
-    On a narrow screen a row of more than four columns is a list, in which each value stands behind its column's name.
-    """
-    heads = [(name.removesuffix("|n"), "n" if name.endswith("|n") else None) for name in names]
-    body = [
-        tag("tr", *(tag("td", text, class_=css, data_name=name) for text, (name, css) in zip(row, heads, strict=True)))
-        for row in rows[-ROWS:]
-    ]
-    head = tag("thead", tag("tr", *(tag("th", name, class_=css) for name, css in heads)))
-    more = tag("p", f"The newest {ROWS} of {len(rows):,}.", class_="soft") if len(rows) > ROWS else None
-    return join([tag("table", head, tag("tbody", *body), class_="many" if len(names) > 4 else None), more])
-
-
-def moment(seconds: float) -> str:
-    """A time for people, in this machine's zone."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 SECTIONS: tuple[Callable[[RunPage], Markup], ...] = (

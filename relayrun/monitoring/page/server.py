@@ -7,7 +7,8 @@ Nothing else is answered, and nothing is written. KEY is made when the server st
 reach its loopback, too. A NAME is looked up among the runs that the list has; it never becomes a path. A request whose
 Host is no name of loopback is refused: a page elsewhere, whose name was bound to 127.0.0.1, must not read this one.
 
-Reports and goodput are made by processes of their own, so that the list answers while a long run is read.
+Reports and goodput are made by processes of their own, so that the list answers while a long run is read. They begin
+when the first is asked for; goodput is reckoned once the list was answered, and stands in the next answer.
 """
 
 from __future__ import annotations
@@ -21,21 +22,26 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from multiprocessing.pool import AsyncResult
+from multiprocessing.pool import AsyncResult, Pool
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import unquote
 
 from relayrun.errors import InputError, RelayrunError
 from relayrun.monitoring.page import overview
 from relayrun.monitoring.page.shell import POLICY
-from relayrun.monitoring.run_status import RunStatus
-from relayrun.monitoring.standing import Damaged
+from relayrun.monitoring.standing import Damaged, Standing
 from relayrun.monitoring.watcher import Watcher
 from relayrun.rundir.find import runs_below
 from relayrun.rundir.run import Run
+
+if TYPE_CHECKING:
+    from relayrun.monitoring.run_status import RunStatus
+
+S = TypeVar("S", bound="Standing | Damaged")
 
 log = logging.getLogger(__name__)
 
@@ -92,21 +98,20 @@ class Gallery:
         self._lock = threading.Lock()
         self._scanned = 0.0
         self._runs: dict[str, Run] = {}
+        self._glances: dict[str, tuple[float, Standing | Damaged]] = {}
         self._looks: dict[str, tuple[float, RunStatus | Damaged]] = {}
         self._goodput: dict[str, _Kept] = {}
         self._reports: dict[str, _Kept] = {}
-        context = multiprocessing.get_context("spawn")
-        self._reporter = context.Pool(1, initializer=_alone)
-        self._reckoner = context.Pool(1, initializer=_in_the_background)
+        self._reporter = _Process(_alone)
+        self._reckoner = _Process(_in_the_background)
 
     def close(self) -> None:
         """End the processes."""
-        for pool in (self._reporter, self._reckoner):
-            pool.terminate()
-            pool.join()
+        self._reporter.end()
+        self._reckoner.end()
 
-    def overview(self, page: int) -> str | None:
-        """Return a page of the list of runs, counted from 1; None where there is no such page.
+    def overview(self, page: int) -> tuple[str, list[str]] | None:
+        """Return a page of the list of runs, counted from 1, and who stands in it; None where there is no such page.
 
         Raises RelayrunError or OSError where the folder cannot be read.
         """
@@ -117,24 +122,28 @@ class Gallery:
             if not 1 <= page <= pages:
                 return None
             names = sorted(runs, key=lambda name: _changed(runs[name]), reverse=True)[(page - 1) * ROWS : page * ROWS]
-            found = self._look(names, now)
+            found = self._fresh(self._glances, self._watcher.glance, names, now)
             goodput = {
-                name: self._goodput_so_far(name, entry, now)
+                name: kept.now() if (kept := self._goodput.get(name)) is not None else "…"
                 for name, entry in found.items()
-                if isinstance(entry, RunStatus) and entry.attempt is not None
+                if _has_begun(entry)
             }
-        return overview.overview(
-            str(self._folder), list(found.items()), goodput, now=now, page=page, pages=pages, of=len(runs)
-        )
+        rows = list(found.items())
+        text = overview.overview(str(self._folder), rows, goodput, now=now, page=page, pages=pages, of=len(runs))
+        return text, names
 
-    def _goodput_so_far(self, name: str, entry: RunStatus, now: float) -> str:
-        """Return a run's goodput as it was last reckoned, and have it reckoned where that is long ago."""
-        kept = self._goodput.get(name)
-        if kept is None or (kept.made.ready() and not _holds(kept, entry, now, LIVING_SECONDS)):
-            made = self._reckoner.apply_async(_goodput_of, (str(self._runs[name].path),))
-            kept = _Kept(_told(entry), now, made, before="…" if kept is None else kept.now())
-            self._goodput[name] = kept
-        return kept.now()
+    def reckon(self, names: Sequence[str]) -> None:
+        """Have the goodput of runs reckoned, as they stood in a list, where that was never done or is long ago."""
+        with self._lock:
+            for name in names:
+                now, entry = self._glances[name]
+                run, kept = self._runs.get(name), self._goodput.get(name)
+                if run is None or not _has_begun(entry):
+                    continue
+                if kept is None or (kept.made.ready() and not _holds(kept, entry, now, LIVING_SECONDS)):
+                    made = self._reckoner.begin(_goodput_of, str(run.path))
+                    before = "…" if kept is None else kept.now()
+                    self._goodput[name] = _Kept(_told(entry), now, made, before=before)
 
     def report(self, name: str) -> str | None:
         """Return the report of the run with this path below the folder; None where the list has no such run.
@@ -146,13 +155,13 @@ class Gallery:
             run = self._scan(now).get(name)
             if run is None:
                 return None
-            entry = self._look([name], now)[name]
+            entry = self._fresh(self._looks, self._watcher.look, [name], now)[name]
             kept = self._reports.get(name)
             if kept is None or not _holds(kept, entry, now, LOOK_SECONDS):
-                living = isinstance(entry, RunStatus) and entry.state in ("running", "queued", "unknown")
+                living = not isinstance(entry, Damaged) and entry.state in ("running", "queued", "unknown")
                 home = "../" * (name.count("/") + 1)
-                what = (str(run.path), home, REPORT_REFRESH_SECONDS if living else None)
-                kept = _Kept(_told(entry), now, self._reporter.apply_async(_report_of, what))
+                refresh = REPORT_REFRESH_SECONDS if living else None
+                kept = _Kept(_told(entry), now, self._reporter.begin(_report_of, str(run.path), home, refresh))
                 self._reports.pop(name, None)
                 self._reports[name] = kept
                 self._forget_old_reports()
@@ -170,38 +179,69 @@ class Gallery:
         """The runs, by their paths below the folder."""
         if now - self._scanned > LOOK_SECONDS:
             found = runs_below(self._folder, depth=DEPTH)
-            self._runs = {os.path.relpath(run.path, self._folder): run for run in found}
+            above = os.path.join(self._folder, "")
+            self._runs = {str(run.path).removeprefix(above) if run.path != self._folder else ".": run for run in found}
             self._scanned = now
         return self._runs
 
-    def _look(self, names: Sequence[str], now: float) -> dict[str, RunStatus | Damaged]:
-        """Where these runs stand; what was looked at a moment ago is not looked at again."""
-        old = [name for name in names if name not in self._looks or now - self._looks[name][0] > LOOK_SECONDS]
+    def _fresh(
+        self, known: dict[str, tuple[float, S]], watch: Callable[..., Sequence[S]], names: Sequence[str], now: float
+    ) -> dict[str, S]:
+        """Where these runs stand; what is known since a moment ago is not looked at again."""
+        old = [name for name in names if name not in known or now - known[name][0] > LOOK_SECONDS]
         paths = {str(self._runs[name].path): name for name in old}
-        for entry in self._watcher.look([self._runs[name] for name in old], now=now):
-            self._looks[paths[entry.path]] = now, entry
-        return {name: self._looks[name][1] for name in names}
+        for entry in watch([self._runs[name] for name in old], now=now):
+            known[paths[entry.path]] = now, entry
+        return {name: known[name][1] for name in names}
+
+
+class _Process:
+    """A process that makes one thing after the other; it begins with the first.
+
+    Args:
+        prepare: is called in it first.
+    """
+
+    def __init__(self, prepare: Callable[[], None]) -> None:
+        self._prepare = prepare
+        self._pool: Pool | None = None
+
+    def begin(self, make: Callable[..., str], *values: object) -> AsyncResult[str]:
+        """Have it call `make` with these values, once it is done with what it was given before."""
+        if self._pool is None:
+            self._pool = multiprocessing.get_context("spawn").Pool(1, initializer=self._prepare)
+        return self._pool.apply_async(make, values)
+
+    def end(self) -> None:
+        """End it, whatever it does."""
+        if self._pool is not None:
+            self._pool.terminate()
+            self._pool.join()
+
+
+def _has_begun(entry: Standing | Damaged) -> bool:
+    return isinstance(entry, Standing) and entry.attempt is not None
 
 
 def _changed(run: Run) -> float:
     """When something was last heard of a run, as far as the times of its files tell."""
     times = []
-    for path in (run.metrics_view, run.attempts_view, run.plan, run.stop):
+    for name in ("metrics.jsonl", "attempts.jsonl", "plan.json", "STOP"):
         with contextlib.suppress(OSError):
-            times.append(path.stat().st_mtime)
+            times.append(os.stat(f"{run.path}/{name}").st_mtime)
     return max(times, default=0.0)
 
 
-def _holds(kept: _Kept, entry: RunStatus | Damaged, now: float, seconds: float) -> bool:
+def _holds(kept: _Kept, entry: Standing | Damaged, now: float, seconds: float) -> bool:
     """Whether nothing was seen since that could make another one of it, or it is not so old yet."""
     return kept.of == _told(entry) or now - kept.since < seconds
 
 
-def _told(entry: RunStatus | Damaged) -> tuple[object, ...]:
-    """What is another when a run's report is another."""
+def _told(entry: Standing | Damaged) -> tuple[object, ...]:
+    """What is another when a run's report is another, or its goodput, to which evaluations of their own add nothing."""
     if isinstance(entry, Damaged):
         return (entry.error,)
-    evaluated = len(entry.evaluations)
+    evaluated = len(getattr(entry, "evaluations", ()))
     return entry.state, entry.stop, entry.attempt, entry.iteration, entry.updated, entry.durable_iteration, evaluated
 
 
@@ -247,8 +287,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with a page."""
+        self._listed: list[str] = []
         with contextlib.suppress(ConnectionError, TimeoutError):  # who asked has gone
             self._answer(*self._page())
+            self.wfile.flush()
+        self.server.gallery.reckon(self._listed)
 
     do_HEAD = do_GET
 
@@ -264,7 +307,8 @@ class _Handler(BaseHTTPRequestHandler):
             page = None
             if slash and not rest:
                 number = re.fullmatch(r"(?:page=([0-9]{1,6}))?", query)
-                page = self.server.gallery.overview(int(number[1] or 1)) if number else None
+                found = self.server.gallery.overview(int(number[1] or 1)) if number else None
+                page, self._listed = found or (None, [])
             elif rest.startswith("run/"):
                 page = self.server.gallery.report(unquote(rest.removeprefix("run/")))
             if page is not None:
