@@ -1,7 +1,7 @@
 """Triggers: files that any member of the team touches to steer a run.
 
 `triggers/save` asks for a checkpoint, `triggers/exit` for a checkpoint and the end of the chain.
-Rank 0 alone looks; when it has obeyed, it removes the file and leaves `save.done` or `exit.done` with
+Rank 0 alone obeys; when it has, it removes the file and leaves `save.done` or `exit.done` with
 who asked, when, at which iteration, and the result. Standard library only.
 """
 
