@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from relayrun.agent import sections
+from relayrun.agent import requests, sections
 from relayrun.agent.coordinator import BEAT_SECONDS, FAILED
 from relayrun.agent.lines import Lines, Message
 from relayrun.agent.memory import FOLDER, ITERATION, PLACE, forget, held, make_folder
@@ -180,6 +180,9 @@ class Agent:
                     self._server.lines.send("end")
                 else:
                     self._ended()
+            elif message["kind"] == "requests":
+                if self._memory is not None:
+                    requests.tell(self._memory, asked=message["asked"])
             elif message["kind"] == "stacks":
                 if self._server is not None:
                     self._server.lines.send("signal", number=int(signal.SIGUSR1))

@@ -7,6 +7,7 @@ It lives in the agent of the job's first node or, where there are spare nodes, b
                            · asked {why} · beat {round, standing} · started, stepped {round, ...} (rank 0's words)
     coordinator → agent    start {round, place, nodes, base_iteration, base_path, memory, address, port}
                            · end {round} · stacks: ask the ranks for their Python stacks · leave {code}
+                           · requests {asked}, to rank 0's, each second
 
 A round: a rank dies, a node is lost, or the supervisor finds that nothing moves → every agent ends its ranks and says
 when none is left → `decide` judges → the records are made ready → every agent starts its ranks again. Messages of a
@@ -34,6 +35,7 @@ from relayrun.agent.health import Health
 from relayrun.agent.lines import Lines, Message
 from relayrun.agent.memory import Held, newest
 from relayrun.agent.places import Places
+from relayrun.agent.requests import Requests
 from relayrun.errors import RelayrunError, RunDirError
 from relayrun.rundir import rounds
 from relayrun.rundir.attempt import Attempt
@@ -106,6 +108,7 @@ class Coordinator:
         self._names = dict(names or {})
         self._asked = ""
         self._hangs = hangs.Hangs()
+        self._requests = Requests(run, attempt, of_ranks=between is None, say=say)
 
     def hear(self, node: int, message: Message) -> None:
         """Take a message of the agent of this node."""
@@ -151,9 +154,11 @@ class Coordinator:
         """Now and then: see whether nothing moves any more, by where the ranks stand or by the supervisor's word."""
         if self._phase == "running":
             self._look_for_hang()
-        with contextlib.suppress(OSError, RunDirError):  # it is looked for again soon
-            if self._phase in ("running", "measuring") and (hang := Hang.read(self._attempt.hang)) is not None:
-                self._hung(hang)
+        if self._requests.look():
+            if self._places.nodes and (link := self._links.get(self._places.nodes[0])) is not None:
+                link.send("requests", asked=self._requests.asked)
+            if self._requests.hang is not None and self._phase in ("running", "measuring"):
+                self._hung(self._requests.hang)
         if self._phase == "gathering" and time.monotonic() - self._greeted > GATHER_SECONDS:
             self._gather(late=True)
         elif self._phase == "measuring":

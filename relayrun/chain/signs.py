@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from relayrun.rundir.plan import Plan
+from relayrun.rundir.records import Heartbeat
 from relayrun.rundir.run import Run
 
 
@@ -30,10 +32,15 @@ def of_life(run: Run, plan: Plan, *, now: float) -> Sign | None:
     begin = None if attempt is None else attempt.read_begin()
     if attempt is None or begin is None or attempt.read_end() is not None:
         return None
-    beats = [beat.time for beat in attempt.read_heartbeats()]
-    patience = max(plan.hang_timeout, 0.0 if beats else plan.start_timeout)
-    age = now - max(begin.start_time, *beats, 0.0)
+    beats = attempt.read_heartbeats()
+    patience = max(plan.hang_timeout, 0.0 if beats else plan.start_timeout) + silence(beats)
+    age = now - max([begin.start_time, *(beat.time for beat in beats)])
     return Sign(attempt=attempt.number, job_id=begin.job_id, age=age, patience=patience) if age < patience else None
+
+
+def silence(beats: Sequence[Heartbeat]) -> float:
+    """Seconds for which nodes that go on may leave no sign of life: those between two of their heartbeats."""
+    return max((beat.interval for beat in beats), default=0.0)
 
 
 def is_anothers(plan: Plan) -> bool:

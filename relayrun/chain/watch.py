@@ -24,6 +24,7 @@ from relayrun.chain.guard import alive
 from relayrun.chain.log import log
 from relayrun.chain.messenger import Messenger
 from relayrun.chain.quota import QuotaWatch
+from relayrun.chain.signs import silence
 from relayrun.errors import RunDirError, SchedulerError
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import Hang, Heartbeat
@@ -58,10 +59,10 @@ USUAL = 10
 
 def stall_limit(beats: Sequence[Heartbeat], *, hang_timeout: float, start_timeout: float) -> float:
     """Seconds without a change after which an attempt with these heartbeats stands still."""
+    rare = silence(beats)
     if not beats or all(beat.phase == "start" for beat in beats):
-        return max(start_timeout, hang_timeout)
-    usual = [beat.save_p95 if beat.phase == "save" else beat.step_p95 for beat in beats]
-    return max([hang_timeout, *(USUAL * seconds for seconds in usual if seconds is not None)])
+        return max(start_timeout, hang_timeout) + rare
+    return max([hang_timeout, *(USUAL * beat.usual for beat in beats)]) + rare
 
 
 class Watch:

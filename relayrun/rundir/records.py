@@ -194,7 +194,10 @@ class Outcome(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat(Record):
-    """`heartbeat/<node>.json`: a sign of life of one node, written by its first rank at most once a second."""
+    """`heartbeat/<node>.json`: a sign of life of one node, written by its first rank at most once a second.
+
+    Where agents look for hangs it is written once a minute, for people and for whoever asks whether the attempt lives.
+    """
 
     node: str
     iteration: int
@@ -204,6 +207,16 @@ class Heartbeat(Record):
     step_p95: float | None
     """Seconds, over the last steps; None before there are any."""
     save_p95: float | None
+    interval: float = 0.0
+    """Seconds from one to the next where they are rare: a node that goes on is silent for so long; else 0."""
+
+    @property
+    def usual(self) -> float:
+        """Seconds that what the node does now usually takes; 0 where that is not known."""
+        known = {"step": self.step_p95, "save": self.save_p95}
+        if self.interval:  # what it did then it may have left since
+            return max(seconds or 0.0 for seconds in known.values())
+        return known["save" if self.phase == "save" else "step"] or 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Triggers: files that any member of the team touches to steer a run.
 
 `triggers/save` asks for a checkpoint, `triggers/exit` for a checkpoint and the end of the chain.
-Rank 0 alone looks; when it has obeyed, it removes the file and leaves `save.done` or `exit.done` with
+Rank 0 alone obeys; when it has, it removes the file and leaves `save.done` or `exit.done` with
 who asked, when, at which iteration, and the result. Standard library only.
 """
 
@@ -94,11 +94,13 @@ def barrier(run: Run) -> Path | None:
 
 def look(run: Run, name: Name) -> Trigger | None:
     """The trigger, if somebody touched it."""
-    try:
-        status = os.stat(run.triggers / name, follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-    return Trigger(name=name, user=user_name(status.st_uid), time=status.st_mtime)
+    status = _status(run, name)
+    return None if status is None else Trigger(name=name, user=user_name(status.st_uid), time=status.st_mtime)
+
+
+def is_touched(run: Run, name: Name) -> bool:
+    """Whether the trigger is there; nobody is asked for the name of who touched it."""
+    return _status(run, name) is not None
 
 
 def acknowledge(run: Run, trigger: Trigger, *, iteration: int, result: str) -> None:
@@ -112,6 +114,13 @@ def acknowledge(run: Run, trigger: Trigger, *, iteration: int, result: str) -> N
         path = run.triggers / trigger.name
         with contextlib.suppress(FileNotFoundError):
             path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _status(run: Run, name: Name) -> os.stat_result | None:
+    try:
+        return os.stat(run.triggers / name, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
 
 
 def _gid(group: str) -> int:

@@ -96,7 +96,14 @@ def main(flag: SignalFlag) -> int:
         if rank == 0:
             read_format(run)  # refuses a directory that a newer version wrote
         timings = Timings(begin)
-        pulse = Pulse(attempt.heartbeats, node=node, active=is_first_of_node(), iteration=base, timings=timings)
+        pulse = Pulse(
+            attempt.heartbeats,
+            node=node,
+            active=is_first_of_node(),
+            iteration=base,
+            timings=timings,
+            rare=agent_link.memory_folder() is not None,
+        )
         pulse.beat()
         if is_first_of_node() and not agent_link.has_agent():
             own_node.look(run, attempt, node)

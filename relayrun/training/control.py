@@ -9,18 +9,22 @@
 | `triggers/save` | rank 0 | save, go on | |
 | a save in the background is over | every rank | conclude it | |
 
-One small all-reduce per step (gloo, on the host) carries it; no rank decides for itself.
+One small all-reduce per step (gloo, on the host) carries it; no rank decides for itself. Where the agent of its node
+says that nobody asks for anything (`agent.requests`), rank 0 leaves the files alone.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from relayrun.agent import requests
 from relayrun.rundir import triggers
 from relayrun.rundir.records import AttemptStart, OutcomeName
 from relayrun.rundir.run import Run
@@ -47,9 +51,14 @@ class Agreement:
 
 
 class Control:
-    """Looks for reasons to save or to leave."""
+    """Looks for reasons to save or to leave.
 
-    def __init__(self, run: Run, begin: AttemptStart, ranks: Ranks, flag: SignalFlag) -> None:
+    `agent`: the folder in memory in which the agent of this node leaves its word; None: nobody looks for this rank.
+    """
+
+    def __init__(
+        self, run: Run, begin: AttemptStart, ranks: Ranks, flag: SignalFlag, *, agent: Path | None = None
+    ) -> None:
         self._run = run
         self._attempt = run.attempt(begin.attempt)
         self._ranks = ranks
@@ -57,6 +66,10 @@ class Control:
         self._job_end = begin.job_end_time
         self.lead = begin.lead
         """Seconds before the end of the job at which to leave; may be moved at any time."""
+        self._agent = agent
+        self._looked = -math.inf
+        """When it last looked at the files, by the monotonic clock."""
+        self._stop: list[str] = []
         self._exit: Trigger | None = None
         self._save: Trigger | None = None
         self._taken: set[Trigger] = set()
@@ -70,11 +83,8 @@ class Control:
         if self._ranks.rank == 0:
             if self._job_end is not None and time.time() >= self._job_end - self.lead:
                 reasons.append("time limit near")
-            try:
-                reasons += self._stop_file()
-                self._exit, self._save = self._trigger("exit"), self._trigger("save")
-            except OSError as error:  # a file system that fails for a moment is no reason to lose steps
-                log.warning("could not look for stop and triggers: %s", error)
+            self._look_at_files()
+            reasons += self._stop
         received = 0 if self._flag.received is None else self._flag.received.value
         signalled, asked, exit_now, save_now, busy = self._ranks.maximum(
             [received, bool(reasons), self._exit is not None, self._save is not None, saving]
@@ -104,6 +114,21 @@ class Control:
                 triggers.acknowledge(self._run, trigger, iteration=iteration, result=result)
             except OSError as error:
                 log.warning("trigger %s not acknowledged: %s", trigger.name, error)
+
+    def _look_at_files(self) -> None:
+        """Look what somebody asks; beside an agent only where it says so, and once a second."""
+        if self._agent is not None:
+            if requests.nothing_asked(self._agent):
+                self._stop, self._exit, self._save = [], None, None
+                return
+            if time.monotonic() - self._looked < requests.LOOK_SECONDS:
+                return  # what was seen then holds until it is taken
+        self._looked, self._stop = time.monotonic(), []
+        try:
+            self._stop = self._stop_file()
+            self._exit, self._save = self._trigger("exit"), self._trigger("save")
+        except OSError as error:  # a file system that fails for a moment is no reason to lose steps
+            log.warning("could not look for stop and triggers: %s", error)
 
     def _trigger(self, name: triggers.Name) -> Trigger | None:
         trigger = triggers.look(self._run, name)

@@ -97,7 +97,7 @@ class Training:
             vocabulary_size=manifest.vocabulary_size,
         )
         timings.expect_evaluation(self.evaluation.samples)
-        self.control = Control(run, begin, ranks, flag)
+        self.control = Control(run, begin, ranks, flag, agent=agent_link.memory_folder())
         self.metrics = Metrics(run.attempt(begin.attempt), ranks, total_steps=settings.steps)
         self.model = Model(
             config,

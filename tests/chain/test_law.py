@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from relayrun.chain import supervisor, watch
+from relayrun.chain import signs, supervisor, watch
 from relayrun.chain.failed_attempts import failed_attempts
 from relayrun.chain.watch import Watch
 from relayrun.errors import RunDirError, SchedulerError
@@ -216,6 +216,20 @@ def test_a_heartbeat_that_cannot_be_read_is_no_sign_of_life(run: Run) -> None:
     (beats / "n0.json").write_text("torn")
     Heartbeat(node="n1", iteration=1, phase="step", time=0.0, step_p95=None, save_p95=None).write(beats / "n1.json")
     assert [beat.node for beat in run.attempt(4).read_heartbeats()] == ["n1"]
+
+
+@pytest.mark.parametrize(("interval", "lives"), [(0.0, False), (60.0, True)])
+def test_an_attempt_whose_heartbeats_are_rare_lives_for_longer_after_the_last(
+    run: Run, interval: float, lives: bool
+) -> None:
+    assert supervisor.begin(run) == 0
+    attempt, plan = run.attempt(4), Plan.load(run)
+    last = time.time() + 1000
+    beat = Heartbeat(node="n", iteration=1, phase="step", time=last, step_p95=None, save_p95=None, interval=interval)
+    beat.write(attempt.heartbeats / "n.json")
+    found = signs.of_life(run, plan, now=last + plan.hang_timeout + 59)
+    assert (found is not None) == lives
+    assert signs.of_life(run, plan, now=last + plan.hang_timeout + 61) is None
 
 
 def test_ranks_that_hang_are_ended_though_nothing_can_be_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

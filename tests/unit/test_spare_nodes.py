@@ -44,7 +44,8 @@ class Link:
 
     @property
     def last(self) -> dict[str, Any]:
-        return self.sent[-1]
+        """The last message but for those that come each second."""
+        return [sent for sent in self.sent if sent["kind"] != "requests"][-1]
 
 
 class Nodes:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from relayrun.agent import requests
 from relayrun.files import read_lines
 from relayrun.rundir import triggers
 from relayrun.rundir.attempt import Attempt
@@ -42,7 +43,9 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def control(run: Run, ranks: Any = None, flag: SignalFlag | None = None, **changes: Any) -> Control:
+def control(
+    run: Run, ranks: Any = None, flag: SignalFlag | None = None, agent: Path | None = None, **changes: Any
+) -> Control:
     values: dict[str, Any] = {
         "attempt": 1,
         "job_id": "1",
@@ -55,7 +58,8 @@ def control(run: Run, ranks: Any = None, flag: SignalFlag | None = None, **chang
         "job_end_time": None,
         "lead": 0.0,
     }
-    return Control(run, AttemptStart(**(values | changes)), ranks or OneRank(), flag or SignalFlag())
+    begin = AttemptStart(**(values | changes))
+    return Control(run, begin, ranks or OneRank(), flag or SignalFlag(), agent=agent)
 
 
 def test_without_a_reason_training_goes_on(run: Run) -> None:
@@ -141,6 +145,47 @@ def test_a_trigger_that_was_taken_is_not_seen_again_before_it_is_answered(run: R
     assert watching.look() == Agreement()
     watching.acknowledge(taken, 5, "saved")
     assert not (run.triggers / "save").exists()
+
+
+def test_beside_an_agent_files_are_left_alone_while_it_says_that_nothing_is_asked(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, memory = [100.0], tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setattr(requests.time, "monotonic", lambda: clock[0])
+    watching = control(run, agent=memory)
+    triggers.touch(run, "save")
+    assert watching.look() == Agreement(save=True)  # without a word it looks itself
+    requests.tell(memory, asked=False)
+    assert watching.look() == Agreement()
+    clock[0] += requests.HOLDS_SECONDS - 1
+    assert watching.look() == Agreement()
+    clock[0] += 1  # who looks for it stands still
+    assert watching.look() == Agreement(save=True)
+    requests.tell(memory, asked=False)
+    assert watching.look() == Agreement()
+    requests.tell(memory, asked=True)
+    assert watching.look() == Agreement(), "it has just looked"
+    clock[0] += requests.LOOK_SECONDS
+    assert watching.look() == Agreement(save=True)
+    assert watching.look() == Agreement(save=True), "what was seen holds until it is taken"
+    watching.acknowledge(watching.take(), 5, "saved")
+    assert watching.look() == Agreement()
+    run.attempt(1).stop.write_text("asked")
+    clock[0] += requests.LOOK_SECONDS
+    assert watching.look() == Agreement(leave="saved", reason="stop file: asked")
+
+
+def test_beside_an_agent_the_deadline_and_signals_need_no_files(run: Run, tmp_path: Path) -> None:
+    flag = SignalFlag()
+    watching = control(run, flag=flag, agent=tmp_path, job_end_time=time.time() + 100, lead=50.0)
+    requests.tell(tmp_path, asked=False)
+    assert watching.look() == Agreement()
+    watching.lead = 101.0
+    assert watching.look() == Agreement(leave="saved", reason="time limit near")
+    watching.lead = 50.0
+    flag.received = signal.SIGUSR2
+    assert watching.look() == Agreement(leave="saved", reason="SIGUSR2")
 
 
 def test_a_handler_does_nothing_in_a_forked_child() -> None:

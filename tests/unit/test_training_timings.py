@@ -158,6 +158,30 @@ def test_a_heartbeat_is_written_at_every_new_phase_and_at_most_once_a_second_wit
     assert read(folder).phase == "save"
 
 
+def test_a_heartbeat_beside_an_agent_comes_once_a_minute_and_where_training_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, clock = tmp_path / "heartbeat", [100.0]
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock[0])
+    pulse = Pulse(folder, node="n1", active=True, iteration=7, timings=Timings(begin()), rare=True)
+    pulse.beat()
+    assert (read(folder).phase, read(folder).interval) == ("start", 60.0)
+    pulse.enter("step", 7)
+    assert (read(folder).phase, read(folder).iteration) == ("step", 7)
+    for _ in range(59):
+        clock[0] += 1.0
+        for phase in ("step", "save", "evaluation", "step"):
+            pulse.enter(phase, 8)  # type: ignore[arg-type]
+    assert (read(folder).phase, read(folder).iteration) == ("step", 7)
+    clock[0] += 1.0
+    pulse.enter("evaluation", 9)
+    assert (read(folder).phase, read(folder).iteration) == ("evaluation", 9)
+    pulse.enter("start", 5)  # a rewind
+    assert (read(folder).phase, read(folder).iteration) == ("start", 5)
+    pulse.enter("step", 5)
+    assert (read(folder).phase, read(folder).iteration) == ("step", 5)
+
+
 def test_only_the_first_rank_of_a_node_writes_its_heartbeat(tmp_path: Path) -> None:
     Pulse(tmp_path / "heartbeat", node="n1", active=False, iteration=0, timings=Timings(begin())).beat()
     assert list(tmp_path.iterdir()) == []

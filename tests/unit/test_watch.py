@@ -7,8 +7,8 @@ from relayrun.chain.watch import stall_limit
 from relayrun.rundir.records import Heartbeat
 
 
-def beat(phase: str, step: float | None = None, save: float | None = None) -> Heartbeat:
-    return Heartbeat(node="n", iteration=1, phase=phase, time=0.0, step_p95=step, save_p95=save)
+def beat(phase: str, step: float | None = None, save: float | None = None, interval: float = 0.0) -> Heartbeat:
+    return Heartbeat(node="n", iteration=1, phase=phase, time=0.0, step_p95=step, save_p95=save, interval=interval)
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,10 @@ def beat(phase: str, step: float | None = None, save: float | None = None) -> He
         ([beat("step", step=60.0)], 600),
         ([beat("save", step=1.0, save=90.0)], 900),
         ([beat("evaluation", step=40.0)], 400),
+        ([beat("start", interval=60.0)], 1860),
+        ([beat("step", step=1.0, interval=60.0)], 360),
+        ([beat("step", step=1.0, save=90.0, interval=60.0)], 960),  # it may save since
+        ([beat("step", step=60.0, interval=60.0), beat("step")], 660),
     ],
 )
 def test_an_attempt_stands_still_after_ten_times_the_usual_or_the_timeout(beats: list[Heartbeat], limit: float) -> None:

@@ -1,5 +1,9 @@
 """A sign of life per node, in attempts/N/heartbeat/NODE.json, by the node's first rank.
 
+It comes once a second. Where an agent of the node sees by its pages of memory how far the ranks are
+(`reporting.sections`), the file is for people and for who asks from outside whether the attempt lives: it comes once
+a minute, and at once where training begins or, after a rewind, begins anew.
+
 It is written by the main thread where that makes progress, never by a thread of its own: that would beat
 on while the main thread hangs. Not synced to disk: an old beat after a crash misleads nobody, since
 the attempt is over. Standard library only, so that the first beat comes before torch is imported.
@@ -27,6 +31,8 @@ Phase = Literal["start", "step", "save", "evaluation"]
 
 SECONDS = 1.0
 """Between two beats of one phase."""
+RARE_SECONDS = 60.0
+"""Between two beats where the agent of the node looks for hangs; whoever reads them waits for so much longer."""
 
 
 def node_name(environment: Mapping[str, str]) -> str:
@@ -35,12 +41,18 @@ def node_name(environment: Mapping[str, str]) -> str:
 
 
 class Pulse:
-    """Writes the heartbeat of this node; does nothing where `active` is False."""
+    """Writes the heartbeat of this node; does nothing where `active` is False.
 
-    def __init__(self, folder: Path, *, node: str, active: bool, iteration: int, timings: Timings) -> None:
+    `rare`: the agent of this node sees how far its ranks are without it.
+    """
+
+    def __init__(
+        self, folder: Path, *, node: str, active: bool, iteration: int, timings: Timings, rare: bool = False
+    ) -> None:
         self._folder = folder
         self.node = node
         self._active = active
+        self._rare = rare
         self._iteration = iteration
         self._phase: Phase = "start"
         self._timings = timings
@@ -57,7 +69,7 @@ class Pulse:
 
     def enter(self, phase: Phase, iteration: int) -> None:
         """The main thread now does `phase`, with `iteration` iterations behind it."""
-        if phase != self._phase:
+        if phase != self._phase and (not self._rare or "start" in (phase, self._phase)):
             self._last = None
         self._phase, self._iteration = phase, iteration
         if self.sections is not None:
@@ -69,7 +81,9 @@ class Pulse:
         if self.sections is not None:
             self.sections.touch()
         now = time.monotonic()
-        if not self._active or (self._last is not None and now - self._last < SECONDS):
+        if not self._active or (
+            self._last is not None and now - self._last < (RARE_SECONDS if self._rare else SECONDS)
+        ):
             return
         self._last = now
         beat = Heartbeat(
@@ -79,6 +93,7 @@ class Pulse:
             time=time.time(),
             step_p95=self._timings.step_p95,
             save_p95=self._timings.save_p95,
+            interval=RARE_SECONDS if self._rare else 0.0,
         )
         try:
             self._folder.mkdir(exist_ok=True)

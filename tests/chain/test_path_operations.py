@@ -1,0 +1,112 @@
+"""How often the processes of each node ask the file system for something in the run directory, counted by strace."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from relayrun.drill.kills import ranks
+from relayrun.files import read_lines
+from relayrun.rundir import triggers
+from relayrun.rundir.run import Run
+from tests.workspace import Workspace, ends
+
+from .test_local_rounds import parent
+from .test_local_training import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+SECONDS = 30.0
+NODES = 2
+STEPS_BEFORE = 30
+"""Steps after which a run is steady: limits of sections have been measured."""
+CALL = re.compile(r'^\d+ +(\w+)\((?:[\w-]+, )?"([^"]+)"')
+
+
+class Counted(NamedTuple):
+    """What a process did in the run directory."""
+
+    seconds: float
+    operations: Counter[str]
+    """How often each call was made with each path, as `call path`, relative to the run directory."""
+
+    def __str__(self) -> str:
+        total = self.operations.total()
+        lines = [f"{total / self.seconds:.3f} a second, {total} in {self.seconds:.1f} s"]
+        return "\n".join(lines + [f"    {times:5} {what}" for what, times in self.operations.most_common()])
+
+
+def counted(run: Run) -> dict[str, Counted]:
+    """Watch the processes of each node, by place, for SECONDS: `agent 0`, `server 0`, `rank 0`, ..."""
+    tracers = []
+    for rank in ranks.living(run):
+        server = parent(rank.pid)
+        for what, pid in {"agent": parent(server), "server": server, "rank": rank.pid}.items():
+            output = run.path.parent / f"calls-{what}-{rank.rank}"
+            command = ["strace", "--follow-forks", "--quiet=all", "--trace=%file", "--string-limit=4096"]
+            tracer = subprocess.Popen([*command, f"--output={output}", f"--attach={pid}"])
+            tracers.append((f"{what} {rank.rank}", output, tracer))
+    time.sleep(1)
+    began = {output: (time.monotonic(), output.stat().st_size) for _, output, _ in tracers}
+    time.sleep(SECONDS)
+    found = {}
+    for name, output, tracer in tracers:
+        assert tracer.poll() is None, name
+        moment, size = began[output]
+        seconds, lines = time.monotonic() - moment, output.read_bytes()[size:].decode().splitlines()
+        tracer.terminate()
+        tracer.wait()
+        calls = [match for line in lines if (match := CALL.match(line)) is not None]
+        inside = [(call[1], call[2].removeprefix(str(run.path))) for call in calls if call[2].startswith(str(run.path))]
+        found[name] = Counted(seconds, Counter(f"{call} {re.sub('[.]tmp-.*', '.tmp', path)}" for call, path in inside))
+    return found
+
+
+def newest(run: Run) -> int:
+    return max((line["iteration"] for line in read_lines(run.attempt(1).metrics) if "round" not in line), default=0)
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="this machine has no strace")
+def test_nodes_leave_the_run_directory_alone_while_they_train(tmp_path: Path) -> None:
+    workspace = Workspace.make(tmp_path)
+    slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "step-delay=0.1"}}
+    values = {
+        "training": {"steps": 100_000, "hooks": [slow]},
+        "data": {"max_epochs": 3000},
+        "job": {"nodes": NODES, "ntasks_per_node": 1, "time": "30"},
+        "checkpoint": {"interval": 100_000, "memory_interval": 1},
+        "chain": {"recovery": "node"},
+        "cluster": {"python": None},
+    }
+    run = workspace.run("run")
+    command = [sys.executable, "launchers/submit.py", str(workspace.config("run", **values))]
+    with open(tmp_path / "log", "wb") as log:
+        chain = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+    while not run.attempt(1).metrics.exists() or newest(run) < STEPS_BEFORE:
+        assert chain.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.5)
+    before = newest(run)
+    found = counted(run)
+    steps = newest(run) - before
+    triggers.touch(run, "exit")
+    assert chain.wait(300) == 0, (tmp_path / "log").read_text()
+    assert [end.cause for end in ends(run)] == ["exit"]
+    told = "\n".join([f"{steps} steps", *(f"{name}: {counts}" for name, counts in found.items())])
+    print(told)
+    assert found.keys() == {f"{what} {place}" for what in ("agent", "server", "rank") for place in range(NODES)}
+    assert found["agent 0"].operations["openat /attempts/0001/hang.json"] > SECONDS / 2, told  # it is counted at all
+    for what in found["agent 0"].operations:  # the coordinator looks once a second, however many agents talk to it
+        assert found["agent 0"].operations[what] <= 1.1 * SECONDS, told
+    of_rank_0 = found["rank 0"].operations
+    assert of_rank_0.pop("openat /attempts/0001/metrics.jsonl") <= steps + 2, told
+    assert of_rank_0.total() <= 10, told  # a heartbeat is five operations, and comes once a minute
+    other = [counts.operations.total() for name, counts in found.items() if name.endswith("1")]
+    assert sum(other) <= 10, told
