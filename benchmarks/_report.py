@@ -287,8 +287,8 @@ SECTIONS: dict[str, list[Row]] = {
     ],
     "round_cost": [
         Row("% of a step that heartbeats cost with node agents (median, quartiles)", "heartbeats", ".2f"),
-        Row("% of a step that copies in memory cost, as often as the run chooses", "memory_auto", ".1f", most=2),
-        Row("steps between two of them at the end", "chosen_interval", ".0f"),
+        Row("% of a step that copies in memory cost, as often as the run chooses", "memory_chosen", ".1f", most=2),
+        Row("steps between two of them", "chosen_interval", ".0f"),
         Row("% of a step that a copy after each step costs", "memory", ".1f"),
         Row("load of the machine meanwhile", "load_average", ".1f"),
     ],

@@ -6,12 +6,13 @@
 A tiny Llama on two nodes with a rank each, all of them this machine, with node agents. In every second block of steps
 the part is left out (`_toggled.py`), in the order on, off, off, on, so that what changes slowly counts for both. Each
 figure is per cent of the time of a step, of pairs of neighbouring blocks: the median, and the quartiles as its bounds.
-`memory`: a copy after each step; `memory_auto`: as often as the run itself chooses.
+`memory`: a copy after each step; `memory_chosen`: as often as a run with `auto` has chosen, in blocks no shorter.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import subprocess
@@ -33,8 +34,6 @@ from tests.workspace import Workspace  # noqa: E402
 
 WARM_BLOCKS = 8
 """That do not count: caches fill, and an interval is chosen."""
-SIDES: dict[str, tuple[str, int | str]] = {"heartbeats": ("heartbeats", 0), "memory": ("memory", 1)}
-SIDES["memory_auto"] = ("memory", "auto")
 
 
 def main() -> None:
@@ -47,26 +46,26 @@ def main() -> None:
     figures: dict[str, Any] = {"pairs": pairs, "block": options.block}
     with tempfile.TemporaryDirectory(prefix="round-cost-") as folder:
         workspace = Workspace.make(Path(folder))
-        for side, (what, interval) in SIDES.items():
-            run = trained(workspace, side, what, interval, block=options.block, pairs=pairs)
-            figures[side] = cost(run, options.block)
+        run = trained(workspace, "auto", None, "auto", steps=2 * WARM_BLOCKS * options.block)
+        chosen = [line["interval"] for line in read_lines(run.attempt(1).memory_intervals)]
+        k = figures["chosen_interval"] = int(chosen[-1])
+        sides = {"heartbeats": ("heartbeats", 0), "memory": ("memory", 1), "memory_chosen": ("memory", k)}
+        for side, (what, interval) in sides.items():
+            block = math.ceil(options.block / k) * k if side == "memory_chosen" else options.block
+            steps = (WARM_BLOCKS + 2 * pairs) * block
+            run = trained(workspace, side, {"what": what, "block": block}, interval, steps=steps)
+            figures[side] = cost(run, block)
             print(side, figures[side], flush=True)
-            if interval == "auto":
-                chosen = [line["interval"] for line in read_lines(run.attempt(1).memory_intervals)]
-                figures["chosen_interval"] = chosen[-1] if chosen else 1
     figures["load_average"] = os.getloadavg()[0]
-    if not options.quick:
-        print(_results.write("round_cost", figures))
+    print(figures if options.quick else _results.write("round_cost", figures))
 
 
-def trained(workspace: Workspace, side: str, what: str, interval: int | str, *, block: int, pairs: int) -> Run:
-    """A run of so many pairs of blocks behind those that do not count. Ends where it fails."""
+def trained(workspace: Workspace, side: str, toggle: dict[str, Any] | None, interval: int | str, *, steps: int) -> Run:
+    """A run of so many steps; `toggle`: options of the hook; None: nothing is left out. Ends where it fails."""
+    hooks = [] if toggle is None else [{"hook": "_toggled:Toggle", "options": toggle}]
     config = workspace.config(
         side,
-        training={
-            "steps": (WARM_BLOCKS + 2 * pairs) * block,
-            "hooks": [{"hook": "_toggled:Toggle", "options": {"what": what, "block": block}}],
-        },
+        training={"steps": steps, "hooks": hooks},
         data={"max_epochs": 10_000},
         checkpoint={"interval": 1_000_000, "memory_interval": interval},
         job={"nodes": 2, "ntasks_per_node": 1, "time": "600"},
