@@ -22,7 +22,7 @@ class Conclusion:
 
     failed: FailedRound
     exit_code: int
-    """Of the rank that failed first."""
+    """That of the rank that failed first."""
     base: Durable
     """The newest whole checkpoint."""
     memory: int | None
