@@ -291,6 +291,13 @@ SECTIONS: dict[str, list[Row]] = {
         ),
         Row("load of the machine meanwhile: seconds are upper bounds on a busy one", "load_average", ".1f"),
     ],
+    "round_cost": [
+        Row("% of a step that heartbeats cost with node agents (median, quartiles)", "heartbeats", ".2f"),
+        Row("% of a step that copies in memory cost, as often as the run chooses", "memory_chosen", ".1f", most=2),
+        Row("steps between two of them", "chosen_interval", ".0f"),
+        Row("% of a step that a copy after each step costs", "memory", ".1f"),
+        Row("load of the machine meanwhile", "load_average", ".1f"),
+    ],
     "check": [
         Row("CPU seconds of `relayrun check` of a run with 4 shards", "demo.cpu", ".2f", most=1),
         Row("the same of 1,000 shards", "large.cpu", ".2f"),

@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from relayrun.agent import requests, sections
-from relayrun.agent.coordinator import BEAT_SECONDS, FAILED
+from relayrun.agent.coordinator import FAILED
+from relayrun.agent.heard import BEAT_SECONDS
 from relayrun.agent.lines import Lines, Message
 from relayrun.agent.memory import FOLDER, ITERATION, PLACE, forget, held, make_folder
 from relayrun.agent.node_facts import Facts

@@ -24,16 +24,18 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from relayrun.agent import hangs
 from relayrun.agent.between import PAUSE, Between
+from relayrun.agent.conclude import conclude
 from relayrun.agent.current_round import CurrentRound
 from relayrun.agent.decide import Death
 from relayrun.agent.health import Health
+from relayrun.agent.heard import BEAT_SECONDS, SILENT_BEATS, Heard
 from relayrun.agent.lines import Lines, Message
-from relayrun.agent.memory import Held, newest
+from relayrun.agent.memory import Held
 from relayrun.agent.places import Places
 from relayrun.agent.requests import Requests
 from relayrun.errors import RelayrunError, RunDirError
@@ -45,11 +47,6 @@ from relayrun.rundir.run import Run
 
 FAILED = 1
 """Exit code of the agents where no rank's own says why the attempt failed."""
-BEAT_SECONDS = 1.0
-"""Between two words of an agent that has nothing to say, and between two looks at who has said none."""
-SILENT_BEATS = 20
-"""An agent of which so many looks in a row found no word is given up. Looks are counted and no seconds: the coordinator
-itself may have waited for a file system."""
 GATHER_SECONDS = 60.0
 """How long the first round waits for the rest, when enough nodes are there."""
 
@@ -91,21 +88,13 @@ class Coordinator:
             raise RunDirError("this attempt has not begun", where=attempt.begin)
         self._run, self._attempt, self._links, self._say = run, attempt, links, say
         self._places = Places(nodes, spare=spare_nodes, elastic=elastic_nodes)
-        self._ports: dict[int, int] = {}
-        """A port that was free on each node when its agent last said so."""
-        self._probe_ports: dict[int, int] = {}
-        """Another one."""
-        self._silent: dict[int, int] = {}
-        """How many looks in a row found no word of each node."""
-        self._looked = self._greeted = time.monotonic()
-        """When that was last counted; when the last agent said hello."""
+        self._heard = Heard(names or {})
         self.code: int | None = None
         """The exit code of the attempt, when all agents have been told to leave."""
         self._ranks_per_node, self._max_failed_rounds = ranks_per_node, max_failed_rounds
         self._base = Durable(iteration=begin.base_iteration, path=begin.base_path)
         self._phase: Literal["gathering", "measuring", "running", "ending", "recording", "leaving"] = "gathering"
         self._current = CurrentRound(base=self._base.iteration)
-        self._names = dict(names or {})
         self._asked = ""
         self._hangs = hangs.Hangs()
         self._requests = Requests(run, attempt, of_ranks=between is None, say=say)
@@ -115,11 +104,9 @@ class Coordinator:
         kind = message["kind"]
         if node in self._places.lost:  # it has been told to leave
             return
-        self._silent[node] = 0
+        self._heard.word(node)
         if kind == "hello":
-            self._names[node], self._ports[node] = str(message.get("name", node)), int(message["port"])
-            self._probe_ports[node] = int(message.get("probe_port", 0))
-            self._greeted = time.monotonic()
+            self._heard.hello(node, message)
             if self._health is not None:
                 self._health.ask_for_clocks(self._links, [node])
             if self._phase == "leaving":
@@ -135,10 +122,10 @@ class Coordinator:
         elif kind == "dead":
             if not (message["told"] and message["code"] == -signal.SIGKILL):  # by its agent, which was told to
                 rank, code, error = message["rank"], message["code"], message["error"]
-                self._dead(Death(rank=rank, node=self._names[node], code=code, error=error))
+                self._dead(Death(rank=rank, node=self._name(node), code=code, error=error))
         elif kind == "ended":
             self._current.ended.add(node)
-            self._ports[node] = int(message["port"])
+            self._heard.ports[node] = int(message["port"])
             self._current.memory[node] = [Held(*copy) for copy in message["memory"]]
             if self._health is not None:
                 self._health.hear(node, {"kind": "health", "facts": message["facts"]}, name=self._name(node))
@@ -159,7 +146,7 @@ class Coordinator:
                 link.send("requests", asked=self._requests.asked)
             if self._requests.hang is not None and self._phase in ("running", "measuring"):
                 self._hung(self._requests.hang)
-        if self._phase == "gathering" and time.monotonic() - self._greeted > GATHER_SECONDS:
+        if self._phase == "gathering" and time.monotonic() - self._heard.greeted > GATHER_SECONDS:
             self._gather(late=True)
         elif self._phase == "measuring":
             self._look_for_probes()
@@ -197,12 +184,8 @@ class Coordinator:
 
     def silent(self) -> list[tuple[int, float]]:
         """Nodes whose agents have said nothing for too long, with the seconds; to be asked for at each beat."""
-        if self._phase == "leaving" or time.monotonic() - self._looked < BEAT_SECONDS:
-            return []
-        self._looked = time.monotonic()
-        for node in self._links:
-            self._silent[node] = self._silent.get(node, 0) + 1
-        return [(node, SILENT_BEATS * BEAT_SECONDS) for node in self._links if self._silent[node] > SILENT_BEATS]
+        silent = [] if self._phase == "leaving" else self._heard.silent(self._links)
+        return [(node, SILENT_BEATS * BEAT_SECONDS) for node in silent]
 
     def expects(self, node: int) -> bool:
         """Whether the agent of this node may say hello; one that was given up is never taken in again."""
@@ -250,7 +233,7 @@ class Coordinator:
             link.send("leave", code=FAILED)
 
     def _name(self, node: int) -> str:
-        return self._names.get(node, f"node {node}")
+        return self._heard.name(node)
 
     def _gather(self, *, late: bool = False) -> None:
         """Begin the first round when all nodes are there that may still come; `late`: those that are there must do."""
@@ -272,7 +255,7 @@ class Coordinator:
 
     def _there(self) -> list[int]:
         """Nodes that have said hello, and are not given up."""
-        return sorted(self._ports.keys() & self._links.keys() - self._places.lost.keys())
+        return sorted(self._heard.ports.keys() & self._links.keys() - self._places.lost.keys())
 
     def _first_round(self) -> None:
         there = self._there()
@@ -298,7 +281,7 @@ class Coordinator:
             return False
         self._phase = "measuring"
         address = self._name(there[0]) if self._places.outlive_nodes else None
-        self._health.probe(self._links, there, address=address, port=self._probe_ports[there[0]])
+        self._health.probe(self._links, there, address=address, port=self._heard.probe_ports[there[0]])
         return True
 
     def _look_for_probes(self) -> None:
@@ -341,8 +324,8 @@ class Coordinator:
                 base_iteration=base.iteration,
                 base_path=base.path,
                 memory=memory,
-                address=self._names[places[0]] if self._places.outlive_nodes else None,
-                port=self._ports[places[0]],
+                address=self._name(places[0]) if self._places.outlive_nodes else None,
+                port=self._heard.ports[places[0]],
             )
 
     def _dead(self, death: Death) -> None:
@@ -396,52 +379,29 @@ class Coordinator:
     def _conclude(self) -> None:
         """No rank lives: begin another round, or end the attempt."""
         try:
-            death = self._current.first_death(self._attempt)
             self._leave_out_sick()
-            base = rounds.newest_checkpoint(self._run, self._attempt)
-            places = self._places
-            ranks = len(places.nodes) * self._ranks_per_node
-            copies = self._current.copies(self._links)
-            memory, source = newest(copies, ranks=ranks, after=base.iteration) or (None, "disk")
-            taken = places.taken(self._links)
-            following = places.following(taken)
-            if len(following) != len(places.nodes):
-                memory, source = None, "disk"  # copies are of as many ranks as made them
-            gone = places.gone()
-            failed = self._current.judged(
+            found = conclude(
+                self._run,
                 self._attempt,
-                death,
-                durable=base.iteration,
-                start=base.iteration if memory is None else memory,
-                source=source,
-                lost={self._name(node): self._name(taken[node]) if node in taken else "" for node in gone},
-                why_none="" if following else places.why_none(self._names_of(gone, without=taken)),
-                fewer=len(following) if len(following) < len(places.nodes) else 0,
+                self._current,
+                self._places,
+                there=self._links,
+                name=self._name,
+                ranks_per_node=self._ranks_per_node,
                 asked=self._asked,
                 max_failed_rounds=self._max_failed_rounds,
-                complete=self._between is not None and self._between.complete(base),
+                between=self._between,
             )
-            rounds.append(self._attempt, failed)
-            if failed.again:
-                number = self._current.number + 1
-                moved = [] if self._between is None else self._between.prepare(base, number=number)
-                moved += rounds.go_back(self._run, self._attempt, base, next_round=number, next_iteration=memory)
-                if self._between is not None:
-                    self._between.go_on()
-                for text in moved:
-                    self._say(text)
         except (OSError, RelayrunError) as error:
             self._give_up(error)
             return
-        self._say(failed.told)
-        if failed.again:
-            places.nodes = following
-            self._start(base, memory=memory, source=source)
+        for text in (*found.moved, found.failed.told):
+            self._say(text)
+        if found.failed.again:
+            self._places.nodes = list(found.nodes)
+            self._start(found.base, memory=found.memory, source=found.source)
         else:
-            self._leave(death.exit_code or FAILED)
-
-    def _names_of(self, nodes: Sequence[int], *, without: Collection[int]) -> str:
-        return ", ".join(self._name(node) for node in nodes if node not in without)
+            self._leave(found.exit_code or FAILED)
 
     def _stepped(self, stepped: float) -> None:
         """The first step of a round is done: add to the record of the one before what getting back took."""

@@ -53,6 +53,8 @@ PATIENCE = 10.0
 """Seconds for which a controller that does not answer is asked again."""
 UNWRITABLE = 5
 """Ranks whose signs of life cannot be written, for a full disk, may be silent for this many times as long."""
+LOOKS = 10
+"""Looks for another heartbeat between two that are rare: there is a file for each node."""
 USUAL = 10
 """A step that takes this many times the usual one hangs."""
 
@@ -83,7 +85,7 @@ class Watch:
         self._complaints: dict[str, str] = {}
         """What was last said about each duty that fails."""
         self._seen: list[Heartbeat] = []
-        self._changed = time.monotonic()
+        self._changed = self._next_beats = time.monotonic()
         self._next_try = time.monotonic() + RETRY_SECONDS
         self._pause = RETRY_SECONDS
         self._ended_hang = False
@@ -168,7 +170,10 @@ class Watch:
         if self._handed_over is not None:
             self._look_for_agents(self._handed_over)
             return
+        if time.monotonic() < self._next_beats:
+            return
         beats = self.attempt.read_heartbeats()
+        self._next_beats = time.monotonic() + silence(beats) / LOOKS
         if beats != self._seen:
             self._seen, self._changed = beats, time.monotonic()
             return

@@ -232,6 +232,27 @@ def test_an_attempt_whose_heartbeats_are_rare_lives_for_longer_after_the_last(
     assert signs.of_life(run, plan, now=last + plan.hang_timeout + 61) is None
 
 
+@pytest.mark.parametrize(("interval", "reads"), [(0.0, 60), (60.0, 10)])
+def test_the_watch_reads_heartbeats_as_rarely_as_they_come(
+    run: Run, monkeypatch: pytest.MonkeyPatch, interval: float, reads: int
+) -> None:
+    assert supervisor.begin(run) == 0
+    beat = Heartbeat(node="n", iteration=1, phase="step", time=0.0, step_p95=None, save_p95=None, interval=interval)
+    clock, found = [time.monotonic()], [0]
+
+    def read() -> list[Heartbeat]:
+        found[0] += 1
+        return [beat]
+
+    monkeypatch.setattr(watch.time, "monotonic", lambda: clock[0])
+    beside = Watch(run, 4)
+    monkeypatch.setattr(type(beside.attempt), "read_heartbeats", lambda _self: read())
+    for _ in range(60):
+        beside._look_for_hang()
+        clock[0] += 1.0
+    assert found == [reads]
+
+
 def test_ranks_that_hang_are_ended_though_nothing_can_be_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert supervisor.begin(run) == 0
     sent: list[int] = []

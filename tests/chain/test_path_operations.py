@@ -44,16 +44,35 @@ class Counted(NamedTuple):
         return "\n".join(lines + [f"    {times:5} {what}" for what, times in self.operations.most_common()])
 
 
+def watch_of(run: Run) -> int:
+    """The process of the supervisor that is there while ranks run."""
+    (pid,) = [
+        int(entry.name)
+        for entry in Path("/proc").glob("[0-9]*")
+        if {b"relayrun.chain", b"watch", str(run.path).encode()} <= set(words_of(entry))
+    ]
+    return pid
+
+
+def words_of(process: Path) -> list[bytes]:
+    try:
+        return (process / "cmdline").read_bytes().split(b"\0")
+    except OSError:  # it has gone
+        return []
+
+
 def counted(run: Run) -> dict[str, Counted]:
-    """Watch the processes of each node, by place, for SECONDS: `agent 0`, `server 0`, `rank 0`, ..."""
-    tracers = []
+    """Watch the processes of each node, by place, for SECONDS: `watch`, `agent 0`, `server 0`, `rank 0`, ..."""
+    processes = {"watch": watch_of(run)}
     for rank in ranks.living(run):
         server = parent(rank.pid)
-        for what, pid in {"agent": parent(server), "server": server, "rank": rank.pid}.items():
-            output = run.path.parent / f"calls-{what}-{rank.rank}"
-            command = ["strace", "--follow-forks", "--quiet=all", "--trace=%file", "--string-limit=4096"]
-            tracer = subprocess.Popen([*command, f"--output={output}", f"--attach={pid}"])
-            tracers.append((f"{what} {rank.rank}", output, tracer))
+        of_node = {"agent": parent(server), "server": server, "rank": rank.pid}
+        processes |= {f"{what} {rank.rank}": pid for what, pid in of_node.items()}
+    tracers = []
+    for name, pid in processes.items():
+        output = run.path.parent / f"calls of {name}"
+        command = ["strace", "--follow-forks", "--quiet=all", "--trace=%file", "--string-limit=4096"]
+        tracers.append((name, output, subprocess.Popen([*command, f"--output={output}", f"--attach={pid}"])))
     time.sleep(1)
     began = {output: (time.monotonic(), output.stat().st_size) for _, output, _ in tracers}
     time.sleep(SECONDS)
@@ -101,7 +120,8 @@ def test_nodes_leave_the_run_directory_alone_while_they_train(tmp_path: Path) ->
     assert [end.cause for end in ends(run)] == ["exit"]
     told = "\n".join([f"{steps} steps", *(f"{name}: {counts}" for name, counts in found.items())])
     print(told)
-    assert found.keys() == {f"{what} {place}" for what in ("agent", "server", "rank") for place in range(NODES)}
+    of_nodes = {f"{what} {place}" for what in ("agent", "server", "rank") for place in range(NODES)}
+    assert found.keys() == {"watch", *of_nodes}
     assert found["agent 0"].operations["openat /attempts/0001/hang.json"] > SECONDS / 2, told  # it is counted at all
     for what in found["agent 0"].operations:  # the coordinator looks once a second, however many agents talk to it
         assert found["agent 0"].operations[what] <= 1.1 * SECONDS, told

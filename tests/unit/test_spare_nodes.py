@@ -13,9 +13,10 @@ from typing import Any, cast
 import pytest
 
 from relayrun.agent import coordinator as module
-from relayrun.agent import hangs
-from relayrun.agent.coordinator import SILENT_BEATS, Coordinator
+from relayrun.agent import hangs, heard
+from relayrun.agent.coordinator import Coordinator
 from relayrun.agent.health import Health
+from relayrun.agent.heard import SILENT_BEATS
 from relayrun.agent.lines import Lines
 from relayrun.agent.reception import Reception
 from relayrun.agent.sections import Standing
@@ -260,7 +261,7 @@ def test_a_later_checkpoint_is_where_the_spare_node_begins(one: Nodes) -> None:
 
 
 def test_an_agent_without_a_word_is_given_up_and_not_heard_again(one: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BEAT_SECONDS", 0.0)
+    monkeypatch.setattr(heard, "BEAT_SECONDS", 0.0)
     for _ in range(SILENT_BEATS):
         one.coordinator.hear(0, {"kind": "beat"})
         one.coordinator.hear(2, {"kind": "beat"})

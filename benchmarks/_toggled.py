@@ -1,0 +1,46 @@
+"""A hook of `round_cost.py`: a part of training is left out in every second block of iterations.
+
+    {hook: "_toggled:Toggle", options: {what: heartbeats, block: 20}}
+
+`heartbeats`: the page of memory in which a rank says where it is, and the heartbeat file of its node. `memory`: copies
+of the state in memory, which belong to the iteration behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from relayrun.training.checkpoint.memory import MemoryTier
+from relayrun.training.hooks import Hook, StepStart
+from relayrun.training.reporting.heartbeat import Pulse
+from relayrun.training.reporting.sections import Sections
+
+PARTS: dict[str, list[tuple[type, str]]] = {
+    "heartbeats": [(Pulse, "enter"), (Pulse, "beat"), (Sections, "enter"), (Sections, "touch")],
+    "memory": [(MemoryTier, "due")],
+}
+
+
+class Toggle(Hook):
+    """Calls the real methods where the iteration that runs, or comes next, is one with them."""
+
+    def __init__(self, what: str, block: int) -> None:
+        self._block, self._iteration = block, 0
+        ahead = 1 if what == "memory" else 0
+        for owner, name in PARTS[what]:
+            setattr(owner, name, self._instead_of(getattr(owner, name), ahead))
+
+    def before_step(self, start: StepStart) -> None:
+        self._iteration = start.iteration
+
+    def _instead_of(self, real: Callable[..., Any], ahead: int) -> Callable[..., Any]:
+        def either(*arguments: Any) -> Any:
+            return real(*arguments) if is_on(self._iteration + ahead, self._block) else None
+
+        return either
+
+
+def is_on(iteration: int, block: int) -> bool:
+    """Whether the part is there in this iteration, counted from 1: of four blocks in the first and the last."""
+    return (iteration - 1) // block % 4 in (0, 3)

@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""What `chain.recovery: node` costs while nothing fails: heartbeats, and copies of the state in memory.
+
+    python benchmarks/round_cost.py [--quick]
+
+A tiny Llama on two nodes with a rank each, all of them this machine, with node agents. In every second block of steps
+the part is left out (`_toggled.py`), in the order on, off, off, on, so that what changes slowly counts for both. Each
+figure is per cent of the time of a step, of pairs of neighbouring blocks: the median, and the quartiles as its bounds.
+`memory`: a copy after each step; `memory_chosen`: as often as a run with `auto` has chosen, in blocks no shorter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # for the tests' workspace
+
+import _results  # noqa: E402
+from _toggled import is_on  # noqa: E402
+
+from relayrun.files import read_lines  # noqa: E402
+from relayrun.rundir.records import Outcome  # noqa: E402
+from relayrun.rundir.run import Run  # noqa: E402
+from tests.workspace import Workspace  # noqa: E402
+
+WARM_BLOCKS = 8
+"""That do not count: caches fill, and an interval is chosen."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=100, help="of blocks, for each part; default: %(default)s")
+    parser.add_argument("--block", type=int, default=20, help="steps of one; default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="a few pairs, to see that it works; nothing is written")
+    options = parser.parse_args()
+    pairs = 6 if options.quick else options.pairs
+    figures: dict[str, Any] = {"pairs": pairs, "block": options.block}
+    with tempfile.TemporaryDirectory(prefix="round-cost-") as folder:
+        workspace = Workspace.make(Path(folder))
+        run = trained(workspace, "auto", None, "auto", steps=2 * WARM_BLOCKS * options.block)
+        chosen = [line["interval"] for line in read_lines(run.attempt(1).memory_intervals)]
+        k = figures["chosen_interval"] = int(chosen[-1])
+        sides = {"heartbeats": ("heartbeats", 0), "memory": ("memory", 1), "memory_chosen": ("memory", k)}
+        for side, (what, interval) in sides.items():
+            block = math.ceil(options.block / k) * k if side == "memory_chosen" else options.block
+            steps = (WARM_BLOCKS + 2 * pairs) * block
+            run = trained(workspace, side, {"what": what, "block": block}, interval, steps=steps)
+            figures[side] = cost(run, block)
+            print(side, figures[side], flush=True)
+    figures["load_average"] = os.getloadavg()[0]
+    print(figures if options.quick else _results.write("round_cost", figures))
+
+
+def trained(workspace: Workspace, side: str, toggle: dict[str, Any] | None, interval: int | str, *, steps: int) -> Run:
+    """A run of so many steps; `toggle`: options of the hook; None: nothing is left out. Ends where it fails."""
+    hooks = [] if toggle is None else [{"hook": "_toggled:Toggle", "options": toggle}]
+    config = workspace.config(
+        side,
+        training={"steps": steps, "hooks": hooks},
+        data={"max_epochs": 10_000},
+        checkpoint={"interval": 1_000_000, "memory_interval": interval},
+        job={"nodes": 2, "ntasks_per_node": 1, "time": "600"},
+        chain={"recovery": "node", "hang_timeout": 3600},
+        cluster={"python": sys.executable, "environment": {"PYTHONPATH": str(Path(__file__).resolve().parent)}},
+    )
+    command = [sys.executable, "launchers/submit.py", str(config)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    run = workspace.run(side)
+    outcome = Outcome.read(run.attempt(1).outcome)
+    if outcome is None or outcome.outcome != "done" or run.attempt(1).rounds.exists():
+        raise SystemExit(f"{side}: it has not trained in one go\n{done.stdout}\n{done.stderr}")
+    return run
+
+
+def cost(run: Run, block: int) -> dict[str, float]:
+    """Per cent by which a block with the part takes longer than the one beside it without."""
+    times = {line["iteration"]: line["time"] for line in read_lines(run.attempt(1).metrics) if "time" in line}
+    starts = range(WARM_BLOCKS * block, max(times) - 2 * block + 1, 2 * block)
+    found = []
+    for start in starts:  # in iterations done
+        first, second = (times[start + (n + 1) * block] - times[start + n * block] for n in range(2))
+        on, off = (first, second) if is_on(start + 1, block) else (second, first)
+        found.append(100 * (on / off - 1))
+    low, middle, high = statistics.quantiles(found, n=4)
+    return {"min": low, "median": middle, "max": high}
+
+
+if __name__ == "__main__":
+    main()
