@@ -49,7 +49,8 @@ def test_a_stopped_rank_is_named_and_a_round_begins(tmp_path: Path) -> None:
     whole = submit(workspace.config("whole", **values))
     assert whole.returncode == 0, whole.stderr
     slow = {"hook": "relayrun.drill.inject:Faults", "options": {"faults": "step-delay=0.05"}}
-    config = workspace.config("stopped", **settings(total, hooks=[slow], hang_timeout=HANG))
+    values = settings(total, hooks=[slow], hang_timeout=HANG) | {"job": {"time": "60"}}  # minutes, on a busy machine
+    config = workspace.config("stopped", **values)
     run = workspace.run("stopped")
     stopped: list[tuple[int, float]] = []
     over = threading.Event()
