@@ -122,11 +122,11 @@ def test_nodes_leave_the_run_directory_alone_while_they_train(tmp_path: Path) ->
     print(told)
     of_nodes = {f"{what} {place}" for what in ("agent", "server", "rank") for place in range(NODES)}
     assert found.keys() == {"watch", *of_nodes}
-    assert found["agent 0"].operations["openat /attempts/0001/hang.json"] > SECONDS / 2, told  # it is counted at all
+    assert found["agent 0"].operations["openat /attempts/0001/hang.json"] > SECONDS / 6, told  # it is counted at all
     for what in found["agent 0"].operations:  # the coordinator looks once a second, however many agents talk to it
         assert found["agent 0"].operations[what] <= 1.1 * SECONDS, told
     of_rank_0 = found["rank 0"].operations
-    assert of_rank_0.pop("openat /attempts/0001/metrics.jsonl") <= steps + 2, told
+    assert of_rank_0.pop("openat /attempts/0001/metrics.jsonl", 0) <= steps + 2, told
     assert of_rank_0.total() <= 10, told  # a heartbeat is five operations, and comes once a minute
     other = [counts.operations.total() for name, counts in found.items() if name.endswith("1")]
     assert sum(other) <= 10, told
