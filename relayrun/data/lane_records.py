@@ -12,9 +12,13 @@ from typing import Any
 
 from relayrun.data.order.lanes import Standing, read_standing
 from relayrun.data.order.schedule import Schedule
+from relayrun.errors import FatalTrainingError
 from relayrun.files import read_json
 from relayrun.rundir.lineage import line
 from relayrun.rundir.run import Run, data_of_checkpoint
+
+_DAMAGED = (FatalTrainingError, ValueError, KeyError, TypeError, AttributeError, OSError)
+"""What a record raises that cannot be read; an older one may do."""
 
 
 def standing_before(run: Run, schedule: Schedule, name: str, record: Mapping[str, Any], k: int) -> Standing | None:
@@ -26,9 +30,9 @@ def standing_before(run: Run, schedule: Schedule, name: str, record: Mapping[str
     for path in _records(run, k):
         try:
             state = read_json(path)
-            standing = read_standing(state.get("streams", {})).get(name)
+            standing = read_standing(state.get("streams", {}), state["consumed_samples"]).get(name)
             known, phases = state["datasets"].get(name, {}), Schedule.from_json(state["phases"])
-        except (ValueError, KeyError, TypeError, AttributeError, OSError):
+        except _DAMAGED:
             continue
         if standing is None or standing.at > k or known != dict(record):
             continue
@@ -41,8 +45,9 @@ def newest_cursors(run: Run, consumed: int) -> dict[str, Standing]:
     """Where the lanes of all streams stood at the newest record up to sample `consumed`; nothing if there is none."""
     for path in _records(run, consumed):
         try:
-            return read_standing(read_json(path).get("streams", {}))
-        except (ValueError, KeyError, TypeError, AttributeError, OSError):
+            state = read_json(path)
+            return read_standing(state.get("streams", {}), state["consumed_samples"])
+        except _DAMAGED:
             continue
     return {}
 

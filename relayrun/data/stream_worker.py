@@ -98,6 +98,8 @@ class Worker:
         self._pipe: BinaryIO = os.fdopen(receiving, "rb")
         self._samples: deque[tuple[int, int, Row, Cursor]] = deque()
         """What came with the last piece and was not asked for yet: stream, lane, sample, and the cursor behind it."""
+        self._error: RelayrunError | None = None
+        """What came behind the last sample."""
         self._closing = False
         self._names = list(order.streams)
         try:
@@ -128,6 +130,8 @@ class Worker:
         return row, cursor
 
     def _next_piece(self) -> Iterator[tuple[int, int, Row, Cursor]]:
+        if self._error is not None:
+            raise self._error
         head = self._pipe.read(_HEAD.size)
         sizes = _HEAD.unpack(head) if len(head) == _HEAD.size else (0, 0)
         numbers, data = self._pipe.read(sizes[0]), self._pipe.read(sizes[1])
@@ -137,7 +141,8 @@ class Worker:
             entry = json.loads(data)
             kinds = (getattr(errors, each, None) for each in entry["error"])
             kind = next(each for each in kinds if isinstance(each, type) and issubclass(each, RelayrunError))
-            raise kind(entry["message"], where=entry["where"], hint=entry["hint"])
+            self._error = kind(entry["message"], where=entry["where"], hint=entry["hint"])
+            raise self._error
         return _unpacked(numbers, data)
 
     def close(self) -> None:
@@ -314,7 +319,7 @@ def read_for_ever(job: Mapping[str, Any], sender: _Sender) -> None:
     manifest = Manifest.read(job["manifest"])
     schedule = Schedule.from_json(job["phases"])
     names = {config.data.sources[name].identity(name): name for name in config.data.streams}
-    standing: dict[str, Standing] = read_standing(job["standing"])
+    standing: dict[str, Standing] = read_standing(job["standing"], job["consumed"])
     streams: dict[str, Stream] = {
         identity: _Sent(
             number, identity, text_stream(config, manifest, names[identity], manifest.datasets[identity]), sender

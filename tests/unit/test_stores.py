@@ -80,6 +80,11 @@ def test_dumps_below_a_url_have_its_text_as_their_link(tmp_path: Path) -> None:
     assert os.readlink(metadata / "raw-dataset-link") == MetadataFolder(metadata).dataset() == url
     assert stores.absolute(metadata / "raw-dataset-link") == url
     assert find_files(metadata / "raw-dataset-link") == find_files(url)
+    (metadata / "again").symlink_to("raw-dataset-link")
+    (tmp_path / "further").symlink_to(metadata / "again")
+    assert stores.absolute(tmp_path / "further") == stores.absolute(f"{metadata}/raw-dataset-link/") == url
+    (metadata / "loop").symlink_to("loop")
+    assert stores.followed(metadata / "loop") == str(metadata / "loop")
     assert read_paths_file(metadata / "dumps/paths_file_0.txt") == ["a.parquet", "e.jsonl.zst"]
     assert dump_size(metadata / "dumps/paths_file_0.txt") == 70
     MetadataFolder(metadata).finish(0)

@@ -18,7 +18,7 @@ from relayrun.data.streams import blocks
 from relayrun.data.streams.conditions import Misfit, compiled, fulfils
 from relayrun.data.streams.cursor import LaneCursor
 from relayrun.data.streams.stream import TextStream
-from relayrun.errors import ConfigError, InputError
+from relayrun.errors import ConfigError, InputError, RelayrunError
 from relayrun.tokenization.readers import rows as parquet_rows
 from tests import streaming
 from tests.streaming import numbers_in, stream, write
@@ -328,3 +328,45 @@ def test_a_parquet_file_without_the_column_of_a_filter_is_named(tmp_path: Path) 
         first_epoch(stream(tmp_path, "parquet", filters="number > 3"))
     found, _ = first_epoch(stream(tmp_path, "parquet", filters="number > 3", on_error="skip-file"))
     assert found == list(range(4, 30))
+
+
+HIGH = {"filters": 'pc.field("score") > 0.5'}
+
+
+def same(row: dict[str, Any]) -> str:
+    text: str = row["text"]
+    return text
+
+
+@pytest.mark.parametrize(
+    ("first", "options", "words"),
+    [
+        (5, HIGH, "Field score has incompatible types"),
+        (5, {"extra_columns": ["score"], "map": f"{__name__}:same"}, "Field score has incompatible types"),
+        (24, HIGH, "stream.filters does not fit the columns of some files"),
+    ],
+)
+def test_columns_of_another_kind_are_one_clear_error(
+    tmp_path: Path, first: int, options: dict[str, Any], words: str
+) -> None:
+    """Whether they come to rows that fit in one block, or in a block of their own; blocks have 12 rows here."""
+    for number, (size, score) in enumerate([(first, 1.0), (40, "high")]):
+        table = pa.table({"text": [streaming.text_of(row) for row in range(size)], "score": [score] * size})
+        pq.write_table(table, tmp_path / f"{number}.parquet")
+    made = stream(tmp_path, "parquet", shuffle_buffer=0, fragment_shuffle_window=0, **options)
+    opened = made.open_lanes(dict(enumerate(made.first_cursors())))
+    with pytest.raises(RelayrunError, match=words):
+        [opened.take(turn % made.lanes) for turn in range(1000)]
+    opened.close()
+
+
+def test_what_ended_a_stream_is_told_again_also_without_reading_ahead(tmp_path: Path) -> None:
+    """Not that the stream has come to its end."""
+    write(tmp_path, "jsonl", [20], extra={3: 5})
+    for depth in (0, 1):
+        made = stream(tmp_path, "jsonl", nb_prefetch=depth)
+        opened = made.open_lanes(dict(enumerate(made.first_cursors())))
+        for _ in range(2):
+            with pytest.raises(InputError, match="holds int, not text"):
+                opened.take(0)
+        opened.close()

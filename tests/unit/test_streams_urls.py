@@ -135,6 +135,7 @@ def test_folders_patterns_and_files_below_a_url(server: Server, tmp_path: Path) 
     assert found("jsonl", "web") == lines
     (tmp_path / "raw-dataset-link").symlink_to(f"{server.url}/web")  # as `prepare_dumps.py` leaves it
     assert found("jsonl", str(tmp_path / "raw-dataset-link")) == lines
+    assert found("jsonl", f"{tmp_path}/raw*-link") == lines
     assert found("jsonl", "web/**/*.jsonl*") == lines
     assert found("jsonl", "web/a/001.jsonl.gz", "web/a/000.jsonl") == lines[::-1]
     assert found("parquet", "web/*/*.parquet") == ["/web/b/000.parquet"]
@@ -142,3 +143,22 @@ def test_folders_patterns_and_files_below_a_url(server: Server, tmp_path: Path) 
         found("parquet", "web/a")
     with pytest.raises(InputError, match=r"http://.*/nowhere"):
         found("parquet", "nowhere")
+
+
+@pytest.mark.parametrize("place", ["web", "web/a.jsonl", "web/*.jsonl"])
+def test_a_password_in_a_url_is_refused_before_it_is_used(tmp_path: Path, place: str) -> None:
+    url = f"http://me:secret@127.0.0.1:1/{place}"
+    (tmp_path / "link").symlink_to(url)
+    for path in (url, str(tmp_path / "link")):
+        with pytest.raises(InputError, match="a URL with a password") as raised:
+            find(DataSource.model_validate({"path": path, "weight": 1.0, "source": "jsonl"}), "web")
+        assert "secret" not in str(raised.value)
+
+
+def test_a_link_that_leads_nowhere_is_not_passed_over(tmp_path: Path) -> None:
+    """Its rows would never come."""
+    write(tmp_path, "jsonl", [3])
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "away.jsonl")
+    for path in (tmp_path, tmp_path / "*.jsonl", tmp_path / "b.jsonl"):
+        with pytest.raises(InputError, match=r"b\.jsonl: this link leads nowhere"):
+            find(DataSource.model_validate({"path": str(path), "weight": 1.0, "source": "jsonl"}), "web")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -162,15 +162,21 @@ class LaneReading:
         return row
 
 
-def read_standing(value: Mapping[str, Any]) -> dict[str, Standing]:
-    """Read what a checkpoint keeps of all streams. Raises FatalTrainingError if it is damaged."""
+def read_standing(value: Mapping[str, Any], consumed: int, streamed: Collection[str] = ()) -> dict[str, Standing]:
+    """Read what a checkpoint at sample `consumed` keeps of all streams. Raises FatalTrainingError if it is damaged.
+
+    `streamed`: data sets that must be among them, since samples were taken of their lanes.
+    """
     found = {}
-    for name, entry in value.items():
-        at, cursors = entry["at"], entry["cursors"]
-        whole = isinstance(at, int) and all(isinstance(one, int) for cursor in cursors for one in cursor)
-        if not whole or at < 0:
+    for name in dict.fromkeys([*streamed, *value]):
+        try:
+            at, cursors = value[name]["at"], value[name]["cursors"]
+            whole = isinstance(at, int) and all(isinstance(one, int) for cursor in cursors for one in cursor)
+            if not whole or not 0 <= at <= consumed:
+                raise ValueError
+        except (KeyError, TypeError, ValueError):
             raise FatalTrainingError(
                 f"the lanes of data set {name!r} in the checkpoint are damaged", hint="resume from an older checkpoint"
-            )
+            ) from None
         found[name] = Standing(at, cursors)
     return found

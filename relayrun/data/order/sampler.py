@@ -141,7 +141,8 @@ class MixtureSampler:
         another order, so that sample numbers would not mean the same samples, or if its ledger is wrong.
         """
         consumed, phases, records = _read(state)
-        standing = read_standing(state.get("streams", {}))
+        streamed = [name for name, record in records.items() if record.get("windows", 0) is None]
+        standing = read_standing(state.get("streams", {}), consumed, streamed)
         differences = [
             f"{name} was {_text(old)}, is {_text(self.settings.get(name))}"
             for name, old in state["settings"].items()

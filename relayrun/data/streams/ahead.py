@@ -45,10 +45,8 @@ class Ahead(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        if self._thread is None:
-            return next(self._items)
         if self._end is None:
-            item = self._queue.get()
+            item = self._next()
             if not isinstance(item, _End):
                 return item
             self._end = item
@@ -67,6 +65,16 @@ class Ahead(Generic[T]):
         """Wait until the thread has ended, so long at most."""
         if self._thread is not None:
             self._thread.join(seconds)
+
+    def _next(self) -> T | _End:
+        if self._thread is not None:
+            return self._queue.get()
+        try:
+            return next(self._items)
+        except StopIteration:
+            return _End(None)
+        except BaseException as met:  # an iterator that has raised only says that it is at its end
+            return _End(met)
 
     def _read(self) -> None:
         error: BaseException | None = None

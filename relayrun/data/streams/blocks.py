@@ -25,7 +25,7 @@ from relayrun.data.order.permutation import Permutation, permutation_key
 from relayrun.data.streams.cursor import Place
 from relayrun.data.streams.fragments import Fragment, FragmentOrder
 from relayrun.data.streams.rows import FragmentReader, integers
-from relayrun.errors import FatalTrainingError
+from relayrun.errors import FatalTrainingError, InputError
 
 LEAST_ROWS = 256
 """Rows of a block for each lane, at least: the last sample of a lane's block is padded, which must stay rare. Part of
@@ -111,7 +111,7 @@ class Blocks:
         origins: Sequence[npt.NDArray[np.int64]],
         files_left_out: int,
     ) -> Block:
-        rows = _together(parts).combine_chunks() if parts else self._reader.no_rows
+        rows = _together(parts, self._name).combine_chunks() if parts else self._reader.no_rows
         order = np.arange(len(rows))
         if self._stream.shuffle_buffer:
             key = permutation_key(self._seed, f"{self._name}/{group}/rows/{place.number}", place.epoch)
@@ -129,11 +129,19 @@ class Blocks:
         return lane % self.groups
 
 
-def _together(parts: Sequence[pa.RecordBatch]) -> pa.Table:
+def _together(parts: Sequence[pa.RecordBatch], name: str) -> pa.Table:
+    """The rows of all parts. Raises InputError for columns of other kinds; `name`: of the data set."""
     if all(part.schema.equals(parts[0].schema) for part in parts):
         return pa.Table.from_batches(parts)
-    # imports pandas
-    return pa.concat_tables([pa.Table.from_batches([part]) for part in parts], promote_options="permissive")
+    try:
+        # imports pandas
+        return pa.concat_tables([pa.Table.from_batches([part]) for part in parts], promote_options="permissive")
+    except pa.ArrowException as error:
+        raise InputError(
+            f"data set {name!r}: files hold a column of filters or extra_columns in kinds that do not fit together: "
+            f"{str(error).splitlines()[0]}",
+            hint="write the column alike in all files, or give them as two data sets",
+        ) from None
 
 
 def _origins(fragment: Fragment, row: int, count: int) -> npt.NDArray[np.int64]:

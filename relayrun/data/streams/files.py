@@ -131,19 +131,17 @@ def find(source: DataSource, where: str) -> list[FileEntry]:
 
 def _matches(path: str, kind: str, source: str) -> list[tuple[str, int]]:
     """The files of a kind that one path leads to, sorted, with their bytes."""
-    path = stores.followed(path)
-    if stores.is_url(path):
-        found = _below_url(path)
-    else:
-        matches = (
-            sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) and not os.path.exists(path) else [path]
-        )
-        found = []
-        for match in matches:
-            if os.path.isdir(match):
-                found += [(os.path.abspath(stores.join(match, file.path)), file.size) for file in find_files(match)]
-            elif os.path.isfile(match):
-                found.append((os.path.abspath(match), os.stat(match).st_size))
+    is_pattern = glob.has_magic(path) and not os.path.lexists(path) and not stores.is_url(path)
+    found = []
+    for match in map(stores.followed, sorted(glob.glob(path, recursive=True)) if is_pattern else [path]):
+        if stores.is_url(match):
+            found += _below_url(match)
+        elif os.path.isdir(match):
+            found += [(os.path.abspath(stores.join(match, file.path)), file.size) for file in find_files(match)]
+        elif os.path.isfile(match):
+            found.append((os.path.abspath(match), os.stat(match).st_size))
+        elif os.path.islink(match):  # what it led to may be away for a while: its rows would never come
+            raise InputError("this link leads nowhere", where=match, hint="mend or remove it")
     fitting = [(file, size) for file, size in found if kind_of(file) == kind]
     if not fitting:
         others = sorted({kind_of(file) for file, _ in found})
@@ -158,7 +156,8 @@ def _matches(path: str, kind: str, source: str) -> list[tuple[str, int]]:
 
 
 def _below_url(url: str) -> list[tuple[str, int]]:
-    """The files at or below a URL, or of a pattern at its end."""
+    """The files at or below a URL, or of a pattern at its end. Raises InputError as `stores.absolute`."""
+    url = stores.absolute(url)
     if not glob.has_magic(url):
         if url.lower().endswith((".parquet", ".jsonl", ".arrow", ".gz", ".zst", ".json")):
             return [(url, stores.stat(url)[0])]

@@ -103,7 +103,8 @@ class FragmentReader:
     def keep(self, rows: pa.Table) -> tuple[npt.NDArray[np.int64], Counter[str]]:
         """Numbers of the rows that are samples, rising, int64, and how many of the others there are by reason.
 
-        No text is copied. Raises FatalTrainingError for a text that is missing where none may be.
+        No text is copied. Raises FatalTrainingError for a text that is missing where none may be, and for columns that
+        the filter does not fit.
         """
         reasons, texts = rows[_REASON], rows[TEXT]
         found: Counter[str] = Counter(reasons.drop_null().to_pylist())
@@ -112,7 +113,13 @@ class FragmentReader:
             chosen = chosen[_bools(reasons.is_null())]
         if self._filter is not None and len(chosen):
             asked = rows.select(self._columns).append_column(_ROW, integers(np.arange(len(rows))))
-            kept = asked.take(integers(chosen)).filter(self._filter)[_ROW]
+            try:
+                kept = asked.take(integers(chosen)).filter(self._filter)[_ROW]
+            except pa.ArrowException as error:
+                raise FatalTrainingError(
+                    f"stream.filters does not fit the columns of some files: {str(error).splitlines()[0]}",
+                    hint="write the columns alike in all files, or mend the filter",
+                ) from None
             found[FILTERED] += len(chosen) - len(kept)
             chosen = np.sort(np.asarray(kept, np.int64))  # Arrow promises no order
         if texts.null_count:

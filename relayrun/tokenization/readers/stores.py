@@ -19,6 +19,8 @@ from relayrun.errors import InputError, RelayrunError
 from relayrun.tokenization.readers.remote import RemoteFile, again
 
 _END_BYTES = 1 << 16
+_MOST_LINKS = 40
+"""Links that are followed from one to the next, as Linux does."""
 
 
 class MissingInput(InputError):
@@ -31,11 +33,19 @@ def is_url(place: str | os.PathLike[str]) -> bool:
 
 
 def followed(folder: str | os.PathLike[str]) -> str:
-    """The folder as it is given, or the URL that is the target of a link: `raw-dataset-link` of `prepare_dumps.py`."""
-    with contextlib.suppress(OSError):
-        if is_url(target := os.readlink(folder)):
-            return target
-    return os.fspath(folder)
+    """The folder as it is given, or the URL to which a link leads, `raw-dataset-link` of `prepare_dumps.py`.
+
+    A link may lead there through other links.
+    """
+    given = os.fspath(folder)
+    link = given.rstrip("/")
+    with contextlib.suppress(OSError):  # it is no link, or not there
+        for _ in range(_MOST_LINKS):
+            target = os.readlink(link)
+            if is_url(target):
+                return target
+            link = os.path.join(os.path.dirname(link), target)
+    return given
 
 
 def absolute(folder: str | os.PathLike[str]) -> str:
