@@ -99,7 +99,7 @@ def test_an_error_of_the_worker_is_the_error_of_the_rank(run: StreamedRun) -> No
     with pytest.raises(InputError, match=r"000\.jsonl:4: this line is not JSON"):
         read(reading, 0, 1 << 30)
     with pytest.raises(InputError, match=r"000\.jsonl:4: this line is not JSON"):
-        read(reading, 0, 1)  # as of a rank that reads by itself, and not that the process has ended
+        read(reading, 0, 8)  # as of a rank that reads by itself, and not that the process has ended
     reading.close()
 
 
