@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from relayrun.agent import coordinator
+from relayrun.agent import coordinator, requests
 from relayrun.agent.lines import Lines
 from relayrun.agent.reception import Reception
 from relayrun.rundir import node_health, rounds
@@ -105,7 +105,10 @@ def test_a_node_that_is_lost_while_it_is_measured_is_not_waited_for(three: Looke
     assert three.places() == [None, 0, 1]
 
 
-def test_a_measurement_that_hangs_ends_with_the_supervisors_word(three: Looked) -> None:
+def test_a_measurement_that_hangs_ends_with_the_supervisors_word(
+    three: Looked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "LOOK_SECONDS", 0.0)
     for node in three.all:
         three.say(node, WELL)
     three.coordinator.look()
