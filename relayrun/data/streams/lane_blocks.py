@@ -2,6 +2,10 @@
 
 An engine needs about as long to be called as to encode 50 kB. So when a lane comes to a block, texts of the lanes that
 come to it next are encoded with its own, up to some megabytes; only those of lanes that are read here.
+
+Lanes whose texts are long come through a block later than others, and blocks wait for them. A lane for which more than
+`MOST_WAITING` would wait reads them again by itself, until it has caught up: else a stream whose long and short texts
+take turns would fill the memory.
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ from relayrun.data.streams.cursor import LaneCursor, Place
 from relayrun.data.streams.rows import FragmentReader
 from relayrun.data.streams.samples import BATCH_BYTES, Encode, LaneSamples, Shape, encoded
 from relayrun.errors import FatalTrainingError
+
+MOST_WAITING = 4
+"""Blocks that are kept for a lane, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +81,15 @@ class LaneGroup:
         self._waiting: dict[int, deque[Block]] = {lane: deque() for lane in lanes}
         self._made: dict[int, LaneBlock] = {}
         """For lanes that come to the block later, of the first that they wait for."""
+        self._newest: Place | None = None
+        """Of the block that was read last for all."""
+        self._behind: dict[int, Ahead[Block]] = {}
+        """What lanes read by themselves that are too far behind."""
 
     def next_block(self, lane: int) -> LaneBlock | None:
         """The next block of a lane; None behind the last epoch. Raises as `Blocks.read` and `FragmentReader.texts`."""
+        if lane in self._behind:
+            return self._next_behind(lane)
         while not self._waiting[lane]:
             if self._ahead is None:
                 blocks = self._blocks.read(self._group, min(self._from.values()))
@@ -84,12 +97,36 @@ class LaneGroup:
             block = next(self._ahead, None)
             if block is None:
                 return None
+            self._newest = block.place
             for other, waiting in self._waiting.items():
-                if block.place >= self._from[other]:  # lanes of a group are not all in one block
-                    waiting.append(block)
+                # lanes of a group are not all in one block
+                if other in self._behind or block.place < self._from[other]:
+                    continue
+                waiting.append(block)
+                if len(waiting) > MOST_WAITING:
+                    self._leave_behind(other)
         if lane not in self._made:
-            self._make(lane)
+            self._make(lane, self._waiting[lane][0])
         self._waiting[lane].popleft()
+        return self._made.pop(lane)
+
+    def _leave_behind(self, lane: int) -> None:
+        """Let a lane read by itself what waits for it; but what was made for it is kept."""
+        waiting = self._waiting[lane]
+        if lane in self._made:
+            waiting.popleft()
+        blocks = self._blocks.read(self._group, waiting[0].place)
+        self._behind[lane] = Ahead(blocks, 0, name=f"{self._name}-{self._group}-{lane}")
+        waiting.clear()
+
+    def _next_behind(self, lane: int) -> LaneBlock | None:
+        if lane not in self._made:
+            block = next(self._behind[lane], None)
+            if block is None:
+                return None
+            if block.place == self._newest:
+                del self._behind[lane]
+            self._make(lane, block)
         return self._made.pop(lane)
 
     def close(self) -> None:
@@ -97,9 +134,8 @@ class LaneGroup:
         if self._ahead is not None:
             self._ahead.close()
 
-    def _make(self, lane: int) -> None:
+    def _make(self, lane: int, block: Block) -> None:
         """Make the samples of a lane, and some of the lanes behind it that wait for the same block."""
-        block = self._waiting[lane][0]
         found = {lane: self._texts(block, lane)}
         size = found[lane].texts.nbytes
         order = [*self._waiting]
