@@ -219,7 +219,8 @@ def main() -> None:
         folder, many = Path(temporary, "text"), Path(temporary, "many")
         size = write_files(folder, options.files, options.rows, random.Random(1))
         write_files(many, FIRST_FILES if not options.quick else 20, max(options.rows, 20_000), random.Random(2))
-        # before others have threads that read ahead in this process
+        # before others have threads that read ahead in this process, and of a tokenizer that is known on this machine
+        first_sample(many, options.tokenizer, 40)
         first = {name: first_sample(many, options.tokenizer, window) for name, window in (("window", 40), ("all", -1))}
         ways = ways_of(folder, tokenizer, options.tokenizer)
         rates: dict[str, list[float]] = {name: [] for name in ways}

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import json
 import logging
 import os
@@ -337,6 +338,7 @@ def read_for_ever(job: Mapping[str, Any], sender: _Sender) -> None:
         replica=job["replica"],
         replicas=job["replicas"],
     )
+    gc.freeze()  # what lives as long as the process is not looked through again and again
     for turn, k in enumerate(reading.numbers(job["consumed"], 1 << 62)):
         reading.row(k)
         if not turn % _FORGET_EVERY:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import random
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,8 +29,18 @@ def made(folder: Path, texts: Sequence[str], **options: object) -> TextStream:
 def read(of: TextStream, samples: int) -> tuple[list[str], int]:
     """Samples of both lanes in turn, each with its lane's cursor, and how many blocks were there at the end."""
     lanes = of.open_lanes(dict(enumerate(of.first_cursors())))
-    found = [digest(lanes.take(number % 2)) + json.dumps(lanes.cursor(number % 2)) for number in range(samples)]
-    there = sum(isinstance(each, blocks.Block) for each in gc.get_objects())
+    with pytest.MonkeyPatch.context() as patch:
+        known: list[weakref.ref[blocks.Block]] = []
+        make = of.blocks._block
+
+        def made(*given: Any) -> blocks.Block:
+            block = make(*given)
+            known.append(weakref.ref(block))
+            return block
+
+        patch.setattr(of.blocks, "_block", made)
+        found = [digest(lanes.take(number % 2)) + json.dumps(lanes.cursor(number % 2)) for number in range(samples)]
+        there = sum(one() is not None for one in known)
     lanes.close()
     return found, there
 
