@@ -130,10 +130,16 @@ def test_a_fatal_error_stops_at_once(make_run: MakeRun) -> None:
 
 def test_exit_trigger_ends_the_chain_and_is_acknowledged(make_run: MakeRun) -> None:
     run, plan = make_run("--steps=200", total_steps=200)
-    timer = threading.Timer(2.0, triggers.touch, (run, "exit"))
-    timer.start()
+
+    def touch() -> None:
+        while not run.attempt(1).metrics.exists():  # before, the chain ends without an attempt
+            time.sleep(0.05)
+        triggers.touch(run, "exit")
+
+    toucher = threading.Thread(target=touch, daemon=True)
+    toucher.start()
     run_chain(run, plan)
-    timer.join()
+    toucher.join()
     assert [record.cause for record in ends(run)] == ["exit"]
     assert not (run.triggers / "exit").exists()
     assert json.loads((run.triggers / "exit.done").read_text())["result"] == "saved"
