@@ -82,7 +82,7 @@ class LaneGroup:
         self._made: dict[int, LaneBlock] = {}
         """For lanes that come to the block later, of the first that they wait for."""
         self._newest: Place | None = None
-        """Of the block that was read last for all."""
+        """Where the block begins that was read last for all."""
         self._behind: dict[int, Ahead[Block]] = {}
         """What lanes read by themselves that are too far behind."""
 
