@@ -97,7 +97,7 @@ def spent(command: list[str], folder: str, *, lines: int | None = None) -> float
         if seen < lines:
             program.kill()
             raise SystemExit(f"{' '.join(command)}: {seen} lines, {lines} expected")
-        seconds = cpu_seconds(program.pid)
+        seconds = _results.cpu_seconds(program.pid, ended=True)
         program.send_signal(signal.SIGINT)
         program.stdout.read()
     return seconds
@@ -110,21 +110,12 @@ def first_answer(command: list[str], folder: str, *, words: Sequence[str]) -> fl
         address = next(word for line in program.stdout for word in line.split() if word.startswith("http://"))
         with urllib.request.urlopen(address.rstrip(".,"), timeout=600) as answer:
             page = answer.read().decode()
-        seconds = cpu_seconds(program.pid)
+        seconds = _results.cpu_seconds(program.pid, ended=True)
         program.send_signal(signal.SIGINT)
         program.stdout.read()
     if missing := [word for word in words if word not in page]:
         raise SystemExit(f"the page lacks {missing}: {page[:200]!r}")
     return seconds
-
-
-def cpu_seconds(pid: int) -> float:
-    """What a process has taken so far, with its children: those that have ended, and those that live."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    children = [
-        int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()
-    ]
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") + sum(map(cpu_seconds, children))
 
 
 if __name__ == "__main__":

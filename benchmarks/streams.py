@@ -148,24 +148,13 @@ def of_grain_batches(folder: Path, encode: Callable[[Texts], Any]) -> Iterator[i
     return iter(batches.map(lambda rows: len(encode(Texts.of([row["text"] for row in rows]))[0])))
 
 
-def cpu_seconds(pid: int | str = "self") -> float:
-    """CPU time of a process, and of those that it has started."""
-    found = 0.0
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        parts = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        found = (int(parts[11]) + int(parts[12])) / os.sysconf("SC_CLK_TCK")
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            found += sum(map(cpu_seconds, (task / "children").read_text(encoding="utf-8").split()))
-    return found
-
-
 def rate(samples: Iterator[int], seconds: float) -> float:
     """Tokens for each CPU second, of so many CPU seconds behind the first item and what was read ahead with it."""
-    warm = cpu_seconds() + seconds / 4
-    while cpu_seconds() < warm:
+    warm = _results.cpu_seconds() + seconds / 4
+    while _results.cpu_seconds() < warm:
         next(samples)
-    tokens, begin = 0, cpu_seconds()
-    while (now := cpu_seconds()) - begin < seconds:  # to look takes half a millisecond
+    tokens, begin = 0, _results.cpu_seconds()
+    while (now := _results.cpu_seconds()) - begin < seconds:  # to look takes half a millisecond
         goal = tokens + 2_000_000
         while tokens < goal:
             tokens += next(samples)
@@ -174,12 +163,12 @@ def rate(samples: Iterator[int], seconds: float) -> float:
 
 def first_sample(folder: Path, tokenizer: str, window: int) -> dict[str, float]:
     """Seconds of a submit, which lists the files, and from a rank's start of its process to the first sample."""
-    begin, used = time.perf_counter(), cpu_seconds()
+    begin, used = time.perf_counter(), _results.cpu_seconds()
     run = Run(folder, tokenizer, fragment_shuffle_window=window)
-    ready, used_by_submit = time.perf_counter(), cpu_seconds() - used
+    ready, used_by_submit = time.perf_counter(), _results.cpu_seconds() - used
     with contextlib.closing(run.reading(beside=True)) as samples:
         samples.row(0)
-        used = cpu_seconds() - used - used_by_submit
+        used = _results.cpu_seconds() - used - used_by_submit
         seconds = time.perf_counter() - ready
     return {"submit_seconds": ready - begin, "seconds": seconds, "submit_cpu": used_by_submit, "cpu": used}
 
@@ -192,9 +181,9 @@ def megabytes() -> float:
 
 def memory(samples: Iterator[int], seconds: float) -> dict[str, float]:
     """Memory after each fifth of so many seconds of CPU time, in process."""
-    begin, found = cpu_seconds(), []
+    begin, found = _results.cpu_seconds(), []
     for part in range(1, 6):
-        while cpu_seconds() - begin < seconds * part / 5:
+        while _results.cpu_seconds() - begin < seconds * part / 5:
             next(samples)
         found.append(megabytes())
     return {"cpu_seconds": seconds, "megabytes": found[0], "last_over_first": found[-1] / found[0]}

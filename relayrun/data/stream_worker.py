@@ -246,16 +246,19 @@ class _Sender:
             self._data.append(row.loss_mask.astype(np.float32, copy=False))
             self._size += self._data[-1].nbytes
         if self._size >= PIECE_BYTES or time.monotonic() - self._sent >= PIECE_SECONDS:
-            self._send_piece(struct.pack(f"<{len(self._numbers)}q", *self._numbers), self._data)
-            self._numbers, self._data, self._size = [], [], 0
+            self._send_samples()
 
     def send_error(self, error: RelayrunError) -> None:
         """Send the samples that wait, and an error behind them."""
         if self._data:
-            self._send_piece(struct.pack(f"<{len(self._numbers)}q", *self._numbers), self._data)
+            self._send_samples()
         kinds = [kind.__name__ for kind in type(error).__mro__]
         told = {"error": kinds, "message": error.message, "where": error.where, "hint": error.hint}
         self._send_piece(b"", [np.frombuffer(json.dumps(told).encode(), np.uint8)])
+
+    def _send_samples(self) -> None:
+        self._send_piece(struct.pack(f"<{len(self._numbers)}q", *self._numbers), self._data)
+        self._numbers, self._data, self._size = [], [], 0
 
     def _send_piece(self, numbers: bytes, data: Sequence[npt.NDArray[Any]]) -> None:
         head = _HEAD.pack(len(numbers), sum(each.nbytes for each in data))

@@ -64,13 +64,12 @@ def ask(run: Run, plan: Plan | None = None, *, brief: bool = False) -> Queue:
             name = user_name(plan.owner or 0)
             return Queue(hidden=f"Slurm shows the jobs of {name}, who owns this run, to nobody else")
         fallback_jobs = fallback.live(plan, asked, anyone=True)
-        nothing_runs = all(job.state in ("PENDING", "COMPLETING") for job in jobs)
         return Queue(
             jobs=jobs,
             fallback_jobs=fallback_jobs,
             evaluations=states,
             reasons=history.pending_reasons(plan) if waiting_jobs or fallback_jobs else {},
-            last_job=history.last_job(plan, run, since=_asked_since(run)) if nothing_runs else None,
+            last_job=history.last_job(plan, since=_asked_since(run)) if _nothing_runs(jobs) else None,
         )
     except SchedulerError as error:
         return Queue(error=error.message)
@@ -87,11 +86,15 @@ def _ask_local(run: Run, plan: Plan, *, brief: bool) -> Queue:
         return Queue(
             jobs=jobs,
             evaluations={} if brief else _evaluations(run, asked),
-            last_job=history.last_of(every) if all(job.state in ("PENDING", "COMPLETING") for job in jobs) else None,
+            last_job=history.last_of(every) if _nothing_runs(jobs) else None,
             abandoned=history.abandoned(plan, run) if any(job.state == "PENDING" for job in jobs) else [],
         )
     except SchedulerError as error:
         return Queue(error=error.message)
+
+
+def _nothing_runs(jobs: list[Job]) -> bool:
+    return all(job.state in ("PENDING", "COMPLETING") for job in jobs)
 
 
 def _evaluations(run: Run, asked: Scheduler) -> dict[str, str]:

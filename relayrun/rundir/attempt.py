@@ -15,6 +15,7 @@ from relayrun.files import Identity, append_line, identity, read_identified, rea
 from relayrun.rundir.records import AttemptStart, Commit, End, Heartbeat, Record
 
 R = TypeVar("R", bound=Record)
+COMMITS, METRICS = "commits.jsonl", "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Attempt:
     @cached_property
     def commits(self) -> Path:
         """A line per published checkpoint, by rank 0."""
-        return self.path / "commits.jsonl"
+        return self.path / COMMITS
 
     @property
     def rewinds(self) -> Path:
@@ -90,7 +91,7 @@ class Attempt:
     @cached_property
     def metrics(self) -> Path:
         """A line per iteration, by rank 0."""
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS
 
     @cached_property
     def failed_saves(self) -> Path:
@@ -207,11 +208,11 @@ class Attempt:
 
     def commits_backwards(self) -> Iterator[Commit]:
         """The same as `read_commits`, the newest first, only as far as somebody asks."""
-        return (self.commit_of(line) for _, line in read_lines_backwards(f"{self.folder}/commits.jsonl"))
+        return (self.commit_of(line) for _, line in read_lines_backwards(f"{self.folder}/{COMMITS}"))
 
     def metrics_backwards(self) -> Iterator[dict[str, Any]]:
         """The lines of its metrics, the newest first, only as far as somebody asks."""
-        return (line for _, line in read_lines_backwards(f"{self.folder}/metrics.jsonl"))
+        return (line for _, line in read_lines_backwards(f"{self.folder}/{METRICS}"))
 
     def append_commit(self, commit: Commit) -> None:
         """Put a published checkpoint on record: from here on it counts."""

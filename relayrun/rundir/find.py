@@ -12,7 +12,7 @@ from relayrun.errors import RunDirError, nearest
 from relayrun.files import RealPath
 from relayrun.rundir.campaign import is_campaign, read_membership
 from relayrun.rundir.plan import Plan, read_format
-from relayrun.rundir.run import Run
+from relayrun.rundir.run import PLAN, Run
 
 
 def runs() -> Path:
@@ -131,7 +131,7 @@ def runs_below(folder: Path, *, depth: int) -> Iterator[Run]:
                 continue
             seen.add(real)
             try:
-                if os.path.isfile(f"{path}/plan.json"):
+                if os.path.isfile(f"{path}/{PLAN}"):
                     yield Run(path)
                     continue
                 with os.scandir(path) as entries:

@@ -11,7 +11,7 @@ from relayrun import __version__, places
 from relayrun.errors import RunDirError
 from relayrun.files import read_json
 from relayrun.rundir.records import Record
-from relayrun.rundir.run import Run
+from relayrun.rundir.run import PLAN, Run
 
 FORMAT = 2
 """Number of the format in which this version writes a run directory.
@@ -179,7 +179,7 @@ def read_format(run: Run) -> tuple[dict[str, Any], int] | None:
     Raises RunDirError if the record is damaged, or of a format that a newer relayrun wrote.
     """
     try:
-        entry = read_json(f"{run.path}/plan.json")
+        entry = read_json(f"{run.path}/{PLAN}")
         number = int(entry.get("format", 1))
     except FileNotFoundError:
         return None

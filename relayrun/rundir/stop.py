@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from relayrun.files import exists, read_bytes, write_atomic
-from relayrun.rundir.run import Run
+from relayrun.rundir.run import STOP, Run
 
 
 def stop_reason(run: Run) -> str | None:
     """Why the chain ended; None where it has not. Read anew each time: anybody may stop a chain, and lift that."""
     try:
-        return read_bytes(f"{run.path}/STOP").decode().partition("\n")[0].rstrip("\r")
+        return read_bytes(f"{run.path}/{STOP}").decode().partition("\n")[0].rstrip("\r")
     except FileNotFoundError:
         return None
     except IsADirectoryError:
@@ -18,7 +18,7 @@ def stop_reason(run: Run) -> str | None:
 
 def is_stopped(run: Run) -> bool:
     """Whether the chain has ended. Raises OSError where the run directory may not be looked into."""
-    return exists(f"{run.path}/STOP")
+    return exists(f"{run.path}/{STOP}")
 
 
 def write_stop(run: Run, reason: str, *, words: str = "") -> None:

@@ -43,20 +43,16 @@ class JobEnd:
     """Who said so: sacct, scontrol or the local queue."""
 
 
-def last_job(plan: Plan, run: Run, *, since: float) -> JobEnd | None:
-    """The newest job of the chain that ran and has ended, or else one that never ran; None where none is remembered.
+def last_job(plan: Plan, *, since: float) -> JobEnd | None:
+    """The newest job of the chain that ran and has ended, or else one that never ran; None where Slurm remembers none.
 
     `since`: seconds since 1970, before which no job of interest was queued.
     """
-    if plan.scheduler == "local":
-        return last_of(LocalQueue(run.path / "local").every_job())
     return _accounted(plan, since) or _remembered(plan)
 
 
 def pending_reasons(plan: Plan) -> dict[str, str]:
-    """Why each queued job of the chain waits, its fallback job too, by job id, in Slurm's words; else empty."""
-    if plan.scheduler == "local":
-        return {}
+    """Why each queued job of the chain waits, its fallback job too, by job id, in Slurm's words."""
     names = ",".join([plan.job_name, plan.fallback_job_name])
     text = ask(["squeue", "--noheader", "--states=PENDING", f"--name={names}", "--format=%i|%r"])
     rows = [line.partition("|") for line in (text or "").splitlines()]
@@ -98,7 +94,7 @@ def abandoned(plan: Plan, run: Run) -> list[str]:
 
 
 def last_of(every: Sequence[LocalJob]) -> JobEnd | None:
-    """Return what `last_job` does, of the jobs of a local queue."""
+    """The same as `last_job`, of the jobs of a local queue."""
     jobs = [job for job in every if not job.auxiliary and job.end_time]
     ended = [job for job in jobs if job.state not in LIVE_STATES]
     ran = [job for job in ended if job.start_time is not None] or ended

@@ -35,11 +35,7 @@ def test_each_checkpoint_is_exported_and_evaluated_beside_the_chain(tmp_path: Pa
     held_out = Workspace.make(tmp_path / "held-out", seed=2)
     config = workspace.config(
         "it's a run",
-        data={
-            "tokenizer": str(tmp_path / "tokenizer.json"),
-            "datasets": [str(tmp_path / "data")],
-            "validation": {"held-out": [str(held_out.folder / "data")]},
-        },
+        data={"validation": {"held-out": [str(held_out.folder / "data")]}},
         model={"make_vocab_size_divisible_by": 100},  # a vocabulary without padding, which only training has
         training={"steps": 50, "eval_interval": 20, "eval_steps": 2},
         checkpoint={"interval": 10, "keep_last": 1},

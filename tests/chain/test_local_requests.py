@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from relayrun.drill.kills import ranks
-from relayrun.files import read_lines
 from relayrun.rundir import rounds, triggers
 from relayrun.rundir.records import Outcome
 from relayrun.rundir.run import Run
@@ -76,8 +75,7 @@ class Chain:
 
     def newest(self) -> int:
         """The newest iteration on record since the newest round began."""
-        lines = list(read_lines(self.run.attempt(1).metrics)) if self.run.attempt(1).metrics.exists() else []
-        return int(lines[-1]["iteration"]) if lines else 0
+        return rounds.newest_iteration(self.run.attempt(1))
 
 
 def touch(run: Run, name: triggers.Name) -> float:

@@ -29,11 +29,7 @@ def test_stable_decay_long_context_and_a_program_that_looks_at_the_end(tmp_path:
     write_config(tmp_path, "look", command=look)
     path = workspace.config(
         "plan",
-        data={
-            "tokenizer": str(tmp_path / "tokenizer.json"),
-            "datasets": [str(tmp_path / "data")],
-            "validation": {"held-out": [str(held_out.folder / "data")]},
-        },
+        data={"validation": {"held-out": [str(held_out.folder / "data")]}},
         model={"make_vocab_size_divisible_by": 100},
         training={"eval_interval": 10, "eval_steps": 2},
         optimizer={"lr_decay_style": "constant"},

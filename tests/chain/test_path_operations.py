@@ -14,8 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from relayrun.drill.kills import ranks
-from relayrun.files import read_lines
-from relayrun.rundir import triggers
+from relayrun.rundir import rounds, triggers
 from relayrun.rundir.run import Run
 from tests.workspace import Workspace, ends
 
@@ -89,10 +88,6 @@ def counted(run: Run) -> dict[str, Counted]:
     return found
 
 
-def newest(run: Run) -> int:
-    return max((line["iteration"] for line in read_lines(run.attempt(1).metrics) if "round" not in line), default=0)
-
-
 @pytest.mark.skipif(shutil.which("strace") is None, reason="this machine has no strace")
 def test_nodes_leave_the_run_directory_alone_while_they_train(tmp_path: Path) -> None:
     workspace = Workspace.make(tmp_path)
@@ -109,12 +104,12 @@ def test_nodes_leave_the_run_directory_alone_while_they_train(tmp_path: Path) ->
     command = [sys.executable, "launchers/submit.py", str(workspace.config("run", **values))]
     with open(tmp_path / "log", "wb") as log:
         chain = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-    while not run.attempt(1).metrics.exists() or newest(run) < STEPS_BEFORE:
+    while rounds.newest_iteration(run.attempt(1)) < STEPS_BEFORE:
         assert chain.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.5)
-    before = newest(run)
+    before = rounds.newest_iteration(run.attempt(1))
     found = counted(run)
-    steps = newest(run) - before
+    steps = rounds.newest_iteration(run.attempt(1)) - before
     triggers.touch(run, "exit")
     assert chain.wait(300) == 0, (tmp_path / "log").read_text()
     assert [end.cause for end in ends(run)] == ["exit"]

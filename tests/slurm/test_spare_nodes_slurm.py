@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,6 +74,20 @@ def wait_for(cluster: TestCluster, run: Run, iteration: int, *, attempt: int = 1
     cluster.wait_until(reached, timeout=360, interval=0.1, what=f"iteration {iteration}")
 
 
+def without_n1(
+    cluster: TestCluster, workspace: Workspace, name: str, **settings: Any
+) -> tuple[Run, rounds.FailedRound]:
+    """A run that loses its second node at iteration 8 and is done all the same, and the round that failed then."""
+    submit(cluster, config(workspace, name, **settings))
+    run = workspace.run(name)
+    wait_for(cluster, run, 8)
+    power_loss.lose(cluster, "n1")
+    wait_for_end(cluster, run, timeout=600)
+    assert [end.cause for end in ends(run)] == ["done"]
+    (failed,) = rounds.read(run.attempt(1))
+    return run, failed
+
+
 @pytest.mark.parametrize("silent", [False, True], ids=["dead", "silent"])
 def test_a_spare_node_goes_on_inside_the_job(cluster: TestCluster, workspace: Workspace, silent: bool) -> None:
     whole = reference(cluster, workspace)
@@ -109,13 +124,7 @@ def test_a_spare_node_begins_with_the_copies_that_the_next_node_keeps(
     cluster: TestCluster, workspace: Workspace
 ) -> None:
     whole = reference(cluster, workspace)
-    submit(cluster, config(workspace, "copies", memory_interval=1))
-    run = workspace.run("copies")
-    wait_for(cluster, run, 8)
-    power_loss.lose(cluster, "n1")
-    wait_for_end(cluster, run, timeout=600)
-    assert [end.cause for end in ends(run)] == ["done"]
-    (failed,) = rounds.read(run.attempt(1))
+    run, failed = without_n1(cluster, workspace, "copies", memory_interval=1)
     assert (failed.lost, failed.source) == ({"n1": "n2"}, "neighbour")
     assert failed.next_iteration >= 7
     assert failed.steps_lost <= 1
@@ -158,13 +167,7 @@ def test_without_a_successor_the_job_ends_with_its_batch_host(cluster: TestClust
 def test_fewer_nodes_train_on_with_the_same_samples(cluster: TestCluster, workspace: Workspace) -> None:
     """Up to the loss bit for bit; then one node takes the micro-batches of both, and sums are rounded otherwise."""
     whole = reference(cluster, workspace)
-    submit(cluster, config(workspace, "fewer", elastic=True))
-    run = workspace.run("fewer")
-    wait_for(cluster, run, 8)
-    power_loss.lose(cluster, "n1")
-    wait_for_end(cluster, run, timeout=600)
-    assert [end.cause for end in ends(run)] == ["done"]
-    (failed,) = rounds.read(run.attempt(1))
+    run, failed = without_n1(cluster, workspace, "fewer", elastic=True)
     assert (failed.lost, failed.nodes, failed.source, failed.again) == ({"n1": ""}, 1, "disk", True)
     assert cluster.job(job_of(run, 1))["Restarts"] == "0"
     own, expected = steps(run), steps(whole)

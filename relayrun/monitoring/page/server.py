@@ -226,9 +226,9 @@ def _has_begun(entry: Standing | Damaged) -> bool:
 def _changed(run: Run) -> float:
     """When something was last heard of a run, as far as the times of its files tell."""
     times = []
-    for name in ("metrics.jsonl", "attempts.jsonl", "plan.json", "STOP"):
+    for path in (run.metrics_view, run.attempts_view, run.plan, run.stop):
         with contextlib.suppress(OSError):
-            times.append(os.stat(f"{run.path}/{name}").st_mtime)
+            times.append(path.stat().st_mtime)
     return max(times, default=0.0)
 
 

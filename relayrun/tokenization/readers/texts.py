@@ -17,12 +17,17 @@ def large_strings(texts: Sequence[str | bytes | None]) -> pa.Array:
     Raises UnicodeEncodeError for a lone surrogate.
     """
     encoded = [text.encode() if isinstance(text, str) else text or b"" for text in texts]
-    offsets = np.zeros(len(encoded) + 1, np.int64)
-    np.cumsum([*map(len, encoded)], out=offsets[1:])
     there = np.array([text is not None for text in texts], np.bool_)
     valid = None if there.all() else pa.py_buffer(np.packbits(there, bitorder="little"))
     data = pa.py_buffer(b"".join(encoded))
-    return pa.LargeStringArray.from_buffers(len(encoded), pa.py_buffer(offsets), data, valid)
+    return pa.LargeStringArray.from_buffers(len(encoded), pa.py_buffer(_offsets(encoded)), data, valid)
+
+
+def _offsets(encoded: Sequence[bytes]) -> npt.NDArray[np.int64]:
+    """Where each text begins in all of them one behind the other, and where the last one ends; shape [texts + 1]."""
+    offsets = np.zeros(len(encoded) + 1, np.int64)
+    np.cumsum([*map(len, encoded)], out=offsets[1:])
+    return offsets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +42,7 @@ class Texts:
     def of(cls, texts: Sequence[str]) -> Texts:
         """Raises UnicodeEncodeError for a lone surrogate."""
         encoded = [text.encode() for text in texts]
-        offsets = np.zeros(len(encoded) + 1, np.int64)
-        np.cumsum([len(text) for text in encoded], out=offsets[1:])
-        return cls(data=np.frombuffer(b"".join(encoded), np.uint8), offsets=offsets)
+        return cls(data=np.frombuffer(b"".join(encoded), np.uint8), offsets=_offsets(encoded))
 
     @classmethod
     def from_arrow(cls, array: pa.Array) -> Texts:
