@@ -80,9 +80,13 @@ def test_samples_and_cursors_are_those_of_a_rank_that_reads_by_itself(
         assert worker._process.returncode is not None
 
 
-def test_a_worker_that_is_killed_is_named(run: StreamedRun) -> None:
+@pytest.mark.parametrize("held_up", [False, True])
+def test_a_worker_that_is_killed_is_named(run: StreamedRun, held_up: bool) -> None:
+    """Also where it is held up by a full pipe, which then ends within a piece."""
     reading, worker = beside(run, order_of(run), 0, 0, 1)
     read(reading, 0, 4)
+    if held_up:
+        wait(lambda: waits_to_write(worker.pid))
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(WorkerDied, match=rf"reads this rank's streams \(pid {worker.pid}\) was killed by SIGKILL"):
         read(reading, 4, 1 << 30)  # behind what is in the pipe
