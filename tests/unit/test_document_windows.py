@@ -131,7 +131,7 @@ def test_transformers_cuts_the_same_windows(tmp_path: Path) -> None:
         assert [windows.read(i).tolist() for i in range(len(windows))] == expected
 
 
-def test_the_table_is_an_eighth_of_a_byte_a_document(tmp_path: Path) -> None:
+def test_the_table_is_a_sixteenth_of_a_byte_a_document(tmp_path: Path) -> None:
     """At 10^9 documents 62.5 MB, and a few bytes a shard."""
     windows = DocumentWindows(shards(tmp_path, [[3] * 100_000]), Cut(window=4))
     assert len(windows) == 100_000
