@@ -62,6 +62,7 @@ container-env: ## inside an image: relayrun's packages beside it; ENV=/shared/fo
 
 drill-kills: setup slurm ## a rank killed every minute, a node lost every ten, for an hour (MINUTES=60), and what it cost
 	$(BIN)/python benchmarks/kills.py $(if $(MINUTES),--minutes=$(MINUTES)) $(KILLS)
+	for page in report readme; do $(BIN)/python benchmarks/_$$page.py; done
 
 bench: setup ## all benchmarks but the drill of kills; results go to benchmarks/results/ and docs/benchmarks.md
 	for script in $(filter-out benchmarks/kills.py,$(wildcard benchmarks/[!_]*.py)); do $(BIN)/python "$$script"; done
