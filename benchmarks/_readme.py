@@ -33,8 +33,8 @@ def render(figures: dict[str, Any]) -> str:
     setting = (
         f"{figures['nodes']} simulated nodes with {figures['ranks']} ranks on {figures['cpus']} processors, for "
         f"{figures['minutes']:g} minutes; a random rank is killed every {figures['kill_every_seconds']:g} s, a random "
-        f"node every {figures['lose_every_seconds'] / 60:g} minutes; the model has {model['num_layers']} layers of width "
-        f"{model['hidden_size']}:"
+        f"node every {figures['lose_every_seconds'] / 60:g} minutes; the model has {model['num_layers']} layers of "
+        f"width {model['hidden_size']}:"
     )
     lines = [*textwrap.wrap(setting, 118), "", *(f"| {' | '.join(row)} |" for row in table)]
     return "\n".join(lines) + "\n"
