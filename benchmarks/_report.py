@@ -293,6 +293,9 @@ SECTIONS: dict[str, list[Row]] = {
     ],
     "round_cost": [
         Row("% of a step that heartbeats cost with node agents (median, quartiles)", "heartbeats", ".2f"),
+        Row("the same in microseconds of a step, which do not grow with the model", "heartbeats_microseconds", ".0f"),
+        Row("% of a step that the comparison of ranks costs (median, quartiles)", "stragglers", ".2f"),
+        Row("the same in microseconds: 1000 are 0.1% of a second", "stragglers_microseconds", ".0f", most=1000),
         Row("% of a step that copies in memory cost, as often as the run chooses", "memory_chosen", ".1f", most=2),
         Row("steps between two of them", "chosen_interval", ".0f"),
         Row("% of a step that a copy after each step costs", "memory", ".1f"),

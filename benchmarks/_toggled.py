@@ -3,7 +3,7 @@
     {hook: "_toggled:Toggle", options: {what: heartbeats, block: 20}}
 
 `heartbeats`: the page of memory in which a rank says where it is, and the heartbeat file of its node. `memory`: copies
-of the state in memory, which belong to the iteration behind them.
+of the state in memory, which belong to the iteration behind them. `stragglers`: the comparison of ranks.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from relayrun.training.checkpoint.memory import MemoryTier
 from relayrun.training.hooks import Hook, StepStart
 from relayrun.training.reporting.heartbeat import Pulse
 from relayrun.training.reporting.sections import Sections
+from relayrun.training.stragglers import Stragglers
 
 PARTS: dict[str, list[tuple[type, str]]] = {
     "heartbeats": [(Pulse, "enter"), (Pulse, "beat"), (Sections, "enter"), (Sections, "touch")],
     "memory": [(MemoryTier, "due")],
+    "stragglers": [(Stragglers, name) for name in ("read", "_begin", "_end", "take")],
 }
 
 
@@ -35,8 +37,8 @@ class Toggle(Hook):
         self._iteration = start.iteration
 
     def _instead_of(self, real: Callable[..., Any], ahead: int) -> Callable[..., Any]:
-        def either(*arguments: Any) -> Any:
-            return real(*arguments) if is_on(self._iteration + ahead, self._block) else None
+        def either(*arguments: Any, **named: Any) -> Any:
+            return real(*arguments, **named) if is_on(self._iteration + ahead, self._block) else {}  # nothing found
 
         return either
 

@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
-"""What `chain.recovery: node` costs while nothing fails: heartbeats, and copies of the state in memory.
+"""What looks after training costs while nothing fails: heartbeats, copies of the state in memory, finding slow ranks.
 
     python benchmarks/round_cost.py [--quick]
 
 A tiny Llama on two nodes with a rank each, all of them this machine, with node agents. In every second block of steps
 the part is left out (`_toggled.py`), in the order on, off, off, on, so that what changes slowly counts for both. Each
 figure is per cent of the time of a step, of pairs of neighbouring blocks: the median, and the quartiles as its bounds.
-`memory`: a copy after each step; `memory_chosen`: as often as a run with `auto` has chosen, in blocks no shorter.
+`memory`: a copy after each step; `memory_chosen`: as often as a run with `auto` has chosen, in blocks no shorter. What
+does not grow with the model stands as microseconds of a step, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import statistics
@@ -49,12 +51,19 @@ def main() -> None:
         run = trained(workspace, "auto", None, "auto", steps=2 * WARM_BLOCKS * options.block)
         chosen = [line["interval"] for line in read_lines(run.attempt(1).memory_intervals)]
         k = figures["chosen_interval"] = int(chosen[-1])
-        sides = {"heartbeats": ("heartbeats", 0), "memory": ("memory", 1), "memory_chosen": ("memory", k)}
+        sides = {
+            "heartbeats": ("heartbeats", 0),
+            "stragglers": ("stragglers", 0),
+            "memory": ("memory", 1),
+            "memory_chosen": ("memory", k),
+        }
         for side, (what, interval) in sides.items():
             block = math.ceil(options.block / k) * k if side == "memory_chosen" else options.block
             steps = (WARM_BLOCKS + 2 * pairs) * block
             run = trained(workspace, side, {"what": what, "block": block}, interval, steps=steps)
             figures[side] = cost(run, block)
+            if not interval:
+                figures[f"{side}_microseconds"] = 1e4 * figures[side]["median"] * median_step(run)
             print(side, figures[side], flush=True)
     figures["load_average"] = os.getloadavg()[0]
     print(figures if options.quick else _results.write("round_cost", figures))
@@ -92,6 +101,12 @@ def cost(run: Run, block: int) -> dict[str, float]:
         found.append(100 * (on / off - 1))
     low, middle, high = statistics.quantiles(found, n=4)
     return {"min": low, "median": middle, "max": high}
+
+
+def median_step(run: Run) -> float:
+    """Seconds."""
+    times = [line["time"] for line in read_lines(run.attempt(1).metrics) if "time" in line]
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(times))
 
 
 if __name__ == "__main__":

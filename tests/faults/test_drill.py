@@ -17,7 +17,10 @@ from relayrun.drill.perform import Company
 from relayrun.drill.reach import HereReach
 from relayrun.drill.site import REFERENCE, STEPS, Site
 from relayrun.drill.table import BY_NAME, FAULTS
+from relayrun.monitoring.goodput.account import account
+from relayrun.monitoring.goodput.book import SECOND
 from relayrun.rundir import rounds
+from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.scheduler.slurm import Slurm
 from tests import warm
@@ -115,15 +118,40 @@ def test_a_chain_with_agents_survives_or_stops_with_a_reason(
     assert any(failed.again for failed in rounds.read(run.attempt(1))) or name not in AGAIN
 
 
-def drill(fault: Fault, make_cluster: MakeCluster, reference: Run, folder: Path, *, recovery: str = "job") -> Run:
-    """Let the fault happen to a chain, and see that it ends as the table says."""
-    cluster = make_cluster(grace=30, node_timeout=10 if fault.name.startswith("node-lost") else 120)
+@pytest.mark.long
+@pytest.mark.usefixtures("accounting")
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_account_of_a_chain_is_closed_against_sacct(
+    name: str, make_cluster: MakeCluster, reference: Run, tmp_path: Path
+) -> None:
+    """Whatever happens to it: the parts sum to what Slurm booked, and of no more than a hundredth it is unknown what
+    it went to."""
+    drill(BY_NAME[name], make_cluster, reference, tmp_path, accounting=True)
+
+
+def drill(
+    fault: Fault,
+    make_cluster: MakeCluster,
+    reference: Run,
+    folder: Path,
+    *,
+    recovery: str = "job",
+    accounting: bool = False,
+) -> Run:
+    """Let the fault happen to a chain, and see that it ends as the table says.
+
+    `accounting`: compare the node time that the run's account has with that of Slurm's accounting, too.
+    """
+    node_timeout = 10 if fault.name.startswith("node-lost") else 120
+    cluster = make_cluster(grace=30, node_timeout=node_timeout, accounting=accounting)
     with_what = company(cluster, folder, fault=fault, recovery=recovery)
     run = with_what.site.run(fault.name)
     run.path.parent.mkdir()
     (run.path.parent / REFERENCE).symlink_to(reference.path)
     try:
         result = perform.row(with_what, fault)
+        if accounting:
+            assert_closed(cluster, run)
     finally:
         cluster.down()
     said = "\n".join(log.read_text(errors="replace")[-4000:] for log in logs(run))
@@ -132,3 +160,26 @@ def drill(fault: Fault, make_cluster: MakeCluster, reference: Run, folder: Path,
         assert result.bit_for_bit
         assert assert_same_bytes(reference.checkpoint(STEPS), run.checkpoint(STEPS)) > 50
     return run
+
+
+def assert_closed(cluster: TestCluster, run: Run) -> None:
+    """The node time of a run sums to what sacct has, within a hundredth or a second for each attempt and node."""
+    ids = {begin.job_id for number in run.attempt_numbers() if (begin := run.attempt(number).read_begin()) is not None}
+    asked = ["sacct", "--noheader", "--parsable2", "--allocations", "--duplicates", "--allusers"]
+    asked += [f"--name={Plan.load(run).job_name}", "--starttime=now-1day", "--format=JobID,ElapsedRaw,NNodes,Start,End"]
+
+    def closed() -> list[list[str]]:
+        rows = [row.split("|") for row in cluster.run(asked).stdout.splitlines()]
+        ran = [row for row in rows if row[3] not in ("Unknown", "None")]
+        return ran if ids <= {row[0] for row in ran} and not any(row[4] == "Unknown" for row in ran) else []
+
+    rows = cluster.wait_until(closed, what="sacct knows all ends")
+    found = account(Run(run.path))
+    booked = sum(int(row[1]) * int(row[2]) for row in rows)
+    seconds = {part: round(amount / SECOND, 2) for part, amount in found.parts.items() if amount}
+    said = f"sacct: {rows}\nbooked: {seconds}"
+    print(said)
+    nodes = sum(int(row[2]) for row in rows)
+    assert sum(found.parts.values()) == found.allocated
+    assert abs(found.allocated / SECOND - booked) <= max(0.01 * booked, nodes), said
+    assert found.parts["unknown"] <= max(0.01 * found.allocated, nodes * SECOND), said
