@@ -39,6 +39,7 @@ MARK = "RELAYRUN_AGENT"
 ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # numpy's: the server must have one thread, as a fork has no other
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # libraries that ask for CUDA while they are imported must not start it
+    "TORCH_GLOO_LAZY_INIT": "1",  # a group connects the ranks that talk, not all with all: the longest part of a round
 }
 """What a server that forks and its ranks have."""
 
