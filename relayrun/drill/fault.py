@@ -33,6 +33,9 @@ class Fault:
     causes: Sequence[str]
     """How the attempts must end, in order; see `End.cause`. `a|b`: either."""
     act: Callable[[Stage], None] = acts.nothing
+    """Is called when the first attempt has begun."""
+    before_begin: bool = False
+    """`act` is called as soon as the run is submitted: what it does keeps the first attempt from beginning."""
     inject: str = ""
     """For `relayrun.drill.inject.Faults`, in every rank."""
     config: Mapping[str, Mapping[str, object]] = field(default_factory=dict)

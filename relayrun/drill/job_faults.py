@@ -128,6 +128,7 @@ JOB_FAULTS: tuple[Fault, ...] = (
         expect="resumed",
         causes=("done",),
         act=acts.lose_node_before_begin,
+        before_begin=True,
         commands={"python3": '[[ -e "${provoked}" ]] || { touch "${provoked}"; sleep 1000; }'},
         long=True,
     ),

@@ -84,7 +84,8 @@ def row(company: Company, fault: Fault) -> Result:
     with _small_disk(run, fault):
         try:
             submit(config, company.environment | {"PATH": f"{commands / 'bin'}:{search}"})
-            wait_for_begin(stage)
+            if not fault.before_begin:
+                wait_for_begin(stage)
             fault.act(stage)
             wait_for_end(stage)
         except (RelayrunError, OSError) as error:
