@@ -8,7 +8,8 @@ tiny model. Three runs of one config, one after the other:
 
 1. with as many spare nodes as are lost: for MINUTES from its first step on a random rank has SIGKILL, and a random node
    other than the batch host is lost as by a power loss (SIGSTOP for all its processes, then SIGKILL, srun first);
-2. with one spare node, by the same clock, until it has done as many steps (--spares 0 leaves it out);
+2. with one spare node, by the same clock, until it has done as many steps, or a part of them (--spares-part; --spares 0
+   leaves this run out);
 3. undisturbed, as many steps.
 
 `--stop-every` and `--lose-host-every` add a random rank that has SIGSTOP, and the loss of the batch host, with which
@@ -62,6 +63,8 @@ MODEL = {
     "hidden_dropout": 0.1,
     "attention_dropout": 0.1,
 }
+INTERVAL = 200
+"""Iterations between saves."""
 STEPS = 1_000_000
 """That the learning rate is planned for; no run does so many."""
 START_SECONDS = 600
@@ -83,6 +86,13 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="for the runs, which then are kept there; default: a temporary one")
     parser.add_argument(
         "--spares", type=int, default=1, help="of the second run; 0: there is none; default: %(default)s"
+    )
+    parser.add_argument(
+        "--spares-part",
+        type=float,
+        default=1.0,
+        metavar="PART",
+        help="of the first run's steps that the second one does; default: all of them",
     )
     parser.add_argument("--ranks-per-node", type=int, default=2, metavar="N", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="of what is killed; default: %(default)s")
@@ -143,10 +153,12 @@ class Drill:
         if outcome is None:
             raise SystemExit(f"the run has not come to its end: relayrun status {first.path}")
         last = outcome.iteration
-        done = [("spares", first, events, lost)]
-        if self.options.spares:
-            spares = self.options.spares
-            done.append(("one_spare", *self._disturbed("one-spare", spares=spares, stop_after=last), spares))
+        done = [("spares", first, events, lost, last)]
+        if spares := self.options.spares:
+            part = last  # or else an iteration that the undisturbed run has a checkpoint of
+            if self.options.spares_part < 1:
+                part = max(1, int(self.options.spares_part * last) // INTERVAL) * INTERVAL
+            done.append(("one_spare", *self._disturbed("one-spare", spares=spares, stop_after=part), spares, part))
         whole, _ = self._once("undisturbed", lambda: (self._run("undisturbed", spares=0, stop_after=last), []))
         undisturbed = timeline.of(whole)
         figures: dict[str, Any] = {
@@ -162,11 +174,11 @@ class Drill:
             "undisturbed": {"seconds": undisturbed.seconds, "step_seconds": undisturbed.step, "steps": last},
         }
         untrue: list[str] = []
-        for name, run, happened, spares in done:
-            shown = verdict.show(run, whole, last=last, events=happened, restarts=self._restarts[run.path.name])
+        for name, run, happened, spares, until in done:
+            shown = verdict.show(run, whole, last=until, events=happened, restarts=self._restarts[run.path.name])
             figures[name] = shown.figures() | {
                 "spare_nodes": spares,
-                "undisturbed_over_seconds": undisturbed.seconds / shown.line.seconds,
+                "undisturbed_over_seconds": undisturbed.seconds * until / last / shown.line.seconds,
             }
             untrue += [f"{name}: {claim}" for claim in shown.untrue(spares=spares)]
             self._print(name, shown, spares, undisturbed)
@@ -222,7 +234,7 @@ class Drill:
             training={"steps": STEPS, "stop_after": stop_after, "eval_interval": 500, "global_batch_size": 16},
             parallel={"use_distributed_optimizer": True},
             data={"max_epochs": 1e9, "split": 0.1},
-            checkpoint={"interval": 200, "memory_interval": "auto"},
+            checkpoint={"interval": INTERVAL, "keep_every": INTERVAL, "memory_interval": "auto"},
             chain={"recovery": "node"}
             | ({"hang_timeout": HANG_SECONDS} if self.options.stop_every < float("inf") else {}),
             job={

@@ -116,6 +116,12 @@ def test_equal_losses_are_equal(tmp_path: Path) -> None:
     assert compare.gaps(one, 5) == []
 
 
+def test_a_part_of_a_run_is_compared_with_that_part_of_the_undisturbed_one(tmp_path: Path) -> None:
+    one, other = view(Run(tmp_path / "one"), 5), view(Run(tmp_path / "other"), 9)
+    assert compare.losses(one, other, 5) == []
+    assert len(compare.losses(other, one, 9)) == 4
+
+
 def test_each_kind_of_fault_has_its_seconds() -> None:
     events = [
         Event(time=10.0, kind="kill", rank=3, node="n1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,12 @@ from relayrun.training.checkpoint.checksums import Checksums, verify
 
 
 def losses(run: Run, reference: Run, last: int) -> list[str]:
-    """What differs in loss, gradient norm and evaluations of iterations 1 to `last`, one line each; none: nothing."""
+    """What differs in loss, gradient norm and evaluations of iterations 1 to `last`, one line each; none: nothing.
+
+    `last`: the last one of the run; the reference may have more.
+    """
     (own, twice), (other, twice_there) = _measured(run), _measured(reference)
+    other = {name: text for name, text in other.items() if int(name.split()[0]) <= last}
     faults = [f"iteration {place} stands twice" for place in [*twice, *twice_there]]
     wanted = [str(number) for number in range(1, last + 1)]
     places = sorted({*wanted, *own, *other}, key=lambda name: (int(name.split()[0]), name))
@@ -28,8 +33,18 @@ def losses(run: Run, reference: Run, last: int) -> list[str]:
 
 def samples(run: Run, reference: Run, last: int) -> list[str]:
     """What is wrong with the samples of iterations 1 to `last`: one is missing, repeated, or of other data."""
-    rows, others = (list(map(vars, ledger(audit(one)))) for one in (run, reference))
+    rows, others = (
+        list(map(vars, ledger(replace(audit(one), consumed_samples=_consumed(one, last))))) for one in (run, reference)
+    )
     return gaps(run, last) + ([] if rows == others else [f"the ledger is {rows}, undisturbed {others}"])
+
+
+def _consumed(run: Run, last: int) -> int:
+    """Samples after iteration `last`. Raises InputError where it was not done."""
+    for line in read_lines(run.metrics_view):
+        if "loss" in line and line["iteration"] == last:
+            return int(line["consumed_samples"])
+    raise InputError(f"iteration {last} was not done", where=run.metrics_view)
 
 
 def gaps(run: Run, last: int) -> list[str]:
