@@ -65,6 +65,8 @@ MODEL = {
 }
 INTERVAL = 200
 """Iterations between saves."""
+EVALUATIONS = 3 * INTERVAL
+"""Iterations between evaluations."""
 STEPS = 1_000_000
 """That the learning rate is planned for; no run does so many."""
 START_SECONDS = 600
@@ -155,9 +157,9 @@ class Drill:
         last = outcome.iteration
         done = [("spares", first, events, lost, last)]
         if spares := self.options.spares:
-            part = last  # or else an iteration that the undisturbed run has a checkpoint of
+            part = last  # or else an iteration behind which the undisturbed run saves and evaluates, too
             if self.options.spares_part < 1:
-                part = max(1, int(self.options.spares_part * last) // INTERVAL) * INTERVAL
+                part = max(1, int(self.options.spares_part * last) // EVALUATIONS) * EVALUATIONS
             done.append(("one_spare", *self._disturbed("one-spare", spares=spares, stop_after=part), spares, part))
         whole, _ = self._once("undisturbed", lambda: (self._run("undisturbed", spares=0, stop_after=last), []))
         undisturbed = timeline.of(whole)
@@ -231,7 +233,7 @@ class Drill:
         config = self.workspace.config(
             name,
             model=MODEL,
-            training={"steps": STEPS, "stop_after": stop_after, "eval_interval": 500, "global_batch_size": 16},
+            training={"steps": STEPS, "stop_after": stop_after, "eval_interval": EVALUATIONS, "global_batch_size": 16},
             parallel={"use_distributed_optimizer": True},
             data={"max_epochs": 1e9, "split": 0.1},
             checkpoint={"interval": INTERVAL, "keep_every": INTERVAL, "memory_interval": "auto"},
