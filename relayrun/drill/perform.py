@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -158,17 +159,24 @@ def end_jobs(stage: Stage) -> str:
 
 @contextlib.contextmanager
 def _small_disk(run: Run, fault: Fault) -> Iterator[None]:
-    """Inside, the run directory of a fault of the disk, or a folder of it, is a file system of 40 MB."""
+    """Inside, the run directory of a fault of the disk, or a folder of it, is a file system of 40 MB.
+
+    What lies there in the end is kept.
+    """
     if not fault.small_disk:
         yield
         return
     folder = run.path / fault.small_disk
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(folder)], check=True)
+    kept = folder.with_name(f"{folder.name}.kept")
     try:
         yield
+        shutil.copytree(folder, kept, symlinks=True)
     finally:
         subprocess.run(["umount", str(folder)], check=True)
+    folder.rmdir()
+    kept.rename(folder)
 
 
 def _result(run: Run, fault: Fault, begin: float, verdict: Verdict, failed: str) -> Result:
