@@ -39,6 +39,8 @@ PAUSE = 0.1
 """Seconds between two tries to reach the coordinator."""
 REACH_SECONDS = 120.0
 """After which a step of its own takes a coordinator that it does not reach for lost: nobody else would see it."""
+BECOME_SECONDS = 10.0
+"""Between two tries to start the program that an agent without a coordinator becomes."""
 
 
 def say(name: str, text: str, *, log: Path | None = None) -> None:
@@ -108,23 +110,31 @@ def _in_a_step_of_its_own(
         upward = Lines(connect(_address(), until=time.monotonic() + REACH_SECONDS))
     except OSError as error:
         words(f"the coordinator at {':'.join(map(str, _address()))} is not reached: {error}")
-        _become(orphaned, plan, node=node, number=0, log=log)
+        become(orphaned, plan.package_root, node=node, number=0, log=log)
     agent = _agent(run, plan, attempt, job, node=node, upward=upward, words=words)
     code = agent.run()
     if agent.orphaned:
-        _become(orphaned, plan, node=node, number=agent.round, log=log)
+        become(orphaned, plan.package_root, node=node, number=agent.round, log=log)
     return code
 
 
-def _become(command: Sequence[str], plan: Plan, *, node: int, number: int, log: Path) -> NoReturn:
-    """Become the program that closes this attempt where the batch script is gone; `number`: the newest round's."""
-    with open(log, "a", encoding="utf-8") as file:
+def become(command: Sequence[str], package_root: str, *, node: int, number: int, log: Path) -> NoReturn:
+    """Become the program that closes this attempt where the batch script is gone; `number`: the newest round's.
+
+    Without a log it says what it does to nobody. It is tried until the program starts: its file system may be away.
+    """
+    with contextlib.suppress(OSError), open(log, "a", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     for signal_number in HANDED_ON:  # what Slurm sends with its orders must not cut them short
         signal.signal(signal_number, signal.SIG_IGN)
-    own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": plan.package_root}
-    os.execvpe(command[0], [*command, f"--node={node}", f"--round={number}"], os.environ | own)
+    own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": package_root}
+    while True:
+        try:
+            os.execvpe(command[0], [*command, f"--node={node}", f"--round={number}"], os.environ | own)
+        except OSError as error:
+            say(_name(), f"{command[0]} does not start: {error.strerror}; tried again in {BECOME_SECONDS:.0f} s")
+            time.sleep(BECOME_SECONDS)
 
 
 def _agent(
