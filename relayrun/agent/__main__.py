@@ -92,7 +92,7 @@ def _in_one_step(run: Run, plan: Plan, attempt: Attempt, begin: AttemptStart) ->
         between=between_of(run, plan, attempt, begin, say=words),
     )
     listener = socket.create_server(("", address[1]), backlog=nodes) if nodes > 1 else None
-    reception = Reception(coordinator, links, listener=listener, job=job)
+    reception = Reception(coordinator, links, listener=listener, job=job, say=words)
     return _agent(run, plan, attempt, job, node=0, upward=Lines(ours), words=words).run(reception)
 
 
