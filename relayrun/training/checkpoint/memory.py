@@ -78,14 +78,16 @@ class MemoryTier:
     def save(self, position: Progress, *, step_seconds: float) -> float:
         """Copy the state as it is now, and begin to send it to the neighbour; return the seconds that training waited.
 
-        Where a rank has no room, it says so once, and all go on without copies. `step_seconds`: of a step, usually; 0
-        where that is not known yet.
+        At every moment one iteration is whole everywhere: no rank overwrites a copy before all have the next one, and
+        before their neighbours have it. Where a rank has no room, it says so once, and all go on without copies.
+        `step_seconds`: of a step, usually; 0 where that is not known yet.
         """
         started = time.perf_counter()
         sent = 0.0
         if self._neighbour is not None:
             self._neighbour.wait()
             sent = self._neighbour.seconds
+            self._ranks.maximum([0])  # only when the last copy has come everywhere may the one before it be overwritten
         written = None
         try:
             written = self._write(position.iteration, self._checkpointer.state(position))
