@@ -24,6 +24,7 @@ from relayrun.agent.agent import ENVIRONMENT, HANDED_ON, Agent
 from relayrun.agent.between import between_of, last_words
 from relayrun.agent.coordinator import Coordinator
 from relayrun.agent.health import health_of
+from relayrun.agent.journal import Journal
 from relayrun.agent.lines import Lines, Message
 from relayrun.agent.reception import Reception
 from relayrun.agent.steps import NODE
@@ -43,14 +44,13 @@ BECOME_SECONDS = 10.0
 """Between two tries to start the program that an agent without a coordinator becomes."""
 
 
-def say(name: str, text: str, *, log: Path | None = None) -> None:
-    """A line in the job's log, with the time and the node; and in this file."""
+def say(name: str, text: str, *, log: Journal | None = None) -> None:
+    """A line in the job's log, with the time and the node; and in that of this agent."""
     line = f"[relayrun {time.strftime('%Y-%m-%dT%H:%M:%S')} {name}] {text}"
     with contextlib.suppress(OSError):  # srun has gone with the batch host
         print(line, file=sys.stderr, flush=True)
     if log is not None:
-        with contextlib.suppress(OSError), open(log, "a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
+        log.write(line)
 
 
 def main() -> int:
@@ -102,7 +102,8 @@ def _in_a_step_of_its_own(
     """The loss of another node does not end this agent; without a coordinator it becomes the program `orphaned`."""
     node = int(os.environ[NODE])
     attempt.agents.mkdir(exist_ok=True)
-    log = attempt.agents / f"{_name()}.log"
+    path = attempt.agents / f"{_name()}.log"
+    log = Journal(path)
     words = partial(say, _name(), log=log)
     words(f"the agent of attempt {attempt.number}, job {begin.job_id}")
     job: Message = {"job": begin.job_id, "attempt": attempt.number}
@@ -110,11 +111,13 @@ def _in_a_step_of_its_own(
         upward = Lines(connect(_address(), until=time.monotonic() + REACH_SECONDS))
     except OSError as error:
         words(f"the coordinator at {':'.join(map(str, _address()))} is not reached: {error}")
-        become(orphaned, plan.package_root, node=node, number=0, log=log)
+        log.finish()
+        become(orphaned, plan.package_root, node=node, number=0, log=path)
     agent = _agent(run, plan, attempt, job, node=node, upward=upward, words=words)
     code = agent.run()
+    log.finish()
     if agent.orphaned:
-        become(orphaned, plan.package_root, node=node, number=agent.round, log=log)
+        become(orphaned, plan.package_root, node=node, number=agent.round, log=path)
     return code
 
 

@@ -7,15 +7,19 @@ them. An agent that dies takes its ranks with it.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import select
 import selectors
 import shutil
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from relayrun.agent import requests, sections
+from relayrun.agent.aside import Aside
 from relayrun.agent.coordinator import FAILED
 from relayrun.agent.heard import BEAT_SECONDS
 from relayrun.agent.lines import Lines, Message
@@ -41,6 +45,8 @@ ENVIRONMENT = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # libraries that ask for CUDA while they are imported must not start it
 }
 """What a server that forks and its ranks have."""
+WRITE_SECONDS = 10.0
+"""How long the words of a server that could not import may take to be written down."""
 
 
 class Agent:
@@ -104,9 +110,10 @@ class Agent:
         self._watch = selectors.DefaultSelector()
         self._watch.register(upward, selectors.EVENT_READ, self._from_coordinator)
         self._code: int | None = None
+        self._aside = Aside(self._watch)
         self._health: OwnHealth | None = None
         if health is not None:
-            self._health = OwnHealth(health, [*arguments], attempt.path, watch=self._watch)
+            self._health = OwnHealth(health, [*arguments], attempt.path, aside=self._aside)
         self._probed: Message | None = None
         """What was measured on this node; sent when nothing of the measurement runs any more."""
 
@@ -137,8 +144,8 @@ class Agent:
                 key.data()
             if time.monotonic() - self._beat >= BEAT_SECONDS:
                 self._beat = time.monotonic()
+                self._aside.attend()
                 if self._health is not None:
-                    self._health.attend()
                     self._health.ranks_run()
                 self._upward.send("beat", round=self.round, standing=self._standing())
             if reception is not None:
@@ -153,8 +160,17 @@ class Agent:
 
     def _start_server(self) -> None:
         environment = {name: value for name, value in self._defaults.items() if name not in os.environ}
-        self._server = ForkServer(self._command, environment, ignored=self._handed_on)
-        self._watch.register(self._server.lines, selectors.EVENT_READ, self._from_server)
+        environment[MARK] = self._mark  # of what its ranks fork, too, which keeps the environment of this program
+        self._server = server = ForkServer(self._command, environment, ignored=self._handed_on)
+        self._watch.register(server.lines, selectors.EVENT_READ, partial(self._from_server, server))
+        self._watch.register(server.ends, selectors.EVENT_READ, partial(self._server_ended, server))
+
+    def _server_ended(self, server: ForkServer) -> None:
+        """Hear its last words: what its ranks have left may hold its socket open."""
+        while self._server is server and select.select([server.lines], [], [], 0)[0]:
+            self._from_server(server)
+        if self._server is server:
+            self._server_gone()
 
     def _signalled(self, numbers: bytes) -> None:
         for number in numbers:
@@ -264,10 +280,11 @@ class Agent:
             ITERATION: "" if start["memory"] is None else str(start["memory"]),
         }
 
-    def _from_server(self) -> None:
-        assert self._server is not None
+    def _from_server(self, server: ForkServer) -> None:
+        if self._server is not server:  # it has gone in this turn
+            return
         try:
-            messages = self._server.lines.receive()
+            messages = server.lines.receive()
         except EOFError:
             self._server_gone()
             return
@@ -290,17 +307,29 @@ class Agent:
         """With it all its ranks; the next round starts another one."""
         assert self._server is not None
         self._watch.unregister(self._server.lines)
+        self._watch.unregister(self._server.ends)
         code, self._server = self._server.gone(), None
-        error = f"the server that forks ranks ended ({code})"
-        if self._unable:
-            error = self._unable
-            for rank in self._ranks:  # as each of them would have said
-                failure = Failure(rank=rank, node=self._hello["name"], error=error, time=time.time())
+        error, self._unable = self._unable, ""
+        if not error:
+            self._say_server_gone(self.round, code, f"the server that forks ranks ended ({code})")
+            return
+        failures = [Failure(rank=rank, node=self._hello["name"], error=error, time=time.time()) for rank in self._ranks]
+
+        def write() -> None:
+            for failure in failures:  # as each of them would have said
                 with contextlib.suppress(OSError):  # on a full disk the log has the words
-                    failure.write(self._attempt.failures / f"rank-{rank:04}.json")
-        self._unable = ""
+                    failure.write(self._attempt.failures / f"rank-{failure.rank:04}.json")
+
+        self._aside.start(
+            write,
+            lambda _: self._say_server_gone(self.round, code, error),
+            seconds=WRITE_SECONDS,
+            otherwise=lambda _: None,
+        )
+
+    def _say_server_gone(self, number: int, code: int, error: str) -> None:
         self._send_probed()
-        if self._alive or not self.round:
+        if self._alive or not number:
             self._alive.clear()
             self._say_dead(-1, code or FAILED, error=error, told=self._told_to_end)
         self._ended()
@@ -312,7 +341,19 @@ class Agent:
         if self._said_ended == self.round:
             return
         self._said_ended = self.round
-        for command in leftover.end({MARK: self._mark}):
+        number, server = self.round, None if self._server is None else self._server.pid
+        self._aside.start(
+            lambda: leftover.end({MARK: self._mark}, but=server, patience=math.inf),
+            lambda commands: self._none_left(number, commands),
+            seconds=math.inf,  # the coordinator knows when it has waited long enough
+            otherwise=lambda _: [],
+        )
+
+    def _none_left(self, number: int, commands: Sequence[str]) -> None:
+        """Nothing of the ranks of this round lives here."""
+        if number != self.round:
+            return
+        for command in commands:
             self._say(f"a process that the ranks left behind is ended: {command}")
         if self._last_words is not None:  # behind all that the ranks said: the streams are the same
             self._say(self._last_words(self.round))

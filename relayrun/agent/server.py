@@ -26,6 +26,9 @@ from relayrun.scheduler.tasks import die_with_parent
 IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 """Signals that are for the ranks; some sites' Slurm sends them to every process of a step."""
 
+GONE_SECONDS = 2.0
+"""How long a server may take to end when its socket is closed; then it is killed, and waited for once more."""
+
 
 def _prepare(ignored: Collection[signal.Signals]) -> None:
     die_with_parent(signal.SIGKILL)
@@ -51,7 +54,9 @@ class ForkServer:
                 env={**os.environ, **environment},
                 preexec_fn=partial(_prepare, {*IGNORED, *ignored}),
             )
-        self.lines = Lines(ours)
+        self.lines, self.pid = Lines(ours), self._process.pid
+        self.ends = os.pidfd_open(self.pid)
+        """Readable when it has ended; its socket may be held open by what its ranks have left."""
 
     def end(self) -> None:
         """End it, and with it its ranks, which die with their parent."""
@@ -59,7 +64,14 @@ class ForkServer:
         self.gone()
 
     def gone(self) -> int:
-        """Its socket is closed, by itself; return how it ended, as `subprocess` says it."""
+        """Its socket is closed, or it has ended; return how it ended, as `subprocess` says it."""
         self.lines.close()
-        code: int = self._process.wait()
-        return code
+        os.close(self.ends)
+        for last in (False, True):
+            try:
+                return self._process.wait(GONE_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                if last:
+                    break
+        return -signal.SIGKILL

@@ -58,6 +58,21 @@ def run_with(run: Run, plan: Plan, poll: Callable[[], None]) -> None:
     scheduler.run_queue(lambda _event: None, poll)
 
 
+def test_what_a_rank_has_forked_ends_with_its_round_and_hides_no_end_of_the_server(make_run: MakeRun) -> None:
+    """It keeps the agent's socket open, and has the environment of the server, which lives on."""
+    run, plan = make(make_run, "1:1:7:worker+SIGKILL", "2:0:12:worker+server")
+    run_chain(run, plan)
+    (record,) = ends(run)
+    assert record.cause == "done", logs(run)
+    assert [told(failed) for failed in rounds.read(run.attempt(1))] == [
+        (1, 1, "killed by SIGKILL", 7, 5, 2),
+        (2, None, "the server that forks ranks ended (-9)", 12, 10, 2),
+    ]
+    for name in ("worker-1-1", "worker-2-0"):
+        assert not lives(int((run.attempt(1).path / name).read_text()))
+    assert logs(run).count("a process that the ranks left behind is ended: ") == 2
+
+
 def test_ranks_that_die_are_started_again_inside_their_job(make_run: MakeRun) -> None:
     faults = ("1:1:7:SIGKILL", "2:0:5:SIGKILL", "3:1:12:OSError: stale file handle", "4:0:12:server")
     run, plan = make(make_run, *faults)
