@@ -159,6 +159,7 @@ def _agent(
         leave_signals=leave,
         health=HealthPlan.looked_for(plan.node_health),
         last_words=None if forked else last_words,
+        import_seconds=plan.start_timeout / 2,  # before the supervisor takes it for a hang of nobody in particular
         say=words,
     )
 

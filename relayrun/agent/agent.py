@@ -18,18 +18,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from relayrun.agent import requests, sections
+from relayrun.agent import rank_environment, requests, sections
 from relayrun.agent.aside import Aside
 from relayrun.agent.coordinator import FAILED
 from relayrun.agent.heard import BEAT_SECONDS
 from relayrun.agent.lines import Lines, Message
-from relayrun.agent.memory import FOLDER, ITERATION, PLACE, forget, held, make_folder
+from relayrun.agent.memory import PLACE, forget, held, make_folder
 from relayrun.agent.node_facts import Facts
 from relayrun.agent.own_health import OwnHealth
 from relayrun.agent.reception import Reception
 from relayrun.agent.server import ForkServer
 from relayrun.files import remove_leftovers
-from relayrun.rundir import rounds
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.node_health import HealthPlan
 from relayrun.rundir.records import Failure
@@ -63,6 +62,7 @@ class Agent:
         handed_on: signals that are for the ranks. leave_signals: those of them that ask the ranks to leave.
         health: what is looked for on this node; None: nothing.
         last_words: said in both of the job's logs when no rank of a round is left here; None: nobody reads them there.
+        import_seconds: how long the server may take until it hears orders.
         say: writes a line into the job's log.
     """
 
@@ -82,6 +82,7 @@ class Agent:
         leave_signals: Collection[signal.Signals] = (signal.SIGUSR2, signal.SIGTERM),
         health: HealthPlan | None = None,
         last_words: Callable[[int], str] | None = None,
+        import_seconds: float = math.inf,
         say: Callable[[str], None],
     ) -> None:
         self._handed_on, self._leave_signals, self._last_words = handed_on, leave_signals, last_words
@@ -101,6 +102,9 @@ class Agent:
         self._server: ForkServer | None = None
         self._unable = ""
         """What the server said of imports that failed."""
+        self._import_seconds = import_seconds
+        self._hung = ""
+        """Why the server is being killed."""
         self.round = 0
         """The newest round that it knows of, counted from 1."""
         self._alive: set[int] = set()
@@ -114,6 +118,7 @@ class Agent:
         self._health: OwnHealth | None = None
         if health is not None:
             self._health = OwnHealth(health, [*arguments], attempt.path, aside=self._aside)
+        self._stopped = sections.Stopped()
         self._probed: Message | None = None
         """What was measured on this node; sent when nothing of the measurement runs any more."""
 
@@ -145,6 +150,7 @@ class Agent:
             if time.monotonic() - self._beat >= BEAT_SECONDS:
                 self._beat = time.monotonic()
                 self._aside.attend()
+                self._look_at_server()
                 if self._health is not None:
                     self._health.ranks_run()
                 self._upward.send("beat", round=self.round, standing=self._standing())
@@ -164,6 +170,15 @@ class Agent:
         self._server = server = ForkServer(self._command, environment, ignored=self._handed_on)
         self._watch.register(server.lines, selectors.EVENT_READ, partial(self._from_server, server))
         self._watch.register(server.ends, selectors.EVENT_READ, partial(self._server_ended, server))
+
+    def _look_at_server(self) -> None:
+        """Kill a server that hangs; what follows is as where it dies by itself."""
+        if self._server is None or self._hung:
+            return
+        self._hung = self._server.hangs(import_seconds=self._import_seconds)
+        if self._hung:
+            self._say(f"{self._hung}; it is killed")
+            self._server.kill()
 
     def _server_ended(self, server: ForkServer) -> None:
         """Hear its last words: what its ranks have left may hold its socket open."""
@@ -194,7 +209,7 @@ class Agent:
                 if self._health is not None:
                     self._health.ranks_end()
                 if self._alive and self._server is not None:
-                    self._server.lines.send("end")
+                    self._server.end_ranks()
                 else:
                     self._ended()
             elif message["kind"] == "requests":
@@ -214,7 +229,7 @@ class Agent:
         """Where the ranks stand, if none of them has come further for a while; None where one has, or not all began."""
         if self._memory is None or len(self._alive) < len(self._ranks):
             return None
-        found = sections.standing(self._memory, self._ranks)
+        found = sections.standing(self._memory, self._ranks, self._stopped)
         still = len(found) == len(self._ranks) and all(one.seconds > sections.QUIET_SECONDS for one in found)
         return found if found and still else None
 
@@ -233,6 +248,7 @@ class Agent:
             self._probed = None
         if self._health is not None:
             self._health.ranks_start()
+        self._stopped = sections.Stopped()
         if self._memory is not None:
             sections.forget(self._memory)
         arguments = [*self._arguments, f"--base-iteration={message['base_iteration']}"]
@@ -243,7 +259,17 @@ class Agent:
                 round=self.round,
                 rank=rank,
                 arguments=arguments if self.round > 1 else list(self._arguments),
-                environment=self._environment(rank, message),
+                environment={
+                    **rank_environment.of_rank(
+                        rank,
+                        message,
+                        local=rank - self._ranks[0],
+                        per_node=self._ranks_per_node,
+                        keep_address=self._keep_address,
+                        memory=self._memory,
+                    ),
+                    MARK: self._mark,
+                },
             )
 
     def _probe(self, message: Message) -> None:
@@ -260,26 +286,6 @@ class Agent:
             self._upward.send(**self._probed)
             self._probed = None
 
-    def _environment(self, rank: int, start: Message) -> Mapping[str, str]:
-        """What differs between ranks and rounds, under the names that srun and torch give it; `start`: the order."""
-        local, size = str(rank - self._ranks[0]), str(self._world_size)
-        keep = self._keep_address or start["address"] is None
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": local,
-            "WORLD_SIZE": size,
-            "SLURM_PROCID": str(rank),
-            "SLURM_LOCALID": local,
-            "SLURM_NTASKS": size,
-            **({"SLURM_NODEID": str(rank // self._ranks_per_node)} if "SLURM_NODEID" in os.environ else {}),
-            **({} if keep else {"MASTER_ADDR": start["address"]}),
-            "MASTER_PORT": str(start["port"]),
-            rounds.VARIABLE: str(self.round),
-            MARK: self._mark,
-            FOLDER: str(self._memory or ""),
-            ITERATION: "" if start["memory"] is None else str(start["memory"]),
-        }
-
     def _from_server(self, server: ForkServer) -> None:
         if self._server is not server:  # it has gone in this turn
             return
@@ -292,6 +298,8 @@ class Agent:
             if message["kind"] == "dead":
                 self._alive.discard(message["rank"])
                 self._say_dead(message["rank"], message["code"], told=message["told"])
+            elif message["kind"] == "serving":
+                server.serving = True
             elif message["kind"] == "unable":
                 self._unable = str(message["error"])
             elif message["kind"] in ("started", "stepped", "probing"):
@@ -301,6 +309,7 @@ class Agent:
             elif message["kind"] == "probe ended":
                 self._send_probed()
         if not self._alive and self.round:
+            server.ranks_ended()
             self._ended()
 
     def _server_gone(self) -> None:
@@ -309,9 +318,9 @@ class Agent:
         self._watch.unregister(self._server.lines)
         self._watch.unregister(self._server.ends)
         code, self._server = self._server.gone(), None
-        error, self._unable = self._unable, ""
+        error, self._unable, hung, self._hung = self._unable, "", self._hung, ""
         if not error:
-            self._say_server_gone(self.round, code, f"the server that forks ranks ended ({code})")
+            self._say_server_gone(self.round, code, hung or f"the server that forks ranks ended ({code})")
             return
         failures = [Failure(rank=rank, node=self._hello["name"], error=error, time=time.time()) for rank in self._ranks]
 

@@ -7,7 +7,7 @@ FAULT is `ROUND:RANK:ITERATION:WHAT`: in that round that rank meets WHAT when al
 others wait there as in a collective. WHAT is a signal's name, `exit3`, `server` (the fork server is killed), `told`
 (all wait: somebody else acts), or else the words of an error. `worker+WHAT` forks a process first that lives on, as one
 that reads data may; `worker-NUMBER-RANK` has its id. Round 0 is every round. `imports:WORDS` has the imports
-fail.
+fail; `imports:hang` has them last for ever.
 """
 
 from __future__ import annotations
@@ -123,6 +123,8 @@ def fault(number: int, rank: int, at: int, run: Run, attempt: int) -> None:
 
 def imports() -> None:
     for text in sys.orig_argv[2:]:
+        if text == "imports:hang":
+            time.sleep(1000)
         if text.startswith("imports:"):
             raise ModuleNotFoundError(text.removeprefix("imports:"))
 

@@ -228,6 +228,38 @@ def test_ranks_that_hang_are_started_again_after_they_were_asked_for_their_stack
 
 
 @pytest.mark.long
+def test_a_server_that_hangs_holds_up_no_round(make_run: MakeRun) -> None:
+    run, plan = make(make_run, "1:0:7:told", hang_timeout=5.0)
+    stopped: list[int] = []
+
+    def stop_the_server() -> None:
+        if not stopped and (run.attempt(1).path / "at-1-7-1").exists():
+            stopped.append(parent(pids_of(run)[1]))
+            os.kill(stopped[0], signal.SIGSTOP)
+
+    run_with(run, plan, stop_the_server)
+    (record,) = ends(run)
+    assert record.cause == "done", logs(run)
+    failed = rounds.read(run.attempt(1))[0]
+    assert failed.again
+    assert failed.words.startswith("hang: no progress for ")
+    assert "the server that forks ranks did not end them within 30 s; it is killed" in logs(run)
+    assert not lives(stopped[0])
+
+
+@pytest.mark.long
+def test_a_server_that_hangs_in_its_imports_ends_the_attempt_with_words(make_run: MakeRun) -> None:
+    run, plan = make(make_run, "imports:hang", start_timeout=8.0, max_failed_rounds=2)
+    run_chain(run, plan)
+    (record,) = ends(run)
+    assert record.cause != "done", logs(run)
+    assert [(failed.words, failed.again) for failed in rounds.read(run.attempt(1))] == [
+        ("the server that forks ranks has not done its imports within 4 s", True),
+        ("the server that forks ranks has not done its imports within 4 s", False),
+    ]
+
+
+@pytest.mark.long
 def test_ranks_that_hang_at_one_iteration_again_and_again_end_the_attempt(make_run: MakeRun) -> None:
     run, plan = make(make_run, "0:0:7:told", hang_timeout=5.0)
     run_chain(run, plan)
