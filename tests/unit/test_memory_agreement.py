@@ -56,6 +56,10 @@ def older(slots: list[Slot]) -> Slot:
     return min(slots, key=lambda slot: (slot.header() or {"iteration": -1})["iteration"])
 
 
+def newest_of(folders: list[Path]) -> int:
+    return max((copy.iteration for folder in folders for copy in held(folder)), default=0)
+
+
 class Ring(Neighbour):
     """Lays the copy of one rank into the memory of the other's node, without messages."""
 
@@ -79,6 +83,9 @@ class Tier(MemoryTier):
         self._slots = [Slot(folders[rank], rank, number) for number in range(2)]
         self._neighbour = Ring(folders[1 - rank], rank, pause=pause) if ring else None
         self._on, self._pause = True, pause
+        self.synced: list[int] = []
+        """The newest iteration of all copies, each time that the record was synced."""
+        self._metrics = cast(Any, SimpleNamespace(sync=lambda: self.synced.append(newest_of(folders))))
         self._interval = CopyInterval(INTERVAL, at=0)
 
     def _write(self, iteration: int, state: Any) -> MemoryCopy:
@@ -131,5 +138,7 @@ def test_a_kill_at_any_point_leaves_a_whole_set(
     for thread in threads:
         thread.join(60)
     assert not found, found[:4]
+    before = list(range(0, INTERVAL * COPIES, INTERVAL))
+    assert tiers[0].synced == (before if ring else []), "once a copy, before any rank has the next one"
     copies = [copy for folder in folders for copy in held(folder)]
     assert newest(copies, ranks=2, after=0) == (INTERVAL * COPIES, "memory")
