@@ -145,8 +145,8 @@ class Coordinator:
             self._links[node].send("leave", code=FAILED)
         elif self._phase == "gathering":
             self._gather()
-        elif self._phase == "ending":
-            self._links[node].send("end", round=self._current.number)
+        elif self._phase == "ending":  # it has no ranks of this round, and was not told to end any
+            self._current.ended.add(node)
 
     def look(self) -> None:
         """Now and then: see whether nothing moves any more, by where the ranks stand or by the supervisor's word."""

@@ -56,7 +56,7 @@ def test_a_late_agent_without_which_the_others_began_is_a_spare_one(
     assert (failed.lost, failed.again) == ({"n2": "n0"}, True)
 
 
-def test_an_agent_that_comes_while_a_round_ends_is_told_so_and_waited_for(
+def test_an_agent_that_comes_while_a_round_ends_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = Nodes(tmp_path, spare=1)
@@ -65,7 +65,7 @@ def test_an_agent_that_comes_while_a_round_ends_is_told_so_and_waited_for(
     nodes.coordinator.look()
     nodes.dead(1, 0, code=-9)
     nodes.hello(0)
-    nodes.end(0, 1, 2)
+    nodes.end(1, 2)
     assert nodes.places() == [None, 0, 1]
 
 
