@@ -299,7 +299,7 @@ class Agent:
                 self._alive.discard(message["rank"])
                 self._say_dead(message["rank"], message["code"], told=message["told"])
             elif message["kind"] == "serving":
-                server.serving = True
+                server.serves(int(message["pid"]))
             elif message["kind"] == "unable":
                 self._unable = str(message["error"])
             elif message["kind"] in ("started", "stepped", "probing"):
@@ -350,7 +350,7 @@ class Agent:
         if self._said_ended == self.round:
             return
         self._said_ended = self.round
-        number, server = self.round, None if self._server is None else self._server.pid
+        number, server = self.round, set[int]() if self._server is None else set(self._server.pids)
         self._aside.start(
             lambda: leftover.end({MARK: self._mark}, but=server, patience=math.inf),
             lambda commands: self._none_left(number, commands),

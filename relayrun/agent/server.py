@@ -5,7 +5,7 @@ For a program that is not relayrun's own `agent.start_server` stands in its plac
 
     agent → server    fork {round, rank, arguments, environment} · end · signal {number}
     server → agent    dead {round, rank, code, told}: whether it lived when it was to be ended
-                      · unable {error}: the imports failed · serving: they are done, and orders are heard
+                      · unable {error}: the imports failed · serving {pid}: they are done
     rank 0 → agent    started, stepped {round, ...}
 
 Orders may be sent while it still imports. Its ranks hold the same socket: its end says that none of them lives.
@@ -57,13 +57,19 @@ class ForkServer:
                 env={**os.environ, **environment},
                 preexec_fn=partial(_prepare, {*IGNORED, *ignored}),
             )
-        self.lines, self.pid = Lines(ours), self._process.pid
+        self.lines, self.pids = Lines(ours), {self._process.pid}
+        """Processes of the server: what was started, and what says that it serves."""
         self.serving = False
         """Whether its imports are done."""
         self._began = time.monotonic()
         self._told_to_end: float | None = None
-        self.ends = os.pidfd_open(self.pid)
+        self.ends = os.pidfd_open(self._process.pid)
         """Readable when it has ended; its socket may be held open by what its ranks have left."""
+
+    def serves(self, pid: int) -> None:
+        """It has said so."""
+        self.serving = True
+        self.pids.add(pid)
 
     def end_ranks(self) -> None:
         """Have it end its ranks."""
