@@ -308,7 +308,7 @@ class Agent:
                 self._probed = message
             elif message["kind"] == "probe ended":
                 self._send_probed()
-        if not self._alive and self.round:
+        if not self._alive and self.round and any(message["kind"] == "dead" for message in messages):
             server.ranks_ended()
             self._ended()
 
@@ -319,8 +319,9 @@ class Agent:
         self._watch.unregister(self._server.ends)
         code, self._server = self._server.gone(), None
         error, self._unable, hung, self._hung = self._unable, "", self._hung, ""
+        number = self.round
         if not error:
-            self._say_server_gone(self.round, code, hung or f"the server that forks ranks ended ({code})")
+            self._say_server_gone(number, code, hung or f"the server that forks ranks ended ({code})")
             return
         failures = [Failure(rank=rank, node=self._hello["name"], error=error, time=time.time()) for rank in self._ranks]
 
@@ -331,13 +332,15 @@ class Agent:
 
         self._aside.start(
             write,
-            lambda _: self._say_server_gone(self.round, code, error),
+            lambda _: self._say_server_gone(number, code, error),
             seconds=WRITE_SECONDS,
             otherwise=lambda _: None,
         )
 
     def _say_server_gone(self, number: int, code: int, error: str) -> None:
         self._send_probed()
+        if number != self.round:  # another one was given out before the words were written down
+            return
         if self._alive or not number:
             self._alive.clear()
             self._say_dead(-1, code or FAILED, error=error, told=self._told_to_end)
@@ -351,8 +354,10 @@ class Agent:
             return
         self._said_ended = self.round
         number, server = self.round, set[int]() if self._server is None else set(self._server.pids)
+        again = self._told_to_end or self._server is None  # and no other round must begin beside them
+        patience = math.inf if again else leftover.PATIENCE
         self._aside.start(
-            lambda: leftover.end({MARK: self._mark}, but=server, patience=math.inf),
+            lambda: leftover.end({MARK: self._mark}, but=server, patience=patience),
             lambda commands: self._none_left(number, commands),
             seconds=math.inf,  # the coordinator knows when it has waited long enough
             otherwise=lambda _: [],
