@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from relayrun.agent.agent import ENVIRONMENT, HANDED_ON, Agent
 from relayrun.agent.between import between_of, last_words
-from relayrun.agent.coordinator import Coordinator
+from relayrun.agent.coordinator import AGENT_SECONDS, Coordinator
 from relayrun.agent.health import health_of
 from relayrun.agent.journal import Journal
 from relayrun.agent.lines import Lines, Message
@@ -34,11 +34,12 @@ from relayrun.rundir.node_health import HealthPlan
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
+from relayrun.trainers.base import Trainer
 from relayrun.trainers.choose import trainer_of
 
 PAUSE = 0.1
 """Seconds between two tries to reach the coordinator."""
-REACH_SECONDS = 120.0
+REACH_SECONDS = AGENT_SECONDS
 """After which a step of its own takes a coordinator that it does not reach for lost: nobody else would see it."""
 BECOME_SECONDS = 10.0
 """Between two tries to start the program that an agent without a coordinator becomes."""
@@ -74,10 +75,11 @@ def _in_one_step(run: Run, plan: Plan, attempt: Attempt, begin: AttemptStart) ->
     """All agents are tasks of one step; that of the first node has the coordinator."""
     node, nodes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     words = partial(say, _name())
+    trainer = trainer_of(plan, run)  # from the file system, which may be slow: who connects is to say hello soon
     job: Message = {"job": begin.job_id, "attempt": attempt.number}
     address = _address()
     if node:
-        return _agent(run, plan, attempt, job, node=node, upward=Lines(connect(address)), words=words).run()
+        return _agent(run, plan, attempt, job, trainer, node=node, upward=Lines(connect(address)), words=words).run()
     ours, theirs = socket.socketpair()
     links = {0: Lines(theirs)}
     coordinator = Coordinator(
@@ -93,7 +95,7 @@ def _in_one_step(run: Run, plan: Plan, attempt: Attempt, begin: AttemptStart) ->
     )
     listener = socket.create_server(("", address[1]), backlog=nodes) if nodes > 1 else None
     reception = Reception(coordinator, links, listener=listener, job=job, say=words)
-    return _agent(run, plan, attempt, job, node=0, upward=Lines(ours), words=words).run(reception)
+    return _agent(run, plan, attempt, job, trainer, node=0, upward=Lines(ours), words=words).run(reception)
 
 
 def _in_a_step_of_its_own(
@@ -105,6 +107,7 @@ def _in_a_step_of_its_own(
     path = attempt.agents / f"{_name()}.log"
     log = Journal(path)
     words = partial(say, _name(), log=log)
+    trainer = trainer_of(plan, run)
     words(f"the agent of attempt {attempt.number}, job {begin.job_id}")
     job: Message = {"job": begin.job_id, "attempt": attempt.number}
     try:
@@ -113,7 +116,7 @@ def _in_a_step_of_its_own(
         words(f"the coordinator at {':'.join(map(str, _address()))} is not reached: {error}")
         log.finish()
         become(orphaned, plan.package_root, node=node, number=0, log=path)
-    agent = _agent(run, plan, attempt, job, node=node, upward=upward, words=words)
+    agent = _agent(run, plan, attempt, job, trainer, node=node, upward=upward, words=words)
     code = agent.run()
     log.finish()
     if agent.orphaned:
@@ -141,9 +144,17 @@ def become(command: Sequence[str], package_root: str, *, node: int, number: int,
 
 
 def _agent(
-    run: Run, plan: Plan, attempt: Attempt, job: Message, *, node: int, upward: Lines, words: Callable[[str], None]
+    run: Run,
+    plan: Plan,
+    attempt: Attempt,
+    job: Message,
+    trainer: Trainer,
+    *,
+    node: int,
+    upward: Lines,
+    words: Callable[[str], None],
 ) -> Agent:
-    trainer, forked = trainer_of(plan, run), plan.trainer == "native"
+    forked = plan.trainer == "native"
     leave = {signal.SIGTERM, *([] if trainer.leave_signal is None else [trainer.leave_signal])}
     return Agent(
         attempt,
