@@ -27,6 +27,18 @@ from typing import Any
 from relayrun.errors import RelayrunError
 
 
+def sync_data(path: str | os.PathLike[str]) -> None:
+    """Have on disk what has been written to a file, by whomever; a missing one has nothing. Raises OSError."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        os.fdatasync(fd)
+    finally:
+        os.close(fd)
+
+
 def fsync_directory(path: str | os.PathLike[str]) -> None:
     """Make renames inside `path` durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -22,8 +22,9 @@ from typing import NoReturn
 
 from relayrun.agent.agent import ENVIRONMENT, HANDED_ON, Agent
 from relayrun.agent.between import between_of, last_words
-from relayrun.agent.coordinator import Coordinator
+from relayrun.agent.coordinator import AGENT_SECONDS, Coordinator
 from relayrun.agent.health import health_of
+from relayrun.agent.journal import Journal
 from relayrun.agent.lines import Lines, Message
 from relayrun.agent.reception import Reception
 from relayrun.agent.steps import NODE
@@ -33,22 +34,24 @@ from relayrun.rundir.node_health import HealthPlan
 from relayrun.rundir.plan import Plan
 from relayrun.rundir.records import AttemptStart
 from relayrun.rundir.run import Run
+from relayrun.trainers.base import Trainer
 from relayrun.trainers.choose import trainer_of
 
 PAUSE = 0.1
 """Seconds between two tries to reach the coordinator."""
-REACH_SECONDS = 120.0
+REACH_SECONDS = AGENT_SECONDS
 """After which a step of its own takes a coordinator that it does not reach for lost: nobody else would see it."""
+BECOME_SECONDS = 10.0
+"""Between two tries to start the program that an agent without a coordinator becomes."""
 
 
-def say(name: str, text: str, *, log: Path | None = None) -> None:
-    """A line in the job's log, with the time and the node; and in this file."""
+def say(name: str, text: str, *, log: Journal | None = None) -> None:
+    """A line in the job's log, with the time and the node; and in that of this agent."""
     line = f"[relayrun {time.strftime('%Y-%m-%dT%H:%M:%S')} {name}] {text}"
     with contextlib.suppress(OSError):  # srun has gone with the batch host
         print(line, file=sys.stderr, flush=True)
     if log is not None:
-        with contextlib.suppress(OSError), open(log, "a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
+        log.write(line)
 
 
 def main() -> int:
@@ -72,10 +75,11 @@ def _in_one_step(run: Run, plan: Plan, attempt: Attempt, begin: AttemptStart) ->
     """All agents are tasks of one step; that of the first node has the coordinator."""
     node, nodes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     words = partial(say, _name())
+    trainer = trainer_of(plan, run)  # from the file system, which may be slow: who connects is to say hello soon
     job: Message = {"job": begin.job_id, "attempt": attempt.number}
     address = _address()
     if node:
-        return _agent(run, plan, attempt, job, node=node, upward=Lines(connect(address)), words=words).run()
+        return _agent(run, plan, attempt, job, trainer, node=node, upward=Lines(connect(address)), words=words).run()
     ours, theirs = socket.socketpair()
     links = {0: Lines(theirs)}
     coordinator = Coordinator(
@@ -90,8 +94,8 @@ def _in_one_step(run: Run, plan: Plan, attempt: Attempt, begin: AttemptStart) ->
         between=between_of(run, plan, attempt, begin, say=words),
     )
     listener = socket.create_server(("", address[1]), backlog=nodes) if nodes > 1 else None
-    reception = Reception(coordinator, links, listener=listener, job=job)
-    return _agent(run, plan, attempt, job, node=0, upward=Lines(ours), words=words).run(reception)
+    reception = Reception(coordinator, links, listener=listener, job=job, say=words)
+    return _agent(run, plan, attempt, job, trainer, node=0, upward=Lines(ours), words=words).run(reception)
 
 
 def _in_a_step_of_its_own(
@@ -100,37 +104,57 @@ def _in_a_step_of_its_own(
     """The loss of another node does not end this agent; without a coordinator it becomes the program `orphaned`."""
     node = int(os.environ[NODE])
     attempt.agents.mkdir(exist_ok=True)
-    log = attempt.agents / f"{_name()}.log"
+    path = attempt.agents / f"{_name()}.log"
+    log = Journal(path)
     words = partial(say, _name(), log=log)
+    trainer = trainer_of(plan, run)
     words(f"the agent of attempt {attempt.number}, job {begin.job_id}")
     job: Message = {"job": begin.job_id, "attempt": attempt.number}
     try:
         upward = Lines(connect(_address(), until=time.monotonic() + REACH_SECONDS))
     except OSError as error:
         words(f"the coordinator at {':'.join(map(str, _address()))} is not reached: {error}")
-        _become(orphaned, plan, node=node, number=0, log=log)
-    agent = _agent(run, plan, attempt, job, node=node, upward=upward, words=words)
+        log.finish()
+        become(orphaned, plan.package_root, node=node, number=0, log=path)
+    agent = _agent(run, plan, attempt, job, trainer, node=node, upward=upward, words=words)
     code = agent.run()
+    log.finish()
     if agent.orphaned:
-        _become(orphaned, plan, node=node, number=agent.round, log=log)
+        become(orphaned, plan.package_root, node=node, number=agent.round, log=path)
     return code
 
 
-def _become(command: Sequence[str], plan: Plan, *, node: int, number: int, log: Path) -> NoReturn:
-    """Become the program that closes this attempt where the batch script is gone; `number`: the newest round's."""
-    with open(log, "a", encoding="utf-8") as file:
+def become(command: Sequence[str], package_root: str, *, node: int, number: int, log: Path) -> NoReturn:
+    """Become the program that closes this attempt where the batch script is gone; `number`: the newest round's.
+
+    Without a log it says what it does to nobody. It is tried until the program starts: its file system may be away.
+    """
+    with contextlib.suppress(OSError), open(log, "a", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     for signal_number in HANDED_ON:  # what Slurm sends with its orders must not cut them short
         signal.signal(signal_number, signal.SIG_IGN)
-    own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": plan.package_root}
-    os.execvpe(command[0], [*command, f"--node={node}", f"--round={number}"], os.environ | own)
+    own = {"PYTHONSAFEPATH": "1", "PYTHONPATH": package_root}
+    while True:
+        try:
+            os.execvpe(command[0], [*command, f"--node={node}", f"--round={number}"], os.environ | own)
+        except OSError as error:
+            say(_name(), f"{command[0]} does not start: {error.strerror}; tried again in {BECOME_SECONDS:.0f} s")
+            time.sleep(BECOME_SECONDS)
 
 
 def _agent(
-    run: Run, plan: Plan, attempt: Attempt, job: Message, *, node: int, upward: Lines, words: Callable[[str], None]
+    run: Run,
+    plan: Plan,
+    attempt: Attempt,
+    job: Message,
+    trainer: Trainer,
+    *,
+    node: int,
+    upward: Lines,
+    words: Callable[[str], None],
 ) -> Agent:
-    trainer, forked = trainer_of(plan, run), plan.trainer == "native"
+    forked = plan.trainer == "native"
     leave = {signal.SIGTERM, *([] if trainer.leave_signal is None else [trainer.leave_signal])}
     return Agent(
         attempt,
@@ -146,6 +170,7 @@ def _agent(
         leave_signals=leave,
         health=HealthPlan.looked_for(plan.node_health),
         last_words=None if forked else last_words,
+        import_seconds=plan.start_timeout / 2,  # before the supervisor takes it for a hang of nobody in particular
         say=words,
     )
 

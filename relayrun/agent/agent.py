@@ -7,25 +7,28 @@ them. An agent that dies takes its ranks with it.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import select
 import selectors
 import shutil
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from relayrun.agent import requests, sections
+from relayrun.agent import rank_environment, requests, sections
+from relayrun.agent.aside import Aside
 from relayrun.agent.coordinator import FAILED
 from relayrun.agent.heard import BEAT_SECONDS
 from relayrun.agent.lines import Lines, Message
-from relayrun.agent.memory import FOLDER, ITERATION, PLACE, forget, held, make_folder
+from relayrun.agent.memory import PLACE, forget, held, make_folder
 from relayrun.agent.node_facts import Facts
 from relayrun.agent.own_health import OwnHealth
 from relayrun.agent.reception import Reception
 from relayrun.agent.server import ForkServer
 from relayrun.files import remove_leftovers
-from relayrun.rundir import rounds
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.node_health import HealthPlan
 from relayrun.rundir.records import Failure
@@ -42,6 +45,8 @@ ENVIRONMENT = {
     "TORCH_GLOO_LAZY_INIT": "1",  # a group connects the ranks that talk, not all with all: the longest part of a round
 }
 """What a server that forks and its ranks have."""
+WRITE_SECONDS = 10.0
+"""How long the words of a server that could not import may take to be written down."""
 
 
 class Agent:
@@ -58,6 +63,7 @@ class Agent:
         handed_on: signals that are for the ranks. leave_signals: those of them that ask the ranks to leave.
         health: what is looked for on this node; None: nothing.
         last_words: said in both of the job's logs when no rank of a round is left here; None: nobody reads them there.
+        import_seconds: how long the server may take until it hears orders.
         say: writes a line into the job's log.
     """
 
@@ -77,6 +83,7 @@ class Agent:
         leave_signals: Collection[signal.Signals] = (signal.SIGUSR2, signal.SIGTERM),
         health: HealthPlan | None = None,
         last_words: Callable[[int], str] | None = None,
+        import_seconds: float = math.inf,
         say: Callable[[str], None],
     ) -> None:
         self._handed_on, self._leave_signals, self._last_words = handed_on, leave_signals, last_words
@@ -96,6 +103,9 @@ class Agent:
         self._server: ForkServer | None = None
         self._unable = ""
         """What the server said of imports that failed."""
+        self._import_seconds = import_seconds
+        self._hung = ""
+        """Why the server is being killed."""
         self.round = 0
         """The newest round that it knows of, counted from 1."""
         self._alive: set[int] = set()
@@ -105,9 +115,11 @@ class Agent:
         self._watch = selectors.DefaultSelector()
         self._watch.register(upward, selectors.EVENT_READ, self._from_coordinator)
         self._code: int | None = None
+        self._aside = Aside(self._watch)
         self._health: OwnHealth | None = None
         if health is not None:
-            self._health = OwnHealth(health, [*arguments], attempt.path, watch=self._watch)
+            self._health = OwnHealth(health, [*arguments], attempt.path, aside=self._aside)
+        self._stopped = sections.Stopped()
         self._probed: Message | None = None
         """What was measured on this node; sent when nothing of the measurement runs any more."""
 
@@ -138,8 +150,9 @@ class Agent:
                 key.data()
             if time.monotonic() - self._beat >= BEAT_SECONDS:
                 self._beat = time.monotonic()
+                self._aside.attend()
+                self._look_at_server()
                 if self._health is not None:
-                    self._health.attend()
                     self._health.ranks_run()
                 self._upward.send("beat", round=self.round, standing=self._standing())
             if reception is not None:
@@ -154,8 +167,26 @@ class Agent:
 
     def _start_server(self) -> None:
         environment = {name: value for name, value in self._defaults.items() if name not in os.environ}
-        self._server = ForkServer(self._command, environment, ignored=self._handed_on)
-        self._watch.register(self._server.lines, selectors.EVENT_READ, self._from_server)
+        environment[MARK] = self._mark  # of what its ranks fork, too, which keeps the environment of this program
+        self._server = server = ForkServer(self._command, environment, ignored=self._handed_on)
+        self._watch.register(server.lines, selectors.EVENT_READ, partial(self._from_server, server))
+        self._watch.register(server.ends, selectors.EVENT_READ, partial(self._server_ended, server))
+
+    def _look_at_server(self) -> None:
+        """Kill a server that hangs; what follows is as where it dies by itself."""
+        if self._server is None or self._hung:
+            return
+        self._hung = self._server.hangs(import_seconds=self._import_seconds)
+        if self._hung:
+            self._say(f"{self._hung}; it is killed")
+            self._server.kill()
+
+    def _server_ended(self, server: ForkServer) -> None:
+        """Hear its last words: what its ranks have left may hold its socket open."""
+        while self._server is server and select.select([server.lines], [], [], 0)[0]:
+            self._from_server(server)
+        if self._server is server:
+            self._server_gone()
 
     def _signalled(self, numbers: bytes) -> None:
         for number in numbers:
@@ -179,7 +210,7 @@ class Agent:
                 if self._health is not None:
                     self._health.ranks_end()
                 if self._alive and self._server is not None:
-                    self._server.lines.send("end")
+                    self._server.end_ranks()
                 else:
                     self._ended()
             elif message["kind"] == "requests":
@@ -199,7 +230,7 @@ class Agent:
         """Where the ranks stand, if none of them has come further for a while; None where one has, or not all began."""
         if self._memory is None or len(self._alive) < len(self._ranks):
             return None
-        found = sections.standing(self._memory, self._ranks)
+        found = sections.standing(self._memory, self._ranks, self._stopped)
         still = len(found) == len(self._ranks) and all(one.seconds > sections.QUIET_SECONDS for one in found)
         return found if found and still else None
 
@@ -218,6 +249,7 @@ class Agent:
             self._probed = None
         if self._health is not None:
             self._health.ranks_start()
+        self._stopped = sections.Stopped()
         if self._memory is not None:
             sections.forget(self._memory)
         arguments = [*self._arguments, f"--base-iteration={message['base_iteration']}"]
@@ -228,7 +260,17 @@ class Agent:
                 round=self.round,
                 rank=rank,
                 arguments=arguments if self.round > 1 else list(self._arguments),
-                environment=self._environment(rank, message),
+                environment={
+                    **rank_environment.of_rank(
+                        rank,
+                        message,
+                        local=rank - self._ranks[0],
+                        per_node=self._ranks_per_node,
+                        keep_address=self._keep_address,
+                        memory=self._memory,
+                    ),
+                    MARK: self._mark,
+                },
             )
 
     def _probe(self, message: Message) -> None:
@@ -245,30 +287,11 @@ class Agent:
             self._upward.send(**self._probed)
             self._probed = None
 
-    def _environment(self, rank: int, start: Message) -> Mapping[str, str]:
-        """What differs between ranks and rounds, under the names that srun and torch give it; `start`: the order."""
-        local, size = str(rank - self._ranks[0]), str(self._world_size)
-        keep = self._keep_address or start["address"] is None
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": local,
-            "WORLD_SIZE": size,
-            "SLURM_PROCID": str(rank),
-            "SLURM_LOCALID": local,
-            "SLURM_NTASKS": size,
-            **({"SLURM_NODEID": str(rank // self._ranks_per_node)} if "SLURM_NODEID" in os.environ else {}),
-            **({} if keep else {"MASTER_ADDR": start["address"]}),
-            "MASTER_PORT": str(start["port"]),
-            rounds.VARIABLE: str(self.round),
-            MARK: self._mark,
-            FOLDER: str(self._memory or ""),
-            ITERATION: "" if start["memory"] is None else str(start["memory"]),
-        }
-
-    def _from_server(self) -> None:
-        assert self._server is not None
+    def _from_server(self, server: ForkServer) -> None:
+        if self._server is not server:  # it has gone in this turn
+            return
         try:
-            messages = self._server.lines.receive()
+            messages = server.lines.receive()
         except EOFError:
             self._server_gone()
             return
@@ -276,6 +299,8 @@ class Agent:
             if message["kind"] == "dead":
                 self._alive.discard(message["rank"])
                 self._say_dead(message["rank"], message["code"], told=message["told"])
+            elif message["kind"] == "serving":
+                server.serves(int(message["pid"]))
             elif message["kind"] == "unable":
                 self._unable = str(message["error"])
             elif message["kind"] in ("started", "stepped", "probing"):
@@ -284,24 +309,40 @@ class Agent:
                 self._probed = message
             elif message["kind"] == "probe ended":
                 self._send_probed()
-        if not self._alive and self.round:
+        if not self._alive and self.round and any(message["kind"] == "dead" for message in messages):
+            server.ranks_ended()
             self._ended()
 
     def _server_gone(self) -> None:
         """With it all its ranks; the next round starts another one."""
         assert self._server is not None
         self._watch.unregister(self._server.lines)
+        self._watch.unregister(self._server.ends)
         code, self._server = self._server.gone(), None
-        error = f"the server that forks ranks ended ({code})"
-        if self._unable:
-            error = self._unable
-            for rank in self._ranks:  # as each of them would have said
-                failure = Failure(rank=rank, node=self._hello["name"], error=error, time=time.time())
+        error, self._unable, hung, self._hung = self._unable, "", self._hung, ""
+        number = self.round
+        if not error:
+            self._say_server_gone(number, code, hung or f"the server that forks ranks ended ({code})")
+            return
+        failures = [Failure(rank=rank, node=self._hello["name"], error=error, time=time.time()) for rank in self._ranks]
+
+        def write() -> None:
+            for failure in failures:  # as each of them would have said
                 with contextlib.suppress(OSError):  # on a full disk the log has the words
-                    failure.write(self._attempt.failures / f"rank-{rank:04}.json")
-        self._unable = ""
+                    failure.write(self._attempt.failures / f"rank-{failure.rank:04}.json")
+
+        self._aside.start(
+            write,
+            lambda _: self._say_server_gone(number, code, error),
+            seconds=WRITE_SECONDS,
+            otherwise=lambda _: None,
+        )
+
+    def _say_server_gone(self, number: int, code: int, error: str) -> None:
         self._send_probed()
-        if self._alive or not self.round:
+        if number != self.round:  # another one was given out before the words were written down
+            return
+        if self._alive or not number:
             self._alive.clear()
             self._say_dead(-1, code or FAILED, error=error, told=self._told_to_end)
         self._ended()
@@ -313,7 +354,21 @@ class Agent:
         if self._said_ended == self.round:
             return
         self._said_ended = self.round
-        for command in leftover.end({MARK: self._mark}):
+        number, server = self.round, set[int]() if self._server is None else set(self._server.pids)
+        again = self._told_to_end or self._server is None  # and no other round must begin beside them
+        patience = math.inf if again else leftover.PATIENCE
+        self._aside.start(
+            lambda: leftover.end({MARK: self._mark}, but=server, patience=patience),
+            lambda commands: self._none_left(number, commands),
+            seconds=math.inf,  # the coordinator knows when it has waited long enough
+            otherwise=lambda _: [],
+        )
+
+    def _none_left(self, number: int, commands: Sequence[str]) -> None:
+        """Nothing of the ranks of this round lives here."""
+        if number != self.round:
+            return
+        for command in commands:
             self._say(f"a process that the ranks left behind is ended: {command}")
         if self._last_words is not None:  # behind all that the ranks said: the streams are the same
             self._say(self._last_words(self.round))

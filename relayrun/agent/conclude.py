@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -94,3 +95,30 @@ def conclude(
         nodes=following,
         moved=moved,
     )
+
+
+def too_few(
+    attempt: Attempt, places: Places, *, there: Collection[int], name: Callable[[int], str], base: Durable
+) -> FailedRound:
+    """Put on record that no round can begin, since too few nodes are left, as round 0. Raises OSError.
+
+    Nodes that never came count as lost, unless none came at all: then none of them is to blame.
+    """
+    gone = sorted(places.lost)
+    words = {places.lost[node].error for node in gone}
+    failed = FailedRound(
+        round=0,
+        time=time.time(),
+        rank=None,
+        node=", ".join(name(node) for node in gone),
+        words="; ".join(sorted(words)),
+        iteration=base.iteration,
+        base_iteration=base.iteration,
+        durable_iteration=base.iteration,
+        next_iteration=base.iteration,
+        again=False,
+        reason=f"{places.wanted} nodes are to train, and {len(there)} are left",
+        lost={name(node): "" for node in gone if there and not places.lost[node].sick},
+    )
+    rounds.append(attempt, failed)
+    return failed

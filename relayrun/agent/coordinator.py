@@ -29,7 +29,7 @@ from typing import Literal
 
 from relayrun.agent import hangs
 from relayrun.agent.between import PAUSE, Between
-from relayrun.agent.conclude import conclude
+from relayrun.agent.conclude import conclude, too_few
 from relayrun.agent.current_round import CurrentRound
 from relayrun.agent.decide import Death
 from relayrun.agent.health import Health
@@ -48,7 +48,11 @@ from relayrun.rundir.run import Run
 FAILED = 1
 """Exit code of the agents where no rank's own says why the attempt failed."""
 GATHER_SECONDS = 60.0
-"""How long the first round waits for the rest, when enough nodes are there."""
+"""How long the first round waits for the rest, when enough nodes are there. The rest are spare ones when they come."""
+AGENT_SECONDS = 300.0
+"""How long it waits where they are not enough; then those that have not come are given up."""
+ENDING_SECONDS = 60.0
+"""How long the ranks of a node may take to end; then it is given up. One that waits in the kernel does not end."""
 
 
 class Coordinator:
@@ -106,13 +110,7 @@ class Coordinator:
             return
         self._heard.word(node)
         if kind == "hello":
-            self._heard.hello(node, message)
-            if self._health is not None:
-                self._health.ask_for_clocks(self._links, [node])
-            if self._phase == "leaving":
-                self._links[node].send("leave", code=FAILED)
-            elif self._phase == "gathering":
-                self._gather()
+            self._hello(node, message)
         elif kind == "asked":
             self.ask(str(message.get("why")))
         elif kind in ("health", "clock", "probing", "probed"):
@@ -137,6 +135,19 @@ class Coordinator:
         elif kind == "stepped":
             self._stepped(float(message["time"]))
 
+    def _hello(self, node: int, message: Message) -> None:
+        self._heard.hello(node, message)
+        if self._health is not None:
+            self._health.ask_for_clocks(self._links, [node])
+        if self._places.came(node):
+            self._say(f"{self._name(node)} came late, and is a spare node")
+        if self._phase == "leaving":
+            self._links[node].send("leave", code=FAILED)
+        elif self._phase == "gathering":
+            self._gather()
+        elif self._phase == "ending":  # it has no ranks of this round, and was not told to end any
+            self._current.ended.add(node)
+
     def look(self) -> None:
         """Now and then: see whether nothing moves any more, by where the ranks stand or by the supervisor's word."""
         if self._phase == "running":
@@ -146,8 +157,10 @@ class Coordinator:
                 link.send("requests", asked=self._requests.asked)
             if self._requests.hang is not None and self._phase in ("running", "measuring"):
                 self._hung(self._requests.hang)
-        if self._phase == "gathering" and time.monotonic() - self._heard.greeted > GATHER_SECONDS:
-            self._gather(late=True)
+        if self._phase == "gathering":
+            self._gather()
+        elif self._phase == "ending":
+            self._look_for_unended()
         elif self._phase == "measuring":
             self._look_for_probes()
         elif self._phase == "recording":
@@ -179,8 +192,9 @@ class Coordinator:
             self._leave(FAILED)
             return
         who = hang.culprit
-        node = "" if who is None else self._name(self._places.nodes[who // self._ranks_per_node])
-        self._dead(Death(rank=-1, node=node, code=FAILED, error=hang.words, late=who))
+        node = None if who is None else self._places.at(who // self._ranks_per_node)
+        name = "" if node is None else self._name(node)
+        self._dead(Death(rank=-1, node=name, code=FAILED, error=hang.words, late=who))
 
     def silent(self) -> list[tuple[int, float]]:
         """Nodes whose agents have said nothing for too long, with the seconds; to be asked for at each beat."""
@@ -209,53 +223,57 @@ class Coordinator:
         self._links.pop(node, None)
         if self._phase in ("gathering", "measuring"):
             self._say(f"{self._name(node)}: {why}, before the first round")
+            if self._places.left < self._places.wanted:
+                self._say(f"{self._places.wanted} nodes are to train, and {self._places.left} are left")
             if self._phase == "gathering":
                 self._gather()
             else:
                 self._look_for_probes()
             return
         if node in self._places.nodes:
-            self._current.deaths.insert(
-                0, self._places.lost[node]
-            )  # what others say of closed connections has this cause
+            self._current.lost(self._places.lost[node], last_word=self._heard.last_word(node))
             self._end()
         else:
             self._say(f"the spare node {self._name(node)} is gone: {why}")
         self._look_for_end()
 
-    def _give_up_node(self, node: int, why: str, *, sick: bool = False) -> None:
-        self._places.lost[node] = Death(rank=-1, node=self._name(node), code=FAILED, error=why, lost=True, sick=sick)
+    def _give_up_node(self, node: int, why: str, **kind: bool) -> None:
+        self._places.lost[node] = Death(rank=-1, node=self._name(node), code=FAILED, error=why, lost=True, **kind)
 
-    def _dismiss(self, node: int, why: str, *, sick: bool = False) -> None:
-        """Give up a node whose agent may be there."""
-        self._give_up_node(node, why, sick=sick)
+    def _dismiss(self, node: int, why: str, **kind: bool) -> None:
+        """Give up a node whose agent may be there; `kind`: `sick` or `unended`."""
+        self._give_up_node(node, why, **kind)
         if (link := self._links.pop(node, None)) is not None:
             link.send("leave", code=FAILED)
 
     def _name(self, node: int) -> str:
         return self._heard.name(node)
 
-    def _gather(self, *, late: bool = False) -> None:
-        """Begin the first round when all nodes are there that may still come; `late`: those that are there must do."""
+    def _gather(self) -> None:
+        """Begin the first round when all nodes are there that may still come, or those that are there must do."""
         there = [node for node in self._there() if self._health is None or self._health.knows(node)]
-        places = self._places
-        if places.left < places.wanted:
-            self._say(f"{places.wanted} nodes are to train, and {places.left} are left")
+        places, waited = self._places, time.monotonic() - self._heard.greeted
+        enough = waited > GATHER_SECONDS and len(there) >= places.wanted
         if not places.fitting(places.left):
-            self._leave(FAILED)
-        elif len(there) == places.left or (late and len(there) >= places.wanted):
-            for node in places.missing(there):
-                what = "how it is" if node in self._links else "hello"
-                self._dismiss(node, "it came late")
-                self._say(
-                    f"{self._name(node)} has not said {what} for {GATHER_SECONDS:.0f} s; the others begin without it"
-                )
-            if self._leave_out_sick() and not self._measure():
+            self._too_few()
+        elif len(there) == places.left or enough or waited > AGENT_SECONDS:
+            for node in sorted(places.missing(there)):
+                words = f"has not said {'how it is' if node in self._links else 'hello'} for {waited:.0f} s"
+                what = "the others begin without it" if enough else "it is given up"
+                self._say(f"{self._name(node)} {words}; {what}")
+                if enough and node not in self._links:
+                    places.absent.add(node)
+                else:
+                    self._dismiss(node, words)
+            if not places.fitting(len(self._there())):
+                self._too_few()
+            elif self._leave_out_sick() and not self._measure():
                 self._first_round()
 
     def _there(self) -> list[int]:
-        """Nodes that have said hello, and are not given up."""
-        return sorted(self._heard.ports.keys() & self._links.keys() - self._places.lost.keys())
+        """Nodes that have said hello, and are not given up; those last that came late."""
+        there = self._heard.ports.keys() & self._links.keys() - self._places.lost.keys()
+        return sorted(there, key=lambda node: (node in self._places.late, node))
 
     def _first_round(self) -> None:
         there = self._there()
@@ -263,7 +281,13 @@ class Coordinator:
         if self._places.nodes:
             self._start(self._base, memory=None)
         else:
-            self._leave(FAILED)
+            self._too_few()
+
+    def _too_few(self) -> None:
+        """End the attempt, in which no round can begin."""
+        with contextlib.suppress(OSError):
+            too_few(self._attempt, self._places, there=self._there(), name=self._name, base=self._base)
+        self._leave(FAILED)
 
     def _hear_of_health(self, node: int, message: Message) -> None:
         if self._health is None:
@@ -309,6 +333,15 @@ class Coordinator:
         if self._current.ended.issuperset(waits):
             self._all_gone()
 
+    def _look_for_unended(self) -> None:
+        """Give up the nodes whose ranks do not end: others must not wait for them for ever."""
+        if time.monotonic() - self._current.told_to_end <= ENDING_SECONDS:
+            return
+        for node in sorted(self._links.keys() - self._current.ended):
+            self._dismiss(node, f"its ranks have not ended within {ENDING_SECONDS:.0f} s", unended=True)
+            self._say(f"{self._name(node)}: {self._places.lost[node].error}; it is given up")
+        self._look_for_end()
+
     def _start(self, base: Durable, *, memory: int | None, source: str = "disk") -> None:
         """Give out the next round: from copies in memory of iteration `memory`, or else from `base`."""
         start = base.iteration if memory is None else memory
@@ -331,14 +364,14 @@ class Coordinator:
     def _dead(self, death: Death) -> None:
         if not death.code:
             return
-        self._current.deaths.append(death)
+        self._current.died(death)
         self._end()
 
     def _end(self) -> None:
         """Have all ranks of this round ended, once."""
         if self._phase != "running":
             return
-        self._phase, self._current.noticed = "ending", time.time()
+        self._phase, self._current.noticed, self._current.told_to_end = "ending", time.time(), time.monotonic()
         if self._between is not None:
             self._between.ended()
         if self._health is not None:

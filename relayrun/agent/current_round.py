@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from relayrun.agent.decide import Death, RoundFacts, first_death, why_not_again
+from relayrun.agent.heard import BEAT_SECONDS
 from relayrun.agent.lines import Message
 from relayrun.agent.memory import Held
 from relayrun.rundir import rounds
@@ -41,6 +43,8 @@ class CurrentRound:
     deaths: list[Death] = field(default_factory=list)
     noticed: float = 0.0
     """When its first failure was noticed."""
+    told_to_end: float = 0.0
+    """When its ranks were to be ended, by `time.monotonic`."""
     ended: set[int] = field(default_factory=set)
     """Nodes on which none of its ranks is left."""
     over: float = 0.0
@@ -59,6 +63,21 @@ class CurrentRound:
             over_before=self.over,
             stepped=self.number == 0,
         )
+
+    def died(self, death: Death) -> None:
+        """Note the end of a rank, or of what is the end of several, as it is noticed."""
+        self.deaths.append(replace(death, noticed=time.monotonic()))
+
+    def lost(self, death: Death, *, last_word: float) -> None:
+        """Note the loss of a node of which nothing was heard since `last_word`, by `time.monotonic`.
+
+        It comes before what others died of since then: they may say no more than that a connection is closed. A rank
+        that died before, or on that node itself, did so by itself.
+        """
+        since = last_word - BEAT_SECONDS  # words of different agents are heard in any order
+        before = [known.node == death.node or known.noticed <= since for known in self.deaths]
+        at = len(before) - before[::-1].index(True) if any(before) else 0
+        self.deaths.insert(at, replace(death, noticed=since))
 
     def copies(self, nodes: Collection[int]) -> list[Held]:
         """The copies in the memory of these nodes."""

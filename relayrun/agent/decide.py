@@ -36,8 +36,12 @@ class Death:
     """Its node is given up."""
     sick: bool = False
     """For its health."""
+    unended: bool = False
+    """For its ranks, which did not end."""
     late: int | None = None
     """Nothing moved any more, and the others waited for this rank."""
+    noticed: float = 0.0
+    """When, by the coordinator's `time.monotonic`; of a lost node about when it was last heard."""
 
     @property
     def words(self) -> str:
@@ -118,10 +122,11 @@ def first_death(deaths: Sequence[Death], said_at: dict[int, float]) -> Death:
 
     A rank that is killed closes its connections, and its neighbours fail in their collectives: so a killed one comes
     first. Where none was, it is the one that wrote down its error first; `said_at`: when each rank did so. What is no
-    rank's own end, and was noticed first, is the cause of all others.
+    rank's own end, and was noticed first, is the cause of all others; a lost node is that of all behind it.
     """
     if deaths[0].rank < 0:
         return deaths[0]
+    deaths = list(takewhile(lambda death: not death.lost, deaths))
     killed = [death for death in deaths if death.code < 0]
     if killed:
         return killed[0]

@@ -2,7 +2,8 @@
 
 Ranks that wait for each other stand still together, so a hang is judged for all at once: the one that has come further
 last is still for longer than the longest limit of any rank's section. A rank that reads data for a minute lets others
-wait in a collective, whose own limit does not count then.
+wait in a collective, whose own limit does not count then. Before the first step there is no limit, but for a rank whose
+process does nothing at all.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from relayrun.agent.sections import Standing
+from relayrun.agent.sections import BEGINNING, Standing
 from relayrun.rundir import stacks as of_ranks
 from relayrun.rundir.records import Hang
 
@@ -49,9 +50,11 @@ class Hangs:
     def judge(self, nodes: Iterable[int], *, ranks: int) -> Sequence[Standing] | None:
         """Where all ranks stand if they hang; None where they do not. `nodes`: those that train."""
         found = sorted(standing for node in nodes for standing in self._nodes.get(node, ()))
-        if len(found) != ranks or min(one.seconds for one in found) <= max(one.limit for one in found):
+        if len(found) != ranks:
             return None
-        return found
+        if any(one.section in BEGINNING and one.state and one.seconds >= one.limit for one in found):
+            return found  # the others may wait for it as long as they like
+        return found if min(one.seconds for one in found) > max(one.limit for one in found) else None
 
 
 def record(found: Sequence[Standing], stacks: Path) -> Hang:

@@ -29,6 +29,8 @@ class Heard:
         """Another one."""
         self._silent: dict[int, int] = {}
         """How many looks in a row found no word of each node."""
+        self._words: dict[int, float] = {}
+        """When each last said something."""
         self._looked = self.greeted = time.monotonic()
         """When that was last counted; when the last agent said hello."""
 
@@ -40,7 +42,11 @@ class Heard:
 
     def word(self, node: int) -> None:
         """Its agent has said something."""
-        self._silent[node] = 0
+        self._silent[node], self._words[node] = 0, time.monotonic()
+
+    def last_word(self, node: int) -> float:
+        """When its agent was last heard, by `time.monotonic`; 0 where it never was."""
+        return self._words.get(node, 0.0)
 
     def name(self, node: int) -> str:
         """The name of a node; its number where that is not known."""

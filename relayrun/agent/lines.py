@@ -53,7 +53,7 @@ class Lines:
         *lines, self._rest = (self._rest + data).split(b"\n")
         try:
             found = [json.loads(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):  # a thousand brackets, one in the other
             raise EOFError from None
         if not all(isinstance(message, dict) and isinstance(message.get("kind"), str) for message in found):
             raise EOFError

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import selectors
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from relayrun.agent import node_facts
+from relayrun.agent.aside import Aside
 from relayrun.agent.node_facts import Facts, Program
 from relayrun.agent.node_findings import MEMORY_OF_RANKS
 from relayrun.rundir.node_health import HealthPlan
@@ -19,6 +18,10 @@ FACTS_SECONDS = 10.0
 """How much longer than the site's own check the whole look may take: a disk may hang."""
 BETWEEN_SECONDS = 5.0
 """How long GPUs may take to answer between two rounds."""
+FOLDERS_SECONDS = 10.0
+"""How long the file systems may take to answer between two rounds."""
+MARGIN_SECONDS = 2.0
+"""How much longer a program is waited for than it has itself."""
 
 
 class OwnHealth:
@@ -27,13 +30,14 @@ class OwnHealth:
     Args:
         arguments: of a program of this run and attempt.
         attempt: the folder of the attempt.
-        watch: where what is waited for is registered; the data of each key is what to call then.
+        aside: where programs and file systems are waited for.
     """
 
-    def __init__(self, plan: HealthPlan, arguments: list[str], attempt: Path, *, watch: selectors.BaseSelector) -> None:
-        self._plan, self._arguments, self._attempt, self._watch = plan, arguments, attempt, watch
-        self._running: Program | None = None
-        self._fd = -1
+    def __init__(self, plan: HealthPlan, arguments: list[str], attempt: Path, *, aside: Aside) -> None:
+        self._plan, self._arguments, self._attempt, self._aside = plan, arguments, attempt, aside
+        self._running = False
+        """Whether a program is waited for; and which it is, when it has been started."""
+        self._program: Program | None = None
         self._then: Callable[[Facts], None] | None = None
         """What is told what is found, once the program has answered."""
         self._found: Callable[[int | None, str], Facts] = _of_answer
@@ -48,7 +52,7 @@ class OwnHealth:
         """Look at all, and call `then` with it."""
         command = [sys.executable, "-P", "-m", "relayrun.agent.node_facts", *self._arguments]
         self._found, self._then = _of_answer, then
-        self._begin(Program(command, FACTS_SECONDS + self._plan.command_seconds * bool(self._plan.command)))
+        self._begin(command, FACTS_SECONDS + self._plan.command_seconds * bool(self._plan.command))
 
     def ranks_start(self) -> None:
         """Ranks are about to take memory."""
@@ -61,53 +65,57 @@ class OwnHealth:
 
     def ranks_end(self) -> None:
         """Ranks are being ended: GPUs can be asked meanwhile."""
-        if self._plan.gpus and self._plan.gpu_program and self._running is None and not self._unknown:
+        if self._plan.gpus and self._plan.gpu_program and not self._running and not self._unknown:
             self._found, self._early = node_facts.gpu_facts, {}
-            self._begin(Program(self._plan.gpu_program, BETWEEN_SECONDS))
+            self._begin(self._plan.gpu_program, BETWEEN_SECONDS)
 
     def look_between(self, then: Callable[[Facts], None], *, copies: Path | None) -> None:
         """No rank is left: look at what takes milliseconds, and call `then` with it when GPUs have answered, too.
 
         `copies`: the folder of ranks' copies in memory, which the next ranks take over.
         """
-        found = node_facts.quick(self._attempt)
-        if found["memory"] is not None and copies is not None:
-            with contextlib.suppress(OSError):
-                found["memory"] += sum(path.stat().st_size for path in copies.glob("*"))
-        if self._most > self._least:
-            found[MEMORY_OF_RANKS] = self._most - self._least
-        self._most = self._least = 0
-        if self._running is None:
-            then(found | self._early)
-            self._early = {}
-        else:
-            self._then = lambda of_gpus: then(found | of_gpus)
+        taken, self._most, self._least = self._most - self._least, 0, 0
 
-    def attend(self) -> None:
-        """Now and then: see whether a program has answered, or has had the time."""
-        if self._running is not None and (answer := self._running.answer()) is not None:
-            self._ended(answer)
+        def look(found: Facts) -> None:
+            if found["memory"] is not None and copies is not None:
+                with contextlib.suppress(OSError):
+                    found["memory"] += sum(path.stat().st_size for path in copies.glob("*"))
+            if taken > 0:
+                found[MEMORY_OF_RANKS] = taken
+            if self._running:
+                self._then = lambda of_gpus: then(found | of_gpus)
+            else:
+                early, self._early = self._early, {}
+                then(found | early)
+
+        self._aside.start(
+            lambda: node_facts.quick(self._attempt),
+            look,
+            seconds=FOLDERS_SECONDS,
+            otherwise=lambda words: {
+                "memory": node_facts.available_memory(),
+                "answer": f"its folders cannot be looked at: {words}",
+            },
+        )
 
     def end(self) -> None:
         """Wait for nothing any more."""
-        if self._running is not None:
-            self._running.end()
+        if self._program is not None:
+            self._program.end()
 
-    def _begin(self, program: Program) -> None:
-        self._running = program
-        if program.fileno() >= 0:
-            self._fd = os.dup(program.fileno())  # the program closes its own
-            self._watch.register(self._fd, selectors.EVENT_READ, lambda: self._ended(program.wait()))
-        else:
-            self._ended(program.wait())
+    def _begin(self, command: Sequence[str], seconds: float) -> None:
+        """Start a program, aside: what it is loaded from may hang, too."""
+        self._running = True
+
+        def run() -> tuple[int | None, str]:
+            self._program = Program(command, seconds)
+            return self._program.wait()
+
+        self._aside.start(run, self._ended, seconds=seconds + MARGIN_SECONDS, otherwise=lambda words: (None, words))
 
     def _ended(self, answer: tuple[int | None, str]) -> None:
-        """It has said something, or closed its output, and so it ends; or its time is over."""
-        if self._fd >= 0:
-            self._watch.unregister(self._fd)
-            os.close(self._fd)
-            self._fd = -1
-        self._running = None
+        """It has said something, or its time is over."""
+        self._running, self._program = False, None
         found, then, self._then = self._found(*answer), self._then, None
         self._unknown = self._unknown or "gpu_error" in found
         if then is None:

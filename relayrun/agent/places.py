@@ -21,16 +21,32 @@ class Places:
         """Which node has each place; at first none has."""
         self.lost: dict[int, Death] = {}
         """Nodes that were given up, each with the reason. None is taken in again."""
+        self.absent: set[int] = set()
+        """Nodes that have not come yet, and without which the others began."""
+        self.late: set[int] = set()
+        """Those of them that came later, as spare ones."""
 
     @property
     def left(self) -> int:
-        """How many nodes of the job are not given up."""
-        return self.wanted + self.spare - len(self.lost)
+        """How many nodes of the job are there or expected: neither given up nor absent."""
+        return self.wanted + self.spare - len(self.lost) - len(self.absent - self.lost.keys())
+
+    def came(self, node: int) -> bool:
+        """Its agent has said hello; whether that was late."""
+        if node not in self.absent:
+            return False
+        self.absent.remove(node)
+        self.late.add(node)
+        return True
 
     @property
     def outlive_nodes(self) -> bool:
         """Whether another node may have the first place."""
         return self.spare > 0 or bool(self._elastic)
+
+    def at(self, place: int) -> int | None:
+        """The node that has this place; None where no node has it, as of a rank of an earlier layout."""
+        return self.nodes[place] if 0 <= place < len(self.nodes) else None
 
     def missing(self, there: Collection[int]) -> set[int]:
         """Nodes that are neither `there` nor given up."""
@@ -60,4 +76,7 @@ class Places:
             return f"{sick[0].node} is sick: {sick[0].error}"
         if self._elastic:
             return "too few nodes are left"
-        return "no spare node is left" if self.spare else f"the agent of {names} is gone"
+        if self.spare:
+            return "no spare node is left"
+        words = {death.error for node in self.gone() if (death := self.lost[node]).unended}
+        return f"{names}: {words.pop()}" if words else f"the agent of {names} is gone"

@@ -46,6 +46,7 @@ class RankServer(ABC):
 
     def serve(self) -> None:
         """Do what the agent orders until it is gone; its children go with this process."""
+        self.agent.send("serving", pid=os.getpid())
         while True:
             for fd, _ in self._poll.poll():
                 if fd in self._children:

@@ -20,6 +20,12 @@ QUIET_SECONDS = 2.0
 """An agent says how its ranks stand when none of them has come further for so long."""
 STOPPED = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting in the kernel", "Z": "dead"}
 """States of a process in which it does nothing, by the letter of /proc/PID/stat."""
+SET_UP = "set-up"
+"""The section of a rank from its fork to the first that it enters itself."""
+BEGINNING = (SET_UP, "start")
+"""Sections that may last for as long as they like, as far as the agent knows."""
+STOPPED_SECONDS = 120.0
+"""A rank that does nothing at all in one of these for so long hangs: its process neither runs nor takes CPU time."""
 
 
 class Standing(NamedTuple):
@@ -43,16 +49,16 @@ class Page:
     """A rank's page."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """Make it. Raises OSError."""
-        fd = os.open(_path(folder, rank), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        """Make it, or go on with that which this process has made. Raises OSError."""
+        fd = os.open(_path(folder, rank), os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.posix_fallocate(fd, 0, mmap.PAGESIZE)
             self._map = mmap.mmap(fd, mmap.PAGESIZE)
         finally:
             os.close(fd)
         self._pid = os.getpid()
-        self._entered = 0
-        self._last = (0, 0.0, b"")
+        self._entered, iteration, _, limit, _, name = _RECORD.unpack_from(self._map)
+        self._last = iteration, limit, name
 
     def enter(self, section: str, iteration: int, limit: float) -> None:
         """This rank is now in another section."""
@@ -72,8 +78,24 @@ def forget(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def standing(folder: Path, ranks: Iterable[int]) -> list[Standing]:
-    """Where these ranks of this node are; without those that have entered no section yet."""
+class Stopped:
+    """For how long ranks do nothing at all; asked now and then, in one round."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, tuple[int, float]] = {}
+        """The CPU time of each, in ticks, and since when it neither runs nor has more, by `time.monotonic`."""
+
+    def seconds(self, pid: int, state: str, ticks: int) -> float:
+        """How long this process has been seen in such a state alone, without more CPU time."""
+        known, since = self._since.get(pid, (-1, 0.0))
+        if not state or ticks != known:
+            since = time.monotonic()
+        self._since[pid] = ticks, since
+        return time.monotonic() - since
+
+
+def standing(folder: Path, ranks: Iterable[int], stopped: Stopped | None = None) -> list[Standing]:
+    """Where these ranks of this node are; without those that have no page yet."""
     found = []
     for rank in ranks:
         try:
@@ -84,16 +106,21 @@ def standing(folder: Path, ranks: Iterable[int]) -> list[Standing]:
             continue
         entered, iteration, since, limit, pid, name = _RECORD.unpack(data)
         section = name.rstrip(b"\0").decode(errors="replace")
-        found.append(Standing(rank, entered, section, iteration, time.monotonic() - since, limit, _state(pid)))
+        state, ticks = _doing(pid)
+        still = 0.0 if stopped is None else stopped.seconds(pid, state, ticks)
+        if still >= STOPPED_SECONDS and section in BEGINNING:
+            limit = STOPPED_SECONDS
+        found.append(Standing(rank, entered, section, iteration, time.monotonic() - since, limit, state))
     return found
 
 
-def _state(pid: int) -> str:
+def _doing(pid: int) -> tuple[str, int]:
+    """How a process does nothing, and the CPU time of its threads in ticks."""
     try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        letter = "Z"
-    return STOPPED.get(letter, "")
+        return STOPPED["Z"], 0
+    return STOPPED.get(fields[0], ""), int(fields[11]) + int(fields[12])
 
 
 def _path(folder: Path, rank: int) -> Path:

@@ -118,7 +118,8 @@ def main() -> int:
         between=between_of(run, plan, attempt, begin, say=partial(_say, name)),
     )
     listener = socket.create_server(("", 0), backlog=len(names))
-    reception = Reception(coordinator, links, listener=listener, job={"job": begin.job_id, "attempt": attempt.number})
+    job = {"job": begin.job_id, "attempt": attempt.number}
+    reception = Reception(coordinator, links, listener=listener, job=job, say=partial(_say, name))
     for number in HEEDED:  # the agents hear those that are for the ranks
         signal.signal(number, lambda heard, _frame: coordinator.ask("SIGTERM") if heard == signal.SIGTERM else None)
     selector = selectors.DefaultSelector()

@@ -12,11 +12,11 @@ two do at the same time is done once.
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 from relayrun.chain import decide, supervisor
 from relayrun.chain.log import log
-from relayrun.errors import RelayrunError, SchedulerError
 from relayrun.rundir import rounds
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.lineage import Lineage
@@ -24,39 +24,57 @@ from relayrun.rundir.plan import Plan
 from relayrun.rundir.rounds import FailedRound
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason
-from relayrun.scheduler.base import Job, Scheduler
+from relayrun.scheduler.base import Job
 from relayrun.scheduler.choose import for_plan
 
 LOOK_SECONDS = 5.0
 """Between two questions of the first node."""
 LATER_SECONDS = 10.0
 """By how much longer each node waits than the one before it; so many nodes do not ask Slurm at the same time."""
+LONGEST_SECONDS = 300.0
+"""No node waits for longer, however many there are."""
+LOOK_SPREAD = 60
+"""Over so many seconds the questions of those are spread that wait for about as long."""
 RETRY_SECONDS = 30.0
 
 
 def orphaned(run: Run, number: int, *, node: int, number_of_round: int) -> int:
     """Until this job is over, or this program has seen to it that it will be. Return the exit code of the agent.
 
-    The agent has left it the signals that ask ranks to leave as ignored ones.
+    Whatever fails meanwhile is tried again: nobody else is left. The agent has left it the signals that ask ranks to
+    leave as ignored ones.
 
     `node`: number of this node in the job. `number_of_round`: the newest that its agent knew, 0 before the first.
     """
-    plan, attempt = Plan.load(run), run.attempt(number)
-    scheduler = for_plan(plan, run, patience=0)
-    own = scheduler.current_job_id()
-    log(f"attempt {number}, job {own}: the coordinator is gone; Slurm is asked whether the batch host is")
-    while not (host := _lost_batch_host(scheduler, own)):
-        time.sleep(LOOK_SECONDS + LATER_SECONDS * node)
-    log(f"the batch host {host} is lost, and the batch script with it; this agent closes attempt {number}")
+    _say(f"attempt {number}: the coordinator is gone; Slurm is asked whether the batch host is")
+    told = False
     while True:
+        time.sleep(RETRY_SECONDS if told else pause(node))
         try:
+            plan, attempt = Plan.load(run), run.attempt(number)
+            scheduler = for_plan(plan, run, patience=0)
+            own = scheduler.current_job_id()
+            job = scheduler.query(own)
+            if job is None or not job.live:
+                _say(f"job {own} is {'gone' if job is None else job.state}; nothing is left to do")
+                return 1
+            names = scheduler.nodes.expand(job.nodes) if job.nodes and scheduler.nodes else []
+            if not (host := lost_batch_host(job, names)):
+                continue
+            if not told:
+                _say(f"the batch host {host} is lost, and the batch script with it; this agent closes attempt {number}")
+            told = True
             _note(attempt, host, number_of_round, run)
             supervisor.end(run, number, decide.UNKNOWN)
             _end_job(run, plan, attempt, own)
             return 1
-        except (OSError, RelayrunError) as error:
-            log(f"tried again in {RETRY_SECONDS:.0f} s: {getattr(error, 'message', error)}")
-        time.sleep(RETRY_SECONDS)
+        except Exception as error:  # of whatever kind: without this program the job would hold its nodes to its limit
+            _say(f"tried again: {getattr(error, 'message', '') or f'{type(error).__name__}: {error}'}")
+
+
+def pause(node: int) -> float:
+    """Seconds before each question of this node; those that would wait for longer than the longest are spread."""
+    return min(LOOK_SECONDS + LATER_SECONDS * node, LONGEST_SECONDS - node % LOOK_SPREAD)
 
 
 def lost_batch_host(job: Job | None, names: list[str]) -> str:
@@ -66,14 +84,9 @@ def lost_batch_host(job: Job | None, names: list[str]) -> str:
     return job.batch_host
 
 
-def _lost_batch_host(scheduler: Scheduler, own: str) -> str:
-    try:
-        job = scheduler.query(own)
-        names = scheduler.nodes.expand(job.nodes) if job is not None and job.nodes and scheduler.nodes else []
-    except SchedulerError as error:
-        log(f"Slurm does not answer: {error.message}")
-        return ""
-    return lost_batch_host(job, names)
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the file system of the log may be full, or away
+        log(text)
 
 
 def _note(attempt: Attempt, host: str, number: int, run: Run) -> None:
@@ -105,8 +118,8 @@ def _end_job(run: Run, plan: Plan, attempt: Attempt, own: str) -> None:
     """Queue this job again, in front of the one that may wait behind it; cancel it where the chain has ended."""
     record, scheduler = attempt.read_end(), for_plan(plan, run)
     if record is not None and record.action in ("continue", "retry") and stop_reason(run) is None:
-        log(f"job {own} is queued again under its id")
+        _say(f"job {own} is queued again under its id")
         scheduler.requeue(own, delay=record.delay)
     else:
-        log(f"job {own} is cancelled")
+        _say(f"job {own} is cancelled")
         scheduler.cancel(own)

@@ -48,7 +48,7 @@ class FailedRound(Record):
     """What rounds.jsonl says of a round that failed. Times are seconds since 1970."""
 
     round: int
-    """Counted from 1."""
+    """Counted from 1; 0 where no round began, since too few nodes came."""
     time: float
     """When its agent noticed the first failure."""
     rank: int | None
@@ -92,6 +92,8 @@ class FailedRound(Record):
     @property
     def told(self) -> str:
         """One line for people."""
+        if not self.round:
+            return f"before the first round: {self.culprit}; {self.reason}"
         text = f"round {self.round}: {self.culprit}, at iteration {self.iteration}"
         if not self.again:
             return f"{text}; {self.reason}"

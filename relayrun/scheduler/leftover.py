@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 MARK = "RELAYRUN_RANKS"
 """Environment variable that tells one start of ranks from every other one."""
@@ -22,14 +22,15 @@ PATIENCE = 10.0
 """Seconds for which processes are looked for that do not end; one that waits for a disk cannot."""
 
 
-def end(environment: Mapping[str, str | None]) -> list[str]:
+def end(environment: Mapping[str, str | None], *, but: Collection[int] = (), patience: float = PATIENCE) -> list[str]:
     """SIGKILL every process of this machine whose environment has all these variables; return their command lines.
 
-    Those that end by themselves within GRACE are none of them. A variable with None may have any value.
+    Those that end by themselves within GRACE are none of them. A variable with None may have any value. `but`:
+    processes that live on, with their own children. `patience`: seconds for which those are waited for that do not end.
     """
     ended: dict[int, str] = {}
     begun = time.monotonic()
-    while (found := _processes(environment)) and time.monotonic() < begun + GRACE + PATIENCE:
+    while (found := _processes(environment, but)) and time.monotonic() < begun + GRACE + patience:
         for pid, command in found.items() if time.monotonic() > begun + GRACE else ():
             ended.setdefault(pid, command)
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -38,7 +39,7 @@ def end(environment: Mapping[str, str | None]) -> list[str]:
     return list(ended.values())
 
 
-def _processes(environment: Mapping[str, str | None]) -> dict[int, str]:
+def _processes(environment: Mapping[str, str | None], but: Collection[int]) -> dict[int, str]:
     """Process ids, each with its command line; those of other users cannot be read, and are none of ours."""
     wanted = {f"{name}={value}".encode() for name, value in environment.items() if value is not None}
     named = {name.encode() for name, value in environment.items() if value is None}
@@ -51,7 +52,14 @@ def _processes(environment: Mapping[str, str | None]) -> dict[int, str]:
                 variables = set(file.read().split(b"\0"))
             if not wanted <= variables or not named <= {variable.partition(b"=")[0] for variable in variables}:
                 continue
+            if but and (int(name) in but or _parent(name) in but):
+                continue
             with open(f"/proc/{name}/cmdline", "rb") as file:
                 words = file.read().split(b"\0")
             found[int(name)] = b" ".join(words).decode("utf-8", errors="replace").strip()
     return found
+
+
+def _parent(name: str) -> int:
+    with open(f"/proc/{name}/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[1])

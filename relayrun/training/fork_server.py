@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import gc
 import logging
+import math
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ from typing import NoReturn
 
 from relayrun.agent.lines import Message
 from relayrun.agent.rank_server import Child, RankServer
+from relayrun.agent.sections import SET_UP, Page
 from relayrun.agent.server import IGNORED
 from relayrun.errors import RelayrunError, log_to_stderr
 from relayrun.rundir.node_health import HealthPlan
@@ -30,7 +32,7 @@ from relayrun.rundir.plan import Plan
 from relayrun.rundir.run import Run
 from relayrun.scheduler.tasks import die_with_parent
 from relayrun.training import node_probe
-from relayrun.training.reporting.agent_link import VARIABLE
+from relayrun.training.reporting.agent_link import VARIABLE, memory_folder
 from relayrun.training.signals import SignalFlag
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,9 @@ class Server(RankServer):
             gc.enable()
             os.environ.update(order["environment"])
             os.environ[VARIABLE] = str(self.agent.fileno())  # kept open: its end says that no rank lives
+            if (folder := memory_folder()) is not None:
+                with contextlib.suppress(OSError):  # the program says so itself
+                    Page(folder, order["rank"]).enter(SET_UP, 0, math.inf)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             flag = SignalFlag()
             flag.install()

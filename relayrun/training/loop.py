@@ -180,7 +180,7 @@ class Training:
         folder = agent_link.memory_folder()
         if folder is None or not self.config.checkpoint.memory_interval:
             return None
-        return MemoryTier(folder, self.config, self.attempt, self.checkpointer, self.ranks, say=self.metrics.say)
+        return MemoryTier(folder, self.config, self.attempt, self.checkpointer, self.ranks, metrics=self.metrics)
 
     def _set_out(self) -> BatchReader:
         """Read from the position on; data.json says what."""

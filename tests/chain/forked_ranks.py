@@ -5,8 +5,9 @@ SAVE steps and at the end, and leaves at a stop file, a signal or its deadline.
 
 FAULT is `ROUND:RANK:ITERATION:WHAT`: in that round that rank meets WHAT when all stand at that iteration, and the
 others wait there as in a collective. WHAT is a signal's name, `exit3`, `server` (the fork server is killed), `told`
-(all wait: somebody else acts), or else the words of an error. Round 0 is every round. `imports:WORDS` has the imports
-fail.
+(all wait: somebody else acts), or else the words of an error. `worker+WHAT` forks a process first that lives on, as one
+that reads data may; `worker-NUMBER-RANK` has its id. Round 0 is every round. `imports:WORDS` has the imports
+fail; `imports:hang` has them last for ever.
 """
 
 from __future__ import annotations
@@ -100,6 +101,12 @@ def fault(number: int, rank: int, at: int, run: Run, attempt: int) -> None:
         if rank == int(culprit):
             while len(list(run.attempt(attempt).path.glob(f"at-{number}-{at}-*"))) < int(os.environ["WORLD_SIZE"]):
                 time.sleep(0.01)
+            if what.startswith("worker+"):
+                what = what.removeprefix("worker+")
+                if (pid := os.fork()) == 0:
+                    time.sleep(1000)
+                    os._exit(0)
+                (run.attempt(attempt).path / f"worker-{number}-{rank}").write_text(str(pid))
             if what.startswith("SIG"):
                 os.kill(os.getpid(), signal.Signals[what])
             elif what == "server":
@@ -116,6 +123,8 @@ def fault(number: int, rank: int, at: int, run: Run, attempt: int) -> None:
 
 def imports() -> None:
     for text in sys.orig_argv[2:]:
+        if text == "imports:hang":
+            time.sleep(1000)
         if text.startswith("imports:"):
             raise ModuleNotFoundError(text.removeprefix("imports:"))
 

@@ -86,22 +86,6 @@ def test_a_node_that_is_lost_ends_the_attempt_on_all_nodes(make_run: MakeRun) ->
         signal.sigtimedwait([], 0.05)
 
 
-@pytest.mark.long
-def test_a_connection_of_another_job_is_not_heard(make_run: MakeRun) -> None:
-    nodes = Nodes(make_run, "0:0:7:told")
-    while not (nodes.attempt.path / "at-1-7-0").exists():
-        assert nodes.agents[0].poll() is None, nodes.log()
-        signal.sigtimedwait([], 0.05)
-    hello = b'{"kind": "hello", "node": 1, "job": "2", "attempt": 1, "name": "x"}\n'
-    for words in (hello, hello.replace(b'"2"', b'"1"'), b"GET / HTTP/1.1\r\n\r\n", b'{"kind": "leave", "code": 0}\n'):
-        with socket.create_connection(("127.0.0.1", nodes.port)) as stranger:
-            stranger.sendall(words)
-            assert stranger.recv(100) == b""
-    nodes.agents[1].send_signal(signal.SIGUSR2)  # to one node alone: its ranks have heard it, and this test ends all
-    nodes.attempt.stop.touch()
-    assert nodes.wait() == [0, 0], nodes.log()
-
-
 class Steps:
     """The starter of agents and, by a stand-in for srun, an agent on each of three pretended nodes; one is spare."""
 

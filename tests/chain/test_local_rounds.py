@@ -58,6 +58,21 @@ def run_with(run: Run, plan: Plan, poll: Callable[[], None]) -> None:
     scheduler.run_queue(lambda _event: None, poll)
 
 
+def test_what_a_rank_has_forked_ends_with_its_round_and_hides_no_end_of_the_server(make_run: MakeRun) -> None:
+    """It keeps the agent's socket open, and has the environment of the server, which lives on."""
+    run, plan = make(make_run, "1:1:7:worker+SIGKILL", "2:0:12:worker+server")
+    run_chain(run, plan)
+    (record,) = ends(run)
+    assert record.cause == "done", logs(run)
+    assert [told(failed) for failed in rounds.read(run.attempt(1))] == [
+        (1, 1, "killed by SIGKILL", 7, 5, 2),
+        (2, None, "the server that forks ranks ended (-9)", 12, 10, 2),
+    ]
+    for name in ("worker-1-1", "worker-2-0"):
+        assert not lives(int((run.attempt(1).path / name).read_text()))
+    assert logs(run).count("a process that the ranks left behind is ended: ") == 2
+
+
 def test_ranks_that_die_are_started_again_inside_their_job(make_run: MakeRun) -> None:
     faults = ("1:1:7:SIGKILL", "2:0:5:SIGKILL", "3:1:12:OSError: stale file handle", "4:0:12:server")
     run, plan = make(make_run, *faults)
@@ -210,6 +225,38 @@ def test_ranks_that_hang_are_started_again_after_they_were_asked_for_their_stack
     assert not run.attempt(1).hang.exists()
     assert (run.attempt(1).failures / "round-0001/hang.json").exists()
     assert 'File "' in (run.stacks(1) / "round-0001/rank-0000.txt").read_text()
+
+
+@pytest.mark.long
+def test_a_server_that_hangs_holds_up_no_round(make_run: MakeRun) -> None:
+    run, plan = make(make_run, "1:0:7:told", hang_timeout=5.0)
+    stopped: list[int] = []
+
+    def stop_the_server() -> None:
+        if not stopped and (run.attempt(1).path / "at-1-7-1").exists():
+            stopped.append(parent(pids_of(run)[1]))
+            os.kill(stopped[0], signal.SIGSTOP)
+
+    run_with(run, plan, stop_the_server)
+    (record,) = ends(run)
+    assert record.cause == "done", logs(run)
+    failed = rounds.read(run.attempt(1))[0]
+    assert failed.again
+    assert failed.words.startswith("hang: no progress for ")
+    assert "the server that forks ranks did not end them within 30 s; it is killed" in logs(run)
+    assert not lives(stopped[0])
+
+
+@pytest.mark.long
+def test_a_server_that_hangs_in_its_imports_ends_the_attempt_with_words(make_run: MakeRun) -> None:
+    run, plan = make(make_run, "imports:hang", start_timeout=8.0, max_failed_rounds=2)
+    run_chain(run, plan)
+    (record,) = ends(run)
+    assert record.cause != "done", logs(run)
+    assert [(failed.words, failed.again) for failed in rounds.read(run.attempt(1))] == [
+        ("the server that forks ranks has not done its imports within 4 s", True),
+        ("the server that forks ranks has not done its imports within 4 s", False),
+    ]
 
 
 @pytest.mark.long

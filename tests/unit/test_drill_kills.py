@@ -240,6 +240,9 @@ SHOWN = Shown(
 
 def test_what_holds_is_no_complaint() -> None:
     assert SHOWN.untrue(spares=1) == []
+    few = [replace(FAILED, steps_lost=3), replace(LOST, source="neighbour", steps_lost=6)]
+    assert replace(SHOWN, failed=few).untrue(spares=1) == []
+    assert replace(SHOWN, failed=[FAILED, replace(LOST, source="disk", steps_lost=90)]).untrue(spares=1) == []
     figures = SHOWN.figures()
     assert (figures["effective_share"], figures["kills"], figures["nodes_lost"], figures["jobs"]) == (0.95, 1, 1, 1)
     assert figures["events"][0] == asdict(SHOWN.events[0])
@@ -257,6 +260,8 @@ def test_what_holds_is_no_complaint() -> None:
         ({"failed": [FAILED]}, "1 nodes were lost, and 0 are on record"),
         ({"failed": [FAILED, LOST, replace(FAILED, round=3)]}, "2 faults, and 3 failed rounds"),
         ({"events": [], "failed": []}, "nothing was killed"),
+        ({"failed": [replace(FAILED, steps_lost=4), LOST]}, "copies every 3 steps at most: 4 were lost"),
+        ({"failed": [FAILED, replace(LOST, source="neighbour", steps_lost=7)]}, "copies every 3 steps at most: 7"),
     ],
 )
 def test_what_does_not_hold_is_named(changes: dict[str, Any], words: str) -> None:

@@ -61,3 +61,21 @@ def test_others_are_left_alone() -> None:
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.slow
+def test_a_process_that_lives_on_keeps_its_children_too() -> None:
+    environment = os.environ | {"RELAYRUN_TEST": f"{os.getpid()}-c"}
+    forks = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '1000']).pid, flush=True); time.sleep(1000)"
+    command = [sys.executable, "-c", forks]
+    processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    children = [int(process.stdout.readline()) for process in processes if process.stdout is not None]
+    try:
+        assert len(leftover.end({"RELAYRUN_TEST": f"{os.getpid()}-c"}, but={processes[0].pid})) == 2
+        assert [process.poll() is None for process in processes] == [True, False]
+        assert [gone(child) for child in children] == [False, True]
+        assert len(leftover.end({"RELAYRUN_TEST": f"{os.getpid()}-c"})) == 2
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()

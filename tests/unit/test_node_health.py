@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from relayrun.agent import health as health_module
-from relayrun.agent import node_facts
+from relayrun.agent import node_facts, own_health
+from relayrun.agent.aside import Aside
 from relayrun.agent.clocks import QUESTIONS, Clocks
 from relayrun.agent.health import Health
 from relayrun.agent.lines import Lines
@@ -201,44 +202,83 @@ def test_gpus_that_are_lost_or_have_errors_are_found(tmp_path: Path) -> None:
     assert there["gpu_slowed"].words == "GPU 1: its clock is held down by heat (hardware)"
 
 
+def turn(selector: selectors.BaseSelector) -> None:
+    for key, _ in selector.select(0.05):
+        key.data()
+
+
+def test_a_file_system_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hung = threading.Event()
+    monkeypatch.setattr(node_facts, "quick", lambda _folder: hung.wait(60))
+    monkeypatch.setattr(own_health, "FOLDERS_SECONDS", 0.2)
+    selector = selectors.DefaultSelector()
+    aside, told = Aside(selector), list[dict[str, Any]]()
+    own, began = OwnHealth(HealthPlan(mode="warn"), [], tmp_path, aside=aside), time.monotonic()
+    own.look_between(told.append, copies=None)
+    assert time.monotonic() - began < 0.2
+    while not told:
+        turn(selector)
+        aside.attend()
+    assert (told[0]["answer"], told[0]["memory"] > 0) == (
+        "its folders cannot be looked at: no answer within 0.2 s",
+        True,
+    )
+    hung.set()
+    time.sleep(0.1)
+    turn(selector)
+    assert len(told) == 1, "its answer comes too late"
+
+
+def test_a_program_that_says_something_and_hangs_is_not_waited_for(tmp_path: Path) -> None:
+    program = ["sh", "-c", "echo something; sleep 600"]
+    plan, selector = HealthPlan(mode="warn", gpus=2, gpu_program=program), selectors.DefaultSelector()
+    own, began = OwnHealth(plan, [], tmp_path, aside=Aside(selector)), time.monotonic()
+    own.ranks_end()
+    while time.monotonic() - began < 1:
+        turn(selector)
+    assert time.monotonic() - began < 3
+    assert own._running
+    own.end()
+
+
 @pytest.mark.parametrize("pause", [0.0, 0.3], ids=["before", "behind"])
 def test_gpus_are_asked_while_ranks_are_ended(tmp_path: Path, pause: float) -> None:
     """They answer before the last rank is gone, or behind it."""
     asked = tmp_path / "asked"
     program = ["sh", "-c", f'echo >> {asked}; sleep {pause}; echo \'{{"gpus": [], "xids": []}}\'']
     plan, selector = HealthPlan(mode="warn", gpus=2, gpu_program=program), selectors.DefaultSelector()
-    own, told = OwnHealth(plan, [], tmp_path, watch=selector), list[dict[str, Any]]()
+    own, told = OwnHealth(plan, [], tmp_path, aside=Aside(selector)), list[dict[str, Any]]()
     own.ranks_start()
     taken = bytearray(64 << 20)  # a rank's memory
     own.ranks_run()
     own.ranks_end()
-    if not pause:
-        while selector.get_map():
-            for key, _ in selector.select(0.05):
-                key.data()
+    while not pause and own._running:
+        turn(selector)
     own.look_between(told.append, copies=tmp_path)
+    while own._most or not (told or own._then):  # until the folders have answered
+        turn(selector)
     assert bool(told) == (not pause)
     while not told:
-        for key, _ in selector.select(0.05):
-            key.data()
-        own.attend()
+        turn(selector)
     (facts,) = told
     assert len(taken) == 64 << 20
     assert (facts["gpus"], facts["unwritable"]) == ([], {})
-    assert not selector.get_map()
+    assert not own._running
     own.ranks_end()
     own.look_between(told.append, copies=None)
     while len(told) < 2:
-        own.attend()
+        turn(selector)
     assert len(asked.read_text().splitlines()) == 2
 
 
 def test_a_library_that_is_missing_is_told_once(tmp_path: Path) -> None:
     plan, selector = HealthPlan(mode="warn", gpus=2, gpu_program=["/no/such"]), selectors.DefaultSelector()
-    own, told = OwnHealth(plan, [], tmp_path, watch=selector), list[dict[str, Any]]()
-    for _ in range(2):
+    own, told = OwnHealth(plan, [], tmp_path, aside=Aside(selector)), list[dict[str, Any]]()
+    for number in range(2):
         own.ranks_end()
         own.look_between(told.append, copies=None)
+        while len(told) == number:
+            turn(selector)
     assert [facts.get("gpu_error") for facts in told] == ["/no/such: No such file or directory", None]
     (found_,) = found(told[0], gpus=2).values()
     assert (found_.check, found_.hard) == ("gpus", False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
 import time
@@ -123,6 +125,55 @@ def test_a_stopped_process_is_seen(tmp_path: Path) -> None:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     assert pages.standing(tmp_path, [0])[0].state == "dead"
+
+
+@pytest.mark.parametrize("section", [pages.SET_UP, "start", "forward"])
+def test_a_rank_that_is_stopped_before_its_first_step_hangs_after_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str
+) -> None:
+    """Those that wait for it may wait for as long as they like; its own program has entered no section yet."""
+    monkeypatch.setattr(pages, "STOPPED_SECONDS", 0.2)
+    pid = os.fork()
+    if pid == 0:
+        Page(tmp_path, 1).enter(section, 0, math.inf)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    os.waitpid(pid, os.WUNTRACED)
+    Page(tmp_path, 0).enter(section, 0, math.inf)
+    stopped, hangs = pages.Stopped(), Hangs()
+
+    def judge() -> bool:
+        hangs.hear(0, json.loads(json.dumps(pages.standing(tmp_path, [0, 1], stopped))))
+        return hangs.judge([0], ranks=2) is not None
+
+    assert not judge()
+    time.sleep(0.3)
+    assert judge() == (section != "forward")
+    os.kill(pid, signal.SIGCONT)
+    os.waitpid(pid, 0)
+
+
+def test_a_rank_that_runs_or_takes_cpu_time_now_and_then_is_not_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    stopped = pages.Stopped()
+    waits = "waiting in the kernel"
+    seen = [(0, "", 5), (50, waits, 5), (40, waits, 5), (1, waits, 6), (80, waits, 6), (40, "", 6)]
+    found = []
+    for seconds, state, ticks in seen:
+        now[0] += seconds
+        found.append(stopped.seconds(7, state, ticks))
+    assert found == [0, 50, 90, 0, 80, 0]
+
+
+def test_a_page_that_the_process_has_made_before_goes_on(tmp_path: Path) -> None:
+    Page(tmp_path, 0).enter(pages.SET_UP, 0, math.inf)
+    page = Page(tmp_path, 0)
+    (one,) = pages.standing(tmp_path, [0])
+    assert (one.section, one.entered, one.limit) == (pages.SET_UP, 1, math.inf)
+    page.enter("data", 7, 120.0)
+    (one,) = pages.standing(tmp_path, [0])
+    assert (one.section, one.entered, one.limit) == ("data", 2, 120.0)
 
 
 def measured(step_seconds: float, save_seconds: float | None, *, steps: int = 40) -> Timings:

@@ -217,7 +217,7 @@ def test_the_connection_of_a_node_that_was_told_to_leave_is_closed(three: Looked
     links: dict[int, Lines] = {}
     three.coordinator._links = links
     listener = socket.create_server(("127.0.0.1", 0))
-    reception = Reception(three.coordinator, links, listener=listener, job={"job": "1", "attempt": 1})
+    reception = Reception(three.coordinator, links, listener=listener, job={"job": "1", "attempt": 1}, say=print)
     selector = selectors.DefaultSelector()
     reception.watch(selector)
 

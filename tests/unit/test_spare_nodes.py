@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import selectors
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +16,6 @@ from relayrun.agent.coordinator import Coordinator
 from relayrun.agent.health import Health
 from relayrun.agent.heard import SILENT_BEATS
 from relayrun.agent.lines import Lines
-from relayrun.agent.reception import Reception
 from relayrun.agent.sections import Standing
 from relayrun.chain.orphaned import lost_batch_host
 from relayrun.files import append_line
@@ -285,7 +282,6 @@ def test_the_first_round_waits_for_spare_nodes_and_not_for_ever(
     monkeypatch.setattr(module, "GATHER_SECONDS", -1.0)
     nodes.coordinator.look()
     assert nodes.places() == [None, 0, None, 1]
-    assert not nodes.coordinator.expects(0)
 
 
 def test_nodes_that_are_lost_before_the_first_round(tmp_path: Path) -> None:
@@ -299,42 +295,6 @@ def test_nodes_that_are_lost_before_the_first_round(tmp_path: Path) -> None:
     few.lose(2)
     assert few.coordinator.code == 1
     assert few.said[-1] == "2 nodes are to train, and 1 are left"
-
-
-def test_the_reception_closes_what_is_given_up_and_refuses_it_afterwards(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, spare=1)
-    links: dict[int, Lines] = {}
-    nodes.coordinator._links = links
-    listener = socket.create_server(("127.0.0.1", 0))
-    reception = Reception(nodes.coordinator, links, listener=listener, job={"job": "1", "attempt": 1})
-    selector = selectors.DefaultSelector()
-    reception.watch(selector)
-
-    def turn() -> None:
-        while found := selector.select(0.05):
-            for key, _ in found:
-                key.data()
-
-    def connect(node: int) -> Lines:
-        lines = Lines(socket.create_connection(listener.getsockname()))
-        lines.send("hello", job="1", attempt=1, node=node, name=NAMES[node], port=1)
-        turn()
-        return lines
-
-    agents = [connect(node) for node in range(3)]
-    assert sorted(links) == [0, 1, 2]
-    reception.lose(1, "no word")
-    (start,) = agents[1].receive()
-    assert start["kind"] == "start"
-    agents.append(connect(1))
-    for closed in (agents[1], agents[3]):
-        with pytest.raises(EOFError):
-            closed.receive()
-    assert nodes.said[-1] == "n1 was given up, and is not taken in again: no word"
-    assert sorted(links) == [0, 2]
-    for lines in (*agents, *links.values()):
-        lines.close()
-    listener.close()
 
 
 LOST = "JobId=7 JobName=x UserId=a(1) JobState=RUNNING NodeList=n[1-3] BatchHost=n0 NumNodes=3 Network=(null) Command=c"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from relayrun.errors import FatalTrainingError
+from relayrun.files import append_line
 from relayrun.rundir import evaluations, rounds
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.evaluations import Policy
@@ -118,6 +119,21 @@ def test_a_failed_save_leaves_nothing_in_the_way_of_the_next(run: Run) -> None:
     (publish.prepare(run, 1, 4) / "half").write_text("torn")
     save(run, 1, 4)
     assert [path.name for path in run.checkpoint(4).iterdir()] == ["data"]
+
+
+def test_the_metrics_are_on_disk_before_a_checkpoint_counts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(run, 1)
+    append_line(run.attempt(1).metrics, {"iteration": 4}, durable=False)
+    synced: list[tuple[str, int]] = []
+
+    def sync(fd: int) -> None:
+        synced.append((os.readlink(f"/proc/self/fd/{fd}"), durable(run).iteration))
+        raise OSError("the disk is full")  # which is no reason not to save
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    save(run, 1, 4)
+    assert synced == [(str(run.attempt(1).metrics), 0)]
+    assert durable(run).iteration == 4
 
 
 def test_only_the_newest_are_kept(run: Run) -> None:

@@ -19,6 +19,8 @@ _CLOCK_SECONDS = 0.05
 """Between a fault and its noticing, as far as the drill's own time of it is late."""
 LEAST_SHARE = 0.9
 """The effective training time that is wanted."""
+MOST_INTERVALS = {"memory": 1, "neighbour": 2}
+"""So many intervals between copies a round may lose at most: the newest copy may be on its way to the neighbour."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +120,11 @@ class Shown:
             found.append(f"{lost + hosts} nodes were lost, and {noticed} are on record")
         if not lost + hosts <= len(self.failed) <= len(self.events):
             found.append(f"{len(self.events)} faults, and {len(self.failed)} failed rounds")
+        interval = max(self.memory_intervals, default=0)
+        for failed in self.failed if interval else ():
+            most = interval * MOST_INTERVALS.get(failed.source, 0)
+            if failed.again and most and failed.steps_lost > most:
+                found.append(f"copies every {interval} steps at most: {failed.steps_lost} were lost ({failed.told})")
         return found
 
 

@@ -11,7 +11,6 @@ import io
 import json
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from relayrun.training.checkpoint.memory_interval import CopyInterval, Measured
 from relayrun.training.checkpoint.neighbour import Neighbour, void
 from relayrun.training.checkpoint.state import Checkpointer
 from relayrun.training.parallel import Ranks
+from relayrun.training.reporting.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +52,10 @@ class MemoryTier:
         checkpointer: Checkpointer,
         ranks: Ranks,
         *,
-        say: Callable[[str], None],
+        metrics: Metrics,
     ) -> None:
-        """`folder`: of the agent, in memory. `say`: a line on the console of rank 0."""
-        self._checkpointer, self._ranks, self._attempt, self._say = checkpointer, ranks, attempt, say
+        """`folder`: of the agent, in memory."""
+        self._checkpointer, self._ranks, self._attempt, self._metrics = checkpointer, ranks, attempt, metrics
         self._asked = config.checkpoint.memory_interval
         self._slots = [Slot(folder, ranks.rank, number) for number in range(SLOTS)]
         per_node = config.job.ntasks_per_node
@@ -78,14 +78,17 @@ class MemoryTier:
     def save(self, position: Progress, *, step_seconds: float) -> float:
         """Copy the state as it is now, and begin to send it to the neighbour; return the seconds that training waited.
 
-        Where a rank has no room, it says so once, and all go on without copies. `step_seconds`: of a step, usually; 0
-        where that is not known yet.
+        At every moment one iteration is whole everywhere: no rank overwrites a copy before all have the next one, and
+        before their neighbours have it. Where a rank has no room, it says so once, and all go on without copies.
+        `step_seconds`: of a step, usually; 0 where that is not known yet.
         """
         started = time.perf_counter()
         sent = 0.0
         if self._neighbour is not None:
             self._neighbour.wait()
             sent = self._neighbour.seconds
+            self._metrics.sync()  # the copy outlives this node, and must not be ahead of the record that does
+            self._ranks.maximum([0])  # only when the last copy has come everywhere may the one before it be overwritten
         written = None
         try:
             written = self._write(position.iteration, self._checkpointer.state(position))
@@ -190,7 +193,7 @@ class MemoryTier:
         """On rank 0: say how often the state is copied from now on, and why. On a full disk training goes on."""
         steps = self._interval.steps
         cost = measured.cost(steps)
-        self._say(
+        self._metrics.say(
             f"iteration {iteration}: copies in memory every {steps} iterations, at {100 * cost:.1f} % of their time "
             f"(a copy {measured.copy:.3f} s, a step {measured.step:.3f} s, the neighbour's {measured.neighbour:.3f} s)"
         )

@@ -15,7 +15,7 @@ import shutil
 from pathlib import Path
 
 from relayrun.errors import FatalTrainingError, RunDirError
-from relayrun.files import free_name, fsync_directory, write_atomic
+from relayrun.files import free_name, fsync_directory, sync_data, write_atomic
 from relayrun.rundir import campaign, evaluations, mirror, rounds
 from relayrun.rundir.records import Commit
 from relayrun.rundir.run import Run
@@ -58,6 +58,10 @@ def publish(run: Run, attempt: int, commit: Commit, staged: Path) -> None:
         os.rename(target, free_name(aside, f"{target.name}-{attempt:04}"))  # twice, where a commit line failed
     os.rename(staged, target)
     fsync_directory(run.checkpoints)
+    try:
+        sync_data(run.attempt(attempt).metrics)  # the record is never behind the state
+    except OSError as error:
+        log.warning("%s is not synced to disk: %s", run.attempt(attempt).metrics.name, error)
     run.attempt(attempt).append_commit(commit)  # from here on it counts, so nothing below may fail the save
     try:
         write_atomic(run.tracker, f"{commit.iteration}\n")

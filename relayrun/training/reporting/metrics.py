@@ -3,8 +3,9 @@
 Rank 0 writes. Lines of an iteration hold the fields of `Step`; those of an evaluation `iteration, validation,
 perplexity, evaluation_seconds, time`, where `validation` maps the name of a set to its loss, and `perplexity` to e to
 the loss. Floats have full precision (Python's
-repr), losses are in nats per token. A line is not synced to disk: losing the last ones with a node costs nothing,
-since the iterations after the last checkpoint are computed again.
+repr), losses are in nats per token. A line is not synced to disk when it is written. Those before a state from which
+training may go on are, checkpoint or copy on another node: the record is never behind the state. Losing later ones
+with a node costs nothing, since their iterations are computed again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relayrun.files import append_line
+from relayrun.files import append_line, sync_data
 from relayrun.rundir.attempt import Attempt
 from relayrun.rundir.records import Commit
 from relayrun.rundir.rewinds import Rewind
@@ -96,6 +97,15 @@ class Metrics(Hook):
                 self._unwritten.pop(0)
         except OSError as error:
             self.say(f"warning: {len(self._unwritten)} lines of {path.name} not written: {error}")
+
+    def sync(self) -> None:
+        """Have the lines so far on disk, before a state of theirs counts on another node."""
+        if not self._active:
+            return
+        try:
+            sync_data(self._attempt.metrics)
+        except OSError as error:
+            self.say(f"warning: {self._attempt.metrics.name} is not synced to disk: {error}")
 
     def say(self, text: str) -> None:
         """A line on the console, with the time since the start of this program."""

@@ -1,0 +1,43 @@
+"""The log file of an agent, written in a thread: its file system may hang, and the agent goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from pathlib import Path
+from queue import SimpleQueue
+
+FINISH_SECONDS = 2.0
+"""How long the last lines may take."""
+PAUSE = 0.01
+
+
+class Journal:
+    """A file to which lines are added, in their order; those that cannot be written are lost."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lines = path, SimpleQueue[str]()
+        self._left = 0
+        self._lock = threading.Lock()
+        threading.Thread(target=self._run, name="journal", daemon=True).start()
+
+    def write(self, line: str) -> None:
+        """Have this line written soon."""
+        with self._lock:
+            self._left += 1
+        self._lines.put(line)
+
+    def finish(self) -> None:
+        """Wait for what is under way, but not for long."""
+        until = time.monotonic() + FINISH_SECONDS
+        while self._left and time.monotonic() < until:
+            time.sleep(PAUSE)
+
+    def _run(self) -> None:
+        while True:
+            line = self._lines.get()
+            with contextlib.suppress(OSError), open(self._path, "a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+            with self._lock:
+                self._left -= 1

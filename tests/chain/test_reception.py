@@ -1,0 +1,256 @@
+"""Connections of the coordinator: agents of this job, strangers, and what neither of them may break."""
+
+from __future__ import annotations
+
+import errno
+import json
+import selectors
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relayrun.agent import protocol, reception
+from relayrun.agent.lines import Lines
+from relayrun.agent.reception import Reception
+from tests.unit.test_spare_nodes import NAMES, Nodes
+
+from .conftest import MakeRun
+from .test_agents import Nodes as Agents
+
+
+class Desk:
+    """The reception of a coordinator that knows of two nodes and a spare one, and what connects to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.nodes = Nodes(folder, spare=1)
+        self.links: dict[int, Lines] = {}
+        self.nodes.coordinator._links = self.links
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.said: list[str] = []
+        job = {"job": "1", "attempt": 1}
+        self.reception = Reception(
+            self.nodes.coordinator, self.links, listener=self.listener, job=job, say=self.said.append
+        )
+        self.selector = selectors.DefaultSelector()
+        self.reception.watch(self.selector)
+        self.opened: list[Lines] = []
+
+    def turn(self) -> None:
+        while found := self.selector.select(0.05):
+            for key, _ in found:
+                key.data()
+
+    def connect(self) -> Lines:
+        self.opened.append(Lines(socket.create_connection(self.listener.getsockname())))
+        return self.opened[-1]
+
+    def agent(self, node: int, /, **changes: Any) -> Lines:
+        lines = self.connect()
+        hello = {"job": "1", "attempt": 1, "node": node, "name": NAMES[node], "port": 1} | changes
+        lines.send("hello", **{name: value for name, value in hello.items() if value is not None})
+        self.turn()
+        return lines
+
+    def close(self) -> None:
+        for lines in (*self.opened, *self.links.values()):
+            lines.close()
+        self.listener.close()
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+def is_closed(lines: Lines) -> bool:
+    lines.connection.settimeout(0.1)
+    try:
+        while True:
+            lines.receive()
+    except EOFError:  # of a time that is over, too
+        lines.connection.setblocking(False)
+        try:
+            return lines.connection.recv(1) == b""
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            return True
+
+
+def test_the_reception_closes_what_is_given_up_and_refuses_it_afterwards(desk: Desk) -> None:
+    agents = [desk.agent(node) for node in range(3)]
+    assert sorted(desk.links) == [0, 1, 2]
+    desk.reception.lose(1, "no word")
+    (start,) = agents[1].receive()
+    assert start["kind"] == "start"
+    agents.append(desk.agent(1))
+    for closed in (agents[1], agents[3]):
+        with pytest.raises(EOFError):
+            closed.receive()
+    assert desk.nodes.said[-1] == "n1 was given up, and is not taken in again: no word"
+    assert sorted(desk.links) == [0, 2]
+    desk.close()
+
+
+def test_a_node_whose_step_and_connection_end_in_the_same_turn_is_lost_once(desk: Desk) -> None:
+    agents = [desk.agent(node) for node in range(3)]
+    agents[1].close()
+    found = desk.selector.select(1)
+    desk.reception.lose(1, "the step of its agent ended with exit code 1")  # heard first
+    for key, _ in found:
+        key.data()
+    assert sorted(desk.links) == [0, 2]
+    desk.close()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"port": None},
+        {"port": "1"},
+        {"port": 65536},
+        {"port": -1},
+        {"port": True},
+        {"probe_port": "x"},
+        {"name": None},
+        {"name": 7},
+        {"node": True},
+        {"node": "1"},
+        {"node": [1]},
+        {"node": 3},
+        {"job": "2"},
+    ],
+    ids=str,
+)
+def test_a_hello_that_is_none_is_refused(desk: Desk, changes: dict[str, Any]) -> None:
+    assert is_closed(desk.agent(1, **changes))
+    assert not desk.links
+    assert not is_closed(desk.agent(1))
+    assert list(desk.links) == [1]
+    desk.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        ({"kind": "dead", "round": 1, "rank": 2, "code": 1, "error": ""}, "dead without told"),
+        ({"kind": "dead", "round": 1, "rank": None, "code": 1, "error": "", "told": False}, "dead with rank None"),
+        ({"kind": "ended", "round": 1, "port": 1, "facts": {}}, "ended without memory"),
+        ({"kind": "ended", "round": 1, "port": 1, "facts": {}, "memory": [[1, 2]]}, "ended with memory [[1, 2]]"),
+        ({"kind": "ended", "round": 1, "port": 0.5, "facts": {}, "memory": []}, "ended with port 0.5"),
+        ({"kind": "beat", "round": 1, "standing": [[1]]}, "beat with standing [[1]]"),
+        ({"kind": "beat", "round": 1, "standing": 7}, "beat with standing 7"),
+        ({"kind": "stepped", "round": 1}, "stepped without time"),
+        ({"kind": "started", "round": 1, "process": 1.0, "initialised": 1.0}, "started without loaded"),
+        ({"kind": "health"}, "health without facts"),
+        ({"kind": "clock", "sent": "x", "here": 1.0}, "clock with sent 'x'"),
+    ],
+)
+def test_an_agent_that_says_what_nobody_understands_loses_its_node_and_no_more(
+    desk: Desk, words: dict[str, Any], wrong: str
+) -> None:
+    agents = [desk.agent(node) for node in range(3)]
+    agents[1].send(**words)
+    desk.turn()
+    assert sorted(desk.links) == [0, 2]
+    assert desk.nodes.coordinator.given_up() == {1}
+    (lost,) = desk.nodes.coordinator._current.deaths
+    assert lost.error == f"its agent says what nobody understands: {wrong}"
+    desk.close()
+
+
+@pytest.mark.parametrize("words", [b"[" * 100_000 + b"\n", b"1" * 5000 + b"\n", b"\xff\n", b"{}\n", b"7\n"])
+def test_words_that_are_no_message_end_their_connection_alone(desk: Desk, words: bytes) -> None:
+    stranger, agent = desk.connect(), desk.agent(1)
+    for lines in (stranger, agent):
+        lines.connection.sendall(words)
+        desk.turn()
+        assert is_closed(lines)
+    assert desk.nodes.coordinator.given_up() == {1}
+    desk.close()
+
+
+def test_every_message_of_a_real_agent_is_understood() -> None:
+    messages: list[dict[str, Any]] = [
+        {"kind": "ended", "round": 1, "port": 1, "facts": {}, "memory": [(1, 7, "hash", False)]},
+        {"kind": "beat", "round": 0, "standing": None},
+        {"kind": "beat", "round": 1, "standing": [(1, 9, "forward", 7, 61.0, 60.0, "")]},
+        {"kind": "asked", "why": "SIGTERM"},
+        {"kind": "unheard of"},
+    ]
+    assert [protocol.why_not(json.loads(json.dumps(message))) for message in messages] == [""] * len(messages)
+
+
+def test_a_stranger_that_says_nothing_is_closed_after_a_while(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    stranger, agent = desk.connect(), desk.agent(1)
+    desk.reception.look()
+    assert not is_closed(stranger)
+    now = time.monotonic()
+    monkeypatch.setattr(reception, "STRANGER_SECONDS", -1.0)
+    desk.reception.look()
+    assert is_closed(stranger)
+    assert not is_closed(agent)
+    assert time.monotonic() - now < 30
+    desk.close()
+
+
+class Full:
+    """A listener of a process that has too many open files for a while."""
+
+    def __init__(self, real: socket.socket) -> None:
+        self._real, self.tries, self.full = real, 0, True
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        self.tries += 1
+        if self.full:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._real.accept()
+
+    def fileno(self) -> int:
+        return self._real.fileno()
+
+
+def test_a_connection_that_cannot_be_accepted_is_tried_now_and_then(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = Full(desk.listener)
+    desk.selector.unregister(desk.listener)
+    desk.reception._listener = full  # type: ignore[assignment]
+    desk.selector.register(full, selectors.EVENT_READ, desk.reception._accept)
+    lines = desk.connect()
+    desk.turn()
+    desk.reception.look()
+    desk.turn()
+    assert full.tries == 1
+    monkeypatch.setattr(reception, "ACCEPT_SECONDS", 0.0)
+    desk.reception.look()
+    desk.turn()
+    assert full.tries == 2
+    assert desk.said == ["no agent's connection can be accepted for now: Too many open files"]
+    full.full = False
+    desk.reception.look()
+    lines.send("hello", job="1", attempt=1, node=1, name="n1", port=1)
+    desk.turn()
+    assert list(desk.links) == [1]
+    desk.close()
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_connection_of_another_job_is_not_heard(make_run: MakeRun) -> None:
+    nodes = Agents(make_run, "0:0:7:told")
+    while not (nodes.attempt.path / "at-1-7-0").exists():
+        assert nodes.agents[0].poll() is None, nodes.log()
+        signal.sigtimedwait([], 0.05)
+    hello = b'{"kind": "hello", "node": 1, "job": "2", "attempt": 1, "name": "x"}\n'
+    for words in (hello, hello.replace(b'"2"', b'"1"'), b"GET / HTTP/1.1\r\n\r\n", b'{"kind": "leave", "code": 0}\n'):
+        with socket.create_connection(("127.0.0.1", nodes.port)) as stranger:
+            stranger.sendall(words)
+            assert stranger.recv(100) == b""
+    nodes.agents[1].send_signal(signal.SIGUSR2)  # to one node alone: its ranks have heard it, and this test ends all
+    nodes.attempt.stop.touch()
+    assert nodes.wait() == [0, 0], nodes.log()

@@ -1,0 +1,70 @@
+"""What an agent does beside its one thread, so that nothing that hangs stops its heartbeats."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+import time
+from pathlib import Path
+
+from relayrun.agent import journal
+from relayrun.agent.aside import Aside
+from relayrun.agent.journal import Journal
+
+
+def turn(selector: selectors.BaseSelector) -> None:
+    for key, _ in selector.select(0.05):
+        key.data()
+
+
+def test_a_result_comes_in_the_thread_that_asked() -> None:
+    selector = selectors.DefaultSelector()
+    aside, found = Aside(selector), list[tuple[str, int]]()
+    for number in range(3):
+        aside.start(
+            lambda: "done",
+            lambda words: found.append((words, threading.get_ident())),
+            seconds=60 + number,
+            otherwise=lambda words: words,
+        )
+    while len(found) < 3:
+        turn(selector)
+    assert found == [("done", threading.get_ident())] * 3
+
+
+def test_what_raises_and_what_takes_too_long_are_told_in_words() -> None:
+    selector, hung = selectors.DefaultSelector(), threading.Event()
+    aside, found = Aside(selector), list[str]()
+
+    def wait() -> str:
+        hung.wait(60)
+        return "late"
+
+    def fail() -> str:
+        raise OSError("Stale file handle")
+
+    for work in (fail, wait):
+        aside.start(work, found.append, seconds=0.2, otherwise=lambda words: words)
+    while len(found) < 2:
+        turn(selector)
+        aside.attend()
+    assert sorted(found) == ["OSError: Stale file handle", "no answer within 0.2 s"]
+    hung.set()
+    time.sleep(0.05)
+    turn(selector)
+    assert len(found) == 2
+
+
+def test_a_log_whose_file_system_hangs_holds_up_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "hung")  # opening it waits for a reader
+    log, began = Journal(tmp_path / "hung"), time.monotonic()
+    for number in range(1000):
+        log.write(str(number))
+    log.finish()
+    assert journal.FINISH_SECONDS <= time.monotonic() - began < journal.FINISH_SECONDS + 5
+    whole = Journal(tmp_path / "log")
+    for number in range(1000):
+        whole.write(str(number))
+    whole.finish()
+    assert (tmp_path / "log").read_text().splitlines() == [str(number) for number in range(1000)]

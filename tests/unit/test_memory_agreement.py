@@ -1,0 +1,144 @@
+"""At every moment one iteration is whole in memory everywhere, with or without the loss of a node.
+
+Two ranks on a node each copy their states, one of them slowly; after each change of a slot, which a kill may follow at
+once, the copies that are left must have a whole set.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from relayrun.agent.memory import Slot, held, newest
+from relayrun.data.progress import Progress
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own
+    from relayrun.training.checkpoint.memory import MemoryTier
+    from relayrun.training.checkpoint.memory_copy import MemoryCopy
+    from relayrun.training.checkpoint.memory_interval import CopyInterval
+    from relayrun.training.checkpoint.neighbour import Neighbour
+    from relayrun.training.parallel import Ranks
+
+COPIES = 12
+INTERVAL = 2
+
+
+class World:
+    """Two ranks, whose collectives are a barrier."""
+
+    def __init__(self) -> None:
+        self.flags: dict[int, list[int]] = {}
+        self._barrier = threading.Barrier(2, timeout=60)
+
+    def maximum(self, rank: int, flags: list[int]) -> list[int]:
+        self.flags[rank] = flags
+        self._barrier.wait()
+        found = [max(pair) for pair in zip(*self.flags.values(), strict=True)]
+        self._barrier.wait()
+        return found
+
+
+def write(slot: Slot, rank: int, iteration: int, *, pause: float) -> None:
+    slot.reserve(10)
+    slot.void()
+    time.sleep(pause)
+    slot.commit(rank=rank, iteration=iteration, hash=f"{rank}.{iteration}")
+
+
+def older(slots: list[Slot]) -> Slot:
+    return min(slots, key=lambda slot: (slot.header() or {"iteration": -1})["iteration"])
+
+
+def newest_of(folders: list[Path]) -> int:
+    return max((copy.iteration for folder in folders for copy in held(folder)), default=0)
+
+
+class Ring(Neighbour):
+    """Lays the copy of one rank into the memory of the other's node, without messages."""
+
+    def __init__(self, folder: Path, rank: int, *, pause: float) -> None:
+        self._slots = [Slot(folder, rank, number, kept=True) for number in range(2)]  # on the other node
+        self._thread = None
+        self.seconds, self._rank, self._pause = 0.0, rank, pause
+
+    def _run(self, copy: MemoryCopy) -> None:
+        time.sleep(self._pause)
+        write(older(list(self._slots)), self._rank, copy.header["iteration"], pause=self._pause)
+
+
+class Tier(MemoryTier):
+    """The copies of a rank whose state is its iteration."""
+
+    def __init__(self, world: World, folders: list[Path], rank: int, *, ring: bool, pause: float) -> None:
+        alike = SimpleNamespace(rank=rank, world_size=2, maximum=lambda flags: world.maximum(rank, flags))
+        self._ranks = cast(Ranks, alike)
+        self._checkpointer = cast(Any, SimpleNamespace(state=lambda position: position))
+        self._slots = [Slot(folders[rank], rank, number) for number in range(2)]
+        self._neighbour = Ring(folders[1 - rank], rank, pause=pause) if ring else None
+        self._on, self._pause = True, pause
+        self.synced: list[int] = []
+        """The newest iteration of all copies, each time that the record was synced."""
+        self._metrics = cast(Any, SimpleNamespace(sync=lambda: self.synced.append(newest_of(folders))))
+        self._interval = CopyInterval(INTERVAL, at=0)
+
+    def _write(self, iteration: int, state: Any) -> MemoryCopy:
+        write(older(self._slots), self._ranks.rank, iteration, pause=self._pause)
+        return MemoryCopy({"iteration": iteration}, cast(Any, None))
+
+
+@pytest.mark.parametrize("ring", [False, True], ids=["own", "own-and-neighbours"])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_kill_at_any_point_leaves_a_whole_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ring: bool, slow: int
+) -> None:
+    folders = [tmp_path / "n0", tmp_path / "n1"]
+    for folder in folders:
+        folder.mkdir()
+    world, changing, reached, found = World(), threading.Lock(), [0, 0], []
+
+    def look(words: str) -> None:
+        """What a kill here would leave: to both nodes, and to each alone where the other is lost with its memory."""
+        at = min(reached)
+        for lost, left in ((None, folders), (0, folders[1:]), (1, folders[:1])):
+            if lost is not None and not ring:
+                continue
+            whole = newest([copy for folder in left for copy in held(folder)], ranks=2, after=0)
+            steps = at - (0 if whole is None else whole[0])
+            most = INTERVAL if lost is None else 2 * INTERVAL  # the newest may be on its way to the other node
+            if at > (INTERVAL if lost is None else 2 * INTERVAL) and (whole is None or steps > most):
+                found.append(f"{words}, node {lost} lost at iteration {at}: {whole}")
+
+    for name in ("void", "commit"):
+        real = getattr(Slot, name)
+
+        def changed(slot: Slot, *, name: str = name, real: Any = real, **values: Any) -> None:
+            with changing:
+                real(slot, **values)
+                look(f"{slot.path.name} {name}")
+
+        monkeypatch.setattr(Slot, name, changed)
+    tiers = [Tier(world, folders, rank, ring=ring, pause=0.02 if rank == slow else 0.0) for rank in (0, 1)]
+
+    def train(rank: int) -> None:
+        for iteration in range(INTERVAL, INTERVAL * COPIES + 1, INTERVAL):
+            reached[rank] = iteration
+            tiers[rank].save(cast(Progress, SimpleNamespace(iteration=iteration)), step_seconds=0.01)
+        tiers[rank].finish()
+
+    threads = [threading.Thread(target=train, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not found, found[:4]
+    before = list(range(0, INTERVAL * COPIES, INTERVAL))
+    assert tiers[0].synced == (before if ring else []), "once a copy, before any rank has the next one"
+    copies = [copy for folder in folders for copy in held(folder)]
+    assert newest(copies, ranks=2, after=0) == (INTERVAL * COPIES, "memory")
