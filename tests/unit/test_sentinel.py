@@ -688,6 +688,18 @@ def test_which_runs_a_folder_has(make_run: MakeRun, tmp_path: Path) -> None:  # 
         ("job_requeued_in_held_state", True, False),
         ("JobHoldMaxRequeue", True, False),
         ("AccountNotAllowed", True, False),
+        ("QOSMaxCpuPerJobLimit", True, False),  # what one job may have: no other job's end lets it start
+        ("QOSMaxCpuMinutesPerJobLimit", True, False),
+        ("QOSMaxMemoryPerJob", True, False),
+        ("QOSMaxWallDurationPerJobLimit", True, False),
+        ("QOSMaxGRESPerNode", True, False),
+        ("AssocMaxNodePerJobLimit", True, False),
+        ("AssocMaxWallDurationPerJobLimit", True, False),
+        ("AssocMaxCpuMinutesPerJobLimit", True, False),
+        ("MaxMemPerLimit", True, False),
+        ("QOSMaxNodePerUserLimit", False, False),  # jobs that run now end some day
+        ("QOSMaxJobsPerUserLimit", False, False),
+        ("AssocMaxJobsLimit", False, False),
         ("AssocGrpCPUMinutesLimit", False, True),
         ("QOSGrpBillingMinutes", False, True),
         ("AssocGrpCPURunMinutesLimit", False, False),  # jobs that run now end some day
