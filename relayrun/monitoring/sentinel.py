@@ -71,6 +71,7 @@ class Sentinel:
         self._lines: list[str] = []
         self._user = user_name(os.geteuid())
         self._first = False
+        """Whether no look before this one knew of jobs."""
         self._settle = SETTLE_SECONDS
         self._running: dict[str, dict[str, Any]] = {}
         self._before = Memory(time=0.0, host="", user="")
@@ -87,7 +88,7 @@ class Sentinel:
 
     def _look(self, lock: int) -> list[str]:
         before, complaint = self._remembered()
-        self._first = before is None
+        self._first = before is None or not before.jobs_known
         self._before = before or self._before
         self._said = {key: when for key, when in self._before.said.items() if self._now - when < QUIET_SECONDS}
         if complaint:
@@ -109,6 +110,7 @@ class Sentinel:
             },
             running=self._running,
             said=self._said,
+            jobs_known=not self._first or SLURM not in seen,
         )
         try:
             sentinel.write_memory(self._folder, memory)
@@ -247,7 +249,7 @@ class Sentinel:
 
     def _tell(self, run: Run, plan: Plan, entries: Sequence[_Seen], *, at_work: bool) -> None:
         """Have the run's notices tell what is due; a line tells what they cannot."""
-        due = [entry for entry in entries if self._is_due(entry, self._settle)]
+        due = [entry for entry in entries if self._is_due(entry, max(self._settle, entry.symptom.patience))]
         name = self._name(run)
         try:
             policy = notices.read_policy(run)

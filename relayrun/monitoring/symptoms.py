@@ -7,6 +7,7 @@
 | budget | stopped | a job waits until its account has more time to spend |
 | silent | hang | a job runs, and its ranks have given no sign of life for longer than its supervisor allows |
 | unbegun | hang | a job runs, and no attempt has begun in it |
+| completing-..., suspended-... | hang | a job has neither run nor ended for an hour |
 | saves | stalled | training is several saves beyond the newest checkpoint |
 | stalled-... | stalled | no checkpoint for six hours of jobs, where nobody is told by notices |
 | unwritable | disk | nothing can be written: the disk or a quota is full, or the file system is broken |
@@ -56,6 +57,10 @@ CHECKPOINTS = 2
 """The disk should have room for so many more checkpoints, where a run has no `notify` that says it."""
 NOT_COPIED_SECONDS = 21600.0
 """For so long may a checkpoint wait for its copy while a job is at work that could make it."""
+BETWEEN_SECONDS = 3600.0
+"""For so long may a job neither run nor end: nodes are cleaned up within minutes."""
+BETWEEN = ("COMPLETING", "CONFIGURING", "STOPPED", "SUSPENDED")
+"""States in which a job has its nodes, and nothing of it runs."""
 NO_PROGRESS_SECONDS = 21600.0
 """For so long may jobs run without a new checkpoint, where a run has no `notify` that says it."""
 
@@ -74,6 +79,8 @@ class Symptom:
     """The command that mends it, where it is one."""
     notice: str | None = None
     """The id of the notice, where a job of the chain may have written it as well."""
+    patience: float = 0.0
+    """Seconds for which it must be seen before it counts, where that is longer than who asks waits anyway."""
 
 
 def symptoms(
@@ -86,7 +93,7 @@ def symptoms(
         running_since: from when on the job that runs now was seen running at each look; None where none does.
         policy: who is told of what; what a job at work tells is left to the notices that it writes. None: nobody.
     """
-    found = [*_gone(run, status), *_waiting(status), *purged_soon(status.purges, now=now)]
+    found = [*_gone(run, status), *_waiting(status), *_between(status), *purged_soon(status.purges, now=now)]
     found += _full_soon(status, now)
     full = _unwritable(run, status)
     found += full
@@ -163,6 +170,14 @@ def _waiting(status: RunStatus) -> Iterator[Symptom]:
         elif history.out_of_budget(reason):
             words = f"job {job.id} waits until its account has time to spend again: {reason}"
             yield Symptom(event="stopped", cause=f"budget-{job.id}", reason=words, go_on=f"scontrol show job {job.id}")
+
+
+def _between(status: RunStatus) -> Iterator[Symptom]:
+    for job in status.jobs:
+        if job.state in BETWEEN:
+            words = f"job {job.id} has been {job.state} for more than an hour, and nothing goes on with the chain"
+            cause, go_on = f"{job.state.lower()}-{job.id}", f"scontrol show job {job.id}"
+            yield Symptom(event="hang", cause=cause, reason=words, go_on=go_on, patience=BETWEEN_SECONDS)
 
 
 def _unwritable(run: Run, status: RunStatus) -> list[Symptom]:

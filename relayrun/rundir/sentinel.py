@@ -44,6 +44,8 @@ class Memory(Record):
     """By run: the `job` that runs, and `since`, from which look on it was seen running in each."""
     said: dict[str, float] = field(default_factory=dict)
     """When something was last printed, by run and cause."""
+    jobs_known: bool = True
+    """Whether a look, this one or one before it, had an answer of Slurm's; one without knows nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import pytest
 
 from relayrun.chain import quota
 from relayrun.cli import main
-from relayrun.errors import SchedulerError, user_name
+from relayrun.errors import InputError, SchedulerError, user_name
 from relayrun.monitoring import queue as asking
 from relayrun.monitoring import run_status, sentinel, standing_view, symptoms, unsent
 from relayrun.monitoring.queue import Queue
@@ -325,6 +325,30 @@ def test_a_folder_that_cannot_be_written_is_found() -> None:
     assert isinstance(symptoms.unwritable(Path("/proc/self")), OSError)
 
 
+@pytest.mark.parametrize("state", ["COMPLETING", "SUSPENDED", "STOPPED", "CONFIGURING"])
+def test_a_job_that_neither_runs_nor_ends_is_told_after_an_hour(world: World, state: str) -> None:
+    """A node that does not let go of its processes, a person who went away: the next job waits for it."""
+    train(world)
+    world.queue(("7", state, ""), ("8", "PENDING", "Dependency"))
+    for _ in range(6):
+        assert world.look(after=HOUR / 6) == []
+    assert world.notices() == []
+    assert world.look(after=HOUR / 6) == []
+    ((notice, _),) = notices.pending(world.run)
+    assert notice.id.startswith(f"hang-{state.lower()}-7-")
+    assert notice.reason == f"job 7 has been {state} for more than an hour, and nothing goes on with the chain"
+    assert notice.go_on == "scontrol show job 7"
+    for _ in range(12):
+        assert world.look(after=HOUR / 6) == []
+    assert len(world.notices()) == 1
+    train_on(world)
+    world.look()
+    world.queue(("7", state, ""), ("8", "PENDING", "Dependency"))
+    for _ in range(6):  # it counts from the first look on, again
+        assert world.look(after=HOUR / 6) == []
+    assert len(world.notices()) == 1
+
+
 # nothing that passes by is told
 
 
@@ -520,6 +544,19 @@ def test_chains_that_died_long_ago_are_counted_when_it_is_set_up(world: World) -
     assert world.notices() == []
 
 
+def test_a_look_that_knew_no_jobs_is_not_the_first_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sentinel is set up while the controller is away: what died long ago is counted when it is back."""
+    monkeypatch.setattr(sentinel.shutil, "which", lambda _: "/usr/bin/squeue")
+    os.utime(world.run.plan, (1e9, 1e9))
+    world.error = SchedulerError("squeue: Unable to contact slurm controller")
+    assert [world.look() for _ in range(3)] == [[], [], []]
+    world.error = None
+    (line,) = world.look()
+    assert "1 chains died more than a day ago" in line
+    assert [world.look() for _ in range(3)] == [[], [], []]
+    assert world.notices() == []
+
+
 def test_slurm_is_not_asked_again_and_again_about_a_dead_chain(world: World) -> None:
     train(world)
     no_job(world)
@@ -667,6 +704,36 @@ def test_a_look_that_hangs_ends(
     monkeypatch.setattr(together, "jobs_of", world.jobs_of)
     assert main(["sentinel", str(world.folder)]) == 1
     assert "no end of this look in 1 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["hangs", "a defect", "refused"])
+def test_a_look_that_fails_says_so_once_an_hour(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """Cron would mail it every two minutes; another folder is looked at all the same, and the exit code says it."""
+    from relayrun.cli import sentinel as command
+
+    other = world.folder.parent / "others"
+    other.mkdir()
+
+    def fail(folder: Path, **_: object) -> list[str]:
+        if folder == other:
+            return ["the other one"]
+        if kind == "a defect":
+            raise KeyError("a defect")
+        raise command._TakesTooLongError if kind == "hangs" else InputError("refused", where=folder)
+
+    monkeypatch.setattr(sentinel, "look", fail)
+    said = []
+    for number in range(12):
+        monkeypatch.setattr(command.time, "time", lambda number=number: world.start + number * HOUR / 6)
+        assert main(["sentinel", str(world.folder), str(other)]) == 1
+        found = capsys.readouterr()
+        assert found.out == "the other one\n"
+        said.append(found.err)
+    words = {"hangs": "no end of this look in 240 s", "a defect": "KeyError: 'a defect'", "refused": "refused"}[kind]
+    assert [words in text for text in said] == [number % 6 == 0 for number in range(12)]
+    assert [bool(text) for text in said] == [number % 6 == 0 for number in range(12)]
 
 
 def test_which_runs_a_folder_has(make_run: MakeRun, tmp_path: Path) -> None:  # noqa: F811
