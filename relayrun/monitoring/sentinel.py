@@ -84,7 +84,8 @@ class Sentinel:
                 return self._look(fd)
             memory = self._remembered()[0]
             stuck = memory is not None and self._now - memory.time > LATE_SECONDS
-            return self._once_an_hour(fd, [f"{self._folder}: a look that began long ago has not ended"] * stuck)
+            said = stuck and _once_an_hour(fd, now=self._now)
+            return [f"{self._folder}: a look that began long ago has not ended"] * said
 
     def _look(self, lock: int) -> list[str]:
         before, complaint = self._remembered()
@@ -118,7 +119,8 @@ class Sentinel:
             path = sentinel.memory_path(self._folder, self._user)
             self._lines.append(f"{path} cannot be written: {error.strerror or error}")
             kept = False
-        return self._lines if kept else self._once_an_hour(lock, self._lines)
+        may = kept or not self._lines or _once_an_hour(lock, now=self._now)
+        return self._lines if may else []
 
     def _remembered(self) -> tuple[Memory | None, str]:
         """The last look, None where none is known; and why it cannot be read."""
@@ -126,13 +128,6 @@ class Sentinel:
             return sentinel.read_memory(self._folder, self._user), ""
         except RunDirError as error:
             return None, f"what the last look saw is lost: {error.message}"
-
-    def _once_an_hour(self, lock: int, lines: list[str]) -> list[str]:
-        """Return the lines, unless some were returned within the hour; the lock's time remembers it on a full disk."""
-        if not lines or self._now - os.fstat(lock).st_mtime < QUIET_SECONDS:
-            return []
-        os.utime(lock, (self._now, self._now))
-        return lines
 
     def _runs(self) -> dict[str, list[_Seen]]:
         """Look at every run of this user's; return what is wrong with each, by its path below the folder."""
@@ -321,14 +316,41 @@ def look(folder: Path, *, now: float) -> list[str]:
         ) from None
 
 
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[tuple[int, bool]]:
-    """Hold a lock: its open file, and whether it is this process's now."""
+def may_complain(folder: Path, *, now: float) -> bool:
+    """Whether a look that failed is to be told: at most once an hour, by the time of the lock, which is set then."""
+    try:
+        fd = _open(sentinel.lock_path(folder, user_name(os.geteuid())))
+    except OSError:  # where nothing can be remembered, it is told each time
+        return True
+    try:
+        return _once_an_hour(fd, now=now)
+    finally:
+        os.close(fd)
+
+
+def _once_an_hour(lock: int, *, now: float) -> bool:
+    """Whether nothing was said within the hour, by the time of the lock, which remembers it from now on."""
+    if now - os.fstat(lock).st_mtime < QUIET_SECONDS:
+        return False
+    with contextlib.suppress(OSError):
+        os.utime(lock, (now, now))
+    return True
+
+
+def _open(path: Path) -> int:
+    """The lock, open; made where it was not there."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         os.utime(fd, (0, 0))  # nothing was said yet
     except FileExistsError:
         fd = os.open(path, os.O_RDWR)
+    return fd
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[tuple[int, bool]]:
+    """Hold a lock: its open file, and whether it is this process's now."""
+    fd = _open(path)
     try:
         mine = True
         try:
