@@ -11,6 +11,7 @@ from pathlib import Path
 
 from relayrun.errors import RelayrunError
 from relayrun.monitoring import sentinel
+from relayrun.rundir.sentinel import may_complain
 
 LIMIT = 240
 """Seconds that a look may take: a file system or a command that hangs would keep all later ones from looking."""
@@ -37,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
                 print(line)
             if error:
                 failed = True
-                if sentinel.may_complain(folder.expanduser().absolute(), now=time.time()):
+                if may_complain(folder.expanduser().absolute(), now=time.time()):
                     print(f"error: {error}", file=sys.stderr)
     finally:
         signal.signal(signal.SIGALRM, before)

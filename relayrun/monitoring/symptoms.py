@@ -5,6 +5,7 @@
 | gone | stopped | the chain has not ended, and nothing that would go on with it is queued or runs |
 | held | stopped | a job is held, or waits for what never comes |
 | budget | stopped | a job waits until its account has more time to spend |
+| stuck-... | stopped | a run of a sweep, or a stage, waits for what never comes |
 | silent | hang | a job runs, and its ranks have given no sign of life for longer than its supervisor allows |
 | unbegun | hang | a job runs, and no attempt has begun in it |
 | completing-..., suspended-... | hang | a job has neither run nor ended for an hour |
@@ -22,6 +23,7 @@ One look proves little: who asks decides how long a symptom must be seen. Standa
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -140,6 +142,14 @@ def purged_soon(purges: Sequence[Purge], *, now: float) -> Iterator[Symptom]:
             cause = f"purge-{purge.what}-{int(purge.time // DAY)}"
             words = f"{purge.words(now)}: read it, or copy it elsewhere (checkpoint.mirror, relayrun runs archive)"
             yield Symptom(event="disk", cause=cause, reason=words)
+
+
+def never_begins(run: Run, why: str, *, whole: bool, others: int) -> Symptom:
+    """What holds up a run of a campaign for good. `whole`: all that wait; `others`: so many besides, by the same."""
+    words = f"nothing more of its campaign begins: {why}" if whole else f"it does not begin: {why}"
+    words += f" ({others} more of its campaign do not either)" if others else ""
+    cause = f"stuck-{hashlib.sha256(why.encode()).hexdigest()[:8]}"
+    return Symptom(event="stopped", cause=cause, reason=words, go_on=f"relayrun status {run.path}")
 
 
 def _full_soon(status: RunStatus, now: float) -> Iterator[Symptom]:

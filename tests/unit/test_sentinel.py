@@ -23,8 +23,9 @@ from relayrun.monitoring import queue as asking
 from relayrun.monitoring import run_status, sentinel, standing_view, symptoms, unsent
 from relayrun.monitoring.queue import Queue
 from relayrun.monitoring.run_status import RunStatus
-from relayrun.rundir import find, mirror, notices
+from relayrun.rundir import campaign, find, mirror, notices
 from relayrun.rundir import sentinel as records
+from relayrun.rundir.campaign import Begun, Campaign, Member, Membership
 from relayrun.rundir.lineage import Lineage
 from relayrun.rundir.mirror import LastPass, MirrorPolicy
 from relayrun.rundir.notices import EVENTS, NoticePolicy, Target
@@ -347,6 +348,70 @@ def test_a_job_that_neither_runs_nor_ends_is_told_after_an_hour(world: World, st
     for _ in range(6):  # it counts from the first look on, again
         assert world.look(after=HOUR / 6) == []
     assert len(world.notices()) == 1
+
+
+def member_of(world: World, make: MakeRun, *, ended: str | None) -> Path:
+    """Let the run be the second stage of a campaign, behind one that has ended so; return the campaign's folder."""
+    folder = world.folder / "mine/c"
+    (folder / "members/a").mkdir(parents=True)
+    before, _ = make(folder="runs/mine/c-a", scheduler="slurm", owner=os.geteuid())
+    if ended is not None:
+        write_stop(before, ended)
+    members = [Member(name="a", run_dir=str(before.path)), Member(name="b", run_dir=str(world.run.path), source="a")]
+    for member in members:
+        Membership(folder=str(folder), member=member.name).write(campaign.membership_path(member.run))
+    Begun(job_id="6", time=world.now).write(campaign.begun_path(folder, "a"))
+    Campaign(kind="stages", name="mine/c", owner=os.geteuid(), scheduler="slurm", at_once=None, members=members).save(
+        folder
+    )
+    return folder
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["notices", "a line for cron"])
+@pytest.mark.parametrize("trouble", ["ended", "unreadable", "gone"])
+def test_a_stage_that_never_begins_is_told_once(
+    make_world: MakeWorld,
+    make_run: MakeRun,  # noqa: F811
+    told: bool,
+    trouble: str,
+) -> None:
+    world = make_world(told=told)
+    folder = member_of(world, make_run, ended="stopped by ada")
+    words = "it does not begin: waits for a, which ended: stopped by ada"
+    if trouble == "unreadable":
+        (folder / "campaign.json").write_text("{")
+        words = f"nothing more of its campaign begins: {folder}/campaign.json: unreadable record: "
+    elif trouble == "gone":
+        shutil.rmtree(folder)
+        words = "nothing more of its campaign begins: there is no campaign.json"
+    assert world.look() == []
+    assert world.notices() == []
+    said = world.look()
+    if told:
+        assert said == []
+        ((notice, _),) = notices.pending(world.run)
+        assert notice.id.startswith("stopped-stuck-")
+        assert words in notice.reason
+        assert notice.go_on == f"relayrun status {world.run.path}"
+    else:
+        (line,) = said
+        assert f"mine/run: {words}" in line
+        assert line.endswith(f"\n  -> relayrun status {world.run.path}")
+    for _ in range(5):
+        assert world.look() == []
+    assert len(world.notices()) == int(told)
+
+
+def test_a_stage_that_waits_as_planned_is_not_told(world: World, make_run: MakeRun) -> None:  # noqa: F811
+    folder = member_of(world, make_run, ended=None)
+    campaign.write_stop(folder, "stopped by ada")
+    for _ in range(4):
+        world.look()
+    assert world.notices() == []
+    campaign.stop_path(folder).unlink()
+    for _ in range(4):
+        world.look()
+    assert world.notices() == []
 
 
 # nothing that passes by is told
