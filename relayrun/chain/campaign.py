@@ -188,9 +188,11 @@ def _queue(folder: Path, member: Member, plan: Plan, base: Durable, scheduler: S
         return successor.queue_first(run, plan, scheduler)
     except _FOR_NOW:
         raise
-    except SchedulerError as error:
+    except (SchedulerError, OSError) as error:
         if found := scheduler.jobs(plan):
             return found[0].id
+        if not isinstance(error, SchedulerError):
+            raise CannotBeginError(f"{member.name} cannot begin: {_words(error)}") from None
         Refused(reason=error.message, time=time.time()).write(campaign.refused_path(folder, member.name))
         raise CannotBeginError(f"{_REFUSED}: {error.message}") from None
 
@@ -277,7 +279,7 @@ def _living(folder: Path, whole: Campaign, leaving: Run | None, patience: float)
             run = member.run
             if run != leaving and _has_begun(folder, member) and run.plan.exists() and stop_reason(run) is None:
                 runs.append((member, run))
-        except OSError:
+        except _UNREADABLE:
             unknown += 1
     try:
         if whole.scheduler == "local":

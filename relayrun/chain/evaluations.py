@@ -36,7 +36,7 @@ def attend(run: Run, plan: Plan, scheduler: Scheduler) -> None:
 def attend_awaited(run: Run, folder: EvaluationDir) -> None:
     """The same where a stage waits for one evaluation: the run's chain may have ended, so that nobody attends it.
 
-    It is due whatever the policy says, and a job that went without a word is followed by another one.
+    It is due whatever the policy says, and a job that died is followed by another one.
     """
     with _alone(run, patience=0) as mine:
         if not mine:
@@ -120,7 +120,7 @@ def _attend(run: Run, plan: Plan, scheduler: Scheduler, folder: EvaluationDir) -
             time=time.time(),
             job_id=known.job_id,
             error=error,
-            without_a_word=True,
+            died=job is None or job.state != "CANCELLED",  # what a person did stands
         ),
     )
     log(f"evaluation of iteration {folder.iteration} failed: {error}")

@@ -184,17 +184,22 @@ def yet_to_begin_with(run: Run) -> list[str]:
 def held(run: Run) -> set[int]:
     """Iterations whose checkpoints must stay, since members have yet to begin with them.
 
-    Raises RunDirError where that cannot be read: then nothing is removed.
+    One of a member that cannot be read stays. Raises RunDirError where the campaign cannot be read: then nothing is
+    removed.
     """
     membership = read_membership(run)
     if membership is None or not is_campaign(folder := Path(membership.folder)):
         return set()
-    later = [member for member in Campaign.load(folder).members if member.source == membership.member]
-    return {
-        member.iteration
-        for member in later
-        if member.iteration is not None and not lineage.is_own(member.run, lineage.durable(member.run))
-    }
+    found = set()
+    for member in Campaign.load(folder).members:
+        if member.source != membership.member or member.iteration is None:
+            continue
+        try:
+            own = lineage.is_own(member.run, lineage.durable(member.run))
+        except (RunDirError, OSError):
+            own = False
+        found |= set() if own else {member.iteration}
+    return found
 
 
 def stop_path(folder: Path) -> Path:

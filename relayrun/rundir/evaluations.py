@@ -10,7 +10,7 @@ evaluations/iter_0000100-0003/   of iteration 100 as attempt 3 committed it: mad
     model/                         the exported folder, while it is needed, or for good
     scores.json                    what a command of the user's own has written (`evaluation.command`)
     result.json                    by the job; by the supervisor where the job went without a word
-evaluations/.tried-...           one whose job went without a word, and that was begun again
+evaluations/.tried-...           one whose job died, and that was begun again
 evaluations.jsonl                a line per result
 """
 
@@ -33,7 +33,7 @@ from relayrun.rundir.records import Commit, Record
 from relayrun.rundir.run import Run
 
 MOST_TRIES = 3
-"""Jobs of one evaluation that a stage waits for, where each goes without a word."""
+"""Jobs of one evaluation that a stage waits for, where each dies."""
 
 Results = dict[str, dict[str, float]]
 """By task, or by validation set: metric and value."""
@@ -102,8 +102,8 @@ class Result(Record):
     """What they depend on: program and version, few-shot examples, limit."""
     model: str | None = None
     """The exported folder, where it is kept."""
-    without_a_word: bool = False
-    """Its job has gone and left nothing: its node, or its time, was lost."""
+    died: bool = False
+    """Its job has gone and left nothing, and nobody cancelled it: its node, for example, was lost."""
 
 
 @dataclass(frozen=True)
@@ -236,12 +236,12 @@ def want(run: Run, folder: EvaluationDir) -> None:
 
 
 def may_try_again(folder: EvaluationDir, result: Result) -> bool:
-    """Whether an evaluation failed since its job went without a word, and not too often."""
-    return result.without_a_word and len(_tried(folder)) < MOST_TRIES - 1
+    """Whether an evaluation failed since its job died, and not too often."""
+    return result.died and len(_tried(folder)) < MOST_TRIES - 1
 
 
 def try_again(folder: EvaluationDir) -> None:
-    """Put aside what a job left that went without a word: the checkpoint is as if nobody had evaluated it."""
+    """Put aside what a job left that died: the checkpoint is as if nobody had evaluated it."""
     os.rename(folder.path, folder.path.with_name(f".tried-{folder.path.name}-{len(_tried(folder)) + 1}"))
 
 

@@ -306,6 +306,37 @@ def test_an_evaluation_whose_job_dies_is_tried_again_and_not_for_ever(make: Make
     assert look.stuck["long"].startswith("waits for the evaluation of stable:20, which failed: job ")
 
 
+def test_an_evaluation_that_a_person_cancelled_is_not_replaced(make: Make) -> None:
+    folder, slurm = make({"name": "stable"}, dict(AFTER))
+    stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
+    begin_due(folder)
+    slurm.set(evaluation_jobs(stable, slurm)[0], state="CANCELLED")
+    for _ in range(2):
+        look = begin_due(folder)
+    assert len(evaluation_jobs(stable, slurm)) == 1
+    assert "which failed: job" in look.stuck["long"]
+
+
+def test_a_member_that_cannot_be_read_holds_its_own_checkpoint_alone(make: Make) -> None:
+    branches = [{"name": f"b{number}", "source": "stable", "iteration": number} for number in (8, 12)]
+    folder, _ = make({"name": "stable"}, *branches)
+    torn = member_run(folder, "b8")
+    began(torn, 1)
+    torn.attempt(1).begin.write_text("{")
+    saved(member_run(folder, "b12"), 14)
+    assert campaign.held(member_run(folder, "stable")) == {8}
+
+
+def test_a_log_folder_that_cannot_be_made_holds_up_no_other(make: Make) -> None:
+    folder, slurm = make({}, {})
+    run = member_run(folder, "01")
+    (run.path / "file").touch()
+    replace(Plan.load(run), log_folder=str(run.path / "file/logs")).write(run.plan)
+    look = begin_due(folder)
+    assert jobs_by_name(slurm) == ["02"]
+    assert look.stuck["01"].startswith("01 cannot begin: ")
+
+
 @pytest.mark.parametrize("trouble", ["no section", "another run's"])
 def test_an_evaluation_that_cannot_come_is_told(make: Make, trouble: str) -> None:
     folder, slurm = make({"name": "stable"}, dict(AFTER))
