@@ -14,7 +14,15 @@ import pytest
 from relayrun.files import read_lines
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason
-from tests.campaigns import ROOT, attempts, iterations, relayrun, words, write_config, write_stages
+from tests.campaigns import (
+    ROOT,
+    attempts,
+    iterations,
+    relayrun,
+    write_config,
+    write_evaluated_stages,
+    write_stages,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -62,26 +70,13 @@ def test_stages_begin_one_behind_the_other_from_each_others_checkpoints(tmp_path
 
 
 def test_a_stage_waits_for_an_evaluation_that_only_it_wants(tmp_path: Path) -> None:
-    """Its source is a program that alone knows where it ends, so that no evaluation of its end is planned."""
-    convert = "import os, sys; os.makedirs(sys.argv[1]); open(sys.argv[1] + '/config.json', 'w').write('{}')"
-    score = "import json, sys; open(sys.argv[1], 'w').write(json.dumps({'task': {'acc': 0.5}}))"
-    path = write_config(
-        tmp_path,
-        "plan",
-        command={"steps": None, "leave_signal": "SIGTERM"},
-        evaluation={
-            "interval": 1000,
-            "convert": [sys.executable, "-c", convert, "{model}"],
-            "command": [sys.executable, "-c", score, "{results}"],
-            "job": {"time": "5"},
-        },
-        stages={"stable": None, "long": {"from": "stable", "evaluated": True, "command.run": words(tmp_path, 6)}},
-    )
-    done = relayrun("stages", "submit", path)
+    done = relayrun("stages", "submit", write_evaluated_stages(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     stable, long = Run(tmp_path / "plan-stable"), Run(tmp_path / "plan-long")
+    assert stop_reason(stable) == "the program ended by itself, with exit code 0"
     (result,) = read_lines(stable.evaluations_view)
     assert (result["iteration"], result["status"]) == (4, "done")
+    assert len(list(stable.evaluations.glob(".tried-*"))) == 1
     (begin,) = attempts(long)
     assert begin.base_path == str(stable.checkpoints / "step-4")
     assert result["time"] <= begin.start_time
