@@ -18,6 +18,7 @@ from pathlib import Path
 
 from relayrun.chain import decide, successor
 from relayrun.chain.evaluations import attend_awaited
+from relayrun.chain.evaluations import job_name as evaluation_job_name
 from relayrun.chain.log import log
 from relayrun.errors import RelayrunError, RunDirError, SchedulerError
 from relayrun.rundir import campaign, evaluations, lineage
@@ -27,7 +28,7 @@ from relayrun.rundir.lineage import BEGINNING, Durable
 from relayrun.rundir.plan import Plan, fallback_name, job_name
 from relayrun.rundir.run import Run
 from relayrun.rundir.stop import stop_reason
-from relayrun.scheduler import together
+from relayrun.scheduler import history, together
 from relayrun.scheduler.base import Job, Scheduler
 from relayrun.scheduler.choose import for_plan
 from relayrun.scheduler.slurm_command import NoAnswerError, NotInstalledError, TooManyJobsError
@@ -60,6 +61,8 @@ class Readiness:
     """It begins only if a person changes something."""
     awaited: tuple[Run, EvaluationDir] | None = None
     """The evaluation that it waits for, and whose it is."""
+    what: str = ""
+    """The same in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +98,7 @@ def mend(
             looks[folder] = begin_due(folder, leaving=leaving, patience=patience)
             for words in looks[folder].begun:
                 say(words)
-        except (RelayrunError, OSError) as error:
+        except _UNREADABLE as error:
             looks[folder] = Look(stuck={} if isinstance(error, _FOR_NOW) else {"": _words(error)})
             say(f"the next run of {folder} is left for later: {_words(error)}")
     return looks
@@ -140,6 +143,7 @@ def _begin_due(folder: Path, whole: Campaign, judged: _Judged, leaving: Run | No
     stuck = _stuck(judged)
     for run, evaluation in {ready.awaited[1].path: ready.awaited for _, ready in judged if ready.awaited}.values():
         attend_awaited(run, evaluation)
+    stuck |= _never_evaluated(whole, judged)
     due = [(member, ready.base) for member, ready in judged if ready.base is not None]
     limit = 1 if whole.scheduler == "local" else whole.at_once
     room = len(due) if limit is None or not due else limit - _living(folder, whole, leaving, patience)
@@ -151,6 +155,25 @@ def _begin_due(folder: Path, whole: Campaign, judged: _Judged, leaving: Run | No
         except CannotBeginError as error:
             stuck[member.name] = error.message
     return Look(begun=begun, stuck=stuck)
+
+
+def _never_evaluated(whole: Campaign, judged: _Judged) -> dict[str, str]:
+    """By member, that the job of the evaluation it waits for never starts unless a person changes something."""
+    awaited = {member.name: ready.awaited for member, ready in judged if ready.awaited is not None}
+    if whole.scheduler == "local":
+        return {}
+    try:
+        names = {name: evaluation_job_name(Plan.load(run), folder) for name, (run, folder) in awaited.items()}
+        jobs = together.jobs_of(list(names.values()), patience=0)
+    except _UNREADABLE:  # it is seen with the next look
+        return {}
+    return {
+        member.name: f"{ready.what}, whose job {each.job.id} never starts: {each.reason}"
+        for member, ready in judged
+        if member.name in names
+        for each in jobs[names[member.name]]
+        if history.for_ever(each.reason)
+    }
 
 
 def _begin(folder: Path, member: Member, base: Durable, patience: float) -> str:
@@ -264,7 +287,7 @@ def _evaluated(before: str, run: Run, base: Durable) -> Readiness:
         return Readiness(base=None, why=why, stuck=True)
     if not run.evaluation_policy.exists():
         return Readiness(base=None, why=f"{what}, which has no section `evaluation` any more", stuck=True)
-    return Readiness(base=None, why=f"{what}, which has no result yet", awaited=(run, folder))
+    return Readiness(base=None, why=f"{what}, which has no result yet", awaited=(run, folder), what=what)
 
 
 def _living(folder: Path, whole: Campaign, leaving: Run | None, patience: float) -> int:

@@ -306,6 +306,18 @@ def test_an_evaluation_whose_job_dies_is_tried_again_and_not_for_ever(make: Make
     assert look.stuck["long"].startswith("waits for the evaluation of stable:20, which failed: job ")
 
 
+def test_an_evaluation_whose_job_never_starts_is_told(make: Make) -> None:
+    folder, slurm = make({"name": "stable"}, dict(AFTER))
+    stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
+    begin_due(folder)
+    (job,) = evaluation_jobs(stable, slurm)
+    slurm.set(job, reason="Priority")
+    assert begin_due(folder) == Look()
+    slurm.set(job, reason="QOSMaxCpuPerJobLimit")
+    words = f"waits for the evaluation of stable:20, whose job {job} never starts: QOSMaxCpuPerJobLimit"
+    assert begin_due(folder).stuck == {"long": words}
+
+
 def test_an_evaluation_that_a_person_cancelled_is_not_replaced(make: Make) -> None:
     folder, slurm = make({"name": "stable"}, dict(AFTER))
     stable = ended_unevaluated(folder, ended="the last iteration, 20, is durable")
@@ -530,10 +542,15 @@ def test_a_begun_member_that_was_moved_holds_up_no_other(make: Make) -> None:
 
 def test_what_no_look_can_mend_is_returned_by_folder(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = make({})
+    text = (folder / "campaign.json").read_text()
     (folder / "campaign.json").write_text("{")
     (look,) = supervisor.mend([folder]).values()
     assert look.stuck[""].startswith(f"{folder}/campaign.json: unreadable record: ")
     assert "is left for later" in capsys.readouterr().err
+    (folder / "campaign.json").write_text(text)
+    campaign.stop_path(folder).write_bytes(b"\xff")  # a torn file
+    (look,) = supervisor.mend([folder]).values()
+    assert "UnicodeDecodeError" in look.stuck[""]
     (folder / "campaign.json").unlink()
     (look,) = supervisor.mend([folder]).values()
     assert look.stuck[""].startswith("there is no campaign.json")
